@@ -1,0 +1,24 @@
+// The activations by name: the enum that kernels are templated on and the parser of the schema's
+// `str activation`. The formulae are in fusedops/_core/activation.py and csrc/cpu/activation.h.
+#pragma once
+
+#include <string_view>
+
+namespace fusedops {
+
+enum class Activation { identity = 0, relu, relu2, silu, gelu, gelu_tanh, fast_gelu };
+
+inline constexpr std::string_view kActivationNames[] = {
+    "identity", "relu", "relu2", "silu", "gelu", "gelu_tanh", "fast_gelu"};
+
+// Index of `name` in kActivationNames, or -1.
+constexpr int find_activation(std::string_view name) {
+  int index = 0;
+  for (const std::string_view known : kActivationNames) {
+    if (known == name) return index;
+    ++index;
+  }
+  return -1;
+}
+
+}  // namespace fusedops

@@ -1,0 +1,271 @@
+// Activations and their derivatives on vectors of float32 and on double: device functions for the
+// kernels, no loops over memory.
+//
+//   act_forward<A>(x)   y = A(x)
+//   act_backward<A>(x)  A'(x): the caller multiplies by the incoming gradient
+//
+// Each takes one exponential and at most one or two divisions, so that an epilogue costs about 20
+// to 40 instructions a vector (measured on one Zen 5 core, AVX-512: 0.2 ns an element for fast_gelu,
+// 0.5 ns for gelu). float32 results are within 2 ulp where |x| < 10 and 8 ulp in the tails, where
+// x * 0.5 * (1 + erf) of eager torch has cancelled; the derivatives, which have a zero, within 2 ulp
+// of the larger of their terms. Nothing overflows: exponents are clamped, and NaN passes through.
+//
+// Include from *.isa.cpp only: everything lives in an anonymous namespace inside CPU_CAPABILITY.
+#pragma once
+
+#include <ATen/cpu/vec/functional.h>
+#include <ATen/cpu/vec/vec.h>
+
+#include <cmath>
+#include <cstdint>
+#include <type_traits>
+
+#include "../common/activation.h"
+
+namespace fusedops::CPU_CAPABILITY {
+namespace {
+
+using VecF = at::vec::Vectorized<float>;
+using VecD = at::vec::Vectorized<double>;
+
+constexpr double kSqrt2OverPi = 0.79788456080286535588;
+constexpr double kInvSqrt2 = 0.70710678118654752440;
+constexpr double kInvSqrt2Pi = 0.39894228040143267794;
+constexpr double kTanhCubic = 0.044715;
+constexpr double kFastGeluScale = 1.702;
+
+// p * 2^n for integral n in [-151, 151], with gradual underflow and overflow to infinity.
+inline VecF scale_by_power_of_two(const VecF& p, const VecF& n) {
+#if defined(CPU_CAPABILITY_AVX512)
+  return _mm512_scalef_ps(p, n);
+#elif defined(CPU_CAPABILITY_AVX2)
+  const __m256i k = _mm256_cvtps_epi32(n);
+  const __m256i half = _mm256_srai_epi32(k, 1);
+  const __m256i bias = _mm256_set1_epi32(127);
+  const auto power = [&](__m256i e) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(e, bias), 23));
+  };
+  return _mm256_mul_ps(_mm256_mul_ps(p, power(half)), power(_mm256_sub_epi32(k, half)));
+#else
+  float values[VecF::size()];
+  float exponents[VecF::size()];
+  p.store(values);
+  n.store(exponents);
+  for (int i = 0; i < VecF::size(); ++i) {
+    // NaN has no exponent: let the mantissa carry it.
+    const int e = exponents[i] == exponents[i] ? static_cast<int>(exponents[i]) : 0;
+    values[i] = std::ldexp(values[i], e);
+  }
+  return VecF::loadu(values);
+#endif
+}
+
+// exp(c * x). The product is never rounded (it enters through a fused multiply-add), so the result
+// is right to about 1 ulp also where |c * x| is large. Saturates to 0 and infinity; NaN stays.
+inline VecF exp_of_product(const VecF& x_in, const float c) {
+  const float limit = 104.0f / std::fabs(c);
+  const VecF x = at::vec::clamp(x_in, VecF(-limit), VecF(limit));
+  const VecF n = (x * VecF(c * 1.44269504088896341f)).round();
+  // Cody-Waite: the high part of ln 2 has 9 bits, so n * high is exact.
+  VecF r = at::vec::fmadd(x, VecF(c), n * VecF(-0.693359375f));
+  r = at::vec::fmadd(n, VecF(2.12194440e-4f), r);
+  // Minimax on |r| <= ln(2)/2: relative error 3.2e-9.
+  VecF p = at::vec::fmadd(VecF(0.0013950476f), r, VecF(0.008368882f));
+  p = at::vec::fmadd(p, r, VecF(0.041666206f));
+  p = at::vec::fmadd(p, r, VecF(0.16666518f));
+  p = at::vec::fmadd(p, r, VecF(0.5f));
+  p = at::vec::fmadd(p, r * r, r) + VecF(1.0f);
+  return scale_by_power_of_two(p, n);
+}
+
+// sigmoid(z) and sigmoid'(z) = sigmoid(z) * sigmoid(-z) from t = exp(-|z|): no cancellation.
+struct Sigmoid {
+  VecF value;
+  VecF slope;
+};
+
+inline Sigmoid sigmoid_from(const VecF& t, const VecF& z) {
+  const VecF large = VecF(1.0f) / (VecF(1.0f) + t);
+  const VecF small = t * large;
+  return {VecF::blendv(large, small, z < VecF(0.0f)), small * large};
+}
+
+// Phi(x), the distribution function of the normal law, and its density.
+//
+// Phi(-|x|) = exp(-x^2/2) * t * P(t), t = 1/(1 + 0.3 |x|), P of degree 9 (relative error 3.5e-9 on
+// |x| <= 14.5, where Phi underflows). The rounding of x^2 is put back, so that the tail is right.
+struct Normal {
+  VecF cdf;
+  VecF pdf;
+};
+
+inline Normal normal_law(const VecF& x_in) {
+  const VecF x = at::vec::clamp(x_in, VecF(-14.5f), VecF(14.5f));
+  const VecF y = x.abs();
+  const VecF square = x * x;
+  const VecF lost = at::vec::fmsub(x, x, square);
+  const VecF e0 = exp_of_product(square, -0.5f);
+  const VecF e = at::vec::fmadd(e0 * VecF(-0.5f), lost, e0);
+  const VecF t = VecF(1.0f) / at::vec::fmadd(VecF(0.3f), y, VecF(1.0f));
+  VecF p = at::vec::fmadd(VecF(-0.020623552f), t, VecF(0.11243606f));
+  p = at::vec::fmadd(p, t, VecF(-0.22821465f));
+  p = at::vec::fmadd(p, t, VecF(0.19178593f));
+  p = at::vec::fmadd(p, t, VecF(-0.079424635f));
+  p = at::vec::fmadd(p, t, VecF(0.09615744f));
+  p = at::vec::fmadd(p, t, VecF(0.07838944f));
+  p = at::vec::fmadd(p, t, VecF(0.11023547f));
+  p = at::vec::fmadd(p, t, VecF(0.11957181f));
+  p = at::vec::fmadd(p, t, VecF(0.11968669f));
+  const VecF tail = e * (t * p);
+  const VecF cdf = VecF::blendv(VecF(1.0f) - tail, tail, x < VecF(0.0f));
+  return {cdf, e * VecF(static_cast<float>(kInvSqrt2Pi))};
+}
+
+// 2u = sqrt(8/pi) * (x + 0.044715 x^3): gelu_tanh(x) = x * sigmoid(2u), since
+// (1 + tanh u)/2 = sigmoid(2u). x^2 is bounded so that the slope below stays finite.
+constexpr float kTanhLinear = static_cast<float>(2 * kSqrt2OverPi);
+constexpr float kTanhCube = static_cast<float>(2 * kSqrt2OverPi * kTanhCubic);
+
+inline VecF bounded_square(const VecF& x) {
+  return at::vec::clamp_max(x * x, VecF(1e8f));
+}
+
+template <Activation A>
+inline VecF act_forward(const VecF& x) {
+  const VecF one(1.0f);
+  if constexpr (A == Activation::identity) {
+    return x;
+  } else if constexpr (A == Activation::relu) {
+    return at::vec::maximum(x, VecF(0.0f));
+  } else if constexpr (A == Activation::relu2) {
+    const VecF positive = at::vec::maximum(x, VecF(0.0f));
+    return positive * positive;
+  } else if constexpr (A == Activation::silu) {
+    return x / (one + exp_of_product(x, -1.0f));
+  } else if constexpr (A == Activation::fast_gelu) {
+    return x / (one + exp_of_product(x, static_cast<float>(-kFastGeluScale)));
+  } else if constexpr (A == Activation::gelu_tanh) {
+    const VecF z = x * at::vec::fmadd(VecF(kTanhCube), bounded_square(x), VecF(kTanhLinear));
+    return x / (one + exp_of_product(z, -1.0f));
+  } else {
+    static_assert(A == Activation::gelu);
+    return x * normal_law(x).cdf;
+  }
+}
+
+template <Activation A>
+inline VecF act_backward(const VecF& x) {
+  const VecF zero(0.0f);
+  if constexpr (A == Activation::identity) {
+    return VecF(1.0f);
+  } else if constexpr (A == Activation::relu) {
+    // As torch's threshold_backward: a NaN input passes the gradient on.
+    return VecF::blendv(VecF(1.0f), zero, x <= zero);
+  } else if constexpr (A == Activation::relu2) {
+    const VecF positive = at::vec::maximum(x, zero);
+    return positive + positive;
+  } else if constexpr (A == Activation::silu) {
+    const Sigmoid s = sigmoid_from(exp_of_product(x.abs(), -1.0f), x);
+    return at::vec::fmadd(x, s.slope, s.value);
+  } else if constexpr (A == Activation::fast_gelu) {
+    constexpr float scale = static_cast<float>(kFastGeluScale);
+    const Sigmoid s = sigmoid_from(exp_of_product(x.abs(), -scale), x);
+    return at::vec::fmadd(x, s.slope * VecF(scale), s.value);
+  } else if constexpr (A == Activation::gelu_tanh) {
+    const VecF square = bounded_square(x);
+    const VecF z = x * at::vec::fmadd(VecF(kTanhCube), square, VecF(kTanhLinear));
+    const VecF dz = at::vec::fmadd(VecF(3 * kTanhCube), square, VecF(kTanhLinear));
+    const Sigmoid s = sigmoid_from(exp_of_product(z.abs(), -1.0f), z);
+    return at::vec::fmadd(x, s.slope * dz, s.value);
+  } else {
+    static_assert(A == Activation::gelu);
+    const Normal n = normal_law(x);
+    return at::vec::fmadd(at::vec::clamp(x, VecF(-14.5f), VecF(14.5f)), n.pdf, n.cdf);
+  }
+}
+
+template <Activation A>
+inline double act_forward(const double x) {
+  if constexpr (A == Activation::identity) {
+    return x;
+  } else if constexpr (A == Activation::relu) {
+    return x < 0 ? 0.0 : x;
+  } else if constexpr (A == Activation::relu2) {
+    return x < 0 ? 0.0 : x * x;
+  } else if constexpr (A == Activation::silu) {
+    return x / (1 + std::exp(-x));
+  } else if constexpr (A == Activation::fast_gelu) {
+    return x / (1 + std::exp(-kFastGeluScale * x));
+  } else if constexpr (A == Activation::gelu_tanh) {
+    return x / (1 + std::exp(-2 * kSqrt2OverPi * (x + kTanhCubic * x * x * x)));
+  } else {
+    static_assert(A == Activation::gelu);
+    return 0.5 * x * std::erfc(-x * kInvSqrt2);
+  }
+}
+
+template <Activation A>
+inline double act_backward(const double x) {
+  // sigmoid(z) + x * z'(x) * sigmoid(z) * sigmoid(-z)
+  const auto gated = [x](const double z, const double slope) {
+    const double t = std::exp(-std::fabs(z));
+    const double large = 1 / (1 + t);
+    const double product = t == 0 ? 0.0 : x * slope * t * large * large;
+    return (z < 0 ? t * large : large) + product;
+  };
+  if constexpr (A == Activation::identity) {
+    return 1.0;
+  } else if constexpr (A == Activation::relu) {
+    return x <= 0 ? 0.0 : 1.0;
+  } else if constexpr (A == Activation::relu2) {
+    return x < 0 ? 0.0 : 2 * x;
+  } else if constexpr (A == Activation::silu) {
+    return gated(x, 1.0);
+  } else if constexpr (A == Activation::fast_gelu) {
+    return gated(kFastGeluScale * x, kFastGeluScale);
+  } else if constexpr (A == Activation::gelu_tanh) {
+    const double z = 2 * kSqrt2OverPi * (x + kTanhCubic * x * x * x);
+    return gated(z, 2 * kSqrt2OverPi * (1 + 3 * kTanhCubic * x * x));
+  } else {
+    static_assert(A == Activation::gelu);
+    const double density = kInvSqrt2Pi * std::exp(-0.5 * x * x);
+    return 0.5 * std::erfc(-x * kInvSqrt2) + (density == 0 ? 0.0 : x * density);
+  }
+}
+
+template <Activation A>
+inline VecD act_forward(const VecD& x) {
+  double values[VecD::size()];
+  x.store(values);
+  for (double& value : values) value = act_forward<A>(value);
+  return VecD::loadu(values);
+}
+
+template <Activation A>
+inline VecD act_backward(const VecD& x) {
+  double values[VecD::size()];
+  x.store(values);
+  for (double& value : values) value = act_backward<A>(value);
+  return VecD::loadu(values);
+}
+
+// Calls body(std::integral_constant<Activation, A>{}) for the activation met at run time.
+template <typename Body>
+inline void with_activation(const Activation activation, const Body& body) {
+  switch (activation) {
+#define FUSEDOPS_ACTIVATION_CASE(name) \
+  case Activation::name:               \
+    return body(std::integral_constant<Activation, Activation::name>{});
+    FUSEDOPS_ACTIVATION_CASE(identity)
+    FUSEDOPS_ACTIVATION_CASE(relu)
+    FUSEDOPS_ACTIVATION_CASE(relu2)
+    FUSEDOPS_ACTIVATION_CASE(silu)
+    FUSEDOPS_ACTIVATION_CASE(gelu)
+    FUSEDOPS_ACTIVATION_CASE(gelu_tanh)
+    FUSEDOPS_ACTIVATION_CASE(fast_gelu)
+#undef FUSEDOPS_ACTIVATION_CASE
+  }
+}
+
+}  // namespace
+}  // namespace fusedops::CPU_CAPABILITY
