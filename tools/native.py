@@ -1,0 +1,530 @@
+"""Builds the compiled libraries with ninja: shared by setup.py, the Makefile and the tests.
+
+    python tools/native.py build          # fusedops/lib/libfusedops_cpu.so (and _cuda.so where torch has CUDA)
+    python tools/native.py check-cuda     # compiles everything under csrc/cuda; needs nvcc, no GPU
+    python tools/native.py clean
+
+What is compiled is found by name:
+
+| sources | how |
+|---|---|
+| ``csrc/*.cpp``, ``csrc/cpu/*.cpp`` | once, for the baseline instruction set |
+| ``csrc/cpu/*.isa.cpp`` | once per instruction set: ``-DCPU_CAPABILITY=DEFAULT``, ``AVX2``, ``AVX512`` |
+| ``csrc/cpu/*.avx512bf16.cpp`` | once, ``-DCPU_CAPABILITY=AVX512_BF16`` |
+| ``csrc/cuda/*.cu`` | by nvcc for sm_80 and sm_90a; such a file holds no torch header |
+| ``csrc/cuda/*.cpp`` | bindings of the above; linked only where the installed torch has CUDA |
+
+An inline function that an ``*.isa.cpp`` file shares with the rest of the library (``std::vector``,
+``at::vec`` and so on) becomes a weak symbol, of which the linker keeps any one copy. Were it the
+AVX512 copy, the plain code would die of SIGILL on an older machine. Hence each such object passes
+through ``localize``: its weak symbols become its own, and a static initialiser, which would run
+before the instruction set is known, is an error.
+
+This file does not import torch (1.5 s): it reads ``torch/version.py``. It is not part of the package.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import functools
+import hashlib
+import importlib.util
+import json
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CSRC = ROOT / "csrc"
+LIBRARIES = ROOT / "fusedops" / "lib"
+COMPAT = ROOT / "tools" / "compat"  # an empty cuda_cmake_macros.h, which a CPU-only torch lacks
+
+AVX2 = ("-mavx2", "-mfma", "-mf16c")
+AVX512 = (*AVX2, "-mavx512f", "-mavx512dq", "-mavx512vl", "-mavx512bw")
+# ATen's vector headers look at HAVE_*_CPU_DEFINITION and CPU_CAPABILITY_*, as torch's own build does.
+ISA_FLAGS = {
+    "DEFAULT": ("-DCPU_CAPABILITY=DEFAULT", "-DCPU_CAPABILITY_DEFAULT"),
+    "AVX2": (
+        *AVX2,
+        "-DCPU_CAPABILITY=AVX2",
+        "-DCPU_CAPABILITY_AVX2",
+        "-DHAVE_AVX2_CPU_DEFINITION",
+    ),
+    "AVX512": (
+        *AVX512,
+        "-DCPU_CAPABILITY=AVX512",
+        "-DCPU_CAPABILITY_AVX512",
+        "-DHAVE_AVX512_CPU_DEFINITION",
+    ),
+    "AVX512_BF16": (
+        *AVX512,
+        "-mavx512bf16",
+        "-DCPU_CAPABILITY=AVX512_BF16",
+        "-DCPU_CAPABILITY_AVX512",
+        "-DHAVE_AVX512_CPU_DEFINITION",
+    ),
+}
+GENCODE = (
+    "-gencode=arch=compute_80,code=sm_80",
+    "-gencode=arch=compute_90a,code=sm_90a",
+)
+# The C++11 ABI is fixed: every torch that we support (2.11 and newer) is built with it.
+CXX_FLAGS = (
+    "-std=c++20",
+    "-O3",
+    "-g0",
+    "-fPIC",
+    "-fopenmp",
+    "-fvisibility=hidden",
+    "-fvisibility-inlines-hidden",
+    "-fno-gnu-unique",
+    "-Wall",
+    "-Wno-maybe-uninitialized",  # gcc 12 on at::vec
+    "-Wno-unknown-pragmas",
+    "-Wno-psabi",  # 32-byte vectors passed by the default instruction set, inside one file only
+    "-D_GLIBCXX_USE_CXX11_ABI=1",
+)
+NVCC_FLAGS = (
+    *GENCODE,
+    "-std=c++20",
+    "-O3",
+    "-Xptxas=-v",
+    "-Xcompiler=-fPIC,-fvisibility=hidden",
+    "-Xcudafe=--diag_suppress=177",
+)
+
+
+# <iostream>, which ATen's vector headers include, puts this initialiser into every object. libtorch
+# has run it long before; `localize` drops it.
+IOSTREAM_INITIALISER = frozenset(
+    ("_ZNSt8ios_base4InitC1Ev", "_ZNSt8ios_base4InitD1Ev", "__dso_handle", "__cxa_atexit")
+)
+
+
+class BuildError(RuntimeError):
+    """The libraries cannot be built here; the message is one sentence for the user."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Torch:
+    """The installed torch, as far as a build needs it."""
+
+    version: str
+    cuda: str | None
+    folder: Path
+
+    @property
+    def include_flags(self) -> list[str]:
+        """Compiler flags that find torch's headers, without their warnings."""
+        include = self.folder / "include"
+        return [f"-isystem{include}", f"-isystem{include}/torch/csrc/api/include"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Edge:
+    """One build step: ``rule`` turns ``source`` into ``output``."""
+
+    rule: str
+    output: str
+    sources: tuple[str, ...]
+    flags: tuple[str, ...] = ()
+
+
+@functools.cache
+def find_torch() -> Torch:
+    """Return the installed torch.
+
+    Raises:
+        BuildError: torch is not installed.
+    """
+    spec = importlib.util.find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
+        raise BuildError(
+            f"torch is not installed for {sys.executable}: install it first "
+            "(pip install torch==2.13.0), "
+            "then build with --no-build-isolation"
+        )
+    folder = Path(spec.submodule_search_locations[0])
+    text = (folder / "version.py").read_text()
+    version = re.search(r"__version__ = '([^']+)'", text)
+    cuda = re.search(r"^cuda\b.*= '([^']+)'", text, re.MULTILINE)
+    if version is None:
+        raise BuildError(f"{folder}/version.py does not tell torch's version")
+    return Torch(version[1], cuda[1] if cuda else None, folder)
+
+
+def cuda_home() -> Path | None:
+    """Return the folder of the CUDA toolkit (``CUDA_HOME``, else the one of ``nvcc``)."""
+    candidates = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    nvcc = shutil.which("nvcc")
+    if nvcc:
+        candidates.insert(2, str(Path(nvcc).resolve().parent.parent))
+    for candidate in candidates:
+        if candidate and (Path(candidate) / "bin" / "nvcc").exists():
+            return Path(candidate).resolve()
+    return None
+
+
+def compiler() -> str:
+    """Return the C++ compiler (``CXX``, else ``g++``, else ``c++``).
+
+    Raises:
+        BuildError: there is none.
+    """
+    asked = os.environ.get("CXX")
+    for name in [asked] if asked else ["g++", "c++"]:
+        if shutil.which(name):
+            return name
+    raise BuildError(f"no C++ compiler: {asked or 'g++'} is not on PATH (Debian: apt install g++)")
+
+
+def wants_cuda() -> bool:
+    """Return whether ``build`` also builds the CUDA library: torch has CUDA and nvcc is there."""
+    has_sources = any(CSRC.glob("cuda/*.cpp"))
+    return has_sources and find_torch().cuda is not None and cuda_home() is not None
+
+
+def library_names() -> list[str]:
+    """Return the names of the libraries that ``build`` makes here."""
+    return ["cpu", "cuda"] if wants_cuda() else ["cpu"]
+
+
+def library_path(name: str) -> Path:
+    """Return where library ``name`` (``"cpu"`` or ``"cuda"``) lies once it is built."""
+    return LIBRARIES / f"libfusedops_{name}.so"
+
+
+def isa_variants() -> list[str]:
+    """Return the instruction sets that ``*.isa.cpp`` is compiled for on this processor family."""
+    return ["DEFAULT", "AVX2", "AVX512"] if _x86() else ["DEFAULT"]
+
+
+def sources(name: str = "cpu") -> list[Path]:
+    """Return the files that library ``name`` is compiled from."""
+    patterns = {"cpu": ("*.cpp", "cpu/*.cpp"), "cuda": ("cuda/*.cu", "cuda/*.cpp")}[name]
+    found = sorted(path for pattern in patterns for path in CSRC.glob(pattern))
+    if not _x86():
+        found = [path for path in found if not path.name.endswith(".avx512bf16.cpp")]
+    return found
+
+
+def stamp(name: str = "cpu") -> dict[str, str]:
+    """Return what identifies a build of the sources as they are now: torch, flags and sources."""
+    torch = find_torch()
+    digest = hashlib.sha256()
+    for path in [Path(__file__), *sorted(CSRC.rglob("*"))]:
+        if path.is_file():
+            digest.update(str(path.name).encode() + b"\0" + path.read_bytes())
+    return {
+        "library": name,
+        "torch": torch.version,
+        "cuda": torch.cuda or "",
+        "machine": platform.machine(),
+        "flags": " ".join([os.environ.get("CXX", ""), os.environ.get("CXXFLAGS", "")]).strip(),
+        "sources": digest.hexdigest(),
+    }
+
+
+def is_current(name: str = "cpu") -> bool:
+    """Return whether library ``name`` exists and was built from these sources for this torch."""
+    path = library_path(name)
+    try:
+        return path.exists() and json.loads(path.with_suffix(".json").read_text()) == stamp(name)
+    except (OSError, ValueError):
+        return False
+
+
+def build(*, verbose: bool = False) -> list[Path]:
+    """Build the libraries that are not current and return the paths of all.
+
+    Raises:
+        BuildError: no torch, no compiler, or the compiler failed.
+    """
+    names = library_names()
+    with _locked():
+        for name in names:
+            if not is_current(name):
+                _build_one(name, verbose=verbose)
+    return [library_path(name) for name in names]
+
+
+def check_cuda(*, verbose: bool = False) -> str:
+    """Compile every file under csrc/cuda and return ptxas' resource report.
+
+    The kernels compile for sm_80 and sm_90a. The bindings compile against the installed torch,
+    which may have no CUDA: nothing is linked, nothing needs a GPU.
+
+    Raises:
+        BuildError: no nvcc, or a file does not compile.
+    """
+    if cuda_home() is None:
+        raise BuildError("check-cuda needs nvcc: set CUDA_HOME or put nvcc on PATH")
+    with _locked():
+        folder = build_folder()
+        edges = [edge for edge in _edges("cuda", folder) if edge.rule != "link"]
+        _execute(folder, "check_cuda", edges, verbose=verbose)
+        logs = (Path(edge.output + ".log") for edge in edges if edge.rule == "nvcc")
+        return "\n".join(log.read_text() for log in sorted(logs))
+
+
+def clean() -> None:
+    """Remove everything that ``build`` and ``check_cuda`` made."""
+    shutil.rmtree(ROOT / "build", ignore_errors=True)
+    shutil.rmtree(LIBRARIES, ignore_errors=True)
+
+
+def build_folder() -> Path:
+    """Return the folder of the object files: one per torch version and Python tag."""
+    return ROOT / "build" / f"{find_torch().version}-{sys.implementation.cache_tag}"
+
+
+def localize(source: Path, output: Path, capability: str) -> None:
+    """Copy object ``source`` to ``output`` with all its weak symbols made local.
+
+    ``ld -r --force-group-allocation`` first turns COMDAT groups into plain sections; otherwise the
+    linker would drop a group, now-local symbols and all, in favour of another object's copy.
+
+    Raises:
+        BuildError: the object has a static initialiser, or a variable that would be duplicated.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        merged = Path(folder) / "merged.o"
+        _run("ld", "-r", "--force-group-allocation", source, "-o", merged)
+        initialised = _initialisers(merged) - IOSTREAM_INITIALISER
+        if initialised:
+            raise BuildError(
+                f"{source}: a static initialiser ({', '.join(sorted(initialised))}) would run "
+                f"{capability} code when the library is loaded, on any machine; make the object "
+                "constinit or register it from a plain .cpp"
+            )
+        weak = weak_symbols(merged)
+        ours = [name for kind, name in weak if kind in "VBDu" and name.startswith("_ZN8fusedops")]
+        if ours:
+            raise BuildError(
+                f"{source}: {', '.join(ours)}: an inline variable of fusedops would exist once per "
+                "instruction set; define it in a plain .cpp"
+            )
+        names = Path(folder) / "weak.txt"
+        names.write_text("".join(f"{name}\n" for _, name in weak))
+        drop = [f"--remove-section={prefix}.init_array" for prefix in ("", ".rela")]
+        _run("objcopy", f"--localize-symbols={names}", *drop, merged, output)
+
+
+def weak_symbols(path: Path) -> list[tuple[str, str]]:
+    """Return kind and mangled name of each weak or unique symbol that an object file defines."""
+    rows = (line.split() for line in _run("nm", "--defined-only", path).splitlines())
+    return [(row[1], row[2]) for row in rows if len(row) == 3 and row[1] in "WVuwv"]
+
+
+def _initialisers(path: Path) -> set[str]:
+    """Return the symbols that an object's static initialisers refer to."""
+    if not re.search(r"\.(init_array|ctors)\b", _run("objdump", "-h", path)):
+        return set()
+    rows = _run("objdump", "-r", "--section=.text.startup", "--section=.init_array", path)
+    symbols = re.findall(r"^[0-9a-f]+ R_\S+\s+(\S+?)(?:[+-]0x[0-9a-f]+)?$", rows, re.MULTILINE)
+    return {name for name in symbols if not name.startswith((".", "_GLOBAL__"))} or {"unnamed"}
+
+
+def _build_one(name: str, *, verbose: bool) -> None:
+    expected = stamp(name)
+    folder = build_folder()
+    edges = _edges(name, folder)
+    _execute(folder, name, edges, verbose=verbose)
+    # Replaced in one step, the stamp last: a process that has the old library mapped keeps it.
+    LIBRARIES.mkdir(parents=True, exist_ok=True)
+    target = library_path(name)
+    target.with_suffix(".json").unlink(missing_ok=True)
+    for suffix, write in (
+        (".so", lambda to: shutil.copy(edges[-1].output, to)),
+        (".json", lambda to: Path(to).write_text(json.dumps(expected, indent=1) + "\n")),
+    ):
+        fresh = target.with_suffix(f"{suffix}.{os.getpid()}")
+        write(fresh)
+        os.replace(fresh, target.with_suffix(suffix))
+
+
+def _edges(name: str, folder: Path) -> list[Edge]:
+    edges: list[Edge] = []
+    objects: list[str] = []
+
+    def compiled(rule: str, source: Path, suffix: str, flags: Sequence[str] = ()) -> str:
+        output = folder / source.relative_to(CSRC).parent / f"{source.name}{suffix}"
+        output.parent.mkdir(parents=True, exist_ok=True)
+        edges.append(Edge(rule, str(output), (str(source),), tuple(flags)))
+        return str(output)
+
+    for source in sources(name):
+        if source.suffix == ".cu":
+            objects.append(compiled("nvcc", source, ".o"))
+        elif source.name.endswith(".isa.cpp"):
+            for isa in isa_variants():
+                objects.append(_isa_object(edges, compiled, source, isa))
+        elif source.name.endswith(".avx512bf16.cpp"):
+            objects.append(_isa_object(edges, compiled, source, "AVX512_BF16"))
+        else:
+            objects.append(compiled("cxx", source, ".o", _cuda_includes(name)))
+    output = str(folder / f"libfusedops_{name}.so")
+    edges.append(Edge("link", output, tuple(objects), tuple(_link_flags(name))))
+    return edges
+
+
+def _isa_object(edges: list[Edge], compiled, source: Path, isa: str) -> str:  # type: ignore[no-untyped-def]
+    raw = compiled("cxx", source, f".{isa}.o", ISA_FLAGS[isa])
+    if isa == "DEFAULT":
+        return str(raw)
+    output = raw.removesuffix(".o") + ".local.o"
+    edges.append(Edge("localize", output, (raw,), (isa,)))
+    return str(output)
+
+
+def _cuda_includes(name: str) -> list[str]:
+    if name != "cuda":
+        return []
+    home = cuda_home()
+    compat = [] if find_torch().cuda else [f"-I{COMPAT}"]
+    return [*compat, f"-isystem{home}/include"]
+
+
+def _link_flags(name: str) -> list[str]:
+    folder = find_torch().folder / "lib"
+    flags = [f"-L{folder}", "-Wl,--no-as-needed", "-lc10", "-ltorch_cpu", "-ltorch"]
+    # Without -fopenmp: the only OpenMP runtime in the process must be the one that torch brings.
+    own_openmp = sorted(
+        [*folder.glob("libgomp*.so*"), *folder.parent.glob("../torch.libs/libgomp*")]
+    )
+    flags.append(str(own_openmp[0]) if own_openmp else "-lgomp")
+    if name == "cuda":
+        flags += ["-lc10_cuda", "-ltorch_cuda", f"-L{cuda_home()}/lib64", "-lcudart"]
+    return [*flags, "-Wl,--no-undefined", "-Wl,-z,relro,-z,now"]
+
+
+def _rules() -> dict[str, str]:
+    cache = f"{shutil.which('ccache')} " if shutil.which("ccache") else ""
+    torch = find_torch()
+    cxx = shlex.join([*CXX_FLAGS, f"-I{CSRC}", *torch.include_flags])
+    extra = os.environ.get("CXXFLAGS", "")
+    this = f"{shlex.quote(sys.executable)} {shlex.quote(str(Path(__file__).resolve()))}"
+    rules = {
+        "cxx": f"{cache}{compiler()} -MMD -MF $out.d {cxx} $flags {extra} -c $in -o $out",
+        "localize": f"{this} localize $in $out $flags",
+        "link": f"{compiler()} -shared $in -o $out $flags",
+    }
+    if cuda_home():
+        nvcc = shlex.join([f"{cuda_home()}/bin/nvcc", *NVCC_FLAGS, f"-I{CSRC}"])
+        # ptxas reports on stderr; it is kept beside the object for tools/cuda_report.py.
+        rules["nvcc"] = (
+            f"{nvcc} -ccbin {compiler()} -MMD -MF $out.d -c $in -o $out > $out.log 2>&1 "
+            "|| { cat $out.log; rm -f $out; exit 1; }"
+        )
+    return rules
+
+
+def _execute(folder: Path, name: str, edges: list[Edge], *, verbose: bool) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    rules = _rules()
+    jobs = int(os.environ.get("MAX_JOBS") or len(os.sched_getaffinity(0)))
+    ninja = _find_ninja()
+    if ninja is None:
+        _execute_without_ninja(rules, edges, jobs)
+        return
+    lines = ["ninja_required_version = 1.5", f"builddir = {_escaped(str(folder))}"]
+    for rule, command in rules.items():
+        lines += [f"rule {rule}", f"  command = {command}", f"  description = {rule} $out"]
+        if rule in ("cxx", "nvcc"):
+            lines += ["  depfile = $out.d", "  deps = gcc"]
+    for edge in edges:
+        inputs = " ".join(map(_escaped, edge.sources))
+        lines.append(f"build {_escaped(edge.output)}: {edge.rule} {inputs}")
+        lines.append(f"  flags = {shlex.join(edge.flags)}")
+    file = folder / f"{name}.ninja"
+    text = "\n".join(lines) + "\n"
+    if not file.exists() or file.read_text() != text:
+        file.write_text(text)
+    command = [ninja, "-f", str(file), "-j", str(jobs), *(["-v"] if verbose else [])]
+    if subprocess.run(command, cwd=folder, stdout=sys.stderr).returncode:
+        raise BuildError(f"compiling {name} failed; the compiler's message is above")
+
+
+def _execute_without_ninja(rules: dict[str, str], edges: list[Edge], jobs: int) -> None:
+    """Run every step, in the order of the kinds: for machines that have no ninja and no network."""
+
+    def run(edge: Edge) -> None:
+        command = rules[edge.rule].replace("$out", shlex.quote(edge.output))
+        command = command.replace("$in", shlex.join(edge.sources))
+        command = command.replace("$flags", shlex.join(edge.flags))
+        print(f"{edge.rule} {edge.output}", file=sys.stderr, flush=True)
+        if subprocess.run(command, shell=True).returncode:
+            raise BuildError(f"{edge.rule} failed for {edge.output}; the message is above")
+
+    with ThreadPoolExecutor(jobs) as pool:
+        for kinds in (("cxx", "nvcc"), ("localize",), ("link",)):
+            list(pool.map(run, [edge for edge in edges if edge.rule in kinds]))
+
+
+def _find_ninja() -> str | None:
+    beside = Path(sys.executable).parent / "ninja"
+    return str(beside) if beside.exists() else shutil.which("ninja")
+
+
+@contextlib.contextmanager
+def _locked() -> Iterator[None]:
+    """Let one build run at a time: pytest workers and a shell may start one at once."""
+    folder = build_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _run(*command: str | Path) -> str:
+    try:
+        done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+    except FileNotFoundError as error:
+        raise BuildError(f"{command[0]} is not on PATH (Debian: apt install binutils)") from error
+    if done.returncode:
+        raise BuildError(f"{shlex.join(str(part) for part in command)}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def _escaped(path: str) -> str:
+    return path.replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
+
+
+def _x86() -> bool:
+    return platform.machine() in ("x86_64", "AMD64") and "64" in (sysconfig.get_platform())
+
+
+def _main(arguments: Sequence[str]) -> int:
+    verbose = "-v" in arguments
+    match [argument for argument in arguments if argument != "-v"]:
+        case ["build"]:
+            for path in build(verbose=verbose):
+                print(path.relative_to(ROOT))
+        case ["check-cuda"]:
+            print(check_cuda(verbose=verbose))
+        case ["clean"]:
+            clean()
+        case ["localize", source, output, capability]:
+            localize(Path(source), Path(output), capability)
+        case _:
+            print("usage: python tools/native.py build|check-cuda|clean [-v]", file=sys.stderr)
+            return 2
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(_main(sys.argv[1:]))
+    except BuildError as problem:
+        sys.exit(f"fusedops: {problem}")
