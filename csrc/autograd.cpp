@@ -1,0 +1,223 @@
+// Autograd for every op, once: a boxed kernel that records a graph node, and the node.
+//
+// fusedops::X runs below autograd; when a differentiable input requires a gradient, an OpNode
+// saves the tensors that the op's description names and later calls fusedops::X_backward with an
+// output_mask of the gradients that the engine asks for in that very pass. When X_backward is
+// itself differentiated (create_graph), its composite of torch operations runs instead of the
+// kernel. What a Python autograd.Function costs (about 8 us a call) is what this file is for.
+#include <algorithm>
+#include <mutex>
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/saved_variable.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include "common/registry.h"
+
+namespace fusedops {
+namespace {
+
+using torch::autograd::SavedVariable;
+using torch::autograd::variable_list;
+using Indices = std::vector<int64_t>;
+
+// What define_op says about the gradient of one op; indices into its arguments and returns.
+struct Description {
+  std::string name;
+  Indices inputs;         // differentiable arguments
+  Indices outputs;        // differentiable returns
+  Indices saved_inputs;   // arguments that the backward receives
+  Indices saved_outputs;  // returns that the backward receives
+  Indices others;         // non-tensor arguments, all handed to the backward
+  c10::OperatorHandle backward;
+};
+
+// torch 2.13 counts references to nodes inside them, older versions outside: this file is right
+// for both because it never names the pointer's type.
+using NodePtr = decltype(torch::autograd::Edge::function);
+
+template <typename T>
+NodePtr own(T* node) {
+  if constexpr (std::is_same_v<NodePtr, std::shared_ptr<torch::autograd::Node>>) {
+    // deleteNode frees a deep graph without recursion; it is found by its argument's namespace.
+    return NodePtr(node, [](auto* p) { deleteNode(p); });
+  } else {
+    return NodePtr::unsafe_steal_from_new(node);
+  }
+}
+
+template <typename T>
+NodePtr own_again(T* node) {
+  if constexpr (requires { node->shared_from_this(); }) {
+    return node->shared_from_this();
+  } else {
+    return NodePtr::unsafe_reclaim_from_nonowning(node);
+  }
+}
+
+class OpNode : public torch::autograd::Node {
+ public:
+  OpNode(std::shared_ptr<const Description> description, torch::autograd::edge_list&& edges)
+      : Node(std::move(edges)), description_(std::move(description)) {}
+
+  std::string name() const override { return "fusedops_" + description_->name + "_backward"; }
+
+  void save_inputs(at::ArrayRef<c10::IValue> arguments) {
+    for (auto index : description_->saved_inputs) {
+      saved_.emplace_back(tensor_or_undefined(arguments[index]), /*is_output=*/false);
+    }
+    for (auto index : description_->others) others_.push_back(arguments[index]);
+  }
+
+  void save_outputs(at::ArrayRef<c10::IValue> returns) {
+    for (auto index : description_->saved_outputs) {
+      const auto& output = tensor_or_undefined(returns[index]);
+      saved_.emplace_back(output, /*is_output=*/output.defined() && output.grad_fn().get() == this);
+    }
+  }
+
+  variable_list apply(variable_list&& grads) override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto defined = [](const at::Tensor& grad) { return grad.defined(); };
+    if (std::none_of(grads.begin(), grads.end(), defined)) return variable_list(num_outputs());
+    torch::jit::Stack stack;
+    stack.reserve(grads.size() + saved_.size() + others_.size() + 1);
+    for (auto& grad : grads) {
+      stack.push_back(grad.defined() ? c10::IValue(std::move(grad)) : c10::IValue());
+    }
+    for (auto& saved : saved_) {
+      auto tensor = saved.unpack(own_again(this));
+      stack.push_back(tensor.defined() ? c10::IValue(std::move(tensor)) : c10::IValue());
+    }
+    for (auto& other : others_) stack.push_back(other);
+    c10::List<bool> mask;
+    for (size_t i = 0; i < num_outputs(); ++i) mask.push_back(task_should_compute_output(i));
+    stack.push_back(std::move(mask));
+    description_->backward.callBoxed(stack);
+    variable_list results;
+    results.reserve(stack.size());
+    for (auto& value : stack) results.push_back(tensor_or_undefined(value));
+    return results;
+  }
+
+  void release_variables() override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (auto& saved : saved_) saved.reset_data();
+  }
+
+  static const at::Tensor& tensor_or_undefined(const c10::IValue& value) {
+    static const at::Tensor undefined;
+    return value.isTensor() ? value.toTensor() : undefined;
+  }
+
+ private:
+  std::shared_ptr<const Description> description_;
+  std::vector<SavedVariable> saved_;
+  std::vector<c10::IValue> others_;
+};
+
+bool any_requires_grad(at::ArrayRef<c10::IValue> values) {
+  for (const auto& value : values) {
+    if (value.isTensor() && value.toTensor().defined() && value.toTensor().requires_grad()) {
+      return true;
+    }
+  }
+  return false;
+}
+
+class ForwardAutograd : public c10::OperatorKernel {
+ public:
+  explicit ForwardAutograd(std::shared_ptr<const Description> description)
+      : description_(std::move(description)) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                  torch::jit::Stack* stack) const {
+    const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
+    torch::autograd::edge_list edges;
+    bool record = false;
+    for (auto index : description_->inputs) {
+      const auto& tensor = OpNode::tensor_or_undefined(arguments[index]);
+      TORCH_CHECK_NOT_IMPLEMENTED(
+          !tensor.defined() || !tensor._fw_grad(/*level=*/0).defined(), description_->name,
+          ": forward-mode differentiation is not implemented; use reverse mode, or run the op "
+          "in eager torch");
+      record |= tensor.defined() && tensor.requires_grad();
+    }
+    NodePtr owner;
+    OpNode* node = nullptr;
+    if (record && c10::GradMode::is_enabled()) {
+      for (auto index : description_->inputs) {
+        const auto& tensor = OpNode::tensor_or_undefined(arguments[index]);
+        edges.push_back(tensor.defined() ? torch::autograd::impl::gradient_edge(tensor)
+                                         : torch::autograd::Edge());
+      }
+      node = new OpNode(description_, std::move(edges));
+      owner = own(node);
+      node->save_inputs(arguments);
+    }
+    {
+      at::AutoDispatchBelowADInplaceOrView below;
+      op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
+    }
+    if (node == nullptr) return;
+    const auto returns = torch::jit::last(*stack, op.schema().returns().size());
+    for (auto index : description_->outputs) {
+      torch::autograd::set_history(returns[index].toTensor(), owner);
+    }
+    node->save_outputs(returns);
+  }
+
+ private:
+  std::shared_ptr<const Description> description_;
+};
+
+// X_backward: the kernel below autograd, or the composite when it is itself differentiated.
+class BackwardAutograd : public c10::OperatorKernel {
+ public:
+  explicit BackwardAutograd(c10::OperatorHandle composite) : composite_(composite) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                  torch::jit::Stack* stack) const {
+    const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
+    if (c10::GradMode::is_enabled() && any_requires_grad(arguments)) {
+      composite_.callBoxed(stack);
+      return;
+    }
+    at::AutoDispatchBelowADInplaceOrView below;
+    op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
+  }
+
+ private:
+  c10::OperatorHandle composite_;
+};
+
+void differentiate(std::string name, std::vector<int64_t> inputs, std::vector<int64_t> outputs,
+                   std::vector<int64_t> saved_inputs, std::vector<int64_t> saved_outputs,
+                   std::vector<int64_t> others) {
+  auto description = std::make_shared<const Description>(Description{
+      name, std::move(inputs), std::move(outputs), std::move(saved_inputs),
+      std::move(saved_outputs), std::move(others), find_operator("fusedops", name + "_backward")});
+  install(name, c10::DispatchKey::Autograd, std::make_unique<ForwardAutograd>(description));
+  install(name + "_backward", c10::DispatchKey::Autograd,
+          std::make_unique<BackwardAutograd>(
+              find_operator("fusedops", name + "_backward_composite")));
+}
+
+}  // namespace
+}  // namespace fusedops
+
+TORCH_LIBRARY_FRAGMENT(fusedops_native, m) {
+  m.def(
+      "differentiate(str name, int[] inputs, int[] outputs, int[] saved_inputs, "
+      "int[] saved_outputs, int[] others) -> ()",
+      [](std::string name, std::vector<int64_t> inputs, std::vector<int64_t> outputs,
+         std::vector<int64_t> saved_inputs, std::vector<int64_t> saved_outputs,
+         std::vector<int64_t> others) {
+        fusedops::differentiate(std::move(name), std::move(inputs), std::move(outputs),
+                                std::move(saved_inputs), std::move(saved_outputs),
+                                std::move(others));
+      });
+}

@@ -1,0 +1,147 @@
+// Loads and stores between memory of any supported dtype and vectors of its accumulation type:
+// float for float32 and bfloat16, double for float64. Include from *.isa.cpp only.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include <ATen/cpu/vec/functional.h>
+#include <ATen/cpu/vec/vec.h>
+#include <c10/util/BFloat16.h>
+
+namespace fusedops::CPU_CAPABILITY {
+namespace {
+
+template <typename T>
+using Acc = std::conditional_t<std::is_same_v<T, double>, double, float>;
+template <typename T>
+using Vec = at::vec::Vectorized<Acc<T>>;
+
+// Elements 0..count-1 from memory, the others zero.
+template <typename T>
+inline Vec<T> load_vec(const T* from, int64_t count) {
+  Acc<T> values[Vec<T>::size()] = {};
+  for (int64_t i = 0; i < count; ++i) values[i] = static_cast<Acc<T>>(from[i]);
+  return Vec<T>::loadu(values);
+}
+
+template <typename T>
+inline Vec<T> load_vec(const T* from) {
+  if constexpr (std::is_same_v<T, Acc<T>>) {
+    return Vec<T>::loadu(from);
+  } else {
+#if defined(CPU_CAPABILITY_AVX512)
+    __m512 values;
+    at::vec::cvtbf16_fp32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)), values);
+    return values;
+#elif defined(CPU_CAPABILITY_AVX2)
+    __m256 values;
+    at::vec::cvtbf16_fp32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)), values);
+    return values;
+#else
+    return load_vec(from, Vec<T>::size());
+#endif
+  }
+}
+
+template <typename T>
+inline void store_vec(T* to, const Vec<T>& vector, int64_t count) {
+  Acc<T> values[Vec<T>::size()];
+  vector.store(values);
+  for (int64_t i = 0; i < count; ++i) to[i] = static_cast<T>(values[i]);
+}
+
+template <typename T>
+inline void store_vec(T* to, const Vec<T>& vector) {
+  if constexpr (std::is_same_v<T, Acc<T>>) {
+    vector.store(to);
+  } else {
+#if defined(CPU_CAPABILITY_AVX512)
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), at::vec::cvtfp32_bf16(vector));
+#elif defined(CPU_CAPABILITY_AVX2)
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), at::vec::cvtfp32_bf16(vector));
+#else
+    store_vec(to, vector, Vec<T>::size());
+#endif
+  }
+}
+
+// Writes around the cache: for outputs that are larger than it, where the read for ownership of an
+// ordinary store would cost a third of the traffic. `to` must be aligned to the vector's bytes.
+template <typename T>
+inline void stream_vec(T* to, const Vec<T>& vector) {
+#if defined(CPU_CAPABILITY_AVX512)
+  if constexpr (std::is_same_v<T, float>) return _mm512_stream_ps(to, vector);
+  if constexpr (std::is_same_v<T, double>) return _mm512_stream_pd(to, vector);
+  if constexpr (std::is_same_v<T, c10::BFloat16>) {
+    return _mm256_stream_si256(reinterpret_cast<__m256i*>(to), at::vec::cvtfp32_bf16(vector));
+  }
+#elif defined(CPU_CAPABILITY_AVX2)
+  if constexpr (std::is_same_v<T, float>) return _mm256_stream_ps(to, vector);
+  if constexpr (std::is_same_v<T, double>) return _mm256_stream_pd(to, vector);
+  if constexpr (std::is_same_v<T, c10::BFloat16>) {
+    return _mm_stream_si128(reinterpret_cast<__m128i*>(to), at::vec::cvtfp32_bf16(vector));
+  }
+#endif
+  store_vec(to, vector);
+}
+
+// Whether rows of `columns` elements at `to` may be streamed, and are worth it: above this many
+// bytes the output does not stay in the cache for its reader anyway.
+inline constexpr int64_t kStreamBytes = 16 << 20;
+
+template <typename T>
+inline bool should_stream(const T* to, int64_t rows, int64_t columns) {
+  return rows * columns * static_cast<int64_t>(sizeof(T)) >= kStreamBytes &&
+         reinterpret_cast<uintptr_t>(to) % 64 == 0 && columns * sizeof(T) % 64 == 0;
+}
+
+// The sum of the lanes, in a fixed order.
+template <typename A>
+inline A sum_lanes(const at::vec::Vectorized<A>& vector) {
+  A values[at::vec::Vectorized<A>::size()];
+  vector.store(values);
+  for (int width = at::vec::Vectorized<A>::size() / 2; width > 0; width /= 2) {
+    for (int i = 0; i < width; ++i) values[i] += values[i + width];
+  }
+  return values[0];
+}
+
+// Calls body(column, count) over the vectors of a row; count is the number of valid lanes.
+// `body` receives a std::true_type when the vector is full, so that it compiles to plain loads.
+template <int kWidth, typename F>
+inline __attribute__((always_inline)) void for_each_vector(int64_t columns, const F& body) {
+  int64_t column = 0;
+  for (; column + kWidth <= columns; column += kWidth) body(column, int64_t{kWidth}, std::true_type());
+  if (column < columns) body(column, columns - column, std::false_type());
+}
+
+template <typename T, typename Full>
+inline __attribute__((always_inline)) Vec<T> load_vec(const T* from, int64_t count, Full) {
+  if constexpr (Full::value) return load_vec(from);
+  else return load_vec(from, count);
+}
+
+template <bool kStream, typename T, typename Full>
+inline __attribute__((always_inline)) void store_vec(T* to, const Vec<T>& vector, int64_t count, Full) {
+  if constexpr (!Full::value) store_vec(to, vector, count);
+  else if constexpr (kStream) stream_vec(to, vector);
+  else store_vec(to, vector);
+}
+
+// Adds `rows` rows of partial sums in order and stores them in the parameter's dtype.
+template <typename P, typename A>
+inline void sum_partials(const A* partials, int64_t rows, int64_t row_stride, int64_t columns,
+                         P* out) {
+  static_assert(std::is_same_v<A, Acc<P>>);
+  for_each_vector<Vec<P>::size()>(columns, [&](int64_t column, int64_t count, auto full) {
+    Vec<P> sum(A(0));
+    for (int64_t row = 0; row < rows; ++row) {
+      sum = sum + load_vec(partials + row * row_stride + column, count, full);
+    }
+    store_vec<false>(out + column, sum, count, full);
+  });
+}
+
+}  // namespace
+}  // namespace fusedops::CPU_CAPABILITY

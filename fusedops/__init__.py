@@ -1,0 +1,58 @@
+"""Fused transformer kernels as torch operators, and one line that puts them into a model.
+
+    import fusedops
+    print(fusedops.patch(model))
+
+Importing never fails for want of Triton, a compiler, transformers or a GPU: what is absent only
+narrows the choice of backends (``fusedops doctor`` tells).
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from fusedops._core import backends as _backends
+from fusedops._core.backends import counters, reset_counters, resolve, use_backend
+from fusedops._core.checks import UnsupportedError
+from fusedops.ops import *  # noqa: F403
+from fusedops.ops import __all__ as _OPS
+
+if TYPE_CHECKING:
+    from fusedops import nn
+    from fusedops._core.host import tune_host
+    from fusedops.integrations import PatchReport, patch, unpatch
+
+__version__ = "0.1.0"
+
+# Imported when first used: the rest of the package does without them.
+_LAZY = {
+    "nn": "fusedops.nn",
+    "tune_host": "fusedops._core.host",
+    "patch": "fusedops.integrations",
+    "unpatch": "fusedops.integrations",
+    "PatchReport": "fusedops.integrations",
+}
+
+__all__ = [
+    "PatchReport",
+    "UnsupportedError",
+    "counters",
+    "nn",
+    "patch",
+    "reset_counters",
+    "resolve",
+    "tune_host",
+    "unpatch",
+    "use_backend",
+    *_OPS,
+]
+
+_backends.start()
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        module = importlib.import_module(_LAZY[name])
+        return module if name == "nn" else getattr(module, name)
+    raise AttributeError(f"module 'fusedops' has no attribute {name!r}")

@@ -1,0 +1,255 @@
+"""Which kernel runs an op: the order per device, explicit requests, counters.
+
+The choice is made inside the registered op at run time, so compiled code obeys it too. This
+module holds the only global state of the package: the registered kernels, the requested
+backend and the counters. On the CPU the everyday case never comes here: the compiled router
+(``csrc/router.cpp``) calls the C++ kernel directly and only turns to ``run`` when a backend is
+requested or the dtype is not one of the C++ kernels'.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import importlib
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fusedops._core import checks, env, extension
+from fusedops._core.checks import UnsupportedError
+
+_LOG = logging.getLogger("fusedops")
+
+BACKENDS = ("cpp", "cuda", "triton", "torch")
+_ORDER = {"cpu": ("cpp", "torch"), "cuda": ("cuda", "triton", "torch")}
+_CPP_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Where the implementations of one op are: all share the op's signature.
+
+    Attributes:
+        name: the op's name, also that of its native kernels (``fusedops_cpp::name``).
+        forward: the reference forward.
+        backward: the reference backward, ``None`` for an op without gradient.
+        triton: import path of the module with the Triton launchers, ``None`` without.
+    """
+
+    name: str
+    forward: Callable[..., Any]
+    backward: Callable[..., Any] | None
+    triton: str | None
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """What would run, and why the backends before it in the order would not."""
+
+    backend: str
+    passed_over: tuple[tuple[str, str], ...]
+
+    def __str__(self) -> str:
+        reasons = "; ".join(f"not {name}: {why}" for name, why in self.passed_over)
+        return f"{self.backend} ({reasons})" if reasons else self.backend
+
+
+_KERNELS: dict[str, Kernels] = {}
+_COUNTS: collections.Counter[tuple[str, str]] = collections.Counter()
+_LOGGED: set[tuple[str, str, str]] = set()
+_requested: str | None = None
+
+
+def register(kernels: Kernels) -> None:
+    """Make the kernels of an op known."""
+    _KERNELS[kernels.name] = kernels
+
+
+def op_names() -> list[str]:
+    """Return the names of all registered ops."""
+    return sorted(_KERNELS)
+
+
+def requested() -> str | None:
+    """Return the backend that was asked for explicitly, or ``None``."""
+    return _requested
+
+
+@contextlib.contextmanager
+def use_backend(name: str | None) -> Iterator[None]:
+    """Run every op on one backend inside the block.
+
+    Args:
+        name: ``"cpp"``, ``"cuda"``, ``"triton"`` or ``"torch"``; ``None`` is the automatic choice.
+
+    Raises:
+        ValueError: if the name is none of these.
+        UnsupportedError: from an op inside the block that the backend cannot run, with the reason.
+
+    Note:
+        The request holds for the process, not for the thread: the backward of CUDA tensors runs
+        in threads of its own.
+
+    Example:
+        >>> import torch, fusedops
+        >>> with fusedops.use_backend("torch"):
+        ...     fusedops.layer_norm(torch.ones(2, 4), (4,)).sum().item()
+        0.0
+    """
+    if name is not None:
+        checks.choice("use_backend", "name", name, BACKENDS)
+    before = _requested
+    _request(name)
+    try:
+        yield
+    finally:
+        _request(before)
+
+
+def resolve(name: str, *args: Any, backward: bool = False) -> Resolution:
+    """Return which backend would run the op ``name`` on these arguments, and why.
+
+    Args:
+        name: an op's name, for example ``"layer_norm"``.
+        *args: the arguments of the registered op, in the order of its schema.
+        backward: ask for the backward op instead.
+
+    Raises:
+        UnsupportedError: if a backend is requested that cannot run them.
+    """
+    kernels = _KERNELS[name]
+    device = _device(args)
+    if _requested is not None:
+        reason = _unsupported(kernels, _requested, device, args, backward)
+        if reason is not None:
+            raise UnsupportedError(
+                f"{name}: backend {_requested!r} was requested but cannot run it: {reason}"
+            )
+        return Resolution(_requested, ())
+    passed_over = []
+    for backend in _ORDER.get(device.type, ("torch",)):
+        reason = _unsupported(kernels, backend, device, args, backward)
+        if reason is None:
+            return Resolution(backend, tuple(passed_over))
+        passed_over.append((backend, reason))
+    raise AssertionError("the reference runs everywhere")
+
+
+def run(name: str, args: tuple[Any, ...], backward: bool = False) -> Any:
+    """Run the op ``name``, or its backward, on the backend that ``resolve`` names."""
+    choice = resolve(name, *args, backward=backward)
+    for backend, reason in choice.passed_over:
+        if (name, backend, reason) not in _LOGGED:
+            _LOGGED.add((name, backend, reason))
+            _LOG.info("%s: runs on %s, not on %s: %s", name, choice.backend, backend, reason)
+    _COUNTS[name + "_backward" * backward, choice.backend] += 1
+    return _implementation(_KERNELS[name], choice.backend, backward)(*args)
+
+
+def counters() -> dict[tuple[str, str], int]:
+    """Return how often each op ran on each backend: ``{("layer_norm", "cpp"): 12, ...}``.
+
+    Backward ops are counted under ``"layer_norm_backward"``.
+    """
+    counts = collections.Counter(_COUNTS)
+    if extension.cpu_library() is None:
+        for name in _KERNELS:
+            for op in (name, f"{name}_backward"):
+                counts[op, "cpp"] += torch.ops.fusedops_native.count(op)
+    return {key: count for key, count in counts.items() if count}
+
+
+def reset_counters() -> None:
+    """Set all counters to zero."""
+    _COUNTS.clear()
+    if extension.cpu_library() is None:
+        torch.ops.fusedops_native.reset_counts()
+
+
+def _request(name: str | None) -> None:
+    global _requested
+    _requested = name
+    if extension.cpu_library() is None:
+        torch.ops.fusedops_native.set_route_to_python(name is not None)
+
+
+def _device(args: tuple[Any, ...]) -> torch.device:
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            return arg.device
+    raise TypeError("no tensor among the arguments")
+
+
+def _implementation(kernels: Kernels, backend: str, backward: bool) -> Callable[..., Any]:
+    if backend == "triton":
+        assert kernels.triton is not None
+        module = importlib.import_module(kernels.triton)
+        return module.backward if backward else module.forward  # type: ignore[no-any-return]
+    if backend == "torch":
+        implementation = kernels.backward if backward else kernels.forward
+        assert implementation is not None
+        return implementation
+    namespace = getattr(torch.ops, f"fusedops_{backend}")
+    return getattr(namespace, kernels.name + "_backward" * backward).default  # type: ignore[no-any-return]
+
+
+def _unsupported(
+    kernels: Kernels, backend: str, device: torch.device, args: tuple[Any, ...], backward: bool
+) -> str | None:
+    if backend == "torch":
+        return None
+    if backend == "triton":
+        return _unsupported_triton(kernels, device, args, backward)
+    if backend == "cpp":
+        if device.type != "cpu":
+            return f"the tensors are on {device}"
+        missing = extension.cpu_library()
+        if missing is None:
+            missing = _unsupported_dtype(args, _CPP_DTYPES)
+    else:
+        if device.type != "cuda":
+            return f"the tensors are on {device}"
+        missing = extension.cuda_library()
+    if missing is not None:
+        return missing
+    native = kernels.name + "_backward" * backward
+    if not extension.has_operator(f"fusedops_{backend}", native):
+        return f"there is no {backend} kernel of {native}"
+    return None
+
+
+def _unsupported_triton(
+    kernels: Kernels, device: torch.device, args: tuple[Any, ...], backward: bool
+) -> str | None:
+    if kernels.triton is None:
+        return f"{kernels.name} has no Triton kernel"
+    missing = extension.triton_missing()
+    if missing is not None:
+        return missing
+    if device.type != "cuda" and not (device.type == "cpu" and env.triton_interpreted()):
+        return f"the tensors are on {device}"
+    wrong = _unsupported_dtype(args, (torch.float32, torch.bfloat16, torch.float16))
+    if wrong is not None:
+        return wrong
+    module = importlib.import_module(kernels.triton)
+    check = getattr(module, "supports_backward" if backward else "supports", None)
+    return check(*args) if check is not None else None
+
+
+def _unsupported_dtype(args: tuple[Any, ...], known: tuple[torch.dtype, ...]) -> str | None:
+    for arg in args:
+        if isinstance(arg, torch.Tensor) and arg.dtype.is_floating_point and arg.dtype not in known:
+            return f"it has no kernel for {arg.dtype}"
+    return None
+
+
+def start() -> None:
+    """Apply ``FUSEDOPS_BACKEND``; called once when the package is imported."""
+    name = env.backend()
+    if name is not None:
+        checks.choice("FUSEDOPS_BACKEND", "value", name, BACKENDS)
+        _request(name)

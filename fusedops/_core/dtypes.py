@@ -1,0 +1,64 @@
+"""Accumulation dtypes, the words of the autocast rules, and the error budget of the tests.
+
+No tolerance is written anywhere else in the project.
+"""
+
+from __future__ import annotations
+
+import torch
+
+# What autocast does to an op's floating arguments. Float64 is never touched.
+AUTOCAST_RULES = {
+    "keep": "nothing: arguments keep their dtypes, as torch does for element-wise functions",
+    "lower": "all arguments are cast to the autocast dtype, as torch does for linear",
+    "promote": "all arguments are cast to the widest dtype among them",
+    "norm": "float32 on CUDA, nothing on the CPU: what torch does for layer_norm",
+}
+
+
+def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of sums, means and other statistics over values of ``dtype``."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def error_budget(
+    eager: torch.Tensor, truth: torch.Tensor, dtype: torch.dtype, *, depth: int = 1
+) -> torch.Tensor:
+    """Return the absolute error that each element of a result may have.
+
+    At most twice the largest error that eager torch makes in the same dtype, plus a rounding
+    band: the spacing of ``dtype`` at the value, and the spacing of the accumulation dtype at the
+    tensor's scale times the square root of ``depth``.
+
+    Args:
+        eager: result of eager torch in ``dtype``.
+        truth: result in float64.
+        dtype: dtype of the result under test.
+        depth: number of terms that are summed into one element.
+
+    Returns:
+        A float64 tensor of the shape of ``truth``.
+    """
+    if truth.numel() == 0:
+        return torch.zeros_like(truth)
+    eager_error = (eager.double() - truth).abs().nan_to_num(0.0, 0.0, 0.0).max()
+    spacing = torch.finfo(dtype).eps * truth.abs()
+    scale = truth.abs().nan_to_num(0.0, 0.0, 0.0).max().clamp_min(1.0)
+    accumulated = 4.0 * torch.finfo(statistics_dtype(dtype)).eps * scale * depth**0.5
+    return 2.0 * eager_error + spacing + accumulated
+
+
+def ulps(actual: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
+    """Return the error of ``actual`` against float64 ``truth`` in units of its last place.
+
+    The unit is the spacing of ``actual.dtype`` at the true value, at least the spacing at the
+    tensor's root mean square times 2**-8: near a zero of the function an error relative to the
+    value alone would say nothing.
+    """
+    if truth.numel() == 0:
+        return torch.zeros_like(truth)
+    eps = torch.finfo(actual.dtype).eps
+    floor = truth.square().mean().sqrt() * 2.0**-8
+    magnitude = torch.maximum(truth.abs(), floor).clamp_min(torch.finfo(actual.dtype).tiny)
+    unit = eps * 2.0 ** torch.floor(torch.log2(magnitude))
+    return (actual.double() - truth).abs() / unit

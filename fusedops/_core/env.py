@@ -1,0 +1,35 @@
+"""Every environment variable that fusedops reads, with its meaning. Nothing else reads them.
+
+| variable | meaning | default |
+|---|---|---|
+| ``FUSEDOPS_BACKEND`` | backend to use for every op, as ``fusedops.use_backend`` | automatic |
+| ``FUSEDOPS_LIBRARY`` | folder that holds the compiled libraries | ``fusedops/lib`` |
+| ``FUSEDOPS_DISABLE_NATIVE`` | ``1``: do not load the compiled libraries | ``0`` |
+| ``TRITON_INTERPRET`` | Triton's own: ``1`` runs its kernels in its interpreter, on CPU tensors too | ``0`` |
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def backend() -> str | None:
+    """Return the backend that ``FUSEDOPS_BACKEND`` asks for, or ``None``."""
+    return os.environ.get("FUSEDOPS_BACKEND") or None
+
+
+def library_folder() -> Path:
+    """Return the folder of the compiled libraries."""
+    chosen = os.environ.get("FUSEDOPS_LIBRARY")
+    return Path(chosen) if chosen else Path(__file__).resolve().parent.parent / "lib"
+
+
+def native_disabled() -> bool:
+    """Return whether the compiled libraries must not be loaded."""
+    return os.environ.get("FUSEDOPS_DISABLE_NATIVE", "0") == "1"
+
+
+def triton_interpreted() -> bool:
+    """Return whether Triton runs its kernels in its interpreter."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"

@@ -1,0 +1,77 @@
+"""Loads the compiled libraries and says clearly why one is absent.
+
+The libraries hold operators only (no Python symbols): they register themselves with torch's
+dispatcher when loaded, ``fusedops_cpp::*`` for the CPU and ``fusedops_cuda::*`` for CUDA, plus
+``fusedops_native::*``, the generic autograd, autocast and routing kernels that ``library.py``
+installs for each op.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+
+import torch
+
+from fusedops._core import env
+
+_LOG = logging.getLogger("fusedops")
+
+HOW_TO_BUILD = "build it with `python setup.py build_ext --inplace` (needs g++ 11 or newer)"
+
+
+@functools.cache
+def cpu_library() -> str | None:
+    """Load the CPU library; return ``None`` when it is there, else the reason why it is not."""
+    return _load("libfusedops_cpu.so")
+
+
+@functools.cache
+def cuda_library() -> str | None:
+    """Load the CUDA library; return ``None`` when it is there, else the reason why it is not."""
+    if not torch.cuda.is_available():
+        return "this torch sees no CUDA device"
+    return cpu_library() or _load("libfusedops_cuda.so")
+
+
+@functools.cache
+def triton_missing() -> str | None:
+    """Return ``None`` when Triton kernels can be launched here, else the reason."""
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return "triton is not installed (pip install triton)"
+    if not torch.cuda.is_available() and not env.triton_interpreted():
+        return "no GPU, and TRITON_INTERPRET=1 is not set"
+    return None
+
+
+def has_operator(namespace: str, name: str) -> bool:
+    """Return whether a loaded library registered ``namespace::name``."""
+    return torch._C._dispatch_has_kernel(f"{namespace}::{name}")
+
+
+def _load(file_name: str) -> str | None:
+    if env.native_disabled():
+        return "FUSEDOPS_DISABLE_NATIVE=1 is set"
+    path = env.library_folder() / file_name
+    if not path.exists():
+        return f"{path} does not exist: {HOW_TO_BUILD}"
+    built_for = _built_for(path.with_suffix(".json"))
+    if built_for is not None and built_for != torch.__version__:
+        return f"{path} was built for torch {built_for}, this is {torch.__version__}: {HOW_TO_BUILD}"
+    try:
+        torch.ops.load_library(str(path))
+    except OSError as error:
+        reason = f"{path} does not load with torch {torch.__version__} ({error}): {HOW_TO_BUILD}"
+        _LOG.warning(reason)
+        return reason
+    return None
+
+
+def _built_for(stamp) -> str | None:  # type: ignore[no-untyped-def]
+    try:
+        return json.loads(stamp.read_text()).get("torch")
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,290 @@
+"""``define_op``: from a description to a torch op. The only file that knows ``torch.library``.
+
+One description gives two dispatcher ops, ``fusedops::X`` and ``fusedops::X_backward``:
+
+* fake kernels, so that ``torch.compile`` and FakeTensor see shapes without running anything;
+* autograd: the graph node saves what the description names and calls ``X_backward`` with an
+  ``output_mask`` of the gradients that the engine asks for *now* (zero-bubble schedules ask for
+  input and weight gradients separately; a static ``needs_input_grad`` would run both products
+  twice);
+* a second derivative: when the backward itself is differentiated, the reference backward, which
+  is made of differentiable torch operations, runs instead of the kernel;
+* autocast in one word; DTensor sharding rules; CPU and CUDA kernels that route to a backend.
+
+With the compiled library, autograd, autocast and CPU routing are generic boxed C++ kernels
+(``csrc/autograd.cpp``, ``csrc/router.cpp``): a small call then costs about as much as torch's
+own. Without it, the same is done here in Python.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fusedops._core import backends, checks, dtypes, extension, sharding
+
+_NAMESPACE = "fusedops"
+_LIBRARY = torch.library.Library(_NAMESPACE, "DEF")
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """How an op is differentiated.
+
+    Attributes:
+        inputs: names of the differentiable inputs.
+        outputs: names of the differentiable outputs.
+        saves: names of the inputs and outputs that the backward receives.
+        reference: the backward in differentiable torch operations. It receives one gradient
+            (or ``None``) per differentiable output, what was saved, the non-tensor arguments in
+            schema order, and ``output_mask``; it returns a tensor or ``None`` per differentiable
+            input. Saved *outputs* must not be used as constants: it is also the double backward.
+        fake: the same signature, returns empty tensors.
+    """
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    saves: tuple[str, ...]
+    reference: Callable[..., Any]
+    fake: Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class _Schema:
+    """A parsed schema string: ``(type, name)`` pairs."""
+
+    arguments: tuple[tuple[str, str], ...]
+    returns: tuple[tuple[str, str], ...]
+
+    @property
+    def tensors(self) -> list[str]:
+        return [name for kind, name in self.arguments if kind.startswith("Tensor")]
+
+    @property
+    def others(self) -> list[tuple[str, str]]:
+        return [(kind, name) for kind, name in self.arguments if not kind.startswith("Tensor")]
+
+
+def define_op(
+    name: str,
+    schema: str,
+    *,
+    reference: Callable[..., Any],
+    fake: Callable[..., Any],
+    gradient: Gradient | None = None,
+    autocast: str = "keep",
+    triton: str | None = None,
+    shard: sharding.Rule | None = None,
+    shard_backward: sharding.Rule | None = None,
+) -> Callable[..., Any]:
+    """Register an op with torch and return it.
+
+    Args:
+        name: the op's name: that of its files, its dispatcher name and its native kernels.
+        schema: arguments and named returns, ``"(Tensor input, float eps) -> (Tensor output)"``.
+            Sizes are ``SymInt``. Outputs never alias inputs.
+        reference: eager torch, the specification; also the backend ``"torch"``.
+        fake: returns empty tensors of the right shapes, dtypes and strides.
+        gradient: how it is differentiated; ``None`` for an op without gradient.
+        autocast: a word of ``dtypes.AUTOCAST_RULES``.
+        triton: import path of the module with ``forward``, ``backward`` and ``supports``.
+        shard: DTensor rule of the forward, see ``sharding.Rule``.
+        shard_backward: DTensor rule of the backward.
+
+    Returns:
+        The overload ``torch.ops.fusedops.<name>.default``.
+    """
+    if autocast not in dtypes.AUTOCAST_RULES:
+        checks.choice("define_op", "autocast", autocast, dtypes.AUTOCAST_RULES)
+    parsed = _parse(schema)
+    op = _define(name, schema, fake)
+    native = extension.cpu_library() is None
+    backends.register(
+        backends.Kernels(name, reference, gradient.reference if gradient else None, triton)
+    )
+    _route(name, backward=False, native=native, schema=schema)
+    if gradient is not None:
+        backward_name = f"{name}_backward"
+        backward_schema = _backward_schema(parsed, gradient)
+        _define(backward_name, backward_schema, gradient.fake)
+        _route(name, backward=True, native=native, schema=backward_schema)
+        _LIBRARY.define(f"{backward_name}_composite{backward_schema}")
+        _LIBRARY.impl(
+            f"{backward_name}_composite", gradient.reference, "CompositeImplicitAutograd"
+        )
+        if native:
+            _differentiate_native(name, parsed, gradient)
+        else:
+            _differentiate_python(name, parsed, gradient)
+    if autocast != "keep":
+        _autocast(name, autocast, native)
+    if shard is not None:
+        sharding.register(op, shard)
+    if shard_backward is not None:
+        sharding.register(getattr(torch.ops.fusedops, f"{name}_backward").default, shard_backward)
+    return op
+
+
+def _define(name: str, schema: str, fake: Callable[..., Any]) -> Any:
+    _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.register_fake(f"{_NAMESPACE}::{name}", fake, lib=_LIBRARY)
+    return getattr(torch.ops.fusedops, name).default
+
+
+def _route(name: str, *, backward: bool, native: bool, schema: str) -> None:
+    """Register the CPU and CUDA kernels, which choose a backend when they are called."""
+    full = name + "_backward" * backward
+
+    def choose(*args: Any) -> Any:
+        return backends.run(name, args, backward)
+
+    _LIBRARY.impl(full, choose, "CUDA")
+    if not native:
+        _LIBRARY.impl(full, choose, "CPU")
+        return
+    # The compiled router calls this op when a backend is requested or a dtype has no C++ kernel.
+    _LIBRARY.define(f"{full}_choose{schema}")
+    _LIBRARY.impl(f"{full}_choose", choose, "CPU")
+    torch.ops.fusedops_native.route(full)
+
+
+def _differentiate_native(name: str, schema: _Schema, gradient: Gradient) -> None:
+    arguments = [argument for _, argument in schema.arguments]
+    returns = [output for _, output in schema.returns]
+    torch.ops.fusedops_native.differentiate(
+        name,
+        [arguments.index(each) for each in gradient.inputs],
+        [returns.index(each) for each in gradient.outputs],
+        [arguments.index(each) for each in gradient.saves if each in arguments],
+        [returns.index(each) for each in gradient.saves if each not in arguments],
+        [arguments.index(each) for _, each in schema.others],
+    )
+
+
+def _differentiate_python(name: str, schema: _Schema, gradient: Gradient) -> None:
+    arguments = [argument for _, argument in schema.arguments]
+    returns = [output for _, output in schema.returns]
+    differentiable = [returns.index(each) for each in gradient.outputs]
+    others = [arguments.index(each) for _, each in schema.others]
+    backward_op = getattr(torch.ops.fusedops, f"{name}_backward").default
+    composite = getattr(torch.ops.fusedops, f"{name}_backward_composite").default
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        outputs = output if isinstance(output, tuple) else (output,)
+        by_name = dict(zip(arguments, inputs, strict=True)) | dict(
+            zip(returns, outputs, strict=True)
+        )
+        ctx.save_for_backward(*(by_name[each] for each in gradient.saves))
+        ctx.others = [inputs[index] for index in others]
+        ctx.mark_non_differentiable(
+            *(out for index, out in enumerate(outputs) if index not in differentiable)
+        )
+        ctx.set_materialize_grads(False)
+
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        if all(grads[index] is None for index in differentiable):
+            return (None,) * len(arguments)
+        mask = _wanted(ctx, schema, gradient)
+        results = backward_op(
+            *(grads[index] for index in differentiable), *ctx.saved_tensors, *ctx.others, mask
+        )
+        if isinstance(results, torch.Tensor):
+            results = (results,)
+        by_name = dict(zip(gradient.inputs, results, strict=True))
+        return tuple(by_name.get(each) for each in arguments)
+
+    def differentiable_backward(*args: Any) -> Any:
+        if torch.is_grad_enabled() and any(
+            isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args
+        ):
+            return composite(*args)
+        with torch._C._AutoDispatchBelowAutograd():
+            return backward_op(*args)
+
+    torch.library.register_autograd(
+        f"{_NAMESPACE}::{name}", backward, setup_context=setup_context, lib=_LIBRARY
+    )
+    _LIBRARY.impl(f"{name}_backward", differentiable_backward, "Autograd")
+
+
+def _wanted(ctx: Any, schema: _Schema, gradient: Gradient) -> list[bool]:
+    """Return which gradients the running backward pass asks for."""
+    arguments = [argument for _, argument in schema.arguments]
+    positions = {each: i for i, each in enumerate(arguments)}
+    wanted = []
+    for each in gradient.inputs:
+        index = positions[each]
+        needed = bool(ctx.needs_input_grad[index])
+        edges = getattr(ctx, "next_functions", ())
+        if needed and index < len(edges) and edges[index][0] is not None:
+            needed = torch._C._will_engine_execute_node(edges[index][0])
+        wanted.append(needed)
+    return wanted
+
+
+def _autocast(name: str, rule: str, native: bool) -> None:
+    if native:
+        torch.ops.fusedops_native.autocast(name, rule)
+        return
+    op = getattr(torch.ops.fusedops, name).default
+    for device in ("cpu", "cuda"):
+        if rule == "norm" and device == "cpu":
+            continue
+        key = getattr(torch._C.DispatchKey, f"Autocast{device.upper()}" if device == "cpu" else "AutocastCUDA")
+        _LIBRARY.impl(name, _autocast_kernel(op, rule, device, key), key.name)
+
+
+def _autocast_kernel(op: Any, rule: str, device: str, key: Any) -> Callable[..., Any]:
+    def eligible(arg: Any) -> bool:
+        return (
+            isinstance(arg, torch.Tensor)
+            and arg.device.type == device
+            and arg.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        )
+
+    def kernel(*args: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
+            if rule == "lower":
+                wanted = torch.get_autocast_dtype(device)
+            elif rule == "norm":
+                wanted = torch.float32
+            else:
+                wanted = _widest([arg.dtype for arg in args if eligible(arg)])
+            return op(*(arg.to(wanted) if eligible(arg) else arg for arg in args))
+
+    return kernel
+
+
+def _widest(given: Sequence[torch.dtype]) -> torch.dtype:
+    widest = given[0]
+    for dtype in given[1:]:
+        widest = torch.promote_types(widest, dtype)
+    return widest
+
+
+def _backward_schema(schema: _Schema, gradient: Gradient) -> str:
+    kinds = {name: kind for kind, name in (*schema.arguments, *schema.returns)}
+    grads = [f"Tensor? grad_{name}" for name in gradient.outputs]
+    saved = [f"{kinds[name]} {name}" for name in gradient.saves]
+    others = [f"{kind} {name}" for kind, name in schema.others]
+    returns = ", ".join("Tensor" for _ in gradient.inputs)
+    returns = f"({returns})" if len(gradient.inputs) > 1 else returns
+    return f"({', '.join([*grads, *saved, *others, 'bool[] output_mask'])}) -> {returns}"
+
+
+def _parse(schema: str) -> _Schema:
+    match = re.fullmatch(r"\((.*)\) -> \((.*)\)", schema)
+    if match is None:
+        raise ValueError(f"define_op: schema must be '(args) -> (named returns)', got {schema!r}")
+    arguments, returns = (
+        tuple(
+            (kind, name.split("=")[0])
+            for kind, name in (part.strip().split(" ") for part in group.split(","))
+        )
+        for group in match.groups()
+    )
+    return _Schema(arguments, returns)

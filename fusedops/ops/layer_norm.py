@@ -1,0 +1,237 @@
+"""Layer normalisation: each row to mean 0 and deviation 1, then scale and shift.
+
+    y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias
+
+over the last dimensions, as ``torch.nn.functional.layer_norm``. Statistics are float32 (float64 for
+float64 input) and two-pass. Kernels: ``csrc/cpu/layer_norm.*``, ``csrc/cuda/layer_norm.*``,
+``kernels/layer_norm.py``; here are the public function, the specification and the registration.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fusedops._core import checks, dtypes
+from fusedops._core.library import Gradient, define_op
+from fusedops._core.sharding import PARTIAL, REPLICATE, Placement
+
+
+def layer_norm(
+    input: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    """Normalise over the last ``len(normalized_shape)`` dimensions.
+
+    ``y = (x - E[x]) / sqrt(Var[x] + eps) * weight + bias``
+
+    Args:
+        input: ``[..., *normalized_shape]``, any floating dtype, any strides.
+        normalized_shape: sizes of the trailing dimensions.
+        weight: ``normalized_shape``, dtype of ``input`` (or float32 beside a half-precision one).
+        bias: as ``weight``.
+        eps: added to the variance.
+
+    Returns:
+        Shape and dtype of ``input``, contiguous.
+
+    Raises:
+        ValueError: a shape or device does not fit, or ``eps`` is negative.
+        TypeError: an argument is no tensor, or its dtype does not fit.
+
+    Note:
+        Statistics and all arithmetic are float32 (float64 for float64); the result is rounded
+        once. A row's result does not depend on the other rows; parameter gradients are summed in
+        a fixed order: the same bits for any number of threads. Saves ``input``, ``weight`` and two
+        numbers per row. Backends: cpp, cuda, triton, torch. Under autocast: as torch, float32 on
+        CUDA, unchanged on the CPU.
+
+    Reference:
+        Ba, Kiros, Hinton: Layer Normalization, arXiv:1607.06450.
+
+    Example:
+        >>> import torch, fusedops
+        >>> fusedops.layer_norm(torch.tensor([[1.0, 2.0, 3.0]]), (3,), eps=0.0)
+        tensor([[-1.2247,  0.0000,  1.2247]])
+    """
+    _check(input, normalized_shape, weight, bias, eps)
+    return _OP(input, normalized_shape, weight, bias, eps)[0]  # type: ignore[no-any-return]
+
+
+def _check(input: Any, normalized_shape: Any, weight: Any, bias: Any, eps: Any) -> None:
+    op = "layer_norm"
+    checks.tensor(op, "input", input)
+    shape = tuple(normalized_shape)
+    if not shape or tuple(input.shape[-len(shape) :]) != shape:
+        checks.fail(
+            op,
+            "normalized_shape",
+            f"the last sizes of input (shape {list(input.shape)}), at least one",
+            list(shape),
+        )
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is not None:
+            checks.parameter(op, name, parameter, "input", input)
+            checks.shape(op, name, parameter, shape, "normalized_shape")
+    checks.number(op, "eps", eps)
+    if not eps >= 0:
+        checks.fail(op, "eps", "at least 0", eps)
+
+
+def _statistics(
+    input: torch.Tensor, normalized_shape: Sequence[int], eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the input in accumulation dtype, and mean and rstd with the reduced dims kept."""
+    x = input.to(dtypes.statistics_dtype(input.dtype))
+    dims = tuple(range(-len(normalized_shape), 0))
+    mean = x.mean(dims, keepdim=True)
+    variance = (x - mean).square().mean(dims, keepdim=True)
+    return x, mean, torch.rsqrt(variance + eps)
+
+
+def _reference(
+    input: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x, mean, rstd = _statistics(input, normalized_shape, eps)
+    output = (x - mean) * rstd
+    if weight is not None:
+        output = output * weight.to(x.dtype)
+    if bias is not None:
+        output = output + bias.to(x.dtype)
+    rows = _rows(input, normalized_shape)
+    output = output.to(input.dtype).contiguous()
+    return output, mean.reshape(rows), rstd.reshape(rows)
+
+
+def _fake(
+    input: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows = _rows(input, normalized_shape)
+    statistics = dtypes.statistics_dtype(input.dtype)
+    return (
+        input.new_empty(input.shape),
+        input.new_empty(rows, dtype=statistics),
+        input.new_empty(rows, dtype=statistics),
+    )
+
+
+def _backward_reference(
+    grad_output: torch.Tensor,
+    input: torch.Tensor,
+    weight: torch.Tensor | None,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    normalized_shape: Sequence[int],
+    eps: float,
+    output_mask: Sequence[bool],
+) -> tuple[torch.Tensor | None, ...]:
+    x, mean, rstd = _statistics(input, normalized_shape, eps)
+    grad = grad_output.to(x.dtype)
+    normalized = (x - mean) * rstd
+    inner = tuple(range(-len(normalized_shape), 0))
+    outer = tuple(range(input.dim() - len(normalized_shape)))
+    grad_input = grad_weight = grad_bias = None
+    if output_mask[0]:
+        scaled = grad if weight is None else grad * weight.to(x.dtype)
+        along = (scaled * normalized).mean(inner, keepdim=True)
+        centred = scaled - scaled.mean(inner, keepdim=True) - normalized * along
+        grad_input = (centred * rstd).to(input.dtype).contiguous()
+    parameter = input.dtype if weight is None else weight.dtype
+    if output_mask[1]:
+        grad_weight = _sum(grad * normalized, outer).to(parameter)
+    if output_mask[2]:
+        grad_bias = _sum(grad, outer).to(parameter)
+    return grad_input, grad_weight, grad_bias
+
+
+def _backward_fake(
+    grad_output: torch.Tensor,
+    input: torch.Tensor,
+    weight: torch.Tensor | None,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    normalized_shape: Sequence[int],
+    eps: float,
+    output_mask: Sequence[bool],
+) -> tuple[torch.Tensor | None, ...]:
+    parameter = input.dtype if weight is None else weight.dtype
+    return (
+        input.new_empty(input.shape) if output_mask[0] else None,
+        input.new_empty(normalized_shape, dtype=parameter) if output_mask[1] else None,
+        input.new_empty(normalized_shape, dtype=parameter) if output_mask[2] else None,
+    )
+
+
+def _shard(
+    input: Any, normalized_shape: Sequence[int], weight: Any, bias: Any, eps: float
+) -> list[tuple[list[Placement], list[Placement]]]:
+    """Rows are independent: any leading dim may be sharded, parameters are replicated."""
+    parameters = [REPLICATE if each is not None else None for each in (weight, bias)]
+    words: list[Placement] = [REPLICATE, *range(input.ndim - len(normalized_shape))]
+    return [([word] * 3, [word, None, *parameters, None]) for word in words]
+
+
+def _shard_backward(
+    grad_output: Any,
+    input: Any,
+    weight: Any,
+    mean: Any,
+    rstd: Any,
+    normalized_shape: Sequence[int],
+    eps: float,
+    output_mask: Sequence[bool],
+) -> list[tuple[list[Placement], list[Placement]]]:
+    """With rows sharded, each rank has a part of the sums that are the parameter gradients."""
+    rules = []
+    words: list[Placement] = [REPLICATE, *range(input.ndim - len(normalized_shape))]
+    for word in words:
+        summed = REPLICATE if word == REPLICATE else PARTIAL
+        outputs = [
+            placement if wanted else None
+            for placement, wanted in zip((word, summed, summed), output_mask, strict=True)
+        ]
+        parameter = REPLICATE if weight is not None else None
+        rules.append((outputs, [word, word, parameter, word, word, None, None, None]))
+    return rules
+
+
+def _rows(input: torch.Tensor, normalized_shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(input.shape[: input.dim() - len(normalized_shape)])
+
+
+def _sum(values: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
+    return values.sum(dims) if dims else values.clone()
+
+
+_OP = define_op(
+    "layer_norm",
+    "(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps)"
+    " -> (Tensor output, Tensor mean, Tensor rstd)",
+    reference=_reference,
+    fake=_fake,
+    gradient=Gradient(
+        inputs=("input", "weight", "bias"),
+        outputs=("output",),
+        saves=("input", "weight", "mean", "rstd"),
+        reference=_backward_reference,
+        fake=_backward_fake,
+    ),
+    autocast="norm",
+    triton="fusedops.kernels.layer_norm",
+    shard=_shard,
+    shard_backward=_shard_backward,
+)

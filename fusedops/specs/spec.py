@@ -1,0 +1,103 @@
+"""The description of an op that drives its tests, its benchmark rows and its page.
+
+A spec holds facts, no test and no timing code: ``tests/ops/test_all_ops.py``, ``fusedops bench``
+and ``docs/gen_ops.py`` read it. One spec per file, named ``SPEC``, file name = op name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+Tensors = torch.Tensor | tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One call: ``op(*args, **kwargs)``.
+
+    Floating tensors in ``args`` and ``kwargs`` that require a gradient are the ones that the
+    gradient tests differentiate.
+    """
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class BadInput:
+    """One call that must raise ``error`` with every string of ``mentions`` in its message."""
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    error: type[Exception]
+    mentions: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class BenchCase:
+    """One benchmark row: a size and how to make its inputs.
+
+    Attributes:
+        label: the size as a reader writes it, for example ``"4096x1024"``.
+        make: ``make(device, dtype)`` returns the sample to run; its tensors are random.
+        bytes_forward: least bytes that the forward moves through memory, given the dtype.
+        bytes_backward: the same for the backward.
+        flops_forward: floating-point operations of the matrix products of the forward, or 0.
+        flops_backward: the same for the backward.
+        headline: whether the row is in the default run (the others run with ``--all-sizes``).
+    """
+
+    label: str
+    make: Callable[[torch.device, torch.dtype], Sample]
+    bytes_forward: Callable[[torch.dtype], int]
+    bytes_backward: Callable[[torch.dtype], int]
+    flops_forward: int = 0
+    flops_backward: int = 0
+    headline: bool = True
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What tests, benchmarks and documentation need to know of one op.
+
+    Attributes:
+        name: the op's name; file names, dispatcher name and documentation page follow it.
+        op: the public function.
+        eager: what a user writes today in eager torch, same signature; run in float64 it is the
+            truth of the value tests, run as it is it is the benchmark's baseline. For random ops
+            it is given ``keep`` masks through ``deterministic`` samples only.
+        samples: ``samples(device, dtype)`` gives small and odd calls (empty, one element, odd
+            sizes, optional arguments absent, high-rank); floating tensors require gradients.
+        bad_inputs: ``bad_inputs(device)`` gives calls that must raise.
+        bench_cases: rows of the benchmark.
+        peers: label -> same-signature function of an installed peer library; absent ones omitted.
+        opinfo: names of the torch OpInfo entries that describe the same op.
+        from_opinfo: turns an OpInfo sample ``(input, args, kwargs)`` into ``(args, kwargs)`` of
+            ``op``, or ``None`` when that sample means something that ``op`` does not offer.
+        double_backward: whether the op is twice differentiable (as torch's own is).
+        random: whether the result depends on a seed (``eager`` then does not predict values).
+        autocast: what autocast does to the op, in one word of ``_core/dtypes.py``.
+        summary: one line for the README's table.
+        limits: known limits, one sentence each, for the documentation page.
+    """
+
+    name: str
+    op: Callable[..., Tensors]
+    eager: Callable[..., Tensors]
+    samples: Callable[[torch.device, torch.dtype], list[Sample]]
+    bad_inputs: Callable[[torch.device], list[BadInput]]
+    bench_cases: tuple[BenchCase, ...]
+    summary: str
+    autocast: str
+    peers: Callable[[], dict[str, Callable[..., Tensors]]] = dict
+    opinfo: tuple[str, ...] = ()
+    from_opinfo: Callable[..., tuple[tuple[Any, ...], dict[str, Any]] | None] | None = None
+    double_backward: bool = True
+    random: bool = False
+    limits: tuple[str, ...] = ()
