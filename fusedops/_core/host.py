@@ -18,7 +18,7 @@ import torch
 # glibc's mallopt parameters (malloc.h).
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 _MMAP_THRESHOLD = 1 << 30
-# What glibc before 2.35 accepts at most: half of a 64 MiB heap.
+# What older versions of glibc accept at most: half of a 64 MiB heap.
 _OLD_MMAP_THRESHOLD = 32 << 20
 _TOP_PAD = 64 << 20
 _NEVER_TRIM = -1

@@ -1,0 +1,113 @@
+"""What this machine can do: copy bandwidth and matrix-product rate, measured here and now.
+
+The fraction of the limit of a row is the time that the larger of the two would need, divided by
+the row's own time. The best of several ways counts, because the usual one is often not the
+limit: torch's float32 matmul (MKL) runs at 37 % of peak on a Zen 5, oneDNN at 78 to 86 %.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+
+from fusedops.cli.timer import Clock, Plan, Variant, measure
+
+_PLAN = Plan(least=5, most=15, seconds=0.4)
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A measured rate and the way that reached it.
+
+    Attributes:
+        rate: bytes or floating-point operations per second.
+        way: which of the ways was the fastest.
+        others: the other ways and their rates.
+    """
+
+    rate: float
+    way: str
+    others: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The limits of a machine.
+
+    Attributes:
+        copy: bytes read plus bytes written per second, far beyond every cache.
+        matmul: per dtype name, floating-point operations per second.
+    """
+
+    copy: Limit
+    matmul: dict[str, Limit]
+
+    def least_seconds(self, bytes_moved: int, flops: int, dtype: str) -> float:
+        """Return the time below which this machine cannot do so much work."""
+        product = self.matmul.get(dtype)
+        return max(bytes_moved / self.copy.rate, flops / product.rate if product else 0.0)
+
+
+def measure_limits(device: torch.device, dtypes: Iterable[torch.dtype], clock: Clock) -> Limits:
+    """Measure the copy bandwidth and the matrix-product rate of each dtype (about 2 s)."""
+    matmul = {str(dtype).removeprefix("torch."): _matmul(device, dtype, clock) for dtype in dtypes}
+    return Limits(_copy(device, clock), matmul)
+
+
+def _copy(device: torch.device, clock: Clock) -> Limit:
+    size = (1 << 30) if device.type == "cuda" else (256 << 20)
+    source = torch.empty(size // 4, device=device).normal_()
+    target = torch.empty_like(source)
+    ways: dict[str, Callable[[], object]] = {"copy_": lambda: target.copy_(source)}
+    if device.type == "cpu":
+        # memmove writes large blocks past the cache, which saves reading the target first.
+        pool = ThreadPoolExecutor(torch.get_num_threads())
+        ways["memmove"] = lambda: _memmove(pool, target, source)
+    return _best(ways, 2 * size, clock)
+
+
+def _memmove(pool: ThreadPoolExecutor, target: torch.Tensor, source: torch.Tensor) -> None:
+    total = source.numel() * source.element_size()
+    parts = torch.get_num_threads()
+    part = -(-total // parts)
+
+    def move(start: int) -> None:
+        size = min(part, total - start)
+        ctypes.memmove(target.data_ptr() + start, source.data_ptr() + start, size)
+
+    list(pool.map(move, range(0, total, part)))
+
+
+def _matmul(device: torch.device, dtype: torch.dtype, clock: Clock) -> Limit:
+    size = 8192 if device.type == "cuda" else 1536
+    if dtype == torch.float64:
+        size //= 2
+    a = torch.randn(size, size, device=device).to(dtype)
+    b = torch.randn(size, size, device=device).to(dtype)
+    out = torch.empty_like(a)
+    ways: dict[str, Callable[[], object]] = {"torch.mm": lambda: torch.mm(a, b, out=out)}
+    if device.type == "cpu" and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        linear = torch.ops.mkldnn._linear_pointwise
+
+        def onednn() -> object:
+            return linear(a, b, None, "none", [], "")
+
+        # Some builds and dtypes have no oneDNN kernel; torch.mm then is the only way.
+        with suppress(RuntimeError, NotImplementedError):
+            onednn()
+            ways["oneDNN"] = onednn
+    return _best(ways, 2 * size**3, clock)
+
+
+def _best(ways: dict[str, Callable[[], object]], work: int, clock: Clock) -> Limit:
+    variants = [Variant(name, lambda _, run=run: run()) for name, run in ways.items()]  # type: ignore[misc]
+    timing = measure(variants, clock, _PLAN)
+    rates = {name: work / timing.spread(name).median for name in ways}
+    way = max(rates, key=rates.__getitem__)
+    rate = rates.pop(way)
+    return Limit(rate, way, rates)

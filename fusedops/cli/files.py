@@ -1,0 +1,166 @@
+"""Files that a command writes and reads, with errors a user can act on.
+
+A result is written beside its target and renamed over it, so that a full disk or an interrupt
+leaves the old file whole. Every failure is a ``UserError``: one sentence that names the file and
+the cause; ``one_line_errors`` turns it into that sentence on stderr and exit code 2.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any
+
+
+class UserError(Exception):
+    """What the user asked cannot be done; the message is one sentence that says why."""
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Print a ``UserError`` as one line on stderr and exit with code 2, without a traceback."""
+    try:
+        yield
+    except UserError as error:
+        print(f"fusedops: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """Raise unless ``path`` can be written; call it before hours of work, not after.
+
+    A file is created beside the target and removed again: permission bits alone say nothing to
+    root, on a read-only mount or under a quota.
+
+    Raises:
+        UserError: with the reason.
+    """
+    target = _target(path)
+    if _is_device(target):
+        return
+    try:
+        handle, probe = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+        os.close(handle)
+        os.unlink(probe)
+    except OSError as error:
+        raise _cannot_write(path, error) from None
+
+
+@contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
+    """Give a binary file to write; it takes the place of ``path`` when the block ends well.
+
+    Raises:
+        UserError: when it cannot be written; ``path`` is then as it was before.
+
+    Example:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> with replacing(folder / "a.txt") as file:
+        ...     _ = file.write(b"whole")
+        >>> (folder / "a.txt").read_text()
+        'whole'
+    """
+    target = _target(path)
+    aside: str | None = None
+    try:
+        if _is_device(target):
+            with target.open("wb") as file:
+                yield file
+            return
+        handle, aside = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+        with os.fdopen(handle, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(aside, _mode(target))
+        os.replace(aside, target)
+        aside = None
+    except OSError as error:
+        raise _cannot_write(path, error) from None
+    finally:
+        if aside is not None:
+            with suppress(OSError):
+                os.unlink(aside)
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write ``text`` as UTF-8, all or nothing (see ``replacing``)."""
+    with replacing(path) as file:
+        file.write(text.encode())
+
+
+def write_json(path: str | os.PathLike[str], value: Any) -> None:
+    """Write ``value`` as indented JSON, all or nothing (see ``replacing``)."""
+    write_text(path, json.dumps(value, indent=1) + "\n")
+
+
+def read_json(path: str | os.PathLike[str]) -> Any:
+    """Return what the JSON file holds.
+
+    Raises:
+        UserError: when it cannot be read or is not JSON; the message has line and column.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is not a text file") from None
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno} column {error.colno}"
+        raise UserError(f"{path} is not valid JSON: {error.msg} at {where}") from None
+
+
+def make_folder(path: str | os.PathLike[str]) -> Path:
+    """Create a folder and its parents where they are missing; return it.
+
+    Raises:
+        UserError: with the reason.
+    """
+    folder = Path(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot create folder {path}: {error.strerror or error}") from None
+    return folder
+
+
+def _target(path: str | os.PathLike[str]) -> Path:
+    """Return the file that ``path`` means: a link keeps pointing where it pointed."""
+    target = Path(os.path.realpath(path))
+    if target.is_dir():
+        raise UserError(f"cannot write {path}: it is a folder")
+    if not target.parent.is_dir():
+        raise UserError(f"cannot write {path}: folder {target.parent} does not exist")
+    return target
+
+
+def _is_device(target: Path) -> bool:
+    """Return whether ``target`` is a device or pipe: written to directly, never renamed over."""
+    try:
+        return not stat.S_ISREG(target.stat().st_mode)
+    except OSError:
+        return False
+
+
+def _mode(target: Path) -> int:
+    """Return the permission bits that the new file gets: the old file's, else the umask's."""
+    try:
+        return stat.S_IMODE(target.stat().st_mode)
+    except OSError:
+        umask = os.umask(0)
+        os.umask(umask)
+        return 0o666 & ~umask
+
+
+def _cannot_write(path: str | os.PathLike[str], error: OSError) -> UserError:
+    return UserError(f"cannot write {path}: {error.strerror or error}")
