@@ -1,6 +1,6 @@
 """Builds the compiled libraries with ninja: shared by setup.py, the Makefile and the tests.
 
-    python tools/native.py build          # fusedops/lib/libfusedops_cpu.so (and _cuda.so where torch has CUDA)
+    python tools/native.py build          # fusedops/lib/libfusedops_cpu.so, and _cuda.so if it can
     python tools/native.py check-cuda     # compiles everything under csrc/cuda; needs nvcc, no GPU
     python tools/native.py clean
 
@@ -9,7 +9,7 @@ What is compiled is found by name:
 | sources | how |
 |---|---|
 | ``csrc/*.cpp``, ``csrc/cpu/*.cpp`` | once, for the baseline instruction set |
-| ``csrc/cpu/*.isa.cpp`` | once per instruction set: ``-DCPU_CAPABILITY=DEFAULT``, ``AVX2``, ``AVX512`` |
+| ``csrc/cpu/*.isa.cpp`` | three times: ``-DCPU_CAPABILITY=DEFAULT``, ``AVX2``, ``AVX512`` |
 | ``csrc/cpu/*.avx512bf16.cpp`` | once, ``-DCPU_CAPABILITY=AVX512_BF16`` |
 | ``csrc/cuda/*.cu`` | by nvcc for sm_80 and sm_90a; such a file holds no torch header |
 | ``csrc/cuda/*.cpp`` | bindings of the above; linked only where the installed torch has CUDA |
@@ -20,7 +20,7 @@ AVX512 copy, the plain code would die of SIGILL on an older machine. Hence each 
 through ``localize``: its weak symbols become its own, and a static initialiser, which would run
 before the instruction set is known, is an error.
 
-This file does not import torch (1.5 s): it reads ``torch/version.py``. It is not part of the package.
+This file does not import torch (1.5 s): it reads ``torch/version.py``.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ COMPAT = ROOT / "tools" / "compat"  # an empty cuda_cmake_macros.h, which a CPU-
 
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512dq", "-mavx512vl", "-mavx512bw")
-# ATen's vector headers look at HAVE_*_CPU_DEFINITION and CPU_CAPABILITY_*, as torch's own build does.
+# ATen's vector headers look at HAVE_*_CPU_DEFINITION and CPU_CAPABILITY_*, as in torch's own build.
 ISA_FLAGS = {
     "DEFAULT": ("-DCPU_CAPABILITY=DEFAULT", "-DCPU_CAPABILITY_DEFAULT"),
     "AVX2": (
@@ -116,6 +116,10 @@ class BuildError(RuntimeError):
     """The libraries cannot be built here; the message is one sentence for the user."""
 
 
+class CannotBuildError(BuildError):
+    """Something that a build needs is not installed; the ops then run on the reference."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Torch:
     """The installed torch, as far as a build needs it."""
@@ -146,11 +150,11 @@ def find_torch() -> Torch:
     """Return the installed torch.
 
     Raises:
-        BuildError: torch is not installed.
+        CannotBuildError: torch is not installed.
     """
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
-        raise BuildError(
+        raise CannotBuildError(
             f"torch is not installed for {sys.executable}: install it first "
             "(pip install torch==2.13.0), "
             "then build with --no-build-isolation"
@@ -180,13 +184,15 @@ def compiler() -> str:
     """Return the C++ compiler (``CXX``, else ``g++``, else ``c++``).
 
     Raises:
-        BuildError: there is none.
+        CannotBuildError: there is none.
     """
     asked = os.environ.get("CXX")
     for name in [asked] if asked else ["g++", "c++"]:
         if shutil.which(name):
             return name
-    raise BuildError(f"no C++ compiler: {asked or 'g++'} is not on PATH (Debian: apt install g++)")
+    raise CannotBuildError(
+        f"no C++ compiler: {asked or 'g++'} is not on PATH (Debian: apt install g++)"
+    )
 
 
 def wants_cuda() -> bool:
@@ -269,7 +275,7 @@ def check_cuda(*, verbose: bool = False) -> str:
         BuildError: no nvcc, or a file does not compile.
     """
     if cuda_home() is None:
-        raise BuildError("check-cuda needs nvcc: set CUDA_HOME or put nvcc on PATH")
+        raise CannotBuildError("check-cuda needs nvcc: set CUDA_HOME or put nvcc on PATH")
     with _locked():
         folder = build_folder()
         edges = [edge for edge in _edges("cuda", folder) if edge.rule != "link"]
@@ -491,7 +497,8 @@ def _run(*command: str | Path) -> str:
     try:
         done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
     except FileNotFoundError as error:
-        raise BuildError(f"{command[0]} is not on PATH (Debian: apt install binutils)") from error
+        message = f"{command[0]} is not on PATH (Debian: apt install binutils)"
+        raise CannotBuildError(message) from error
     if done.returncode:
         raise BuildError(f"{shlex.join(str(part) for part in command)}: {done.stderr.strip()}")
     return done.stdout
@@ -526,5 +533,8 @@ def _main(arguments: Sequence[str]) -> int:
 if __name__ == "__main__":
     try:
         sys.exit(_main(sys.argv[1:]))
+    except CannotBuildError as problem:
+        print(f"fusedops: {problem}", file=sys.stderr)
+        sys.exit(3)  # the Makefile goes on without the libraries; a failing compiler (1) stops it
     except BuildError as problem:
         sys.exit(f"fusedops: {problem}")

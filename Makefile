@@ -1,0 +1,93 @@
+# `make demo` and `make test` do everything on a fresh machine: environment, packages, native build.
+# A second call finds it all there (about a second).
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# For example: make setup PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+PIP_FLAGS ?=
+BIN := .venv/bin
+CPP := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu csrc/*/*.cuh)
+
+# A machine whose own Python sees a GPU may have neither network nor virtual environment: the GPU
+# targets use that Python as it is, and fall back to .venv (where GPU tests are skipped).
+HAS_GPU := import sys, torch; sys.exit(not torch.cuda.is_available())
+GPU_PYTHON = $(if $(filter 0,$(shell python3 -c "$(HAS_GPU)" 2>/dev/null; echo $$?)),python3,$(BIN)/python)
+
+# xdist: two workers of one thread each finish sooner than one of two threads on two cores.
+WORKERS ?= 2
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -q
+
+# Exit code 3: no compiler. It says so, and the ops then run on the reference.
+NATIVE := $(BIN)/python tools/native.py build > /dev/null || test $$? -eq 3
+
+.PHONY: setup native demo test test-all test-gpu bench bench-gpu lint format check-cuda \
+        check-kernels docs clean clean-venv
+
+setup: .venv/.editable native
+
+.venv/.packages: requirements.lock
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -r requirements.lock
+	@touch $@
+
+.venv/.editable: .venv/.packages pyproject.toml setup.py
+	@$(NATIVE)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+native: .venv/.packages
+	@$(NATIVE)
+
+demo: setup
+	$(BIN)/python -m fusedops.cli.main demo
+
+test: setup
+	$(PYTEST) tests -m "not slow and not gpu and not interpreter"
+	TRITON_INTERPRET=1 $(PYTEST) tests -m "interpreter and not slow"
+
+test-all: setup
+	$(PYTEST) tests -m "not gpu and not interpreter"
+	TRITON_INTERPRET=1 $(PYTEST) tests -m interpreter
+
+ifneq ($(filter test-gpu bench-gpu,$(MAKECMDGOALS)),)
+PY := $(GPU_PYTHON)
+GPU_SETUP := $(if $(filter python3,$(PY)),gpu-native,setup)
+endif
+
+.PHONY: gpu-native
+gpu-native:
+	python3 setup.py build_ext --inplace
+
+test-gpu: $(GPU_SETUP)
+	$(PY) -m pytest -q tests -m gpu
+
+bench: setup
+	$(BIN)/python -m fusedops.cli.main bench
+
+bench-gpu: $(GPU_SETUP)
+	$(PY) -m fusedops.cli.main bench --device cuda
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror $(CPP)
+	$(BIN)/lint-imports
+	$(BIN)/mypy
+
+format: .venv/.packages
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CPP)
+
+# Every kernel for GPUs is compiled and its registers and spills compared with docs/reports: no GPU.
+check-cuda: setup
+	$(BIN)/python tools/cuda_report.py --check
+	$(BIN)/python tools/kernel_report.py --check
+
+docs: setup
+	$(BIN)/python docs/gen_ops.py
+
+clean:
+	rm -rf build fusedops/lib out .pytest_cache .mypy_cache .ruff_cache *.egg-info
+
+clean-venv: clean
+	rm -rf .venv
