@@ -1,0 +1,84 @@
+"""What every Triton launcher needs: device guard, stand-in pointers, partial sums, report cases."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+
+def dense(tensor: torch.Tensor | None, stand_in: torch.Tensor) -> torch.Tensor:
+    """Return the tensor laid out densely; for an absent one any pointer, which is never read."""
+    return stand_in if tensor is None else tensor.contiguous()
+
+
+def device_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Return a guard that makes the tensor's GPU current: Triton launches on the current one."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+
+
+@functools.cache
+def num_programs(device: torch.device) -> int:
+    """Return how many programs a reduction over rows uses: two per multiprocessor."""
+    if device.type != "cuda":
+        return 8  # the interpreter
+    return 2 * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@triton.jit
+def _sum_rows_kernel(
+    parts_ptr, out_ptr, num_rows, num_cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    col = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for first in range(0, num_rows, BLOCK_M):
+        row = first + tl.arange(0, BLOCK_M)
+        mask = (row < num_rows)[:, None] & (col < num_cols)[None, :]
+        offset = row[:, None].to(tl.int64) * num_cols + col[None, :]
+        total += tl.load(parts_ptr + offset, mask=mask, other=0.0)
+    summed = tl.sum(total, axis=0)
+    tl.store(out_ptr + col, summed.to(out_ptr.dtype.element_ty), mask=col < num_cols)
+
+
+def sum_rows(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Add float32 partial rows ``[programs, columns]`` in a fixed order; returns ``[columns]``."""
+    num_rows, num_cols = parts.shape
+    out = parts.new_empty((num_cols,), dtype=dtype)
+    _sum_rows_kernel[(triton.cdiv(num_cols, 32),)](
+        parts, out, num_rows, num_cols, BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=2
+    )
+    return out
+
+
+def report_case(
+    kernel: Any,
+    types: dict[str, str],
+    constexprs: dict[str, Any],
+    options: dict[str, Any],
+    *,
+    matrix: bool = False,
+) -> dict[str, Any]:
+    """Describe one compilation for the static report (``tools/kernel_report.py``).
+
+    Args:
+        kernel: a ``@triton.jit`` function.
+        types: argument name -> Triton type string; names that the kernel lacks are left out.
+        constexprs: argument name -> value.
+        options: launch options: ``num_warps``, ``num_stages``.
+        matrix: whether the kernel must use matrix instructions.
+    """
+    names = set(kernel.arg_names)
+    blocks = [f"{name}={value}" for name, value in constexprs.items() if name.startswith("BLOCK")]
+    return {
+        "kernel": kernel,
+        "signature": {name: kind for name, kind in types.items() if name in names - set(constexprs)},
+        "constexprs": {name: value for name, value in constexprs.items() if name in names},
+        "num_warps": options.get("num_warps", 4),
+        "num_stages": options.get("num_stages", 1),
+        "matrix": matrix,
+        "label": ", ".join(blocks),
+    }
