@@ -130,7 +130,7 @@ def resolve(name: str, *args: Any, backward: bool = False) -> Resolution:
                 f"{name}: backend {_requested!r} was requested but cannot run it: {reason}"
             )
         return Resolution(_requested, ())
-    passed_over = []
+    passed_over: list[tuple[str, str]] = []
     for backend in _ORDER.get(device.type, ("torch",)):
         reason = _unsupported(kernels, backend, device, args, backward)
         if reason is None:
@@ -188,13 +188,13 @@ def _implementation(kernels: Kernels, backend: str, backward: bool) -> Callable[
     if backend == "triton":
         assert kernels.triton is not None
         module = importlib.import_module(kernels.triton)
-        return module.backward if backward else module.forward  # type: ignore[no-any-return]
+        return module.backward if backward else module.forward
     if backend == "torch":
         implementation = kernels.backward if backward else kernels.forward
         assert implementation is not None
         return implementation
     namespace = getattr(torch.ops, f"fusedops_{backend}")
-    return getattr(namespace, kernels.name + "_backward" * backward).default  # type: ignore[no-any-return]
+    return getattr(namespace, kernels.name + "_backward" * backward).default
 
 
 def _unsupported(

@@ -44,7 +44,10 @@ def error_budget(
     eager_error = (eager.double() - truth).abs().nan_to_num(0.0, 0.0, 0.0).max()
     spacing = torch.finfo(dtype).eps * truth.abs()
     scale = truth.abs().nan_to_num(0.0, 0.0, 0.0).max().clamp_min(1.0)
-    accumulated = 4.0 * torch.finfo(statistics_dtype(dtype)).eps * scale * depth**0.5
+    # Float64 has no better truth: it is compared with another rounding of the same formula, whose
+    # inner values may be larger than the result (gradcheck holds the formula itself to account).
+    factor = 1024.0 if dtype == torch.float64 else 4.0
+    accumulated = factor * torch.finfo(statistics_dtype(dtype)).eps * scale * depth**0.5
     return 2.0 * eager_error + spacing + accumulated
 
 

@@ -60,7 +60,9 @@ def _load(file_name: str) -> str | None:
         return f"{path} does not exist: {HOW_TO_BUILD}"
     built_for = _built_for(path.with_suffix(".json"))
     if built_for is not None and built_for != torch.__version__:
-        return f"{path} was built for torch {built_for}, this is {torch.__version__}: {HOW_TO_BUILD}"
+        return (
+            f"{path} was built for torch {built_for}, this is {torch.__version__}: {HOW_TO_BUILD}"
+        )
     try:
         torch.ops.load_library(str(path))
     except OSError as error:

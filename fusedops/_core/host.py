@@ -344,7 +344,7 @@ def _glibc() -> ctypes.CDLL | None:
 
 
 class _MallInfo2(ctypes.Structure):
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         (name, ctypes.c_size_t)
         for name in (
             *("arena", "ordblks", "smblks", "hblks", "hblkhd"),

@@ -113,9 +113,7 @@ def define_op(
         _define(backward_name, backward_schema, gradient.fake)
         _route(name, backward=True, native=native, schema=backward_schema)
         _LIBRARY.define(f"{backward_name}_composite{backward_schema}")
-        _LIBRARY.impl(
-            f"{backward_name}_composite", gradient.reference, "CompositeImplicitAutograd"
-        )
+        _LIBRARY.impl(f"{backward_name}_composite", gradient.reference, "CompositeImplicitAutograd")
         if native:
             _differentiate_native(name, parsed, gradient)
         else:
@@ -234,7 +232,9 @@ def _autocast(name: str, rule: str, native: bool) -> None:
     for device in ("cpu", "cuda"):
         if rule == "norm" and device == "cpu":
             continue
-        key = getattr(torch._C.DispatchKey, f"Autocast{device.upper()}" if device == "cpu" else "AutocastCUDA")
+        key = getattr(
+            torch._C.DispatchKey, f"Autocast{device.upper()}" if device == "cpu" else "AutocastCUDA"
+        )
         _LIBRARY.impl(name, _autocast_kernel(op, rule, device, key), key.name)
 
 

@@ -75,7 +75,9 @@ def report_case(
     blocks = [f"{name}={value}" for name, value in constexprs.items() if name.startswith("BLOCK")]
     return {
         "kernel": kernel,
-        "signature": {name: kind for name, kind in types.items() if name in names - set(constexprs)},
+        "signature": {
+            name: kind for name, kind in types.items() if name in names - set(constexprs)
+        },
         "constexprs": {name: value for name, value in constexprs.items() if name in names},
         "num_warps": options.get("num_warps", 4),
         "num_stages": options.get("num_stages", 1),

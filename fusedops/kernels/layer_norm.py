@@ -316,7 +316,9 @@ def backward(
                 **_options(2 * block_n),
             )
         else:
-            _backward_long(dy, x, w, statistics, targets, num_rows, num_cols, programs, weight, wants)
+            _backward_long(
+                dy, x, w, statistics, targets, num_rows, num_cols, programs, weight, wants
+            )
         sums = [
             None if each is None else _launch.sum_rows(each, dtype).reshape(normalized_shape)
             for each in parts
@@ -330,13 +332,12 @@ def _backward_long(
     w: torch.Tensor,
     statistics: tuple[torch.Tensor, torch.Tensor],
     targets: list[torch.Tensor],
-    num_rows: int,
-    num_cols: int,
-    programs: int,
-    weight: torch.Tensor | None,
+    shape: tuple[int, int, int],
+    has_weight: bool,
     wants: dict[str, bool],
 ) -> None:
     dx, dweight, dbias = targets
+    num_rows, num_cols, programs = shape
     if wants["WANTS_INPUT"]:
         _backward_input_long_kernel[(num_rows,)](
             dy,
@@ -345,7 +346,7 @@ def _backward_long(
             *statistics,
             dx,
             num_cols,
-            HAS_WEIGHT=weight is not None,
+            HAS_WEIGHT=has_weight,
             BLOCK_N=_LONG_BLOCK,
             **_options(_LONG_BLOCK),
         )

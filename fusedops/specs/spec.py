@@ -20,12 +20,33 @@ class Sample:
     """One call: ``op(*args, **kwargs)``.
 
     Floating tensors in ``args`` and ``kwargs`` that require a gradient are the ones that the
-    gradient tests differentiate.
+    gradient tests differentiate. A ``random`` call draws numbers (dropout with p > 0): its truth is
+    then the reference backend in float64 after the same ``torch.manual_seed``, not ``eager``.
     """
 
     name: str
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    random: bool = False
+
+    @property
+    def leaves(self) -> list[torch.Tensor]:
+        """The tensors that require a gradient, in the order of the call."""
+        values = (*self.args, *self.kwargs.values())
+        return [each for each in values if isinstance(each, torch.Tensor) and each.requires_grad]
+
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Sample:
+        """Return the call with every tensor replaced by ``change(tensor)``."""
+
+        def apply(value: Any) -> Any:
+            return change(value) if isinstance(value, torch.Tensor) else value
+
+        return Sample(
+            self.name,
+            tuple(map(apply, self.args)),
+            {key: apply(value) for key, value in self.kwargs.items()},
+            self.random,
+        )
 
 
 @dataclass(frozen=True)
@@ -70,8 +91,7 @@ class Spec:
         name: the op's name; file names, dispatcher name and documentation page follow it.
         op: the public function.
         eager: what a user writes today in eager torch, same signature; run in float64 it is the
-            truth of the value tests, run as it is it is the benchmark's baseline. For random ops
-            it is given ``keep`` masks through ``deterministic`` samples only.
+            truth of the value tests, run as it is it is the benchmark's baseline.
         samples: ``samples(device, dtype)`` gives small and odd calls (empty, one element, odd
             sizes, optional arguments absent, high-rank); floating tensors require gradients.
         bad_inputs: ``bad_inputs(device)`` gives calls that must raise.
@@ -80,8 +100,9 @@ class Spec:
         opinfo: names of the torch OpInfo entries that describe the same op.
         from_opinfo: turns an OpInfo sample ``(input, args, kwargs)`` into ``(args, kwargs)`` of
             ``op``, or ``None`` when that sample means something that ``op`` does not offer.
+        rows_are_independent: whether the result of a row (an index of the first dim of ``args[0]``)
+            depends on that row of the arguments alone.
         double_backward: whether the op is twice differentiable (as torch's own is).
-        random: whether the result depends on a seed (``eager`` then does not predict values).
         autocast: what autocast does to the op, in one word of ``_core/dtypes.py``.
         summary: one line for the README's table.
         limits: known limits, one sentence each, for the documentation page.
@@ -98,6 +119,6 @@ class Spec:
     peers: Callable[[], dict[str, Callable[..., Tensors]]] = dict
     opinfo: tuple[str, ...] = ()
     from_opinfo: Callable[..., tuple[tuple[Any, ...], dict[str, Any]] | None] | None = None
+    rows_are_independent: bool = True
     double_backward: bool = True
-    random: bool = False
     limits: tuple[str, ...] = ()

@@ -1,0 +1,106 @@
+"""What tests, benchmarks and documentation need to know of ``layer_norm``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from fusedops.ops.layer_norm import layer_norm
+from fusedops.specs.make import randn
+from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec
+
+
+def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
+    new = functools.partial(randn, device=device, dtype=dtype)
+    weight, bias = new(33, key="weight", shift=1.0), new(33, key="bias")
+    return [
+        Sample("rows", (new(7, 33), (33,), weight, bias)),
+        Sample(
+            "three_dims",
+            (new(2, 3, 64), (64,), new(64, shift=1.0), new(64, key="b")),
+            {"eps": 1e-3},
+        ),
+        Sample(
+            "two_normalized_dims", (new(5, 4, 6), (4, 6), new(4, 6, shift=1.0), new(4, 6, key="b"))
+        ),
+        Sample("no_parameters", (new(4, 17), (17,))),
+        Sample("weight_only", (new(4, 33), (33,), weight)),
+        Sample("bias_only", (new(4, 33), (33,), None, bias)),
+        Sample("one_row", (new(129), (129,), new(129, shift=1.0), new(129, key="b"))),
+        Sample("one_column", (new(3, 1), (1,), new(1, shift=1.0), new(1, key="b"))),
+        Sample("many_rows", (new(70, 48), (48,), new(48, shift=1.0), new(48, key="b"))),
+        Sample("no_rows", (new(0, 33), (33,), weight, bias)),
+    ]
+
+
+def _bad_inputs(device: torch.device) -> list[BadInput]:
+    x, weight = torch.randn(3, 8, device=device), torch.ones(8, device=device)
+    return [
+        BadInput("normalized_shape", (x, (7,)), {}, ValueError, ("normalized_shape", "7")),
+        BadInput("no_shape", (x, ()), {}, ValueError, ("normalized_shape",)),
+        BadInput("weight_shape", (x, (8,), weight[:7]), {}, ValueError, ("weight", "[8]", "[7]")),
+        BadInput("bias_shape", (x, (8,), None, weight[:1]), {}, ValueError, ("bias", "[1]")),
+        BadInput("weight_dtype", (x, (8,), weight.double()), {}, TypeError, ("weight", "float64")),
+        BadInput("integers", (x.long(), (8,)), {}, TypeError, ("input", "int64")),
+        BadInput("no_tensor", ([1.0], (1,)), {}, TypeError, ("input", "list")),
+        BadInput("device", (x, (8,), weight.to("meta")), {}, ValueError, ("weight", "meta")),
+        BadInput("eps_type", (x, (8,)), {"eps": "small"}, TypeError, ("eps", "str")),
+    ]
+
+
+def _case(rows: int, columns: int, headline: bool = False) -> BenchCase:
+    def make(device: torch.device, dtype: torch.dtype) -> Sample:
+        new = functools.partial(randn, device=device, dtype=dtype)
+        parameters = (new(columns, shift=1.0, key="w"), new(columns, key="b"))
+        return Sample("bench", (new(rows, columns), (columns,), *parameters))
+
+    return BenchCase(
+        label=f"{rows}x{columns}",
+        make=make,
+        bytes_forward=lambda dtype: 2 * rows * columns * dtype.itemsize,
+        bytes_backward=lambda dtype: 3 * rows * columns * dtype.itemsize,
+        headline=headline,
+    )
+
+
+def _peers() -> dict[str, Callable[..., Any]]:
+    try:
+        from liger_kernel.ops.layer_norm import LigerLayerNormFunction
+    except ImportError:
+        return {}
+
+    def liger(input: Any, normalized_shape: Any, weight: Any, bias: Any, eps: float = 1e-5) -> Any:
+        return LigerLayerNormFunction.apply(input, weight, bias, eps)
+
+    return {"liger": liger}
+
+
+def _from_opinfo(
+    input: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (input, *args), kwargs
+
+
+SPEC = Spec(
+    name="layer_norm",
+    op=layer_norm,
+    eager=F.layer_norm,
+    samples=_samples,
+    bad_inputs=_bad_inputs,
+    bench_cases=(
+        _case(4096, 768),
+        _case(4096, 1024, headline=True),
+        _case(8192, 4096),
+        _case(16384, 256),
+        _case(16, 768),
+    ),
+    summary="normalise rows, scale and shift",
+    autocast="norm",
+    peers=_peers,
+    opinfo=("nn.functional.layer_norm",),
+    from_opinfo=_from_opinfo,
+)

@@ -1,0 +1,35 @@
+"""Random inputs for specs: reproducible, the same for every device and dtype."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+
+import torch
+
+
+def randn(
+    *shape: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    scale: float = 1.0,
+    shift: float = 0.0,
+    grad: bool = True,
+    key: str = "",
+) -> torch.Tensor:
+    """Return normal values, drawn in float32 on the CPU from a seed made of shape and ``key``."""
+    seed = zlib.crc32(f"{shape}{key}".encode())
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(shape, generator=generator) * scale + shift
+    return values.to(device=device, dtype=dtype).requires_grad_(grad)
+
+
+def size_of(dtype: torch.dtype) -> int:
+    """Return the bytes of one element."""
+    return dtype.itemsize
+
+
+def numel(shape: Sequence[int]) -> int:
+    """Return the number of elements of a shape."""
+    return math.prod(shape)

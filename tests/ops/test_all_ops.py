@@ -1,0 +1,375 @@
+"""Every test that every op must pass, driven by the specs in ``fusedops/specs``."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from op_testing import as_tuple, assert_close, assert_within_budget, fresh, incoming, run, truth
+from torch.testing._internal import common_methods_invocations
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fusedops
+from fusedops._core import backends, extension
+from fusedops.specs import BadInput, Sample, Spec, all_specs
+
+CPU = torch.device("cpu")
+SPECS = list(all_specs().values())
+by_spec = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+
+WIDE = (torch.float32, torch.bfloat16, torch.float64)
+HALF = (torch.float32, torch.bfloat16, torch.float16)
+RUNS = [
+    pytest.param(backend, device, dtype, id=f"{backend}-{device}-{str(dtype)[6:]}", marks=marks)
+    for backend, device, dtypes, marks in (
+        ("cpp", "cpu", WIDE, ()),
+        ("torch", "cpu", (*WIDE, torch.float16), ()),
+        ("triton", "cpu", HALF, pytest.mark.interpreter),
+        ("cuda", "cuda", HALF, pytest.mark.gpu),
+        ("triton", "cuda", HALF, pytest.mark.gpu),
+        ("torch", "cuda", (*HALF, torch.float64), pytest.mark.gpu),
+    )
+    for dtype in dtypes
+]
+
+
+@functools.cache
+def samples(name: str, dtype: torch.dtype, device: str = "cpu") -> list[Sample]:
+    return all_specs()[name].samples(torch.device(device), dtype)
+
+
+def sample_named(spec: Spec, sample_name: str, dtype: torch.dtype, device: str = "cpu") -> Sample:
+    (found,) = [each for each in samples(spec.name, dtype, device) if each.name == sample_name]
+    return fresh(found)
+
+
+def each_sample() -> Any:
+    pairs = [(spec, each.name) for spec in SPECS for each in samples(spec.name, torch.float32)]
+    ids = [f"{spec.name}-{name}" for spec, name in pairs]
+    return pytest.mark.parametrize(("spec", "sample_name"), pairs, ids=ids)
+
+
+@each_sample()
+@pytest.mark.parametrize(("backend", "device", "dtype"), RUNS)
+def test_values_and_gradients_match_float64(
+    spec: Spec, sample_name: str, backend: str, device: str, dtype: torch.dtype
+) -> None:
+    if backend == "cuda" and not extension.has_operator("fusedops_cuda", spec.name):
+        pytest.skip(f"{spec.name} has no CUDA C++ kernel")
+    sample = sample_named(spec, sample_name, dtype, device)
+    fusedops.reset_counters()
+    with fusedops.use_backend(backend):
+        actual = run(spec.op, sample)
+    used = {used_backend for _, used_backend in fusedops.counters()}
+    assert used == {backend}, f"ran on {used}"
+    assert_within_budget(actual, spec, sample)
+
+
+@each_sample()
+def test_gradients_pass_gradcheck(spec: Spec, sample_name: str) -> None:
+    sample = sample_named(spec, sample_name, torch.float64)
+    if not sample.leaves or any(leaf.numel() > 600 for leaf in sample.leaves):
+        pytest.skip("nothing to differentiate, or too much for finite differences")
+    fusedops.reset_counters()
+    assert torch.autograd.gradcheck(*_as_function_of_leaves(spec, sample), fast_mode=True)
+    assert {backend for _, backend in fusedops.counters()} == {"cpp"}, "not the real kernel"
+
+
+@each_sample()
+def test_second_derivatives_pass_gradgradcheck(spec: Spec, sample_name: str) -> None:
+    sample = sample_named(spec, sample_name, torch.float64)
+    if not spec.double_backward:
+        pytest.skip("the op is differentiable once")
+    if not sample.leaves or any(leaf.numel() > 600 for leaf in sample.leaves):
+        pytest.skip("nothing to differentiate, or too much for finite differences")
+    assert torch.autograd.gradgradcheck(*_as_function_of_leaves(spec, sample), fast_mode=True)
+
+
+def _as_function_of_leaves(spec: Spec, sample: Sample) -> tuple[Any, tuple[torch.Tensor, ...]]:
+    leaves = sample.leaves
+
+    def function(*values: torch.Tensor) -> Any:
+        torch.manual_seed(11)
+        replaced = {id(leaf): value for leaf, value in zip(leaves, values, strict=True)}
+        call = sample.map(lambda tensor: replaced.get(id(tensor), tensor))
+        return spec.op(*call.args, **call.kwargs)
+
+    return function, tuple(leaves)
+
+
+class RecordOps(TorchDispatchMode):
+    """Records the fusedops operators that a call reaches, with their arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "fusedops":
+            self.calls.append((func, args))
+        return func(*args, **(kwargs or {}))
+
+
+@each_sample()
+def test_operators_pass_opcheck(spec: Spec, sample_name: str) -> None:
+    sample = sample_named(spec, sample_name, torch.float32)
+    with RecordOps() as recorded:
+        run(spec.op, sample)
+    assert recorded.calls
+    for func, args in recorded.calls:
+        detached = tuple(
+            arg.detach().clone().requires_grad_(arg.requires_grad)
+            if isinstance(arg, torch.Tensor)
+            else arg
+            for arg in args
+        )
+        tests = ["test_schema", "test_faketensor"]
+        if not func._opname.endswith("_backward"):
+            tests += ["test_autograd_registration", "test_aot_dispatch_dynamic"]
+        torch.library.opcheck(func, detached, test_utils=tests)
+
+
+@by_spec
+def test_every_output_that_can_has_a_gradient(spec: Spec) -> None:
+    sample = fresh(samples(spec.name, torch.float32)[0])
+    outputs = as_tuple(spec.op(*sample.args, **sample.kwargs))
+    assert all(output.requires_grad for output in outputs)
+    grads = torch.autograd.grad(outputs, sample.leaves, incoming(outputs))
+    assert all(grad.abs().sum() > 0 for grad in grads)
+
+
+@by_spec
+def test_only_the_gradients_asked_for_are_computed(spec: Spec) -> None:
+    sample = fresh(samples(spec.name, torch.float32)[0])
+    whole = run(spec.op, sample)
+    for index, leaf in enumerate(sample.leaves):
+        torch.manual_seed(11)
+        outputs = as_tuple(spec.op(*sample.args, **sample.kwargs))
+        with RecordOps() as recorded:
+            (grad,) = torch.autograd.grad(outputs, [leaf], incoming(outputs))
+        assert torch.equal(grad, whole.grads[index])
+        masks = [args[-1] for func, args in recorded.calls if func._opname.endswith("_backward")]
+        assert masks and all(sum(mask) <= 1 for mask in masks), f"masks {masks}"
+
+
+@each_sample()
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_compiled_equals_eager(spec: Spec, sample_name: str, dynamic: bool) -> None:
+    sample = sample_named(spec, sample_name, torch.float32)
+    torch._dynamo.reset()
+    compiled = torch.compile(spec.op, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    _assert_same_bits(run(compiled, sample), run(spec.op, sample))
+
+
+@by_spec
+def test_compiled_by_inductor_equals_eager(spec: Spec) -> None:
+    sample = fresh(samples(spec.name, torch.float32)[0])
+    torch._dynamo.reset()
+    # Inductor draws its own random numbers unless told to draw torch's.
+    with torch._inductor.config.patch(fallback_random=True):
+        compiled = torch.compile(spec.op, fullgraph=True)
+        _assert_same_bits(run(compiled, sample), run(spec.op, sample))
+
+
+@each_sample()
+def test_autocast_gives_what_eager_gives(spec: Spec, sample_name: str) -> None:
+    sample = sample_named(spec, sample_name, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = run(spec.op, sample)
+        want = run(spec.eager, fresh(sample))
+    exact = truth(spec, sample)
+    for i, (mine, eager) in enumerate(zip(got.outputs, want.outputs, strict=True)):
+        assert mine.dtype == eager.dtype, f"output {i}: {mine.dtype}, eager gives {eager.dtype}"
+        if not sample.random:
+            # Rounded operands are part of the lower-precision function: eager made them as well.
+            assert_close(mine, exact.outputs[i], eager, f"output {i}")
+
+
+@each_sample()
+@pytest.mark.parametrize("layout", ["transposed", "sliced", "expanded_grad"])
+def test_strides_do_not_change_the_result(spec: Spec, sample_name: str, layout: str) -> None:
+    sample = sample_named(spec, sample_name, torch.float32)
+    if layout == "expanded_grad":
+        strided, plain = sample, fresh(sample)
+        got = _with_grad(spec, strided, lambda out: torch.ones((), dtype=out.dtype).expand_as(out))
+        want = _with_grad(spec, plain, torch.ones_like)
+        return _assert_same_bits(got, want)
+    relayout = _transposed if layout == "transposed" else _sliced
+    strided = sample.map(lambda tensor: relayout(tensor.detach()).requires_grad_())
+    _assert_same_bits(run(spec.op, strided), run(spec.op, sample))
+
+
+def _with_grad(spec: Spec, sample: Sample, make: Any) -> Any:
+    def scaled(*args: Any, **kwargs: Any) -> Any:
+        return spec.op(*args, **kwargs)
+
+    torch.manual_seed(11)
+    outputs = as_tuple(scaled(*sample.args, **sample.kwargs))
+    grads = torch.autograd.grad(outputs, sample.leaves, [make(out) for out in outputs])
+    result = run(spec.op, sample)
+    result.grads = list(grads)
+    return result
+
+
+def _transposed(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.mT.contiguous().mT if tensor.dim() >= 2 else _sliced(tensor)
+
+
+def _sliced(tensor: torch.Tensor) -> torch.Tensor:
+    wide = torch.full((*tensor.shape, 2), float("nan"), dtype=tensor.dtype)
+    wide[..., 0] = tensor
+    return wide[..., 0]
+
+
+@by_spec
+def test_expanded_inputs_work(spec: Spec) -> None:
+    sample = fresh(samples(spec.name, torch.float32)[0])
+    first = sample.args[0].detach()
+
+    def expand(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.shape != first.shape:
+            return tensor
+        return tensor.detach()[:1].expand(tensor.shape).requires_grad_()
+
+    expanded = sample.map(expand)
+    dense = expanded.map(lambda tensor: tensor.detach().contiguous().requires_grad_())
+    _assert_same_bits(run(spec.op, expanded), run(spec.op, dense))
+
+
+@by_spec
+def test_offsets_past_2_to_the_31_elements(spec: Spec) -> None:
+    """Rows that lie 2**31 elements apart in (mostly untouched) memory give the same result."""
+    sample = fresh(samples(spec.name, torch.bfloat16)[0])
+    far = 2**31 + 64
+
+    def spread(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dim() < 2:
+            return tensor
+        two = tensor.detach()[:2]
+        memory = torch.empty(far + two[0].numel(), dtype=tensor.dtype)
+        apart = memory.as_strided(two.shape, (far, *two[0].contiguous().stride()))
+        return apart.copy_(two).requires_grad_()
+
+    if not spec.rows_are_independent:
+        pytest.skip("the op is no function of independent rows")
+    two_rows = sample.map(
+        lambda tensor: (
+            tensor.detach()[:2].clone().requires_grad_()
+            if tensor.shape[:-1] == sample.args[0].shape[:-1]
+            else tensor
+        )
+    )
+    _assert_same_bits(
+        run(spec.op, two_rows.map(lambda t: spread(t) if t.shape == two_rows.args[0].shape else t)),
+        run(spec.op, two_rows),
+    )
+
+
+@by_spec
+def test_a_row_does_not_depend_on_its_batch(spec: Spec) -> None:
+    if not spec.rows_are_independent:
+        pytest.skip("the op is no function of independent rows")
+    for dtype in (torch.float32, torch.bfloat16):
+        sample = next(s for s in samples(spec.name, dtype) if s.args[0].shape[0] > 3)
+        rows = sample.args[0].shape[0]
+        whole = as_tuple(spec.op(*sample.args, **sample.kwargs))
+        for count in (1, 3, rows - 1):
+            part = sample.map(
+                lambda tensor, n=count, first=sample.args[0]: (
+                    tensor[:n]
+                    if tensor.dim() == first.dim() and tensor.shape[0] == first.shape[0]
+                    else tensor
+                )
+            )
+            for got, want in zip(as_tuple(spec.op(*part.args, **part.kwargs)), whole, strict=True):
+                assert torch.equal(got, want[:count]), f"{count} of {rows} rows, {dtype}"
+
+
+def each_bad_input() -> Any:
+    pairs = [(spec, bad) for spec in SPECS for bad in spec.bad_inputs(CPU)]
+    ids = [f"{spec.name}-{bad.name}" for spec, bad in pairs]
+    return pytest.mark.parametrize(("spec", "bad"), pairs, ids=ids)
+
+
+@each_bad_input()
+def test_bad_input_is_named(spec: Spec, bad: BadInput) -> None:
+    with pytest.raises(bad.error) as caught:
+        spec.op(*bad.args, **bad.kwargs)
+    assert type(caught.value) is bad.error
+    for words in (spec.name, *bad.mentions):
+        assert words in str(caught.value), f"{words!r} is not in {caught.value}"
+
+
+@by_spec
+def test_same_bits_over_repeats_and_thread_counts(spec: Spec) -> None:
+    for dtype, case in itertools.product((torch.float32, torch.bfloat16), spec.bench_cases[-1:]):
+        sample = case.make(CPU, dtype)
+        first = run(spec.op, sample)
+        threads = torch.get_num_threads()
+        try:
+            for count in (1, 2, 3, 2):
+                torch.set_num_threads(count)
+                _assert_same_bits(run(spec.op, sample), first)
+        finally:
+            torch.set_num_threads(threads)
+
+
+@by_spec
+def test_explicit_backend_that_is_impossible_says_why(spec: Spec) -> None:
+    sample = fresh(samples(spec.name, torch.float32)[0])
+    with fusedops.use_backend("cuda"), pytest.raises(fusedops.UnsupportedError) as caught:
+        spec.op(*sample.args, **sample.kwargs)
+    assert "cuda" in str(caught.value) and "cpu" in str(caught.value)
+
+
+@by_spec
+def test_float16_on_the_cpu_steps_down_to_the_reference(spec: Spec) -> None:
+    sample = fresh(samples(spec.name, torch.float16)[0])
+    fusedops.reset_counters()
+    run(spec.op, sample)
+    assert {backend for _, backend in fusedops.counters()} == {"torch"}
+
+
+def each_opinfo() -> Any:
+    named = {(info.name, info.variant_test_name): info for info in common_methods_invocations.op_db}
+    pairs = [
+        (spec, info)
+        for spec in SPECS
+        for (name, variant), info in named.items()
+        if f"{name}.{variant}".rstrip(".") in spec.opinfo
+    ]
+    return pytest.mark.parametrize(
+        ("spec", "info"), pairs, ids=[f"{spec.name}-{info.name}" for spec, info in pairs]
+    )
+
+
+@each_opinfo()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
+def test_torchs_own_samples(spec: Spec, info: Any, dtype: torch.dtype) -> None:
+    count = 0
+    for torch_sample in info.sample_inputs("cpu", dtype, requires_grad=True):
+        for variant in (torch_sample, torch_sample.noncontiguous()):
+            call = spec.from_opinfo(variant.input, variant.args, variant.kwargs)
+            if call is None:
+                continue
+            sample = Sample("opinfo", *call)
+            got = run(spec.op, fresh_keeping_strides(sample))
+            assert_within_budget(got, spec, sample)
+            count += 1
+    assert count > 0
+
+
+def fresh_keeping_strides(sample: Sample) -> Sample:
+    return sample.map(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad))
+
+
+def _assert_same_bits(got: Any, want: Any) -> None:
+    for a, b in zip(got.outputs + got.grads, want.outputs + want.grads, strict=True):
+        assert torch.equal(a, b), f"largest difference {(a.double() - b.double()).abs().max()}"
+
+
+def test_every_registered_op_has_a_spec() -> None:
+    assert set(backends.op_names()) == set(all_specs())
