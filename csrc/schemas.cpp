@@ -10,4 +10,12 @@ TORCH_LIBRARY(fusedops_cpp, m) {
       "layer_norm_backward(Tensor? grad_output, Tensor input, Tensor? weight, Tensor mean,"
       " Tensor rstd, SymInt[] normalized_shape, float eps, bool[] output_mask)"
       " -> (Tensor, Tensor, Tensor)");
+  m.def("gelu(Tensor input, str approximate) -> (Tensor output)");
+  m.def(
+      "gelu_backward(Tensor? grad_output, Tensor input, str approximate, bool[] output_mask)"
+      " -> Tensor");
+  m.def("bias_gelu(Tensor input, Tensor bias, str approximate) -> (Tensor output)");
+  m.def(
+      "bias_gelu_backward(Tensor? grad_output, Tensor input, Tensor bias, str approximate,"
+      " bool[] output_mask) -> (Tensor, Tensor)");
 }

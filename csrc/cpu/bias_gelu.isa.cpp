@@ -1,0 +1,127 @@
+// bias_gelu on the CPU: y = act(x + bias), the sum and the activation in float32, rounded once.
+//
+// Forward traffic: x once, y once. Backward traffic: dy and x once, dx once, with
+//   dx = dy * act'(x + bias),  dbias = sum over rows of dx (before its rounding).
+// Rows are cut into chunks that do not depend on the thread count; each chunk adds its part of
+// dbias, four rows at a time, into a partial row that stays in L1, and the partial rows are added
+// in order. With few chunks the columns are cut as well, which changes no sum.
+#include "bias_gelu.h"
+
+#include <algorithm>
+
+#include "../common/parallel.h"
+#include "activation.h"
+#include "gelu_limits.h"
+#include "vec.h"
+
+namespace fusedops::CPU_CAPABILITY {
+namespace {
+
+template <typename T, typename P, Activation kActivation, bool kStream>
+void forward(const BiasGeluForward& a) {
+  using V = Vec<T>;
+  const auto* bias = static_cast<const P*>(a.bias);
+  const int64_t columns = a.columns;
+  parallel_rows(a.rows, 2 * columns * sizeof(T), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const T* x = static_cast<const T*>(a.input) + row * columns;
+      T* y = static_cast<T*>(a.output) + row * columns;
+      for_each_vector<V::size()>(columns, [&](int64_t c, int64_t count, auto full) {
+        const V sum = load_vec(x + c, count, full) + load_vec(bias + c, count, full);
+        store_vec<kStream>(y + c, gelu_value<kActivation>(sum), count, full);
+      });
+    }
+  });
+}
+
+// The columns [begin, end) of kRows rows: dx when it is wanted, and their part of dbias.
+template <typename T, typename P, Activation kActivation, bool kStream, int kRows>
+inline void backward_rows(const BiasGeluBackward& a, int64_t row, int64_t begin, int64_t end,
+                          Acc<T>* dbias) {
+  using V = Vec<T>;
+  const int64_t offset = row * a.columns + begin;
+  const T* dy = static_cast<const T*>(a.grad_output) + offset;
+  const T* x = static_cast<const T*>(a.input) + offset;
+  T* dx = a.grad_input != nullptr ? static_cast<T*>(a.grad_input) + offset : nullptr;
+  const P* bias = static_cast<const P*>(a.bias) + begin;
+  for_each_vector<V::size()>(end - begin, [&](int64_t c, int64_t count, auto full) {
+    const V shift = load_vec(bias + c, count, full);
+    V total = dbias != nullptr ? load_vec(dbias + begin + c, count, full) : V(Acc<T>(0));
+    for (int k = 0; k < kRows; ++k) {
+      const int64_t i = k * a.columns + c;
+      const V slope = gelu_slope<kActivation>(load_vec(x + i, count, full) + shift);
+      const V grad = load_vec(dy + i, count, full) * slope;
+      if (dx != nullptr) store_vec<kStream>(dx + i, grad, count, full);
+      total = total + grad;
+    }
+    if (dbias != nullptr) store_vec<false>(dbias + begin + c, total, count, full);
+  });
+}
+
+template <typename T, typename P, Activation kActivation, bool kStream>
+void backward(const BiasGeluBackward& a) {
+  using A = Acc<T>;
+  constexpr int kRows = 4;
+  const Chunks chunks(a.rows);
+  // Few chunks, that is at most 256 rows: cut the columns too, so that all threads have work.
+  const int64_t wanted_blocks = (8 + chunks.count - 1) / chunks.count;
+  const int64_t width = std::max<int64_t>(256, (a.columns / wanted_blocks + 63) / 64 * 64);
+  const int64_t blocks = (a.columns + width - 1) / width;
+  const int64_t rows_per_task = std::min(a.rows, chunks.rows_per_chunk);
+  const int64_t bytes = 3 * sizeof(T) * rows_per_task * std::min(width, a.columns);
+  auto* partials = static_cast<A*>(a.partials);
+  parallel_rows(chunks.count * blocks, bytes, [&](int64_t first, int64_t last) {
+    for (int64_t task = first; task < last; ++task) {
+      const int64_t chunk = task / blocks;
+      const int64_t begin = task % blocks * width;
+      const int64_t end = std::min(a.columns, begin + width);
+      A* dbias = partials != nullptr ? partials + chunk * a.columns : nullptr;
+      if (dbias != nullptr) std::fill(dbias + begin, dbias + end, A(0));
+      int64_t row = chunks.begin(chunk);
+      for (; row + kRows <= chunks.end(chunk); row += kRows) {
+        backward_rows<T, P, kActivation, kStream, kRows>(a, row, begin, end, dbias);
+      }
+      for (; row < chunks.end(chunk); ++row) {
+        backward_rows<T, P, kActivation, kStream, 1>(a, row, begin, end, dbias);
+      }
+    }
+  });
+  if (a.grad_bias != nullptr) {
+    sum_partials(partials, chunks.count, a.columns, a.columns, static_cast<P*>(a.grad_bias));
+  }
+}
+
+}  // namespace
+
+void bias_gelu_forward(const BiasGeluForward& a) {
+  switch_dtypes(a.dtype, a.bias_dtype, [&](auto t, auto p) {
+    using T = decltype(t);
+    using P = decltype(p);
+    with_gelu(a.activation, [&](auto activation) {
+      constexpr Activation kActivation = decltype(activation)::value;
+      if (should_stream(static_cast<const T*>(a.output), a.rows, a.columns)) {
+        forward<T, P, kActivation, true>(a);
+      } else {
+        forward<T, P, kActivation, false>(a);
+      }
+    });
+  });
+}
+
+void bias_gelu_backward(const BiasGeluBackward& a) {
+  switch_dtypes(a.dtype, a.bias_dtype, [&](auto t, auto p) {
+    using T = decltype(t);
+    using P = decltype(p);
+    with_gelu(a.activation, [&](auto activation) {
+      constexpr Activation kActivation = decltype(activation)::value;
+      if (a.grad_input != nullptr &&
+          should_stream(static_cast<const T*>(a.grad_input), a.rows, a.columns)) {
+        backward<T, P, kActivation, true>(a);
+      } else {
+        backward<T, P, kActivation, false>(a);
+      }
+    });
+  });
+}
+
+}  // namespace fusedops::CPU_CAPABILITY

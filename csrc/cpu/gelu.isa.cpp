@@ -1,0 +1,86 @@
+// gelu on the CPU: y = x * Phi(x), its tanh form, or x * sigmoid(1.702 x).
+//
+// One pass over memory each way: the forward reads x and writes y, the backward reads dy and x and
+// writes dx = dy * act'(x). Outputs larger than the cache are streamed around it.
+#include "gelu.h"
+
+#include <algorithm>
+
+#include "../common/parallel.h"
+#include "activation.h"
+#include "gelu_limits.h"
+#include "vec.h"
+
+namespace fusedops::CPU_CAPABILITY {
+namespace {
+
+// Elements of one parallel task: a multiple of every vector, so that only the last one has a tail.
+constexpr int64_t kBlock = 4096;
+
+// Calls body(first, count) over blocks of elements.
+template <typename F>
+inline void parallel_blocks(int64_t count, int64_t bytes_per_element, const F& body) {
+  const int64_t blocks = (count + kBlock - 1) / kBlock;
+  parallel_rows(blocks, kBlock * bytes_per_element, [&](int64_t begin, int64_t end) {
+    const int64_t first = begin * kBlock;
+    body(first, std::min(count, end * kBlock) - first);
+  });
+}
+
+template <typename T, Activation kActivation, bool kStream>
+void forward(const GeluForward& a) {
+  using V = Vec<T>;
+  parallel_blocks(a.count, 2 * sizeof(T), [&](int64_t first, int64_t count) {
+    const T* x = static_cast<const T*>(a.input) + first;
+    T* y = static_cast<T*>(a.output) + first;
+    for_each_vector<V::size()>(count, [&](int64_t i, int64_t lanes, auto full) {
+      store_vec<kStream>(y + i, gelu_value<kActivation>(load_vec(x + i, lanes, full)), lanes, full);
+    });
+  });
+}
+
+template <typename T, Activation kActivation, bool kStream>
+void backward(const GeluBackward& a) {
+  using V = Vec<T>;
+  parallel_blocks(a.count, 3 * sizeof(T), [&](int64_t first, int64_t count) {
+    const T* dy = static_cast<const T*>(a.grad_output) + first;
+    const T* x = static_cast<const T*>(a.input) + first;
+    T* dx = static_cast<T*>(a.grad_input) + first;
+    for_each_vector<V::size()>(count, [&](int64_t i, int64_t lanes, auto full) {
+      const V slope = gelu_slope<kActivation>(load_vec(x + i, lanes, full));
+      store_vec<kStream>(dx + i, load_vec(dy + i, lanes, full) * slope, lanes, full);
+    });
+  });
+}
+
+}  // namespace
+
+void gelu_forward(const GeluForward& a) {
+  switch_dtype(a.dtype, [&](auto t) {
+    using T = decltype(t);
+    with_gelu(a.activation, [&](auto activation) {
+      constexpr Activation kActivation = decltype(activation)::value;
+      if (should_stream(static_cast<const T*>(a.output), a.count / kBlock, kBlock)) {
+        forward<T, kActivation, true>(a);
+      } else {
+        forward<T, kActivation, false>(a);
+      }
+    });
+  });
+}
+
+void gelu_backward(const GeluBackward& a) {
+  switch_dtype(a.dtype, [&](auto t) {
+    using T = decltype(t);
+    with_gelu(a.activation, [&](auto activation) {
+      constexpr Activation kActivation = decltype(activation)::value;
+      if (should_stream(static_cast<const T*>(a.grad_input), a.count / kBlock, kBlock)) {
+        backward<T, kActivation, true>(a);
+      } else {
+        backward<T, kActivation, false>(a);
+      }
+    });
+  });
+}
+
+}  // namespace fusedops::CPU_CAPABILITY
