@@ -1,0 +1,105 @@
+"""Compiles everything under csrc/cuda and keeps what ptxas says of each kernel. Needs no GPU.
+
+    python tools/cuda_report.py             # writes docs/reports/cuda_kernels.csv
+    python tools/cuda_report.py --check     # compares with it (make check-cuda, CI)
+
+Fixed rules: no stack and no spilled register.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+
+import native
+import report_table
+
+ENTRY = re.compile(
+    r"Compiling entry function '(?P<symbol>\w+)' for '(?P<arch>\w+)'.*?"
+    r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, "
+    r"(?P<loads>\d+) bytes spill loads.*?"
+    r"Used (?P<registers>\d+) registers(?P<rest>[^\n]*)",
+    re.DOTALL,
+)
+
+
+def parse(text: str) -> list[report_table.Row]:
+    """Return a row per kernel and architecture from the output of ``nvcc -Xptxas=-v``."""
+    found = list(ENTRY.finditer(text))
+    names = _demangle([match["symbol"] for match in found])
+    rows = []
+    for match, name in zip(found, names, strict=True):
+        shared = re.search(r"(\d+) bytes smem", match["rest"])
+        rows.append(
+            {
+                "kernel": name,
+                "arch": match["arch"],
+                "registers": match["registers"],
+                "spill_stores": match["stores"],
+                "spill_loads": match["loads"],
+                "stack": match["stack"],
+                "shared": shared[1] if shared else "0",
+            }
+        )
+    return rows
+
+
+def problems(row: report_table.Row) -> list[str]:
+    """Return what is wrong with a row by the fixed rules."""
+    return [
+        f"{row[column]} bytes of {column.replace('_', ' ')}"
+        for column in ("spill_stores", "spill_loads", "stack")
+        if int(row[column])
+    ]
+
+
+def _demangle(symbols: list[str]) -> list[str]:
+    text = subprocess.run(
+        ["c++filt"], input="\n".join(symbols), capture_output=True, text=True, check=True
+    ).stdout
+    return [_short(line) for line in text.splitlines()]
+
+
+def _short(name: str) -> str:
+    """``void fusedops::(anonymous namespace)::f<int>(...)`` becomes ``f<int>``."""
+    name = re.sub(r"\(anonymous namespace\)::|fusedops::|^void ", "", name)
+    depth = 0
+    for position, letter in enumerate(name):
+        depth += (letter == "<") - (letter == ">")
+        if letter == "(" and depth == 0 and position:
+            return name[:position]
+    return name
+
+
+def main() -> int:
+    """Compile everything and write or compare the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="compare, do not write")
+    check = parser.parse_args().check
+    try:
+        rows = parse(native.check_cuda())
+    except native.CannotBuildError as error:
+        print(f"CUDA kernels not compiled: {error}")
+        return 0
+    except native.BuildError as error:
+        print(error, file=sys.stderr)
+        return 1
+    version = subprocess.run(
+        [native.cuda_home() / "bin" / "nvcc", "--version"], capture_output=True, text=True
+    ).stdout
+    release = re.search(r"V(\d+\.\d+\.\d+)", version)
+    table = report_table.Table(
+        path=report_table.REPORTS / "cuda_kernels.csv",
+        command="python tools/cuda_report.py",
+        compiler=f"nvcc {release[1] if release else 'of unknown version'}",
+        keys=("kernel", "arch"),
+        bounded=("registers", "shared"),
+        problems=problems,
+    )
+    return report_table.finish(table, rows, check=check)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""The tables under docs/reports: written, read and compared in one way.
+
+A table is a CSV file with one row per compiled kernel. Its first line names the compiler whose
+figures these are: numbers of another version are not compared, the fixed rules (no stack, matrix
+instructions, shared memory) hold for any.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+Row = dict[str, str]
+REPORTS = Path(__file__).resolve().parent.parent / "docs" / "reports"
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """A report: where it is kept, what identifies a row, and what may not grow.
+
+    Attributes:
+        path: the CSV file that is committed.
+        command: what writes it, for the messages.
+        compiler: name and version of what made the figures.
+        keys: columns that identify a row.
+        bounded: columns whose figures may fall but not rise.
+        problems: the fixed rules: returns a sentence per violation of a row.
+    """
+
+    path: Path
+    command: str
+    compiler: str
+    keys: tuple[str, ...]
+    bounded: tuple[str, ...]
+    problems: Callable[[Row], list[str]]
+
+
+def finish(table: Table, rows: Sequence[Row], *, check: bool) -> int:
+    """Write the table, or compare with the committed one; returns the exit code."""
+    rows = sorted(rows, key=lambda row: [row[key] for key in table.keys])
+    where = table.path.relative_to(REPORTS.parent.parent)
+    broken = [f"{_name(table, row)}: {each}" for row in rows for each in table.problems(row)]
+    changed = _differences(table, rows) if check else []
+    for line in broken + changed:
+        print(f"{where}: {line}", file=sys.stderr)
+    if changed:
+        print(f"If this is intended: {table.command}, and commit {where}.", file=sys.stderr)
+    if not check:
+        _write(table, rows)
+    if not broken and not changed:
+        print(f"{where}: {len(rows)} kernels, {'as committed' if check else 'written'}")
+    return int(bool(broken or changed))
+
+
+def _differences(table: Table, rows: Sequence[Row]) -> list[str]:
+    if not table.path.exists():
+        return ["the file is missing"]
+    compiler, committed = _read(table)
+    before = {_name(table, row): row for row in committed}
+    now = {_name(table, row): row for row in rows}
+    found = [f"{name}: a new kernel without a row" for name in now.keys() - before.keys()]
+    found += [f"{name}: the kernel of this row is gone" for name in before.keys() - now.keys()]
+    if compiler != table.compiler:
+        print(f"figures not compared: committed ones are of {compiler}, this is {table.compiler}")
+        return sorted(found)
+    for name in now.keys() & before.keys():
+        for column in table.bounded:
+            was, new = int(before[name][column]), int(now[name][column])
+            if new > was:
+                found.append(f"{name}: {column} rose from {was} to {new}")
+    return sorted(found)
+
+
+def _name(table: Table, row: Row) -> str:
+    return " ".join(row[key] for key in table.keys if row[key])
+
+
+def _write(table: Table, rows: Sequence[Row]) -> None:
+    table.path.parent.mkdir(parents=True, exist_ok=True)
+    with table.path.open("w", newline="") as file:
+        file.write(f"# {table.compiler}; written by {table.command}\n")
+        if rows:
+            writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+
+
+def _read(table: Table) -> tuple[str, list[Row]]:
+    with table.path.open(newline="") as file:
+        compiler = file.readline().removeprefix("# ").split(";")[0].strip()
+        return compiler, list(csv.DictReader(file))
