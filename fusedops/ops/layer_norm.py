@@ -17,6 +17,15 @@ import torch
 from fusedops._core import checks, dtypes
 from fusedops._core.library import Gradient, define_op
 from fusedops._core.sharding import PARTIAL, REPLICATE, Placement
+from fusedops.ops import _layer_norm_math
+from fusedops.ops._layer_norm_math import (
+    affine,
+    input_gradient,
+    normalize,
+    row_placements,
+    rows,
+    sum_rows,
+)
 
 
 def layer_norm(
@@ -64,32 +73,8 @@ def layer_norm(
 
 
 def _check(input: Any, normalized_shape: Any, weight: Any, bias: Any, eps: Any) -> None:
-    op = "layer_norm"
-    checks.tensor(op, "input", input)
-    shape = tuple(normalized_shape)
-    if not shape or tuple(input.shape[-len(shape) :]) != shape:
-        checks.fail(
-            op,
-            "normalized_shape",
-            f"the last sizes of input (shape {list(input.shape)}), at least one",
-            list(shape),
-        )
-    for name, parameter in (("weight", weight), ("bias", bias)):
-        if parameter is not None:
-            checks.parameter(op, name, parameter, "input", input)
-            checks.shape(op, name, parameter, shape, "normalized_shape")
-    checks.number(op, "eps", eps)
-
-
-def _statistics(
-    input: torch.Tensor, normalized_shape: Sequence[int], eps: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the input in accumulation dtype, and mean and rstd with the reduced dims kept."""
-    x = input.to(dtypes.statistics_dtype(input.dtype))
-    dims = tuple(range(-len(normalized_shape), 0))
-    mean = x.mean(dims, keepdim=True)
-    variance = (x - mean).square().mean(dims, keepdim=True)
-    return x, mean, torch.rsqrt(variance + eps)
+    checks.tensor("layer_norm", "input", input)
+    _layer_norm_math.check("layer_norm", "input", input, normalized_shape, weight, bias, eps)
 
 
 def _reference(
@@ -99,15 +84,10 @@ def _reference(
     bias: torch.Tensor | None,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    x, mean, rstd = _statistics(input, normalized_shape, eps)
-    output = (x - mean) * rstd
-    if weight is not None:
-        output = output * weight.to(x.dtype)
-    if bias is not None:
-        output = output + bias.to(x.dtype)
-    rows = _rows(input, normalized_shape)
-    output = output.to(input.dtype).contiguous()
-    return output, mean.reshape(rows), rstd.reshape(rows)
+    normalized = normalize(input, normalized_shape, eps)
+    output = affine(normalized.values, weight, bias).to(input.dtype).contiguous()
+    leading = rows(input, normalized_shape)
+    return output, normalized.mean.reshape(leading), normalized.rstd.reshape(leading)
 
 
 def _fake(
@@ -117,12 +97,12 @@ def _fake(
     bias: torch.Tensor | None,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    rows = _rows(input, normalized_shape)
+    leading = rows(input, normalized_shape)
     statistics = dtypes.statistics_dtype(input.dtype)
     return (
         input.new_empty(input.shape),
-        input.new_empty(rows, dtype=statistics),
-        input.new_empty(rows, dtype=statistics),
+        input.new_empty(leading, dtype=statistics),
+        input.new_empty(leading, dtype=statistics),
     )
 
 
@@ -136,22 +116,17 @@ def _backward_reference(
     eps: float,
     output_mask: Sequence[bool],
 ) -> tuple[torch.Tensor | None, ...]:
-    x, mean, rstd = _statistics(input, normalized_shape, eps)
-    grad = grad_output.to(x.dtype)
-    normalized = (x - mean) * rstd
-    inner = tuple(range(-len(normalized_shape), 0))
-    outer = tuple(range(input.dim() - len(normalized_shape)))
+    normalized = normalize(input, normalized_shape, eps)
+    grad = grad_output.to(normalized.values.dtype)
+    parameter = input.dtype if weight is None else weight.dtype
     grad_input = grad_weight = grad_bias = None
     if output_mask[0]:
-        scaled = grad if weight is None else grad * weight.to(x.dtype)
-        along = (scaled * normalized).mean(inner, keepdim=True)
-        centred = scaled - scaled.mean(inner, keepdim=True) - normalized * along
-        grad_input = (centred * rstd).to(input.dtype).contiguous()
-    parameter = input.dtype if weight is None else weight.dtype
+        grad_input = input_gradient(grad, normalized, weight, normalized_shape)
+        grad_input = grad_input.to(input.dtype).contiguous()
     if output_mask[1]:
-        grad_weight = _sum(grad * normalized, outer).to(parameter)
+        grad_weight = sum_rows(grad * normalized.values, normalized_shape).to(parameter)
     if output_mask[2]:
-        grad_bias = _sum(grad, outer).to(parameter)
+        grad_bias = sum_rows(grad, normalized_shape).to(parameter)
     return grad_input, grad_weight, grad_bias
 
 
@@ -178,7 +153,7 @@ def _shard(
 ) -> list[tuple[list[Placement], list[Placement]]]:
     """Rows are independent: any leading dim may be sharded, parameters are replicated."""
     parameters = [REPLICATE if each is not None else None for each in (weight, bias)]
-    words: list[Placement] = [REPLICATE, *range(input.ndim - len(normalized_shape))]
+    words = row_placements(input, normalized_shape)
     return [([word] * 3, [word, None, *parameters, None]) for word in words]
 
 
@@ -194,8 +169,7 @@ def _shard_backward(
 ) -> list[tuple[list[Placement], list[Placement]]]:
     """With rows sharded, each rank has a part of the sums that are the parameter gradients."""
     rules = []
-    words: list[Placement] = [REPLICATE, *range(input.ndim - len(normalized_shape))]
-    for word in words:
+    for word in row_placements(input, normalized_shape):
         summed = REPLICATE if word == REPLICATE else PARTIAL
         outputs = [
             placement if wanted else None
@@ -204,14 +178,6 @@ def _shard_backward(
         parameter = REPLICATE if weight is not None else None
         rules.append((outputs, [word, word, parameter, word, word, None, None, None]))
     return rules
-
-
-def _rows(input: torch.Tensor, normalized_shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(input.shape[: input.dim() - len(normalized_shape)])
-
-
-def _sum(values: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
-    return values.sum(dims) if dims else values.clone()
 
 
 _OP = define_op(

@@ -1,0 +1,96 @@
+"""Dropout that stores no mask: a counter-based generator, the same bits wherever it runs.
+
+Element ``i`` (row-major, int64) draws ``r_i``, word ``i % 4`` of Philox4x32-10 with
+
+    key = (lo32(seed), hi32(seed))
+    counter = (lo32(c), hi32(c), lo32(offset), hi32(offset)),  c = i // 4
+
+and is kept if and only if ``r_i >= round(p * 2**32)``. Forward, backward and recomputation draw the
+same numbers from the same ``(seed, offset)``; so do ``csrc/cpu/dropout.h``, the CUDA and the Triton
+kernels (``tl.philox(seed, *counter)``). Here is the specification, in int64 torch operations.
+
+Reference: Salmon, Moraes, Dror, Shaw: Parallel Random Numbers: As Easy as 1, 2, 3, SC 2011.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from fusedops._core import dtypes
+
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_LOW = 0xFFFFFFFF
+
+Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def new_seed(device: torch.device) -> torch.Tensor:
+    """Draw ``(seed, offset)``, int64 ``[2]``, from torch's generator of the device.
+
+    ``torch.manual_seed`` reproduces it, and so does a checkpoint that restores the generator.
+    """
+    return torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=device)
+
+
+def threshold(p: float) -> int:
+    """Return the number that a random word must reach for its element to be kept.
+
+    0 keeps every element, 2**32 keeps none.
+    """
+    return round(p * 2**32)
+
+
+def scale(p: float) -> float:
+    """Return the factor of kept elements, ``1 / (1 - p)``; 1 where none is kept."""
+    return 1.0 / (1.0 - p) if p < 1.0 else 1.0
+
+
+def philox4x32(counter: Words, key: tuple[torch.Tensor, torch.Tensor]) -> Words:
+    """Return the four words of Philox4x32-10.
+
+    Args:
+        counter: four int64 tensors of values below 2**32, broadcast against each other.
+        key: two more.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        high0, low0 = _multiply(_MULTIPLIERS[0], c0)
+        high1, low1 = _multiply(_MULTIPLIERS[1], c2)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + _WEYL[0]) & _LOW, (k1 + _WEYL[1]) & _LOW
+    return c0, c1, c2, c3
+
+
+def _multiply(factor: int, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return high and low 32 bits of a 32 x 32 bit product, by 16-bit halves: int64 has a sign."""
+    lower = factor * (value & 0xFFFF)
+    upper = factor * (value >> 16) + (lower >> 16)
+    return upper >> 16, ((upper & 0xFFFF) << 16) | (lower & 0xFFFF)
+
+
+def keep_mask(shape: Sequence[int], seed: torch.Tensor, p: float) -> torch.Tensor:
+    """Return the bool mask of the kept elements of a tensor of ``shape``."""
+    count = math.prod(shape)
+    counter = torch.arange((count + 3) // 4, dtype=torch.int64, device=seed.device)
+    key, offset = ((seed[i] & _LOW, (seed[i] >> 32) & _LOW) for i in (0, 1))
+    words = philox4x32((counter & _LOW, counter >> 32, *offset), key)
+    drawn = torch.stack(torch.broadcast_tensors(*words), dim=-1).reshape(-1)
+    return (drawn[:count] >= threshold(p)).reshape(shape)
+
+
+def dropout(x: torch.Tensor, seed: torch.Tensor | None, p: float) -> torch.Tensor:
+    """Drop elements of ``x``, which has the accumulation dtype; ``p`` 0 returns it as it is."""
+    assert x.dtype == dtypes.statistics_dtype(x.dtype)
+    if threshold(p) == 0:
+        return x
+    if p == 1.0:
+        keep = torch.zeros((), dtype=torch.bool, device=x.device)
+    else:
+        assert seed is not None
+        keep = keep_mask(x.shape, seed, p)
+    return torch.where(keep, x * scale(p), 0.0)
