@@ -32,6 +32,7 @@ struct Description {
   Indices saved_inputs;   // arguments that the backward receives
   Indices saved_outputs;  // returns that the backward receives
   Indices others;         // non-tensor arguments, all handed to the backward
+  Indices stand_ins;      // per input: i for the gradient of input i, -2-j for that of output j, -1
   c10::OperatorHandle backward;
 };
 
@@ -85,9 +86,7 @@ class OpNode : public torch::autograd::Node {
     if (std::none_of(grads.begin(), grads.end(), defined)) return variable_list(num_outputs());
     torch::jit::Stack stack;
     stack.reserve(grads.size() + saved_.size() + others_.size() + 1);
-    for (auto& grad : grads) {
-      stack.push_back(grad.defined() ? c10::IValue(std::move(grad)) : c10::IValue());
-    }
+    for (const auto& grad : grads) stack.push_back(grad.defined() ? c10::IValue(grad) : c10::IValue());
     for (auto& saved : saved_) {
       auto tensor = saved.unpack(own_again(this));
       stack.push_back(tensor.defined() ? c10::IValue(std::move(tensor)) : c10::IValue());
@@ -100,6 +99,11 @@ class OpNode : public torch::autograd::Node {
     variable_list results;
     results.reserve(stack.size());
     for (auto& value : stack) results.push_back(tensor_or_undefined(value));
+    for (size_t i = 0; i < num_outputs(); ++i) {
+      const auto other = description_->stand_ins[i];
+      if (other == -1 || results[i].defined() || !task_should_compute_output(i)) continue;
+      results[i] = other >= 0 ? results[other] : grads[-2 - other];
+    }
     return results;
   }
 
@@ -196,10 +200,12 @@ class BackwardAutograd : public c10::OperatorKernel {
 
 void differentiate(std::string name, std::vector<int64_t> inputs, std::vector<int64_t> outputs,
                    std::vector<int64_t> saved_inputs, std::vector<int64_t> saved_outputs,
-                   std::vector<int64_t> others) {
+                   std::vector<int64_t> others, std::vector<int64_t> stand_ins) {
+  stand_ins.resize(inputs.size(), -1);
   auto description = std::make_shared<const Description>(Description{
       name, std::move(inputs), std::move(outputs), std::move(saved_inputs),
-      std::move(saved_outputs), std::move(others), find_operator("fusedops", name + "_backward")});
+      std::move(saved_outputs), std::move(others), std::move(stand_ins),
+      find_operator("fusedops", name + "_backward")});
   install(name, c10::DispatchKey::Autograd, std::make_unique<ForwardAutograd>(description));
   install(name + "_backward", c10::DispatchKey::Autograd,
           std::make_unique<BackwardAutograd>(
@@ -212,12 +218,12 @@ void differentiate(std::string name, std::vector<int64_t> inputs, std::vector<in
 TORCH_LIBRARY_FRAGMENT(fusedops_native, m) {
   m.def(
       "differentiate(str name, int[] inputs, int[] outputs, int[] saved_inputs, "
-      "int[] saved_outputs, int[] others) -> ()",
+      "int[] saved_outputs, int[] others, int[] stand_ins=[]) -> ()",
       [](std::string name, std::vector<int64_t> inputs, std::vector<int64_t> outputs,
          std::vector<int64_t> saved_inputs, std::vector<int64_t> saved_outputs,
-         std::vector<int64_t> others) {
+         std::vector<int64_t> others, std::vector<int64_t> stand_ins) {
         fusedops::differentiate(std::move(name), std::move(inputs), std::move(outputs),
                                 std::move(saved_inputs), std::move(saved_outputs),
-                                std::move(others));
+                                std::move(others), std::move(stand_ins));
       });
 }

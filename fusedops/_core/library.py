@@ -19,8 +19,8 @@ own. Without it, the same is done here in Python.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -44,6 +44,10 @@ class Gradient:
             schema order, and ``output_mask``; it returns a tensor or ``None`` per differentiable
             input. Saved *outputs* must not be used as constants: it is also the double backward.
         fake: the same signature, returns empty tensors.
+        same: differentiable input -> another one, or ``"grad_<output>"``. Where the backward
+            returns ``None`` for an input that was asked for, its gradient is that of the other
+            input, or that incoming gradient, unchanged. An op must not return one tensor twice or
+            an argument; autograd may, and saves the pass over memory that a copy would cost.
     """
 
     inputs: tuple[str, ...]
@@ -51,6 +55,13 @@ class Gradient:
     saves: tuple[str, ...]
     reference: Callable[..., Any]
     fake: Callable[..., Any]
+    same: Mapping[str, str] = field(default_factory=dict)
+
+    def stand_ins(self) -> list[int]:
+        """Return per input: i for the gradient of input i, -2 - j for that of output j, or -1."""
+        places = {name: i for i, name in enumerate(self.inputs)}
+        places |= {f"grad_{name}": -2 - j for j, name in enumerate(self.outputs)}
+        return [places[self.same[name]] if name in self.same else -1 for name in self.inputs]
 
 
 @dataclass(frozen=True)
@@ -160,6 +171,7 @@ def _differentiate_native(name: str, schema: _Schema, gradient: Gradient) -> Non
         [arguments.index(each) for each in gradient.saves if each in arguments],
         [returns.index(each) for each in gradient.saves if each not in arguments],
         [arguments.index(each) for _, each in schema.others],
+        *([gradient.stand_ins()] if gradient.same else []),
     )
 
 
@@ -192,6 +204,13 @@ def _differentiate_python(name: str, schema: _Schema, gradient: Gradient) -> Non
         )
         if isinstance(results, torch.Tensor):
             results = (results,)
+        incoming = [grads[index] for index in differentiable]
+        results = [
+            (results[other] if other >= 0 else incoming[-2 - other])
+            if result is None and wanted and other != -1
+            else result
+            for result, wanted, other in zip(results, mask, gradient.stand_ins(), strict=True)
+        ]
         by_name = dict(zip(gradient.inputs, results, strict=True))
         return tuple(by_name.get(each) for each in arguments)
 
