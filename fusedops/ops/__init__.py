@@ -1,5 +1,7 @@
 """The ops: one file each, with the public function, the specification and the registration."""
 
+from fusedops.ops.bias_gelu import bias_gelu
+from fusedops.ops.gelu import gelu
 from fusedops.ops.layer_norm import layer_norm
 
-__all__ = ["layer_norm"]
+__all__ = ["bias_gelu", "gelu", "layer_norm"]

@@ -1,0 +1,158 @@
+"""Bias and GELU in one pass: what stands between the two linear layers of a transformer's MLP.
+
+    y = gelu(x + bias)
+
+with the three variants of ``ops/gelu.py``. Kernels: ``csrc/cpu/bias_gelu.*``,
+``kernels/bias_gelu.py``; here are the public function, the specification and the registration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fusedops._core import activation, checks, dtypes
+from fusedops._core.library import Gradient, define_op
+from fusedops._core.sharding import PARTIAL, REPLICATE, Placement
+from fusedops.ops.gelu import slope, value
+
+
+def bias_gelu(input: torch.Tensor, bias: torch.Tensor, approximate: str = "none") -> torch.Tensor:
+    """Add a bias to the last dimension and apply the Gaussian error linear unit.
+
+    ``y = gelu(x + bias)``
+
+    Args:
+        input: ``[..., columns]``, any floating dtype, any strides.
+        bias: ``[columns]``, dtype of ``input`` (or float32 beside a half-precision one).
+        approximate: ``"none"`` (erf), ``"tanh"`` or ``"fast"`` (``x * sigmoid(1.702 x)``): see
+            ``fusedops.gelu``.
+
+    Returns:
+        Shape and dtype of ``input``, contiguous.
+
+    Raises:
+        ValueError: a shape or device does not fit, or ``approximate`` is unknown.
+        TypeError: an argument is no tensor, or its dtype does not fit.
+
+    Note:
+        Sum and activation are float32 (float64 for float64); the result is rounded once, where
+        eager torch also rounds the sum. The bias gradient is summed in a fixed order: the same
+        bits for any number of threads. Saves ``input`` and ``bias`` only. Backends: cpp, triton,
+        torch. Under autocast all arguments are cast to the widest dtype among them.
+
+    Reference:
+        Hendrycks, Gimpel: Gaussian Error Linear Units, arXiv:1606.08415.
+
+    Example:
+        >>> import torch, fusedops
+        >>> fusedops.bias_gelu(torch.tensor([[-2.0, 1.0]]), torch.tensor([1.0, 1.0]))
+        tensor([[-0.1587,  1.9545]])
+    """
+    _check(input, bias, approximate)
+    return _OP(input, bias, approximate)
+
+
+def _check(input: Any, bias: Any, approximate: Any) -> None:
+    op = "bias_gelu"
+    checks.tensor(op, "input", input)
+    if input.dim() == 0:
+        checks.fail(op, "input", "a tensor with at least one dimension", "a scalar")
+    checks.parameter(op, "bias", bias, "input", input)
+    checks.shape(op, "bias", bias, input.shape[-1:], "the last size of input")
+    checks.choice(op, "approximate", approximate, activation.GELU_VARIANTS)
+
+
+def _sum(input: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    dtype = dtypes.statistics_dtype(input.dtype)
+    return input.to(dtype) + bias.to(dtype)
+
+
+def _reference(input: torch.Tensor, bias: torch.Tensor, approximate: str) -> torch.Tensor:
+    return value(_sum(input, bias), approximate).to(input.dtype).contiguous()
+
+
+def _fake(input: torch.Tensor, bias: torch.Tensor, approximate: str) -> torch.Tensor:
+    return input.new_empty(input.shape)
+
+
+def _backward_reference(
+    grad_output: torch.Tensor,
+    input: torch.Tensor,
+    bias: torch.Tensor,
+    approximate: str,
+    output_mask: Sequence[bool],
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    x = _sum(input, bias)
+    grad = grad_output.to(x.dtype) * slope(x, approximate)
+    grad_input = grad_bias = None
+    if output_mask[0]:
+        grad_input = grad.to(input.dtype).contiguous()
+    if output_mask[1]:
+        rows = tuple(range(input.dim() - 1))
+        grad_bias = (grad.sum(rows) if rows else grad.clone()).to(bias.dtype)
+    return grad_input, grad_bias
+
+
+def _backward_fake(
+    grad_output: torch.Tensor,
+    input: torch.Tensor,
+    bias: torch.Tensor,
+    approximate: str,
+    output_mask: Sequence[bool],
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    return (
+        input.new_empty(input.shape) if output_mask[0] else None,
+        bias.new_empty(bias.shape) if output_mask[1] else None,
+    )
+
+
+def _shard(
+    input: Any, bias: Any, approximate: str
+) -> list[tuple[list[Placement], list[Placement]]]:
+    """Rows are independent, and so are columns, with the bias cut as they are."""
+    last = input.ndim - 1
+    rules: list[tuple[list[Placement], list[Placement]]] = [
+        ([word], [word, REPLICATE, None]) for word in (REPLICATE, *range(last))
+    ]
+    return [*rules, ([last], [last, 0, None])]
+
+
+def _shard_backward(
+    grad_output: Any, input: Any, bias: Any, approximate: str, output_mask: Sequence[bool]
+) -> list[tuple[list[Placement], list[Placement]]]:
+    """With rows sharded, each rank has a part of the sum that is the bias gradient."""
+    last = input.ndim - 1
+    cases: list[tuple[Placement, Placement, Placement]] = [
+        (REPLICATE, REPLICATE, REPLICATE),
+        *((dim, REPLICATE, PARTIAL) for dim in range(last)),
+        (last, 0, 0),
+    ]
+    return [
+        (
+            [word if output_mask[0] else None, summed if output_mask[1] else None],
+            [word, word, parameter, None, None],
+        )
+        for word, parameter, summed in cases
+    ]
+
+
+_OP = define_op(
+    "bias_gelu",
+    "(Tensor input, Tensor bias, str approximate) -> (Tensor output)",
+    reference=_reference,
+    fake=_fake,
+    gradient=Gradient(
+        inputs=("input", "bias"),
+        outputs=("output",),
+        saves=("input", "bias"),
+        reference=_backward_reference,
+        fake=_backward_fake,
+    ),
+    autocast="promote",
+    triton="fusedops.kernels.bias_gelu",
+    shard=_shard,
+    shard_backward=_shard_backward,
+)

@@ -1,0 +1,143 @@
+"""GELU: each element times the share of the normal law below it.
+
+    y = x * Phi(x)                                             approximate="none"
+    y = x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x^3)))      approximate="tanh"
+    y = x * sigmoid(1.702 x)                                   approximate="fast"
+
+The first two are ``torch.nn.functional.gelu``, the third is FastGelu. Kernels:
+``csrc/cpu/gelu.*``, ``kernels/gelu.py``; here are the public function, the specification and the
+registration.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fusedops._core import activation, checks, dtypes
+from fusedops._core.library import Gradient, define_op
+from fusedops._core.sharding import REPLICATE, Placement
+
+
+def gelu(input: torch.Tensor, approximate: str = "none") -> torch.Tensor:
+    """Apply the Gaussian error linear unit to each element.
+
+    ``y = x * Phi(x)``, Phi the distribution function of the normal law, or an approximation of it.
+
+    Args:
+        input: any shape, any floating dtype, any strides.
+        approximate: ``"none"`` is the erf form (Hugging Face's ``gelu``); ``"tanh"`` is
+            ``x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x^3)))`` (``gelu_new``,
+            ``gelu_pytorch_tanh``, ``gelu_fast``); ``"fast"`` is FastGelu, ``x * sigmoid(1.702 x)``
+            (``quick_gelu``).
+
+    Returns:
+        Shape and dtype of ``input``, contiguous.
+
+    Raises:
+        ValueError: ``approximate`` is none of these.
+        TypeError: ``input`` is no tensor of a floating dtype.
+
+    Note:
+        Arithmetic is float32 (float64 for float64); the result is rounded once. Nothing overflows,
+        and infinities give the limits: ``gelu(-inf) = 0``, where eager torch says NaN. Saves
+        ``input`` only. Backends: cpp, triton, torch. Autocast leaves it alone, as torch's.
+
+    Reference:
+        Hendrycks, Gimpel: Gaussian Error Linear Units, arXiv:1606.08415.
+
+    Example:
+        >>> import torch, fusedops
+        >>> fusedops.gelu(torch.tensor([-1.0, 0.0, 2.0]), approximate="fast")
+        tensor([-0.1542,  0.0000,  1.9357])
+    """
+    _check("gelu", input, approximate)
+    return _OP(input, approximate)
+
+
+def _check(op: str, input: Any, approximate: Any) -> None:
+    checks.tensor(op, "input", input)
+    checks.choice(op, "approximate", approximate, activation.GELU_VARIANTS)
+
+
+def value(x: torch.Tensor, approximate: str) -> torch.Tensor:
+    """Return GELU of ``x`` in its own dtype: the specification of the forward."""
+    y = activation.ACTIVATIONS[activation.GELU_VARIANTS[approximate]](x)
+    return torch.where(x.isinf(), x.clamp_min(0.0), y)
+
+
+def slope(x: torch.Tensor, approximate: str) -> torch.Tensor:
+    """Return GELU's derivative in torch operations: the specification of the backward."""
+    x = x.clamp(-1e3, 1e3)  # further out it is 0 or 1, and x * 0 of an infinity would be NaN
+    if approximate == "none":
+        below = 0.5 * torch.erfc(x * -math.sqrt(0.5))
+        return below + x * torch.exp(-0.5 * x.square()) / math.sqrt(2 * math.pi)
+    if approximate == "tanh":
+        scale = math.sqrt(8 / math.pi)
+        z = scale * (x + 0.044715 * x * x.square())
+        dz = scale * (1 + 3 * 0.044715 * x.square())
+    else:
+        z = activation.FAST_GELU_SLOPE * x
+        dz = torch.full_like(x, activation.FAST_GELU_SLOPE)
+    # Both are x * sigmoid(z): (1 + tanh u) / 2 = sigmoid(2 u).
+    return torch.sigmoid(z) + x * dz * torch.sigmoid(z) * torch.sigmoid(-z)
+
+
+def _reference(input: torch.Tensor, approximate: str) -> torch.Tensor:
+    x = input.to(dtypes.statistics_dtype(input.dtype))
+    return value(x, approximate).to(input.dtype).contiguous()
+
+
+def _fake(input: torch.Tensor, approximate: str) -> torch.Tensor:
+    return input.new_empty(input.shape)
+
+
+def _backward_reference(
+    grad_output: torch.Tensor, input: torch.Tensor, approximate: str, output_mask: Sequence[bool]
+) -> torch.Tensor | None:
+    if not output_mask[0]:
+        return None
+    x = input.to(dtypes.statistics_dtype(input.dtype))
+    grad = grad_output.to(x.dtype) * slope(x, approximate)
+    return grad.to(input.dtype).contiguous()
+
+
+def _backward_fake(
+    grad_output: torch.Tensor, input: torch.Tensor, approximate: str, output_mask: Sequence[bool]
+) -> torch.Tensor | None:
+    return input.new_empty(input.shape) if output_mask[0] else None
+
+
+def _shard(input: Any, approximate: str) -> list[tuple[list[Placement], list[Placement]]]:
+    """Elements are independent: any dim may be sharded."""
+    words: list[Placement] = [REPLICATE, *range(input.ndim)]
+    return [([word], [word, None]) for word in words]
+
+
+def _shard_backward(
+    grad_output: Any, input: Any, approximate: str, output_mask: Sequence[bool]
+) -> list[tuple[list[Placement], list[Placement]]]:
+    words: list[Placement] = [REPLICATE, *range(input.ndim)]
+    return [([word if output_mask[0] else None], [word, word, None, None]) for word in words]
+
+
+_OP = define_op(
+    "gelu",
+    "(Tensor input, str approximate) -> (Tensor output)",
+    reference=_reference,
+    fake=_fake,
+    gradient=Gradient(
+        inputs=("input",),
+        outputs=("output",),
+        saves=("input",),
+        reference=_backward_reference,
+        fake=_backward_fake,
+    ),
+    autocast="keep",
+    triton="fusedops.kernels.gelu",
+    shard=_shard,
+    shard_backward=_shard_backward,
+)

@@ -1,0 +1,84 @@
+"""What tests, benchmarks and documentation need to know of ``bias_gelu``."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from fusedops._core.activation import ACTIVATIONS, GELU_VARIANTS
+from fusedops.ops.bias_gelu import bias_gelu
+from fusedops.specs.make import randn
+from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec
+
+
+def _eager(input: torch.Tensor, bias: torch.Tensor, approximate: str = "none") -> torch.Tensor:
+    return ACTIVATIONS[GELU_VARIANTS[approximate]](input + bias)
+
+
+def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
+    new = functools.partial(randn, device=device, dtype=dtype)
+    samples = [
+        Sample(f"{name}_{approximate}", (new(*shape), new(shape[-1], key="bias"), approximate))
+        for approximate in GELU_VARIANTS
+        for name, shape in (("rows", (7, 33)), ("many_rows", (70, 48)))
+    ]
+    return [
+        *samples,
+        Sample("wide", (new(9, 130, scale=5.0), new(130, key="bias")), {"approximate": "tanh"}),
+        Sample("default", (new(2, 3, 64), new(64, key="bias"))),
+        Sample("one_row", (new(129), new(129, key="bias"), "fast")),
+        Sample("one_column", (new(3, 1), new(1, key="bias"))),
+        Sample("several_blocks", (new(5, 600), new(600, key="bias"), "tanh")),
+        Sample("no_rows", (new(0, 33), new(33, key="bias"))),
+        Sample("no_columns", (new(3, 0), new(0, key="bias"))),
+    ]
+
+
+def _bad_inputs(device: torch.device) -> list[BadInput]:
+    x, bias = torch.randn(3, 8, device=device), torch.zeros(8, device=device)
+    return [
+        BadInput("bias_shape", (x, bias[:7]), {}, ValueError, ("bias", "[8]", "[7]")),
+        BadInput("bias_broadcast", (x, bias[:1]), {}, ValueError, ("bias", "[1]")),
+        BadInput("bias_rank", (x, bias[None]), {}, ValueError, ("bias", "[1, 8]")),
+        BadInput("bias_dtype", (x, bias.double()), {}, TypeError, ("bias", "float64")),
+        BadInput("bias_narrow", (x, bias.bfloat16()), {}, TypeError, ("bias", "bfloat16")),
+        BadInput("bias_missing", (x, None), {}, TypeError, ("bias", "NoneType")),
+        BadInput("device", (x, bias.to("meta")), {}, ValueError, ("bias", "meta")),
+        BadInput("scalar", (x[0, 0], bias), {}, ValueError, ("input", "scalar")),
+        BadInput("integers", (x.long(), bias), {}, TypeError, ("input", "int64")),
+        BadInput("no_tensor", ([1.0], bias), {}, TypeError, ("input", "list")),
+        BadInput("variant", (x, bias, "gelu_tanh"), {}, ValueError, ("approximate", "'gelu_tanh'")),
+    ]
+
+
+def _case(rows: int, columns: int, approximate: str, headline: bool = False) -> BenchCase:
+    def make(device: torch.device, dtype: torch.dtype) -> Sample:
+        new = functools.partial(randn, device=device, dtype=dtype)
+        return Sample("bench", (new(rows, columns), new(columns, key="bias"), approximate))
+
+    return BenchCase(
+        label=f"{rows}x{columns} {approximate}",
+        make=make,
+        bytes_forward=lambda dtype: 2 * rows * columns * dtype.itemsize,
+        bytes_backward=lambda dtype: 3 * rows * columns * dtype.itemsize,
+        headline=headline,
+    )
+
+
+SPEC = Spec(
+    name="bias_gelu",
+    op=bias_gelu,
+    eager=_eager,
+    samples=_samples,
+    bad_inputs=_bad_inputs,
+    bench_cases=(
+        _case(4096, 4096, "tanh", headline=True),
+        _case(4096, 4096, "none"),
+        _case(4096, 4096, "fast"),
+        _case(8192, 3072, "tanh"),
+        _case(16, 3072, "tanh"),
+    ),
+    summary="bias + GELU in one pass",
+    autocast="promote",
+)
