@@ -90,7 +90,8 @@ CXX_FLAGS = (
     "-fvisibility-inlines-hidden",
     "-fno-gnu-unique",
     "-Wall",
-    "-Wno-maybe-uninitialized",  # gcc 12 on at::vec
+    "-Wno-maybe-uninitialized",  # gcc 12 on at::vec and on its own AVX-512 headers
+    "-Wno-uninitialized",
     "-Wno-unknown-pragmas",
     "-Wno-psabi",  # 32-byte vectors passed by the default instruction set, inside one file only
     "-D_GLIBCXX_USE_CXX11_ABI=1",
@@ -321,10 +322,12 @@ def localize(source: Path, output: Path, capability: str) -> None:
                 f"{source}: {', '.join(ours)}: an inline variable of fusedops would exist once per "
                 "instruction set; define it in a plain .cpp"
             )
-        names = Path(folder) / "weak.txt"
-        names.write_text("".join(f"{name}\n" for _, name in weak))
-        drop = [f"--remove-section={prefix}.init_array" for prefix in ("", ".rela")]
-        _run("objcopy", f"--localize-symbols={names}", *drop, merged, output)
+        flags = [f"--remove-section={prefix}.init_array" for prefix in ("", ".rela")]
+        if weak:  # objcopy fails on an empty list
+            names = Path(folder) / "weak.txt"
+            names.write_text("".join(f"{name}\n" for _, name in weak))
+            flags.append(f"--localize-symbols={names}")
+        _run("objcopy", *flags, merged, output)
 
 
 def weak_symbols(path: Path) -> list[tuple[str, str]]:

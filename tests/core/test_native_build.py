@@ -1,0 +1,229 @@
+"""The native build: no vector code leaks into the plain path, stale builds are noticed."""
+
+from __future__ import annotations
+
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import native
+import pytest
+
+pytestmark = [
+    pytest.mark.skipif(shutil.which("g++") is None, reason="no compiler"),
+    pytest.mark.skipif(platform.machine() != "x86_64", reason="one instruction set only"),
+]
+
+# Both files use the same inline function of the standard library; unless it is localised, the
+# linker keeps the copy of whichever object comes first.
+SUM = """
+#include <numeric>
+#include <vector>
+extern "C" float NAME(const float* x, long n) {
+  std::vector<float> copy(x, x + n);
+  for (long i = 0; i < n; ++i) copy.push_back(x[i] * 2.0f);
+  return std::accumulate(copy.begin(), copy.end(), 0.0f);
+}
+"""
+
+
+def compile_object(folder: Path, name: str, source: str, *flags: str) -> Path:
+    path = folder / f"{name}.cpp"
+    path.write_text(source)
+    output = folder / f"{name}.o"
+    subprocess.run(
+        ["g++", "-std=c++20", "-O2", "-fPIC", "-fno-inline", *flags, "-c", path, "-o", output],
+        check=True,
+    )
+    return output
+
+
+def vector_registers(path: Path) -> dict[str, int]:
+    """Return function -> how many of its instructions name an AVX or AVX512 register."""
+    text = subprocess.run(
+        ["objdump", "-d", "--no-show-raw-insn", path], capture_output=True, text=True, check=True
+    ).stdout
+    blocks = re.split(r"\n[0-9a-f]+ <([^>]+)>:\n", text)
+    names, bodies = blocks[1::2], blocks[2::2]
+    found: dict[str, int] = {}
+    for name, body in zip(names, bodies, strict=True):
+        found[name] = found.get(name, 0) + len(re.findall(r"\tv\w+ |%[yz]mm", body))
+    return found
+
+
+def weak_code(path: Path) -> dict[str, int]:
+    """Return weak function -> size of its code in bytes."""
+    rows = subprocess.run(
+        ["nm", "--defined-only", "--print-size", path], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    columns = (row.split() for row in rows)
+    return {row[3]: int(row[1], 16) for row in columns if len(row) == 4 and row[2] == "W"}
+
+
+def link(folder: Path, name: str, *objects: Path) -> Path:
+    output = folder / f"{name}.so"
+    subprocess.run(["g++", "-shared", *objects, "-o", output], check=True)
+    return output
+
+
+def functions_of_vector(path: Path) -> set[str]:
+    names = subprocess.run(["nm", "--defined-only", path], capture_output=True, text=True).stdout
+    return {line.split()[2] for line in names.splitlines() if line.split()[1] == "W"}
+
+
+def test_localize_keeps_vector_code_out_of_the_plain_path(tmp_path: Path) -> None:
+    flags = native.ISA_FLAGS["AVX512"]
+    vector = compile_object(tmp_path, "vector", SUM.replace("NAME", "vector_sum"), *flags)
+    plain = compile_object(tmp_path, "plain", SUM.replace("NAME", "plain_sum"))
+    shared = functions_of_vector(plain) & functions_of_vector(vector)
+    assert shared, "the example must share weak functions, or it shows nothing"
+
+    leaking = link(tmp_path, "leaking", vector, plain)
+    assert any(vector_registers(leaking).get(name) for name in shared), "vector copies were kept"
+    assert weak_code(leaking) != weak_code(plain)
+
+    safe = tmp_path / "vector.local.o"
+    native.localize(vector, safe, "AVX512")
+    assert native.weak_symbols(safe) == []
+    path = link(tmp_path, "safe", safe, plain)
+    assert shared <= functions_of_vector(path)
+    assert not any(vector_registers(plain).values())
+    assert weak_code(path) == weak_code(plain), "the linker took the plain copies"
+
+
+def test_localized_code_still_works(tmp_path: Path) -> None:
+    vector = compile_object(
+        tmp_path, "vector", SUM.replace("NAME", "vector_sum"), *native.ISA_FLAGS["AVX2"]
+    )
+    native.localize(vector, tmp_path / "vector.local.o", "AVX2")
+    path = link(tmp_path, "works", tmp_path / "vector.local.o")
+    if "avx2" not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("this processor has no AVX2")
+    code = (
+        "import ctypes\n"
+        f"f = ctypes.CDLL({str(path)!r}).vector_sum\n"
+        "f.restype = ctypes.c_float\n"
+        "f.argtypes = [ctypes.POINTER(ctypes.c_float), ctypes.c_long]\n"
+        "print(f((ctypes.c_float * 5)(1, 2, 3, 4, 5), 5))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert float(done.stdout) == 45.0
+
+
+def test_localize_refuses_a_static_initialiser(tmp_path: Path) -> None:
+    source = '#include <cstdlib>\nint setting = std::atoi(std::getenv("HOME"));\n'
+    path = compile_object(tmp_path, "initialised", source, "-mavx2")
+    with pytest.raises(native.BuildError, match="static initialiser"):
+        native.localize(path, tmp_path / "out.o", "AVX2")
+
+
+def test_localize_accepts_iostream(tmp_path: Path) -> None:
+    source = "#include <iostream>\nvoid say() { std::cout << 1; }\n"
+    path = compile_object(tmp_path, "streams", source, "-mavx2")
+    native.localize(path, tmp_path / "out.o", "AVX2")
+    headers = subprocess.run(
+        ["objdump", "-h", tmp_path / "out.o"], capture_output=True, text=True
+    ).stdout
+    assert "init_array" not in headers
+
+
+def test_localize_refuses_an_inline_variable_of_ours(tmp_path: Path) -> None:
+    source = "namespace fusedops { inline int calls = 0; int count() { return ++calls; } }\n"
+    path = compile_object(tmp_path, "counting", source, "-mavx2", "-fno-gnu-unique")
+    with pytest.raises(native.BuildError, match="once per instruction set"):
+        native.localize(path, tmp_path / "out.o", "AVX2")
+
+
+def test_objects_of_the_library_export_no_weak_symbol() -> None:
+    objects = sorted(native.build_folder().glob("cpu/*.local.o"))
+    if not objects:
+        pytest.skip("the library was not built in this checkout")
+    assert {path.name: native.weak_symbols(path) for path in objects} == {
+        path.name: [] for path in objects
+    }
+
+
+def test_one_openmp_runtime_in_the_process() -> None:
+    if not native.library_path("cpu").exists():
+        pytest.skip("the library was not built in this checkout")
+    code = (
+        "import torch\n"
+        f"torch.ops.load_library({str(native.library_path('cpu'))!r})\n"
+        "maps = [line.split() for line in open('/proc/self/maps')]\n"
+        "print(*{m[-1] for m in maps if 'libgomp' in m[-1] or 'libomp' in m[-1]}, sep='\\n')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert len(done.stdout.split()) == 1, done.stdout
+
+
+def test_stamp_changes_with_sources_and_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "CSRC", tmp_path)
+    (tmp_path / "a.cpp").write_text("int a;")
+    first = native.stamp("cpu")
+    assert native.stamp("cpu") == first
+    (tmp_path / "a.cpp").write_text("int b;")
+    second = native.stamp("cpu")
+    assert second["sources"] != first["sources"]
+    monkeypatch.setattr(native, "find_torch", lambda: native.Torch("9.9", None, tmp_path))
+    assert native.stamp("cpu")["torch"] == "9.9"
+
+
+def test_missing_compiler_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(native.CannotBuildError, match="no-such-compiler is not on PATH"):
+        native.compiler()
+
+
+def small_project(folder: Path) -> Path:
+    """Lay out a project whose only native source is one function."""
+    for name in ("setup.py", "pyproject.toml", "LICENSE"):
+        shutil.copy(native.ROOT / name, folder)
+    shutil.copytree(native.ROOT / "tools", folder / "tools")
+    (folder / "README.md").write_text("fusedops\n")
+    (folder / "csrc" / "cpu").mkdir(parents=True)
+    (folder / "csrc" / "one.cpp").write_text("int one() { return 1; }\n")
+    (folder / "csrc" / "cpu" / "two.isa.cpp").write_text(
+        "namespace CPU_CAPABILITY { int two() { return 2; } }\n"
+    )
+    (folder / "fusedops").mkdir()
+    (folder / "fusedops" / "__init__.py").touch()
+    return folder
+
+
+def build_in_place(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "setup.py", "build_ext", "--inplace"],
+        cwd=folder,
+        env={"PATH": "/usr/bin:/bin", **environment},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_build_ext_in_place_then_nothing_to_do(tmp_path: Path) -> None:
+    folder = small_project(tmp_path)
+    first = build_in_place(folder)
+    assert first.returncode == 0, first.stderr
+    library = folder / "fusedops" / "lib" / "libfusedops_cpu.so"
+    symbols = subprocess.run(
+        ["nm", "-D", "--defined-only", library], capture_output=True, text=True
+    ).stdout
+    everything = subprocess.run(["nm", library], capture_output=True, text=True).stdout
+    assert "_Z3onev" not in symbols, "hidden unless exported"
+    for isa in native.isa_variants():
+        assert f"_ZN{len(isa)}{isa}3twoEv" in everything
+    written = library.stat().st_mtime_ns
+    assert build_in_place(folder).returncode == 0
+    assert library.stat().st_mtime_ns == written
+
+
+def test_installation_without_compiler_succeeds_with_a_note(tmp_path: Path) -> None:
+    done = build_in_place(small_project(tmp_path), CXX="no-such-compiler")
+    assert done.returncode == 0
+    assert "the compiled kernels were not built" in done.stderr
+    assert "Traceback" not in done.stderr
