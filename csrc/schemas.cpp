@@ -18,4 +18,33 @@ TORCH_LIBRARY(fusedops_cpp, m) {
   m.def(
       "bias_gelu_backward(Tensor? grad_output, Tensor input, Tensor bias, str approximate,"
       " bool[] output_mask) -> (Tensor, Tensor)");
+  m.def(
+      "linear_act(Tensor input, Tensor weight, Tensor? bias, str activation,"
+      " bool keep_preactivation) -> (Tensor output, Tensor preactivation)");
+  m.def(
+      "linear_act_backward(Tensor? grad_output, Tensor input, Tensor weight, Tensor? bias,"
+      " Tensor preactivation, str activation, bool keep_preactivation, bool[] output_mask)"
+      " -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "mlp(Tensor input, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, str activation,"
+      " bool keep_preactivation) -> (Tensor output, Tensor preactivation)");
+  m.def(
+      "mlp_backward(Tensor? grad_output, Tensor input, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2,"
+      " Tensor preactivation, str activation, bool keep_preactivation, bool[] output_mask)"
+      " -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "add_layer_norm(Tensor input, Tensor residual, SymInt[] normalized_shape, Tensor? weight,"
+      " Tensor? bias, Tensor? seed, float eps, float dropout_p, ScalarType input_dtype)"
+      " -> (Tensor normed, Tensor summed, Tensor mean, Tensor rstd)");
+  m.def(
+      "add_layer_norm_backward(Tensor? grad_normed, Tensor? grad_summed, Tensor summed,"
+      " Tensor? weight, Tensor mean, Tensor rstd, Tensor? seed, SymInt[] normalized_shape,"
+      " float eps, float dropout_p, ScalarType input_dtype, bool[] output_mask)"
+      " -> (Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "bias_dropout_add(Tensor input, Tensor? bias, Tensor residual, Tensor? seed, float p,"
+      " ScalarType input_dtype) -> (Tensor output)");
+  m.def(
+      "bias_dropout_add_backward(Tensor? grad_output, Tensor? bias, Tensor? seed, float p,"
+      " ScalarType input_dtype, bool[] output_mask) -> (Tensor, Tensor, Tensor)");
 }

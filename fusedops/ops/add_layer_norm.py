@@ -1,0 +1,300 @@
+"""Dropout, residual sum and layer normalisation in one pass.
+
+    summed = residual + dropout(input)
+    normed = layer_norm(summed) * weight + bias
+
+``summed`` is rounded to its dtype before it is normalised, so that the pair is that of the eager
+chain. Kernels: ``csrc/cpu/add_layer_norm.*``, ``csrc/cuda/add_layer_norm.*``,
+``kernels/add_layer_norm.py``; the dropout mask is that of ``_core/philox.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fusedops._core import dtypes, philox
+from fusedops._core.library import Gradient, define_op
+from fusedops._core.sharding import PARTIAL, REPLICATE, Placement
+from fusedops.ops import _layer_norm_math, _residual
+from fusedops.ops._layer_norm_math import (
+    affine,
+    input_gradient,
+    normalize,
+    row_placements,
+    rows,
+    sum_rows,
+)
+
+
+def add_layer_norm(
+    input: torch.Tensor,
+    residual: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    dropout_p: float = 0.0,
+    training: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add to the residual stream and normalise the sum.
+
+    ``summed = residual + dropout(input); normed = layer_norm(summed) * weight + bias``
+
+    Args:
+        input: ``[..., *normalized_shape]``, any floating dtype, any strides.
+        residual: the shape of ``input``, any floating dtype.
+        normalized_shape: sizes of the trailing dimensions.
+        weight: ``normalized_shape``, dtype of the sum (or float32 beside a half-precision one).
+        bias: as ``weight``.
+        eps: added to the variance.
+        dropout_p: probability with which an element of ``input`` is dropped; kept ones are scaled
+            by ``1 / (1 - dropout_p)``.
+        training: ``False`` turns dropout off.
+
+    Returns:
+        ``(normed, summed)``, the shape of ``input``, contiguous, both of the dtype that
+        ``residual + input`` has in torch. Both are differentiable.
+
+    Raises:
+        ValueError: a shape or device does not fit, ``eps`` is negative, or ``dropout_p`` is
+            outside [0, 1].
+        TypeError: an argument is no tensor, or its dtype does not fit.
+
+    Note:
+        Arithmetic is float32 (float64 for float64); each output is rounded once, and ``normed`` is
+        that of the rounded sum. A row's result does not depend on the other rows; parameter
+        gradients are summed in a fixed order: the same bits for any number of threads. The dropout
+        mask is drawn by a counter from a seed of torch's generator and never stored: the same in
+        forward, backward, recomputation and on every backend. Saves ``summed``, ``weight``, two
+        numbers per row and the seed; never ``input``. Backends: cpp, cuda, triton, torch. Under
+        autocast: as torch's layer_norm, float32 on CUDA, unchanged on the CPU.
+
+    Reference:
+        Ba, Kiros, Hinton: Layer Normalization, arXiv:1607.06450.
+
+    Example:
+        >>> import torch, fusedops
+        >>> fusedops.add_layer_norm(torch.ones(1, 3), torch.tensor([[0.0, 1.0, 2.0]]), (3,), eps=0.0)
+        (tensor([[-1.2247,  0.0000,  1.2247]]), tensor([[1., 2., 3.]]))
+    """
+    _residual.check("add_layer_norm", input, residual, "dropout_p", dropout_p)
+    dtype = torch.promote_types(input.dtype, residual.dtype)
+    source, stream = _residual.promote(input, residual, dtype)
+    _layer_norm_math.check("add_layer_norm", "the sum", stream, normalized_shape, weight, bias, eps)
+    if stream.is_cuda and torch.is_autocast_enabled("cuda"):
+        stream, weight, bias = _in_float32(stream), _in_float32(weight), _in_float32(bias)
+    seed, p = _residual.draw_seed(source, dropout_p, training)
+    arguments = (source, stream, normalized_shape, weight, bias, seed, eps, p, source.dtype)
+    return _OP(*arguments)[:2]  # type: ignore[no-any-return]
+
+
+def _in_float32(tensor: Any) -> Any:
+    """Do autocast's work for all but ``input``, which the kernels read in half precision."""
+    half = tensor is not None and tensor.dtype in (torch.bfloat16, torch.float16)
+    return tensor.float() if half else tensor
+
+
+def _reference(
+    input: torch.Tensor,
+    residual: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    eps: float,
+    dropout_p: float,
+    input_dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    accumulation = dtypes.statistics_dtype(residual.dtype)
+    added = philox.dropout(input.to(accumulation), seed, dropout_p)
+    summed = (residual.to(accumulation) + added).to(residual.dtype).contiguous()
+    normalized = normalize(summed, normalized_shape, eps)
+    normed = affine(normalized.values, weight, bias).to(summed.dtype)
+    leading = rows(summed, normalized_shape)
+    return normed, summed, normalized.mean.reshape(leading), normalized.rstd.reshape(leading)
+
+
+def _fake(
+    input: torch.Tensor,
+    residual: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    eps: float,
+    dropout_p: float,
+    input_dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    leading = rows(residual, normalized_shape)
+    statistics = dtypes.statistics_dtype(residual.dtype)
+    return (
+        residual.new_empty(residual.shape),
+        residual.new_empty(residual.shape),
+        residual.new_empty(leading, dtype=statistics),
+        residual.new_empty(leading, dtype=statistics),
+    )
+
+
+def _wanted(
+    grad_normed: torch.Tensor | None,
+    summed: torch.Tensor,
+    dropout_p: float,
+    input_dtype: torch.dtype,
+    output_mask: Sequence[bool],
+) -> tuple[bool, ...]:
+    """Return which gradients the backward computes: not what is the same, not what is nothing.
+
+    Without dropout and cast, ``input`` has the gradient of ``residual``. Without ``grad_normed``,
+    the parameters have none.
+    """
+    same = output_mask[1] and philox.threshold(dropout_p) == 0 and input_dtype == summed.dtype
+    normed = grad_normed is not None
+    return (
+        output_mask[0] and not same,
+        output_mask[1],
+        output_mask[2] and normed,
+        output_mask[3] and normed,
+    )
+
+
+def _backward_reference(
+    grad_normed: torch.Tensor | None,
+    grad_summed: torch.Tensor | None,
+    summed: torch.Tensor,
+    weight: torch.Tensor | None,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    seed: torch.Tensor | None,
+    normalized_shape: Sequence[int],
+    eps: float,
+    dropout_p: float,
+    input_dtype: torch.dtype,
+    output_mask: Sequence[bool],
+) -> tuple[torch.Tensor | None, ...]:
+    # `summed` is an output, but not a constant: autograd knows how it depends on the inputs.
+    accumulation = dtypes.statistics_dtype(summed.dtype)
+    wanted = _wanted(grad_normed, summed, dropout_p, input_dtype, output_mask)
+    total = torch.zeros_like(summed, dtype=accumulation)
+    grad_input = grad_residual = grad_weight = grad_bias = None
+    if grad_normed is not None:
+        grad = grad_normed.to(accumulation)
+        normalized = normalize(summed, normalized_shape, eps)
+        parameter = summed.dtype if weight is None else weight.dtype
+        if wanted[0] or wanted[1]:
+            total = input_gradient(grad, normalized, weight, normalized_shape)
+        if wanted[2]:
+            grad_weight = sum_rows(grad * normalized.values, normalized_shape).to(parameter)
+        if wanted[3]:
+            grad_bias = sum_rows(grad, normalized_shape).to(parameter)
+    if grad_summed is not None:
+        total = total + grad_summed.to(accumulation)
+    if wanted[0]:
+        grad_input = philox.dropout(total, seed, dropout_p).to(input_dtype).contiguous()
+    if wanted[1]:
+        grad_residual = total.to(summed.dtype).contiguous()
+    return grad_input, grad_residual, grad_weight, grad_bias
+
+
+def _backward_fake(
+    grad_normed: torch.Tensor | None,
+    grad_summed: torch.Tensor | None,
+    summed: torch.Tensor,
+    weight: torch.Tensor | None,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    seed: torch.Tensor | None,
+    normalized_shape: Sequence[int],
+    eps: float,
+    dropout_p: float,
+    input_dtype: torch.dtype,
+    output_mask: Sequence[bool],
+) -> tuple[torch.Tensor | None, ...]:
+    wanted = _wanted(grad_normed, summed, dropout_p, input_dtype, output_mask)
+    parameter = summed.dtype if weight is None else weight.dtype
+    return (
+        summed.new_empty(summed.shape, dtype=input_dtype) if wanted[0] else None,
+        summed.new_empty(summed.shape) if wanted[1] else None,
+        summed.new_empty(normalized_shape, dtype=parameter) if wanted[2] else None,
+        summed.new_empty(normalized_shape, dtype=parameter) if wanted[3] else None,
+    )
+
+
+def _words(tensor: Any, normalized_shape: Sequence[int], seed: Any) -> list[Placement]:
+    """Rows may be sharded, unless dropout counts elements from the tensor's beginning."""
+    return row_placements(tensor, normalized_shape) if seed is None else [REPLICATE]
+
+
+def _shard(
+    input: Any,
+    residual: Any,
+    normalized_shape: Sequence[int],
+    weight: Any,
+    bias: Any,
+    seed: Any,
+    eps: float,
+    dropout_p: float,
+    input_dtype: torch.dtype,
+) -> list[tuple[list[Placement], list[Placement]]]:
+    whole = [REPLICATE if each is not None else None for each in (weight, bias, seed)]
+    return [
+        ([word] * 4, [word, word, None, *whole, None, None, None])
+        for word in _words(input, normalized_shape, seed)
+    ]
+
+
+def _shard_backward(
+    grad_normed: Any,
+    grad_summed: Any,
+    summed: Any,
+    weight: Any,
+    mean: Any,
+    rstd: Any,
+    seed: Any,
+    normalized_shape: Sequence[int],
+    eps: float,
+    dropout_p: float,
+    input_dtype: torch.dtype,
+    output_mask: Sequence[bool],
+) -> list[tuple[list[Placement], list[Placement]]]:
+    """With rows sharded, each rank has a part of the sums that are the parameter gradients."""
+    wanted = _wanted(grad_normed, summed, dropout_p, input_dtype, output_mask)
+    rules = []
+    for word in _words(summed, normalized_shape, seed):
+        part = REPLICATE if word == REPLICATE else PARTIAL
+        outputs = [
+            placement if is_wanted else None
+            for placement, is_wanted in zip((word, word, part, part), wanted, strict=True)
+        ]
+        given = zip(
+            (grad_normed, grad_summed, summed, weight, mean, rstd, seed),
+            (word, word, word, REPLICATE, word, word, REPLICATE),
+            strict=True,
+        )
+        inputs = [placement if each is not None else None for each, placement in given]
+        rules.append((outputs, [*inputs, None, None, None, None, None]))
+    return rules
+
+
+_OP = define_op(
+    "add_layer_norm",
+    "(Tensor input, Tensor residual, SymInt[] normalized_shape, Tensor? weight, Tensor? bias,"
+    " Tensor? seed, float eps, float dropout_p, ScalarType input_dtype)"
+    " -> (Tensor normed, Tensor summed, Tensor mean, Tensor rstd)",
+    reference=_reference,
+    fake=_fake,
+    gradient=Gradient(
+        inputs=("input", "residual", "weight", "bias"),
+        outputs=("normed", "summed"),
+        saves=("summed", "weight", "mean", "rstd", "seed"),
+        reference=_backward_reference,
+        fake=_backward_fake,
+        same={"input": "residual"},
+    ),
+    triton="fusedops.kernels.add_layer_norm",
+    shard=_shard,
+    shard_backward=_shard_backward,
+)
