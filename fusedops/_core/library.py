@@ -18,6 +18,7 @@ own. Without it, the same is done here in Python.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -238,7 +239,9 @@ def _wanted(ctx: Any, schema: _Schema, gradient: Gradient) -> list[bool]:
         needed = bool(ctx.needs_input_grad[index])
         edges = getattr(ctx, "next_functions", ())
         if needed and index < len(edges) and edges[index][0] is not None:
-            needed = torch._C._will_engine_execute_node(edges[index][0])
+            # Of a leaf under autograd.grad() the engine does not tell: then it is computed.
+            with contextlib.suppress(RuntimeError):
+                needed = torch._C._will_engine_execute_node(edges[index][0])
         wanted.append(needed)
     return wanted
 
