@@ -113,9 +113,16 @@ def tune_host(*, threads: int | None = None) -> HostTuning:
 
 def inspect_host() -> list[Finding]:
     """Return what this machine's settings cost, changing nothing (takes about 50 ms)."""
-    checks = (_look_at_allocator, _look_at_huge_pages, _look_at_threads, _look_at_quota)
-    checks += (_look_at_instruction_set, _look_at_load, _look_at_governor, _look_at_numa)
-    findings = [check() for check in checks]
+    findings: list[Finding | None] = [
+        _look_at_allocator(),
+        _look_at_huge_pages(),
+        _look_at_threads(),
+        _look_at_quota(),
+        _look_at_instruction_set(),
+        _look_at_load(),
+        _look_at_governor(),
+        _look_at_numa(),
+    ]
     return [finding for finding in findings if finding is not None]
 
 

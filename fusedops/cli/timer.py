@@ -143,9 +143,13 @@ class Timing:
 class Clock(Protocol):
     """Takes one sample: seconds per call, and whether something else disturbed it."""
 
-    def sample(self, variant: Variant, repeat: int) -> tuple[float, bool]: ...
+    def sample(self, variant: Variant, repeat: int) -> tuple[float, bool]:
+        """Take a sample of ``repeat`` runs."""
+        ...
 
-    def repeat(self, variant: Variant) -> int: ...
+    def repeat(self, variant: Variant) -> int:
+        """Warm up; return how often to run within a sample."""
+        ...
 
 
 class CpuClock:

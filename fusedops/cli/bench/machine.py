@@ -19,10 +19,14 @@ from fusedops._core import host
 
 # CPU family and model (from /proc/cpuinfo) -> the microarchitecture's name. AMD numbers a range
 # of models per generation; Intel gives each its own.
-_AMD_ZEN = {26: (("zen5", 0, 255),)}
-_AMD_ZEN[25] = (("zen3", 0x00, 0x0F), ("zen4", 0x10, 0x1F), ("zen3", 0x20, 0x5F))
-_AMD_ZEN[25] += (("zen4", 0x60, 0x7F), ("zen4", 0xA0, 0xAF))
-_AMD_ZEN[23] = (("zen", 0x00, 0x2F), ("zen2", 0x30, 0xFF))
+_AMD_ZEN: dict[int, tuple[tuple[str, int, int], ...]] = {
+    23: (("zen", 0x00, 0x2F), ("zen2", 0x30, 0xFF)),
+    25: (
+        *(("zen3", 0x00, 0x0F), ("zen4", 0x10, 0x1F), ("zen3", 0x20, 0x5F)),
+        *(("zen4", 0x60, 0x7F), ("zen4", 0xA0, 0xAF)),
+    ),
+    26: (("zen5", 0x00, 0xFF),),
+}
 _INTEL_FAMILY_6 = {
     85: "skylake-sp",
     106: "icelake-sp",

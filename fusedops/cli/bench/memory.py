@@ -18,7 +18,9 @@ def peak_bytes(run: Callable[[], Any], device: torch.device) -> int:
     """Return how many bytes above the start ``run`` held at its peak, results included."""
     if device.type == "cuda":
         return _peak_cuda(run, device)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False) as record:
+    with profile(
+        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False
+    ) as record:
         result = run()
         del result
     kineto = record.profiler

@@ -1,0 +1,305 @@
+"""Measures one op at one size: errors, memory, times of all contenders in all directions."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fusedops._core import dtypes
+from fusedops.cli.bench.contenders import (
+    COMPILE,
+    EAGER,
+    Call,
+    Contender,
+    backend_of,
+    contenders,
+    tensors,
+)
+from fusedops.cli.bench.limits import Limits
+from fusedops.cli.bench.memory import peak_bytes
+from fusedops.cli.bench.results import DIRECTIONS, Row
+from fusedops.cli.timer import Clock, CpuClock, Plan, Timing, Variant, measure
+from fusedops.specs import BenchCase, Sample, Spec
+
+# Above this many elements a float64 copy of all intermediates would not fit beside the rest.
+_LARGEST_TRUTH = 1 << 28
+# A call on fewer bytes than this is all overhead.
+_TINY = 1 << 17
+_HOST_PLAN = Plan(least=9, most=40, seconds=0.2)
+
+Error = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to measure.
+
+    Attributes:
+        device: where.
+        plan: how long each direction is timed.
+        compiled: include torch.compile.
+        only: contenders to keep beside eager; empty keeps all.
+        allocator: ``"tuned"`` or ``"system"``: what the process was set to.
+        cache_bytes: size of the last cache.
+        say: told what is being done.
+    """
+
+    device: torch.device
+    plan: Plan
+    compiled: bool
+    only: Sequence[str]
+    allocator: str
+    cache_bytes: int
+    say: Callable[[str], None]
+
+
+def run_case(
+    spec: Spec,
+    case: BenchCase,
+    dtype: torch.dtype,
+    settings: Settings,
+    limits: Limits,
+    clock: Clock,
+    host: dict[tuple[str, str], float],
+) -> tuple[list[Row], list[str]]:
+    """Measure all contenders at one size.
+
+    Args:
+        spec: the op.
+        case: the size.
+        dtype: of the inputs.
+        settings: how.
+        limits: of this machine.
+        clock: of this device.
+        host: host overhead in seconds per contender and direction, from ``host_overhead``.
+
+    Returns:
+        The rows, and notes on what could not run.
+    """
+    call = Call.of(spec, case.make(settings.device, dtype))
+    if settings.compiled:
+        settings.say("compiling")
+    able, notes = contenders(spec, call, compiled=settings.compiled, only=settings.only)
+    settings.say("errors")
+    errors, why_no_error = _errors(spec, call, able)
+    ran = {each.name: backend_of(each, call) for each in able if each.ours}
+    rows = []
+    for direction in DIRECTIONS if call.leaves else DIRECTIONS[:1]:
+        settings.say(direction)
+        variants = [_variant(each, call, direction) for each in able]
+        peaks = {variant.name: _peak(variant, settings.device) for variant in variants}
+        timing = measure(variants, clock, settings.plan)
+        work = _Work.of(case, direction, dtype, limits)
+        for each in able:
+            rows.append(
+                _row(
+                    spec.name,
+                    case.label,
+                    dtype,
+                    direction,
+                    each.name,
+                    timing,
+                    work,
+                    backend=ran.get(each.name, ""),
+                    allocator=settings.allocator,
+                    in_cache=work.bytes_moved < settings.cache_bytes,
+                    host=host.get((each.name, direction)),
+                    peak=peaks[each.name],
+                    error=errors.get((each.name, direction)),
+                    note=why_no_error,
+                )
+            )
+    return rows, notes
+
+
+def host_overhead(
+    spec: Spec, dtype: torch.dtype, settings: Settings
+) -> dict[tuple[str, str], float]:
+    """Return the seconds that a call on a tiny input takes, per contender and direction.
+
+    On CUDA it is the time until the host may go on. torch.compile is left out: it would compile
+    once more for the size.
+    """
+    sample = tiny_sample(spec, settings.device, dtype)
+    if sample is None:
+        return {}
+    call = Call.of(spec, sample)
+    only = [name for name in settings.only if name != COMPILE]
+    able, _ = contenders(spec, call, compiled=False, only=only)
+    overhead = {}
+    for direction in DIRECTIONS if call.leaves else DIRECTIONS[:1]:
+        variants = [_variant(each, call, direction, synced=settings.device) for each in able]
+        timing = measure(variants, CpuClock(), _HOST_PLAN)
+        for each in able:
+            overhead[each.name, direction] = timing.spread(each.name).median
+    return overhead
+
+
+def tiny_sample(spec: Spec, device: torch.device, dtype: torch.dtype) -> Sample | None:
+    """Return a call of the op that is all overhead: its smallest case, else a test sample."""
+    smallest = min(spec.bench_cases, key=lambda case: case.bytes_forward(dtype), default=None)
+    if smallest is not None and smallest.bytes_forward(dtype) <= _TINY:
+        return smallest.make(device, dtype)
+    for sample in spec.samples(device, dtype):
+        given = [arg for arg in sample.args if isinstance(arg, torch.Tensor)]
+        if given and all(arg.numel() > 1 for arg in given):
+            return sample
+    return None
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What a direction has to do at least."""
+
+    bytes_moved: int
+    flops: int
+    least_seconds: float
+
+    @staticmethod
+    def of(case: BenchCase, direction: str, dtype: torch.dtype, limits: Limits) -> _Work:
+        name = _short(dtype)
+        forward = (case.bytes_forward(dtype), case.flops_forward)
+        backward = (case.bytes_backward(dtype), case.flops_backward)
+        parts = {"forward": [forward], "backward": [backward], "both": [forward, backward]}
+        return _Work(
+            sum(moved for moved, _ in parts[direction]),
+            sum(flops for _, flops in parts[direction]),
+            sum(limits.least_seconds(*part, name) for part in parts[direction]),
+        )
+
+
+def _row(
+    op: str,
+    case: str,
+    dtype: torch.dtype,
+    direction: str,
+    variant: str,
+    timing: Timing,
+    work: _Work,
+    *,
+    backend: str,
+    allocator: str,
+    in_cache: bool,
+    host: float | None,
+    peak: int,
+    error: Error | None,
+    note: str,
+) -> Row:
+    spread, ratio = timing.spread(variant), timing.ratio(EAGER, variant)
+    return Row(
+        op=op,
+        case=case,
+        dtype=_short(dtype),
+        direction=direction,
+        variant=variant,
+        backend=backend,
+        allocator=allocator,
+        speedup=ratio.median,
+        speedup_q1=ratio.q1,
+        speedup_q3=ratio.q3,
+        median_us=spread.median * 1e6,
+        q1_us=spread.q1 * 1e6,
+        q3_us=spread.q3 * 1e6,
+        samples=spread.count,
+        discarded=timing.discarded(variant),
+        trusted=timing.trusted(variant),
+        gb_per_s=work.bytes_moved / spread.median * 1e-9,
+        tflop_per_s=work.flops / spread.median * 1e-12 if work.flops else None,
+        limit_share=work.least_seconds / spread.median,
+        in_cache=in_cache,
+        host_us=None if host is None else host * 1e6,
+        peak_bytes=peak,
+        error_max_ulps=error[0] if error else None,
+        error_mean_ulps=error[1] if error else None,
+        note=note,
+    )
+
+
+def _variant(
+    contender: Contender, call: Call, direction: str, synced: torch.device | None = None
+) -> Variant:
+    """Return what the timer runs for a contender in one direction."""
+    function = contender.function
+
+    def context() -> contextlib.AbstractContextManager[Any]:
+        return _synced(contender, synced)
+
+    if direction == "forward":
+        return Variant(contender.name, lambda _: call.forward(function), context=context)
+    if direction == "backward":
+        return Variant(contender.name, call.backward, lambda: call.forward(function), context)
+    return Variant(contender.name, lambda _: call.backward(call.forward(function)), context=context)
+
+
+@contextlib.contextmanager
+def _synced(contender: Contender, device: torch.device | None) -> Iterator[None]:
+    """Enter the contender's context; on CUDA start with an empty launch queue if asked."""
+    with contender.context():
+        if device is not None and device.type == "cuda":
+            torch.cuda.synchronize(device)
+        yield
+
+
+def _peak(variant: Variant, device: torch.device) -> int:
+    with variant.context():
+        value = variant.prepare()
+        return peak_bytes(lambda: variant.run(value), device)
+
+
+def _errors(
+    spec: Spec, call: Call, able: Sequence[Contender]
+) -> tuple[dict[tuple[str, str], Error], str]:
+    """Return the errors per contender and direction, and why some have none.
+
+    The truth of a random call is the reference in float64 after the same seed; what other
+    libraries draw cannot be predicted.
+    """
+    if sum(leaf.numel() for leaf in call.leaves) > _LARGEST_TRUTH:
+        return {}, "error not measured: float64 would need too much memory"
+    random = call.sample.random
+    reference = Contender("truth", spec.op, "torch") if random else Contender(EAGER, spec.eager)
+    truth, true_grads = _seeded(reference, call.double())
+    found: dict[tuple[str, str], Error] = {}
+    for contender in able:
+        if random and not contender.ours:
+            continue
+        outputs, grads = _seeded(contender, call)
+        forward = _ulps(outputs, truth)
+        found[contender.name, "forward"] = forward
+        if call.leaves:
+            found[contender.name, "backward"] = backward = _ulps(grads, true_grads)
+            found[contender.name, "both"] = max(forward, backward)
+    return found, "error of random results only for fusedops" if random else ""
+
+
+def _seeded(
+    contender: Contender, call: Call
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor | None, ...]]:
+    """Return results and gradients of a call after a fixed seed."""
+    torch.manual_seed(0)
+    with contender.context():
+        outputs = call.forward(contender.function)
+        grads = call.backward(outputs) if call.leaves else ()
+    return tuple(output.detach() for output in tensors(outputs)), grads
+
+
+def _ulps(actual: Sequence[torch.Tensor | None], truth: Sequence[torch.Tensor | None]) -> Error:
+    """Return the largest and the mean error over some tensors."""
+    largest = total = 0.0
+    count = 0
+    for value, true in zip(actual, truth, strict=True):
+        if value is None or true is None or not value.dtype.is_floating_point or not true.numel():
+            continue
+        error = dtypes.ulps(value.detach(), true)
+        largest = max(largest, float(error.max()))
+        total += float(error.sum())
+        count += error.numel()
+    return largest, total / max(1, count)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,352 @@
+"""The command line of ``fusedops bench`` and ``fusedops bench compare``.
+
+torch is imported inside the functions: ``--help`` must not wait for it longer than the package
+itself does.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fusedops.cli import files
+
+if TYPE_CHECKING:
+    import torch
+
+    from fusedops.cli.bench.compare import Change, Verdict
+    from fusedops.cli.bench.results import Record
+    from fusedops.specs import BenchCase, Spec
+
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
+_ALLOCATORS = ("tuned", "system")
+
+
+class _DefaultGroup(typer.core.TyperGroup):
+    """A group whose subcommand may be left out: ``bench gelu`` means ``bench run gelu``."""
+
+    default = "run"
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not args or args[0] not in self.commands:
+            args = [self.default, *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(
+    cls=_DefaultGroup, add_completion=False, help="Measure ops, or compare two measurements."
+)
+
+
+@app.command(epilog="Compare two measurements: fusedops bench compare BEFORE.json AFTER.json")
+def run(
+    ops: Annotated[list[str] | None, typer.Argument(help="Ops to measure; none means all.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="All ops.")] = False,
+    dtype: Annotated[
+        str, typer.Option(help=f"Comma-separated: {', '.join(_DTYPES)}.")
+    ] = "float32,bfloat16",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    sizes: Annotated[
+        str, typer.Option(help="Comma-separated labels such as 4096x1024; default: headline sizes.")
+    ] = "",
+    all_sizes: Annotated[
+        bool, typer.Option("--all-sizes", help="Every size of the specs.")
+    ] = False,
+    variants: Annotated[
+        str,
+        typer.Option(
+            help="Comma-separated: compile, fusedops, fusedops:cpp, a peer... eager runs always."
+        ),
+    ] = "",
+    no_compile: Annotated[
+        bool, typer.Option("--no-compile", help="Leave torch.compile out (it compiles for long).")
+    ] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Few samples, no torch.compile: a first look.")
+    ] = False,
+    seconds: Annotated[
+        float, typer.Option(min=0.01, max=600, help="Time per size, direction and dtype.")
+    ] = 1.5,
+    threads: Annotated[
+        int, typer.Option(min=0, help="CPU threads; 0: one per physical core, on all sides.")
+    ] = 0,
+    allocator: Annotated[
+        str, typer.Option(help="tuned or system: C allocator settings, on all sides.")
+    ] = "tuned",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the record.")] = None,
+    csv_file: Annotated[Path | None, typer.Option("--csv", help="Write the rows.")] = None,
+    png_file: Annotated[Path | None, typer.Option("--png", help="Draw the rows.")] = None,
+    results: Annotated[
+        Path | None,
+        typer.Option(help="Write FOLDER/<device>/<op>-<dtype>.csv, as bench/results has them."),
+    ] = None,
+) -> None:
+    """Measure ops against eager torch, torch.compile and installed peers.
+
+    Forward, backward and both; time, rate, share of this machine's measured limit, host overhead,
+    peak memory and error against float64. Variants take turns, medians count, disturbed samples
+    do not: bench/README.md has the protocol.
+    """
+    with files.one_line_errors():
+        if every and ops:
+            raise files.UserError("name ops or say --all, not both")
+        for path in (json_file, csv_file, png_file):
+            if path is not None:
+                files.check_writable(path)
+        if results is not None:
+            files.make_folder(results)
+            files.check_writable(results / "probe.csv")
+        if png_file is not None:
+            from fusedops.cli.bench import chart
+
+            chart.check_installed()
+        names = _words(dtype, _DTYPES, "dtype")
+        _words(allocator, _ALLOCATORS, "allocator")
+        specs = _specs(ops or [])
+        plan = _cases(specs, sizes, all_sizes, quick)
+        only = _variants(specs, variants)
+        where = _device(device)
+        record = _measure(
+            plan,
+            names,
+            where,
+            only,
+            compiled=not (no_compile or quick or (only and "compile" not in only)),
+            quick=quick,
+            seconds=seconds,
+            threads=threads,
+            allocator=allocator,
+        )
+        _deliver(record, json_file, csv_file, png_file, results)
+
+
+@app.command()
+def compare(
+    before: Annotated[Path, typer.Argument(help="The record to compare with.")],
+    after: Annotated[Path, typer.Argument(help="The record that is judged.")],
+    fail_if_slower: Annotated[
+        str, typer.Option(help="Share by which a row may be slower, such as 5%.")
+    ] = "5%",
+    allow_different: Annotated[
+        bool, typer.Option("--allow-different", help="Although machine, settings or dtype differ.")
+    ] = False,
+) -> None:
+    """Exit with 1 when a row of fusedops became slower beyond its spread; list those rows."""
+    from fusedops.cli.bench.compare import compare as judge
+    from fusedops.cli.bench.compare import parse_share
+    from fusedops.cli.bench.results import load_json
+
+    with files.one_line_errors():
+        allowed = parse_share(fail_if_slower)
+        verdict = judge(
+            load_json(before), load_json(after), allowed=allowed, allow_different=allow_different
+        )
+    _show_verdict(verdict, allowed)
+    raise typer.Exit(1 if verdict.slower else 0)
+
+
+def _words(text: str, known: Iterable[str], what: str) -> list[str]:
+    """Return the words of a comma-separated list; each must be known."""
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words:
+        raise files.UserError(f"--{what} is empty; known: {', '.join(known)}")
+    for word in words:
+        _check_known(word, known, what)
+    return words
+
+
+def _check_known(word: str, known: Iterable[str], what: str) -> None:
+    choices = list(known)
+    if word in choices:
+        return
+    near = difflib.get_close_matches(word, choices, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]}? " if near else ""
+    raise files.UserError(f"unknown {what} {word!r}: {hint}known: {', '.join(choices)}")
+
+
+def _specs(ops: list[str]) -> list[Spec]:
+    from fusedops.specs import all_specs
+
+    known = all_specs()
+    for name in ops:
+        _check_known(name, known, "op")
+    return [known[name] for name in dict.fromkeys(ops or known)]
+
+
+def _cases(
+    specs: list[Spec], sizes: str, all_sizes: bool, quick: bool
+) -> list[tuple[Spec, BenchCase]]:
+    """Return what to measure, in order."""
+    if sizes:
+        known = dict.fromkeys(case.label for spec in specs for case in spec.bench_cases)
+        labels = _words(sizes, known, "sizes")
+        return [(spec, case) for spec in specs for case in spec.bench_cases if case.label in labels]
+    plan = []
+    for spec in specs:
+        cases = [case for case in spec.bench_cases if case.headline or all_sizes]
+        cases = cases or list(spec.bench_cases[:1])
+        plan += [(spec, case) for case in (cases[:1] if quick and not all_sizes else cases)]
+    return plan
+
+
+def _variants(specs: list[Spec], text: str) -> list[str]:
+    from fusedops.cli.bench.contenders import names
+
+    if not text:
+        return []
+    return _words(text, dict.fromkeys(name for spec in specs for name in names(spec)), "variants")
+
+
+def _device(text: str) -> torch.device:
+    import torch
+
+    _check_known(text.partition(":")[0], ("cpu", "cuda"), "device")
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        raise files.UserError(f"unknown device {text!r}") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise files.UserError("device cuda was asked for, but this torch sees no CUDA device")
+    if device.type == "cuda":
+        if (device.index or 0) >= torch.cuda.device_count():
+            raise files.UserError(f"there is no device {text}")
+        torch.cuda.set_device(device)
+    return device
+
+
+def _measure(
+    plan: list[tuple[Spec, BenchCase]],
+    names: list[str],
+    device: torch.device,
+    only: list[str],
+    *,
+    compiled: bool,
+    quick: bool,
+    seconds: float,
+    threads: int,
+    allocator: str,
+) -> Record:
+    import torch
+
+    from fusedops._core import host
+    from fusedops.cli.bench import machine
+    from fusedops.cli.bench.cases import Settings, host_overhead, run_case
+    from fusedops.cli.bench.limits import measure_limits
+    from fusedops.cli.bench.results import Record, Row, now
+    from fusedops.cli.progress import steps
+    from fusedops.cli.timer import Plan, clock_for
+
+    torch.set_num_threads(threads or host.physical_cores())
+    if allocator == "tuned":
+        host.tune_host(threads=torch.get_num_threads())
+    dtypes = [getattr(torch, name) for name in names]
+    here = machine.describe(device)
+    clock = clock_for(device)
+    timing = Plan(least=5, most=15, seconds=seconds / 4) if quick else Plan(seconds=seconds)
+    rows: list[Row] = []
+    notes: list[str] = []
+    overhead: dict[tuple[str, torch.dtype], dict[tuple[str, str], float]] = {}
+    with steps(1 + len(plan) * len(dtypes)) as progress:
+        progress.say("limits of this machine")
+        limits = measure_limits(device, dtypes, clock)
+        progress.advance()
+        for spec, case in plan:
+            for each in dtypes:
+                title = f"{spec.name} {case.label} {str(each).removeprefix('torch.')}"
+
+                def say(what: str, title: str = title) -> None:
+                    progress.say(f"{title}: {what}")
+
+                settings = Settings(
+                    device, timing, compiled, only, allocator, here["cache_bytes"], say
+                )
+                if (spec.name, each) not in overhead:
+                    say("host overhead")
+                    overhead[spec.name, each] = host_overhead(spec, each, settings)
+                found, why = run_case(
+                    spec, case, each, settings, limits, clock, overhead[spec.name, each]
+                )
+                rows += found
+                notes += why
+                progress.advance()
+    return Record(
+        machine=here,
+        versions=machine.versions(),
+        git=machine.git_commit(),
+        settings={
+            "allocator": allocator,
+            "dtypes": names,
+            "seconds": timing.seconds,
+            "least_rounds": timing.least,
+            "most_rounds": timing.most,
+            "compile": compiled,
+        },
+        limits=asdict(limits),
+        rows=tuple(rows),
+        notes=tuple(dict.fromkeys(notes)),
+        created=now(),
+    )
+
+
+def _deliver(
+    record: Record,
+    json_file: Path | None,
+    csv_file: Path | None,
+    png_file: Path | None,
+    results: Path | None,
+) -> None:
+    """Show the record, then write what was asked for: a full disk must not cost the table."""
+    from fusedops.cli.bench import chart, table
+    from fusedops.cli.bench.results import save_json, save_results, to_csv
+
+    out = table.console()
+    table.show(record, out)
+    written: list[Path] = []
+    if json_file is not None:
+        save_json(json_file, record)
+        written.append(json_file)
+    if csv_file is not None:
+        files.write_text(csv_file, to_csv(record, record.rows))
+        written.append(csv_file)
+    if results is not None:
+        written += save_results(results, record)
+    if png_file is not None:
+        chart.save(png_file, record)
+        written.append(png_file)
+    for path in written:
+        out.print(f"wrote {path}", highlight=False, soft_wrap=True)
+
+
+def _show_verdict(verdict: Verdict, allowed: float) -> None:
+    judged = [each for each in verdict.changes if each.after.ours]
+    print(f"{len(judged)} rows of fusedops compared, {100 * allowed:g}% slower allowed")
+    for word, changes in (
+        ("slower", verdict.slower),
+        ("faster", verdict.faster),
+        ("not judged, disturbed while measured", verdict.doubtful),
+    ):
+        for each in changes:
+            print(f"{word}: {_line(each)}")
+    for key in verdict.missing:
+        print(f"only in the first record: {' '.join(key)}")
+    if abs(verdict.drift) > 0.02:
+        print(
+            f"note: the rows that are not ours moved by {100 * verdict.drift:+.0f}% (median): "
+            "the machine or torch changed too"
+        )
+    if not verdict.slower:
+        print("no row became slower beyond its spread")
+
+
+def _line(change: Change) -> str:
+    before, after = change.before, change.after
+    return (
+        f"{' '.join(after.key)}: {before.median_us:.1f} -> {after.median_us:.1f} us "
+        f"({100 * change.slower_by:+.1f}%; middle halves {before.q1_us:.1f}-{before.q3_us:.1f} and "
+        f"{after.q1_us:.1f}-{after.q3_us:.1f})"
+    )

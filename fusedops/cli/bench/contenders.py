@@ -1,0 +1,187 @@
+"""Who competes: eager torch, torch.compile of it, fusedops by itself and per backend, peers.
+
+Each is a function with the op's signature, and the context that it has to run in. A backend that
+cannot run a case here is left out with its reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fusedops._core import backends
+from fusedops._core.checks import UnsupportedError
+from fusedops.specs import Sample, Spec
+
+EAGER, COMPILE, AUTOMATIC = "eager", "compile", "fusedops"
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to compute the op.
+
+    Attributes:
+        name: ``"eager"``, ``"compile"``, ``"fusedops"`` (automatic choice), ``"fusedops:cpp"``
+            (a backend), or a peer's name.
+        function: takes the op's arguments.
+        backend: the backend that is asked for, ``None`` for none.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    backend: str | None = None
+
+    @property
+    def ours(self) -> bool:
+        """Whether fusedops computes it."""
+        return self.name.split(":")[0] == AUTOMATIC
+
+    def context(self) -> AbstractContextManager[Any]:
+        """Return the context that forward and backward run in."""
+        return backends.use_backend(self.backend) if self.backend else nullcontext()
+
+
+@dataclass(frozen=True)
+class Call:
+    """One sample to run, its leaves and the gradients that come in.
+
+    Attributes:
+        sample: the arguments.
+        leaves: the tensors among them that are differentiated.
+        grads: one incoming gradient per differentiable output.
+    """
+
+    sample: Sample
+    leaves: tuple[torch.Tensor, ...]
+    grads: tuple[torch.Tensor, ...]
+
+    @staticmethod
+    def of(spec: Spec, sample: Sample) -> Call:
+        """Return the call of ``spec``'s op on ``sample``, with random incoming gradients.
+
+        They are the same for every dtype: values that bfloat16 has.
+        """
+        leaves = tuple(sample.leaves)
+        outputs = differentiable(spec.eager(*sample.args, **sample.kwargs)) if leaves else ()
+        generator = torch.Generator().manual_seed(7)
+        grads = [torch.randn(output.shape, generator=generator) for output in outputs]
+        grads = [grad.bfloat16().to(out) for grad, out in zip(grads, outputs, strict=True)]
+        return Call(sample, leaves, tuple(grads))
+
+    def forward(self, function: Callable[..., Any]) -> Any:
+        """Return what ``function`` makes of the arguments."""
+        return function(*self.sample.args, **self.sample.kwargs)
+
+    def backward(self, outputs: Any) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients of the leaves."""
+        grads = [
+            grad.to(output.dtype)
+            for grad, output in zip(self.grads, differentiable(outputs), strict=True)
+        ]
+        return torch.autograd.grad(differentiable(outputs), self.leaves, grads, allow_unused=True)
+
+    def double(self) -> Call:
+        """Return the same call in float64."""
+
+        def widen(value: torch.Tensor) -> torch.Tensor:
+            if not value.dtype.is_floating_point:
+                return value
+            return value.detach().double().requires_grad_(value.requires_grad)
+
+        sample = self.sample.map(widen)
+        return Call(sample, tuple(sample.leaves), tuple(grad.double() for grad in self.grads))
+
+
+def tensors(outputs: Any) -> tuple[torch.Tensor, ...]:
+    """Return a result as a tuple of tensors."""
+    return (outputs,) if isinstance(outputs, torch.Tensor) else tuple(outputs)
+
+
+def differentiable(outputs: Any) -> tuple[torch.Tensor, ...]:
+    """Return the outputs that a gradient can come into."""
+    return tuple(output for output in tensors(outputs) if output.requires_grad)
+
+
+def contenders(
+    spec: Spec, call: Call, *, compiled: bool, only: Sequence[str]
+) -> tuple[list[Contender], list[str]]:
+    """Return who can run ``call``, eager first, and a note for each who cannot.
+
+    Args:
+        spec: the op.
+        call: what they must be able to run.
+        compiled: include torch.compile.
+        only: names to keep beside eager; empty keeps all.
+    """
+    notes = []
+    chosen = [Contender(EAGER, spec.eager)]
+    if compiled and _wanted(COMPILE, only):
+        torch._dynamo.reset()
+        chosen.append(Contender(COMPILE, torch.compile(spec.eager, dynamic=False)))
+    candidates = [Contender(AUTOMATIC, spec.op)]
+    candidates += [
+        Contender(f"{AUTOMATIC}:{name}", spec.op, name) for name in _backends_of(call.leaves)
+    ]
+    candidates += [Contender(label, peer) for label, peer in spec.peers().items()]
+    chosen += [candidate for candidate in candidates if _wanted(candidate.name, only)]
+    able = []
+    for contender in chosen:
+        reason = _fails(contender, call)
+        if reason is None:
+            able.append(contender)
+        elif contender.name == EAGER:
+            raise RuntimeError(f"{spec.name}: eager itself fails: {reason}")
+        else:
+            notes.append(f"{spec.name} {call.sample.name}: no {contender.name} row: {reason}")
+    return able, notes
+
+
+def backend_of(contender: Contender, call: Call) -> str:
+    """Return the backend that a contender's forward (and backward) really ran on."""
+    before = backends.counters()
+    with contender.context():
+        outputs = call.forward(contender.function)
+        if call.leaves:
+            call.backward(outputs)
+    after = backends.counters()
+    ran = sorted(
+        {backend for (op, backend), n in after.items() if n > before.get((op, backend), 0)}
+    )
+    return "+".join(ran)
+
+
+def names(spec: Spec) -> list[str]:
+    """Return the names of all contenders there can be for an op."""
+    known = [EAGER, COMPILE, AUTOMATIC]
+    known += [f"{AUTOMATIC}:{name}" for name in backends.BACKENDS]
+    return [*known, *spec.peers()]
+
+
+def _wanted(name: str, only: Sequence[str]) -> bool:
+    return not only or name in only
+
+
+def _backends_of(leaves: Sequence[torch.Tensor]) -> tuple[str, ...]:
+    """Return the backends worth timing: not Triton's interpreter on CPU tensors."""
+    on_cpu = not leaves or leaves[0].device.type == "cpu"
+    return ("cpp", "torch") if on_cpu else ("cuda", "triton", "torch")
+
+
+def _fails(contender: Contender, call: Call) -> str | None:
+    """Run a contender once (this compiles); return ``None`` or in one line why it cannot run."""
+    try:
+        with contender.context():
+            outputs = call.forward(contender.function)
+            if call.leaves:
+                call.backward(outputs)
+    except UnsupportedError as error:
+        return str(error)
+    except Exception as error:
+        # A peer or the compiler may raise anything; the other rows still count.
+        first = str(error).strip().splitlines() or [""]
+        return f"{type(error).__name__}: {first[0]}"
+    return None

@@ -1,0 +1,129 @@
+"""A record as tables in the terminal: what we gain over eager first, then what it is made of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from fusedops.cli.bench.results import Record, Row
+
+# A pipe has no width; rich would squeeze the table into 80 columns.
+_PIPE_WIDTH = 150
+
+
+def console() -> Console:
+    """Return the console for results."""
+    probe = Console()
+    return probe if probe.is_terminal else Console(width=_PIPE_WIDTH)
+
+
+def show(record: Record, out: Console) -> None:
+    """Print machine, limits and one table per op and dtype."""
+    show_limits(record, out)
+    for op, dtype in dict.fromkeys((row.op, row.dtype) for row in record.rows):
+        rows = [row for row in record.rows if (row.op, row.dtype) == (op, dtype)]
+        out.print(_table(op, dtype, rows, record))
+    if any(row.in_cache for row in record.rows):
+        out.print("* fits the last cache: may exceed the limit of memory", style="dim")
+    for note in (*record.notes, *_warnings(record)):
+        out.print(Text(f"note: {note}", style="yellow"))
+
+
+def show_limits(record: Record, out: Console) -> None:
+    """Print where it was measured and what that machine can do."""
+    machine, limits = record.machine, record.limits
+    threads = f", {machine['threads']} threads" if machine["threads"] else ""
+    out.print(
+        f"[bold]{machine['slug']}[/]: {machine['name']}{threads}, "
+        f"torch {record.versions['torch']}, allocator {record.settings['allocator']}"
+    )
+    copy = limits["copy"]
+    parts = [f"copy {copy['rate'] / 1e9:.1f} GB/s ({copy['way']})"]
+    parts += [
+        f"{dtype} matmul {limit['rate'] / 1e12:.2f} TFLOP/s ({limit['way']}{_others(limit)})"
+        for dtype, limit in limits["matmul"].items()
+    ]
+    out.print("measured limits: " + ", ".join(parts), highlight=False)
+
+
+def _others(limit: dict[str, Any]) -> str:
+    return "".join(f"; {way} {rate / 1e12:.2f}" for way, rate in limit["others"].items())
+
+
+def _table(op: str, dtype: str, rows: list[Row], record: Record) -> Table:
+    allocator = record.settings["allocator"]
+    table = Table(
+        title=f"{op}  {dtype}  (allocator {allocator} for all rows)",
+        title_justify="left",
+        title_style="bold",
+        header_style="bold",
+    )
+    has_products = any(row.tflop_per_s for row in rows)
+    table.add_column("size", no_wrap=True)
+    table.add_column("direction", no_wrap=True)
+    table.add_column("who", no_wrap=True)
+    for name in ("x eager", "time us", "+-", "TFLOP/s" if has_products else "GB/s", "of limit"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("host us", "peak MiB", "ulp max", "mean"):
+        table.add_column(name, justify="right", no_wrap=True)
+    before = ("", "")
+    for index, row in enumerate(rows):
+        first = (row.case, row.direction) != before
+        last = index + 1 == len(rows) or rows[index + 1].case != row.case
+        before = (row.case, row.direction)
+        table.add_row(
+            row.case if first else "",
+            row.direction if first else "",
+            _who(row),
+            Text(f"{row.speedup:.2f}", style=_style(row)),
+            _number(row.median_us) + ("" if row.trusted else "?"),
+            f"{50 * (row.q3_us - row.q1_us) / row.median_us:.0f}%",
+            _number(row.tflop_per_s if has_products else row.gb_per_s),
+            f"{100 * row.limit_share:.0f}%" + "*" * row.in_cache,
+            _number(row.host_us),
+            _number(None if row.peak_bytes is None else row.peak_bytes / 2**20),
+            _number(row.error_max_ulps),
+            _number(row.error_mean_ulps),
+            style="bold" if row.variant == "fusedops" else "",
+            end_section=last,
+        )
+    return table
+
+
+def _who(row: Row) -> str:
+    return f"{row.variant} ({row.backend})" if row.variant == "fusedops" else row.variant
+
+
+def _style(row: Row) -> str:
+    """Green where the whole spread is above eager, red where it is below."""
+    if not row.ours or ":" in row.variant:
+        return ""
+    return "green" if row.speedup_q1 > 1 else "red" if row.speedup_q3 < 1 else ""
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _warnings(record: Record) -> list[str]:
+    """Return what the reader must know before trusting the times."""
+    warnings = []
+    discarded = sum(row.discarded for row in record.rows)
+    taken = discarded + sum(row.samples for row in record.rows)
+    if discarded:
+        warnings.append(
+            f"{discarded} of {taken} samples were disturbed by other work and do not count"
+        )
+    doubtful = sum(not row.trusted for row in record.rows)
+    if doubtful:
+        warnings.append(
+            f"{doubtful} of {len(record.rows)} rows (marked ?) had too few undisturbed samples: "
+            "their times include waiting; measure again on a quiet machine"
+        )
+    notes = dict.fromkeys(f"{row.op}: {row.note}" for row in record.rows if row.note)
+    return [*warnings, *notes]

@@ -1,0 +1,131 @@
+"""``fusedops doctor``: what is installed, what runs where and why, and what the host costs.
+
+It also runs every op on small inputs and tells whether the results are right.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fusedops.cli import files
+
+if TYPE_CHECKING:
+    import torch
+    from rich.console import Console
+
+    from fusedops.cli.selftest import Outcome
+
+
+def doctor(
+    device: Annotated[str, typer.Option(help="cpu or cuda; default: every one that is here.")] = "",
+) -> None:
+    """Tell what is installed, what each op runs on, whether it is right, and what costs speed.
+
+    Runs every op on small inputs against float64 (under 30 s). Exits with 1 when an op fails.
+    """
+    with files.one_line_errors():
+        devices = _devices(device)
+    from rich.console import Console
+    from rich.rule import Rule
+
+    out = Console(highlight=False, soft_wrap=True)
+    out.print(Rule("installed", align="left"))
+    _show_installed(out)
+    out.print(Rule("host", align="left"))
+    _show_host(out)
+    failed = False
+    for each in devices:
+        out.print(Rule(f"ops on {each.type}", align="left"))
+        failed |= _show_ops(out, each)
+    if failed:
+        out.print("[red]An op gives wrong results here: see above.[/]")
+        raise typer.Exit(1)
+
+
+def _devices(text: str) -> list[torch.device]:
+    import torch
+
+    here = [torch.device("cpu")]
+    if torch.cuda.is_available():
+        here.append(torch.device("cuda"))
+    if not text:
+        return here
+    found = [each for each in here if each.type == text]
+    if not found:
+        known = ", ".join(each.type for each in here)
+        raise files.UserError(f"no device {text!r} here; this torch sees: {known}")
+    return found
+
+
+def _show_installed(out: Console) -> None:
+    import torch
+
+    from fusedops._core import extension
+    from fusedops.cli.bench import machine
+
+    versions = machine.versions()
+    here = machine.machine(torch.device("cpu"))
+    out.print(f"  CPU            {here.name} ({here.slug})")
+    if torch.cuda.is_available():
+        card = machine.machine(torch.device("cuda"))
+        cuda = f"CUDA {versions['cuda']}, driver {versions['driver']}"
+        out.print(f"  GPU            {card.name}, {cuda}")
+    else:
+        out.print("  GPU            none that this torch sees")
+    for package in ("python", "torch", "fusedops", "triton", "transformers", "liger-kernel"):
+        out.print(f"  {package:14} {versions.get(package, 'not installed')}")
+    isa = torch.backends.cpu.get_cpu_capability()
+    for name, missing in (
+        ("C++ kernels", extension.cpu_library()),
+        ("CUDA kernels", extension.cuda_library()),
+        ("Triton kernels", extension.triton_missing()),
+    ):
+        state = f"loaded, {isa}" if name == "C++ kernels" else "usable"
+        out.print(f"  {name:14} {state if missing is None else f'no: {missing}'}")
+
+
+def _show_host(out: Console) -> None:
+    from fusedops._core import host
+
+    for finding in host.inspect_host():
+        if finding.good:
+            out.print(f"  [green]good[/]   {finding.setting}: {finding.state}")
+            continue
+        out.print(f"  [yellow]slow[/]   {finding.setting}: {finding.state}")
+        out.print(f"         cost: {finding.cost}", style="dim")
+        if finding.cure:
+            out.print(f"         cure: {finding.cure}")
+
+
+def _show_ops(out: Console, device: torch.device) -> bool:
+    """Test every op; print what it runs on and whether it is right. Return whether one failed."""
+    from fusedops.cli.progress import steps
+    from fusedops.cli.selftest import check_op
+    from fusedops.specs import all_specs
+
+    specs = all_specs()
+    outcomes = []
+    with steps(len(specs)) as progress:
+        for spec in specs.values():
+            progress.say(f"testing {spec.name}")
+            outcomes.append(check_op(spec, device))
+            progress.advance()
+    for outcome in outcomes:
+        _show_outcome(out, outcome)
+    total = sum(outcome.seconds for outcome in outcomes)
+    checks = sum(outcome.checks for outcome in outcomes)
+    out.print(f"  {checks} calls compared with float64, values and gradients, in {total:.1f} s")
+    return any(outcome.failures for outcome in outcomes)
+
+
+def _show_outcome(out: Console, outcome: Outcome) -> None:
+    mark = "[red]WRONG[/]" if outcome.failures else "[green]right[/]"
+    alike = len(set(outcome.runs_on.values())) == 1
+    where = next(iter(outcome.runs_on.values())) if alike else ""
+    if not alike:
+        where = ", ".join(f"{dtype}: {backend}" for dtype, backend in outcome.runs_on.items())
+    out.print(f"  {mark}  {outcome.op:20} runs on {where}")
+    for failure in outcome.failures:
+        out.print(f"         {failure}", style="red", markup=False)

@@ -1,0 +1,21 @@
+"""The ``fusedops`` command: one line per subcommand, each in its own module."""
+
+from __future__ import annotations
+
+import typer
+
+from fusedops.cli import doctor
+from fusedops.cli.bench import command as bench
+
+app = typer.Typer(
+    name="fusedops",
+    help="Fused transformer operators for PyTorch.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+app.add_typer(bench.app, name="bench")
+app.command()(doctor.doctor)
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,66 @@
+"""A progress bar on stderr; where stderr is no terminal, one line per step instead."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator
+from typing import Protocol
+
+
+class Steps(Protocol):
+    """Tells how far a long command is."""
+
+    def say(self, what: str) -> None:
+        """Tell what is being done."""
+        ...
+
+    def advance(self) -> None:
+        """One step is done."""
+        ...
+
+
+@contextlib.contextmanager
+def steps(total: int) -> Iterator[Steps]:
+    """Show the progress over ``total`` steps while the block runs."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _Lines(total)
+        return
+    columns = (BarColumn(30), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(
+        *columns, TextColumn("{task.description}"), console=console, transient=True
+    ) as bar:
+        yield _Bar(bar, bar.add_task("", total=total))
+
+
+class _Bar:
+    def __init__(self, bar: object, task: object) -> None:
+        self._bar, self._task = bar, task
+
+    def say(self, what: str) -> None:
+        self._bar.update(self._task, description=what)  # type: ignore[attr-defined]
+
+    def advance(self) -> None:
+        self._bar.advance(self._task)  # type: ignore[attr-defined]
+
+
+class _Lines:
+    """A line at the end of each step: a log grows by steps, not by every change of the text."""
+
+    def __init__(self, total: int) -> None:
+        self._total, self._done, self._what = total, 0, ""
+        self._start = time.perf_counter()
+
+    def say(self, what: str) -> None:
+        self._what = what
+
+    def advance(self) -> None:
+        self._done += 1
+        what = self._what.rpartition(": ")[0] or self._what
+        seconds = time.perf_counter() - self._start
+        print(f"[{self._done}/{self._total}] {what} ({seconds:.0f} s)", file=sys.stderr, flush=True)

@@ -1,0 +1,152 @@
+"""Runs every op once on its small samples and compares values and gradients with float64.
+
+A user's check of an installation: the same samples and the same error budget as the project's
+tests, but only the automatic choice of backend and the common dtypes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fusedops._core import backends, dtypes
+from fusedops.cli.bench.contenders import Call, differentiable, tensors
+from fusedops.specs import Sample, Spec
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the self-test of one op found.
+
+    Attributes:
+        op: the op's name.
+        runs_on: per dtype name, the backend that runs here and why not the ones before it.
+        checks: how many calls were compared.
+        failures: one sentence per difference or exception.
+        seconds: how long it took.
+    """
+
+    op: str
+    runs_on: dict[str, str]
+    checks: int
+    failures: tuple[str, ...]
+    seconds: float
+
+
+def check_op(spec: Spec, device: torch.device) -> Outcome:
+    """Run the self-test of one op on a device."""
+    start = time.perf_counter()
+    runs_on: dict[str, str] = {}
+    failures = []
+    checks = 0
+    for dtype in DTYPES:
+        name = str(dtype).removeprefix("torch.")
+        try:
+            samples = spec.samples(device, dtype)
+            runs_on[name] = _resolution(spec, samples)
+        except Exception as error:
+            failures.append(f"{spec.name} {name}: {type(error).__name__}: {_first_line(error)}")
+            continue
+        for sample in samples:
+            checks += 1
+            try:
+                wrong = _compare(spec, sample)
+            except Exception as error:
+                wrong = f"{type(error).__name__}: {_first_line(error)}"
+            if wrong is not None:
+                failures.append(f"{spec.name} {name} {sample.name}: {wrong}")
+    return Outcome(spec.name, runs_on, checks, tuple(failures), time.perf_counter() - start)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0]
+
+
+def _compare(spec: Spec, sample: Sample) -> str | None:
+    """Return how a call differs from float64 by more than its budget, or ``None``."""
+    baseline = spec.eager if not sample.random else _on_reference(spec)
+    call = Call.of(spec, sample)
+    truth = _results(call.double(), baseline)
+    eager = _results(call, baseline)
+    actual = _results(call, spec.op)
+    depth = max((leaf.numel() for leaf in call.leaves), default=1)
+    for name, want in truth.items():
+        got, base = actual[name], eager[name]
+        if (got is None) != (want is None):
+            return f"{name} is {'missing' if got is None else 'unexpected'}"
+        if got is None or want is None or base is None:
+            continue
+        if got.shape != want.shape or got.dtype != base.dtype:
+            return f"{name} is {_kind(got)}, wanted {_kind(base)}"
+        budget = dtypes.error_budget(base, want, got.dtype, depth=depth)
+        error = (got.double() - want).abs()
+        same = (got.double() == want) | (got.isnan() & want.isnan())
+        wrong = ~same & ~(error <= budget)
+        if wrong.any():
+            largest = float(error[wrong].nan_to_num(float("inf")).max())
+            return (
+                f"{name} differs from float64 by up to {largest:.3g} "
+                f"at {int(wrong.sum())} of {got.numel()} elements"
+            )
+    return None
+
+
+def _results(call: Call, function: Callable[..., Any]) -> dict[str, torch.Tensor | None]:
+    """Return outputs and gradients by name, after a fixed seed."""
+    torch.manual_seed(0)
+    outputs = call.forward(function)
+    grads = call.backward(outputs) if call.leaves and differentiable(outputs) else ()
+    named: dict[str, torch.Tensor | None] = {
+        f"output {index}": output.detach() for index, output in enumerate(tensors(outputs))
+    }
+    return named | {f"gradient {index}": grad for index, grad in enumerate(grads)}
+
+
+def _on_reference(spec: Spec) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with backends.use_backend("torch"):
+            return spec.op(*args, **kwargs)
+
+    return run
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def _resolution(spec: Spec, samples: list[Sample]) -> str:
+    """Return which backend runs the op's first non-empty sample, and why not a better one."""
+    given = next(sample for sample in samples if all(tensor.numel() for tensor in sample.leaves))
+    with _Listener() as heard:
+        outputs = spec.op(*given.args, **given.kwargs)
+        Call.of(spec, given).backward(outputs)
+    parts = dict.fromkeys(
+        str(backends.resolve(name, *args, backward=backward))
+        for name, args, backward in heard.calls
+    )
+    return "; ".join(parts)
+
+
+class _Listener(TorchDispatchMode):
+    """Notes each call of a fusedops op, with its arguments as the dispatcher has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, tuple[Any, ...], bool]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        namespace, _, full = func._schema.name.partition("::")
+        name = full.removesuffix("_backward")
+        if namespace == "fusedops" and name in backends.op_names():
+            # The dispatcher leaves trailing defaults out; the backends' checks want them all.
+            rest = func._schema.arguments[len(args) :]
+            filled = [(kwargs or {}).get(each.name, each.default_value) for each in rest]
+            self.calls.append((name, (*args, *filled), full != name))
+        return func(*args, **(kwargs or {}))
