@@ -1,0 +1,190 @@
+"""The demo's figures: as a table, as JSON, and the verdict on the losses."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from .training import COMPARED, Comparison, Settings
+
+# Issue mark: relative difference of a step's loss in float32 over the first COMPARED steps.
+LOSS_DIFFERENCE_MARK = 1e-4
+
+
+@dataclass
+class Results:
+    """All that one run of the demo found.
+
+    Attributes:
+        corpus: description of the text.
+        parameters: number of the model's parameters.
+        settings: of the model and its training.
+        tuned: comparisons with the tuned allocator, one per dtype.
+        untuned: the same with the system's allocator settings; empty where not measured.
+        tuning: what ``fusedops.tune_host`` said.
+        sample: generated text, or None.
+        sample_steps: training steps of the model that wrote it.
+    """
+
+    corpus: str
+    parameters: int
+    settings: Settings
+    tuned: list[Comparison]
+    untuned: list[Comparison]
+    tuning: str
+    sample: str | None = None
+    sample_steps: int = 0
+
+
+def speed_up(comparison: Comparison) -> float:
+    """Return the median over steps of stock's time by the fused model's."""
+    return comparison.timing.ratio("stock", "fusedops").median
+
+
+def largest_difference(comparison: Comparison, steps: int | None = None) -> float:
+    """Return the largest relative loss difference to stock over the first ``steps`` steps."""
+    return max(comparison.loss_differences("stock", "fusedops")[:steps])
+
+
+def losses_agree(results: Results) -> bool:
+    """Tell whether the float32 losses of the first steps are equal within rounding."""
+    return all(
+        largest_difference(each, COMPARED) <= LOSS_DIFFERENCE_MARK
+        for each in results.tuned
+        if each.dtype == "float32"
+    )
+
+
+def print_report(results: Results, console: Console) -> None:
+    """Print the tables, the replaced modules and the sample."""
+    settings = results.settings
+    console.print(_speed_table(results))
+    console.print(
+        f"GPT-2 with {settings.layers} layers, hidden {settings.hidden}, {settings.heads} heads, "
+        f"{results.parameters / 1e6:.1f} M parameters; batches of {settings.batch_size} x "
+        f"{settings.seq_len} tokens of {results.corpus}; dropout 0; same weights, same batches. "
+        "Speed: median step of contenders that take turns. Memory: all tensors at the peak.",
+        style="dim",
+    )
+    console.print(_loss_table(results))
+    report = next((c.reports["fusedops"] for c in results.tuned if c.reports), None)
+    if report is not None:
+        console.print(str(report), markup=False, highlight=False)
+    disturbed = [
+        f"{each.dtype} {name}"
+        for each in results.tuned
+        for name in each.losses
+        if not each.timing.trusted(name) or each.timing.spread(name).iqr_share > 0.1
+    ]
+    if disturbed:
+        console.print(
+            f"Other work on this machine disturbed the timing of: {', '.join(disturbed)}.",
+            style="yellow",
+        )
+    if results.sample is not None:
+        console.rule(f"written by the fused model after {results.sample_steps} steps")
+        console.print(results.sample, markup=False)
+        console.rule()
+
+
+def _speed_table(results: Results) -> Table:
+    table = Table(title="Training speed, stock and fusedops")
+    table.add_column("dtype")
+    table.add_column("model")
+    table.add_column("allocator")
+    for heading in ("tokens/s", "ms/step", "speed-up", "peak memory"):
+        table.add_column(heading, justify="right")
+    untuned = {each.dtype: each for each in results.untuned}
+    for tuned in results.tuned:
+        rows = [("system", untuned.get(tuned.dtype)), ("tuned", tuned)]
+        for allocator, each in rows:
+            if each is None:
+                continue
+            for name in each.losses:
+                spread = each.timing.spread(name)
+                memory = each.peak_memory.get(name)
+                fused = name == "fusedops"
+                table.add_row(
+                    each.dtype,
+                    name,
+                    allocator,
+                    f"{each.tokens_per_second(name):,.0f}",
+                    f"{spread.median * 1e3:.0f} ({spread.q1 * 1e3:.0f}-{spread.q3 * 1e3:.0f})",
+                    f"{speed_up(each):.2f}x" if fused else "1",
+                    f"{memory / 2**20:.0f} MiB" if memory else "",
+                    style="bold" if fused and allocator == "tuned" else "",
+                )
+        table.add_section()
+    return table
+
+
+def _loss_table(results: Results) -> Table:
+    table = Table(title="Losses")
+    table.add_column("dtype")
+    for heading in (
+        "steps",
+        "validation stock",
+        "validation fusedops",
+        f"largest difference, steps 1-{COMPARED}",
+        "all steps",
+    ):
+        table.add_column(heading, justify="right")
+    for each in results.tuned:
+        table.add_row(
+            each.dtype,
+            str(len(each.losses["stock"])),
+            *(f"{each.validation_losses[name]:.4f}" for name in ("stock", "fusedops")),
+            f"{largest_difference(each, COMPARED):.1e}",
+            f"{largest_difference(each):.1e}",
+        )
+    return table
+
+
+def as_json(results: Results) -> dict[str, Any]:
+    """Return everything that was found, ready for ``json.dumps``."""
+    rows = []
+    for allocator, comparisons in (("system", results.untuned), ("tuned", results.tuned)):
+        for each in comparisons:
+            rows += [_row(each, name, allocator) for name in each.losses]
+    return {
+        "corpus": results.corpus,
+        "parameters": results.parameters,
+        "settings": asdict(results.settings),
+        "tuning": results.tuning.splitlines(),
+        "rows": rows,
+        "comparisons": [
+            {
+                "dtype": each.dtype,
+                "speed_up": speed_up(each),
+                "largest_loss_difference_first_20": largest_difference(each, COMPARED),
+                "largest_loss_difference": largest_difference(each),
+                "losses": each.losses,
+                "step_seconds": each.timing.rounds,
+                "modules": [
+                    asdict(module)
+                    for module in (each.reports["fusedops"].modules if each.reports else ())
+                ],
+            }
+            for each in results.tuned
+        ],
+        "sample": results.sample,
+        "sample_steps": results.sample_steps,
+    }
+
+
+def _row(comparison: Comparison, name: str, allocator: str) -> dict[str, Any]:
+    spread = comparison.timing.spread(name)
+    return {
+        "dtype": comparison.dtype,
+        "model": name,
+        "allocator": allocator,
+        "tokens_per_second": comparison.tokens_per_second(name),
+        "step_seconds": asdict(spread),
+        "speed_up": speed_up(comparison) if name == "fusedops" else 1.0,
+        "trusted": comparison.timing.trusted(name),
+        "peak_memory_bytes": comparison.peak_memory.get(name),
+        "validation_loss": comparison.validation_losses.get(name),
+    }

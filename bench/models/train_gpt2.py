@@ -1,0 +1,327 @@
+"""Train a small GPT-2 on Python source, stock and with fusedops, and compare them.
+
+    python bench/models/train_gpt2.py            # what `make demo` runs; about two minutes
+
+The model is built by transformers from a configuration, the text is the source of the installed
+sympy package, and the vocabulary is trained here: nothing is downloaded. It writes demo.json,
+demo.png and demo_sample.txt into the output directory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from gpt2_demo import chart, report, training, untuned
+from gpt2_demo.corpus import Corpus, Source, load_corpus
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from transformers.utils import logging as transformers_logging
+
+import fusedops
+from fusedops.cli import files
+from fusedops.cli.bench import machine
+from fusedops.cli.files import UserError
+
+DTYPES = ("float32", "bfloat16")
+HEAD_DIM = 64
+UNTUNED_STEPS = training.UNTIMED + 7
+PROMPT = "def "
+SAMPLE_TOKENS = 220
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What fits a device: steps large enough to mean something, a run of about two minutes."""
+
+    layers: int
+    hidden: int
+    vocab: int
+    seq_len: int
+    batch: int
+    steps: int
+    more_steps: int
+
+
+DEFAULTS = {
+    "cpu": Defaults(4, 512, 4096, 256, 4, 40, 200),
+    "cuda": Defaults(12, 768, 8192, 1024, 16, 100, 400),
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one sentence."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ``UserError`` where argparse prints its usage and exits."""
+        raise UserError(f"{message}; --help lists the options")
+
+
+def _whole(least: int, most: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(
+                f"must be a whole number from {least} to {most}, got {text!r}"
+            )
+        return value
+
+    return parse
+
+
+def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the options, checked and complete.
+
+    Raises:
+        UserError: one of them makes no sense.
+    """
+    parser = Parser(description=(__doc__ or "").split("\n")[0])
+    add = parser.add_argument
+    add("--steps", type=_whole(1, 10**6), help="training steps of each model and dtype")
+    add("--more-steps", type=_whole(0, 10**6), help="further steps of the model that writes")
+    add("--layers", type=_whole(1, 1000))
+    add("--hidden", type=_whole(HEAD_DIM, 65536), help=f"a multiple of {HEAD_DIM}")
+    add("--vocab", type=_whole(300, 65536), help="entries of the byte-pair vocabulary")
+    add("--seq-len", type=_whole(8, 65536))
+    add("--batch", type=_whole(1, 65536), help="sequences in a batch")
+    add("--dtype", choices=("both", *DTYPES), default="both", help="bfloat16 is autocast")
+    add("--seed", type=_whole(0, 2**31), default=0)
+    add("--device", help="cpu, cuda or cuda:N (default: cuda where there is a GPU)")
+    add("--corpus", type=Path, help="directory of Python files (default: the installed sympy)")
+    add("--out", type=Path, default=Path("out"), help="output directory (default: out)")
+    add("--time-limit", type=_whole(1, 10**6), default=150, help="seconds after which to cut steps")
+    add("--no-generate", action="store_true", help="no sample of generated code")
+    add("--no-untuned", action="store_true", help="no rows with the system's allocator settings")
+    add("--json", action="store_true", help="print the results as JSON instead of tables")
+    add("--record", action="store_true", help="keep the results in bench/results/<device>")
+    options = parser.parse_args(arguments)
+    options.device = _device(options.device)
+    defaults = DEFAULTS["cuda" if options.device.startswith("cuda") else "cpu"]
+    for name, value in vars(defaults).items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    if options.hidden % HEAD_DIM:
+        raise UserError(
+            f"argument --hidden: must be a multiple of {HEAD_DIM}, got {options.hidden}"
+        )
+    return options
+
+
+def _device(asked: str | None) -> str:
+    if asked is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    kind, _, index = asked.partition(":")
+    if kind not in ("cpu", "cuda") or (index and (kind == "cpu" or not index.isdigit())):
+        raise UserError(f"argument --device: must be cpu, cuda or cuda:N, got {asked!r}")
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if kind == "cuda" and int(index or 0) >= found:
+        raise UserError(f"argument --device: {asked} was asked for, but torch sees {found} GPUs")
+    return asked
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[Progress]:
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description:<32}"),
+        BarColumn(bar_width=16),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
+    with Progress(*columns, console=console) as progress:
+        yield progress
+
+
+def _task(progress: Progress, what: str, total: int) -> Callable[[str, float], None]:
+    """Return what a training loop calls after each step."""
+    task = progress.add_task(what, total=total, note="")
+
+    def advance(name: str, loss: float) -> None:
+        progress.update(task, advance=1, note=f"{name} {loss:.3f}")
+
+    return advance
+
+
+def _steps_that_fit(wanted: int, seconds_per_step: float, seconds: float) -> int:
+    return max(0, min(wanted, math.floor(seconds / seconds_per_step)))
+
+
+def run(options: argparse.Namespace, console: Console) -> report.Results:
+    """Do everything but write files.
+
+    Raises:
+        UserError: no corpus.
+    """
+    start = time.monotonic()
+    dtypes = DTYPES if options.dtype == "both" else (options.dtype,)
+    settings = training.Settings(
+        layers=options.layers,
+        hidden=options.hidden,
+        heads=options.hidden // HEAD_DIM,
+        vocab_size=options.vocab,
+        seq_len=options.seq_len,
+        batch_size=options.batch,
+        steps=options.steps,
+        seed=options.seed,
+        device=options.device,
+    )
+    tokens = (options.steps + options.more_steps) * settings.tokens_per_step
+    source = Source(
+        options.corpus,
+        options.out / "cache",
+        vocab_size=options.vocab,
+        train_bytes=max(8_000_000, 8 * tokens),
+        min_tokens=options.seq_len,
+        seed=options.seed,
+    )
+    contenders = (training.STOCK, training.FUSED)
+    on_cpu = options.device == "cpu"
+    with _progress(console) as progress:
+        reading = progress.add_task("read and tokenize the corpus", total=1, note="")
+        corpus = load_corpus(source)
+        progress.update(reading, advance=1, note=corpus.description)
+        slow: list[training.Comparison] = []
+        if on_cpu and not options.no_untuned:
+            few = replace(settings, steps=min(UNTUNED_STEPS, settings.steps))
+            total = len(dtypes) * len(contenders) * few.steps
+            step = _task(progress, "short run, system allocator", total)
+            slow = untuned.measure_untuned(source, few, dtypes, on_step=step)
+        tuning = str(fusedops.tune_host()) if on_cpu else ""
+        fast = []
+        for position, dtype in enumerate(dtypes):
+            left = options.time_limit - (time.monotonic() - start)
+            step = _task(progress, f"train in {dtype}", len(contenders) * settings.steps)
+            comparison, trainers = training.compare(
+                contenders,
+                corpus,
+                settings,
+                dtype,
+                seconds=left / (len(dtypes) - position + 0.5),
+                on_step=step,
+            )
+            training.inspect(comparison, trainers, corpus)
+            fast.append(comparison)
+        writer = trainers["fusedops"]
+        results = report.Results(
+            corpus=corpus.description,
+            parameters=sum(p.numel() for p in writer.model.parameters()),
+            settings=settings,
+            tuned=fast,
+            untuned=slow,
+            tuning=tuning,
+        )
+        del trainers
+        if not options.no_generate:
+            results.sample = _write_code(options, progress, writer, corpus, fast[-1], start)
+            results.sample_steps = len(writer.losses)
+    return results
+
+
+def _write_code(
+    options: argparse.Namespace,
+    progress: Progress,
+    writer: training.Trainer,
+    corpus: Corpus,
+    comparison: training.Comparison,
+    start: float,
+) -> str:
+    """Train the fused model on for as long as the time limit allows, and let it write."""
+    left = options.time_limit - (time.monotonic() - start)
+    median = comparison.timing.spread("fusedops").median
+    steps = _steps_that_fit(options.more_steps, median, left)
+    if steps:
+        step = _task(progress, f"train fusedops on in {comparison.dtype}", steps)
+        training.train_on(writer, corpus, steps, on_step=step)
+    task = progress.add_task("generate code", total=1, note="")
+    sample = training.generate(writer, corpus, PROMPT, SAMPLE_TOKENS)
+    progress.update(task, advance=1)
+    return sample
+
+
+def _recorded(results: report.Results, device: torch.device) -> dict[str, object]:
+    return {
+        "machine": machine.describe(device),
+        "versions": machine.versions(),
+        "source": machine.git_commit(),
+        **report.as_json(results),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the demo.
+
+    Returns:
+        0; or 1 where training failed or the losses are not equal.
+
+    Raises:
+        SystemExit: with code 2 and one sentence, for what the user can put right.
+    """
+    with files.one_line_errors():
+        options = parse_options(arguments)
+        try:
+            return _demo(options)
+        except FloatingPointError as error:
+            print(f"training failed: {error}", file=sys.stderr)
+            return 1
+
+
+def _demo(options: argparse.Namespace) -> int:
+    transformers_logging.set_verbosity_error()
+    device = torch.device(options.device)
+    files.make_folder(options.out / "cache")
+    targets = {name: options.out / f"demo{name}" for name in (".json", ".png", "_sample.txt")}
+    if options.record:
+        folder = Path(__file__).resolve().parents[1] / "results" / machine.machine(device).slug
+        targets["record"] = files.make_folder(folder) / "demo.json"
+    for target in targets.values():
+        files.check_writable(target)
+
+    results = run(options, Console(stderr=True))
+    record = _recorded(results, device)
+    if options.json:
+        print(json.dumps(record, indent=1))
+    else:
+        report.print_report(results, Console())
+    files.write_json(targets[".json"], record)
+    if options.record:
+        files.write_json(targets["record"], record)
+    with files.replacing(targets[".png"]) as file:
+        file.write(chart.draw(results))
+    if results.sample is not None:
+        files.write_text(targets["_sample.txt"], results.sample + "\n")
+    print(f"wrote {targets['.png']} and {targets['.json']}", file=sys.stderr)
+    if not report.losses_agree(results):
+        print(
+            f"the float32 losses differ by more than {report.LOSS_DIFFERENCE_MARK} of stock's "
+            f"within the first {training.COMPARED} steps",
+            file=sys.stderr,
+        )
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)
