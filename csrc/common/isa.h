@@ -19,6 +19,9 @@ inline Isa current_isa() {
   return isa;
 }
 
+// Whether the AVX512 kernels may use vcvtneps2bf16, one instruction instead of eight (csrc/isa.cpp).
+extern const bool kHasAvx512Bf16;
+
 }  // namespace fusedops
 
 #if defined(__x86_64__)

@@ -9,6 +9,8 @@
 #include <ATen/cpu/vec/vec.h>
 #include <c10/util/BFloat16.h>
 
+#include "../common/isa.h"
+
 namespace fusedops::CPU_CAPABILITY {
 namespace {
 
@@ -16,6 +18,19 @@ template <typename T>
 using Acc = std::conditional_t<std::is_same_v<T, double>, double, float>;
 template <typename T>
 using Vec = at::vec::Vectorized<Acc<T>>;
+
+#if defined(CPU_CAPABILITY_AVX512)
+// Rounds to nearest even. The instruction stands as assembly because the AVX512 build is for
+// processors without it too; it takes subnormal numbers (below 1.2e-38) for zero.
+inline __m256i round_to_bf16(__m512 values) {
+  if (__builtin_expect(kHasAvx512Bf16, 1)) {
+    __m256i rounded;
+    asm("vcvtneps2bf16 %1, %0" : "=v"(rounded) : "v"(values));
+    return rounded;
+  }
+  return at::vec::cvtfp32_bf16(values);
+}
+#endif
 
 // Elements 0..count-1 from memory, the others zero.
 template <typename T>
@@ -57,7 +72,7 @@ inline void store_vec(T* to, const Vec<T>& vector) {
     vector.store(to);
   } else {
 #if defined(CPU_CAPABILITY_AVX512)
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), at::vec::cvtfp32_bf16(vector));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), round_to_bf16(vector));
 #elif defined(CPU_CAPABILITY_AVX2)
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to), at::vec::cvtfp32_bf16(vector));
 #else
@@ -74,7 +89,7 @@ inline void stream_vec(T* to, const Vec<T>& vector) {
   if constexpr (std::is_same_v<T, float>) return _mm512_stream_ps(to, vector);
   if constexpr (std::is_same_v<T, double>) return _mm512_stream_pd(to, vector);
   if constexpr (std::is_same_v<T, c10::BFloat16>) {
-    return _mm256_stream_si256(reinterpret_cast<__m256i*>(to), at::vec::cvtfp32_bf16(vector));
+    return _mm256_stream_si256(reinterpret_cast<__m256i*>(to), round_to_bf16(vector));
   }
 #elif defined(CPU_CAPABILITY_AVX2)
   if constexpr (std::is_same_v<T, float>) return _mm256_stream_ps(to, vector);
