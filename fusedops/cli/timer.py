@@ -123,6 +123,10 @@ class Timing:
         pairs = zip(self.rounds[name], self.kept(name), strict=True)
         return [value for value, good in pairs if good]
 
+    def best(self, name: str) -> float:
+        """Return the shortest sample: for limits and overheads, which only have a least value."""
+        return min(self.samples(name))
+
     def discarded(self, name: str) -> int:
         """Return how many samples of a variant do not count."""
         return len(self.rounds[name]) - len(self.samples(name))

@@ -27,8 +27,8 @@ from fusedops.specs import BenchCase, Sample, Spec
 
 # Above this many elements a float64 copy of all intermediates would not fit beside the rest.
 _LARGEST_TRUTH = 1 << 28
-# A call on fewer bytes than this is all overhead.
-_TINY = 1 << 17
+# A call on fewer elements than this is all overhead, and too small to be split among threads.
+_TINY = 1 << 13
 _HOST_PLAN = Plan(least=9, most=40, seconds=0.2)
 
 Error = tuple[float, float]
@@ -43,6 +43,7 @@ class Settings:
         plan: how long each direction is timed.
         compiled: include torch.compile.
         only: contenders to keep beside eager; empty keeps all.
+        all_backends: time the reference and the automatically chosen backend by name too.
         allocator: ``"tuned"`` or ``"system"``: what the process was set to.
         cache_bytes: size of the last cache.
         say: told what is being done.
@@ -52,6 +53,7 @@ class Settings:
     plan: Plan
     compiled: bool
     only: Sequence[str]
+    all_backends: bool
     allocator: str
     cache_bytes: int
     say: Callable[[str], None]
@@ -83,7 +85,13 @@ def run_case(
     call = Call.of(spec, case.make(settings.device, dtype))
     if settings.compiled:
         settings.say("compiling")
-    able, notes = contenders(spec, call, compiled=settings.compiled, only=settings.only)
+    able, notes = contenders(
+        spec,
+        call,
+        compiled=settings.compiled,
+        only=settings.only,
+        all_backends=settings.all_backends,
+    )
     settings.say("errors")
     errors, why_no_error = _errors(spec, call, able)
     ran = {each.name: backend_of(each, call) for each in able if each.ours}
@@ -106,7 +114,7 @@ def run_case(
                     work,
                     backend=ran.get(each.name, ""),
                     allocator=settings.allocator,
-                    in_cache=work.bytes_moved < settings.cache_bytes,
+                    in_cache=work.bytes_moved < 2 * settings.cache_bytes,
                     host=host.get((each.name, direction)),
                     peak=peaks[each.name],
                     error=errors.get((each.name, direction)),
@@ -119,7 +127,7 @@ def run_case(
 def host_overhead(
     spec: Spec, dtype: torch.dtype, settings: Settings
 ) -> dict[tuple[str, str], float]:
-    """Return the seconds that a call on a tiny input takes, per contender and direction.
+    """Return the least seconds of a call on a tiny input, per contender and direction.
 
     On CUDA it is the time until the host may go on. torch.compile is left out: it would compile
     once more for the size.
@@ -129,24 +137,21 @@ def host_overhead(
         return {}
     call = Call.of(spec, sample)
     only = [name for name in settings.only if name != COMPILE]
-    able, _ = contenders(spec, call, compiled=False, only=only)
+    able, _ = contenders(spec, call, compiled=False, only=only, all_backends=settings.all_backends)
     overhead = {}
     for direction in DIRECTIONS if call.leaves else DIRECTIONS[:1]:
         variants = [_variant(each, call, direction, synced=settings.device) for each in able]
         timing = measure(variants, CpuClock(), _HOST_PLAN)
         for each in able:
-            overhead[each.name, direction] = timing.spread(each.name).median
+            overhead[each.name, direction] = timing.best(each.name)
     return overhead
 
 
 def tiny_sample(spec: Spec, device: torch.device, dtype: torch.dtype) -> Sample | None:
-    """Return a call of the op that is all overhead: its smallest case, else a test sample."""
-    smallest = min(spec.bench_cases, key=lambda case: case.bytes_forward(dtype), default=None)
-    if smallest is not None and smallest.bytes_forward(dtype) <= _TINY:
-        return smallest.make(device, dtype)
+    """Return a call of the op that is all overhead: its first test sample of a tiny size."""
     for sample in spec.samples(device, dtype):
-        given = [arg for arg in sample.args if isinstance(arg, torch.Tensor)]
-        if given and all(arg.numel() > 1 for arg in given):
+        sizes = [leaf.numel() for leaf in sample.leaves]
+        if sizes and min(sizes) > 1 and sum(sizes) < _TINY:
             return sample
     return None
 

@@ -95,6 +95,9 @@ def _bars(
             else None,
             error_kw={"linewidth": 0.8},
         )
+        for bar, (_, row) in zip(bars, found, strict=True):
+            bar.set_hatch("" if row.trusted else "///")
+            bar.set_edgecolor("white")
         axis.bar_label(bars, [text.format(value(row)) for _, row in found], padding=3, fontsize=7)
     axis.set_yticks(range(len(labels)), [f"{op} {case}\n{dtype}" for op, case, dtype in labels])
     axis.tick_params(labelsize=8)
@@ -122,7 +125,9 @@ def _headline(record: Record) -> str:
     machine, versions = record.machine, record.versions
     copy = record.limits["copy"]["rate"] / 1e9
     commit = record.git.get("commit", "")[:10]
+    doubtful = not all(row.trusted for row in record.rows)
+    warning = "\nhatched: disturbed by other work while measured" if doubtful else ""
     return (
         f"fusedops {commit} on {machine['slug']} ({machine['name']}), torch {versions['torch']}, "
-        f"allocator {record.settings['allocator']}, copy {copy:.0f} GB/s"
+        f"allocator {record.settings['allocator']}, copy {copy:.0f} GB/s{warning}"
     )

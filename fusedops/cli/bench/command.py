@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -63,6 +63,10 @@ def run(
             help="Comma-separated: compile, fusedops, fusedops:cpp, a peer... eager runs always."
         ),
     ] = "",
+    all_backends: Annotated[
+        bool,
+        typer.Option("--all-backends", help="Also the reference, and the chosen backend by name."),
+    ] = False,
     no_compile: Annotated[
         bool, typer.Option("--no-compile", help="Leave torch.compile out (it compiles for long).")
     ] = False,
@@ -116,6 +120,7 @@ def run(
             names,
             where,
             only,
+            all_backends=all_backends,
             compiled=not (no_compile or quick or (only and "compile" not in only)),
             quick=quick,
             seconds=seconds,
@@ -225,6 +230,7 @@ def _measure(
     device: torch.device,
     only: list[str],
     *,
+    all_backends: bool,
     compiled: bool,
     quick: bool,
     seconds: float,
@@ -248,6 +254,16 @@ def _measure(
     here = machine.describe(device)
     clock = clock_for(device)
     timing = Plan(least=5, most=15, seconds=seconds / 4) if quick else Plan(seconds=seconds)
+    common = Settings(
+        device=device,
+        plan=timing,
+        compiled=compiled,
+        only=only,
+        all_backends=all_backends,
+        allocator=allocator,
+        cache_bytes=here["cache_bytes"],
+        say=lambda what: None,
+    )
     rows: list[Row] = []
     notes: list[str] = []
     overhead: dict[tuple[str, torch.dtype], dict[tuple[str, str], float]] = {}
@@ -262,9 +278,7 @@ def _measure(
                 def say(what: str, title: str = title) -> None:
                     progress.say(f"{title}: {what}")
 
-                settings = Settings(
-                    device, timing, compiled, only, allocator, here["cache_bytes"], say
-                )
+                settings = replace(common, say=say)
                 if (spec.name, each) not in overhead:
                     say("host overhead")
                     overhead[spec.name, each] = host_overhead(spec, each, settings)

@@ -107,7 +107,7 @@ def differentiable(outputs: Any) -> tuple[torch.Tensor, ...]:
 
 
 def contenders(
-    spec: Spec, call: Call, *, compiled: bool, only: Sequence[str]
+    spec: Spec, call: Call, *, compiled: bool, only: Sequence[str], all_backends: bool = False
 ) -> tuple[list[Contender], list[str]]:
     """Return who can run ``call``, eager first, and a note for each who cannot.
 
@@ -115,7 +115,9 @@ def contenders(
         spec: the op.
         call: what they must be able to run.
         compiled: include torch.compile.
-        only: names to keep beside eager; empty keeps all.
+        only: names to keep beside eager; empty keeps all, but of the backends only those that
+            the automatic choice stands before: not the one it takes, not the reference.
+        all_backends: keep those too.
     """
     notes = []
     chosen = [Contender(EAGER, spec.eager)]
@@ -123,9 +125,13 @@ def contenders(
         torch._dynamo.reset()
         chosen.append(Contender(COMPILE, torch.compile(spec.eager, dynamic=False)))
     candidates = [Contender(AUTOMATIC, spec.op)]
-    candidates += [
-        Contender(f"{AUTOMATIC}:{name}", spec.op, name) for name in _backends_of(call.leaves)
-    ]
+    names_of_backends = _backends_of(call.leaves)
+    if not (only or all_backends):
+        taken = backend_of(candidates[0], call)
+        names_of_backends = tuple(
+            name for name in names_of_backends if name not in (taken, "torch")
+        )
+    candidates += [Contender(f"{AUTOMATIC}:{name}", spec.op, name) for name in names_of_backends]
     candidates += [Contender(label, peer) for label, peer in spec.peers().items()]
     chosen += [candidate for candidate in candidates if _wanted(candidate.name, only)]
     able = []

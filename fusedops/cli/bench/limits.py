@@ -25,7 +25,7 @@ class Limit:
     """A measured rate and the way that reached it.
 
     Attributes:
-        rate: bytes or floating-point operations per second.
+        rate: bytes or floating-point operations per second, of the best sample.
         way: which of the ways was the fastest.
         others: the other ways and their rates.
     """
@@ -107,7 +107,7 @@ def _matmul(device: torch.device, dtype: torch.dtype, clock: Clock) -> Limit:
 def _best(ways: dict[str, Callable[[], object]], work: int, clock: Clock) -> Limit:
     variants = [Variant(name, lambda _, run=run: run()) for name, run in ways.items()]  # type: ignore[misc]
     timing = measure(variants, clock, _PLAN)
-    rates = {name: work / timing.spread(name).median for name in ways}
+    rates = {name: work / timing.best(name) for name in ways}
     way = max(rates, key=rates.__getitem__)
     rate = rates.pop(way)
     return Limit(rate, way, rates)

@@ -7,7 +7,9 @@ past torch (oneDNN's scratchpad, the C library's own) is not in it. On CUDA torc
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import os
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,9 +20,7 @@ def peak_bytes(run: Callable[[], Any], device: torch.device) -> int:
     """Return how many bytes above the start ``run`` held at its peak, results included."""
     if device.type == "cuda":
         return _peak_cuda(run, device)
-    with profile(
-        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False
-    ) as record:
+    with _silent(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         result = run()
         del result
     kineto = record.profiler
@@ -32,6 +32,20 @@ def peak_bytes(run: Callable[[], Any], device: torch.device) -> int:
         held += block.nbytes()
         peak = max(peak, held)
     return peak
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Send the C++ profiler's lines on stderr (four per use in torch 2.13) nowhere."""
+    saved = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(nowhere)
+        os.close(saved)
 
 
 def _peak_cuda(run: Callable[[], Any], device: torch.device) -> int:

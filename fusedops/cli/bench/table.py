@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from rich.console import Console
@@ -12,6 +13,7 @@ from fusedops.cli.bench.results import Record, Row
 
 # A pipe has no width; rich would squeeze the table into 80 columns.
 _PIPE_WIDTH = 150
+_WIDE = 132
 
 
 def console() -> Console:
@@ -23,11 +25,16 @@ def console() -> Console:
 def show(record: Record, out: Console) -> None:
     """Print machine, limits and one table per op and dtype."""
     show_limits(record, out)
+    narrow = out.width < _WIDE
     for op, dtype in dict.fromkeys((row.op, row.dtype) for row in record.rows):
         rows = [row for row in record.rows if (row.op, row.dtype) == (op, dtype)]
-        out.print(_table(op, dtype, rows, record))
+        out.print(_table(op, dtype, rows, record, narrow))
+    if narrow:
+        out.print(f"{_WIDE} columns also show spread, host overhead, mean error", style="dim")
     if any(row.in_cache for row in record.rows):
-        out.print("* fits the last cache: may exceed the limit of memory", style="dim")
+        out.print(
+            "* part of it stays in the last cache: may exceed the limit of memory", style="dim"
+        )
     for note in (*record.notes, *_warnings(record)):
         out.print(Text(f"note: {note}", style="yellow"))
 
@@ -53,7 +60,7 @@ def _others(limit: dict[str, Any]) -> str:
     return "".join(f"; {way} {rate / 1e12:.2f}" for way, rate in limit["others"].items())
 
 
-def _table(op: str, dtype: str, rows: list[Row], record: Record) -> Table:
+def _table(op: str, dtype: str, rows: list[Row], record: Record, narrow: bool) -> Table:
     allocator = record.settings["allocator"]
     table = Table(
         title=f"{op}  {dtype}  (allocator {allocator} for all rows)",
@@ -65,9 +72,20 @@ def _table(op: str, dtype: str, rows: list[Row], record: Record) -> Table:
     table.add_column("size", no_wrap=True)
     table.add_column("direction", no_wrap=True)
     table.add_column("who", no_wrap=True)
-    for name in ("x eager", "time us", "+-", "TFLOP/s" if has_products else "GB/s", "of limit"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for name in ("host us", "peak MiB", "ulp max", "mean"):
+    rate = "TFLOP/s" if has_products else "GB/s"
+    figures = [
+        "x eager",
+        "time us",
+        "+-",
+        rate,
+        "of limit",
+        "host us",
+        "peak MiB",
+        "ulp max",
+        "mean",
+    ]
+    shown = [not narrow or name not in ("+-", "host us", "mean") for name in figures]
+    for name in itertools.compress(figures, shown):
         table.add_column(name, justify="right", no_wrap=True)
     before = ("", "")
     for index, row in enumerate(rows):
@@ -78,19 +96,25 @@ def _table(op: str, dtype: str, rows: list[Row], record: Record) -> Table:
             row.case if first else "",
             row.direction if first else "",
             _who(row),
-            Text(f"{row.speedup:.2f}", style=_style(row)),
-            _number(row.median_us) + ("" if row.trusted else "?"),
-            f"{50 * (row.q3_us - row.q1_us) / row.median_us:.0f}%",
-            _number(row.tflop_per_s if has_products else row.gb_per_s),
-            f"{100 * row.limit_share:.0f}%" + "*" * row.in_cache,
-            _number(row.host_us),
-            _number(None if row.peak_bytes is None else row.peak_bytes / 2**20),
-            _number(row.error_max_ulps),
-            _number(row.error_mean_ulps),
+            *itertools.compress(_figures(row, has_products), shown),
             style="bold" if row.variant == "fusedops" else "",
             end_section=last,
         )
     return table
+
+
+def _figures(row: Row, has_products: bool) -> list[str | Text]:
+    return [
+        Text(f"{row.speedup:.2f}", style=_style(row)),
+        _number(row.median_us) + ("" if row.trusted else "?"),
+        f"{50 * (row.q3_us - row.q1_us) / row.median_us:.0f}%",
+        _number(row.tflop_per_s if has_products else row.gb_per_s),
+        f"{100 * row.limit_share:.0f}%" + "*" * row.in_cache,
+        _number(row.host_us),
+        _number(None if row.peak_bytes is None else row.peak_bytes / 2**20),
+        _number(row.error_max_ulps),
+        _number(row.error_mean_ulps),
+    ]
 
 
 def _who(row: Row) -> str:
