@@ -19,14 +19,6 @@
 namespace fusedops::CPU_CAPABILITY {
 namespace {
 
-// Element (i, j) is data[i * row_stride + j * column_stride].
-template <typename T>
-struct Matrix {
-  const T* data;
-  int64_t row_stride;
-  int64_t column_stride;
-};
-
 // The lines of an operand: line w, element k is data[w * line_stride + k * k_stride].
 template <typename T>
 struct Lines {

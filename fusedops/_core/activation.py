@@ -1,7 +1,7 @@
 """The names and formulae of the activations, once.
 
 The order of ``ACTIVATIONS`` is that of ``enum class Activation`` in ``csrc/cpu/activation.h``:
-kernels receive the index. Every formula is made of differentiable torch operations, so that it
+kernels find it by name. Every formula is made of differentiable torch operations, so that it
 is also the specification of the first and second derivative.
 
 The field's names disagree: what Hugging Face calls ``gelu`` is the erf form, its ``gelu_new``,
@@ -10,6 +10,7 @@ The field's names disagree: what Hugging Face calls ``gelu`` is the erf form, it
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -43,6 +44,36 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": _gelu_tanh,
     "fast_gelu": fast_gelu,
+}
+
+
+
+def _gated_slope(x: torch.Tensor, z: torch.Tensor, dz: torch.Tensor | float) -> torch.Tensor:
+    """Return the derivative of ``x * sigmoid(z(x))`` given ``z`` and ``dz = z'(x)``."""
+    return torch.sigmoid(z) + x * dz * torch.sigmoid(z) * torch.sigmoid(-z)
+
+
+def _gelu_slope(x: torch.Tensor) -> torch.Tensor:
+    density = torch.exp(-0.5 * x.square()) / math.sqrt(2 * math.pi)
+    return 0.5 * torch.erfc(x * -math.sqrt(0.5)) + x * density
+
+
+def _gelu_tanh_slope(x: torch.Tensor) -> torch.Tensor:
+    # (1 + tanh u) / 2 = sigmoid(2 u)
+    scale = math.sqrt(8 / math.pi)
+    z = scale * (x + 0.044715 * x * x.square())
+    return _gated_slope(x, z, scale * (1 + 3 * 0.044715 * x.square()))
+
+
+# The derivatives, in differentiable torch operations: the specification of the kernels' backward.
+SLOPES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "identity": torch.ones_like,
+    "relu": lambda x: (x > 0).to(x.dtype),
+    "relu2": lambda x: 2 * torch.relu(x),
+    "silu": lambda x: _gated_slope(x, x, 1.0),
+    "gelu": _gelu_slope,
+    "gelu_tanh": _gelu_tanh_slope,
+    "fast_gelu": lambda x: _gated_slope(x, FAST_GELU_SLOPE * x, FAST_GELU_SLOPE),
 }
 
 # torch's `approximate` argument of gelu, extended by "fast" -> the activation's name.

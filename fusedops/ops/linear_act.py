@@ -1,0 +1,306 @@
+"""A linear layer and its activation in one product: the activation costs no pass over memory.
+
+    z = x W^T + b,   y = act(z)
+
+with ``torch.nn.functional.linear``'s weight ``[out, in]``. Kernels: ``csrc/cpu/linear_act.*`` and
+``csrc/cpu/gemm.*``, ``kernels/linear_act.py``; here are the public function, the specification and
+the registration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from fusedops._core import checks, dtypes
+from fusedops._core.activation import ACTIVATIONS, SLOPES
+from fusedops._core.library import Gradient, define_op
+from fusedops._core.sharding import PARTIAL, REPLICATE, Placement
+
+
+def linear_act(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    activation: str = "fast_gelu",
+) -> torch.Tensor:
+    """Apply a linear transformation and an activation.
+
+    ``y = act(x W^T + b)``
+
+    Args:
+        input: ``[..., in_features]``, any floating dtype, any strides.
+        weight: ``[out_features, in_features]``, dtype of ``input``; may be a transposed view (a
+            ``Conv1D`` weight), nothing is copied.
+        bias: ``[out_features]``, dtype of ``input``.
+        activation: ``"fast_gelu"`` (``x * sigmoid(1.702 x)``), ``"gelu"`` (erf), ``"gelu_tanh"``,
+            ``"silu"``, ``"relu"``, ``"relu2"`` or ``"identity"``.
+
+    Returns:
+        ``[..., out_features]``, dtype of ``input``, contiguous.
+
+    Raises:
+        ValueError: a shape or device does not fit, or ``activation`` is unknown.
+        TypeError: an argument is no tensor, or its dtype does not fit.
+
+    Note:
+        Products accumulate in float32 (float64 for float64); the bias and the activation act on
+        the sums, which are rounded once. On the CPU a row's result does not depend on the other
+        rows, nor any result on the number of threads. Saves ``input``, the parameters and the
+        pre-activation (none for ``"identity"``, none where no gradient is wanted). The weight's
+        gradient is laid out in memory as the weight is. Backends: cpp, triton, torch. Under
+        autocast all arguments are cast, as torch does for linear.
+
+    Reference:
+        Hendrycks, Gimpel: Gaussian Error Linear Units, arXiv:1606.08415.
+
+    Example:
+        >>> import torch, fusedops
+        >>> weight = torch.tensor([[1.0, 0.0], [1.0, 1.0]])
+        >>> fusedops.linear_act(torch.tensor([[2.0, -3.0]]), weight, activation="relu")
+        tensor([[2., 0.]])
+    """
+    op = "linear_act"
+    check_linear(op, input, weight, bias)
+    checks.choice(op, "activation", activation, ACTIVATIONS)
+    keep = wants_gradient(input, weight, bias)
+    return _OP(input, weight, bias, activation, keep)[0]  # type: ignore[no-any-return]
+
+
+def check_linear(
+    op: str, input: Any, weight: Any, bias: Any, names: tuple[str, str] = ("weight", "bias")
+) -> None:
+    """Raise unless ``weight`` and ``bias`` make a linear layer for ``input``."""
+    checks.tensor(op, "input", input)
+    if input.dim() == 0:
+        checks.fail(op, "input", "a tensor with at least one dimension", "a scalar")
+    features = input.shape[-1]
+    check_parameter(op, names[0], weight, input)
+    if weight.dim() != 2 or weight.shape[1] != features:
+        wanted = f"of shape [out_features, {features}] (input has {features} features)"
+        checks.fail(op, names[0], wanted, list(weight.shape))
+    if bias is not None:
+        check_parameter(op, names[1], bias, input)
+        checks.shape(op, names[1], bias, weight.shape[:1], f"the rows of {names[0]}")
+
+
+def check_parameter(op: str, name: str, value: Any, input: torch.Tensor) -> None:
+    """Raise unless ``value`` has the device of ``input``, and its dtype (autocast may cast)."""
+    same = not torch.is_autocast_enabled(input.device.type)
+    checks.like(op, name, value, "input", input, dtype=same)
+
+
+def wants_gradient(*tensors: torch.Tensor | None) -> bool:
+    """Return whether a graph is being recorded through one of ``tensors``."""
+    return torch.is_grad_enabled() and any(
+        tensor is not None and tensor.requires_grad for tensor in tensors
+    )
+
+
+def activate(preactivation: torch.Tensor, activation: str) -> torch.Tensor:
+    """Apply the activation in accumulation dtype and round once."""
+    wide = preactivation.to(dtypes.statistics_dtype(preactivation.dtype))
+    return ACTIVATIONS[activation](wide).to(preactivation.dtype)
+
+
+def activation_gradient(
+    grad: torch.Tensor, preactivation: torch.Tensor, activation: str
+) -> torch.Tensor:
+    """Return ``grad * act'(preactivation)`` in the dtype of ``grad``."""
+    if activation == "identity":
+        return grad
+    wide = dtypes.statistics_dtype(grad.dtype)
+    return (grad.to(wide) * SLOPES[activation](preactivation.to(wide))).to(grad.dtype)
+
+
+def rows_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor as a matrix ``[rows, features]``."""
+    return tensor.reshape(tensor.shape[:-1].numel(), tensor.shape[-1])
+
+
+def is_transposed(weight: torch.Tensor) -> bool:
+    """Return whether a weight is the transposed view of a dense matrix, as ``Conv1D``'s is."""
+    return not weight.is_contiguous() and weight.t().is_contiguous()
+
+
+def weight_gradient(grad: torch.Tensor, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return ``grad^T input`` over all rows, laid out as ``weight`` is."""
+    grad, input = rows_of(grad), rows_of(input)
+    if is_transposed(weight):
+        return (input.t() @ grad).contiguous().t()
+    return (grad.t() @ input).contiguous()
+
+
+def empty_weight_gradient(weight: torch.Tensor) -> torch.Tensor:
+    """Return an empty tensor in the layout that ``weight_gradient`` gives."""
+    if is_transposed(weight):
+        return weight.new_empty((weight.shape[1], weight.shape[0])).t()
+    return weight.new_empty(weight.shape)
+
+
+def bias_gradient(grad: torch.Tensor) -> torch.Tensor:
+    """Return the sum of ``grad`` over its rows, accumulated wide and rounded once."""
+    wide = dtypes.statistics_dtype(grad.dtype)
+    return rows_of(grad).sum(0, dtype=wide).to(grad.dtype)
+
+
+def preactivation_of(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    kept: torch.Tensor,
+) -> torch.Tensor:
+    """Return the kept pre-activation, or make it again.
+
+    Under a second derivative it is always made again: it is then a function of the inputs.
+    """
+    if torch.is_grad_enabled() or kept.numel() == 0:
+        return F.linear(input, weight, bias)
+    return kept
+
+
+def _keeps(activation: str, keep_preactivation: bool) -> bool:
+    return keep_preactivation and activation != "identity"
+
+
+def _reference(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str,
+    keep_preactivation: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    preactivation = F.linear(input, weight, bias)
+    if activation == "identity":
+        return preactivation.contiguous(), input.new_empty(0)
+    output = activate(preactivation, activation).contiguous()
+    return output, preactivation.contiguous() if keep_preactivation else input.new_empty(0)
+
+
+def _fake(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str,
+    keep_preactivation: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = (*input.shape[:-1], weight.shape[0])
+    kept = shape if _keeps(activation, keep_preactivation) else (0,)
+    return input.new_empty(shape), input.new_empty(kept)
+
+
+def _backward_reference(
+    grad_output: torch.Tensor,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    preactivation: torch.Tensor,
+    activation: str,
+    keep_preactivation: bool,
+    output_mask: Sequence[bool],
+) -> tuple[torch.Tensor | None, ...]:
+    grad = grad_output
+    if activation != "identity":
+        z = preactivation_of(input, weight, bias, preactivation)
+        grad = activation_gradient(grad_output, z, activation)
+    return (
+        (grad @ weight).contiguous() if output_mask[0] else None,
+        weight_gradient(grad, input, weight) if output_mask[1] else None,
+        bias_gradient(grad) if output_mask[2] else None,
+    )
+
+
+def _backward_fake(
+    grad_output: torch.Tensor,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    preactivation: torch.Tensor,
+    activation: str,
+    keep_preactivation: bool,
+    output_mask: Sequence[bool],
+) -> tuple[torch.Tensor | None, ...]:
+    return (
+        input.new_empty(input.shape) if output_mask[0] else None,
+        empty_weight_gradient(weight) if output_mask[1] else None,
+        weight.new_empty(weight.shape[0]) if output_mask[2] else None,
+    )
+
+
+def _shard(
+    input: Any, weight: Any, bias: Any, activation: str, keep_preactivation: bool
+) -> list[tuple[list[Placement], list[Placement]]]:
+    """Shard the rows; or the outputs (column parallel); or, when it is linear, the sum."""
+    last = input.ndim - 1
+    keeps = _keeps(activation, keep_preactivation)
+
+    def rule(
+        output: Placement, x: Placement, w: Placement, b: Placement
+    ) -> tuple[list[Placement], list[Placement]]:
+        kept = output if keeps else REPLICATE
+        return [output, kept], [x, w, b if bias is not None else None, None, None]
+
+    words: list[Placement] = [REPLICATE, *range(last)]
+    rules = [rule(word, word, REPLICATE, REPLICATE) for word in words]
+    rules.append(rule(last, REPLICATE, 0, 0))
+    if activation == "identity" and bias is None:
+        rules.append(rule(PARTIAL, last, 1, None))
+    return rules
+
+
+def _shard_backward(
+    grad_output: Any,
+    input: Any,
+    weight: Any,
+    bias: Any,
+    preactivation: Any,
+    activation: str,
+    keep_preactivation: bool,
+    output_mask: Sequence[bool],
+) -> list[tuple[list[Placement], list[Placement]]]:
+    last = input.ndim - 1
+    keeps = _keeps(activation, keep_preactivation)
+
+    def rule(
+        results: tuple[Placement, Placement, Placement],
+        grad: Placement,
+        x: Placement,
+        w: Placement,
+        b: Placement,
+    ) -> tuple[list[Placement], list[Placement]]:
+        wanted = [each if on else None for each, on in zip(results, output_mask, strict=True)]
+        kept = grad if keeps else REPLICATE
+        return wanted, [grad, x, w, b if bias is not None else None, kept, None, None, None]
+
+    rules = [rule((REPLICATE,) * 3, *(REPLICATE,) * 4)]
+    rules += [
+        rule((dim, PARTIAL, PARTIAL), dim, dim, REPLICATE, REPLICATE) for dim in range(last)
+    ]
+    rules.append(rule((PARTIAL, 0, 0), last, REPLICATE, 0, 0))
+    if activation == "identity":
+        rules.append(rule((last, 1, REPLICATE), REPLICATE, last, 1, REPLICATE))
+    return rules
+
+
+_OP = define_op(
+    "linear_act",
+    "(Tensor input, Tensor weight, Tensor? bias, str activation, bool keep_preactivation)"
+    " -> (Tensor output, Tensor preactivation)",
+    reference=_reference,
+    fake=_fake,
+    gradient=Gradient(
+        inputs=("input", "weight", "bias"),
+        outputs=("output",),
+        saves=("input", "weight", "bias", "preactivation"),
+        reference=_backward_reference,
+        fake=_backward_fake,
+    ),
+    autocast="lower",
+    triton="fusedops.kernels.linear_act",
+    shard=_shard,
+    shard_backward=_shard_backward,
+)

@@ -1,0 +1,156 @@
+"""What tests, benchmarks and documentation need to know of ``linear_act``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from fusedops._core.activation import ACTIVATIONS
+from fusedops.ops.linear_act import linear_act
+from fusedops.specs.make import randn
+from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec
+
+
+def _eager(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    activation: str = "fast_gelu",
+) -> torch.Tensor:
+    return ACTIVATIONS[activation](F.linear(input, weight, bias))
+
+
+def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
+    new = functools.partial(randn, device=device, dtype=dtype)
+
+    def call(
+        name: str,
+        rows: tuple[int, ...],
+        in_features: int,
+        out_features: int,
+        activation: str = "fast_gelu",
+        bias: bool = True,
+    ) -> Sample:
+        weight = new(out_features, in_features, scale=max(in_features, 1) ** -0.5, key="w")
+        args = (new(*rows, in_features), weight, new(out_features, key="b") if bias else None)
+        return Sample(name, args, {"activation": activation})
+
+    activations = [
+        call(name, (7,), 33, 18, name, bias=name != "silu") for name in ACTIVATIONS
+    ]
+    plain = new(17, 12, scale=0.25, key="w")
+    conv1d = new(12, 17, scale=0.25, key="w").detach().t().requires_grad_()
+    return [
+        Sample("default", (new(5, 12), plain, new(17, key="b"))),
+        *activations,
+        Sample("conv1d_weight", (new(5, 12), conv1d, new(17, key="b"))),
+        call("three_dims", (2, 3), 20, 9, "gelu"),
+        call("one_row", (), 40, 11, "gelu_tanh"),
+        call("one_element", (1,), 1, 1),
+        call("odd_sizes", (37,), 101, 67, "silu"),
+        call("no_rows", (0,), 8, 5),
+        call("no_features", (3,), 0, 5),
+        call("no_outputs", (3,), 8, 0),
+    ]
+
+
+def _bad_inputs(device: torch.device) -> list[BadInput]:
+    x, weight = torch.randn(3, 8, device=device), torch.randn(5, 8, device=device)
+    bias = torch.zeros(5, device=device)
+    unknown = {"activation": "gelu_fast"}
+    return [
+        BadInput("weight_shape", (x, weight.t()), {}, ValueError, ("weight", "8", "[8, 5]")),
+        BadInput("weight_rank", (x, weight[0]), {}, ValueError, ("weight", "[8]")),
+        BadInput("weight_dtype", (x, weight.double()), {}, TypeError, ("weight", "float64")),
+        BadInput("weight_missing", (x, None), {}, TypeError, ("weight", "NoneType")),
+        BadInput("bias_shape", (x, weight, bias[:4]), {}, ValueError, ("bias", "[5]", "[4]")),
+        BadInput("bias_dtype", (x, weight, bias.half()), {}, TypeError, ("bias", "float16")),
+        BadInput("device", (x, weight.to("meta")), {}, ValueError, ("weight", "meta")),
+        BadInput("scalar", (x[0, 0], weight), {}, ValueError, ("input", "scalar")),
+        BadInput("integers", (x.long(), weight), {}, TypeError, ("input", "int64")),
+        BadInput("no_tensor", ([1.0], weight), {}, TypeError, ("input", "list")),
+        BadInput("activation", (x, weight), unknown, ValueError, ("activation", "'gelu_fast'")),
+    ]
+
+
+def _case(
+    rows: int,
+    in_features: int,
+    out_features: int,
+    activation: str = "fast_gelu",
+    headline: bool = False,
+) -> BenchCase:
+    def make(device: torch.device, dtype: torch.dtype) -> Sample:
+        new = functools.partial(randn, device=device, dtype=dtype)
+        weight = new(out_features, in_features, scale=in_features**-0.5, key="w")
+        args = (new(rows, in_features), weight, new(out_features, key="b"))
+        return Sample("bench", args, {"activation": activation})
+
+    x, w, y = rows * in_features, in_features * out_features, rows * out_features
+    return BenchCase(
+        label=f"{rows}x{in_features}->{out_features} {activation}",
+        make=make,
+        bytes_forward=lambda dtype: (x + w + 2 * y) * dtype.itemsize,
+        bytes_backward=lambda dtype: (2 * x + 2 * w + 2 * y) * dtype.itemsize,
+        flops_forward=2 * rows * in_features * out_features,
+        flops_backward=4 * rows * in_features * out_features,
+        headline=headline,
+    )
+
+
+def _peers() -> dict[str, Callable[..., Any]]:
+    if not torch.backends.mkldnn.is_available():
+        return {}
+
+    def onednn(
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        activation: str = "fast_gelu",
+    ) -> torch.Tensor:
+        """oneDNN's product through torch's own op, which MKL serves in float32 by default."""
+        pointwise = torch.ops.mkldnn._linear_pointwise
+        fused = {"gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh"), "relu": ("relu", "")}
+        if activation in fused:
+            post, algorithm = fused[activation]
+            return pointwise(input, weight, bias, post, [], algorithm)  # type: ignore[no-any-return]
+        return ACTIVATIONS[activation](pointwise(input, weight, bias, "none", [], ""))
+
+    return {"onednn": onednn}
+
+
+def _from_opinfo(
+    input: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    if args[0].dim() != 2:  # F.linear also takes one output without a dimension
+        return None
+    return (input, *args), {**kwargs, "activation": "identity"}
+
+
+SPEC = Spec(
+    name="linear_act",
+    op=linear_act,
+    eager=_eager,
+    samples=_samples,
+    bad_inputs=_bad_inputs,
+    bench_cases=(
+        _case(1024, 768, 3072, headline=True),
+        _case(4096, 768, 3072),
+        _case(2048, 3072, 768, "identity"),
+        _case(2048, 1024, 4096, "gelu_tanh"),
+        _case(2048, 512, 2048, "gelu"),
+        _case(1024, 512, 8192, "identity"),
+        _case(16, 768, 3072),
+    ),
+    summary="linear layer and activation in one product",
+    autocast="lower",
+    peers=_peers,
+    opinfo=("nn.functional.linear",),
+    from_opinfo=_from_opinfo,
+)
