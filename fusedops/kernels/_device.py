@@ -1,0 +1,82 @@
+"""Device functions that several Triton kernels use: GELU and its derivative in float32.
+
+The formulae are those of ``csrc/cpu/activation.h``. No libdevice: the normal law is
+``exp(-x^2/2)`` times a polynomial in ``1 / (1 + 0.3 |x|)``, which unlike ``1 + erf(x)`` does not
+cancel in the tail, and ``(1 + tanh u) / 2`` is ``sigmoid(2 u)``. Infinities give the limits.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def clamp(x, low, high):
+    """Bound ``x``; NaN stays NaN."""
+    x = tl.maximum(x, low, propagate_nan=tl.PropagateNan.ALL)
+    return tl.minimum(x, high, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def normal_law(x):
+    """Return the distribution function of the normal law and its density, for |x| <= 14.5."""
+    t = 1.0 / (1.0 + 0.3 * tl.abs(x))
+    p = -0.020623552 * t + 0.11243606
+    p = p * t - 0.22821465
+    p = p * t + 0.19178593
+    p = p * t - 0.079424635
+    p = p * t + 0.09615744
+    p = p * t + 0.07838944
+    p = p * t + 0.11023547
+    p = p * t + 0.11957181
+    p = p * t + 0.11968669
+    e = tl.exp(-0.5 * x * x)
+    tail = e * (t * p)
+    return tl.where(x < 0.0, tail, 1.0 - tail), e * 0.3989422804014327
+
+
+@triton.jit
+def sigmoid(z):
+    """Return the logistic function and its derivative, without overflow or cancellation."""
+    t = tl.exp(-tl.abs(z))
+    large = 1.0 / (1.0 + t)
+    small = t * large
+    return tl.where(z < 0.0, small, large), small * large
+
+
+@triton.jit
+def gelu_value(x, APPROXIMATE: tl.constexpr):
+    """Return GELU of float32 ``x``; ``APPROXIMATE`` is ``"none"``, ``"tanh"`` or ``"fast"``."""
+    x = tl.maximum(x, -3.4028234e38, propagate_nan=tl.PropagateNan.ALL)  # -inf * 0 would be NaN
+    if APPROXIMATE == "none":
+        below, _ = normal_law(clamp(x, -14.5, 14.5))
+        return x * below
+    elif APPROXIMATE == "tanh":
+        # sqrt(8 / pi) * (x + 0.044715 x^3); x^2 is bounded so that it stays finite.
+        z = x * (1.5957691216057308 + 0.07135481282052166 * tl.minimum(x * x, 1e8))
+        value, _ = sigmoid(z)
+        return x * value
+    else:
+        value, _ = sigmoid(1.702 * x)
+        return x * value
+
+
+@triton.jit
+def gelu_slope(x, APPROXIMATE: tl.constexpr):
+    """Return the derivative of GELU at float32 ``x``."""
+    if APPROXIMATE == "none":
+        x = clamp(x, -14.5, 14.5)
+        below, density = normal_law(x)
+        return below + x * density
+    else:
+        x = clamp(x, -1e3, 1e3)
+        if APPROXIMATE == "tanh":
+            square = x * x
+            z = x * (1.5957691216057308 + 0.07135481282052166 * square)
+            dz = 1.5957691216057308 + 3.0 * 0.07135481282052166 * square
+        else:
+            z = 1.702 * x
+            dz = 1.702
+        value, slope = sigmoid(z)
+        return value + x * dz * slope

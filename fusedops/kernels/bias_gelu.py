@@ -1,0 +1,171 @@
+"""bias_gelu in Triton: forward, backward, launchers.
+
+Tiles of rows and columns, the bias loaded once a tile. The backward writes dx in the same pass in
+which each program adds the part of the bias gradient that its rows give, in float32 registers; a
+second kernel adds the parts in order. No atomics: the same bits in every run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from fusedops.kernels import _launch
+from fusedops.kernels._device import gelu_slope, gelu_value
+
+_TILE = 2048
+_MAX_COLS = 512
+_OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
+
+
+@triton.jit
+def _forward_kernel(
+    x_ptr,
+    bias_ptr,
+    y_ptr,
+    num_rows,
+    num_cols,
+    APPROXIMATE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    col_tiles = tl.cdiv(num_cols, BLOCK_N)
+    row = tl.program_id(0) // col_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    col = tl.program_id(0) % col_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (row < num_rows)[:, None] & (col < num_cols)[None, :]
+    offset = row[:, None].to(tl.int64) * num_cols + col[None, :]
+    bias = tl.load(bias_ptr + col, mask=col < num_cols, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32) + bias[None, :]
+    tl.store(y_ptr + offset, gelu_value(x, APPROXIMATE).to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _backward_kernel(
+    dy_ptr,
+    x_ptr,
+    bias_ptr,
+    dx_ptr,
+    dbias_ptr,
+    num_rows,
+    num_cols,
+    APPROXIMATE: tl.constexpr,
+    WANTS_INPUT: tl.constexpr,
+    WANTS_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    # Neighbouring programs work on neighbouring tiles of rows.
+    program = tl.program_id(1)
+    col = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    bias = tl.load(bias_ptr + col, mask=col < num_cols, other=0.0).to(tl.float32)
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for first in range(program * BLOCK_M, num_rows, tl.num_programs(1) * BLOCK_M):
+        row = first + tl.arange(0, BLOCK_M)
+        mask = (row < num_rows)[:, None] & (col < num_cols)[None, :]
+        offset = row[:, None].to(tl.int64) * num_cols + col[None, :]
+        dy = tl.load(dy_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32) + bias[None, :]
+        dx = dy * gelu_slope(x, APPROXIMATE)
+        if WANTS_INPUT:
+            tl.store(dx_ptr + offset, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        if WANTS_BIAS:
+            total += tl.where(mask, dx, 0.0)
+    if WANTS_BIAS:
+        part = tl.cast(program, tl.int64) * num_cols + col
+        tl.store(dbias_ptr + part, tl.sum(total, axis=0), mask=col < num_cols)
+
+
+def forward(input: torch.Tensor, bias: torch.Tensor, approximate: str) -> torch.Tensor:
+    """Launch the forward; arguments and result are those of ``fusedops::bias_gelu``."""
+    x = input.contiguous()
+    output = torch.empty_like(x)
+    if x.numel() == 0:
+        return output
+    num_cols = bias.numel()
+    num_rows = x.numel() // num_cols
+    block_m, block_n = _tile(num_cols)
+    tiles = triton.cdiv(num_rows, block_m) * triton.cdiv(num_cols, block_n)
+    with _launch.device_of(x):
+        _forward_kernel[(tiles,)](
+            x,
+            bias.contiguous(),
+            output,
+            num_rows,
+            num_cols,
+            APPROXIMATE=approximate,
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            **_OPTIONS,
+        )
+    return output
+
+
+def backward(
+    grad_output: torch.Tensor,
+    input: torch.Tensor,
+    bias: torch.Tensor,
+    approximate: str,
+    output_mask: Sequence[bool],
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Launch the backward; arguments and results are those of ``fusedops::bias_gelu_backward``."""
+    wants_input, wants_bias = output_mask
+    x = input.contiguous()
+    dx = torch.empty_like(x) if wants_input else None
+    if x.numel() == 0 or not (wants_input or wants_bias):
+        return dx, torch.zeros_like(bias) if wants_bias else None
+    num_cols = bias.numel()
+    num_rows = x.numel() // num_cols
+    block_m, block_n = _tile(num_cols)
+    col_tiles = triton.cdiv(num_cols, block_n)
+    programs = triton.cdiv(num_rows, block_m)
+    parts = None
+    if wants_bias:
+        # About eight programs a multiprocessor keep enough loads in flight, and few parts to add.
+        programs = min(programs, triton.cdiv(4 * _launch.num_programs(x.device), col_tiles))
+        parts = x.new_empty((programs, num_cols), dtype=torch.float32)
+    else:
+        programs = min(programs, 65535)
+    with _launch.device_of(x):
+        _backward_kernel[(col_tiles, programs)](
+            grad_output.contiguous(),
+            x,
+            bias.contiguous(),
+            x if dx is None else dx,
+            x if parts is None else parts,
+            num_rows,
+            num_cols,
+            APPROXIMATE=approximate,
+            WANTS_INPUT=wants_input,
+            WANTS_BIAS=wants_bias,
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            **_OPTIONS,
+        )
+        grad_bias = None if parts is None else _launch.sum_rows(parts, bias.dtype)
+    return dx, grad_bias
+
+
+def static_report_cases() -> list[dict[str, Any]]:
+    """Return the configurations whose registers, spills and instructions are kept on record."""
+    types = dict.fromkeys(("x_ptr", "bias_ptr", "y_ptr", "dy_ptr", "dx_ptr"), "*bf16")
+    types |= {"dbias_ptr": "*fp32", "num_rows": "i32", "num_cols": "i32"}
+    block_m, block_n = _tile(4096)
+    wants = {"WANTS_INPUT": True, "WANTS_BIAS": True}
+    blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n}
+    cases = []
+    for kernel, extra in ((_forward_kernel, {}), (_backward_kernel, wants)):
+        for approximate in ("none", "tanh", "fast"):
+            constexprs = {"APPROXIMATE": approximate} | extra | blocks
+            case = _launch.report_case(kernel, types, constexprs, _OPTIONS)
+            cases.append(case | {"label": f"{approximate}, {case['label']}"})
+    return cases
+
+
+def _tile(num_cols: int) -> tuple[int, int]:
+    """Return rows and columns of a tile: 16 elements a thread, no more columns than there are."""
+    block_n = min(_MAX_COLS, triton.next_power_of_2(num_cols))
+    return _TILE // block_n, block_n
