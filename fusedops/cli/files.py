@@ -45,7 +45,7 @@ def check_writable(path: str | os.PathLike[str]) -> None:
     if _is_device(target):
         return
     try:
-        handle, probe = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+        handle, probe = tempfile.mkstemp(prefix=f".{target.name[:40]}.", dir=target.parent)
         os.close(handle)
         os.unlink(probe)
     except OSError as error:
@@ -74,7 +74,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
             with target.open("wb") as file:
                 yield file
             return
-        handle, aside = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+        handle, aside = tempfile.mkstemp(prefix=f".{target.name[:40]}.", dir=target.parent)
         with os.fdopen(handle, "wb") as file:
             yield file
             file.flush()
@@ -137,7 +137,13 @@ def make_folder(path: str | os.PathLike[str]) -> Path:
 def _target(path: str | os.PathLike[str]) -> Path:
     """Return the file that ``path`` means: a link keeps pointing where it pointed."""
     target = Path(os.path.realpath(path))
-    if target.is_dir():
+    try:
+        folder = stat.S_ISDIR(target.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        folder = False
+    except OSError as error:
+        raise _cannot_write(path, error) from None
+    if folder:
         raise UserError(f"cannot write {path}: it is a folder")
     if not target.parent.is_dir():
         raise UserError(f"cannot write {path}: folder {target.parent} does not exist")

@@ -103,10 +103,10 @@ class Timing:
     def kept(self, name: str) -> list[bool]:
         """Return which samples of a variant count.
 
-        When fewer than ``least`` are clean, all but the outliers count; ``trusted`` says so.
+        When none is clean, all but the outliers count; ``trusted`` says so.
         """
         clean = [not bad for bad in self.contended[name]]
-        if sum(clean) < self.least:
+        if not any(clean):
             clean = [True] * len(clean)
         values = self.rounds[name]
         limit = OUTLIER * statistics.median(
@@ -136,12 +136,16 @@ class Timing:
         return Spread.of(self.samples(name))
 
     def ratio(self, base: str, other: str) -> Spread:
-        """Return how many times faster ``other`` is than ``base``: ratios of the same rounds."""
+        """Return how many times faster ``other`` is than ``base``: ratios of the same rounds.
+
+        When one of them has no clean sample, a waiting and a quiet run would be divided: then it
+        is the ratio of the shortest samples, and ``trusted`` is false for that one.
+        """
+        if any(all(self.contended[name]) for name in (base, other)):
+            return Spread.of([min(self.rounds[base]) / min(self.rounds[other])])
         columns = (self.rounds[base], self.kept(base), self.rounds[other], self.kept(other))
         ratios = [a / b for a, good_a, b, good_b in zip(*columns, strict=True) if good_a and good_b]
-        if not ratios:
-            return Spread.of([self.spread(base).median / self.spread(other).median])
-        return Spread.of(ratios)
+        return Spread.of(ratios or [self.best(base) / self.best(other)])
 
 
 class Clock(Protocol):

@@ -211,7 +211,7 @@ def _row(
         q3_us=spread.q3 * 1e6,
         samples=spread.count,
         discarded=timing.discarded(variant),
-        trusted=timing.trusted(variant),
+        trusted=timing.trusted(variant) and timing.trusted(EAGER),
         gb_per_s=work.bytes_moved / spread.median * 1e-9,
         tflop_per_s=work.flops / spread.median * 1e-12 if work.flops else None,
         limit_share=work.least_seconds / spread.median,

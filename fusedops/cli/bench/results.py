@@ -37,7 +37,7 @@ class Row:
         q3_us: upper quartile.
         samples: how many samples count.
         discarded: how many were disturbed and do not count.
-        trusted: whether enough of the samples were undisturbed.
+        trusted: whether enough samples of the row, and of eager, were undisturbed.
         gb_per_s: least bytes to move, divided by the median time.
         tflop_per_s: operations of the matrix products, divided by the median time.
         limit_share: the machine's least time for that work, divided by the median time.

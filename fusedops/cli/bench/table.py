@@ -105,8 +105,8 @@ def _table(op: str, dtype: str, rows: list[Row], record: Record, narrow: bool) -
 
 def _figures(row: Row, has_products: bool) -> list[str | Text]:
     return [
-        Text(f"{row.speedup:.2f}", style=_style(row)),
-        _number(row.median_us) + ("" if row.trusted else "?"),
+        Text(f"{row.speedup:.2f}" + ("" if row.trusted else "?"), style=_style(row)),
+        _number(row.median_us),
         f"{50 * (row.q3_us - row.q1_us) / row.median_us:.0f}%",
         _number(row.tflop_per_s if has_products else row.gb_per_s),
         f"{100 * row.limit_share:.0f}%" + "*" * row.in_cache,

@@ -1,0 +1,116 @@
+"""Files are written whole or not at all, and every failure is one clear sentence."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fusedops.cli import files
+from fusedops.cli.files import UserError
+
+
+def test_text_takes_the_place_of_the_old_file(tmp_path: Path) -> None:
+    target = tmp_path / "a.txt"
+    target.write_text("old")
+    target.chmod(0o640)
+    files.write_text(target, "new")
+    assert target.read_text() == "new"
+    assert target.stat().st_mode & 0o777 == 0o640
+    assert os.listdir(tmp_path) == ["a.txt"]
+
+
+def test_link_keeps_pointing_at_the_written_file(tmp_path: Path) -> None:
+    real = tmp_path / "real.txt"
+    real.write_text("old")
+    (tmp_path / "link").symlink_to(real)
+    files.write_text(tmp_path / "link", "new")
+    assert (tmp_path / "link").is_symlink() and real.read_text() == "new"
+
+
+def test_exception_while_writing_leaves_the_old_file(tmp_path: Path) -> None:
+    target = tmp_path / "a.txt"
+    target.write_text("old")
+    with pytest.raises(KeyError), files.replacing(target) as file:
+        file.write(b"half")
+        raise KeyError("stop")
+    assert target.read_text() == "old"
+    assert os.listdir(tmp_path) == ["a.txt"]
+
+
+def test_write_past_the_allowed_size_leaves_the_old_file(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text("old")
+    limit = 10_000
+    program = (
+        "from fusedops.cli import files\n"
+        "with files.one_line_errors():\n"
+        f"    files.write_text({str(tmp_path / 'a.json')!r}, 'x' * {10 * limit})\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("fusedops: error: cannot write ") and done.stderr.count("\n") == 1
+    assert "File too large" in done.stderr
+    assert (tmp_path / "a.json").read_text() == "old"
+    assert os.listdir(tmp_path) == ["a.json"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_full_disk_is_one_sentence_and_the_device_survives() -> None:
+    with pytest.raises(UserError, match=r"cannot write /dev/full: No space left on device"):
+        files.write_text("/dev/full", "x" * 100_000)
+    assert Path("/dev/full").is_char_device()
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("missing/a.json", "folder .*missing does not exist"),
+        (".", "it is a folder"),
+        ("a_file/b.json", "folder .*a_file does not exist"),
+        ("x" * 300, "File name too long"),
+    ],
+)
+def test_unwritable_file_is_known_before(tmp_path: Path, path: str, says: str) -> None:
+    (tmp_path / "a_file").write_text("")
+    with pytest.raises(UserError, match=says):
+        files.check_writable(tmp_path / path)
+
+
+def test_check_leaves_nothing_behind(tmp_path: Path) -> None:
+    files.check_writable(tmp_path / "a.json")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"a": 1,}', r"not valid JSON: .* at line 1 column"),
+        ("", "not valid JSON"),
+        ("\udcff", "not a text file"),
+    ],
+)
+def test_malformed_json_is_one_sentence(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "a.json"
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(UserError, match=says):
+        files.read_json(path)
+
+
+def test_json_comes_back_as_it_was(tmp_path: Path) -> None:
+    value = {"a": [1, 2.5, None, "text"], "b": {"c": True}}
+    files.write_json(tmp_path / "a.json", value)
+    assert files.read_json(tmp_path / "a.json") == value
+
+
+def test_missing_json_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"cannot read .*none.json: No such file or directory"):
+        files.read_json(tmp_path / "none.json")
