@@ -80,3 +80,44 @@ def gelu_slope(x, APPROXIMATE: tl.constexpr):
             dz = 1.702
         value, slope = sigmoid(z)
         return value + x * dz * slope
+
+
+@triton.jit
+def act_value(x, ACTIVATION: tl.constexpr):
+    """Return the activation of float32 ``x``; names are those of ``_core/activation.py``."""
+    if ACTIVATION == "identity":
+        return x
+    elif ACTIVATION == "relu":
+        return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    elif ACTIVATION == "relu2":
+        positive = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        return positive * positive
+    elif ACTIVATION == "silu":
+        value, _ = sigmoid(x)
+        return x * value
+    elif ACTIVATION == "gelu":
+        return gelu_value(x, "none")
+    elif ACTIVATION == "gelu_tanh":
+        return gelu_value(x, "tanh")
+    else:
+        return gelu_value(x, "fast")
+
+
+@triton.jit
+def act_slope(x, ACTIVATION: tl.constexpr):
+    """Return the derivative of the activation at float32 ``x``."""
+    if ACTIVATION == "identity":
+        return tl.full(x.shape, 1.0, tl.float32)
+    elif ACTIVATION == "relu":
+        return tl.where(x <= 0.0, 0.0, 1.0)
+    elif ACTIVATION == "relu2":
+        return 2.0 * tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    elif ACTIVATION == "silu":
+        value, slope = sigmoid(x)
+        return value + x * slope
+    elif ACTIVATION == "gelu":
+        return gelu_slope(x, "none")
+    elif ACTIVATION == "gelu_tanh":
+        return gelu_slope(x, "tanh")
+    else:
+        return gelu_slope(x, "fast")

@@ -68,7 +68,7 @@ def linear_act(
     check_linear(op, input, weight, bias)
     checks.choice(op, "activation", activation, ACTIVATIONS)
     keep = wants_gradient(input, weight, bias)
-    return _OP(input, weight, bias, activation, keep)[0]  # type: ignore[no-any-return]
+    return _OP(input, weight, bias, activation, keep)[0]
 
 
 def check_linear(
@@ -277,9 +277,7 @@ def _shard_backward(
         return wanted, [grad, x, w, b if bias is not None else None, kept, None, None, None]
 
     rules = [rule((REPLICATE,) * 3, *(REPLICATE,) * 4)]
-    rules += [
-        rule((dim, PARTIAL, PARTIAL), dim, dim, REPLICATE, REPLICATE) for dim in range(last)
-    ]
+    rules += [rule((dim, PARTIAL, PARTIAL), dim, dim, REPLICATE, REPLICATE) for dim in range(last)]
     rules.append(rule((PARTIAL, 0, 0), last, REPLICATE, 0, 0))
     if activation == "identity":
         rules.append(rule((last, 1, REPLICATE), REPLICATE, last, 1, REPLICATE))

@@ -86,7 +86,7 @@ def mlp(
     if not isinstance(recompute, bool):
         raise TypeError(f"{op}: recompute must be a bool, got {type(recompute).__name__}")
     keep = not recompute and wants_gradient(input, w1, b1, w2, b2)
-    return _OP(input, w1, b1, w2, b2, activation, keep)[0]  # type: ignore[no-any-return]
+    return _OP(input, w1, b1, w2, b2, activation, keep)[0]
 
 
 def _check(op: str, input: Any, w1: Any, b1: Any, w2: Any, b2: Any) -> None:

@@ -40,9 +40,7 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
         args = (new(*rows, in_features), weight, new(out_features, key="b") if bias else None)
         return Sample(name, args, {"activation": activation})
 
-    activations = [
-        call(name, (7,), 33, 18, name, bias=name != "silu") for name in ACTIVATIONS
-    ]
+    activations = [call(name, (7,), 33, 18, name, bias=name != "silu") for name in ACTIVATIONS]
     plain = new(17, 12, scale=0.25, key="w")
     conv1d = new(12, 17, scale=0.25, key="w").detach().t().requires_grad_()
     return [
@@ -114,12 +112,12 @@ def _peers() -> dict[str, Callable[..., Any]]:
         *,
         activation: str = "fast_gelu",
     ) -> torch.Tensor:
-        """oneDNN's product through torch's own op, which MKL serves in float32 by default."""
+        """Run oneDNN's product through torch's own op; by default MKL serves float32."""
         pointwise = torch.ops.mkldnn._linear_pointwise
         fused = {"gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh"), "relu": ("relu", "")}
         if activation in fused:
             post, algorithm = fused[activation]
-            return pointwise(input, weight, bias, post, [], algorithm)  # type: ignore[no-any-return]
+            return pointwise(input, weight, bias, post, [], algorithm)
         return ACTIVATIONS[activation](pointwise(input, weight, bias, "none", [], ""))
 
     return {"onednn": onednn}

@@ -1,0 +1,309 @@
+"""linear_act in Triton: a matrix product whose tiles get bias and activation before the store.
+
+Forward: one kernel. Tiles of the output are walked in groups of rows, so that the tiles that run
+together share operands in the L2 cache; sums are float32; the pre-activation, where it is kept, is
+the only thing written beside the output.
+
+Backward: one pass makes the gradient of the pre-activation and the bias gradient (float32 parts
+per program, added in order by a second kernel: the same bits in every run). Both products are then
+plain, without an epilogue to fuse, and go to torch's own matmul (cuBLAS).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from fusedops.kernels import _launch
+from fusedops.kernels._device import act_slope, act_value
+
+_GROUP_M = 8
+_GRADIENT_TILE = {"BLOCK_M": 8, "BLOCK_N": 256}
+_GRADIENT_OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
+
+
+@triton.jit
+def _forward_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    kept_ptr,
+    y_ptr,
+    num_rows,
+    num_cols,
+    depth,
+    stride_xm,
+    stride_xk,
+    stride_wn,
+    stride_wk,
+    HAS_BIAS: tl.constexpr,
+    KEEPS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    PRECISION: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    program = tl.program_id(0)
+    row_tiles = tl.cdiv(num_rows, BLOCK_M)
+    group_size = GROUP_M * tl.cdiv(num_cols, BLOCK_N)
+    first_tile = program // group_size * GROUP_M
+    group_rows = tl.minimum(row_tiles - first_tile, GROUP_M)
+    row_tile = first_tile + program % group_size % group_rows
+    col_tile = program % group_size // group_rows
+    row = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    col = col_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    # Rows past the edge read row 0: loads need a mask along k only.
+    row_read = tl.where(row < num_rows, row, 0).to(tl.int64)
+    col_read = tl.where(col < num_cols, col, 0).to(tl.int64)
+    x_ptrs = x_ptr + row_read[:, None] * stride_xm + k[None, :] * stride_xk
+    w_ptrs = weight_ptr + col_read[None, :] * stride_wn + k[:, None] * stride_wk
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for first in range(0, depth, BLOCK_K):
+        left = depth - first
+        x = tl.load(x_ptrs, mask=k[None, :] < left, other=0.0)
+        w = tl.load(w_ptrs, mask=k[:, None] < left, other=0.0)
+        total = tl.dot(x, w, total, input_precision=PRECISION)
+        x_ptrs += BLOCK_K * stride_xk
+        w_ptrs += BLOCK_K * stride_wk
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + col, mask=col < num_cols, other=0.0)
+        total += bias.to(tl.float32)[None, :]
+    mask = (row < num_rows)[:, None] & (col < num_cols)[None, :]
+    offset = row[:, None].to(tl.int64) * num_cols + col[None, :]
+    if KEEPS:
+        tl.store(kept_ptr + offset, total.to(kept_ptr.dtype.element_ty), mask=mask)
+    tl.store(y_ptr + offset, act_value(total, ACTIVATION).to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _gradient_kernel(
+    dy_ptr,
+    kept_ptr,
+    dz_ptr,
+    hidden_ptr,
+    dbias_ptr,
+    num_rows,
+    num_cols,
+    ACTIVATION: tl.constexpr,
+    WANTS_GRAD: tl.constexpr,
+    WANTS_HIDDEN: tl.constexpr,
+    WANTS_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    program = tl.program_id(1)
+    col = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for first in range(program * BLOCK_M, num_rows, tl.num_programs(1) * BLOCK_M):
+        row = first + tl.arange(0, BLOCK_M)
+        mask = (row < num_rows)[:, None] & (col < num_cols)[None, :]
+        offset = row[:, None].to(tl.int64) * num_cols + col[None, :]
+        dz = tl.load(dy_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+        if ACTIVATION != "identity" or WANTS_HIDDEN:
+            z = tl.load(kept_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+            dz = dz * act_slope(z, ACTIVATION)
+            if WANTS_HIDDEN:
+                hidden = act_value(z, ACTIVATION).to(hidden_ptr.dtype.element_ty)
+                tl.store(hidden_ptr + offset, hidden, mask=mask)
+        if WANTS_GRAD:
+            tl.store(dz_ptr + offset, dz.to(dz_ptr.dtype.element_ty), mask=mask)
+        if WANTS_BIAS:
+            total += tl.where(mask, dz, 0.0)
+    if WANTS_BIAS:
+        part = tl.cast(program, tl.int64) * num_cols + col
+        tl.store(dbias_ptr + part, tl.sum(total, axis=0), mask=col < num_cols)
+
+
+def forward(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str,
+    keep_preactivation: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launch the forward; arguments and results are those of ``fusedops::linear_act``."""
+    keeps = keep_preactivation and activation != "identity"
+    return linear(input, weight, bias, activation, keeps)
+
+
+def linear(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str,
+    keeps: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``act(input weight^T + bias)`` and the pre-activation (or an empty tensor)."""
+    shape = (*input.shape[:-1], weight.shape[0])
+    output = input.new_empty(shape)
+    kept = input.new_empty(shape if keeps else (0,))
+    if output.numel() == 0:
+        return output, kept
+    x = rows_of(input)
+    num_rows, depth = x.shape
+    num_cols = weight.shape[0]
+    blocks, options = _blocks(x.dtype, num_rows)
+    tiles = triton.cdiv(num_rows, blocks["BLOCK_M"]) * triton.cdiv(num_cols, blocks["BLOCK_N"])
+    with _launch.device_of(x):
+        _forward_kernel[(tiles,)](
+            x,
+            weight,
+            _launch.dense(bias, x),
+            kept if keeps else output,
+            output,
+            num_rows,
+            num_cols,
+            depth,
+            *x.stride(),
+            *weight.stride(),
+            HAS_BIAS=bias is not None,
+            KEEPS=keeps,
+            ACTIVATION=activation,
+            PRECISION=_precision(),
+            GROUP_M=_GROUP_M,
+            **blocks,
+            **options,
+        )
+    return output, kept
+
+
+def backward(
+    grad_output: torch.Tensor,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    preactivation: torch.Tensor,
+    activation: str,
+    keep_preactivation: bool,
+    output_mask: Sequence[bool],
+) -> tuple[torch.Tensor | None, ...]:
+    """Launch the backward; arguments and results are those of ``fusedops::linear_act_backward``."""
+    dy = rows_of(grad_output.contiguous())
+    wants_product = output_mask[0] or output_mask[1]
+    kept = preactivation
+    if activation != "identity" and kept.numel() == 0:
+        kept, _ = linear(input, weight, bias, "identity", False)
+    dz, _, dbias = activation_gradient(
+        dy, kept, activation, wants_grad=wants_product, wants_bias=output_mask[2]
+    )
+    return (
+        (dz @ weight).reshape(input.shape) if output_mask[0] else None,
+        weight_gradient(dz, rows_of(input), weight) if output_mask[1] else None,
+        dbias,
+    )
+
+
+def activation_gradient(
+    dy: torch.Tensor,
+    kept: torch.Tensor,
+    activation: str,
+    *,
+    wants_grad: bool,
+    wants_bias: bool,
+    wants_hidden: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Return ``dy * act'(kept)``, ``act(kept)`` and the column sums of the first, in one pass.
+
+    Args:
+        dy: ``[rows, columns]``, dense.
+        kept: the pre-activation, of as many elements, dense; not read for the identity alone.
+        activation: its name.
+        wants_grad: for the identity the gradient is ``dy`` itself, and nothing is written.
+        wants_bias: whether the column sums are wanted.
+        wants_hidden: whether ``act(kept)`` is wanted.
+    """
+    num_rows, num_cols = dy.shape
+    writes_grad = wants_grad and activation != "identity"
+    dz = torch.empty_like(dy) if writes_grad else dy
+    hidden = torch.empty_like(dy) if wants_hidden else None
+    if not (writes_grad or wants_bias or wants_hidden):
+        return dz, None, None
+    if dy.numel() == 0:
+        return dz, hidden, dy.new_zeros(num_cols) if wants_bias else None
+    col_tiles = triton.cdiv(num_cols, _GRADIENT_TILE["BLOCK_N"])
+    programs = triton.cdiv(num_rows, _GRADIENT_TILE["BLOCK_M"])
+    parts = None
+    if wants_bias:
+        # About eight programs a multiprocessor keep enough loads in flight, and few parts to add.
+        programs = min(programs, triton.cdiv(4 * _launch.num_programs(dy.device), col_tiles))
+        parts = dy.new_empty((programs, num_cols), dtype=torch.float32)
+    with _launch.device_of(dy):
+        _gradient_kernel[(col_tiles, min(programs, 65535))](
+            dy,
+            kept,
+            dz,
+            dy if hidden is None else hidden,
+            dy if parts is None else parts,
+            num_rows,
+            num_cols,
+            ACTIVATION=activation,
+            WANTS_GRAD=writes_grad,
+            WANTS_HIDDEN=wants_hidden,
+            WANTS_BIAS=wants_bias,
+            **_GRADIENT_TILE,
+            **_GRADIENT_OPTIONS,
+        )
+        dbias = None if parts is None else _launch.sum_rows(parts, dy.dtype)
+    return dz, hidden, dbias
+
+
+def rows_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor as a matrix ``[rows, features]``."""
+    return tensor.reshape(tensor.shape[:-1].numel(), tensor.shape[-1])
+
+
+def weight_gradient(dz: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return ``dz^T x``, laid out as ``weight`` is: a transposed weight gets a transposed one."""
+    if not weight.is_contiguous() and weight.t().is_contiguous():
+        return (x.t() @ dz).t()
+    return dz.t() @ x
+
+
+def static_report_cases() -> list[dict[str, Any]]:
+    """Return the configurations whose registers, spills and instructions are kept on record."""
+    cases = []
+    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
+        pointers = dict.fromkeys(
+            ("x_ptr", "weight_ptr", "bias_ptr", "kept_ptr", "y_ptr", "dy_ptr", "dz_ptr"),
+            f"*{name}",
+        )
+        types = pointers | {"hidden_ptr": f"*{name}", "dbias_ptr": "*fp32"}
+        types |= dict.fromkeys(("num_rows", "num_cols", "depth"), "i32")
+        types |= dict.fromkeys(("stride_xm", "stride_wn"), "i32")
+        flags = {"HAS_BIAS": True, "KEEPS": True, "ACTIVATION": "gelu", "GROUP_M": _GROUP_M}
+        flags |= {"PRECISION": "ieee", "stride_xk": 1, "stride_wk": 1}
+        for num_rows in (16, 4096):
+            blocks, options = _blocks(dtype, num_rows)
+            matrix = dtype == torch.bfloat16
+            cases.append(
+                _launch.report_case(_forward_kernel, types, flags | blocks, options, matrix=matrix)
+            )
+        wants = {"WANTS_GRAD": True, "WANTS_HIDDEN": True, "WANTS_BIAS": True}
+        flags = {"ACTIVATION": "gelu"} | wants | _GRADIENT_TILE
+        cases.append(_launch.report_case(_gradient_kernel, types, flags, _GRADIENT_OPTIONS))
+    return cases
+
+
+def _precision() -> str:
+    """Return how float32 operands are multiplied: exactly, unless torch is told otherwise."""
+    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+def _blocks(dtype: torch.dtype, num_rows: int) -> tuple[dict[str, int], dict[str, Any]]:
+    """Return tile sizes and launch options: half precision fills the matrix units of sm_90."""
+    options = {"enable_fp_fusion": True}
+    if dtype == torch.float32:
+        blocks = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32}
+        return blocks, options | {"num_warps": 8, "num_stages": 3}
+    if num_rows <= 64:
+        blocks = {"BLOCK_M": 16 if num_rows <= 16 else 64, "BLOCK_N": 128, "BLOCK_K": 64}
+        return blocks, options | {"num_warps": 4, "num_stages": 4}
+    blocks = {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64}
+    return blocks, options | {"num_warps": 8, "num_stages": 3}

@@ -1,0 +1,75 @@
+"""mlp on a GPU: the product with the activation is linear_act's kernel; the others are plain.
+
+Backward: the gradient of the hidden layer is a plain product; one pass then makes the gradient of
+the pre-activation, the hidden layer itself and the gradient of the first bias. Without a kept
+pre-activation one product more makes it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from fusedops.kernels.linear_act import activation_gradient, linear, rows_of, weight_gradient
+
+
+def forward(
+    input: torch.Tensor,
+    w1: torch.Tensor,
+    b1: torch.Tensor | None,
+    w2: torch.Tensor,
+    b2: torch.Tensor | None,
+    activation: str,
+    keep_preactivation: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launch the forward; arguments and results are those of ``fusedops::mlp``."""
+    keeps = keep_preactivation and activation != "identity"
+    hidden, kept = linear(input, w1, b1, activation, keeps)
+    output = F.linear(hidden, w2, b2).contiguous()
+    return output, hidden if keep_preactivation and not keeps else kept
+
+
+def backward(
+    grad_output: torch.Tensor,
+    input: torch.Tensor,
+    w1: torch.Tensor,
+    b1: torch.Tensor | None,
+    w2: torch.Tensor,
+    b2: torch.Tensor | None,
+    preactivation: torch.Tensor,
+    activation: str,
+    keep_preactivation: bool,
+    output_mask: Sequence[bool],
+) -> tuple[torch.Tensor | None, ...]:
+    """Launch the backward; arguments and results are those of ``fusedops::mlp_backward``."""
+    dy = rows_of(grad_output.contiguous())
+    x = rows_of(input)
+    grad_input = grad_w1 = grad_b1 = grad_w2 = grad_b2 = None
+    if any(output_mask[:4]):
+        kept = preactivation
+        if kept.numel() == 0:
+            kept, _ = linear(input, w1, b1, "identity", False)
+        dz, hidden, grad_b1 = activation_gradient(
+            dy @ w2,
+            kept,
+            activation,
+            wants_grad=output_mask[0] or output_mask[1],
+            wants_bias=output_mask[2],
+            wants_hidden=output_mask[3],
+        )
+        if output_mask[3]:
+            assert hidden is not None
+            grad_w2 = weight_gradient(dy, hidden, w2)
+        grad_input = (dz @ w1).reshape(input.shape) if output_mask[0] else None
+        grad_w1 = weight_gradient(dz, x, w1) if output_mask[1] else None
+    if output_mask[4]:
+        _, _, grad_b2 = activation_gradient(dy, dy, "identity", wants_grad=False, wants_bias=True)
+    return grad_input, grad_w1, grad_b1, grad_w2, grad_b2
+
+
+def static_report_cases() -> list[dict[str, Any]]:
+    """Return nothing: the kernels are linear_act's, reported there."""
+    return []
