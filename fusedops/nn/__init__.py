@@ -1,5 +1,8 @@
 """Drop-in modules: parameters and one call. File name = op name."""
 
+from fusedops.nn.add_layer_norm import AddLayerNorm
 from fusedops.nn.layer_norm import LayerNorm
+from fusedops.nn.linear_act import LinearAct
+from fusedops.nn.mlp import MLP
 
-__all__ = ["LayerNorm"]
+__all__ = ["MLP", "AddLayerNorm", "LayerNorm", "LinearAct"]

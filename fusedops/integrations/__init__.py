@@ -1,0 +1,6 @@
+"""What puts the fused ops into other people's models and trainers."""
+
+from fusedops.integrations.hf.patch import describe, patch, unpatch
+from fusedops.integrations.hf.report import ModuleReport, PatchReport
+
+__all__ = ["ModuleReport", "PatchReport", "describe", "patch", "unpatch"]

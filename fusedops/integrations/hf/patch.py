@@ -1,0 +1,240 @@
+"""``patch`` and ``unpatch``: fused ops into a model that exists, and out of it again.
+
+Nothing but the class of module instances changes (``rules.py`` says how and why). Which rules
+there are depends on what the process has imported: a model of a family can only exist when the
+family's file is loaded, so that nothing is imported here that the model did not need.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+from torch import nn
+
+from fusedops._core import checks
+from fusedops._core.checks import UnsupportedError
+from fusedops.integrations.hf.report import ModuleReport, PatchReport
+from fusedops.integrations.hf.rules import LEVELS, Rule, resolution
+
+# Module with RULES -> the module that must be loaded for its classes to exist.
+_TABLES = {
+    "fusedops.integrations.hf.torch_modules": "torch",
+    "fusedops.integrations.hf.transformers_modules": "transformers.activations",
+    "fusedops.integrations.hf.gpt2": "transformers.models.gpt2.modeling_gpt2",
+    "fusedops.integrations.hf.bert": "transformers.models.bert.modeling_bert",
+}
+
+
+def patch(model: nn.Module, *, level: str = "O2", strict: bool = False) -> PatchReport:
+    """Let a model's modules run on the fused ops, and tell what was done.
+
+    Parameters, buffers, names, hooks and ``state_dict`` stay as they are, and other models of the
+    process too. Patching again with another level changes the level.
+
+    Args:
+        model: any module; Hugging Face's GPT-2 and BERT are known as families, torch's
+            ``LayerNorm``, ``GELU``, ``Linear`` and ``Sequential`` by type.
+        level: ``"O0"`` nothing; ``"O1"`` norms and element-wise ops; ``"O2"`` also matrix
+            products with what follows them; ``"O3"`` as ``"O2"`` (nothing that changes rounding
+            is there yet).
+        strict: raise where a module has a rule but cannot be replaced, or if none has a rule.
+
+    Returns:
+        A report with an entry per module. ``print`` it for a table.
+
+    Raises:
+        TypeError: ``model`` is no module, or ``strict`` no bool.
+        ValueError: ``level`` is unknown.
+        UnsupportedError: ``strict`` and something could not be replaced; the model is untouched.
+
+    Note:
+        Patch after loading adapters and before ``fully_shard``. A fused module whose children get
+        hooks or adapters later runs its original forward from then on; ``describe`` shows it.
+
+    Example:
+        >>> import torch, fusedops
+        >>> model = torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Tanh())
+        >>> fusedops.patch(model, level="O1")
+        PatchReport(Sequential, level='O1', 1 of 2 modules replaced)
+        >>> fusedops.unpatch(model)
+    """
+    _check_model("patch", model)
+    checks.choice("patch", "level", level, LEVELS)
+    if not isinstance(strict, bool):
+        raise TypeError(f"patch: strict must be a bool, got {type(strict).__name__}")
+    before = {module: type(module) for module in model.modules()}
+    _restore(model)
+    rules = _rules()
+    for module in list(model.modules()):
+        rule = rules.get(type(module))
+        if rule is not None and _refusal(rule, module, level) is None:
+            module.__class__ = rule.patched
+    report = _report(model, level)
+    if strict and (report.failed or not report.replaced):
+        for module, cls in before.items():
+            module.__class__ = cls
+        raise UnsupportedError(f"patch: strict was asked for, but {_failures(report)}")
+    return report
+
+
+def unpatch(model: nn.Module) -> None:
+    """Take all fused ops out of a model: it computes what it did before, to the bit.
+
+    A model that is not patched stays as it is.
+
+    Args:
+        model: the model, or a part of one.
+
+    Raises:
+        TypeError: ``model`` is no module.
+        UnsupportedError: something else (a parametrization, ``fully_shard``) has put its own
+            class on top of a patched one; nothing is changed then.
+    """
+    _check_model("unpatch", model)
+    covered = [
+        f"{name} is a {type(module).__name__}"
+        for name, module in model.named_modules()
+        if _covered(module)
+    ]
+    if covered:
+        raise UnsupportedError(
+            f"unpatch: another class lies on top of the patched one, remove it first: "
+            f"{'; '.join(covered)}"
+        )
+    _restore(model)
+
+
+def describe(model: nn.Module) -> PatchReport:
+    """Return the report of a model as it stands now: hooks and adapters may have come later.
+
+    Args:
+        model: patched or not.
+
+    Returns:
+        As ``patch``; ``level`` is ``"-"``.
+
+    Raises:
+        TypeError: ``model`` is no module.
+    """
+    _check_model("describe", model)
+    return _report(model, "-")
+
+
+def _check_model(op: str, model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{op}: model must be a torch.nn.Module, got {type(model).__name__}")
+
+
+def _rules() -> dict[type, Rule]:
+    """Return the rules of all classes that exist in this process, by original class."""
+    rules: dict[type, Rule] = {}
+    for table, needed in _TABLES.items():
+        if needed in sys.modules:
+            rules.update({rule.original: rule for rule in importlib.import_module(table).RULES})
+    return rules
+
+
+def _patched_classes() -> dict[type, Rule]:
+    return {rule.patched: rule for rule in _rules().values()}
+
+
+def _restore(model: nn.Module) -> None:
+    patched = _patched_classes()
+    for module in model.modules():
+        rule = patched.get(type(module))
+        if rule is not None:
+            module.__class__ = rule.original
+
+
+def _covered(module: nn.Module) -> bool:
+    patched = _patched_classes()
+    return type(module) not in patched and any(cls in patched for cls in type(module).__mro__)
+
+
+def _refusal(rule: Rule, module: nn.Module, level: str) -> str | None:
+    """Return why ``rule`` does not replace ``module`` at ``level``, or ``None``."""
+    if level < rule.level:
+        return f"from level {rule.level} on"
+    if not rule.applies(module):
+        return "not applicable"
+    if "forward" in module.__dict__:
+        return "its forward is overridden on the instance"
+    return rule.obstacle(module)
+
+
+def _report(model: nn.Module, level: str) -> PatchReport:
+    rules, patched = _rules(), _patched_classes()
+    names = {module: name for name, module in model.named_modules()}
+    owners = _owners(names, patched)
+    entries = []
+    for module, name in names.items():
+        rule = patched.get(type(module))
+        if rule is not None:
+            entries.append(_entry_of_patched(name, module, rule, owners.get(name)))
+        elif _covered(module):
+            entries.append(_entry_of_covered(name, module, patched))
+        elif name in owners:
+            owner, by = owners[name]
+            entries.append(_absorbed(name, module, owner, by))
+        elif (original := rules.get(type(module))) is not None and original.applies(module):
+            entries.append(_entry_of_refused(name, module, original, level))
+        elif not any(True for _ in module.children()) and not isinstance(module, nn.Identity):
+            entries.append(ModuleReport(name, type(module).__name__, False, reason=_NO_OP))
+    return PatchReport(type(model).__name__, level, tuple(entries))
+
+
+_NO_OP = "no fused op for this class"
+
+
+def _owners(names: dict[nn.Module, str], patched: dict[type, Rule]) -> dict[str, tuple[str, Rule]]:
+    """Return, for each module whose work a fused parent does, that parent's name and rule."""
+    owners = {}
+    for module, name in names.items():
+        rule = patched.get(type(module))
+        if rule is not None and rule.obstacle(module) is None:
+            for child in rule.absorbs:
+                owners[f"{name}.{child}" if name else child] = (name, rule)
+    return owners
+
+
+def _entry_of_patched(
+    name: str, module: nn.Module, rule: Rule, owner: tuple[str, Rule] | None
+) -> ModuleReport:
+    if owner is not None:
+        return _absorbed(name, module, *owner)
+    aside = rule.obstacle(module)
+    note = f"steps aside now: {aside}" if aside is not None else rule.note(module)
+    backend = resolution(rule, module)
+    cls = type(module).__name__
+    if backend is None:
+        return ModuleReport(name, cls, False, reason="torch's own product is as fast here")
+    return ModuleReport(name, cls, True, ", ".join(rule.ops), backend, note or "")
+
+
+def _absorbed(name: str, module: nn.Module, owner: str, rule: Rule) -> ModuleReport:
+    inside = f"inside {owner}" if owner else "inside the model's own forward"
+    return ModuleReport(name, type(module).__name__, True, ", ".join(rule.ops), "", inside)
+
+
+def _entry_of_covered(name: str, module: nn.Module, patched: dict[type, Rule]) -> ModuleReport:
+    rule = next(patched[cls] for cls in type(module).__mro__ if cls in patched)
+    note = "another class lies on top of the patched one"
+    return ModuleReport(name, type(module).__name__, True, ", ".join(rule.ops), "", note)
+
+
+def _entry_of_refused(name: str, module: nn.Module, rule: Rule, level: str) -> ModuleReport:
+    if level == "-":
+        return ModuleReport(name, type(module).__name__, False, reason="not patched")
+    reason = _refusal(rule, module, level)
+    assert reason is not None
+    failed = level >= rule.level
+    return ModuleReport(name, type(module).__name__, False, reason=reason, failed=failed)
+
+
+def _failures(report: PatchReport) -> str:
+    if not report.failed:
+        return f"no module of {report.model} could be replaced at level {report.level}"
+    listed = "; ".join(f"{each.name or report.model}: {each.reason}" for each in report.failed)
+    return f"{len(report.failed)} modules could not be replaced: {listed}"

@@ -1,0 +1,116 @@
+"""``PatchReport``: what was replaced, by which op, on which backend, and why the rest was not."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ModuleReport:
+    """What happened to one module.
+
+    Attributes:
+        name: qualified name in the model, ``""`` for the model itself.
+        cls: name of its class.
+        replaced: whether a fused op does its work, its own or that of ``part_of``.
+        op: the op or ops, comma separated; ``""`` where none.
+        backend: what would run with the parameters where they are now; ``""`` where not replaced.
+        reason: why it was not replaced, or what a reader should know about the replacement.
+        failed: whether a rule exists for its class but this instance does not allow it.
+    """
+
+    name: str
+    cls: str
+    replaced: bool
+    op: str = ""
+    backend: str = ""
+    reason: str = ""
+    failed: bool = False
+
+
+@dataclass(frozen=True)
+class PatchReport:
+    """What ``fusedops.patch`` did to a model. ``print`` it for a table.
+
+    Attributes:
+        model: name of the model's class.
+        level: the level that was asked for.
+        modules: one entry per module that computes something, in the model's order.
+
+    Example:
+        >>> import torch, fusedops
+        >>> report = fusedops.patch(torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Tanh()))
+        >>> report.num_replaced, [each.name for each in report.kept]
+        (1, ['1'])
+    """
+
+    model: str
+    level: str
+    modules: tuple[ModuleReport, ...]
+
+    @property
+    def replaced(self) -> tuple[ModuleReport, ...]:
+        """The modules whose work a fused op does."""
+        return tuple(each for each in self.modules if each.replaced)
+
+    @property
+    def kept(self) -> tuple[ModuleReport, ...]:
+        """The modules that stay as they were, each with its reason."""
+        return tuple(each for each in self.modules if not each.replaced)
+
+    @property
+    def failed(self) -> tuple[ModuleReport, ...]:
+        """Those of ``kept`` for which a rule exists: what ``strict=True`` refuses."""
+        return tuple(each for each in self.modules if each.failed)
+
+    @property
+    def num_replaced(self) -> int:
+        """The number of modules whose work a fused op does."""
+        return len(self.replaced)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many modules each op, or combination of ops, serves."""
+        return dict(Counter(each.op for each in self.replaced))
+
+    def __getitem__(self, name: str) -> ModuleReport:
+        """Return the entry of the module with this qualified name."""
+        for each in self.modules:
+            if each.name == name:
+                return each
+        raise KeyError(name)
+
+    def __repr__(self) -> str:
+        return (
+            f"PatchReport({self.model}, level={self.level!r}, "
+            f"{self.num_replaced} of {len(self.modules)} modules replaced)"
+        )
+
+    def __str__(self) -> str:
+        header = ("module", "class", "op", "backend", "note")
+        rows = [header, *_rows(self.modules)]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(header) - 1)]
+        lines = ["  ".join([*map(str.ljust, row, widths), row[-1]]).rstrip() for row in rows]
+        lines.insert(1, "-" * max(map(len, lines)))
+        counts = ", ".join(f"{op}: {count}" for op, count in sorted(self.counts.items()))
+        summary = f"{self.model}: {self.num_replaced} of {len(self.modules)} modules replaced"
+        return "\n".join(
+            [f"{summary} at level {self.level}", *lines, *([counts] if counts else [])]
+        )
+
+
+def _rows(modules: tuple[ModuleReport, ...]) -> list[tuple[str, str, str, str, str]]:
+    """Return one row per kind of module: equal entries of numbered layers share one."""
+    groups: dict[tuple[str, str, str, str, str], list[str]] = {}
+    for each in modules:
+        general = re.sub(r"(?<![^.])\d+(?![^.])", "*", each.name)
+        reason = re.sub(r"(?<![^. ])\d+(?![^.])", "*", each.reason)
+        key = (general, each.cls, each.op, each.backend if each.replaced else "-", reason)
+        groups.setdefault(key, []).append(each.name)
+    rows = []
+    for (general, cls, op, backend, reason), names in groups.items():
+        name = names[0] if len(names) == 1 else f"{general} (x{len(names)})"
+        rows.append((name or "(the model)", cls, op or "-", backend, reason))
+    return rows

@@ -1,0 +1,142 @@
+"""What a replacement rule is, and when a fused module steps aside.
+
+A rule gives an instance another class: a subclass of its own class with a fused ``forward``. The
+module object, its parameters, buffers, hooks and children stay, other instances of the class are
+untouched, and taking the class back restores the old behaviour to the bit. The subclass lives at
+module level under the name of its base, so that pickling, ``isinstance`` and the places where
+transformers and accelerate compare class *names* (``_no_split_modules``) keep working.
+
+A fused forward does the work of children without calling them. Whatever somebody hung on such a
+child (a hook, an adapter, a quantised class, a parametrization, an overridden ``forward``) would
+be lost: the fused forward asks ``bypass_obstacle`` each time and runs the original forward then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fusedops._core import backends
+
+LEVELS = ("O0", "O1", "O2", "O3")
+
+
+def _none(module: nn.Module) -> None:
+    return None
+
+
+def _always(module: nn.Module) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How instances of one class are replaced.
+
+    Attributes:
+        original: the class; subclasses of it are not touched.
+        patched: a subclass of ``original`` whose ``forward`` calls fused ops.
+        ops: names of the ops that the new forward calls itself.
+        level: the lowest level at which the rule applies.
+        probe: calls ``ops[0]`` on a small input where the module's parameters are, to learn
+            the backend.
+        obstacle: why an instance cannot be replaced, ``None`` if it can.
+        applies: whether the rule concerns an instance at all.
+        absorbs: names of the children whose work the new forward does.
+        note: what a reader of the report should know about this replacement.
+    """
+
+    original: type[nn.Module]
+    patched: type[nn.Module]
+    ops: tuple[str, ...]
+    level: str
+    probe: Callable[[Any], object]
+    obstacle: Callable[[Any], str | None] = _none
+    applies: Callable[[Any], bool] = _always
+    absorbs: tuple[str, ...] = ()
+    note: Callable[[Any], str | None] = _none
+
+
+def bypass_obstacle(name: str, child: Any, classes: Iterable[type]) -> str | None:
+    """Return why the work of ``child`` must not be done without calling it, or ``None``.
+
+    Args:
+        name: the child's name, for the message.
+        child: the child as it is now.
+        classes: the classes that the fused forward knows; a subclass may compute anything.
+    """
+    if type(child) not in classes:
+        return f"{name} is a {type(child).__name__}"
+    if (
+        child._forward_hooks
+        or child._forward_pre_hooks
+        or child._backward_hooks
+        or child._backward_pre_hooks
+    ):
+        return f"{name} has hooks"
+    if "forward" in child.__dict__:
+        return f"{name}.forward is overridden on the instance"
+    return None
+
+
+def global_hooks() -> str | None:
+    """Return why nothing may be bypassed now: hooks on every module, as profilers register."""
+    if torch_module._has_any_global_hook():
+        return "hooks are registered for all modules"
+    return None
+
+
+def runs_here(input: torch.Tensor) -> bool:
+    """Return whether the ops have kernels for the device of ``input``."""
+    return input.device.type in ("cpu", "cuda", "meta")
+
+
+def plain_weight(weight: torch.Tensor) -> bool:
+    """Return whether ``weight`` is stored as it seems: quantised ones override torch functions."""
+    kind = type(weight)
+    if kind is nn.Parameter or kind is torch.Tensor:
+        return True
+    return kind.__torch_function__ is torch._C._disabled_torch_function_impl
+
+
+def resolution(rule: Rule, module: nn.Module) -> str | None:
+    """Return which backend would run the first op of a rule for this module, and why.
+
+    ``None`` means that the patched forward would leave this module's parameters to torch.
+    """
+    device = next((each.device for each in module.parameters()), torch.device("cpu"))
+    if device.type == "meta":
+        return "known when the parameters are on a device"
+    try:
+        with torch.no_grad(), _Watch(rule.ops[0]):
+            rule.probe(module)
+    except _FoundError as found:
+        return str(found.resolution)
+    return None
+
+
+class _FoundError(Exception):
+    """Carries the answer out of the call that was watched."""
+
+    def __init__(self, resolution: backends.Resolution) -> None:
+        super().__init__()
+        self.resolution = resolution
+
+
+class _Watch(TorchDispatchMode):
+    """Asks for the backend of the first call of one op, which is then not executed."""
+
+    def __init__(self, op: str) -> None:
+        super().__init__()
+        self.op = op
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.name() == f"fusedops::{self.op}":
+            raise _FoundError(backends.resolve(self.op, *args))
+        return func(*args, **(kwargs or {}))

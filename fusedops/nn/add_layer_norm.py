@@ -1,0 +1,75 @@
+"""``AddLayerNorm``: dropout, residual sum and layer normalisation in one pass."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from fusedops._core import checks
+from fusedops.ops.add_layer_norm import add_layer_norm
+
+
+class AddLayerNorm(nn.LayerNorm):
+    """Add to the residual stream and normalise the sum.
+
+    ``summed = residual + dropout(input); normed = layer_norm(summed) * weight + bias``
+
+    Parameters, ``state_dict`` keys and initialisation are those of ``torch.nn.LayerNorm``, of
+    which it is a subclass, so that weight decay rules and initialisers treat it as one.
+
+    Args:
+        normalized_shape: sizes of the trailing dimensions, or the size of the last one.
+        eps: added to the variance.
+        elementwise_affine: whether there is a weight (and a bias).
+        bias: whether there is a bias; only read with ``elementwise_affine``.
+        device: of the parameters.
+        dtype: of the parameters.
+        dropout_p: probability with which an element of ``input`` is dropped in training.
+
+    Raises:
+        ValueError: ``dropout_p`` is outside [0, 1].
+
+    Note:
+        Numerics and backends are those of ``fusedops.add_layer_norm``.
+
+    Example:
+        >>> import torch, fusedops
+        >>> norm = fusedops.nn.AddLayerNorm(3, eps=0.0)
+        >>> normed, summed = norm(torch.tensor([[1.0, 1.0, 1.0]]), torch.tensor([[0.0, 1.0, 2.0]]))
+        >>> normed.detach(), summed
+        (tensor([[-1.2247,  0.0000,  1.2247]]), tensor([[1., 2., 3.]]))
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | list[int] | torch.Size,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        dropout_p: float = 0.0,
+    ) -> None:
+        checks.probability("AddLayerNorm", "dropout_p", dropout_p)
+        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
+        self.dropout_p = dropout_p
+
+    def forward(  # type: ignore[override]
+        self, input: torch.Tensor, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``(normed, summed)``, each of the shape of ``residual``."""
+        return add_layer_norm(
+            input,
+            residual,
+            self.normalized_shape,
+            self.weight,
+            self.bias,
+            self.eps,
+            dropout_p=self.dropout_p,
+            training=self.training,
+        )
+
+    def extra_repr(self) -> str:
+        """Return torch's line and the dropout probability."""
+        return f"{super().extra_repr()}, dropout_p={self.dropout_p}"

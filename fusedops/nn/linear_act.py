@@ -1,0 +1,93 @@
+"""``LinearAct``: a linear layer and the activation after it, without a pass over memory between."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from fusedops._core import checks
+from fusedops._core.activation import ACTIVATIONS
+from fusedops.ops.linear_act import linear_act
+
+
+class LinearAct(nn.Module):
+    """Apply a linear layer and an activation.
+
+    ``y = activation(x @ weight.T + bias)``
+
+    Positional constructor arguments, parameters, ``state_dict`` keys and initialisation are those
+    of ``torch.nn.Linear``. It is not a subclass of it: what replaces every ``nn.Linear`` by
+    another linear layer (adapters, quantisation) would silently lose the activation.
+
+    Args:
+        in_features: size of the input's last dimension.
+        out_features: size of the output's last dimension.
+        bias: whether there is a bias.
+        device: of the parameters.
+        dtype: of the parameters.
+        activation: a name of ``fusedops.linear_act``.
+
+    Raises:
+        ValueError: ``activation`` is unknown.
+
+    Note:
+        Numerics and backends are those of ``fusedops.linear_act``.
+
+    Example:
+        >>> import torch, fusedops
+        >>> fusedops.nn.LinearAct(4, 8, activation="gelu")(torch.ones(2, 4)).shape
+        torch.Size([2, 8])
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        activation: str = "fast_gelu",
+    ) -> None:
+        super().__init__()
+        checks.choice("LinearAct", "activation", activation, ACTIVATIONS)
+        self.in_features = in_features
+        self.out_features = out_features
+        self.activation = activation
+        self.weight = nn.Parameter(
+            torch.empty(out_features, in_features, device=device, dtype=dtype)
+        )
+        if bias:
+            self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype))
+        else:
+            self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the parameters as ``torch.nn.Linear`` does."""
+        reset_linear(self.weight, self.bias)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return ``[..., out_features]`` for ``[..., in_features]``."""
+        return linear_act(input, self.weight, self.bias, activation=self.activation)
+
+    def extra_repr(self) -> str:
+        """Return torch's line and the activation."""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, activation={self.activation!r}"
+        )
+
+
+def reset_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Draw weight and bias uniformly within ``1 / sqrt(in_features)``, as ``torch.nn.Linear``.
+
+    The same calls in the same order: with the same seed the same values.
+    """
+    nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+    if bias is not None:
+        in_features = weight.shape[1]
+        bound = 1 / math.sqrt(in_features) if in_features > 0 else 0
+        nn.init.uniform_(bias, -bound, bound)

@@ -1,0 +1,96 @@
+"""``MLP``: two linear layers with an activation between them, as one op."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from fusedops._core import checks
+from fusedops._core.activation import ACTIVATIONS
+from fusedops.nn.linear_act import reset_linear
+from fusedops.ops.mlp import mlp
+
+
+class MLP(nn.Module):
+    """Apply a transformer's feed-forward layer.
+
+    ``y = activation(x @ w1.T + b1) @ w2.T + b2``
+
+    The parameters are called as the arguments of ``fusedops.mlp``: torch has no such module. Each
+    pair is initialised as ``torch.nn.Linear`` does.
+
+    Args:
+        in_features: size of the input's last dimension.
+        hidden_features: size between the two products.
+        out_features: size of the output's last dimension; ``in_features`` if not given.
+        bias: whether the two products have a bias.
+        device: of the parameters.
+        dtype: of the parameters.
+        activation: a name of ``fusedops.mlp``.
+        recompute: keep only the input for the backward and compute the rest again.
+
+    Raises:
+        ValueError: ``activation`` is unknown.
+
+    Note:
+        Numerics and backends are those of ``fusedops.mlp``.
+
+    Example:
+        >>> import torch, fusedops
+        >>> fusedops.nn.MLP(4, 16, activation="gelu_tanh")(torch.ones(2, 4)).shape
+        torch.Size([2, 4])
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        out_features: int | None = None,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        activation: str = "fast_gelu",
+        recompute: bool = False,
+    ) -> None:
+        super().__init__()
+        checks.choice("MLP", "activation", activation, ACTIVATIONS)
+        self.in_features = in_features
+        self.hidden_features = hidden_features
+        self.out_features = in_features if out_features is None else out_features
+        self.activation = activation
+        self.recompute = recompute
+
+        def parameter(*sizes: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(sizes, device=device, dtype=dtype))
+
+        self.w1 = parameter(hidden_features, in_features)
+        self.b1 = parameter(hidden_features) if bias else None
+        self.w2 = parameter(self.out_features, hidden_features)
+        self.b2 = parameter(self.out_features) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw both layers' parameters as ``torch.nn.Linear`` does, the first layer first."""
+        reset_linear(self.w1, self.b1)
+        reset_linear(self.w2, self.b2)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return ``[..., out_features]`` for ``[..., in_features]``."""
+        return mlp(
+            input,
+            self.w1,
+            self.b1,
+            self.w2,
+            self.b2,
+            activation=self.activation,
+            recompute=self.recompute,
+        )
+
+    def extra_repr(self) -> str:
+        """Return sizes, bias, activation and recompute."""
+        return (
+            f"in_features={self.in_features}, hidden_features={self.hidden_features}, "
+            f"out_features={self.out_features}, bias={self.b1 is not None}, "
+            f"activation={self.activation!r}, recompute={self.recompute}"
+        )

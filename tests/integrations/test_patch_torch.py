@@ -1,0 +1,235 @@
+"""Plain torch modules: patched by exact type, and the errors of patch and unpatch."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+
+import pytest
+import torch
+from patch_testing import assert_close, assert_same_training, counted
+from torch import nn
+
+import fusedops
+from fusedops.integrations import describe
+
+INPUT = torch.linspace(-2, 2, 5 * 32).view(5, 32)
+
+
+def patched_pair(stock: nn.Module) -> tuple[nn.Module, nn.Module]:
+    patched = copy.deepcopy(stock)
+    fusedops.patch(patched)
+    return patched, stock
+
+
+def loss(model: nn.Module) -> torch.Tensor:
+    dtype = next(model.parameters()).dtype
+    return model(INPUT.to(dtype)).square().mean()
+
+
+def feed_forward(activation: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(32, 48), activation, nn.Linear(48, 8))
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        nn.LayerNorm(32),
+        nn.LayerNorm(32, eps=0.1, bias=False),
+        nn.Linear(32, 8),
+        nn.Linear(32, 8, bias=False),
+        nn.Sequential(nn.Linear(32, 8), nn.LayerNorm(8), nn.GELU()),
+        nn.Sequential(nn.Linear(32, 8), nn.GELU("tanh"), nn.LayerNorm(8)),
+        feed_forward(nn.GELU()),
+        feed_forward(nn.GELU("tanh")),
+        feed_forward(nn.ReLU()),
+        feed_forward(nn.SiLU()),
+        feed_forward(nn.Tanh()),
+        nn.Sequential(*feed_forward(nn.GELU()), nn.SiLU(), nn.Dropout(0.0), nn.Linear(8, 3)),
+    ],
+    ids=lambda model: str(model).replace("\n", "") if isinstance(model, nn.Module) else None,
+)
+def test_training_matches_stock(model: nn.Module, autocast: bool) -> None:
+    patched, stock = patched_pair(model)
+    assert_same_training(patched, stock, loss, autocast=autocast)
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (feed_forward(nn.GELU()), {"mlp": 1}),
+        (feed_forward(nn.Tanh()), {"linear_act": 2}),
+        (nn.Sequential(*feed_forward(nn.ReLU()), nn.GELU()), {"mlp": 1, "gelu": 1}),
+        (nn.Sequential(nn.Linear(32, 4), nn.SiLU(), nn.Dropout()), {"linear_act": 1}),
+        (nn.Sequential(nn.GELU("tanh"), nn.LayerNorm(32)), {"gelu": 1, "layer_norm": 1}),
+        (nn.LayerNorm(32, elementwise_affine=False), {"layer_norm": 1}),
+    ],
+)
+def test_which_ops_run(model: nn.Module, expected: dict[str, int]) -> None:
+    fusedops.patch(model)
+    with counted() as calls:
+        model(INPUT)
+    assert calls == expected
+
+
+def test_a_linear_layer_alone_stays_with_torch_where_that_is_as_fast() -> None:
+    model = nn.Sequential(nn.Linear(32, 8), nn.Tanh()).double()
+    report = fusedops.patch(model)
+    assert not report["0"].replaced
+    assert "as fast" in report["0"].reason
+    with counted() as calls:
+        model(INPUT.double())
+    assert not calls
+
+
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_a_hook_in_a_sequence_fires(position: int) -> None:
+    patched, stock = patched_pair(feed_forward(nn.GELU()))
+    for model in (patched, stock):
+        model[position].register_forward_hook(lambda module, args, output: output * 2)
+    assert_close(patched(INPUT), stock(INPUT))
+
+
+def test_a_sequence_that_changes_later() -> None:
+    patched, stock = patched_pair(feed_forward(nn.GELU()))
+    for model in (patched, stock):
+        model.append(nn.Tanh())
+        model[1] = nn.Tanh()
+    assert_close(patched(INPUT), stock(INPUT))
+    assert len(patched[:2]) == 2
+
+
+def test_subclasses_are_not_touched() -> None:
+    class Mine(nn.LayerNorm):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return input
+
+    report = fusedops.patch(nn.ModuleList([Mine(32), nn.LayerNorm(32)]))
+    assert [entry.replaced for entry in report.modules] == [False, True]
+
+
+def test_an_overridden_forward_is_kept() -> None:
+    model = nn.Sequential(nn.LayerNorm(32), nn.LayerNorm(32))
+    model[0].forward = lambda input: input
+    report = fusedops.patch(model)
+    assert report["0"].reason == "its forward is overridden on the instance"
+    assert report["1"].replaced
+
+
+class _Quantised(torch.Tensor):
+    """A weight that answers torch's functions itself, as quantisation libraries make them."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is nn.functional.linear:
+                return func(args[0], 2 * args[1], *args[2:])
+            return func(*args, **(kwargs or {}))
+
+
+def test_a_weight_that_answers_for_itself_is_asked() -> None:
+    model = feed_forward(nn.GELU())
+    for linear in (model[0], model[2]):
+        weight = linear.weight.detach().as_subclass(_Quantised)
+        del linear.weight
+        linear.weight = weight
+    expected = model(INPUT)
+    report = fusedops.patch(model)
+    assert "_Quantised" in report["0"].reason
+    assert torch.equal(model(INPUT), expected)
+
+
+def test_encoder_layer_in_training_and_evaluation() -> None:
+    layer = nn.TransformerEncoderLayer(32, 4, 64, 0.0, "gelu", batch_first=True)
+    patched, stock = patched_pair(layer)
+    batch = INPUT.view(1, 5, 32)
+    dtypes = {patched: torch.float32, stock: torch.float32}
+    assert_same_training(
+        patched, stock, lambda model: model(batch.to(dtypes.get(model, torch.float64))).mean()
+    )
+    with torch.no_grad():
+        assert_close(patched.eval()(batch), stock.eval()(batch))
+
+
+def test_half_precision_model() -> None:
+    patched, stock = patched_pair(nn.Sequential(nn.LayerNorm(32), *feed_forward(nn.GELU())))
+    batch = INPUT.bfloat16()
+    truth = stock.double()(batch.double())
+    eager, actual = stock.bfloat16()(batch), patched.bfloat16()(batch)
+    assert actual.dtype == torch.bfloat16
+    eager_error = (eager.double() - truth).norm()
+    assert (actual.double() - truth).norm() <= 2 * eager_error
+
+
+def test_shared_module_is_patched_once() -> None:
+    norm = nn.LayerNorm(32)
+    model = nn.Sequential(norm, nn.Tanh(), norm)
+    report = fusedops.patch(model)
+    assert [entry.name for entry in report.replaced] == ["0"]
+    with counted() as calls:
+        model(INPUT)
+    assert calls == {"layer_norm": 2}
+
+
+def test_meta_model_is_patched_and_runs_when_materialised() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 8))
+    report = fusedops.patch(model)
+    assert report["0"].backend == "known when the parameters are on a device"
+    assert model(INPUT.to("meta")).shape == (5, 8)
+    model.to_empty(device="cpu")
+    with counted() as calls:
+        model(INPUT)
+    assert calls == {"layer_norm": 1, "linear_act": 1}
+
+
+def test_wrong_arguments_are_named() -> None:
+    model = nn.LayerNorm(4)
+    with pytest.raises(TypeError, match=r"patch: model must be a torch\.nn\.Module, got str"):
+        fusedops.patch("model")
+    with pytest.raises(TypeError, match="unpatch: model must be"):
+        fusedops.unpatch(3)
+    with pytest.raises(TypeError, match="describe: model must be"):
+        describe(None)
+    with pytest.raises(
+        ValueError, match=r"patch: level must be one of 'O0', 'O1', 'O2', 'O3', got '02'"
+    ):
+        fusedops.patch(model, level="02")
+    with pytest.raises(TypeError, match="patch: strict must be a bool, got int"):
+        fusedops.patch(model, strict=1)
+    with pytest.raises(TypeError, match="levels"):
+        fusedops.patch(model, levels="O1")
+    with pytest.raises(fusedops.UnsupportedError, match="no module of Tanh could be replaced"):
+        fusedops.patch(nn.Tanh(), strict=True)
+    assert type(model) is nn.LayerNorm
+
+
+def test_own_modules_survive_unpatch() -> None:
+    model = nn.Sequential(fusedops.nn.LayerNorm(32), nn.LayerNorm(32))
+    fusedops.patch(model)
+    fusedops.unpatch(model)
+    assert type(model[0]) is fusedops.nn.LayerNorm
+    assert type(model[1]) is nn.LayerNorm
+
+
+def test_works_without_transformers() -> None:
+    program = (
+        "import sys; sys.modules['transformers'] = None\n"
+        "import torch, fusedops\n"
+        "model = torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 8))\n"
+        "assert fusedops.patch(model).num_replaced == 2\n"
+        "model(torch.ones(2, 8)); assert fusedops.counters()\n"
+        "fusedops.unpatch(model); assert type(model[0]) is torch.nn.LayerNorm\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def test_import_does_not_load_transformers() -> None:
+    program = (
+        "import sys, torch, fusedops\n"
+        "fusedops.patch(torch.nn.LayerNorm(8))\n"
+        "assert 'transformers' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

@@ -1,0 +1,140 @@
+"""The modules: torch's constructor arguments, parameters and state_dict, and the op's result."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from torch import nn
+
+import fusedops
+from fusedops._core import dtypes
+from fusedops._core.activation import ACTIVATIONS
+
+INPUT = torch.linspace(-2, 2, 5 * 32).view(5, 32)
+
+
+def same(actual: torch.Tensor, eager: torch.Tensor, truth: torch.Tensor) -> bool:
+    budget = dtypes.error_budget(eager, truth, actual.dtype, depth=INPUT.shape[-1])
+    return bool(((actual.double() - truth).abs() <= budget).all())
+
+
+def seeded(make: type[nn.Module], *args: object, **kwargs: object) -> nn.Module:
+    torch.manual_seed(3)
+    return make(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("ours", "torchs", "size"),
+    [
+        (fusedops.nn.LayerNorm, nn.LayerNorm, (32,)),
+        (fusedops.nn.AddLayerNorm, nn.LayerNorm, (32,)),
+        (fusedops.nn.LinearAct, nn.Linear, (32, 8)),
+    ],
+)
+@pytest.mark.parametrize("bias", [True, False])
+def test_arguments_and_parameters_are_torchs(
+    ours: type[nn.Module], torchs: type[nn.Module], size: tuple[int, ...], bias: bool
+) -> None:
+    theirs = list(inspect.signature(torchs).parameters)
+    positional = [
+        name
+        for name, parameter in inspect.signature(ours).parameters.items()
+        if parameter.kind is not parameter.KEYWORD_ONLY
+    ]
+    assert positional == theirs
+    module, stock = (seeded(make, *size, bias=bias) for make in (ours, torchs))
+    assert list(module.state_dict()) == list(stock.state_dict())
+    for name, value in stock.state_dict().items():
+        assert torch.equal(module.state_dict()[name], value)
+    module.load_state_dict(stock.state_dict())
+    stock.load_state_dict(module.state_dict())
+    half = ours(*size, bias=bias, device="meta", dtype=torch.bfloat16)
+    assert all(each.is_meta and each.dtype == torch.bfloat16 for each in half.parameters())
+
+
+def test_reset_parameters_draws_as_torch_does() -> None:
+    module, stock = fusedops.nn.LinearAct(32, 8), nn.Linear(32, 8)
+    for each in (module, stock):
+        torch.manual_seed(5)
+        each.reset_parameters()
+    assert torch.equal(module.weight, stock.weight)
+    assert torch.equal(module.bias, stock.bias)
+    norm = fusedops.nn.AddLayerNorm(4)
+    with torch.no_grad():
+        norm.weight.fill_(2)
+    norm.reset_parameters()
+    assert torch.equal(norm.weight, torch.ones(4))
+
+
+def test_layer_norm() -> None:
+    module, stock = fusedops.nn.LayerNorm(32, eps=0.1), nn.LayerNorm(32, eps=0.1)
+    with torch.no_grad():
+        for each in (module, stock):
+            each.weight.copy_(torch.linspace(0, 2, 32))
+            each.bias.copy_(torch.linspace(-1, 1, 32))
+    assert isinstance(module, nn.LayerNorm)
+    eager = stock(INPUT)
+    assert same(module(INPUT), eager, stock.double()(INPUT.double()))
+
+
+def test_add_layer_norm_and_its_dropout() -> None:
+    module, stock = fusedops.nn.AddLayerNorm(32, dropout_p=1.0), nn.LayerNorm(32)
+    residual = INPUT.flip(0)
+    normed, summed = module(INPUT, residual)
+    assert torch.equal(summed, residual)
+    module.eval()
+    normed, summed = module(INPUT, residual)
+    assert torch.equal(summed, INPUT + residual)
+    eager = stock(INPUT + residual)
+    assert same(normed, eager, stock.double()((INPUT + residual).double()))
+    assert "dropout_p=1.0" in repr(module)
+
+
+@pytest.mark.parametrize("activation", list(ACTIVATIONS))
+def test_linear_act(activation: str) -> None:
+    module = seeded(fusedops.nn.LinearAct, 32, 8, activation=activation)
+    stock = seeded(nn.Linear, 32, 8)
+    function = ACTIVATIONS[activation]
+    eager = function(stock(INPUT))
+    assert same(module(INPUT), eager, function(stock.double()(INPUT.double())))
+    assert f"activation={activation!r}" in repr(module)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_mlp(bias: bool, recompute: bool) -> None:
+    module = seeded(fusedops.nn.MLP, 32, 48, 8, bias, activation="gelu", recompute=recompute)
+    torch.manual_seed(3)
+    stock = nn.Sequential(nn.Linear(32, 48, bias), nn.GELU(), nn.Linear(48, 8, bias))
+    eager = stock(INPUT)
+    assert same(module(INPUT), eager, stock.double()(INPUT.double()))
+    assert list(module.state_dict()) == (["w1", "b1", "w2", "b2"] if bias else ["w1", "w2"])
+    assert fusedops.nn.MLP(32, 48).out_features == 32
+    assert f"recompute={recompute}" in repr(module)
+
+
+def test_parameters_get_gradients() -> None:
+    modules: list[nn.Module] = [
+        fusedops.nn.LayerNorm(32),
+        fusedops.nn.LinearAct(32, 4),
+        fusedops.nn.MLP(32, 8),
+        fusedops.nn.MLP(32, 8, recompute=True),
+    ]
+    for module in modules:
+        module(INPUT).square().sum().backward()
+        assert all(torch.count_nonzero(each.grad) for each in module.parameters())
+
+
+@pytest.mark.parametrize(
+    ("make", "mentions"),
+    [
+        (lambda: fusedops.nn.LinearAct(2, 2, activation="gleu"), "LinearAct: activation"),
+        (lambda: fusedops.nn.MLP(2, 2, activation="gelu_new"), "MLP: activation"),
+        (lambda: fusedops.nn.AddLayerNorm(2, dropout_p=1.5), "AddLayerNorm: dropout_p"),
+    ],
+)
+def test_wrong_arguments_are_named(make: object, mentions: str) -> None:
+    with pytest.raises(ValueError, match=mentions):
+        make()
