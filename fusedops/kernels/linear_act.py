@@ -27,6 +27,24 @@ _GRADIENT_OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
 
 
 @triton.jit
+def _halves(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return the left and the right half of a tile."""
+    return tl.split(tl.permute(tl.reshape(tile, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def _split(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr):
+    """Return the columns of a tile in ``PARTS`` (1 or 4) equal parts, left to right."""
+    if PARTS == 1:
+        return (tile,)
+    else:
+        left, right = _halves(tile, BLOCK_M, BLOCK_N)
+        first, second = _halves(left, BLOCK_M, BLOCK_N // 2)
+        third, fourth = _halves(right, BLOCK_M, BLOCK_N // 2)
+        return first, second, third, fourth
+
+
+@triton.jit
 def _forward_kernel(
     x_ptr,
     weight_ptr,
@@ -45,6 +63,7 @@ def _forward_kernel(
     ACTIVATION: tl.constexpr,
     PRECISION: tl.constexpr,
     GROUP_M: tl.constexpr,
+    EPILOGUE_PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -72,14 +91,23 @@ def _forward_kernel(
         total = tl.dot(x, w, total, input_precision=PRECISION)
         x_ptrs += BLOCK_K * stride_xk
         w_ptrs += BLOCK_K * stride_wk
-    if HAS_BIAS:
-        bias = tl.load(bias_ptr + col, mask=col < num_cols, other=0.0)
-        total += bias.to(tl.float32)[None, :]
-    mask = (row < num_rows)[:, None] & (col < num_cols)[None, :]
-    offset = row[:, None].to(tl.int64) * num_cols + col[None, :]
-    if KEEPS:
-        tl.store(kept_ptr + offset, total.to(kept_ptr.dtype.element_ty), mask=mask)
-    tl.store(y_ptr + offset, act_value(total, ACTIVATION).to(y_ptr.dtype.element_ty), mask=mask)
+    # The tile is finished in parts: all of it at once would not leave registers for the epilogue.
+    # The tile's corner is a 64-bit offset, positions inside it are 32-bit.
+    corner = row_tile.to(tl.int64) * BLOCK_M * num_cols
+    PART: tl.constexpr = BLOCK_N // EPILOGUE_PARTS
+    parts = _split(total, BLOCK_M, BLOCK_N, EPILOGUE_PARTS)
+    for part in tl.static_range(EPILOGUE_PARTS):
+        z = parts[part]
+        part_col = col_tile * BLOCK_N + part * PART + tl.arange(0, PART)
+        if HAS_BIAS:
+            bias = tl.load(bias_ptr + part_col, mask=part_col < num_cols, other=0.0)
+            z += bias.to(tl.float32)[None, :]
+        mask = (row < num_rows)[:, None] & (part_col < num_cols)[None, :]
+        offset = tl.arange(0, BLOCK_M)[:, None] * num_cols + part_col[None, :]
+        if KEEPS:
+            tl.store(kept_ptr + corner + offset, z.to(kept_ptr.dtype.element_ty), mask=mask)
+        y = act_value(z, ACTIVATION).to(y_ptr.dtype.element_ty)
+        tl.store(y_ptr + corner + offset, y, mask=mask)
 
 
 @triton.jit
@@ -277,9 +305,9 @@ def static_report_cases() -> list[dict[str, Any]]:
         types = pointers | {"hidden_ptr": f"*{name}", "dbias_ptr": "*fp32"}
         types |= dict.fromkeys(("num_rows", "num_cols", "depth"), "i32")
         types |= dict.fromkeys(("stride_xm", "stride_wn"), "i32")
-        flags = {"HAS_BIAS": True, "KEEPS": True, "ACTIVATION": "gelu", "GROUP_M": _GROUP_M}
-        flags |= {"PRECISION": "ieee", "stride_xk": 1, "stride_wk": 1}
-        for num_rows in (16, 4096):
+        flags: dict[str, Any] = {"HAS_BIAS": True, "KEEPS": True, "GROUP_M": _GROUP_M}
+        flags |= {"ACTIVATION": "gelu", "PRECISION": "ieee", "stride_xk": 1, "stride_wk": 1}
+        for num_rows in (16, 64, 4096) if dtype == torch.bfloat16 else (4096,):
             blocks, options = _blocks(dtype, num_rows)
             matrix = dtype == torch.bfloat16
             cases.append(
@@ -300,10 +328,11 @@ def _blocks(dtype: torch.dtype, num_rows: int) -> tuple[dict[str, int], dict[str
     """Return tile sizes and launch options: half precision fills the matrix units of sm_90."""
     options = {"enable_fp_fusion": True}
     if dtype == torch.float32:
-        blocks = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32}
-        return blocks, options | {"num_warps": 8, "num_stages": 3}
+        blocks = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32, "EPILOGUE_PARTS": 1}
+        return blocks, options | {"num_warps": 4, "num_stages": 3}
     if num_rows <= 64:
-        blocks = {"BLOCK_M": 16 if num_rows <= 16 else 64, "BLOCK_N": 128, "BLOCK_K": 64}
+        block_m = 16 if num_rows <= 16 else 64
+        blocks = {"BLOCK_M": block_m, "BLOCK_N": 128, "BLOCK_K": 64, "EPILOGUE_PARTS": 1}
         return blocks, options | {"num_warps": 4, "num_stages": 4}
-    blocks = {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64}
+    blocks = {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "EPILOGUE_PARTS": 4}
     return blocks, options | {"num_warps": 8, "num_stages": 3}
