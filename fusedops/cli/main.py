@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from fusedops.cli import doctor
+from fusedops.cli import demo, doctor
 from fusedops.cli.bench import command as bench
 
 app = typer.Typer(
@@ -16,6 +16,7 @@ app = typer.Typer(
 )
 app.add_typer(bench.app, name="bench")
 app.command()(doctor.doctor)
+app.command(context_settings=demo.PASS_ON, add_help_option=False)(demo.demo)
 
 if __name__ == "__main__":
     app()

@@ -82,7 +82,12 @@ def run_case(
     Returns:
         The rows, and notes on what could not run.
     """
-    call = Call.of(spec, case.make(settings.device, dtype))
+    title = f"{spec.name} {case.label} {_short(dtype)}"
+    try:
+        call = Call.of(spec, case.make(settings.device, dtype))
+    except RuntimeError as error:
+        # Too large for this machine, or a dtype that eager does not have on this device.
+        return [], [f"{title}: no rows: {str(error).strip().splitlines()[0]}"]
     if settings.compiled:
         settings.say("compiling")
     able, notes = contenders(
@@ -92,6 +97,8 @@ def run_case(
         only=settings.only,
         all_backends=settings.all_backends,
     )
+    if not able:
+        return [], [f"{title}: {note}" for note in notes]
     settings.say("errors")
     errors, why_no_error = _errors(spec, call, able)
     ran = {each.name: backend_of(each, call) for each in able if each.ours}
@@ -121,7 +128,7 @@ def run_case(
                     note=why_no_error,
                 )
             )
-    return rows, notes
+    return rows, [f"{title}: {note}" for note in notes]
 
 
 def host_overhead(
@@ -135,7 +142,10 @@ def host_overhead(
     sample = tiny_sample(spec, settings.device, dtype)
     if sample is None:
         return {}
-    call = Call.of(spec, sample)
+    try:
+        call = Call.of(spec, sample)
+    except RuntimeError:
+        return {}
     only = [name for name in settings.only if name != COMPILE]
     able, _ = contenders(spec, call, compiled=False, only=only, all_backends=settings.all_backends)
     overhead = {}

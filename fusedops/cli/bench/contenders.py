@@ -119,30 +119,31 @@ def contenders(
             the automatic choice stands before: not the one it takes, not the reference.
         all_backends: keep those too.
     """
-    notes = []
-    chosen = [Contender(EAGER, spec.eager)]
-    if compiled and _wanted(COMPILE, only):
-        torch._dynamo.reset()
-        chosen.append(Contender(COMPILE, torch.compile(spec.eager, dynamic=False)))
-    candidates = [Contender(AUTOMATIC, spec.op)]
-    names_of_backends = _backends_of(call.leaves)
-    if not (only or all_backends):
-        taken = backend_of(candidates[0], call)
-        names_of_backends = tuple(
-            name for name in names_of_backends if name not in (taken, "torch")
-        )
-    candidates += [Contender(f"{AUTOMATIC}:{name}", spec.op, name) for name in names_of_backends]
-    candidates += [Contender(label, peer) for label, peer in spec.peers().items()]
-    chosen += [candidate for candidate in candidates if _wanted(candidate.name, only)]
-    able = []
-    for contender in chosen:
-        reason = _fails(contender, call)
+    reason = _fails(Contender(EAGER, spec.eager), call)
+    if reason is not None:
+        return [], [f"no rows, eager itself fails: {reason}"]
+    able, notes = [Contender(EAGER, spec.eager)], []
+
+    def admit(candidate: Contender) -> bool:
+        if only and candidate.name not in only:
+            return False
+        reason = _fails(candidate, call)
         if reason is None:
-            able.append(contender)
-        elif contender.name == EAGER:
-            raise RuntimeError(f"{spec.name}: eager itself fails: {reason}")
+            able.append(candidate)
         else:
-            notes.append(f"{spec.name} {call.sample.name}: no {contender.name} row: {reason}")
+            notes.append(f"no {candidate.name} row: {reason}")
+        return reason is None
+
+    if compiled:
+        torch._dynamo.reset()
+        admit(Contender(COMPILE, torch.compile(spec.eager, dynamic=False)))
+    automatic = Contender(AUTOMATIC, spec.op)
+    taken = backend_of(automatic, call) if admit(automatic) else "none"
+    for name in _backends_of(call) if taken else ():
+        if only or all_backends or name not in (*taken.split("+"), "torch"):
+            admit(Contender(f"{AUTOMATIC}:{name}", spec.op, name))
+    for label, peer in spec.peers().items():
+        admit(Contender(label, peer))
     return able, notes
 
 
@@ -167,13 +168,10 @@ def names(spec: Spec) -> list[str]:
     return [*known, *spec.peers()]
 
 
-def _wanted(name: str, only: Sequence[str]) -> bool:
-    return not only or name in only
-
-
-def _backends_of(leaves: Sequence[torch.Tensor]) -> tuple[str, ...]:
+def _backends_of(call: Call) -> tuple[str, ...]:
     """Return the backends worth timing: not Triton's interpreter on CPU tensors."""
-    on_cpu = not leaves or leaves[0].device.type == "cpu"
+    given = (*call.sample.args, *call.sample.kwargs.values())
+    on_cpu = all(each.is_cpu for each in given if isinstance(each, torch.Tensor))
     return ("cpp", "torch") if on_cpu else ("cuda", "triton", "torch")
 
 

@@ -1,0 +1,88 @@
+"""``fusedops doctor``: right ops pass, a wrong one is found, and it says what runs where."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from fusedops.cli.main import app
+from fusedops.cli.selftest import check_op
+from fusedops.specs import all_specs
+
+CPU = torch.device("cpu")
+
+
+def test_right_op_passes_and_tells_its_backend() -> None:
+    outcome = check_op(all_specs()["gelu"], CPU)
+    assert outcome.failures == ()
+    assert outcome.checks >= 2 * len(all_specs()["gelu"].samples(CPU, torch.float32))
+    assert set(outcome.runs_on) == {"float32", "bfloat16"}
+    assert all(where.startswith(("cpp", "torch")) for where in outcome.runs_on.values())
+
+
+def test_wrong_values_are_found() -> None:
+    spec = all_specs()["gelu"]
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        return spec.op(*args, **kwargs) * 1.001
+
+    failures = check_op(replace(spec, op=wrong), CPU).failures
+    assert any("output 0 differs from float64" in failure for failure in failures)
+
+
+def test_wrong_gradient_is_found() -> None:
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return 2 * grad
+
+    spec = all_specs()["gelu"]
+
+    def wrong(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return spec.op(Doubled.apply(x), *args, **kwargs)
+
+    failures = check_op(replace(spec, op=wrong), CPU).failures
+    assert any("gradient 0 differs" in failure for failure in failures)
+
+
+def test_nan_is_wrong() -> None:
+    spec = all_specs()["gelu"]
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        return spec.op(*args, **kwargs) * float("nan")
+
+    failures = check_op(replace(spec, op=wrong), CPU).failures
+    assert any("up to inf" in failure for failure in failures)
+
+
+def test_exception_is_a_failure_with_its_message() -> None:
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("illegal instruction")
+
+    failures = check_op(replace(all_specs()["gelu"], op=broken), CPU).failures
+    assert failures and "RuntimeError: illegal instruction" in failures[0]
+
+
+def test_command_exits_1_when_an_op_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = all_specs()["gelu"]
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        return spec.op(*args, **kwargs) + 1
+
+    specs = {"gelu": spec}
+    monkeypatch.setattr("fusedops.specs.all_specs", lambda: specs)
+    done = CliRunner().invoke(app, ["doctor", "--device", "cpu"])
+    assert done.exit_code == 0, done.output
+    assert "right" in done.output and "runs on" in done.output and "allocator" in done.output
+    specs["gelu"] = replace(spec, op=wrong)
+    done = CliRunner().invoke(app, ["doctor", "--device", "cpu"])
+    assert done.exit_code == 1
+    assert "WRONG" in done.output
