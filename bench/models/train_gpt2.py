@@ -42,7 +42,7 @@ from fusedops.cli.files import UserError
 DTYPES = ("float32", "bfloat16")
 HEAD_DIM = 64
 UNTUNED_STEPS = training.UNTIMED + 7
-PROMPT = "def "
+PROMPT = "class Polygon(Basic):\n    def"
 SAMPLE_TOKENS = 220
 
 
@@ -206,7 +206,7 @@ def run(options: argparse.Namespace, console: Console) -> report.Results:
             total = len(dtypes) * len(contenders) * few.steps
             step = _task(progress, "short run, system allocator", total)
             slow = untuned.measure_untuned(source, few, dtypes, on_step=step)
-        tuning = str(fusedops.tune_host()) if on_cpu else ""
+        allocator, tuning = _tune() if on_cpu else ("torch CUDA", "")
         fast = []
         for position, dtype in enumerate(dtypes):
             left = options.time_limit - (time.monotonic() - start)
@@ -228,6 +228,7 @@ def run(options: argparse.Namespace, console: Console) -> report.Results:
             settings=settings,
             tuned=fast,
             untuned=slow,
+            allocator=allocator,
             tuning=tuning,
         )
         del trainers
@@ -235,6 +236,12 @@ def run(options: argparse.Namespace, console: Console) -> report.Results:
             results.sample = _write_code(options, progress, writer, corpus, fast[-1], start)
             results.sample_steps = len(writer.losses)
     return results
+
+
+def _tune() -> tuple[str, str]:
+    """Tune this process; return what its allocator is now, and what was done."""
+    tuning = fusedops.tune_host()
+    return "tuned" if tuning.allocator_tuned else "system", str(tuning)
 
 
 def _write_code(
@@ -256,6 +263,12 @@ def _write_code(
     sample = training.generate(writer, corpus, PROMPT, SAMPLE_TOKENS)
     progress.update(task, advance=1)
     return sample
+
+
+def _wide_console() -> Console:
+    """Return a console on stdout that does not squeeze tables where no terminal limits it."""
+    console = Console()
+    return console if console.is_terminal else Console(width=110)
 
 
 def _recorded(results: report.Results, device: torch.device) -> dict[str, object]:
@@ -301,7 +314,7 @@ def _demo(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(record, indent=1))
     else:
-        report.print_report(results, Console())
+        report.print_report(results, _wide_console())
     files.write_json(targets[".json"], record)
     if options.record:
         files.write_json(targets["record"], record)

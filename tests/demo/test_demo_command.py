@@ -41,6 +41,7 @@ def results(corpus: Corpus, settings: Settings) -> report.Results:
         settings=few,
         tuned=comparisons,
         untuned=[untuned],
+        allocator="tuned",
         tuning="done: allocator: so",
         sample="def f():\n    pass",
         sample_steps=8,

@@ -24,6 +24,7 @@ class Results:
         settings: of the model and its training.
         tuned: comparisons with the tuned allocator, one per dtype.
         untuned: the same with the system's allocator settings; empty where not measured.
+        allocator: of ``tuned``: ``"tuned"``, or what it is where nothing could be tuned.
         tuning: what ``fusedops.tune_host`` said.
         sample: generated text, or None.
         sample_steps: training steps of the model that wrote it.
@@ -34,6 +35,7 @@ class Results:
     settings: Settings
     tuned: list[Comparison]
     untuned: list[Comparison]
+    allocator: str
     tuning: str
     sample: str | None = None
     sample_steps: int = 0
@@ -72,7 +74,7 @@ def print_report(results: Results, console: Console) -> None:
     console.print(_loss_table(results))
     report = next((c.reports["fusedops"] for c in results.tuned if c.reports), None)
     if report is not None:
-        console.print(str(report), markup=False, highlight=False)
+        console.print(str(report), markup=False, highlight=False, soft_wrap=True)
     disturbed = [
         f"{each.dtype} {name}"
         for each in results.tuned
@@ -99,7 +101,7 @@ def _speed_table(results: Results) -> Table:
         table.add_column(heading, justify="right")
     untuned = {each.dtype: each for each in results.untuned}
     for tuned in results.tuned:
-        rows = [("system", untuned.get(tuned.dtype)), ("tuned", tuned)]
+        rows = [("system", untuned.get(tuned.dtype)), (results.allocator, tuned)]
         for allocator, each in rows:
             if each is None:
                 continue
@@ -115,7 +117,7 @@ def _speed_table(results: Results) -> Table:
                     f"{spread.median * 1e3:.0f} ({spread.q1 * 1e3:.0f}-{spread.q3 * 1e3:.0f})",
                     f"{speed_up(each):.2f}x" if fused else "1",
                     f"{memory / 2**20:.0f} MiB" if memory else "",
-                    style="bold" if fused and allocator == "tuned" else "",
+                    style="bold" if fused and each is tuned else "",
                 )
         table.add_section()
     return table
@@ -146,7 +148,7 @@ def _loss_table(results: Results) -> Table:
 def as_json(results: Results) -> dict[str, Any]:
     """Return everything that was found, ready for ``json.dumps``."""
     rows = []
-    for allocator, comparisons in (("system", results.untuned), ("tuned", results.tuned)):
+    for allocator, comparisons in (("system", results.untuned), (results.allocator, results.tuned)):
         for each in comparisons:
             rows += [_row(each, name, allocator) for name in each.losses]
     return {

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import copy
 import math
-import os
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -51,7 +49,7 @@ class Settings:
     steps: int
     seed: int
     device: str
-    learning_rate: float = 1e-3
+    learning_rate: float = 6e-4
     warmup: int = 20
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.1
@@ -156,23 +154,8 @@ class Trainer:
         held = [*self.model.parameters(), *self.model.buffers()]
         for state in self.optimizer.state.values():
             held += [value for value in state.values() if isinstance(value, torch.Tensor)]
-        with _silent_stderr():
-            step = peak_bytes(forward_and_backward, batch.device)
+        step = peak_bytes(forward_and_backward, batch.device)
         return step + sum(tensor.nbytes for tensor in held)
-
-
-@contextmanager
-def _silent_stderr() -> Iterator[None]:
-    """Keep what torch's profiler logs (lines that begin with USDT) off the screen."""
-    sys.stderr.flush()
-    kept = os.dup(2)
-    with open(os.devnull, "wb") as nothing:
-        os.dup2(nothing.fileno(), 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
 
 
 @dataclass
