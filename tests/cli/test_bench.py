@@ -156,6 +156,24 @@ def test_contender_that_fails_costs_only_its_rows(
     )
 
 
+def test_contender_without_gradient_has_forward_rows_only(
+    known: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without(x: torch.Tensor) -> torch.Tensor:
+        return torch.exp(x.detach()).requires_grad_()
+
+    spec = _spec("exponential", peers=lambda: {"peer": without})
+    monkeypatch.setattr("fusedops.specs.all_specs", lambda: {"exponential": spec})
+    done = bench("exponential", "--dtype", "float32", "--json", str(tmp_path / "a.json"))
+    assert done.exit_code == 0, done.output
+    record = load_json(tmp_path / "a.json")
+    assert [row.direction for row in record.rows if row.variant == "peer"] == ["forward"]
+    assert record.notes == (
+        "exponential 64x128 float32: peer has forward rows only: "
+        "it gives no gradient to 1 of 1 inputs",
+    )
+
+
 def test_eager_that_fails_leaves_a_note_and_the_other_ops(
     known: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,7 @@ from fusedops.cli.bench.contenders import (
 )
 from fusedops.cli.bench.limits import Limits
 from fusedops.cli.bench.memory import peak_bytes
-from fusedops.cli.bench.results import DIRECTIONS, Row
+from fusedops.cli.bench.results import DIRECTIONS, FORWARD, Row
 from fusedops.cli.timer import Clock, CpuClock, Plan, Timing, Variant, measure
 from fusedops.specs import BenchCase, Sample, Spec
 
@@ -103,13 +103,14 @@ def run_case(
     errors, why_no_error = _errors(spec, call, able)
     ran = {each.name: backend_of(each, call) for each in able if each.ours}
     rows = []
-    for direction in DIRECTIONS if call.leaves else DIRECTIONS[:1]:
+    for direction in _directions(able, call):
         settings.say(direction)
-        variants = [_variant(each, call, direction) for each in able]
+        there = [each for each in able if direction == FORWARD or each.trains]
+        variants = [_variant(each, call, direction) for each in there]
         peaks = {variant.name: _peak(variant, settings.device) for variant in variants}
         timing = measure(variants, clock, settings.plan)
         work = _Work.of(case, direction, dtype, limits)
-        for each in able:
+        for each in there:
             rows.append(
                 _row(
                     spec.name,
@@ -121,7 +122,7 @@ def run_case(
                     work,
                     backend=ran.get(each.name, ""),
                     allocator=settings.allocator,
-                    in_cache=work.bytes_moved < 2 * settings.cache_bytes,
+                    in_cache=work.in_memory and work.bytes_moved < 2 * settings.cache_bytes,
                     host=host.get((each.name, direction)),
                     peak=peaks[each.name],
                     error=errors.get((each.name, direction)),
@@ -149,10 +150,11 @@ def host_overhead(
     only = [name for name in settings.only if name != COMPILE]
     able, _ = contenders(spec, call, compiled=False, only=only, all_backends=settings.all_backends)
     overhead = {}
-    for direction in DIRECTIONS if call.leaves else DIRECTIONS[:1]:
-        variants = [_variant(each, call, direction, synced=settings.device) for each in able]
+    for direction in _directions(able, call):
+        there = [each for each in able if direction == FORWARD or each.trains]
+        variants = [_variant(each, call, direction, synced=settings.device) for each in there]
         timing = measure(variants, CpuClock(), _HOST_PLAN)
-        for each in able:
+        for each in there:
             overhead[each.name, direction] = timing.best(each.name)
     return overhead
 
@@ -168,11 +170,12 @@ def tiny_sample(spec: Spec, device: torch.device, dtype: torch.dtype) -> Sample 
 
 @dataclass(frozen=True)
 class _Work:
-    """What a direction has to do at least."""
+    """What a direction has to do at least, and whether memory is what limits it."""
 
     bytes_moved: int
     flops: int
     least_seconds: float
+    in_memory: bool
 
     @staticmethod
     def of(case: BenchCase, direction: str, dtype: torch.dtype, limits: Limits) -> _Work:
@@ -180,11 +183,19 @@ class _Work:
         forward = (case.bytes_forward(dtype), case.flops_forward)
         backward = (case.bytes_backward(dtype), case.flops_backward)
         parts = {"forward": [forward], "backward": [backward], "both": [forward, backward]}
+        least = sum(limits.least_seconds(*part, name) for part in parts[direction])
         return _Work(
-            sum(moved for moved, _ in parts[direction]),
-            sum(flops for _, flops in parts[direction]),
-            sum(limits.least_seconds(*part, name) for part in parts[direction]),
+            bytes_moved=sum(moved for moved, _ in parts[direction]),
+            flops=sum(flops for _, flops in parts[direction]),
+            least_seconds=least,
+            in_memory=least
+            == sum(limits.least_seconds(moved, 0, name) for moved, _ in parts[direction]),
         )
+
+
+def _directions(able: Sequence[Contender], call: Call) -> Sequence[str]:
+    """Return what can be measured: without eager there is nothing to compare a backward with."""
+    return DIRECTIONS if able and able[0].trains and call.leaves else (FORWARD,)
 
 
 def _row(
@@ -243,7 +254,7 @@ def _variant(
     def context() -> contextlib.AbstractContextManager[Any]:
         return _synced(contender, synced)
 
-    if direction == "forward":
+    if direction == FORWARD:
         return Variant(contender.name, lambda _: call.forward(function), context=context)
     if direction == "backward":
         return Variant(contender.name, call.backward, lambda: call.forward(function), context)
@@ -285,7 +296,7 @@ def _errors(
         outputs, grads = _seeded(contender, call)
         forward = _ulps(outputs, truth)
         found[contender.name, "forward"] = forward
-        if call.leaves:
+        if grads:
             found[contender.name, "backward"] = backward = _ulps(grads, true_grads)
             found[contender.name, "both"] = max(forward, backward)
     return found, "error of random results only for fusedops" if random else ""
@@ -298,7 +309,7 @@ def _seeded(
     torch.manual_seed(0)
     with contender.context():
         outputs = call.forward(contender.function)
-        grads = call.backward(outputs) if call.leaves else ()
+        grads = call.backward(outputs) if call.leaves and contender.trains else ()
     return tuple(output.detach() for output in tensors(outputs)), grads
 
 

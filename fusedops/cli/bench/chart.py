@@ -77,10 +77,13 @@ def _bars(
 ) -> None:
     """Draw a group of horizontal bars per label, the first at the top."""
     thickness = 0.85 / max(1, len(who))
-    for index, variant in enumerate(who):
-        offset = (index - (len(who) - 1) / 2) * thickness
-        present = [(at, rows.get((*label, variant))) for at, label in enumerate(labels)]
-        found = [(at + offset, row) for at, row in present if row is not None]
+    for variant in who:
+        found = []
+        for at, label in enumerate(labels):
+            present = [each for each in who if (*label, each) in rows]
+            if variant in present:
+                offset = (present.index(variant) - (len(present) - 1) / 2) * thickness
+                found.append((at + offset, rows[(*label, variant)]))
         bars = axis.barh(
             [at for at, _ in found],
             [value(row) for _, row in found],

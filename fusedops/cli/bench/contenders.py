@@ -6,9 +6,10 @@ cannot run a case here is left out with its reason.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,11 +30,13 @@ class Contender:
             (a backend), or a peer's name.
         function: takes the op's arguments.
         backend: the backend that is asked for, ``None`` for none.
+        trains: whether it has a backward; without one it has forward rows only.
     """
 
     name: str
     function: Callable[..., Any]
     backend: str | None = None
+    trains: bool = True
 
     @property
     def ours(self) -> bool:
@@ -119,26 +122,30 @@ def contenders(
             the automatic choice stands before: not the one it takes, not the reference.
         all_backends: keep those too.
     """
-    reason = _fails(Contender(EAGER, spec.eager), call)
-    if reason is not None:
-        return [], [f"no rows, eager itself fails: {reason}"]
-    able, notes = [Contender(EAGER, spec.eager)], []
+    able: list[Contender] = []
+    notes: list[str] = []
 
     def admit(candidate: Contender) -> bool:
-        if only and candidate.name not in only:
+        if only and candidate.name not in (EAGER, *only):
             return False
-        reason = _fails(candidate, call)
-        if reason is None:
-            able.append(candidate)
-        else:
+        reason = _fails(candidate, call, backward=False)
+        if reason is not None:
             notes.append(f"no {candidate.name} row: {reason}")
-        return reason is None
+            return False
+        reason = _fails(candidate, call, backward=True) if call.leaves else None
+        if reason is not None:
+            notes.append(f"{candidate.name} has forward rows only: {reason}")
+        able.append(replace(candidate, trains=reason is None))
+        return True
+
+    if not admit(Contender(EAGER, spec.eager)):
+        return able, notes
 
     if compiled:
         torch._dynamo.reset()
         admit(Contender(COMPILE, torch.compile(spec.eager, dynamic=False)))
     automatic = Contender(AUTOMATIC, spec.op)
-    taken = backend_of(automatic, call) if admit(automatic) else "none"
+    taken = backend_of(able[-1], call) if admit(automatic) else "none"
     for name in _backends_of(call) if taken else ():
         if only or all_backends or name not in (*taken.split("+"), "torch"):
             admit(Contender(f"{AUTOMATIC}:{name}", spec.op, name))
@@ -152,7 +159,7 @@ def backend_of(contender: Contender, call: Call) -> str:
     before = backends.counters()
     with contender.context():
         outputs = call.forward(contender.function)
-        if call.leaves:
+        if call.leaves and contender.trains:
             call.backward(outputs)
     after = backends.counters()
     ran = sorted(
@@ -175,17 +182,19 @@ def _backends_of(call: Call) -> tuple[str, ...]:
     return ("cpp", "torch") if on_cpu else ("cuda", "triton", "torch")
 
 
-def _fails(contender: Contender, call: Call) -> str | None:
+def _fails(contender: Contender, call: Call, *, backward: bool) -> str | None:
     """Run a contender once (this compiles); return ``None`` or in one line why it cannot run."""
     try:
-        with contender.context():
+        # An op without a backward only warns, and then gives no gradient: it must not seem fast.
+        with contender.context(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             outputs = call.forward(contender.function)
-            if call.leaves:
-                call.backward(outputs)
+            grads = call.backward(outputs) if backward else ()
     except UnsupportedError as error:
         return str(error)
     except Exception as error:
         # A peer or the compiler may raise anything; the other rows still count.
         first = str(error).strip().splitlines() or [""]
         return f"{type(error).__name__}: {first[0]}"
-    return None
+    missing = sum(grad is None for grad in grads)
+    return f"it gives no gradient to {missing} of {len(grads)} inputs" if missing else None

@@ -14,7 +14,8 @@ from typing import Any
 from fusedops.cli import files
 
 FORMAT = 1
-DIRECTIONS = ("forward", "backward", "both")
+FORWARD, BACKWARD, BOTH = "forward", "backward", "both"
+DIRECTIONS = (FORWARD, BACKWARD, BOTH)
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,8 @@ class Row:
         gb_per_s: least bytes to move, divided by the median time.
         tflop_per_s: operations of the matrix products, divided by the median time.
         limit_share: the machine's least time for that work, divided by the median time.
-        in_cache: whether those bytes are below twice the last cache, so that part of them stays
-            there: ``limit_share`` may then exceed 1.
+        in_cache: whether memory is the limit and those bytes are below twice the last cache, so
+            that part of them stays there: ``limit_share`` may then exceed 1.
         host_us: least time of the call on a tiny input: what the host pays whatever the size.
         peak_bytes: memory held at the peak above what was there before.
         error_max_ulps: largest error against float64, in units of the last place.

@@ -12,7 +12,7 @@ from rich.text import Text
 from fusedops.cli.bench.results import Record, Row
 
 # A pipe has no width; rich would squeeze the table into 80 columns.
-_PIPE_WIDTH = 150
+_PIPE_WIDTH = 160
 _WIDE = 132
 
 
