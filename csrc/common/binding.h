@@ -7,11 +7,12 @@
 #include <c10/util/Exception.h>
 
 #include "dtype.h"
+#include "philox.h"
 
 namespace fusedops {
 
-inline DType dtype_of(const at::Tensor& tensor) {
-  switch (tensor.scalar_type()) {
+inline DType dtype_of(at::ScalarType type) {
+  switch (type) {
     case at::kFloat:
       return DType::f32;
     case at::kBFloat16:
@@ -19,9 +20,16 @@ inline DType dtype_of(const at::Tensor& tensor) {
     case at::kDouble:
       return DType::f64;
     default:
-      TORCH_CHECK_TYPE(false, "the C++ kernels take float32, bfloat16 and float64, got ",
-                       tensor.scalar_type());
+      TORCH_CHECK_TYPE(false, "the C++ kernels take float32, bfloat16 and float64, got ", type);
   }
+}
+
+inline DType dtype_of(const at::Tensor& tensor) { return dtype_of(tensor.scalar_type()); }
+
+// The dtype in which a kernel writes a gradient of dtype `type`: that, or, when no kernel knows it
+// (float16), the dtype of `like`, to be cast afterwards.
+inline at::ScalarType kernel_type(at::ScalarType type, const at::Tensor& like) {
+  return type == at::kHalf ? like.scalar_type() : type;
 }
 
 // Statistics and accumulators: float64 for float64 data, else float32.
@@ -34,12 +42,33 @@ inline at::Tensor dense(const std::optional<at::Tensor>& tensor) {
   return tensor.has_value() && tensor->defined() ? tensor->contiguous() : at::Tensor();
 }
 
+// Dropout with probability p from a seed tensor {seed, offset} of this machine.
+inline Dropout dropout_of(const std::optional<at::Tensor>& seed, double p) {
+  const auto pair = dense(seed);
+  TORCH_CHECK(pair.defined() || p == 0.0 || p == 1.0, "dropout with p = ", p, " needs a seed");
+  return Dropout(pair.defined() ? pair.const_data_ptr<int64_t>() : nullptr, p);
+}
+
 inline const void* data(const at::Tensor& tensor) {
   return tensor.defined() ? tensor.const_data_ptr() : nullptr;
 }
 
 inline void* mutable_data(const at::Tensor& tensor) {
   return tensor.defined() ? tensor.mutable_data_ptr() : nullptr;
+}
+
+// Parameters share one dtype: when weight and bias differ, the narrower one is widened.
+inline DType align_parameters(const at::Tensor& input, at::Tensor& weight,
+                              at::Tensor& bias) {
+  const auto type = weight.defined() ? weight.scalar_type()
+                    : bias.defined() ? bias.scalar_type()
+                                     : input.scalar_type();
+  if (weight.defined() && bias.defined() && weight.scalar_type() != bias.scalar_type()) {
+    weight = weight.to(at::kFloat);
+    bias = bias.to(at::kFloat);
+    return DType::f32;
+  }
+  return type == at::kFloat ? DType::f32 : dtype_of(input);
 }
 
 }  // namespace fusedops

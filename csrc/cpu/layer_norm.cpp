@@ -16,23 +16,10 @@ namespace {
 
 using Optional = std::optional<at::Tensor>;
 
-// Parameters share one dtype: when weight and bias differ, the narrower one is widened.
-DType align_parameters(const at::Tensor& input, at::Tensor& weight, at::Tensor& bias) {
-  const auto type = weight.defined() ? weight.scalar_type()
-                    : bias.defined() ? bias.scalar_type()
-                                     : input.scalar_type();
-  if (weight.defined() && bias.defined() && weight.scalar_type() != bias.scalar_type()) {
-    weight = weight.to(at::kFloat);
-    bias = bias.to(at::kFloat);
-    return DType::f32;
-  }
-  return type == at::kFloat ? DType::f32 : dtype_of(input);
-}
-
 std::tuple<at::Tensor, at::Tensor, at::Tensor> forward(const at::Tensor& input,
                                                        at::IntArrayRef normalized_shape,
-                                                       const Optional& weight,
-                                                       const Optional& bias, double eps) {
+                                                       const Optional& weight, const Optional& bias,
+                                                       double eps) {
   const auto x = input.contiguous();
   auto w = dense(weight);
   auto b = dense(bias);
@@ -44,9 +31,17 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> forward(const at::Tensor& input,
   const auto parameter_dtype = align_parameters(x, w, b);
   const int64_t rows = c10::multiply_integers(leading);
   if (x.numel() > 0) {
-    const LayerNormForward arguments{
-        data(x),         data(w), data(b), mutable_data(output), mutable_data(mean),
-        mutable_data(rstd), rows,    x.numel() / rows, eps, dtype_of(x), parameter_dtype};
+    const LayerNormForward arguments{data(x),
+                                     data(w),
+                                     data(b),
+                                     mutable_data(output),
+                                     mutable_data(mean),
+                                     mutable_data(rstd),
+                                     rows,
+                                     x.numel() / rows,
+                                     eps,
+                                     dtype_of(x),
+                                     parameter_dtype};
     FUSEDOPS_CALL_ISA(layer_norm_forward, arguments);
   }
   return {output, mean, rstd};
@@ -62,8 +57,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(
   at::Tensor no_bias;
   const auto parameter_dtype = align_parameters(x, w, no_bias);
   const int64_t rows = mean.numel();
-  const auto parameter_options =
-      x.options().dtype(w.defined() ? w.scalar_type() : x.scalar_type());
+  const auto parameter_options = x.options().dtype(w.defined() ? w.scalar_type() : x.scalar_type());
   at::Tensor dx, dweight, dbias, partials;
   if (output_mask[0]) dx = at::empty(x.sizes(), x.options());
   if (output_mask[1]) dweight = at::empty(normalized_shape, parameter_options);
@@ -75,8 +69,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(
   }
   const int64_t columns = x.numel() / rows;
   if (dweight.defined() || dbias.defined()) {
-    partials =
-        at::empty({Chunks(rows).count, 2, columns}, x.options().dtype(statistics_type(x)));
+    partials = at::empty({Chunks(rows).count, 2, columns}, x.options().dtype(statistics_type(x)));
   }
   const auto mean_dense = mean.contiguous();
   const auto rstd_dense = rstd.contiguous();
