@@ -27,12 +27,11 @@ using Indices = std::vector<int64_t>;
 // What define_op says about the gradient of one op; indices into its arguments and returns.
 struct Description {
   std::string name;
-  Indices inputs;         // differentiable arguments
-  Indices outputs;        // differentiable returns
-  Indices saved_inputs;   // arguments that the backward receives
-  Indices saved_outputs;  // returns that the backward receives
-  Indices others;         // non-tensor arguments, all handed to the backward
-  Indices stand_ins;      // per input: i for the gradient of input i, -2-j for that of output j, -1
+  Indices inputs;     // differentiable arguments
+  Indices outputs;    // differentiable returns
+  Indices saves;      // what the backward receives, in order: i for argument i, -1-j for return j
+  Indices others;     // non-tensor arguments, all handed to the backward
+  Indices stand_ins;  // per input: i for the gradient of input i, -2-j for that of output j, -1
   c10::OperatorHandle backward;
 };
 
@@ -67,16 +66,20 @@ class OpNode : public torch::autograd::Node {
   std::string name() const override { return "fusedops_" + description_->name + "_backward"; }
 
   void save_inputs(at::ArrayRef<c10::IValue> arguments) {
-    for (auto index : description_->saved_inputs) {
-      saved_.emplace_back(tensor_or_undefined(arguments[index]), /*is_output=*/false);
+    saved_.resize(description_->saves.size());
+    for (size_t i = 0; i < saved_.size(); ++i) {
+      const auto index = description_->saves[i];
+      if (index >= 0) saved_[i] = SavedVariable(tensor_or_undefined(arguments[index]), false);
     }
     for (auto index : description_->others) others_.push_back(arguments[index]);
   }
 
   void save_outputs(at::ArrayRef<c10::IValue> returns) {
-    for (auto index : description_->saved_outputs) {
-      const auto& output = tensor_or_undefined(returns[index]);
-      saved_.emplace_back(output, /*is_output=*/output.defined() && output.grad_fn().get() == this);
+    for (size_t i = 0; i < saved_.size(); ++i) {
+      const auto index = description_->saves[i];
+      if (index >= 0) continue;
+      const auto& output = tensor_or_undefined(returns[-1 - index]);
+      saved_[i] = SavedVariable(output, output.defined() && output.grad_fn().get() == this);
     }
   }
 
@@ -86,7 +89,8 @@ class OpNode : public torch::autograd::Node {
     if (std::none_of(grads.begin(), grads.end(), defined)) return variable_list(num_outputs());
     torch::jit::Stack stack;
     stack.reserve(grads.size() + saved_.size() + others_.size() + 1);
-    for (const auto& grad : grads) stack.push_back(grad.defined() ? c10::IValue(grad) : c10::IValue());
+    for (const auto& grad : grads)
+      stack.push_back(grad.defined() ? c10::IValue(grad) : c10::IValue());
     for (auto& saved : saved_) {
       auto tensor = saved.unpack(own_again(this));
       stack.push_back(tensor.defined() ? c10::IValue(std::move(tensor)) : c10::IValue());
@@ -199,17 +203,16 @@ class BackwardAutograd : public c10::OperatorKernel {
 };
 
 void differentiate(std::string name, std::vector<int64_t> inputs, std::vector<int64_t> outputs,
-                   std::vector<int64_t> saved_inputs, std::vector<int64_t> saved_outputs,
-                   std::vector<int64_t> others, std::vector<int64_t> stand_ins) {
+                   std::vector<int64_t> saves, std::vector<int64_t> others,
+                   std::vector<int64_t> stand_ins) {
   stand_ins.resize(inputs.size(), -1);
-  auto description = std::make_shared<const Description>(Description{
-      name, std::move(inputs), std::move(outputs), std::move(saved_inputs),
-      std::move(saved_outputs), std::move(others), std::move(stand_ins),
-      find_operator("fusedops", name + "_backward")});
+  auto description = std::make_shared<const Description>(
+      Description{name, std::move(inputs), std::move(outputs), std::move(saves), std::move(others),
+                  std::move(stand_ins), find_operator("fusedops", name + "_backward")});
   install(name, c10::DispatchKey::Autograd, std::make_unique<ForwardAutograd>(description));
-  install(name + "_backward", c10::DispatchKey::Autograd,
-          std::make_unique<BackwardAutograd>(
-              find_operator("fusedops", name + "_backward_composite")));
+  install(
+      name + "_backward", c10::DispatchKey::Autograd,
+      std::make_unique<BackwardAutograd>(find_operator("fusedops", name + "_backward_composite")));
 }
 
 }  // namespace
@@ -217,13 +220,11 @@ void differentiate(std::string name, std::vector<int64_t> inputs, std::vector<in
 
 TORCH_LIBRARY_FRAGMENT(fusedops_native, m) {
   m.def(
-      "differentiate(str name, int[] inputs, int[] outputs, int[] saved_inputs, "
-      "int[] saved_outputs, int[] others, int[] stand_ins=[]) -> ()",
+      "differentiate(str name, int[] inputs, int[] outputs, int[] saves, "
+      "int[] others, int[] stand_ins=[]) -> ()",
       [](std::string name, std::vector<int64_t> inputs, std::vector<int64_t> outputs,
-         std::vector<int64_t> saved_inputs, std::vector<int64_t> saved_outputs,
-         std::vector<int64_t> others, std::vector<int64_t> stand_ins) {
+         std::vector<int64_t> saves, std::vector<int64_t> others, std::vector<int64_t> stand_ins) {
         fusedops::differentiate(std::move(name), std::move(inputs), std::move(outputs),
-                                std::move(saved_inputs), std::move(saved_outputs),
-                                std::move(others), std::move(stand_ins));
+                                std::move(saves), std::move(others), std::move(stand_ins));
       });
 }

@@ -118,11 +118,9 @@ TORCH_LIBRARY_FRAGMENT(fusedops_native, m) {
     fusedops::install(name, c10::DispatchKey::AutocastCUDA,
                       std::make_unique<fusedops::Autocast>(rule, c10::DeviceType::CUDA));
   });
-  m.def("set_route_to_python(bool on) -> ()",
-        [](bool on) { fusedops::route_to_python.store(on); });
-  m.def("count(str name) -> int", [](std::string name) -> int64_t {
-    return fusedops::counts()[name].load();
-  });
+  m.def("set_route_to_python(bool on) -> ()", [](bool on) { fusedops::route_to_python.store(on); });
+  m.def("count(str name) -> int",
+        [](std::string name) -> int64_t { return fusedops::counts()[name].load(); });
   m.def("reset_counts() -> ()", []() {
     for (auto& [name, count] : fusedops::counts()) count.store(0);
   });

@@ -19,7 +19,8 @@ inline Isa current_isa() {
   return isa;
 }
 
-// Whether the AVX512 kernels may use vcvtneps2bf16, one instruction instead of eight (csrc/isa.cpp).
+// Whether the AVX512 kernels may use vcvtneps2bf16, one instruction instead of eight
+// (csrc/isa.cpp).
 extern const bool kHasAvx512Bf16;
 
 }  // namespace fusedops
@@ -37,12 +38,10 @@ extern const bool kHasAvx512Bf16;
   void name(__VA_ARGS__);               \
   }                                     \
   }
-#define FUSEDOPS_CALL_ISA(name, ...)                       \
-  (::fusedops::current_isa() == ::fusedops::Isa::AVX512    \
-       ? ::fusedops::AVX512::name(__VA_ARGS__)             \
-       : ::fusedops::current_isa() == ::fusedops::Isa::AVX2 \
-             ? ::fusedops::AVX2::name(__VA_ARGS__)         \
-             : ::fusedops::DEFAULT::name(__VA_ARGS__))
+#define FUSEDOPS_CALL_ISA(name, ...)                                                            \
+  (::fusedops::current_isa() == ::fusedops::Isa::AVX512 ? ::fusedops::AVX512::name(__VA_ARGS__) \
+   : ::fusedops::current_isa() == ::fusedops::Isa::AVX2 ? ::fusedops::AVX2::name(__VA_ARGS__)   \
+                                                        : ::fusedops::DEFAULT::name(__VA_ARGS__))
 #else
 #define FUSEDOPS_DECLARE_ISA(name, ...) \
   namespace fusedops::DEFAULT {         \

@@ -20,9 +20,8 @@ template <typename Functor>
 void install(const std::string& name, c10::DispatchKey key, std::unique_ptr<Functor> functor) {
   static auto* library =
       new torch::Library(torch::Library::IMPL, "fusedops", std::nullopt, __FILE__, __LINE__);
-  library->impl(
-      name.c_str(),
-      torch::dispatch(key, torch::CppFunction::makeFromBoxedFunctor(std::move(functor))));
+  library->impl(name.c_str(),
+                torch::dispatch(key, torch::CppFunction::makeFromBoxedFunctor(std::move(functor))));
 }
 
 }  // namespace fusedops

@@ -169,8 +169,10 @@ def _differentiate_native(name: str, schema: _Schema, gradient: Gradient) -> Non
         name,
         [arguments.index(each) for each in gradient.inputs],
         [returns.index(each) for each in gradient.outputs],
-        [arguments.index(each) for each in gradient.saves if each in arguments],
-        [returns.index(each) for each in gradient.saves if each not in arguments],
+        [
+            arguments.index(each) if each in arguments else -1 - returns.index(each)
+            for each in gradient.saves
+        ],
         [arguments.index(each) for _, each in schema.others],
         *([gradient.stand_ins()] if gradient.same else []),
     )

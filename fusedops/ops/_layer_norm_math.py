@@ -39,8 +39,6 @@ def check(
             checks.parameter(op, name, parameter, owner, input)
             checks.shape(op, name, parameter, shape, "normalized_shape")
     checks.number(op, "eps", eps)
-    if not eps >= 0:
-        checks.fail(op, "eps", "at least 0", eps)
 
 
 def rows(input: torch.Tensor, normalized_shape: Sequence[int]) -> tuple[int, ...]:
