@@ -191,6 +191,15 @@ def test_eager_that_fails_leaves_a_note_and_the_other_ops(
     )
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_full_disk_keeps_the_table_and_the_other_files(known: None, tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    done = bench("exponential", "--dtype", "float32", "--json", "/dev/full", "--csv", str(path))
+    assert done.exit_code == 2
+    assert "cannot write /dev/full: No space left on device" in done.stderr
+    assert "of limit" in done.stdout and len(path.read_text().splitlines()) == 10
+
+
 def test_variants_keep_eager_and_the_named(known: None, tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     done = bench("--variants", "peer", "--dtype", "float32,float64", "--json", str(path))
@@ -216,6 +225,20 @@ def test_real_op_runs_and_names_its_backend(
     assert rows["fusedops:torch"].backend == "torch"
     assert rows["fusedops"].backend in ("cpp", "torch")
     assert all(row.error_max_ulps is not None for row in rows.values())
+
+
+@pytest.mark.gpu
+def test_gpu_rows_are_measured(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    done = bench("layer_norm", "--device", "cuda", "--dtype", "bfloat16", "--json", str(path))
+    assert done.exit_code == 0, done.output
+    record = load_json(path)
+    assert {row.direction for row in record.rows} == {"forward", "backward", "both"}
+    ours = [row for row in record.rows if row.variant == "fusedops"]
+    assert all(row.backend in ("cuda", "triton") and row.peak_bytes for row in ours)
+    # A time without its synchronisation would beat the memory it has to move several times over.
+    assert all(row.limit_share < 2 for row in record.rows)
+    assert record.machine["gpu_state"] and record.versions["cuda"]
 
 
 @pytest.mark.slow

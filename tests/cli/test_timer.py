@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from fusedops.cli.timer import CpuClock, Plan, Spread, Timing, Variant, measure
+from fusedops.cli.timer import CpuClock, CudaClock, Plan, Spread, Timing, Variant, measure
 
 
 class ScriptedClock:
@@ -133,6 +133,22 @@ def test_known_work_ratio_is_found() -> None:
     timing = measure([work(4), work(40)], CpuClock(), Plan(least=5, most=20, seconds=0.3))
     # Ten times the work; a timer that mixed up the two or timed the set-up would be far off.
     assert 3 < timing.ratio("40", "4").median < 30
+
+
+@pytest.mark.gpu
+def test_gpu_clock_finds_a_known_ratio_and_not_the_launches() -> None:
+    device = torch.device("cuda")
+    x = torch.randn(64 << 20, device=device)
+    small, large = (torch.empty_like(x[: n << 20]) for n in (16, 64))
+    variants = [
+        Variant("small", lambda _: small.copy_(x[: 16 << 20])),
+        Variant("large", lambda _: large.copy_(x)),
+        Variant("tiny", lambda _: [small[:64].copy_(x[:64]) for _ in range(4)]),
+    ]
+    timing = measure(variants, CudaClock(device), Plan(least=10, most=30, seconds=1))
+    assert 3 < timing.ratio("large", "small").median < 5
+    # Four empty kernels back to back; waiting for the host would take several times as long.
+    assert timing.spread("tiny").median < 30e-6
 
 
 def test_context_surrounds_prepare_and_run() -> None:

@@ -7,7 +7,7 @@ itself does.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -288,6 +288,9 @@ def _measure(
                 rows += found
                 notes += why
                 progress.advance()
+    if device.type == "cuda":
+        # The first state is of an idle GPU, this one of a warm one.
+        here["gpu_state_after"] = machine.gpu_state()
     return Record(
         machine=here,
         versions=machine.versions(),
@@ -320,20 +323,23 @@ def _deliver(
 
     out = table.console()
     table.show(record, out)
-    written: list[Path] = []
-    if json_file is not None:
-        save_json(json_file, record)
-        written.append(json_file)
-    if csv_file is not None:
-        files.write_text(csv_file, to_csv(record, record.rows))
-        written.append(csv_file)
-    if results is not None:
-        written += save_results(results, record)
-    if png_file is not None:
-        chart.save(png_file, record)
-        written.append(png_file)
-    for path in written:
-        out.print(f"wrote {path}", highlight=False, soft_wrap=True)
+    writers: list[tuple[Path | None, Callable[[Path], object]]] = [
+        (json_file, lambda path: save_json(path, record)),
+        (csv_file, lambda path: files.write_text(path, to_csv(record, record.rows))),
+        (results, lambda path: save_results(path, record)),
+        (png_file, lambda path: chart.save(path, record)),
+    ]
+    failures = []
+    for path, write in writers:
+        if path is None:
+            continue
+        try:
+            write(path)
+            out.print(f"wrote {path}", highlight=False, soft_wrap=True)
+        except files.UserError as error:
+            failures.append(str(error))
+    if failures:
+        raise files.UserError("; ".join(failures))
 
 
 def _show_verdict(verdict: Verdict, allowed: float) -> None:
