@@ -10,9 +10,7 @@
 #include <algorithm>
 
 #include "../common/parallel.h"
-#include "activation.h"
-#include "gelu_limits.h"
-#include "vec.h"
+#include "gelu_vec.h"
 
 namespace fusedops::CPU_CAPABILITY {
 namespace {
@@ -28,7 +26,7 @@ void forward(const BiasGeluForward& a) {
       T* y = static_cast<T*>(a.output) + row * columns;
       for_each_vector<V::size()>(columns, [&](int64_t c, int64_t count, auto full) {
         const V sum = load_vec(x + c, count, full) + load_vec(bias + c, count, full);
-        store_vec<kStream>(y + c, gelu_value<kActivation>(sum), count, full);
+        store_vec<kStream>(y + c, gelu_value<T, kActivation>(sum), count, full);
       });
     }
   });
@@ -49,7 +47,7 @@ inline void backward_rows(const BiasGeluBackward& a, int64_t row, int64_t begin,
     V total = dbias != nullptr ? load_vec(dbias + begin + c, count, full) : V(Acc<T>(0));
     for (int k = 0; k < kRows; ++k) {
       const int64_t i = k * a.columns + c;
-      const V slope = gelu_slope<kActivation>(load_vec(x + i, count, full) + shift);
+      const V slope = gelu_slope<T, kActivation>(load_vec(x + i, count, full) + shift);
       const V grad = load_vec(dy + i, count, full) * slope;
       if (dx != nullptr) store_vec<kStream>(dx + i, grad, count, full);
       total = total + grad;

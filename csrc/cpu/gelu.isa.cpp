@@ -7,9 +7,7 @@
 #include <algorithm>
 
 #include "../common/parallel.h"
-#include "activation.h"
-#include "gelu_limits.h"
-#include "vec.h"
+#include "gelu_vec.h"
 
 namespace fusedops::CPU_CAPABILITY {
 namespace {
@@ -34,7 +32,8 @@ void forward(const GeluForward& a) {
     const T* x = static_cast<const T*>(a.input) + first;
     T* y = static_cast<T*>(a.output) + first;
     for_each_vector<V::size()>(count, [&](int64_t i, int64_t lanes, auto full) {
-      store_vec<kStream>(y + i, gelu_value<kActivation>(load_vec(x + i, lanes, full)), lanes, full);
+      store_vec<kStream>(y + i, gelu_value<T, kActivation>(load_vec(x + i, lanes, full)), lanes,
+                         full);
     });
   });
 }
@@ -47,7 +46,7 @@ void backward(const GeluBackward& a) {
     const T* x = static_cast<const T*>(a.input) + first;
     T* dx = static_cast<T*>(a.grad_input) + first;
     for_each_vector<V::size()>(count, [&](int64_t i, int64_t lanes, auto full) {
-      const V slope = gelu_slope<kActivation>(load_vec(x + i, lanes, full));
+      const V slope = gelu_slope<T, kActivation>(load_vec(x + i, lanes, full));
       store_vec<kStream>(dx + i, load_vec(dy + i, lanes, full) * slope, lanes, full);
     });
   });
