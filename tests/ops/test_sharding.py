@@ -1,0 +1,114 @@
+"""DTensor: every op runs on sharded rows without communication and equals the single process."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from op_testing import as_tuple, assert_close, baseline, fresh, incoming, run, truth
+
+from fusedops.specs import Sample, Spec, all_specs
+
+WORLD = 2
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def _on_all_ranks(worker: Any, *args: Any) -> None:
+    mp.spawn(_start, args=(WORLD, _free_port(), worker, args), nprocs=WORLD, join=True)
+
+
+def _start(rank: int, world: int, port: int, worker: Any, args: tuple[Any, ...]) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=world)
+    try:
+        worker(rank, *args)
+    finally:
+        dist.destroy_process_group()
+
+
+def _distribute(sample: Sample, mesh: Any, placements: dict[tuple[int, ...], Any]) -> Sample:
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    def place(tensor: torch.Tensor) -> Any:
+        placement = placements.get(tuple(tensor.shape), Replicate())
+        placed = distribute_tensor(tensor.detach(), mesh, [placement])
+        return placed.requires_grad_(tensor.requires_grad)
+
+    return sample.map(place)
+
+
+def _check(spec: Spec, sample: Sample, mesh: Any, placements: dict[Any, Any], expect: Any) -> None:
+    from torch.distributed.tensor import distribute_tensor
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    placed = _distribute(sample, mesh, placements)
+    with CommDebugMode() as communication:
+        outputs = as_tuple(spec.op(*placed.args, **placed.kwargs))
+    assert communication.get_total_counts() == 0, communication.get_comm_counts()
+    for output in outputs:
+        assert output.placements == (expect,), f"{spec.name}: {output.placements}"
+    grads_out = [
+        distribute_tensor(grad, mesh, [expect])
+        for grad in incoming(tuple(output.full_tensor() for output in outputs))
+    ]
+    grads = torch.autograd.grad(outputs, placed.leaves, grads_out)
+    exact, eager = truth(spec, sample), baseline(spec, fresh(sample))
+    alone = run(spec.op, fresh(sample))
+    for i, output in enumerate(outputs):
+        assert torch.equal(output.full_tensor(), alone.outputs[i]), f"{spec.name} output {i}"
+    for i, grad in enumerate(grads):
+        assert_close(
+            grad.full_tensor(), exact.grads[i], eager.grads[i], f"{spec.name} gradient {i}", 999
+        )
+
+
+def _rows_worker(rank: int, names: list[str]) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+
+    mesh = init_device_mesh("cpu", (WORLD,))
+    for name in names:
+        spec = all_specs()[name]
+        for sample in spec.samples(torch.device("cpu"), torch.float32):
+            shape = tuple(sample.args[0].shape)
+            if sample.random or len(shape) < 2 or shape[0] < WORLD or shape[-1] < 2:
+                continue
+            _check(spec, sample, mesh, {shape: Shard(0)}, Shard(0))
+            _check(spec, sample, mesh, {}, Replicate())
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "name", [name for name, spec in all_specs().items() if spec.rows_are_independent]
+)
+def test_sharded_rows_need_no_communication(name: str, tmp_path: Path) -> None:
+    _on_all_ranks(_rows_worker, [name])
+
+
+def _column_worker(rank: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard
+
+    mesh = init_device_mesh("cpu", (WORLD,))
+    torch.manual_seed(0)
+    leaves = [torch.randn(*shape, requires_grad=True) for shape in ((5, 12), (8, 12), (8,))]
+    sample = Sample("columns", tuple(leaves))
+    placements = {(8, 12): Shard(0), (8,): Shard(0)}
+    _check(all_specs()["linear_act"], sample, mesh, placements, Shard(1))
+
+
+@pytest.mark.distributed
+def test_linear_act_is_column_parallel_without_communication() -> None:
+    _on_all_ranks(_column_worker)
