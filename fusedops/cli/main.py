@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-import typer
+import sys
+
+try:
+    import typer
+except ImportError:
+    sys.stderr.write("fusedops: error: the command needs typer: pip install 'fusedops[cli]'\n")
+    raise SystemExit(2) from None
 
 from fusedops.cli import demo, doctor
 from fusedops.cli.bench import command as bench

@@ -6,6 +6,7 @@ tests, but only the automatic choice of backend and the common dtypes.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ class Outcome:
         op: the op's name.
         runs_on: per dtype name, the backend that runs here and why not the ones before it.
         checks: how many calls were compared.
+        skipped: how many were not, because the time was over.
         failures: one sentence per difference or exception.
         seconds: how long it took.
     """
@@ -36,17 +38,25 @@ class Outcome:
     op: str
     runs_on: dict[str, str]
     checks: int
+    skipped: int
     failures: tuple[str, ...]
     seconds: float
 
 
-def check_op(spec: Spec, device: torch.device) -> Outcome:
-    """Run the self-test of one op on a device."""
+def check_op(spec: Spec, device: torch.device, seconds: float = math.inf) -> Outcome:
+    """Run the self-test of one op on a device.
+
+    Args:
+        spec: the op.
+        device: where.
+        seconds: time after which the rest is skipped; the first sample of each dtype always runs.
+    """
     start = time.perf_counter()
     runs_on: dict[str, str] = {}
     failures = []
-    checks = 0
-    for dtype in DTYPES:
+    checks = skipped = 0
+    for index, dtype in enumerate(DTYPES, start=1):
+        deadline = start + seconds * index / len(DTYPES)
         name = str(dtype).removeprefix("torch.")
         try:
             samples = spec.samples(device, dtype)
@@ -54,7 +64,10 @@ def check_op(spec: Spec, device: torch.device) -> Outcome:
         except Exception as error:
             failures.append(f"{spec.name} {name}: {type(error).__name__}: {_first_line(error)}")
             continue
-        for sample in samples:
+        for number, sample in enumerate(samples):
+            if number > 0 and time.perf_counter() > deadline:
+                skipped += len(samples) - number
+                break
             checks += 1
             try:
                 wrong = _compare(spec, sample)
@@ -62,7 +75,8 @@ def check_op(spec: Spec, device: torch.device) -> Outcome:
                 wrong = f"{type(error).__name__}: {_first_line(error)}"
             if wrong is not None:
                 failures.append(f"{spec.name} {name} {sample.name}: {wrong}")
-    return Outcome(spec.name, runs_on, checks, tuple(failures), time.perf_counter() - start)
+    elapsed = time.perf_counter() - start
+    return Outcome(spec.name, runs_on, checks, skipped, tuple(failures), elapsed)
 
 
 def _first_line(error: Exception) -> str:

@@ -24,6 +24,13 @@ def test_right_op_passes_and_tells_its_backend() -> None:
     assert all(where.startswith(("cpp", "torch")) for where in outcome.runs_on.values())
 
 
+def test_time_over_skips_and_counts_the_rest() -> None:
+    spec = all_specs()["gelu"]
+    outcome = check_op(spec, CPU, seconds=0.0)
+    assert outcome.checks == 2
+    assert outcome.skipped == 2 * (len(spec.samples(CPU, torch.float32)) - 1)
+
+
 def test_wrong_values_are_found() -> None:
     spec = all_specs()["gelu"]
 
