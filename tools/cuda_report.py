@@ -64,7 +64,7 @@ def _demangle(symbols: list[str]) -> list[str]:
 
 def _short(name: str) -> str:
     """``void fusedops::(anonymous namespace)::f<int>(...)`` becomes ``f<int>``."""
-    name = re.sub(r"\(anonymous namespace\)::|fusedops::|^void ", "", name)
+    name = re.sub(r"\(anonymous namespace\)::|fusedops::|cuda::|^void ", "", name)
     depth = 0
     for position, letter in enumerate(name):
         depth += (letter == "<") - (letter == ">")

@@ -176,8 +176,10 @@ def cuda_home() -> Path | None:
     if nvcc:
         candidates.insert(2, str(Path(nvcc).resolve().parent.parent))
     for candidate in candidates:
-        if candidate and (Path(candidate) / "bin" / "nvcc").exists():
-            return Path(candidate).resolve()
+        # An nvcc in /usr/local/bin may be a script: the toolkit is where the headers are.
+        home = Path(candidate) if candidate else None
+        if home and (home / "bin/nvcc").exists() and (home / "include/cuda_runtime.h").exists():
+            return home.resolve()
     return None
 
 
@@ -259,8 +261,8 @@ def build(*, verbose: bool = False) -> list[Path]:
         BuildError: no torch, no compiler, or the compiler failed.
     """
     names = library_names()
-    with _locked():
-        for name in names:
+    for name in names:
+        with _locked(name):
             if not is_current(name):
                 _build_one(name, verbose=verbose)
     return [library_path(name) for name in names]
@@ -277,10 +279,10 @@ def check_cuda(*, verbose: bool = False) -> str:
     """
     if cuda_home() is None:
         raise CannotBuildError("check-cuda needs nvcc: set CUDA_HOME or put nvcc on PATH")
-    with _locked():
+    with _locked("cuda"):
         folder = build_folder()
         edges = [edge for edge in _edges("cuda", folder) if edge.rule != "link"]
-        _execute(folder, "check_cuda", edges, verbose=verbose)
+        _execute(folder, "cuda", edges, verbose=verbose)
         logs = (Path(edge.output + ".log") for edge in edges if edge.rule == "nvcc")
         return "\n".join(log.read_text() for log in sorted(logs))
 
@@ -447,7 +449,7 @@ def _execute(folder: Path, name: str, edges: list[Edge], *, verbose: bool) -> No
     if ninja is None:
         _execute_without_ninja(rules, edges, jobs)
         return
-    lines = ["ninja_required_version = 1.5", f"builddir = {_escaped(str(folder))}"]
+    lines = ["ninja_required_version = 1.5", f"builddir = {_escaped(str(folder / name))}.log"]
     for rule, command in rules.items():
         lines += [f"rule {rule}", f"  command = {command}", f"  description = {rule} $out"]
         if rule in ("cxx", "nvcc"):
@@ -487,11 +489,11 @@ def _find_ninja() -> str | None:
 
 
 @contextlib.contextmanager
-def _locked() -> Iterator[None]:
-    """Let one build run at a time: pytest workers and a shell may start one at once."""
+def _locked(name: str) -> Iterator[None]:
+    """Let one build of a library run at a time: two pytest workers may start one at once."""
     folder = build_folder()
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lock", "w") as file:
+    with open(folder / f"{name}.lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

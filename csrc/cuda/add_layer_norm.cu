@@ -1,0 +1,152 @@
+// add_layer_norm on CUDA: layer_norm's kernels over rows that are the sum of two.
+//
+// Forward: a row of summed = residual + dropout(input) is formed in registers, rounded, written and
+// normalised. Traffic: two rows in, two rows out. Backward: the row gradient of layer_norm plus
+// that of `summed` is the gradient of the residual, and with the dropout mask drawn again that of
+// the input. Traffic: summed and up to two gradients in, up to two out.
+#include "add_layer_norm.h"
+
+#include "layer_norm_kernels.cuh"
+#include "philox.cuh"
+
+namespace fusedops::cuda {
+namespace {
+
+template <typename T, typename S>
+struct ResidualSource {
+  using Element = T;
+  static constexpr int kMostValues = sizeof(T) == 2 ? 32 : 16;  // a thread holds without spilling
+  const S* input;
+  const T* residual;
+  T* summed;
+  DropoutArguments dropout;
+
+  template <int N>
+  __device__ __forceinline__ void load(int64_t offset, Acc<T> (&values)[N]) const {
+    Acc<T> stream[N];
+    cuda::load(input + offset, values);
+    cuda::load(residual + offset, stream);
+    drop(dropout, offset, values);
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      values[i] = widen<Acc<T>>(narrow<T>(stream[i] + values[i]));  // normed is of the rounded sum
+    }
+    cuda::store(summed + offset, values);
+  }
+  template <int N>
+  __device__ __forceinline__ void reload(int64_t offset, Acc<T> (&values)[N]) const {
+    cuda::load(static_cast<const T*>(summed) + offset, values);
+  }
+  bool aligned() const {
+    return cuda::aligned(input) && cuda::aligned(residual) && cuda::aligned(summed);
+  }
+};
+
+template <typename T, typename S>
+struct ResidualSink {
+  const T* grad_summed;  // or null
+  T* grad_residual;      // or null
+  S* grad_input;         // or null
+  DropoutArguments dropout;
+
+  __host__ __device__ bool wanted() const {
+    return grad_residual != nullptr || grad_input != nullptr;
+  }
+  template <int N>
+  __device__ __forceinline__ void store(int64_t offset, const Acc<T> (&dx)[N]) const {
+    Acc<T> total[N];
+    load_or<N>(grad_summed, offset, Acc<T>(0), total);
+#pragma unroll
+    for (int i = 0; i < N; ++i) total[i] += dx[i];
+    if (grad_residual != nullptr) cuda::store(grad_residual + offset, total);
+    if (grad_input != nullptr) {
+      drop(dropout, offset, total);
+      cuda::store(grad_input + offset, total);
+    }
+  }
+  bool aligned() const {
+    return cuda::aligned(grad_summed) && cuda::aligned(grad_residual) && cuda::aligned(grad_input);
+  }
+};
+
+// The gradients where `normed` has none: only that of `summed` passes.
+template <typename T, typename S, int kPack>
+__global__ void __launch_bounds__(256) pass_kernel(ResidualSink<T, S> sink, int64_t count) {
+  const int64_t offset = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * kPack;
+  if (offset >= count) return;
+  const Acc<T> nothing[kPack] = {};
+  sink.store(offset, nothing);
+}
+
+template <typename T, typename S>
+cudaError_t pass(const ResidualSink<T, S>& sink, int64_t count, cudaStream_t stream) {
+  if (sink.grad_residual == nullptr && sink.grad_input == nullptr) return cudaSuccess;
+  constexpr int kPack = kPackOf<T>;
+  if (count % kPack == 0 && sink.aligned()) {
+    const auto blocks = static_cast<unsigned>((count + 256 * kPack - 1) / (256 * kPack));
+    pass_kernel<T, S, kPack><<<blocks, 256, 0, stream>>>(sink, count);
+  } else {
+    pass_kernel<T, S, 1>
+        <<<static_cast<unsigned>((count + 255) / 256), 256, 0, stream>>>(sink, count);
+  }
+  return cudaGetLastError();
+}
+
+// Calls f(T(), P(), S()) with the type of the input too: T, or a half beside float.
+template <typename F>
+cudaError_t switch_all(Type data, Type parameters, Type input, const F& f) {
+  return switch_types(data, parameters, [&](auto t, auto p) {
+    if constexpr (std::is_same_v<decltype(t), float>) {
+      if (input == Type::f16) return f(t, p, __half());
+      if (input == Type::bf16) return f(t, p, __nv_bfloat16());
+    }
+    return f(t, p, t);
+  });
+}
+
+}  // namespace
+
+cudaError_t add_layer_norm_forward(const AddLayerNormForward& a, cudaStream_t stream) {
+  return switch_all(a.dtype, a.parameter_dtype, a.input_dtype, [&](auto t, auto p, auto s) {
+    using T = decltype(t);
+    using P = decltype(p);
+    using S = decltype(s);
+    return ForwardCall<ResidualSource<T, S>, P>{
+        {static_cast<const S*>(a.input), static_cast<const T*>(a.residual),
+         static_cast<T*>(a.summed), a.dropout},
+        static_cast<const P*>(a.weight),
+        static_cast<const P*>(a.bias),
+        static_cast<T*>(a.normed),
+        static_cast<Acc<T>*>(a.mean),
+        static_cast<Acc<T>*>(a.rstd),
+        a.rows,
+        a.columns,
+        a.eps,
+        stream}
+        .launch();
+  });
+}
+
+cudaError_t add_layer_norm_backward(const AddLayerNormBackward& a, cudaStream_t stream) {
+  return switch_all(a.dtype, a.parameter_dtype, a.input_dtype, [&](auto t, auto p, auto s) {
+    using T = decltype(t);
+    using P = decltype(p);
+    using S = decltype(s);
+    const ResidualSink<T, S> sink{static_cast<const T*>(a.grad_summed),
+                                  static_cast<T*>(a.grad_residual), static_cast<S*>(a.grad_input),
+                                  a.dropout};
+    if (a.grad_normed == nullptr) return pass(sink, a.rows * a.columns, stream);
+    return BackwardCall<ResidualSink<T, S>, T, P>{
+        {static_cast<const T*>(a.grad_normed), static_cast<const T*>(a.summed),
+         static_cast<const P*>(a.weight), static_cast<const Acc<T>*>(a.mean),
+         static_cast<const Acc<T>*>(a.rstd), a.rows, a.columns},
+        sink,
+        static_cast<P*>(a.grad_weight),
+        static_cast<P*>(a.grad_bias),
+        static_cast<Acc<T>*>(a.partials),
+        stream}
+        .launch();
+  });
+}
+
+}  // namespace fusedops::cuda

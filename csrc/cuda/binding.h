@@ -1,0 +1,51 @@
+// What the bindings of CUDA kernels share: dtypes, the current stream, the check of a launch.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include "../common/binding.h"
+#include "types.h"
+
+namespace fusedops::cuda {
+
+inline Type type_of(const at::Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case at::kFloat:
+      return Type::f32;
+    case at::kHalf:
+      return Type::f16;
+    case at::kBFloat16:
+      return Type::bf16;
+    case at::kDouble:
+      return Type::f64;
+    default:
+      TORCH_CHECK_TYPE(false, "the CUDA kernels take float32, float16, bfloat16 and float64, got ",
+                       tensor.scalar_type());
+  }
+}
+
+// Parameters share one dtype, that of the data or float32: when weight and bias differ, the
+// narrower one is widened. Either may be undefined.
+inline Type align_parameters(const at::Tensor& data, at::Tensor& weight, at::Tensor& bias) {
+  if (weight.defined() && bias.defined() && weight.scalar_type() != bias.scalar_type()) {
+    weight = weight.to(at::kFloat);
+    bias = bias.to(at::kFloat);
+  }
+  return type_of(weight.defined() ? weight : bias.defined() ? bias : data);
+}
+
+// A gradient as the kernels read it: dense, of the dtype of the data; or undefined.
+inline at::Tensor gradient(const std::optional<at::Tensor>& grad, const at::Tensor& data) {
+  return grad.has_value() && grad->defined() ? grad->to(data.scalar_type()).contiguous()
+                                             : at::Tensor();
+}
+
+// The part of a shape before the normalised dimensions.
+inline at::IntArrayRef leading_sizes(const at::Tensor& tensor, at::IntArrayRef normalized_shape) {
+  return tensor.sizes().slice(0, tensor.dim() - normalized_shape.size());
+}
+
+}  // namespace fusedops::cuda

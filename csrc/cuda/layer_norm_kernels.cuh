@@ -1,0 +1,524 @@
+// The kernels of layer_norm and add_layer_norm. What differs between the two is where a row comes
+// from (a Source) and where its gradient goes (a Sink).
+//
+// Forward: a row is held in registers by one warp (up to 1024 columns) or one block (up to 32768;
+// add_layer_norm in float32 up to 512 and 16384, what fits without spilling).
+// Mean, then centred sums; the sum of the deviations corrects the rounding of the mean, so a mean
+// of 1e4 with deviation 1 stays right. Traffic: the row once in, once out. Longer rows are read
+// three times, the second and third time from the L2 cache.
+//
+// Backward, with xhat = (x - mean) * rstd and h = dy * weight:
+//   dx      = rstd * (h - mean(h) - xhat * mean(h * xhat))
+//   dweight = sum over rows of dy * xhat,  dbias = sum over rows of dy
+// A number of blocks that depends on the GPU and on the sizes alone walks the rows; each thread
+// keeps the parameter gradients of its columns in registers and writes them once, to a row of
+// partial sums of its block. A second kernel adds those in order: no atomics, the same bits in
+// every run. Traffic: x and dy once in, dx once out. Above 8192 columns dx and the partial sums are
+// two kernels.
+//
+// Columns that are no multiple of a 16-byte pack, and pointers that are not aligned to one, are
+// read element by element; these rows and those of doubles stay in registers up to a lower limit.
+//
+// No figure here is measured yet; registers and spills are in docs/reports/cuda_kernels.csv.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+
+#include "device.cuh"
+#include "types.h"
+
+namespace fusedops::cuda {
+namespace {
+
+constexpr int kLongThreads = 1024;
+
+// Values that a thread holds: always in the backward, at least in the forward.
+template <typename T>
+constexpr int kValuesOf = std::is_same_v<T, double> ? 4 : 8;
+template <typename T>
+constexpr int kPackOf = 16 / static_cast<int>(sizeof(T));
+// Threads of the backward's blocks at most: what leaves enough registers for no spill.
+template <typename T, int kPack>
+constexpr int kBackwardThreads = kPack == 1 || std::is_same_v<T, double> ? 512 : 1024;
+
+// ------------------------------------------------------------------------------------ forward
+
+template <typename Source, typename P, int kPack, int kVectors>
+__global__ void __launch_bounds__(1024, 1)
+    forward_kernel(Source source, const P* __restrict__ weight, const P* __restrict__ bias,
+                   typename Source::Element* __restrict__ output,
+                   Acc<typename Source::Element>* __restrict__ mean_out,
+                   Acc<typename Source::Element>* __restrict__ rstd_out, int64_t rows, int columns,
+                   Acc<typename Source::Element> eps) {
+  using A = Acc<typename Source::Element>;
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
+  const int64_t start = row * columns;
+  const int step = static_cast<int>(blockDim.x) * kPack;
+  const int first = static_cast<int>(threadIdx.x) * kPack;
+  const int end = row < rows ? columns : 0;  // a row past the last one has no columns
+
+  A values[kVectors][kPack];
+  A sum[1] = {A(0)};
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    const int column = first + v * step;
+    if (column < end) {
+      source.load(start + column, values[v]);
+#pragma unroll
+      for (int i = 0; i < kPack; ++i) sum[0] += values[v][i];
+    }
+  }
+  sum_over_row(sum, 0);
+  const A mean = sum[0] / static_cast<A>(columns);
+
+  A centred[2] = {A(0), A(0)};
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    if (first + v * step < end) {
+#pragma unroll
+      for (int i = 0; i < kPack; ++i) {
+        values[v][i] -= mean;
+        centred[0] += values[v][i];
+        centred[1] += values[v][i] * values[v][i];
+      }
+    }
+  }
+  sum_over_row(centred, 1);
+  const A correction = centred[0] / static_cast<A>(columns);
+  const A variance = centred[1] / static_cast<A>(columns) - correction * correction;
+  const A rstd = inverse_root(max(variance, A(0)) + eps);
+
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    const int column = first + v * step;
+    if (column < end) {
+      A scale[kPack], shift[kPack];
+      load_or<kPack>(weight, column, A(1), scale);
+      load_or<kPack>(bias, column, A(0), shift);
+#pragma unroll
+      for (int i = 0; i < kPack; ++i) {
+        values[v][i] = (values[v][i] - correction) * rstd * scale[i] + shift[i];
+      }
+      store(output + start + column, values[v]);
+    }
+  }
+  if (threadIdx.x == 0 && row < rows) {
+    mean_out[row] = mean + correction;
+    rstd_out[row] = rstd;
+  }
+}
+
+template <typename Source, typename P, int kPack>
+__global__ void __launch_bounds__(kLongThreads, 1)
+    forward_long_kernel(Source source, const P* __restrict__ weight, const P* __restrict__ bias,
+                        typename Source::Element* __restrict__ output,
+                        Acc<typename Source::Element>* __restrict__ mean_out,
+                        Acc<typename Source::Element>* __restrict__ rstd_out, int64_t columns,
+                        Acc<typename Source::Element> eps) {
+  using A = Acc<typename Source::Element>;
+  const int64_t row = blockIdx.x;
+  const int64_t start = row * columns;
+  constexpr int64_t step = kLongThreads * kPack;
+  const int64_t first = static_cast<int64_t>(threadIdx.x) * kPack;
+
+  A sum[1] = {A(0)};
+  for (int64_t column = first; column < columns; column += step) {
+    A values[kPack];
+    source.load(start + column, values);
+#pragma unroll
+    for (int i = 0; i < kPack; ++i) sum[0] += values[i];
+  }
+  sum_over_row(sum, 0);
+  const A mean = sum[0] / static_cast<A>(columns);
+
+  // A thread rereads its own columns only, so what the source wrote is visible to it.
+  A centred[2] = {A(0), A(0)};
+  for (int64_t column = first; column < columns; column += step) {
+    A values[kPack];
+    source.reload(start + column, values);
+#pragma unroll
+    for (int i = 0; i < kPack; ++i) {
+      values[i] -= mean;
+      centred[0] += values[i];
+      centred[1] += values[i] * values[i];
+    }
+  }
+  sum_over_row(centred, 1);
+  const A correction = centred[0] / static_cast<A>(columns);
+  const A variance = centred[1] / static_cast<A>(columns) - correction * correction;
+  const A rstd = inverse_root(max(variance, A(0)) + eps);
+
+  for (int64_t column = first; column < columns; column += step) {
+    A values[kPack], scale[kPack], shift[kPack];
+    source.reload(start + column, values);
+    load_or<kPack>(weight, column, A(1), scale);
+    load_or<kPack>(bias, column, A(0), shift);
+#pragma unroll
+    for (int i = 0; i < kPack; ++i) {
+      values[i] = (values[i] - mean - correction) * rstd * scale[i] + shift[i];
+    }
+    store(output + start + column, values);
+  }
+  if (threadIdx.x == 0) {
+    mean_out[row] = mean + correction;
+    rstd_out[row] = rstd;
+  }
+}
+
+// ----------------------------------------------------------------------------------- backward
+
+// What the backward of a row reads.
+template <typename T, typename P>
+struct BackwardRows {
+  const T* grad_output;
+  const T* input;
+  const P* weight;  // or null
+  const Acc<T>* mean;
+  const Acc<T>* rstd;
+  int64_t rows;
+  int64_t columns;
+};
+
+template <typename Sink, typename T, typename P, int kPack, int kVectors>
+__global__ void __launch_bounds__(kBackwardThreads<T, kPack>, 1)
+    backward_kernel(BackwardRows<T, P> in, Sink sink, Acc<T>* __restrict__ grad_weight,
+                    Acc<T>* __restrict__ grad_bias) {
+  using A = Acc<T>;
+  const int columns = static_cast<int>(in.columns);
+  const int step = static_cast<int>(blockDim.x) * kPack;
+  const int first = static_cast<int>(threadIdx.x) * kPack;
+  const bool wants_input = sink.wanted();
+  A dweight[kVectors][kPack] = {};
+  A dbias[kVectors][kPack] = {};
+  int turn = 0;
+  // All threads of a block make the same number of turns: they meet at the barrier in sum_over_row.
+  for (int64_t base = static_cast<int64_t>(blockIdx.x) * blockDim.y; base < in.rows;
+       base += static_cast<int64_t>(gridDim.x) * blockDim.y, turn ^= 1) {
+    const int64_t row = base + threadIdx.y;
+    const bool active = row < in.rows;
+    const int64_t start = row * columns;
+    const int end = active ? columns : 0;
+    const A mean = active ? in.mean[row] : A(0);
+    const A rstd = active ? in.rstd[row] : A(0);
+    Pack<T, kPack> x[kVectors];
+    Pack<T, kPack> dy[kVectors];
+    A sums[2] = {A(0), A(0)};  // of h, of h * xhat
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      const int column = first + v * step;
+      if (column < end) {
+        x[v] = load_pack<T, kPack>(in.input + start + column);
+        dy[v] = load_pack<T, kPack>(in.grad_output + start + column);
+      }
+    }
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      const int column = first + v * step;
+      if (column < end) {
+        A weight[kPack];
+        load_or<kPack>(in.weight, column, A(1), weight);
+#pragma unroll
+        for (int i = 0; i < kPack; ++i) {
+          const A grad = widen<A>(dy[v].at[i]);
+          const A normalized = (widen<A>(x[v].at[i]) - mean) * rstd;
+          dweight[v][i] += grad * normalized;
+          dbias[v][i] += grad;
+          sums[0] += grad * weight[i];
+          sums[1] += grad * weight[i] * normalized;
+        }
+      }
+    }
+    if (!wants_input) continue;
+    sum_over_row(sums, turn);
+    const A across = sums[0] / static_cast<A>(columns);
+    const A along = sums[1] / static_cast<A>(columns);
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      const int column = first + v * step;
+      if (column < end) {
+        A weight[kPack], dx[kPack];
+        load_or<kPack>(in.weight, column, A(1), weight);
+#pragma unroll
+        for (int i = 0; i < kPack; ++i) {
+          const A normalized = (widen<A>(x[v].at[i]) - mean) * rstd;
+          dx[i] = rstd * (widen<A>(dy[v].at[i]) * weight[i] - across - normalized * along);
+        }
+        sink.store(start + column, dx);
+      }
+    }
+  }
+  // The rows of threads of the block add their parts in order, through shared memory.
+  extern __shared__ __align__(16) unsigned char shared[];
+  A* parts = reinterpret_cast<A*>(shared);
+  const int threads = static_cast<int>(blockDim.x * blockDim.y);
+#pragma unroll
+  for (int which = 0; which < 2; ++which) {
+    A* target = which == 0 ? grad_weight : grad_bias;
+    if (target == nullptr) continue;
+    target += static_cast<int64_t>(blockIdx.x) * columns;
+    __syncthreads();
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      const int column = first + v * step;
+      if (column < columns) {
+        A* place = blockDim.y == 1 ? target : parts + threadIdx.y * columns;
+        store(place + column, which == 0 ? dweight[v] : dbias[v]);
+      }
+    }
+    if (blockDim.y == 1) continue;
+    __syncthreads();
+    for (int column = static_cast<int>(threadIdx.y * blockDim.x + threadIdx.x); column < columns;
+         column += threads) {
+      A total = A(0);
+      for (unsigned y = 0; y < blockDim.y; ++y) total += parts[y * columns + column];
+      target[column] = total;
+    }
+  }
+}
+
+template <typename Sink, typename T, typename P, int kPack>
+__global__ void __launch_bounds__(kLongThreads, 1)
+    backward_input_long_kernel(BackwardRows<T, P> in, Sink sink) {
+  using A = Acc<T>;
+  const int64_t row = blockIdx.x;
+  const int64_t start = row * in.columns;
+  constexpr int64_t step = kLongThreads * kPack;
+  const int64_t first = static_cast<int64_t>(threadIdx.x) * kPack;
+  const A mean = in.mean[row];
+  const A rstd = in.rstd[row];
+  A sums[2] = {A(0), A(0)};
+  for (int64_t column = first; column < in.columns; column += step) {
+    A x[kPack], dy[kPack], weight[kPack];
+    load(in.input + start + column, x);
+    load(in.grad_output + start + column, dy);
+    load_or<kPack>(in.weight, column, A(1), weight);
+#pragma unroll
+    for (int i = 0; i < kPack; ++i) {
+      sums[0] += dy[i] * weight[i];
+      sums[1] += dy[i] * weight[i] * (x[i] - mean) * rstd;
+    }
+  }
+  sum_over_row(sums, 0);
+  const A across = sums[0] / static_cast<A>(in.columns);
+  const A along = sums[1] / static_cast<A>(in.columns);
+  for (int64_t column = first; column < in.columns; column += step) {
+    A x[kPack], dy[kPack], weight[kPack];
+    load(in.input + start + column, x);
+    load(in.grad_output + start + column, dy);
+    load_or<kPack>(in.weight, column, A(1), weight);
+#pragma unroll
+    for (int i = 0; i < kPack; ++i) {
+      x[i] = rstd * (dy[i] * weight[i] - across - (x[i] - mean) * rstd * along);
+    }
+    sink.store(start + column, x);
+  }
+}
+
+// Grid: column tiles by partial rows; a thread owns kPack columns.
+template <typename T, typename P, int kPack>
+__global__ void __launch_bounds__(256)
+    partial_sums_kernel(BackwardRows<T, P> in, Acc<T>* __restrict__ grad_weight,
+                        Acc<T>* __restrict__ grad_bias) {
+  using A = Acc<T>;
+  const int64_t column = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * kPack;
+  if (column >= in.columns) return;
+  A dweight[kPack] = {};
+  A dbias[kPack] = {};
+  for (int64_t row = blockIdx.y; row < in.rows; row += gridDim.y) {
+    A x[kPack], dy[kPack];
+    load(in.input + row * in.columns + column, x);
+    load(in.grad_output + row * in.columns + column, dy);
+    const A mean = in.mean[row];
+    const A rstd = in.rstd[row];
+#pragma unroll
+    for (int i = 0; i < kPack; ++i) {
+      dweight[i] += dy[i] * (x[i] - mean) * rstd;
+      dbias[i] += dy[i];
+    }
+  }
+  const int64_t place = static_cast<int64_t>(blockIdx.y) * in.columns + column;
+  if (grad_weight != nullptr) store(grad_weight + place, dweight);
+  if (grad_bias != nullptr) store(grad_bias + place, dbias);
+}
+
+// Adds partial rows in order. Block: 32 columns by 16 runs of rows; grid.y: weight, bias.
+template <typename A, typename P>
+__global__ void __launch_bounds__(512)
+    add_partials_kernel(const A* __restrict__ partials, P* __restrict__ grad_weight,
+                        P* __restrict__ grad_bias, int64_t count, int64_t columns) {
+  constexpr int kRuns = 16;
+  P* target = blockIdx.y == 0 ? grad_weight : grad_bias;
+  if (target == nullptr) return;
+  const A* parts = partials + blockIdx.y * count * columns;
+  const int64_t column = static_cast<int64_t>(blockIdx.x) * kWarp + threadIdx.x;
+  A total = A(0);
+  if (column < columns) {
+    for (int64_t row = threadIdx.y; row < count; row += kRuns) {
+      total += parts[row * columns + column];
+    }
+  }
+  __shared__ A runs[kRuns][kWarp];
+  runs[threadIdx.y][threadIdx.x] = total;
+  __syncthreads();
+  if (threadIdx.y == 0 && column < columns) {
+    A sum = A(0);
+    for (int run = 0; run < kRuns; ++run) sum += runs[run][threadIdx.x];
+    target[column] = narrow<P>(sum);
+  }
+}
+
+// ----------------------------------------------------------------------------------- launchers
+
+inline bool aligned(const void* pointer) {
+  return reinterpret_cast<uintptr_t>(pointer) % 16 == 0;  // null counts
+}
+
+inline int64_t rounded_up(int64_t value, int64_t unit) {
+  return (value + unit - 1) / unit * unit;
+}
+
+// Threads of a row (whole warps) by rows of a block.
+inline dim3 block_shape(int64_t columns, int64_t values, int64_t threads) {
+  const int64_t x = rounded_up((columns + values - 1) / values, kWarp);
+  return dim3(static_cast<unsigned>(x), static_cast<unsigned>(std::max<int64_t>(1, threads / x)));
+}
+
+// Partial rows: one per block of the backward, two blocks a multiprocessor.
+inline int64_t count_partials(int64_t rows, int64_t columns, int64_t values) {
+  int device = 0;
+  int multiprocessors = 1;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  const int64_t together = columns > 1024 * values ? 1 : block_shape(columns, values, 512).y;
+  return std::min<int64_t>((rows + together - 1) / together, 2 * multiprocessors);
+}
+
+template <typename Source, typename P>
+struct ForwardCall {
+  using T = typename Source::Element;
+  Source source;
+  const P* weight;
+  const P* bias;
+  T* output;
+  Acc<T>* mean;
+  Acc<T>* rstd;
+  int64_t rows;
+  int64_t columns;
+  double eps;
+  cudaStream_t stream;
+
+  cudaError_t launch() const {
+    const bool vector = columns % kPackOf<T> == 0 && source.aligned() && aligned(weight) &&
+                        aligned(bias) && aligned(output);
+    return vector ? launch_packed<kPackOf<T>>() : launch_packed<1>();
+  }
+
+ private:
+  bool aligned(const void* pointer) const { return cuda::aligned(pointer); }
+
+  template <int kPack>
+  cudaError_t launch_packed() const {
+    constexpr int kFew = kValuesOf<T>;
+    if constexpr (kPack == 1 || std::is_same_v<T, double>) {
+      if (columns <= 1024 * kFew) return run<kPack, kFew>();
+    } else {
+      // One warp a row while it can hold it, then a block a row.
+      constexpr int kMost = Source::kMostValues;
+      const bool one_warp = columns <= kWarp * kMost;
+      if (columns <= kWarp * 8 || (!one_warp && columns <= 4096)) return run<kPack, 8>();
+      if (columns <= kWarp * 16 || (!one_warp && columns <= 16384)) return run<kPack, 16>();
+      if constexpr (kMost == 32) {
+        if (columns <= 1024 * 32) return run<kPack, 32>();
+      }
+    }
+    forward_long_kernel<Source, P, kPack><<<static_cast<unsigned>(rows), kLongThreads, 0, stream>>>(
+        source, weight, bias, output, mean, rstd, columns, static_cast<Acc<T>>(eps));
+    return cudaGetLastError();
+  }
+
+  template <int kPack, int kValues>
+  cudaError_t run() const {
+    const dim3 block = block_shape(columns, kValues, 256);
+    const auto grid = static_cast<unsigned>((rows + block.y - 1) / block.y);
+    forward_kernel<Source, P, kPack, kValues / kPack>
+        <<<grid, block, 0, stream>>>(source, weight, bias, output, mean, rstd, rows,
+                                     static_cast<int>(columns), static_cast<Acc<T>>(eps));
+    return cudaGetLastError();
+  }
+};
+
+template <typename Sink, typename T, typename P>
+struct BackwardCall {
+  BackwardRows<T, P> in;
+  Sink sink;
+  P* grad_weight;
+  P* grad_bias;
+  Acc<T>* partials;  // [2, count, columns]
+  cudaStream_t stream;
+
+  cudaError_t launch() const {
+    const bool vector = in.columns % kPackOf<T> == 0 && sink.aligned() &&
+                        cuda::aligned(in.grad_output) && cuda::aligned(in.input) &&
+                        cuda::aligned(in.weight) && cuda::aligned(partials);
+    return vector ? launch_packed<kPackOf<T>>() : launch_packed<1>();
+  }
+
+ private:
+  template <int kPack>
+  cudaError_t launch_packed() const {
+    constexpr int kValues = kValuesOf<T>;
+    const int64_t count = count_partials(in.rows, in.columns, kValues);
+    Acc<T>* weight_parts = grad_weight != nullptr ? partials : nullptr;
+    Acc<T>* bias_parts = grad_bias != nullptr ? partials + count * in.columns : nullptr;
+    const bool parameters = weight_parts != nullptr || bias_parts != nullptr;
+    if (in.columns <= kBackwardThreads<T, kPack> * kValues) {
+      const dim3 block = block_shape(in.columns, kValues, 512);
+      const size_t shared = block.y > 1 ? block.y * in.columns * sizeof(Acc<T>) : 0;
+      backward_kernel<Sink, T, P, kPack, kValues / kPack>
+          <<<static_cast<unsigned>(count), block, shared, stream>>>(in, sink, weight_parts,
+                                                                    bias_parts);
+    } else {
+      if (sink.wanted()) {
+        backward_input_long_kernel<Sink, T, P, kPack>
+            <<<static_cast<unsigned>(in.rows), kLongThreads, 0, stream>>>(in, sink);
+        if (const auto error = cudaGetLastError()) return error;
+      }
+      if (parameters) {
+        const auto tiles = static_cast<unsigned>((in.columns + 256 * kPack - 1) / (256 * kPack));
+        partial_sums_kernel<T, P, kPack>
+            <<<dim3(tiles, static_cast<unsigned>(count)), 256, 0, stream>>>(in, weight_parts,
+                                                                            bias_parts);
+      }
+    }
+    if (const auto error = cudaGetLastError()) return error;
+    if (!parameters) return cudaSuccess;
+    add_partials_kernel<Acc<T>, P>
+        <<<dim3(static_cast<unsigned>((in.columns + kWarp - 1) / kWarp), 2), dim3(kWarp, 16), 0,
+           stream>>>(partials, grad_weight, grad_bias, count, in.columns);
+    return cudaGetLastError();
+  }
+};
+
+// Calls f(T(), P()) for data of type T and parameters of type P: P is T, or float beside a half.
+template <typename F>
+cudaError_t switch_types(Type data, Type parameters, const F& f) {
+  const bool wide = parameters == Type::f32;
+  switch (data) {
+    case Type::f32:
+      return f(float(), float());
+    case Type::f16:
+      return wide ? f(__half(), float()) : f(__half(), __half());
+    case Type::bf16:
+      return wide ? f(__nv_bfloat16(), float()) : f(__nv_bfloat16(), __nv_bfloat16());
+    case Type::f64:
+      return f(double(), double());
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace
+}  // namespace fusedops::cuda
