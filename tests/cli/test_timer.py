@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
+import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
+from fusedops.cli import timer
 from fusedops.cli.timer import CpuClock, CudaClock, Plan, Spread, Timing, Variant, measure
 
 
@@ -85,54 +91,129 @@ def test_order_changes_from_round_to_round() -> None:
     assert len(set(rounds)) > 3
 
 
-def test_measuring_ends_when_time_is_over() -> None:
-    def slow(_: object) -> None:
-        time.sleep(0.005)
+class FakeTime:
+    """A clock that only moves when told, and how long threads waited: no test hangs on a time."""
 
-    start = time.perf_counter()
-    timing = measure([Variant("a", slow)], CpuClock(), Plan(least=3, most=10**6, seconds=0.05))
-    assert len(timing.rounds["a"]) >= 3
-    assert time.perf_counter() - start < 5
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = self.waited = 0.0
+        monkeypatch.setattr(timer.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(timer, "_waiting", lambda: self.waited)
 
+    def takes(self, seconds: float, waiting: float = 0.0) -> Callable[..., None]:
+        def run(*_: object) -> None:
+            self.now += seconds
+            self.waited += waiting
 
-def test_cpu_clock_times_run_and_not_prepare() -> None:
-    prepared: list[int] = []
-
-    def prepare() -> int:
-        time.sleep(0.02)
-        prepared.append(1)
-        return 7
-
-    received: list[int] = []
-
-    def run(value: int) -> None:
-        time.sleep(0.002)
-        received.append(value)
-
-    seconds, _ = CpuClock().sample(Variant("a", run, prepare), 3)
-    assert received == [7, 7, 7] and len(prepared) == 3
-    # The bound is prepare's own time: a sample that included it would take 22 ms.
-    assert 0.002 <= seconds < 0.022
+        return run
 
 
-def test_short_calls_are_repeated_within_a_sample() -> None:
-    assert CpuClock().repeat(Variant("short", lambda _: None)) > 10
-    assert CpuClock().repeat(Variant("long", lambda _: time.sleep(0.002))) == 1
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
+    return FakeTime(monkeypatch)
 
 
-def test_known_work_ratio_is_found() -> None:
-    x = torch.randn(1 << 14)
+def test_measuring_ends_when_time_is_over(fake: FakeTime) -> None:
+    plan = Plan(least=3, most=10**6, seconds=1.0)
+    timing = measure([Variant("a", fake.takes(0.25))], CpuClock(), plan)
+    assert len(timing.rounds["a"]) == 5
+    disturbed = measure([Variant("a", fake.takes(0.25, waiting=0.2))], CpuClock(), plan)
+    assert len(disturbed.rounds["a"]) == 13, "three times as long in the hope of quiet"
 
-    def work(times: int) -> Variant:
-        def run(_: object) -> None:
-            for _ in range(times):
-                x.exp()
 
-        return Variant(str(times), run)
+def test_cpu_clock_times_run_and_not_prepare(fake: FakeTime) -> None:
+    variant = Variant("a", fake.takes(2.0), fake.takes(100.0))
+    assert CpuClock().sample(variant, 3) == (2.0, False)
 
-    timing = measure([work(4), work(40)], CpuClock(), Plan(least=5, most=20, seconds=0.3))
-    # Ten times the work; a timer that mixed up the two or timed the set-up would be far off.
-    assert 3 < timing.ratio("40", "4").median < 30
+
+def test_waiting_for_a_core_marks_the_sample(fake: FakeTime) -> None:
+    assert CpuClock().sample(Variant("a", fake.takes(1.0, waiting=0.04)), 1) == (1.0, False)
+    assert CpuClock().sample(Variant("a", fake.takes(1.0, waiting=0.06)), 1) == (1.0, True)
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="no scheduler statistics")
+def test_waiting_for_a_busy_neighbour_is_seen() -> None:
+    allowed = os.sched_getaffinity(0)
+    one = {min(allowed)}
+    program = f"import os\nos.sched_setaffinity(0, {one})\nprint('on', flush=True)\nwhile 1: pass"
+    neighbour = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    try:
+        assert neighbour.stdout is not None and neighbour.stdout.readline() == b"on\n"
+        os.sched_setaffinity(0, one)
+        before = timer._waiting()
+        end = time.thread_time() + 0.05
+        while time.thread_time() < end:
+            pass
+        assert timer._waiting() - before > 0
+    finally:
+        os.sched_setaffinity(0, allowed)
+        neighbour.kill()
+        neighbour.wait()
+
+
+def test_short_calls_are_repeated_within_a_sample(fake: FakeTime) -> None:
+    assert CpuClock().repeat(Variant("short", fake.takes(20e-6))) == 11
+    assert CpuClock().repeat(Variant("long", fake.takes(0.002))) == 1
+    assert CpuClock().repeat(Variant("empty", fake.takes(0.0))) == 1000
+
+
+def test_known_ratio_is_found(fake: FakeTime) -> None:
+    variants = [Variant("slow", fake.takes(0.03)), Variant("fast", fake.takes(0.01))]
+    timing = measure(variants, CpuClock(), Plan(least=5, most=20, seconds=60))
+    assert timing.ratio("slow", "fast").median == pytest.approx(3.0)
+    assert timing.spread("fast").median == pytest.approx(0.01)
+
+
+def test_context_surrounds_prepare_and_run() -> None:
+    events: list[str] = []
+
+    @contextlib.contextmanager
+    def context() -> Iterator[None]:
+        events.append("enter")
+        yield
+        events.append("exit")
+
+    variant = Variant(
+        "a", lambda _: events.append("run"), lambda: events.append("prepare"), context
+    )
+    CpuClock().sample(variant, 1)
+    assert events == ["enter", "prepare", "run", "exit"]
+
+
+def test_gpu_clock_flushes_and_fills_the_queue_before_the_first_event(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The order of the commands, with a stand-in for CUDA: it needs no GPU."""
+    commands: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            commands.append("event")
+
+        def synchronize(self) -> None:
+            commands.append("wait")
+
+        def elapsed_time(self, end: Event) -> float:
+            return 2.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: commands.append("sleep"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    properties = type("Properties", (), {"L2_cache_size": 1 << 20})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    clock = CudaClock(torch.device("cpu"))
+    flushed: list[int] = []
+    monkeypatch.setattr(
+        torch.Tensor, "zero_", lambda self: (commands.append("flush"), flushed.append(len(self)))
+    )
+    variant = Variant("a", lambda _: commands.append("run"), lambda: commands.append("prepare"))
+    assert clock.repeat(variant) == 1
+    commands.clear()
+    assert clock.sample(variant, 1) == (2e-3, False)
+    assert commands == ["prepare", "flush", "sleep", "event", "run", "event", "wait"]
+    assert flushed == [64 << 20]
 
 
 @pytest.mark.gpu
@@ -149,21 +230,3 @@ def test_gpu_clock_finds_a_known_ratio_and_not_the_launches() -> None:
     assert 3 < timing.ratio("large", "small").median < 5
     # Four empty kernels back to back; waiting for the host would take several times as long.
     assert timing.spread("tiny").median < 30e-6
-
-
-def test_context_surrounds_prepare_and_run() -> None:
-    import contextlib
-
-    events: list[str] = []
-
-    @contextlib.contextmanager
-    def context() -> Iterator[None]:
-        events.append("enter")
-        yield
-        events.append("exit")
-
-    variant = Variant(
-        "a", lambda _: events.append("run"), lambda: events.append("prepare"), context
-    )
-    CpuClock().sample(variant, 1)
-    assert events == ["enter", "prepare", "run", "exit"]
