@@ -1,9 +1,19 @@
 """The ops: one file each, with the public function, the specification and the registration."""
 
+from fusedops.ops.add_layer_norm import add_layer_norm
+from fusedops.ops.bias_dropout_add import bias_dropout_add
 from fusedops.ops.bias_gelu import bias_gelu
 from fusedops.ops.gelu import gelu
 from fusedops.ops.layer_norm import layer_norm
 from fusedops.ops.linear_act import linear_act
 from fusedops.ops.mlp import mlp
 
-__all__ = ["bias_gelu", "gelu", "layer_norm", "linear_act", "mlp"]
+__all__ = [
+    "add_layer_norm",
+    "bias_dropout_add",
+    "bias_gelu",
+    "gelu",
+    "layer_norm",
+    "linear_act",
+    "mlp",
+]

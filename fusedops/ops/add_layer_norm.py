@@ -60,8 +60,7 @@ def add_layer_norm(
         ``residual + input`` has in torch. Both are differentiable.
 
     Raises:
-        ValueError: a shape or device does not fit, ``eps`` is negative, or ``dropout_p`` is
-            outside [0, 1].
+        ValueError: a shape or device does not fit, or ``dropout_p`` is outside [0, 1].
         TypeError: an argument is no tensor, or its dtype does not fit.
 
     Note:
@@ -78,7 +77,8 @@ def add_layer_norm(
 
     Example:
         >>> import torch, fusedops
-        >>> fusedops.add_layer_norm(torch.ones(1, 3), torch.tensor([[0.0, 1.0, 2.0]]), (3,), eps=0.0)
+        >>> x, residual = torch.ones(1, 3), torch.tensor([[0.0, 1.0, 2.0]])
+        >>> fusedops.add_layer_norm(x, residual, (3,), eps=0.0)
         (tensor([[-1.2247,  0.0000,  1.2247]]), tensor([[1., 2., 3.]]))
     """
     _residual.check("add_layer_norm", input, residual, "dropout_p", dropout_p)
