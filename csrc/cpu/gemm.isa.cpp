@@ -23,7 +23,6 @@
 namespace fusedops::CPU_CAPABILITY {
 namespace {
 
-constexpr int64_t kBlockSteps = 384;                    // of k, one chain of sums; a panel of B: 48 KiB
 constexpr int64_t kOuterBlocks = 16;                    // blocks of k that are packed at a time
 constexpr int64_t kSharedBytes = int64_t{8} << 20;      // packed B
 constexpr int64_t kPrivateBytes = int64_t{512} << 10;   // packed A of one thread
@@ -41,6 +40,8 @@ class Gemm {
   using Packed = typename Policy::Packed;
   static constexpr int kRows = kTileRows;
   static constexpr int kColumns = kTileColumns<Sum>;
+  static constexpr int64_t kPanelA = kPanelSize<Policy, kRows>;
+  static constexpr int64_t kPanelB = kPanelSize<Policy, kColumns>;
   static constexpr int64_t kBlock = kBlockSteps * Policy::kPair;
   static constexpr int64_t kOuter = kOuterBlocks * kBlock;
 
@@ -76,13 +77,14 @@ class Gemm {
     return std::min(kBlockSteps, steps_ - block * kBlockSteps);
   }
 
-  // Packs k block `block` of `lines` lines from `line` on; panels lie kBlockSteps * width apart.
+  // Packs k block `block` of `lines` lines from `line` on, of `total` that the operand has.
   template <int kWidth>
-  void pack_block(const Lines<T>& operand, int64_t line, int64_t lines, int64_t block,
-                  Packed* to) const {
+  void pack_block(const Lines<T>& operand, int64_t line, int64_t lines, int64_t total,
+                  int64_t block, Packed* to, int64_t panel_stride) const {
     const int64_t k = block * kBlock;
     const Lines<T> source{operand.at(line, k_begin_ + k), operand.line_stride, operand.k_stride};
-    pack<Policy, kWidth>(source, lines, std::min(kBlock, k_count_ - k), to, kBlockSteps * kWidth);
+    pack<Policy, kWidth>(source, lines, total - line, std::min(kBlock, k_count_ - k), to,
+                         panel_stride);
   }
 
   int64_t blocks() const { return ceil_div(k_count_, kBlock); }
@@ -106,10 +108,12 @@ class Gemm {
     }
     for (int64_t block = 0; block < blocks(); ++block) {
       const Packed* b = panel_of(block);
+      // The panel after this one comes from the shared cache: half of it is fetched by each tile.
+      const char* ahead = reinterpret_cast<const char*>(b + kPanelB);
       for (int64_t p = 0; p < panels; ++p) {
         run_kernel<Policy>(rows_of(p), steps_in(block),
-                           a + (block * panels + p) * kBlockSteps * kRows, b,
-                           tiles + p * kRows * kColumns, block > 0 || k_begin_ > 0);
+                           a + (block * panels + p) * kPanelA, b, tiles + p * kRows * kColumns,
+                           block > 0 || k_begin_ > 0, ahead + p % 2 * steps_in(block) * 64);
       }
     }
     if (k_begin_ + k_count_ < k_) {
@@ -128,11 +132,11 @@ class Gemm {
   // Packs `rows` rows of A into this thread's buffer: [blocks][panels][steps][kRows].
   Packed* pack_rows(int64_t row, int64_t rows) const {
     const int64_t panels = ceil_div(rows, kRows);
-    const int64_t block_size = panels * kBlockSteps * kRows;
+    const int64_t block_size = panels * kPanelA;
     auto* a = static_cast<Packed*>(
         workspace(Workspace::packed_a, std::max<int64_t>(1, blocks() * block_size) * sizeof(Packed)));
     for (int64_t block = 0; block < blocks(); ++block) {
-      pack_block<kRows>(a_, row, rows, block, a + block * block_size);
+      pack_block<kRows>(a_, row, rows, m_, block, a + block * block_size, kPanelA);
     }
     return a;
   }
@@ -147,11 +151,11 @@ class Gemm {
     at::parallel_for(0, ceil_div(n_, kColumns), grain(), [&](int64_t begin, int64_t end) {
       Sum* tiles = tile_buffer(ceil_div(m_, kRows));
       auto* panel = static_cast<Packed*>(
-          workspace(Workspace::panel_b, kBlockSteps * kColumns * sizeof(Packed)));
+          workspace(Workspace::panel_b, kPanelB * sizeof(Packed)));
       for (int64_t p = begin; p < end; ++p) {
         const int64_t columns = std::min<int64_t>(kColumns, n_ - p * kColumns);
         compute(0, m_, p * kColumns, a, tiles, [&](int64_t block) {
-          pack_block<kColumns>(b_, p * kColumns, columns, block, panel);
+          pack_block<kColumns>(b_, p * kColumns, columns, n_, block, panel, kPanelB);
           return panel;
         });
       }
@@ -166,7 +170,7 @@ class Gemm {
 
   void run_chunks() const {
     const int64_t panels = ceil_div(n_, kColumns);
-    const int64_t panel_size = blocks() * kBlockSteps * kColumns;
+    const int64_t panel_size = blocks() * kPanelB;
     const int64_t fitting =
         std::max<int64_t>(1, kSharedBytes / std::max<int64_t>(1, panel_size * sizeof(Packed)));
     const int64_t chunks = ceil_div(panels, fitting);
@@ -191,11 +195,8 @@ class Gemm {
         const int64_t column = (first + panel) * kColumns;
         const int64_t lines =
             std::min(std::min(kGroup, count - panel) * kColumns, n_ - column);
-        const int64_t k = block * kBlock;
-        const Lines<T> source{b_.at(column, k_begin_ + k), b_.line_stride, b_.k_stride};
-        pack<Policy, kColumns>(source, lines, std::min(kBlock, k_count_ - k),
-                               b + (panel * blocks() + block) * kBlockSteps * kColumns,
-                               blocks() * kBlockSteps * kColumns);
+        pack_block<kColumns>(b_, column, lines, n_, block,
+                             b + (panel * blocks() + block) * kPanelB, blocks() * kPanelB);
       }
     });
   }
@@ -203,7 +204,7 @@ class Gemm {
   void multiply_chunk(const Packed* b, int64_t first, int64_t count) const {
     const int64_t row_panels = ceil_div(m_, kRows);
     const int64_t a_panel_bytes =
-        std::max<int64_t>(1, blocks()) * kBlockSteps * kRows * sizeof(Packed);
+        std::max<int64_t>(1, blocks()) * kPanelA * sizeof(Packed);
     const int64_t together = std::clamp<int64_t>(kPrivateBytes / a_panel_bytes, 4, kMaxTiles);
     // Units of work are (part of the chunk's columns, panel of rows): parts only where there are
     // too few panels for the threads.
@@ -222,7 +223,7 @@ class Gemm {
         const int64_t from = unit / row_panels * part;
         for (int64_t p = from; p < std::min(from + part, count); ++p) {
           compute(row, rows, (first + p) * kColumns, a, tiles, [&](int64_t block) {
-            return b + (p * blocks() + block) * kBlockSteps * kColumns;
+            return b + (p * blocks() + block) * kPanelB;
           });
         }
         unit += taken;

@@ -41,6 +41,9 @@ constexpr int kLanes = kVectorBytes / static_cast<int>(sizeof(A));
 template <typename A>
 constexpr int kTileColumns = kTileVectors * kLanes<A>;
 
+// Steps of k that are one chain of sums; a panel of B is then 48 KiB (AVX-512).
+constexpr int64_t kBlockSteps = 384;
+
 // A compiler vector of A, loadable from any address of an A.
 template <typename A>
 struct Lanes {
@@ -51,12 +54,13 @@ struct Lanes {
 using Bf16Pair = uint32_t;
 
 // tile (+)= a * b over `steps` steps of k. a: [steps][kTileRows], b: [steps][kTileColumns],
-// tile: [rows][kTileColumns]. Each element is one chain of multiply-adds in the order of k, so its
+// tile: [rows][kTileColumns]. `ahead` is what will be read next from farther than L2: a line of it is
+// prefetched at each step. Each element is one chain of multiply-adds in the order of k, so its
 // bits do not depend on `rows`.
 template <typename A, int kRows>
 __attribute__((noinline)) void multiply_tile(int64_t steps, const A* __restrict a,
                                              const A* __restrict b, A* __restrict tile,
-                                             bool accumulate) {
+                                             bool accumulate, const char* ahead) {
   using V = typename Lanes<A>::type;
   constexpr int W = kLanes<A>;
   V sum[kRows][kTileVectors];
@@ -75,8 +79,10 @@ __attribute__((noinline)) void multiply_tile(int64_t steps, const A* __restrict 
 #pragma GCC unroll 4
       for (int j = 0; j < kTileVectors; ++j) sum[i][j] += row * column[j];
     }
+    __builtin_prefetch(ahead, 0, 2);
     a += kTileRows;
     b += kTileVectors * W;
+    ahead += 64;
   }
 #pragma GCC unroll 32
   for (int i = 0; i < kRows; ++i) {
@@ -92,7 +98,7 @@ __attribute__((noinline)) void multiply_tile(int64_t steps, const A* __restrict 
 template <int kRows>
 __attribute__((noinline, target("avx512bf16"))) void multiply_tile_pairs(
     int64_t steps, const Bf16Pair* __restrict a, const Bf16Pair* __restrict b,
-    float* __restrict tile, bool accumulate) {
+    float* __restrict tile, bool accumulate, const char* ahead) {
   constexpr int W = kLanes<float>;
   __m512 sum[kRows][kTileVectors];
 #pragma GCC unroll 32
@@ -114,8 +120,10 @@ __attribute__((noinline, target("avx512bf16"))) void multiply_tile_pairs(
         sum[i][j] = _mm512_dpbf16_ps(sum[i][j], row, column[j]);
       }
     }
+    __builtin_prefetch(ahead, 0, 2);
     a += kTileRows;
     b += kTileVectors * W;
+    ahead += 64;
   }
 #pragma GCC unroll 32
   for (int i = 0; i < kRows; ++i) {
@@ -161,10 +169,10 @@ struct Bf16Dot {
 template <typename Policy, int kRows = kTileRows>
 inline void run_kernel(int rows, int64_t steps, const typename Policy::Packed* a,
                        const typename Policy::Packed* b, typename Policy::Sum* tile,
-                       bool accumulate) {
+                       bool accumulate, const char* ahead) {
   if constexpr (kRows > 0) {
-    if (rows == kRows) return Policy::template kernel<kRows>(steps, a, b, tile, accumulate);
-    return run_kernel<Policy, kRows - 1>(rows, steps, a, b, tile, accumulate);
+    if (rows == kRows) return Policy::template kernel<kRows>(steps, a, b, tile, accumulate, ahead);
+    return run_kernel<Policy, kRows - 1>(rows, steps, a, b, tile, accumulate, ahead);
   }
 }
 

@@ -113,19 +113,25 @@ inline __attribute__((always_inline)) void transpose(V (&v)[n]) {
   }
 }
 
-// Stores the first kCount lanes.
+// Elements from one panel to the next: a panel whose width is no multiple of the vector is written
+// by whole vectors, each over the end of the one before, and the last runs over the panel's end.
+// (Masked stores are slow on Zen.)
+template <typename Policy, int kWidth>
+constexpr int64_t kPanelSize =
+    kBlockSteps* kWidth + (kWidth % kLanes<typename Policy::Packed> == 0
+                               ? 0
+                               : 64 / static_cast<int64_t>(sizeof(typename Policy::Packed)));
+
+template <typename P, typename V>
+inline void store_vector(P* to, const V& v) {
+  std::memcpy(to, &v, sizeof(V));
+}
+
+// The first kCount lanes: for vectors after the first of a step, where a whole one would run into
+// the next step, which is already there.
 template <int kCount, typename P, typename V>
-inline void store_lanes(P* to, const V& v) {
-  constexpr int n = sizeof(V) / sizeof(P);
-  if constexpr (kCount >= n) {
-    std::memcpy(to, &v, sizeof(V));
-#if defined(CPU_CAPABILITY_AVX512)
-  } else if constexpr (sizeof(P) == 4) {
-    _mm512_mask_storeu_epi32(to, static_cast<__mmask16>((1u << kCount) - 1), (__m512i)v);
-#endif
-  } else {
-    std::memcpy(to, &v, kCount * sizeof(P));
-  }
+inline void store_first(P* to, const V& v) {
+  std::memcpy(to, &v, kCount * sizeof(P));
 }
 
 // Packs lines [0, lines) of `source`, lines <= kWidth, elements [0, count) along k, into one panel.
@@ -135,6 +141,7 @@ inline void pack_transposing(const Lines<typename Policy::T>& source, int lines,
   using V = PackedLanes<Policy>;
   constexpr int n = kLanes<typename Policy::Packed>;
   constexpr int kPair = Policy::kPair;
+  constexpr int64_t kAhead = 4 * n;
   constexpr int kHere = kWidth - kFirst < n ? kWidth - kFirst : n;
   const int valid = std::clamp(lines - kFirst, 0, kHere);
   const int64_t steps = (count + kPair - 1) / kPair;
@@ -142,10 +149,19 @@ inline void pack_transposing(const Lines<typename Policy::T>& source, int lines,
   for (int64_t step = 0; step < blocked; step += n) {
     V v[n];
     for (int i = 0; i < n; ++i) {
+      // Sixteen streams are more than the hardware follows.
+      if (i < valid) __builtin_prefetch(source.at(kFirst + i, (step + kAhead) * kPair));
       v[i] = i < valid ? load_steps<Policy>(source.at(kFirst + i, step * kPair)) : V{};
     }
     transpose<n>(v);
-    for (int i = 0; i < n; ++i) store_lanes<kHere>(panel + (step + i) * kWidth + kFirst, v[i]);
+    for (int i = 0; i < n; ++i) {
+      auto* to = panel + (step + i) * kWidth + kFirst;
+      if constexpr (kFirst == 0) {
+        store_vector(to, v[i]);
+      } else {
+        store_first<kHere>(to, v[i]);
+      }
+    }
   }
   for (int64_t step = blocked; step < steps; ++step) {
     const bool whole = (step + 1) * kPair <= count;
@@ -161,31 +177,33 @@ inline void pack_transposing(const Lines<typename Policy::T>& source, int lines,
   }
 }
 
-// One step of one panel whose lines are contiguous in memory.
+// One step of one panel whose lines are contiguous in memory; `whole` tells that memory goes on for
+// whole vectors.
 template <typename Policy, int kWidth>
 inline void pack_step(const typename Policy::T* from, const typename Policy::T* next, int lines,
-                      typename Policy::Packed* panel) {
+                      bool whole, typename Policy::Packed* panel) {
   constexpr int n = kLanes<typename Policy::Packed>;
-  if (lines == kWidth) {
-    int i = 0;
-    for (; i + n <= kWidth; i += n) {
-      store_lanes<n>(panel + i, load_lines<Policy>(from + i, next == nullptr ? next : next + i));
+  const auto after = [next](int i) { return next == nullptr ? next : next + i; };
+  if (whole) {
+    for (int i = 0; i < kWidth; i += n) {
+      store_vector(panel + i, load_lines<Policy>(from + i, after(i)));
     }
-    for (; i < kWidth; ++i) panel[i] = pack_one<Policy>(from + i, next == nullptr ? next : next + i);
   } else {
     for (int i = 0; i < kWidth; ++i) {
-      panel[i] = i < lines ? pack_one<Policy>(from + i, next == nullptr ? next : next + i)
-                           : typename Policy::Packed(0);
+      panel[i] =
+          i < lines ? pack_one<Policy>(from + i, after(i)) : typename Policy::Packed(0);
     }
   }
 }
 
-// Packs `lines` lines of `source`, elements [0, count) along k, into panels that lie
-// `panel_stride` apart.
+// Packs `lines` lines of `source`, elements [0, count) along k, count <= kBlockSteps * kPair, into
+// panels that lie `panel_stride` apart. The matrix has `readable` lines from here on.
 template <typename Policy, int kWidth>
-void pack(const Lines<typename Policy::T>& source, int64_t lines, int64_t count,
+void pack(const Lines<typename Policy::T>& source, int64_t lines, int64_t readable, int64_t count,
           typename Policy::Packed* panels, int64_t panel_stride) {
   constexpr int kPair = Policy::kPair;
+  constexpr int n = kLanes<typename Policy::Packed>;
+  constexpr int64_t kReach = (kWidth + n - 1) / n * n;
   if (source.line_stride == 1 && source.k_stride != 1) {
     // Along k first: the panels of a block share the cache lines of a row.
     for (int64_t k = 0; k < count; k += kPair) {
@@ -194,6 +212,7 @@ void pack(const Lines<typename Policy::T>& source, int64_t lines, int64_t count,
         const auto* next = kPair == 2 && k + 1 < count ? from + source.k_stride : nullptr;
         pack_step<Policy, kWidth>(from, next,
                                   static_cast<int>(std::min<int64_t>(kWidth, lines - line)),
+                                  readable - line >= kReach,
                                   panels + line / kWidth * panel_stride + k / kPair * kWidth);
       }
     }
