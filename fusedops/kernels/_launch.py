@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from fusedops._core import philox
+
 
 def dense(tensor: torch.Tensor | None, stand_in: torch.Tensor) -> torch.Tensor:
     """Return the tensor laid out densely; for an absent one any pointer, which is never read."""
@@ -19,6 +21,21 @@ def dense(tensor: torch.Tensor | None, stand_in: torch.Tensor) -> torch.Tensor:
 def device_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     """Return a guard that makes the tensor's GPU current: Triton launches on the current one."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+
+
+def dropout_arguments(p: float, num_cols: int) -> dict[str, Any]:
+    """Return what kernels that call ``_device.dropout`` need for rows of ``num_cols`` columns."""
+    threshold = philox.threshold(p)
+    if threshold == 0:
+        mode = "none"
+    elif threshold == 2**32:
+        mode = "all"
+    else:
+        mode = "draw" if num_cols % 4 == 0 else "select"
+    # Kept when the word exceeds the limit: 32 bits then hold it, as a signed number for Triton.
+    limit = threshold - 1
+    signed = limit - 2**32 if limit >= 2**31 else limit
+    return {"limit": signed, "scale": philox.scale(p), "DROPOUT": mode}
 
 
 @functools.cache

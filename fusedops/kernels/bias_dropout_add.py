@@ -1,0 +1,187 @@
+"""bias_dropout_add in Triton: forward, backward, launchers.
+
+One pass: a program adds a block of rows. The mask is drawn from the element's index, never stored.
+The backward runs a fixed number of programs per block of columns; each walks its rows and keeps its
+part of the bias gradient in float32 registers; a second kernel adds the parts in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from fusedops._core import philox
+from fusedops.kernels import _launch
+from fusedops.kernels._device import dropout
+
+# Elements of a program, four for each Philox counter.
+_BLOCK_M, _BLOCK_N = 4, 512
+_OPTIONS: dict[str, Any] = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
+
+
+@triton.jit(do_not_specialize=["limit"])
+def _forward_kernel(
+    x_ptr,
+    bias_ptr,
+    residual_ptr,
+    y_ptr,
+    seed_ptr,
+    num_rows,
+    num_cols,
+    limit,
+    scale,
+    HAS_BIAS: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    col = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (row < num_rows)[:, None] & (col < num_cols)[None, :]
+    start = row[:, None] * num_cols + tl.program_id(1) * BLOCK_N
+    offset = row[:, None] * num_cols + col[None, :]
+    x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        x += tl.load(bias_ptr + col, mask=col < num_cols, other=0.0).to(tl.float32)[None, :]
+    x = dropout(x, start, seed_ptr, limit, scale, DROPOUT)
+    y = tl.load(residual_ptr + offset, mask=mask, other=0.0).to(tl.float32) + x
+    tl.store(y_ptr + offset, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["limit"])
+def _backward_kernel(
+    dy_ptr,
+    dx_ptr,
+    dbias_ptr,
+    seed_ptr,
+    num_rows,
+    num_cols,
+    limit,
+    scale,
+    WANTS_INPUT: tl.constexpr,
+    WANTS_BIAS: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    program = tl.program_id(0)
+    col = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    dbias = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for first in range(program * BLOCK_M, num_rows, tl.num_programs(0) * BLOCK_M):
+        row = tl.cast(first, tl.int64) + tl.arange(0, BLOCK_M)
+        mask = (row < num_rows)[:, None] & (col < num_cols)[None, :]
+        start = row[:, None] * num_cols + tl.program_id(1) * BLOCK_N
+        offset = row[:, None] * num_cols + col[None, :]
+        dy = tl.load(dy_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+        dx = dropout(dy, start, seed_ptr, limit, scale, DROPOUT)
+        if WANTS_INPUT:
+            tl.store(dx_ptr + offset, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        if WANTS_BIAS:
+            dbias += dx
+    if WANTS_BIAS:
+        part = tl.cast(program, tl.int64) * num_cols + col
+        tl.store(dbias_ptr + part, tl.sum(dbias, axis=0), mask=col < num_cols)
+
+
+def forward(
+    input: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor,
+    seed: torch.Tensor | None,
+    p: float,
+    input_dtype: torch.dtype,
+) -> torch.Tensor:
+    """Launch the forward; arguments and results are those of ``fusedops::bias_dropout_add``."""
+    x, r = input.contiguous(), residual.contiguous()
+    output = torch.empty_like(r)
+    if r.numel() == 0:
+        return output
+    num_rows, num_cols = _rows(r)
+    with _launch.device_of(r):
+        _forward_kernel[_grid(num_rows, num_cols)](
+            x,
+            _launch.dense(bias, r),
+            r,
+            output,
+            _launch.dense(seed, r),
+            num_rows,
+            num_cols,
+            **_launch.dropout_arguments(p, num_cols),
+            HAS_BIAS=bias is not None,
+            BLOCK_M=_BLOCK_M,
+            BLOCK_N=_BLOCK_N,
+            **_OPTIONS,
+        )
+    return output
+
+
+def backward(
+    grad_output: torch.Tensor,
+    bias: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    p: float,
+    input_dtype: torch.dtype,
+    output_mask: Sequence[bool],
+) -> tuple[torch.Tensor | None, ...]:
+    """Launch the backward; as ``fusedops::bias_dropout_add_backward``."""
+    dy = grad_output.contiguous()
+    # Otherwise the gradient of input is grad_output itself.
+    differs = philox.threshold(p) > 0 or input_dtype != dy.dtype
+    wants_input, wants_bias = output_mask[0] and differs, output_mask[1] and bias is not None
+    dx = torch.empty_like(dy, dtype=input_dtype) if wants_input else None
+    dbias: torch.Tensor | None = None
+    if dy.numel() == 0 or not (wants_input or wants_bias):
+        if wants_bias:
+            assert bias is not None
+            dbias = torch.zeros_like(bias)
+        return dx, dbias, None
+    num_rows, num_cols = _rows(dy)
+    programs, blocks = _grid(num_rows, num_cols)
+    if wants_bias:
+        programs = min(programs, max(1, _launch.num_programs(dy.device) // blocks))
+    parts = dy.new_empty((programs if wants_bias else 1, num_cols), dtype=torch.float32)
+    with _launch.device_of(dy):
+        _backward_kernel[(programs, blocks)](
+            dy,
+            dy if dx is None else dx,
+            parts,
+            _launch.dense(seed, dy),
+            num_rows,
+            num_cols,
+            **_launch.dropout_arguments(p, num_cols),
+            WANTS_INPUT=wants_input,
+            WANTS_BIAS=wants_bias,
+            BLOCK_M=_BLOCK_M,
+            BLOCK_N=_BLOCK_N,
+            **_OPTIONS,
+        )
+        if wants_bias:
+            assert bias is not None
+            dbias = _launch.sum_rows(parts, bias.dtype).reshape(bias.shape)
+    return dx, dbias, None
+
+
+def _rows(tensor: torch.Tensor) -> tuple[int, int]:
+    num_cols = tensor.shape[-1] if tensor.dim() else 1
+    return tensor.numel() // num_cols, num_cols
+
+
+def _grid(num_rows: int, num_cols: int) -> tuple[int, int]:
+    return triton.cdiv(num_rows, _BLOCK_M), triton.cdiv(num_cols, _BLOCK_N)
+
+
+def static_report_cases() -> list[dict[str, Any]]:
+    """Return the configurations whose registers, spills and instructions are kept on record."""
+    types = {f"{name}_ptr": "*bf16" for name in ("x", "bias", "residual", "y", "dy", "dx")}
+    types |= {"dbias_ptr": "*fp32", "seed_ptr": "*i64", "num_rows": "i32", "num_cols": "i32"}
+    types |= {"limit": "i32", "scale": "fp32"}
+    blocks = {"BLOCK_M": _BLOCK_M, "BLOCK_N": _BLOCK_N, "DROPOUT": "draw"}
+    wants = {"WANTS_INPUT": True, "WANTS_BIAS": True}
+    return [
+        _launch.report_case(_forward_kernel, types, blocks | {"HAS_BIAS": True}, _OPTIONS),
+        _launch.report_case(_backward_kernel, types, blocks | wants, _OPTIONS),
+    ]
