@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +209,24 @@ def test_variants_keep_eager_and_the_named(known: None, tmp_path: Path) -> None:
     assert {row.variant for row in rows} == {"eager", "peer"}
     assert {row.op for row in rows} == {"exponential", "other"}
     assert {row.dtype for row in rows} == {"float32", "float64"}
+
+
+def test_sizes_are_a_label_or_its_first_words(
+    known: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (case,) = _spec("a").bench_cases
+    labels = ("64x128", "64x128, dropout 0.1", "9x9")
+    cases = tuple(replace(case, label=label) for label in labels)
+    monkeypatch.setattr("fusedops.specs.all_specs", lambda: {"a": _spec("a", bench_cases=cases)})
+    path = tmp_path / "a.json"
+    for sizes, found in (
+        ("64x128", labels[:1]),
+        ("64x128,9x9", labels),
+        (labels[1], labels[1:2]),
+    ):
+        done = bench("--dtype", "float32", "--sizes", sizes, "--json", str(path))
+        assert done.exit_code == 0, done.output
+        assert {row.case for row in load_json(path).rows} == set(found)
 
 
 def test_real_op_runs_and_names_its_backend(

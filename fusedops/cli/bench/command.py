@@ -7,6 +7,7 @@ itself does.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -52,7 +53,7 @@ def run(
     ] = "float32,bfloat16",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     sizes: Annotated[
-        str, typer.Option(help="Comma-separated labels such as 4096x1024; default: headline sizes.")
+        str, typer.Option(help="Comma-separated, such as 4096x1024,16x768; default: headline ones.")
     ] = "",
     all_sizes: Annotated[
         bool, typer.Option("--all-sizes", help="Every size of the specs.")
@@ -188,15 +189,23 @@ def _cases(
 ) -> list[tuple[Spec, BenchCase]]:
     """Return what to measure, in order."""
     if sizes:
-        known = dict.fromkeys(case.label for spec in specs for case in spec.bench_cases)
-        labels = _words(sizes, known, "sizes")
-        return [(spec, case) for spec in specs for case in spec.bench_cases if case.label in labels]
+        every = [(spec, case) for spec in specs for case in spec.bench_cases]
+        exact = [(spec, case) for spec, case in every if case.label == sizes]
+        if exact:
+            return exact
+        wanted = _words(sizes, dict.fromkeys(_size(case) for _, case in every), "sizes")
+        return [(spec, case) for spec, case in every if _size(case) in wanted]
     plan = []
     for spec in specs:
         cases = [case for case in spec.bench_cases if case.headline or all_sizes]
         cases = cases or list(spec.bench_cases[:1])
         plan += [(spec, case) for case in (cases[:1] if quick and not all_sizes else cases)]
     return plan
+
+
+def _size(case: BenchCase) -> str:
+    """Return the size alone of a label such as ``4096x1024, dropout 0.1``."""
+    return re.split(r"[ ,]", case.label)[0]
 
 
 def _variants(specs: list[Spec], text: str) -> list[str]:
