@@ -205,11 +205,14 @@ void pack(const Lines<typename Policy::T>& source, int64_t lines, int64_t readab
   constexpr int n = kLanes<typename Policy::Packed>;
   constexpr int64_t kReach = (kWidth + n - 1) / n * n;
   if (source.line_stride == 1 && source.k_stride != 1) {
-    // Along k first: the panels of a block share the cache lines of a row.
+    // Along k first: the panels of a block share the cache lines of a row. The next row is in
+    // another page, where the hardware does not look ahead.
+    constexpr int kAhead = 8 * kPair;
     for (int64_t k = 0; k < count; k += kPair) {
       for (int64_t line = 0; line < lines; line += kWidth) {
         const auto* from = source.at(line, k);
         const auto* next = kPair == 2 && k + 1 < count ? from + source.k_stride : nullptr;
+        for (int i = 0; i < kPair; ++i) __builtin_prefetch(from + (kAhead + i) * source.k_stride);
         pack_step<Policy, kWidth>(from, next,
                                   static_cast<int>(std::min<int64_t>(kWidth, lines - line)),
                                   readable - line >= kReach,
