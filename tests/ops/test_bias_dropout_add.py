@@ -1,0 +1,188 @@
+"""What is special about bias_dropout_add: Philox and its mask, the same everywhere."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import fusedops
+from fusedops._core import philox
+
+CPU = torch.device("cpu")
+BACKENDS = [
+    pytest.param("cpp"),
+    pytest.param("torch"),
+    pytest.param("triton", marks=pytest.mark.interpreter),
+]
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "words"),
+    [
+        ((0, 0, 0, 0), (0, 0), "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            "d16cfe09 94fdcceb 5001e420 24126ea1",
+        ),
+    ],
+)
+def test_philox_gives_random123s_known_answers(
+    counter: tuple[int, ...], key: tuple[int, ...], words: str
+) -> None:
+    drawn = philox.philox4x32(
+        tuple(torch.tensor(each) for each in counter),  # type: ignore[arg-type]
+        tuple(torch.tensor(each) for each in key),  # type: ignore[arg-type]
+    )
+    assert " ".join(f"{int(word):08x}" for word in drawn) == words
+
+
+def drop(shape: tuple[int, ...], p: float, seed: int) -> torch.Tensor:
+    torch.manual_seed(seed)
+    return fusedops.bias_dropout_add(torch.ones(shape), None, torch.zeros(shape), p)
+
+
+def expected_mask(shape: tuple[int, ...], p: float, seed: int) -> torch.Tensor:
+    torch.manual_seed(seed)
+    return philox.keep_mask(shape, philox.new_seed(CPU), p)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("shape", [(), (1,), (7, 33), (3, 128), (2, 5, 260), (4097,)])
+def test_the_mask_is_the_same_on_every_backend(backend: str, shape: tuple[int, ...]) -> None:
+    for seed, p in ((1, 0.1), (2, 0.5), (3, 0.999)):
+        with fusedops.use_backend(backend):
+            output = drop(shape, p, seed)
+        keep = expected_mask(shape, p, seed)
+        assert torch.equal(output != 0, keep)
+        assert torch.equal(output[keep], torch.ones_like(output[keep]) * philox.scale(p))
+
+
+@pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])
+def test_the_mask_is_the_same_on_every_instruction_set(capability: str) -> None:
+    program = (
+        "import torch; from test_bias_dropout_add import *\n"
+        "for shape in ((7, 33), (3, 128), (4097,)):\n"
+        "    for p in (0.1, 0.5):\n"
+        "        assert torch.equal(drop(shape, p, 4) != 0, expected_mask(shape, p, 4)), shape\n"
+        "print(fusedops.counters())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=os.path.dirname(__file__),
+        env={
+            **os.environ,
+            "ATEN_CPU_CAPABILITY": capability,
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        },
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "('bias_dropout_add', 'cpp'): 6" in done.stdout
+
+
+def test_the_bias_and_the_rows_do_not_move_the_mask() -> None:
+    shape = (6, 50)
+    torch.manual_seed(9)
+    output = fusedops.bias_dropout_add(torch.zeros(shape), torch.ones(50), torch.zeros(shape), 0.5)
+    assert torch.equal(output != 0, expected_mask(shape, 0.5, 9))
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_the_rate_of_kept_elements_is_one_minus_p(p: float) -> None:
+    count = 1 << 20
+    kept = (drop((count,), p, 7) != 0).sum().item()
+    deviation = (count * p * (1 - p)) ** 0.5
+    assert abs(kept - count * (1 - p)) < 5 * deviation
+
+
+def test_neighbours_and_calls_are_independent() -> None:
+    count = 1 << 20
+    first = (drop((count,), 0.5, 1) != 0).double() - 0.5
+    second = (drop((count,), 0.5, 2) != 0).double() - 0.5
+    for a, b in ((first[1:], first[:-1]), (first[4:], first[:-4]), (first, second)):
+        assert abs((a * b).mean().item() * 4) < 5 * count**-0.5
+
+
+def test_torchs_seed_decides_and_calls_differ() -> None:
+    x, zero = torch.ones(4096), torch.zeros(4096)
+    torch.manual_seed(0)
+    calls = [fusedops.bias_dropout_add(x, None, zero, 0.5) for _ in range(2)]
+    assert not torch.equal(*calls)
+    torch.manual_seed(0)
+    assert torch.equal(fusedops.bias_dropout_add(x, None, zero, 0.5), calls[0])
+
+
+def test_without_dropout_no_random_number_is_drawn() -> None:
+    x = torch.randn(4, 8)
+    before = torch.get_rng_state()
+    fusedops.bias_dropout_add(x, None, x, 0.0)
+    fusedops.bias_dropout_add(x, None, x, 0.5, training=False)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_p_1_drops_all_even_what_is_not_finite(backend: str) -> None:
+    residual = torch.randn(3, 8)
+    x = torch.full((3, 8), float("inf"), requires_grad=True)
+    with fusedops.use_backend(backend):
+        output = fusedops.bias_dropout_add(x, torch.ones(8), residual, 1.0)
+        (grad,) = torch.autograd.grad(output.sum(), x)
+    assert torch.equal(output, residual)
+    assert torch.equal(grad, torch.zeros_like(grad))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_backward_drops_what_forward_dropped(backend: str) -> None:
+    for shape in ((3, 33), (3, 64)):
+        x, residual = torch.zeros(shape, requires_grad=True), torch.zeros(shape, requires_grad=True)
+        bias = torch.zeros(shape[-1], requires_grad=True)
+        with fusedops.use_backend(backend):
+            torch.manual_seed(6)
+            output = fusedops.bias_dropout_add(x, bias, residual, 0.25)
+            upstream = torch.randn(shape)
+            grads = torch.autograd.grad(output, (x, bias, residual), upstream)
+        want = torch.where(expected_mask(shape, 0.25, 6), upstream * philox.scale(0.25), 0.0)
+        torch.testing.assert_close(grads[0], want)
+        torch.testing.assert_close(grads[1], want.sum(0))
+        assert torch.equal(grads[2], upstream)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoint_recomputes_the_same_mask(use_reentrant: bool) -> None:
+    x, bias, residual = (
+        torch.randn(shape, requires_grad=True) for shape in ((9, 48), (48,), (9, 48))
+    )
+
+    def block(*values: torch.Tensor) -> torch.Tensor:
+        return fusedops.bias_dropout_add(*values, 0.5).square()
+
+    torch.manual_seed(5)
+    plain = block(x, bias, residual)
+    want = torch.autograd.grad(plain.sum(), (x, bias, residual))
+    torch.manual_seed(5)
+    checkpoint(block, x, bias, residual, use_reentrant=use_reentrant).sum().backward()
+    for leaf, grad in zip((x, bias, residual), want, strict=True):
+        assert torch.equal(leaf.grad, grad)
+
+
+def test_dtypes_are_those_of_torchs_sum() -> None:
+    half, single, double = torch.bfloat16, torch.float32, torch.float64
+    for dtypes in ((half, single, half), (single, half, half), (half, half, double)):
+        x, bias, residual = (
+            torch.randn(shape).to(dtype).requires_grad_()
+            for shape, dtype in zip(((4, 8), (8,), (4, 8)), dtypes, strict=True)
+        )
+        output = fusedops.bias_dropout_add(x, bias, residual)
+        assert output.dtype == (residual + (x + bias)).dtype
+        exact = residual.double() + (x.double() + bias.double())
+        torch.testing.assert_close(output, exact.to(output.dtype))
+        grads = torch.autograd.grad(output.sum(), (x, bias, residual))
+        assert tuple(grad.dtype for grad in grads) == dtypes
