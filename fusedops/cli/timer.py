@@ -138,10 +138,10 @@ class Timing:
     def ratio(self, base: str, other: str) -> Spread:
         """Return how many times faster ``other`` is than ``base``: ratios of the same rounds.
 
-        When one of them has no clean sample, a waiting and a quiet run would be divided: then it
-        is the ratio of the shortest samples, and ``trusted`` is false for that one.
+        When just one of them has no clean sample, a waiting and a quiet run would be divided: then
+        it is the ratio of the shortest samples. ``trusted`` is false for the one without.
         """
-        if any(all(self.contended[name]) for name in (base, other)):
+        if all(self.contended[base]) != all(self.contended[other]):
             return Spread.of([min(self.rounds[base]) / min(self.rounds[other])])
         columns = (self.rounds[base], self.kept(base), self.rounds[other], self.kept(other))
         ratios = [a / b for a, good_a, b, good_b in zip(*columns, strict=True) if good_a and good_b]

@@ -82,6 +82,18 @@ def test_only_contended_samples_are_reported_as_not_trusted() -> None:
     assert timing.ratio("busy", "quiet").median == 4.0
 
 
+def test_two_that_are_always_disturbed_are_compared_round_by_round() -> None:
+    clock = ScriptedClock(
+        {
+            "a": itertools.cycle([(8.0, True), (4.0, True), (2.0, True)]),
+            "b": itertools.cycle([(4.0, True), (2.0, True), (2.0, True)]),
+        }
+    )
+    timing = measure(variants("a", "b"), clock, Plan(least=3, most=8, seconds=0.001))
+    assert timing.ratio("a", "b").median == 2.0
+    assert not timing.trusted("a")
+
+
 def test_order_changes_from_round_to_round() -> None:
     names = ("a", "b", "c")
     clock = ScriptedClock({name: ((1.0, False) for _ in itertools.count()) for name in names})

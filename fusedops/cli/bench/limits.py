@@ -28,11 +28,13 @@ class Limit:
         rate: bytes or floating-point operations per second, of the best sample.
         way: which of the ways was the fastest.
         others: the other ways and their rates.
+        trusted: whether the machine was quiet enough; else the rate may be too low.
     """
 
     rate: float
     way: str
     others: dict[str, float]
+    trusted: bool = True
 
 
 @dataclass(frozen=True)
@@ -110,4 +112,4 @@ def _best(ways: dict[str, Callable[[], object]], work: int, clock: Clock) -> Lim
     rates = {name: work / timing.best(name) for name in ways}
     way = max(rates, key=rates.__getitem__)
     rate = rates.pop(way)
-    return Limit(rate, way, rates)
+    return Limit(rate, way, rates, timing.trusted(way))

@@ -143,6 +143,12 @@ def _warnings(record: Record) -> list[str]:
         warnings.append(
             f"{discarded} of {taken} samples were disturbed by other work and do not count"
         )
+    limits = (record.limits["copy"], *record.limits["matmul"].values())
+    if not all(limit.get("trusted", True) for limit in limits):
+        warnings.append(
+            "the limits were measured while other work ran: they may be too low, and the shares "
+            "of them too high"
+        )
     doubtful = sum(not row.trusted for row in record.rows)
     if doubtful:
         warnings.append(
