@@ -28,14 +28,15 @@ from fusedops.ops.mlp import mlp
 def pays(input: torch.Tensor) -> bool:
     """Return whether the own product beats torch's for a linear layer without activation.
 
-    In float32 on the CPU torch calls MKL, which runs at 37 % of peak on AMD Zen 5 (measured);
-    everywhere else torch's product is at least level.
+    On the CPU, measured on one Zen 5 core at 1024 rows, forward and backward: float32 1.8 to 2.0
+    times (MKL runs at 37 % of peak there), bfloat16 1.05 to 1.2 times. On a GPU it does not.
     """
-    return (
-        input.device.type == "cpu"
-        and input.dtype == torch.float32
-        and not torch.is_autocast_enabled("cpu")
-    )
+    if input.device.type != "cpu":
+        return False
+    dtype = input.dtype
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+    return dtype in (torch.float32, torch.bfloat16)
 
 
 class LayerNorm(fused.LayerNorm):
