@@ -12,11 +12,11 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from fusedops import ops
 from fusedops._core import backends as _backends
 from fusedops._core.backends import counters, reset_counters, resolve, use_backend
 from fusedops._core.checks import UnsupportedError
 from fusedops.ops import *  # noqa: F403
-from fusedops.ops import __all__ as _OPS
 
 if TYPE_CHECKING:
     from fusedops import nn
@@ -45,8 +45,8 @@ __all__ = [
     "tune_host",
     "unpatch",
     "use_backend",
-    *_OPS,
 ]
+__all__ += ops.__all__
 
 _backends.start()
 

@@ -5,7 +5,7 @@
 | ``FUSEDOPS_BACKEND`` | backend to use for every op, as ``fusedops.use_backend`` | automatic |
 | ``FUSEDOPS_LIBRARY`` | folder that holds the compiled libraries | ``fusedops/lib`` |
 | ``FUSEDOPS_DISABLE_NATIVE`` | ``1``: do not load the compiled libraries | ``0`` |
-| ``TRITON_INTERPRET`` | Triton's own: ``1`` runs its kernels in its interpreter, on CPU tensors too | ``0`` |
+| ``TRITON_INTERPRET`` | Triton's own: ``1`` interprets its kernels, on CPU tensors too | ``0`` |
 """
 
 from __future__ import annotations

@@ -316,9 +316,8 @@ def backward(
                 **_options(2 * block_n),
             )
         else:
-            _backward_long(
-                dy, x, w, statistics, targets, num_rows, num_cols, programs, weight, wants
-            )
+            shape = (num_rows, num_cols, programs)
+            _backward_long(dy, x, w, statistics, targets, shape, weight is not None, wants)
         sums = [
             None if each is None else _launch.sum_rows(each, dtype).reshape(normalized_shape)
             for each in parts

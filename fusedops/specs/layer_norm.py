@@ -33,6 +33,7 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
         Sample("one_row", (new(129), (129,), new(129, shift=1.0), new(129, key="b"))),
         Sample("one_column", (new(3, 1), (1,), new(1, shift=1.0), new(1, key="b"))),
         Sample("many_rows", (new(70, 48), (48,), new(48, shift=1.0), new(48, key="b"))),
+        Sample("long_rows", (new(2, 33000), (33000,), new(33000, shift=1.0), new(33000, key="b"))),
         Sample("no_rows", (new(0, 33), (33,), weight, bias)),
     ]
 

@@ -1,0 +1,204 @@
+"""What define_op gives every op, shown on layer_norm, and life without optional parts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
+
+import fusedops
+
+
+def _leaves() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return (
+        torch.randn(6, 16, requires_grad=True),
+        torch.randn(16, requires_grad=True),
+        torch.randn(16, requires_grad=True),
+    )
+
+
+def _run(code: str, **environment: str) -> str:
+    """Run code in a new process and return what it prints."""
+    import os
+
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_nothing_is_saved_without_a_gradient() -> None:
+    x, weight, bias = _leaves()
+    with torch.no_grad():
+        assert fusedops.layer_norm(x, (16,), weight, bias).grad_fn is None
+    assert fusedops.layer_norm(x.detach(), (16,)).grad_fn is None
+
+
+def test_saved_bytes_are_input_weight_and_two_numbers_a_row() -> None:
+    x, weight, bias = _leaves()
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        fusedops.layer_norm(x, (16,), weight, bias)
+    assert sorted(each.numel() for each in saved) == [6, 6, 16, 96]
+
+
+def test_second_backward_without_retain_graph_is_an_error() -> None:
+    x, weight, bias = _leaves()
+    loss = fusedops.layer_norm(x, (16,), weight, bias).sum()
+    loss.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+def test_input_changed_in_place_is_an_error_in_the_backward() -> None:
+    x, weight, bias = _leaves()
+    hidden = x * 1.0
+    loss = fusedops.layer_norm(hidden, (16,), weight, bias).sum()
+    hidden.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_forward_mode_is_refused_not_dropped() -> None:
+    x, weight, bias = (leaf.detach() for leaf in _leaves())
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        with pytest.raises(NotImplementedError, match="forward-mode"):
+            fusedops.layer_norm(dual, (16,), weight, bias)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing_gives_the_same_bits(use_reentrant: bool) -> None:
+    leaves = _leaves()
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        return fusedops.layer_norm(x, (16,), *leaves[1:]).square()
+
+    plain = torch.autograd.grad(block(leaves[0]).sum(), leaves)
+    for leaf in leaves:
+        leaf.grad = None
+    checkpoint(block, leaves[0], use_reentrant=use_reentrant).sum().backward()
+    for leaf, want in zip(leaves, plain, strict=True):
+        assert leaf.grad is not None and torch.equal(leaf.grad, want)
+
+
+def test_backend_request_nests_and_ends() -> None:
+    x = torch.randn(2, 4)
+    fusedops.reset_counters()
+    with fusedops.use_backend("torch"):
+        with fusedops.use_backend("cpp"):
+            fusedops.layer_norm(x, (4,))
+        fusedops.layer_norm(x, (4,))
+        with fusedops.use_backend(None):
+            fusedops.layer_norm(x, (4,))
+    fusedops.layer_norm(x, (4,))
+    assert fusedops.counters() == {("layer_norm", "cpp"): 3, ("layer_norm", "torch"): 1}
+
+
+def test_unknown_backend_is_named_with_the_nearest() -> None:
+    with pytest.raises(ValueError, match="'tritn'.*did you mean 'triton'"):
+        with fusedops.use_backend("tritn"):
+            pass
+
+
+def test_compiled_code_obeys_a_later_request() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: fusedops.layer_norm(x, (4,)), backend="aot_eager")
+    x = torch.randn(2, 4)
+    compiled(x)
+    fusedops.reset_counters()
+    with fusedops.use_backend("torch"):
+        compiled(x)
+    assert fusedops.counters() == {("layer_norm", "torch"): 1}
+
+
+def test_resolve_tells_why() -> None:
+    arguments = (torch.randn(2, 4, dtype=torch.float16), (4,), None, None, 1e-5)
+    resolution = fusedops.resolve("layer_norm", *arguments)
+    assert resolution.backend == "torch"
+    assert "float16" in dict(resolution.passed_over)["cpp"]
+
+
+def test_environment_asks_for_a_backend() -> None:
+    printed = _run(
+        """
+        import torch, fusedops
+        fusedops.layer_norm(torch.ones(2, 4), (4,))
+        print(fusedops.counters())
+        """,
+        FUSEDOPS_BACKEND="torch",
+    )
+    assert printed.strip() == "{('layer_norm', 'torch'): 1}"
+
+
+def test_import_needs_neither_triton_nor_transformers_nor_distributed_tensors() -> None:
+    printed = _run(
+        """
+        import sys
+        sys.modules.update(triton=None, transformers=None)
+        import torch, fusedops
+        y = fusedops.layer_norm(torch.arange(4.0).reshape(1, 4), (4,))
+        print("torch.distributed.tensor" in sys.modules, round(y.sum().item(), 4))
+        model = torch.nn.Sequential(torch.nn.LayerNorm(4))
+        print(fusedops.patch(model).num_replaced)
+        """
+    )
+    assert printed.split() == ["False", "0.0", "1"]
+
+
+WITHOUT_LIBRARY = """
+import torch, fusedops
+from fusedops.specs import all_specs
+
+print(fusedops._core.extension.cpu_library())
+for name, spec in all_specs().items():
+    for sample in spec.samples(torch.device("cpu"), torch.float64):
+        if sample.random or not sample.leaves or sample.leaves[0].numel() > 300:
+            continue
+
+        def function(*leaves):
+            new = dict(zip(map(id, sample.leaves), leaves))
+            call = sample.map(lambda tensor: new.get(id(tensor), tensor))
+            return spec.op(*call.args, **call.kwargs)
+
+        assert torch.autograd.gradcheck(function, tuple(sample.leaves), fast_mode=True)
+        if spec.double_backward:
+            assert torch.autograd.gradgradcheck(function, tuple(sample.leaves), fast_mode=True)
+    sample = spec.samples(torch.device("cpu"), torch.float32)[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        mine = spec.op(*sample.args, **sample.kwargs)
+        eager = spec.eager(*sample.args, **sample.kwargs)
+    first = lambda value: value[0] if isinstance(value, tuple) else value
+    assert first(mine).dtype == first(eager).dtype, name
+    leaf = sample.leaves[-1]
+    first(spec.op(*sample.args, **sample.kwargs)).square().sum().backward(inputs=[leaf])
+    assert leaf.grad.abs().sum() > 0
+assert {backend for _, backend in fusedops.counters()} == {"torch"}
+print("all equal")
+"""
+
+
+def test_without_the_compiled_library_all_ops_run_on_the_reference() -> None:
+    printed = _run(WITHOUT_LIBRARY, FUSEDOPS_DISABLE_NATIVE="1").splitlines()
+    assert printed == ["FUSEDOPS_DISABLE_NATIVE=1 is set", "all equal"]
+
+
+def test_a_missing_library_is_explained(tmp_path: object) -> None:
+    printed = _run(
+        """
+        import fusedops
+        print(fusedops._core.extension.cpu_library())
+        """,
+        FUSEDOPS_LIBRARY=str(tmp_path),
+    )
+    assert "does not exist" in printed and "build_ext --inplace" in printed
