@@ -13,6 +13,7 @@
 #include "gemm.h"
 
 #include <algorithm>
+#include <atomic>
 
 #include <ATen/Parallel.h>
 
@@ -24,13 +25,27 @@ namespace fusedops::CPU_CAPABILITY {
 namespace {
 
 constexpr int64_t kOuterBlocks = 16;                    // blocks of k that are packed at a time
-constexpr int64_t kSharedBytes = int64_t{8} << 20;      // packed B
+constexpr int64_t kSharedBytes = int64_t{12} << 20;     // packed B
 constexpr int64_t kPrivateBytes = int64_t{512} << 10;   // packed A of one thread
 constexpr int64_t kMaxTiles = 8;                        // tiles of C in L1
 constexpr int64_t kFewRows = 4 * kTileRows;             // up to here B is not packed ahead
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
+}
+
+// Calls run(next) on each thread; next() gives the tasks 0, 1, ... one at a time and -1 after the
+// last. Which thread runs a task does not show in the result, and a thread that another process
+// holds up leaves its tasks to the others.
+template <typename Run>
+void share_tasks(int64_t tasks, const Run& run) {
+  std::atomic<int64_t> taken{0};
+  const auto next = [&taken, tasks]() -> int64_t {
+    const int64_t task = taken.fetch_add(1, std::memory_order_relaxed);
+    return task < tasks ? task : -1;
+  };
+  const int64_t threads = std::min<int64_t>(tasks, at::get_num_threads());
+  at::parallel_for(0, threads, 1, [&](int64_t, int64_t) { run(next); });
 }
 
 template <typename Policy>
@@ -148,22 +163,25 @@ class Gemm {
 
   void run_few_rows() const {
     const Packed* a = pack_rows(0, m_);
-    at::parallel_for(0, ceil_div(n_, kColumns), grain(), [&](int64_t begin, int64_t end) {
+    const int64_t panels = ceil_div(n_, kColumns);
+    const int64_t together = panels_per_task();
+    share_tasks(ceil_div(panels, together), [&](const auto& next) {
       Sum* tiles = tile_buffer(ceil_div(m_, kRows));
-      auto* panel = static_cast<Packed*>(
-          workspace(Workspace::panel_b, kPanelB * sizeof(Packed)));
-      for (int64_t p = begin; p < end; ++p) {
-        const int64_t columns = std::min<int64_t>(kColumns, n_ - p * kColumns);
-        compute(0, m_, p * kColumns, a, tiles, [&](int64_t block) {
-          pack_block<kColumns>(b_, p * kColumns, columns, n_, block, panel, kPanelB);
-          return panel;
-        });
+      auto* panel = static_cast<Packed*>(workspace(Workspace::panel_b, kPanelB * sizeof(Packed)));
+      for (int64_t task; (task = next()) >= 0;) {
+        for (int64_t p = task * together; p < std::min(panels, (task + 1) * together); ++p) {
+          const int64_t columns = std::min<int64_t>(kColumns, n_ - p * kColumns);
+          compute(0, m_, p * kColumns, a, tiles, [&](int64_t block) {
+            pack_block<kColumns>(b_, p * kColumns, columns, n_, block, panel, kPanelB);
+            return panel;
+          });
+        }
       }
     });
   }
 
-  // Panels of B for one task, so that a task is worth a thread (about 50 us).
-  int64_t grain() const {
+  // Panels of B for one task, so that a task is worth a thread (about 30 us).
+  int64_t panels_per_task() const {
     const int64_t work = std::max<int64_t>(1, (m_ + 4) * kColumns * k_count_);
     return std::max<int64_t>(1, (int64_t{1} << 21) / work);
   }
@@ -188,8 +206,8 @@ class Gemm {
   void pack_columns(Packed* b, int64_t first, int64_t count) const {
     constexpr int64_t kGroup = 4;  // panels that share cache lines of rows of B
     const int64_t groups = ceil_div(count, kGroup);
-    at::parallel_for(0, groups * blocks(), 1, [&](int64_t begin, int64_t end) {
-      for (int64_t task = begin; task < end; ++task) {
+    share_tasks(groups * blocks(), [&](const auto& next_task) {
+      for (int64_t task; (task = next_task()) >= 0;) {
         const int64_t panel = task / blocks() * kGroup;
         const int64_t block = task % blocks();
         const int64_t column = (first + panel) * kColumns;
@@ -206,27 +224,27 @@ class Gemm {
     const int64_t a_panel_bytes =
         std::max<int64_t>(1, blocks()) * kPanelA * sizeof(Packed);
     const int64_t together = std::clamp<int64_t>(kPrivateBytes / a_panel_bytes, 4, kMaxTiles);
-    // Units of work are (part of the chunk's columns, panel of rows): parts only where there are
-    // too few panels for the threads.
+    // A task is a block of rows and a part of the chunk's columns: parts only where there are too
+    // few blocks for the threads. Blocks are even, and as many for each thread.
     const int64_t threads = at::get_num_threads();
+    const int64_t even = ceil_div(ceil_div(row_panels, together), threads) * threads;
+    const int64_t block = ceil_div(row_panels, std::min(even, row_panels));
+    const int64_t row_blocks = ceil_div(row_panels, block);
     const int64_t parts =
-        std::clamp<int64_t>(ceil_div(4 * threads, row_panels), 1, std::max<int64_t>(1, count / 4));
+        std::clamp<int64_t>(ceil_div(4 * threads, row_blocks), 1, std::max<int64_t>(1, count / 4));
     const int64_t part = ceil_div(count, parts);
-    at::parallel_for(0, parts * row_panels, 1, [&](int64_t begin, int64_t end) {
-      Sum* tiles = tile_buffer(together);
-      for (int64_t unit = begin; unit < end;) {
-        const int64_t panel = unit % row_panels;
-        const int64_t taken = std::min({together, end - unit, row_panels - panel});
-        const int64_t row = panel * kRows;
-        const int64_t rows = std::min(taken * kRows, m_ - row);
+    share_tasks(parts * row_blocks, [&](const auto& next) {
+      Sum* tiles = tile_buffer(block);
+      for (int64_t task; (task = next()) >= 0;) {
+        const int64_t row = task % row_blocks * block * kRows;
+        const int64_t rows = std::min(block * kRows, m_ - row);
         const Packed* a = pack_rows(row, rows);
-        const int64_t from = unit / row_panels * part;
+        const int64_t from = task / row_blocks * part;
         for (int64_t p = from; p < std::min(from + part, count); ++p) {
-          compute(row, rows, (first + p) * kColumns, a, tiles, [&](int64_t block) {
-            return b + (p * blocks() + block) * kPanelB;
+          compute(row, rows, (first + p) * kColumns, a, tiles, [&](int64_t k_block) {
+            return b + (p * blocks() + k_block) * kPanelB;
           });
         }
-        unit += taken;
       }
     });
   }
