@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def _page(spec: Spec) -> str:
-    signature = inspect.signature(spec.op)
+    signature = re.sub(r"(: |-> )'([^']*)'", r"\1\2", str(inspect.signature(spec.op)))
     parts = [
         MARKER,
         f"# {spec.name}",
@@ -112,7 +112,8 @@ def _measured(path: Path) -> str:
         variant = row["variant"] + (f" ({row['backend']})" if row["backend"] else "")
         share = f"{float(row['limit_share']):.0%}" if row["limit_share"] else ""
         lines.append(
-            f"| {row['case']} | {row['direction']} | {variant} | {float(row['median_us']):.0f} "
+            f"| {row['case']} | {row['direction']} | {variant}{'' if _trusted(row) else ' (disturbed)'} "
+            f"| {float(row['median_us']):.0f} "
             f"| {float(row['speedup']):.2f} | {share} | {_short(row['error_max_ulps'])} |"
         )
     return title + "\n\n" + "\n".join(lines)
@@ -167,8 +168,8 @@ def _result_lines(spec: Spec, rows: list[dict[str, str]]) -> list[str]:
     for case in headline:
         cells = []
         for direction in ("forward", "both"):
-            ours = by_key.get((case, direction, "fusedops"))
-            compiled = by_key.get((case, direction, "compile"))
+            ours = _trusted(by_key.get((case, direction, "fusedops")))
+            compiled = _trusted(by_key.get((case, direction, "compile")))
             text = f"{float(ours['speedup']):.2f}" if ours else ""
             if compiled:
                 text += f" ({float(compiled['speedup']):.2f})"
@@ -177,6 +178,11 @@ def _result_lines(spec: Spec, rows: list[dict[str, str]]) -> list[str]:
             name = f"[`{spec.name}`](docs/ops/{spec.name}.md)"
             lines.append(f"| {name} | {case} | {rows[0]['dtype']} | {' | '.join(cells)} |")
     return lines
+
+
+def _trusted(row: dict[str, str] | None) -> dict[str, str] | None:
+    """The row, unless neighbours on the machine disturbed too many of its samples."""
+    return row if row is not None and row["trusted"] == "True" else None
 
 
 def _demo_table() -> str:
