@@ -24,7 +24,9 @@ inline DType dtype_of(at::ScalarType type) {
   }
 }
 
-inline DType dtype_of(const at::Tensor& tensor) { return dtype_of(tensor.scalar_type()); }
+inline DType dtype_of(const at::Tensor& tensor) {
+  return dtype_of(tensor.scalar_type());
+}
 
 // The dtype in which a kernel writes a gradient of dtype `type`: that, or, when no kernel knows it
 // (float16), the dtype of `like`, to be cast afterwards.
@@ -58,8 +60,7 @@ inline void* mutable_data(const at::Tensor& tensor) {
 }
 
 // Parameters share one dtype: when weight and bias differ, the narrower one is widened.
-inline DType align_parameters(const at::Tensor& input, at::Tensor& weight,
-                              at::Tensor& bias) {
+inline DType align_parameters(const at::Tensor& input, at::Tensor& weight, at::Tensor& bias) {
   const auto type = weight.defined() ? weight.scalar_type()
                     : bias.defined() ? bias.scalar_type()
                                      : input.scalar_type();

@@ -89,7 +89,7 @@ def add_layer_norm(
         stream, weight, bias = _in_float32(stream), _in_float32(weight), _in_float32(bias)
     seed, p = _residual.draw_seed(source, dropout_p, training)
     arguments = (source, stream, normalized_shape, weight, bias, seed, eps, p, source.dtype)
-    return _OP(*arguments)[:2]  # type: ignore[no-any-return]
+    return _OP(*arguments)[:2]
 
 
 def _in_float32(tensor: Any) -> Any:

@@ -64,7 +64,7 @@ def bias_dropout_add(
     if bias is not None and bias.dtype not in (source.dtype, dtype):
         bias = bias.to(dtype)
     seed, p = _residual.draw_seed(source, p, training)
-    return _OP(source, bias, stream, seed, p, source.dtype)  # type: ignore[no-any-return]
+    return _OP(source, bias, stream, seed, p, source.dtype)
 
 
 def _check(input: Any, bias: Any, residual: Any, p: Any) -> None:

@@ -39,8 +39,8 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
     def parameters(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
         return new(*shape, shift=1.0, key="w"), new(*shape, key="b")
 
-    mixed = (new(6, 40), stream(6, 40, key="residual"), (40,))
-    mixed += (stream(40, shift=1.0, key="w"), stream(40, key="b"))
+    wide_parameters = (stream(40, shift=1.0, key="w"), stream(40, key="b"))
+    mixed = (new(6, 40), stream(6, 40, key="residual"), (40,), *wide_parameters)
     return [
         Sample("rows", (*pair(7, 33), (33,), *parameters(33))),
         Sample("three_dims", (*pair(2, 3, 64), (64,), *parameters(64)), {"eps": 1e-3}),
