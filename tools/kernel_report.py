@@ -56,12 +56,26 @@ def cases() -> list[tuple[str, int]]:
     return found
 
 
+def case_name(case: dict[str, Any], all_cases: list[dict[str, Any]]) -> str:
+    """Return the label of a case, and what tells it from others of its kernel and label."""
+    alike = [
+        {**each["signature"], **each["constexprs"]}
+        for each in all_cases
+        if (each["kernel"], each["label"]) == (case["kernel"], case["label"])
+    ]
+    mine = {**case["signature"], **case["constexprs"]}
+    differing = [name for name in mine if any(each.get(name) != mine[name] for each in alike)]
+    parts = [case["label"], *(f"{name}={mine[name]}" for name in differing)]
+    return ", ".join(part for part in parts if part)
+
+
 def report(op: str, index: int, capability: int) -> report_table.Row:
     """Compile one configuration and return its row."""
     from triton import compile as triton_compile
     from triton.backends.compiler import GPUTarget
 
-    case = importlib.import_module(f"fusedops.kernels.{op}").static_report_cases()[index]
+    all_cases = importlib.import_module(f"fusedops.kernels.{op}").static_report_cases()
+    case = all_cases[index]
     options = {
         "num_warps": case["num_warps"],
         "num_stages": case["num_stages"],
@@ -81,7 +95,7 @@ def report(op: str, index: int, capability: int) -> report_table.Row:
     row = {
         "op": op,
         "kernel": case["kernel"].__name__,
-        "case": case["label"],
+        "case": case_name(case, all_cases),
         "arch": f"sm_{capability}",
         "matrix": str(int(case["matrix"])),
         "warps": str(case["num_warps"]),
@@ -104,7 +118,9 @@ def problems(row: report_table.Row) -> list[str]:
         )
     if int(row["matrix"]) and not any(int(row[name]) for name in ("mma", "wgmma", "tcgen05")):
         found.append("a matrix kernel without matrix instructions")
-    if int(row["matrix"]) and row["arch"] == "sm_90" and not int(row["wgmma"]):
+    rows = re.search(r"BLOCK_M=(\d+)", row["case"])
+    large = rows is None or int(rows[1]) >= 64  # the height of a warp-group instruction
+    if int(row["matrix"]) and row["arch"] == "sm_90" and large and not int(row["wgmma"]):
         found.append("a matrix kernel without warp-group matrix instructions")
     return found
 

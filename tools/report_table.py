@@ -43,6 +43,8 @@ def finish(table: Table, rows: Sequence[Row], *, check: bool) -> int:
     rows = sorted(rows, key=lambda row: [row[key] for key in table.keys])
     where = table.path.relative_to(REPORTS.parent.parent)
     broken = [f"{_name(table, row)}: {each}" for row in rows for each in table.problems(row)]
+    names = [_name(table, row) for row in rows]
+    broken += sorted({f"{each}: two rows of this name" for each in names if names.count(each) > 1})
     changed = _differences(table, rows) if check else []
     for line in broken + changed:
         print(f"{where}: {line}", file=sys.stderr)

@@ -92,12 +92,30 @@ def test_missing_table_fails(table: report_table.Table, capsys: pytest.CaptureFi
 
 
 def test_rules_of_triton_kernels() -> None:
-    usual = {"arch": "sm_90", "stack": "0", "shared": "0", "matrix": "1"}
+    usual = {"arch": "sm_90", "stack": "0", "shared": "0", "matrix": "1", "case": "BLOCK_M=64"}
     counts = dict.fromkeys(kernel_report.INSTRUCTIONS, "0")
     assert kernel_report.problems(usual | counts | {"wgmma": "8"}) == []
     assert "matrix" in kernel_report.problems(usual | counts)[0]
     assert "warp-group" in kernel_report.problems(usual | counts | {"mma": "8"})[0]
+    flat = usual | counts | {"mma": "8", "case": "BLOCK_M=16, BLOCK_N=128"}
+    assert kernel_report.problems(flat) == [], "a warp-group instruction has 64 rows"
     spilled = usual | counts | {"matrix": "0", "stack": "8"}
     assert "registers spill" in kernel_report.problems(spilled)[0]
     large = usual | counts | {"matrix": "0", "shared": str(228 * 1024)}
     assert "shared memory" in kernel_report.problems(large)[0]
+
+
+def test_rows_of_one_name_fail(
+    table: report_table.Table, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert report_table.finish(table, [row(), row()], check=False) == 1
+    assert "k sm_90: two rows of this name" in capsys.readouterr().err
+
+
+def test_cases_of_one_label_are_named_by_what_differs() -> None:
+    def case(label: str, **constexprs: object) -> dict[str, object]:
+        return {"kernel": "f", "label": label, "signature": {}, "constexprs": constexprs}
+
+    cases = [case("N=8", N=8, DROP=True), case("N=8", N=8, DROP=False), case("N=16", N=16)]
+    names = [kernel_report.case_name(each, cases) for each in cases]
+    assert names == ["N=8, DROP=True", "N=8, DROP=False", "N=16"]
