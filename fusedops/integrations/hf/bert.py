@@ -9,7 +9,7 @@ from torch import nn
 from transformers.models.bert import modeling_bert
 
 from fusedops.integrations.hf.rules import Rule, bypass_obstacle, global_hooks, runs_here
-from fusedops.integrations.hf.torch_modules import LayerNorm, linear_obstacle
+from fusedops.integrations.hf.torch_modules import LayerNorm, enough_rows, linear_obstacle
 from fusedops.integrations.hf.transformers_modules import activation_name, activation_obstacle
 from fusedops.ops.add_layer_norm import add_layer_norm
 from fusedops.ops.linear_act import linear_act
@@ -52,7 +52,7 @@ class BertIntermediate(modeling_bert.BertIntermediate):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return ``activation(dense(hidden_states))``."""
-        if not runs_here(hidden_states) or _intermediate_obstacle(self) is not None:
+        if not _fits(hidden_states) or _intermediate_obstacle(self) is not None:
             return super().forward(hidden_states)
         return _dense_act(self, self.intermediate_act_fn, hidden_states)
 
@@ -62,9 +62,13 @@ class BertPredictionHeadTransform(modeling_bert.BertPredictionHeadTransform):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return ``LayerNorm(activation(dense(hidden_states)))``."""
-        if not runs_here(hidden_states) or _transform_obstacle(self) is not None:
+        if not _fits(hidden_states) or _transform_obstacle(self) is not None:
             return super().forward(hidden_states)
         return self.LayerNorm(_dense_act(self, self.transform_act_fn, hidden_states))
+
+
+def _fits(hidden_states: torch.Tensor) -> bool:
+    return runs_here(hidden_states) and enough_rows(hidden_states)
 
 
 def _dense_act(module: Any, activation: Any, hidden_states: torch.Tensor) -> torch.Tensor:

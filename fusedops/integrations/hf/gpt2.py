@@ -16,7 +16,7 @@ from torch import nn
 from transformers.models.gpt2 import modeling_gpt2
 
 from fusedops.integrations.hf.rules import Rule, bypass_obstacle, global_hooks, runs_here
-from fusedops.integrations.hf.torch_modules import LayerNorm
+from fusedops.integrations.hf.torch_modules import LayerNorm, enough_rows
 from fusedops.integrations.hf.transformers_modules import (
     activation_name,
     activation_obstacle,
@@ -34,7 +34,11 @@ class GPT2MLP(modeling_gpt2.GPT2MLP):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return the dropped-out output of the layer."""
-        if not runs_here(hidden_states) or mlp_obstacle(self) is not None:
+        if (
+            not runs_here(hidden_states)
+            or not enough_rows(hidden_states)
+            or mlp_obstacle(self) is not None
+        ):
             return super().forward(hidden_states)
         return self.dropout(before_dropout(self, hidden_states))
 

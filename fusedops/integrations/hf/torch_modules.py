@@ -36,7 +36,19 @@ def pays(input: torch.Tensor) -> bool:
     dtype = input.dtype
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
-    return dtype in (torch.float32, torch.bfloat16)
+    return dtype in (torch.float32, torch.bfloat16) and enough_rows(input)
+
+
+def enough_rows(input: torch.Tensor) -> bool:
+    """Return whether the own CPU product is not slower than torch's for so few rows.
+
+    It packs the weight, which one token of generation does not repay: 1 x 512 x 2048 in float32
+    takes 0.15 ms, torch 0.07 ms (Zen 5, one core); at 16 rows it is 1.2 to 1.8 times as fast.
+    """
+    return input.device.type != "cpu" or input.numel() >= MIN_ROWS * input.shape[-1]
+
+
+MIN_ROWS = 16
 
 
 class LayerNorm(fused.LayerNorm):
@@ -107,7 +119,12 @@ def linear_obstacle(name: str, module: Any) -> str | None:
 
 
 def _is_input(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point() and runs_here(value)
+    return (
+        isinstance(value, torch.Tensor)
+        and value.is_floating_point()
+        and runs_here(value)
+        and enough_rows(value)
+    )
 
 
 def _is_pair(modules: list[Any], position: int) -> bool:
@@ -170,7 +187,7 @@ def _probe_layer_norm(module: nn.LayerNorm) -> None:
 
 
 def _probe_linear(module: nn.Linear) -> None:
-    module.forward(module.weight.new_zeros(1, module.in_features))
+    module.forward(module.weight.new_zeros(MIN_ROWS, module.in_features))
 
 
 def _probe_sequence(module: nn.Sequential) -> None:

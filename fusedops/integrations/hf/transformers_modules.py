@@ -15,7 +15,7 @@ from transformers import activations, pytorch_utils
 
 from fusedops.integrations.hf import torch_modules
 from fusedops.integrations.hf.rules import Rule, bypass_obstacle, plain_weight, runs_here
-from fusedops.integrations.hf.torch_modules import pays
+from fusedops.integrations.hf.torch_modules import MIN_ROWS, pays
 from fusedops.ops.gelu import gelu
 from fusedops.ops.linear_act import linear_act
 
@@ -127,7 +127,7 @@ def _conv1d_plain(module: Any) -> str | None:
 
 
 def _probe_conv1d(module: Any) -> None:
-    Conv1D.forward(module, module.weight.new_zeros(1, module.weight.shape[0]))
+    Conv1D.forward(module, module.weight.new_zeros(MIN_ROWS, module.weight.shape[0]))
 
 
 RULES = (
