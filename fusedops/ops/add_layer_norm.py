@@ -141,17 +141,17 @@ def _fake(
 
 def _wanted(
     grad_normed: torch.Tensor | None,
-    summed: torch.Tensor,
+    dtype: torch.dtype,
     dropout_p: float,
     input_dtype: torch.dtype,
     output_mask: Sequence[bool],
 ) -> tuple[bool, ...]:
     """Return which gradients the backward computes: not what is the same, not what is nothing.
 
-    Without dropout and cast, ``input`` has the gradient of ``residual``. Without ``grad_normed``,
-    the parameters have none.
+    Without dropout and cast, ``input`` has the gradient of ``residual``; without ``grad_normed``
+    the parameters have none. ``dtype`` is that of the sum.
     """
-    same = output_mask[1] and philox.threshold(dropout_p) == 0 and input_dtype == summed.dtype
+    same = output_mask[1] and philox.threshold(dropout_p) == 0 and input_dtype == dtype
     normed = grad_normed is not None
     return (
         output_mask[0] and not same,
@@ -177,7 +177,7 @@ def _backward_reference(
 ) -> tuple[torch.Tensor | None, ...]:
     # `summed` is an output, but not a constant: autograd knows how it depends on the inputs.
     accumulation = dtypes.statistics_dtype(summed.dtype)
-    wanted = _wanted(grad_normed, summed, dropout_p, input_dtype, output_mask)
+    wanted = _wanted(grad_normed, summed.dtype, dropout_p, input_dtype, output_mask)
     total = torch.zeros_like(summed, dtype=accumulation)
     grad_input = grad_residual = grad_weight = grad_bias = None
     if grad_normed is not None:
@@ -213,7 +213,7 @@ def _backward_fake(
     input_dtype: torch.dtype,
     output_mask: Sequence[bool],
 ) -> tuple[torch.Tensor | None, ...]:
-    wanted = _wanted(grad_normed, summed, dropout_p, input_dtype, output_mask)
+    wanted = _wanted(grad_normed, summed.dtype, dropout_p, input_dtype, output_mask)
     parameter = summed.dtype if weight is None else weight.dtype
     return (
         summed.new_empty(summed.shape, dtype=input_dtype) if wanted[0] else None,
@@ -261,7 +261,8 @@ def _shard_backward(
     output_mask: Sequence[bool],
 ) -> list[tuple[list[Placement], list[Placement]]]:
     """With rows sharded, each rank has a part of the sums that are the parameter gradients."""
-    wanted = _wanted(grad_normed, summed, dropout_p, input_dtype, output_mask)
+    dtype = summed.tensor_meta.dtype
+    wanted = _wanted(grad_normed, dtype, dropout_p, input_dtype, output_mask)
     rules = []
     for word in _words(summed, normalized_shape, seed):
         part = REPLICATE if word == REPLICATE else PARTIAL

@@ -105,10 +105,10 @@ def _fake(
 
 
 def _wants_input(
-    grad_output: torch.Tensor, p: float, input_dtype: torch.dtype, output_mask: Sequence[bool]
+    dtype: torch.dtype, p: float, input_dtype: torch.dtype, output_mask: Sequence[bool]
 ) -> bool:
-    """Return whether the gradient of ``input`` is another tensor than the incoming one."""
-    same = philox.threshold(p) == 0 and input_dtype == grad_output.dtype
+    """Return whether the gradient of ``input`` differs from the incoming one, of ``dtype``."""
+    same = philox.threshold(p) == 0 and input_dtype == dtype
     return output_mask[0] and not same
 
 
@@ -122,7 +122,7 @@ def _backward_reference(
 ) -> tuple[torch.Tensor | None, ...]:
     grad = philox.dropout(grad_output.to(dtypes.statistics_dtype(grad_output.dtype)), seed, p)
     grad_input = grad_bias = None
-    if _wants_input(grad_output, p, input_dtype, output_mask):
+    if _wants_input(grad_output.dtype, p, input_dtype, output_mask):
         grad_input = grad.to(input_dtype).contiguous()
     if output_mask[1]:
         assert bias is not None
@@ -140,7 +140,7 @@ def _backward_fake(
     output_mask: Sequence[bool],
 ) -> tuple[torch.Tensor | None, ...]:
     grad_input = grad_bias = None
-    if _wants_input(grad_output, p, input_dtype, output_mask):
+    if _wants_input(grad_output.dtype, p, input_dtype, output_mask):
         grad_input = grad_output.new_empty(grad_output.shape, dtype=input_dtype)
     if output_mask[1]:
         assert bias is not None
@@ -178,7 +178,7 @@ def _shard_backward(
     output_mask: Sequence[bool],
 ) -> list[tuple[list[Placement], list[Placement]]]:
     drawn = REPLICATE if seed is not None else None
-    wanted = _wants_input(grad_output, p, input_dtype, output_mask)
+    wanted = _wants_input(grad_output.tensor_meta.dtype, p, input_dtype, output_mask)
     return [
         (
             [word if wanted else None, summed if output_mask[1] else None, None],
