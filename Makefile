@@ -61,10 +61,10 @@ test-gpu: $(GPU_SETUP)
 	$(PY) -m pytest -q tests -m gpu
 
 bench: setup
-	$(BIN)/python -m fusedops.cli.main bench
+	$(BIN)/python -m fusedops.cli.main bench --results bench/results
 
 bench-gpu: $(GPU_SETUP)
-	$(PY) -m fusedops.cli.main bench --device cuda
+	$(PY) -m fusedops.cli.main bench --device cuda --results bench/results
 
 lint: setup
 	$(BIN)/ruff check .

@@ -1,4 +1,6 @@
-// What the bindings of CUDA kernels share: dtypes, the current stream, the check of a launch.
+// What the bindings of CUDA kernels share: dtypes, the current stream, the check of a launch. Only
+// c10/cuda headers: `make check-cuda` compiles the bindings against a CPU-only torch too (with
+// tools/compat), where ATen/cuda/CUDAContext.h cannot be included.
 #pragma once
 
 #include <ATen/core/Tensor.h>
