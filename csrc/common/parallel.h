@@ -10,8 +10,9 @@
 
 namespace fusedops {
 
-// Below about this many bytes a task is not worth a thread (a barrier costs 2 to 10 us).
-inline constexpr int64_t kBytesPerTask = 128 * 1024;
+// Below about this many bytes, some 10 us of work, a task is not worth a thread: the barrier alone
+// costs 2 to 10 us.
+inline constexpr int64_t kBytesPerTask = 512 * 1024;
 
 // Calls f(begin, end) over disjoint ranges of rows.
 template <typename F>
