@@ -110,9 +110,10 @@ def _measured(path: Path) -> str:
     lines = [header, "|---|---|---|---:|---:|---:|---:|"]
     for row in shown:
         variant = row["variant"] + (f" ({row['backend']})" if row["backend"] else "")
+        variant += "" if _trusted(row) else ", disturbed"
         share = f"{float(row['limit_share']):.0%}" if row["limit_share"] else ""
         lines.append(
-            f"| {row['case']} | {row['direction']} | {variant}{'' if _trusted(row) else ' (disturbed)'} "
+            f"| {row['case']} | {row['direction']} | {variant} "
             f"| {float(row['median_us']):.0f} "
             f"| {float(row['speedup']):.2f} | {share} | {_short(row['error_max_ulps'])} |"
         )
