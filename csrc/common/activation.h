@@ -8,8 +8,8 @@ namespace fusedops {
 
 enum class Activation { identity = 0, relu, relu2, silu, gelu, gelu_tanh, fast_gelu };
 
-inline constexpr std::string_view kActivationNames[] = {
-    "identity", "relu", "relu2", "silu", "gelu", "gelu_tanh", "fast_gelu"};
+inline constexpr std::string_view kActivationNames[] = {"identity", "relu",      "relu2",    "silu",
+                                                        "gelu",     "gelu_tanh", "fast_gelu"};
 
 // Index of `name` in kActivationNames, or -1.
 constexpr int find_activation(std::string_view name) {

@@ -5,10 +5,11 @@
 //   act_backward<A>(x)  A'(x): the caller multiplies by the incoming gradient
 //
 // Each takes one exponential and at most one or two divisions, so that an epilogue costs about 20
-// to 40 instructions a vector (measured on one Zen 5 core, AVX-512: 0.2 ns an element for fast_gelu,
-// 0.5 ns for gelu). float32 results are within 2 ulp where |x| < 10 and 8 ulp in the tails, where
-// x * 0.5 * (1 + erf) of eager torch has cancelled; the derivatives, which have a zero, within 2 ulp
-// of the larger of their terms. Nothing overflows: exponents are clamped, and NaN passes through.
+// to 40 instructions a vector (measured on one Zen 5 core, AVX-512: 0.2 ns an element for
+// fast_gelu, 0.5 ns for gelu). float32 results are within 2 ulp where |x| < 10 and 8 ulp in the
+// tails, where x * 0.5 * (1 + erf) of eager torch has cancelled; the derivatives, which have a
+// zero, within 2 ulp of the larger of their terms. Nothing overflows: exponents are clamped, and
+// NaN passes through.
 //
 // Include from *.isa.cpp only: everything lives in an anonymous namespace inside CPU_CAPABILITY.
 #pragma once

@@ -24,11 +24,11 @@
 namespace fusedops::CPU_CAPABILITY {
 namespace {
 
-constexpr int64_t kOuterBlocks = 16;                    // blocks of k that are packed at a time
-constexpr int64_t kSharedBytes = int64_t{12} << 20;     // packed B
-constexpr int64_t kPrivateBytes = int64_t{512} << 10;   // packed A of one thread
-constexpr int64_t kMaxTiles = 8;                        // tiles of C in L1
-constexpr int64_t kFewRows = 4 * kTileRows;             // up to here B is not packed ahead
+constexpr int64_t kOuterBlocks = 16;                   // blocks of k that are packed at a time
+constexpr int64_t kSharedBytes = int64_t{12} << 20;    // packed B
+constexpr int64_t kPrivateBytes = int64_t{512} << 10;  // packed A of one thread
+constexpr int64_t kMaxTiles = 8;                       // tiles of C in L1
+constexpr int64_t kFewRows = 4 * kTileRows;            // up to here B is not packed ahead
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
@@ -126,9 +126,9 @@ class Gemm {
       // The panel after this one comes from the shared cache: half of it is fetched by each tile.
       const char* ahead = reinterpret_cast<const char*>(b + kPanelB);
       for (int64_t p = 0; p < panels; ++p) {
-        run_kernel<Policy>(rows_of(p), steps_in(block),
-                           a + (block * panels + p) * kPanelA, b, tiles + p * kRows * kColumns,
-                           block > 0 || k_begin_ > 0, ahead + p % 2 * steps_in(block) * 64);
+        run_kernel<Policy>(rows_of(p), steps_in(block), a + (block * panels + p) * kPanelA, b,
+                           tiles + p * kRows * kColumns, block > 0 || k_begin_ > 0,
+                           ahead + p % 2 * steps_in(block) * 64);
       }
     }
     if (k_begin_ + k_count_ < k_) {
@@ -138,8 +138,8 @@ class Gemm {
       return;
     }
     for (int64_t p = 0; p < panels; ++p) {
-      const Tile tile{row + p * kRows, column,   rows_of(p), columns,
-                      tiles + p * kRows * kColumns, kColumns};
+      const Tile tile{row + p * kRows, column, rows_of(p), columns, tiles + p * kRows * kColumns,
+                      kColumns};
       call_.store(call_.context, tile);
     }
   }
@@ -148,8 +148,8 @@ class Gemm {
   Packed* pack_rows(int64_t row, int64_t rows) const {
     const int64_t panels = ceil_div(rows, kRows);
     const int64_t block_size = panels * kPanelA;
-    auto* a = static_cast<Packed*>(
-        workspace(Workspace::packed_a, std::max<int64_t>(1, blocks() * block_size) * sizeof(Packed)));
+    auto* a = static_cast<Packed*>(workspace(
+        Workspace::packed_a, std::max<int64_t>(1, blocks() * block_size) * sizeof(Packed)));
     for (int64_t block = 0; block < blocks(); ++block) {
       pack_block<kRows>(a_, row, rows, m_, block, a + block * block_size, kPanelA);
     }
@@ -157,8 +157,7 @@ class Gemm {
   }
 
   Sum* tile_buffer(int64_t panels) const {
-    return static_cast<Sum*>(
-        workspace(Workspace::tiles, panels * kRows * kColumns * sizeof(Sum)));
+    return static_cast<Sum*>(workspace(Workspace::tiles, panels * kRows * kColumns * sizeof(Sum)));
   }
 
   void run_few_rows() const {
@@ -193,8 +192,8 @@ class Gemm {
         std::max<int64_t>(1, kSharedBytes / std::max<int64_t>(1, panel_size * sizeof(Packed)));
     const int64_t chunks = ceil_div(panels, fitting);
     const int64_t chunk = ceil_div(panels, chunks);
-    auto* b = static_cast<Packed*>(workspace(
-        Workspace::packed_b, std::max<int64_t>(1, chunk * panel_size) * sizeof(Packed)));
+    auto* b = static_cast<Packed*>(
+        workspace(Workspace::packed_b, std::max<int64_t>(1, chunk * panel_size) * sizeof(Packed)));
     for (int64_t first = 0; first < panels; first += chunk) {
       const int64_t count = std::min(chunk, panels - first);
       pack_columns(b, first, count);
@@ -211,18 +210,16 @@ class Gemm {
         const int64_t panel = task / blocks() * kGroup;
         const int64_t block = task % blocks();
         const int64_t column = (first + panel) * kColumns;
-        const int64_t lines =
-            std::min(std::min(kGroup, count - panel) * kColumns, n_ - column);
-        pack_block<kColumns>(b_, column, lines, n_, block,
-                             b + (panel * blocks() + block) * kPanelB, blocks() * kPanelB);
+        const int64_t lines = std::min(std::min(kGroup, count - panel) * kColumns, n_ - column);
+        pack_block<kColumns>(b_, column, lines, n_, block, b + (panel * blocks() + block) * kPanelB,
+                             blocks() * kPanelB);
       }
     });
   }
 
   void multiply_chunk(const Packed* b, int64_t first, int64_t count) const {
     const int64_t row_panels = ceil_div(m_, kRows);
-    const int64_t a_panel_bytes =
-        std::max<int64_t>(1, blocks()) * kPanelA * sizeof(Packed);
+    const int64_t a_panel_bytes = std::max<int64_t>(1, blocks()) * kPanelA * sizeof(Packed);
     const int64_t together = std::clamp<int64_t>(kPrivateBytes / a_panel_bytes, 4, kMaxTiles);
     // A task is a block of rows and a part of the chunk's columns: parts only where there are too
     // few blocks for the threads. Blocks are even, and as many for each thread.
@@ -241,9 +238,8 @@ class Gemm {
         const Packed* a = pack_rows(row, rows);
         const int64_t from = task / row_blocks * part;
         for (int64_t p = from; p < std::min(from + part, count); ++p) {
-          compute(row, rows, (first + p) * kColumns, a, tiles, [&](int64_t k_block) {
-            return b + (p * blocks() + k_block) * kPanelB;
-          });
+          compute(row, rows, (first + p) * kColumns, a, tiles,
+                  [&](int64_t k_block) { return b + (p * blocks() + k_block) * kPanelB; });
         }
       }
     });

@@ -54,8 +54,8 @@ struct Lanes {
 using Bf16Pair = uint32_t;
 
 // tile (+)= a * b over `steps` steps of k. a: [steps][kTileRows], b: [steps][kTileColumns],
-// tile: [rows][kTileColumns]. `ahead` is what will be read next from farther than L2: a line of it is
-// prefetched at each step. Each element is one chain of multiply-adds in the order of k, so its
+// tile: [rows][kTileColumns]. `ahead` is what will be read next from farther than L2: a line of it
+// is prefetched at each step. Each element is one chain of multiply-adds in the order of k, so its
 // bits do not depend on `rows`.
 template <typename A, int kRows>
 __attribute__((noinline)) void multiply_tile(int64_t steps, const A* __restrict a,
@@ -141,8 +141,8 @@ inline bool has_bf16_dot() {
 }
 #endif
 
-// How one dtype is multiplied: T in memory, Packed in the panels (kPair elements of T along k each),
-// Sum in the accumulators.
+// How one dtype is multiplied: T in memory, Packed in the panels (kPair elements of T along k
+// each), Sum in the accumulators.
 template <typename T_>
 struct Widened {
   using T = T_;

@@ -91,8 +91,7 @@ inline V exchange(const V& a, const V& b, std::integer_sequence<int, kLane...>) 
   if constexpr (kHigh) {
     return __builtin_shuffle(a, b, Mask{((kLane & kDistance) ? kLane + n : kLane + kDistance)...});
   } else {
-    return __builtin_shuffle(a, b,
-                             Mask{((kLane & kDistance) ? kLane - kDistance + n : kLane)...});
+    return __builtin_shuffle(a, b, Mask{((kLane & kDistance) ? kLane - kDistance + n : kLane)...});
   }
 }
 
@@ -118,9 +117,9 @@ inline __attribute__((always_inline)) void transpose(V (&v)[n]) {
 // (Masked stores are slow on Zen.)
 template <typename Policy, int kWidth>
 constexpr int64_t kPanelSize =
-    kBlockSteps* kWidth + (kWidth % kLanes<typename Policy::Packed> == 0
-                               ? 0
-                               : 64 / static_cast<int64_t>(sizeof(typename Policy::Packed)));
+    kBlockSteps * kWidth + (kWidth % kLanes<typename Policy::Packed> == 0
+                                ? 0
+                                : 64 / static_cast<int64_t>(sizeof(typename Policy::Packed)));
 
 template <typename P, typename V>
 inline void store_vector(P* to, const V& v) {
@@ -167,9 +166,9 @@ inline void pack_transposing(const Lines<typename Policy::T>& source, int lines,
     const bool whole = (step + 1) * kPair <= count;
     for (int i = 0; i < kHere; ++i) {
       const auto* from = source.at(kFirst + std::min(i, valid - 1), step * kPair);
-      panel[step * kWidth + kFirst + i] =
-          i < valid ? pack_one<Policy>(from, whole ? from + 1 : nullptr)
-                    : typename Policy::Packed(0);
+      panel[step * kWidth + kFirst + i] = i < valid
+                                              ? pack_one<Policy>(from, whole ? from + 1 : nullptr)
+                                              : typename Policy::Packed(0);
     }
   }
   if constexpr (kFirst + n < kWidth) {
@@ -190,8 +189,7 @@ inline void pack_step(const typename Policy::T* from, const typename Policy::T* 
     }
   } else {
     for (int i = 0; i < kWidth; ++i) {
-      panel[i] =
-          i < lines ? pack_one<Policy>(from + i, after(i)) : typename Policy::Packed(0);
+      panel[i] = i < lines ? pack_one<Policy>(from + i, after(i)) : typename Policy::Packed(0);
     }
   }
 }
@@ -213,10 +211,9 @@ void pack(const Lines<typename Policy::T>& source, int64_t lines, int64_t readab
         const auto* from = source.at(line, k);
         const auto* next = kPair == 2 && k + 1 < count ? from + source.k_stride : nullptr;
         for (int i = 0; i < kPair; ++i) __builtin_prefetch(from + (kAhead + i) * source.k_stride);
-        pack_step<Policy, kWidth>(from, next,
-                                  static_cast<int>(std::min<int64_t>(kWidth, lines - line)),
-                                  readable - line >= kReach,
-                                  panels + line / kWidth * panel_stride + k / kPair * kWidth);
+        pack_step<Policy, kWidth>(
+            from, next, static_cast<int>(std::min<int64_t>(kWidth, lines - line)),
+            readable - line >= kReach, panels + line / kWidth * panel_stride + k / kPair * kWidth);
       }
     }
     return;

@@ -51,10 +51,10 @@ inline Activation parse_activation(std::string_view name) {
 inline void linear_into(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
                         Activation activation, const at::Tensor& preactivation,
                         const at::Tensor& output) {
-  const auto call = product_of(x.size(0), weight.size(0), x.size(1), matrix(x),
-                               transposed(weight), x);
-  const LinearForward arguments{call, data(bias), mutable_data(preactivation),
-                                mutable_data(output), activation};
+  const auto call =
+      product_of(x.size(0), weight.size(0), x.size(1), matrix(x), transposed(weight), x);
+  const LinearForward arguments{call, data(bias), mutable_data(preactivation), mutable_data(output),
+                                activation};
   FUSEDOPS_CALL_ISA(linear_forward, arguments);
 }
 

@@ -49,13 +49,18 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(
   }
   if (output_mask[2]) {
     dbias = at::empty({columns}, x.options());
-    partials =
-        at::empty({Chunks(rows).count, columns}, x.options().dtype(statistics_type(x)));
+    partials = at::empty({Chunks(rows).count, columns}, x.options().dtype(statistics_type(x)));
   }
   if (act != Activation::identity || output_mask[2]) {
-    const ActivationGradient arguments{
-        data(dy),           data(kept),    act == Activation::identity ? nullptr : mutable_data(dz),
-        mutable_data(dbias), mutable_data(partials), rows, columns, act, dtype_of(x)};
+    const ActivationGradient arguments{data(dy),
+                                       data(kept),
+                                       act == Activation::identity ? nullptr : mutable_data(dz),
+                                       mutable_data(dbias),
+                                       mutable_data(partials),
+                                       rows,
+                                       columns,
+                                       act,
+                                       dtype_of(x)};
     FUSEDOPS_CALL_ISA(activation_gradient, arguments);
   }
   at::Tensor dx, dweight;

@@ -26,7 +26,7 @@ struct ActivationGradient {
   const void* preactivation;  // [rows, columns], null for identity
   void* grad_preactivation;   // [rows, columns], null for identity or where it is not wanted
   void* grad_bias;            // [columns] or null
-  void* partials;             // [Chunks(rows).count, columns] of the accumulation dtype, with grad_bias
+  void* partials;  // [Chunks(rows).count, columns] of the accumulation dtype, with grad_bias
   int64_t rows;
   int64_t columns;
   Activation activation;

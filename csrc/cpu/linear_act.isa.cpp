@@ -127,9 +127,8 @@ void gradient(const ActivationGradient& a) {
 // Calls body(T(), activation tag).
 template <typename Body>
 void with_types(DType dtype, Activation activation, const Body& body) {
-  switch_dtype(dtype, [&](auto t) {
-    with_activation(activation, [&](auto tag) { body(t, tag); });
-  });
+  switch_dtype(dtype,
+               [&](auto t) { with_activation(activation, [&](auto tag) { body(t, tag); }); });
 }
 
 }  // namespace
@@ -160,9 +159,8 @@ void hidden_gradient(const HiddenGradient& a) {
 }
 
 void activation_gradient(const ActivationGradient& a) {
-  with_types(a.dtype, a.activation, [&](auto t, auto tag) {
-    gradient<decltype(t), decltype(tag)::value>(a);
-  });
+  with_types(a.dtype, a.activation,
+             [&](auto t, auto tag) { gradient<decltype(t), decltype(tag)::value>(a); });
 }
 
 }  // namespace fusedops::CPU_CAPABILITY

@@ -1,5 +1,5 @@
-// Binding of mlp on the CPU: fusedops_cpp::mlp and fusedops_cpp::mlp_backward. The kernels are those
-// of linear_act. Arguments were checked by fusedops/ops/mlp.py.
+// Binding of mlp on the CPU: fusedops_cpp::mlp and fusedops_cpp::mlp_backward. The kernels are
+// those of linear_act. Arguments were checked by fusedops/ops/mlp.py.
 //
 // Forward: two products for a block of rows at a time, so that the hidden layer of a block is still
 // in the shared cache when it is read. Backward: the products that it must have (four, and one more
@@ -36,14 +36,15 @@ std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& input, const at::Te
   auto kept = at::empty(keep_preactivation ? at::IntArrayRef(shape) : at::IntArrayRef({0}),
                         input.options());
   const int64_t row_bytes = std::max<int64_t>(1, hidden_size * input.element_size());
-  const int64_t block = std::clamp<int64_t>(kHiddenBytes / row_bytes, 256, std::max<int64_t>(256, rows));
+  const int64_t block =
+      std::clamp<int64_t>(kHiddenBytes / row_bytes, 256, std::max<int64_t>(256, rows));
   const auto z = keep_preactivation ? kept.view({rows, hidden_size}) : at::Tensor();
   const auto hidden = at::empty({std::min(block, rows), hidden_size}, input.options());
   for (int64_t row = 0; row < rows; row += block) {
     const int64_t count = std::min(block, rows - row);
     const auto h = hidden.narrow(0, 0, count);
-    linear_into(x.narrow(0, row, count), w1, bias1, act,
-                z.defined() ? z.narrow(0, row, count) : z, h);
+    linear_into(x.narrow(0, row, count), w1, bias1, act, z.defined() ? z.narrow(0, row, count) : z,
+                h);
     linear_into(h, w2, bias2, Activation::identity, at::Tensor(), y.narrow(0, row, count));
   }
   return {output, kept};
@@ -74,9 +75,13 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> backward(
       db1 = at::empty({hidden_size}, options);
       partials = at::empty({(rows + kLeastTileRows - 1) / kLeastTileRows, hidden_size}, sums);
     }
-    const HiddenGradient arguments{
-        product_of(rows, hidden_size, out, matrix(dy), matrix(w2), dy),
-        data(z), mutable_data(dz), mutable_data(h), mutable_data(db1), mutable_data(partials), act};
+    const HiddenGradient arguments{product_of(rows, hidden_size, out, matrix(dy), matrix(w2), dy),
+                                   data(z),
+                                   mutable_data(dz),
+                                   mutable_data(h),
+                                   mutable_data(db1),
+                                   mutable_data(partials),
+                                   act};
     FUSEDOPS_CALL_ISA(hidden_gradient, arguments);
     if (output_mask[3]) dw2 = linear_grad_weight(dy, h, w2);
     if (output_mask[0]) dx = linear_grad_input(dz, w1).view(input.sizes());
