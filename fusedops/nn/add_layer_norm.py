@@ -36,7 +36,7 @@ class AddLayerNorm(nn.LayerNorm):
         >>> import torch, fusedops
         >>> norm = fusedops.nn.AddLayerNorm(3, eps=0.0)
         >>> normed, summed = norm(torch.tensor([[1.0, 1.0, 1.0]]), torch.tensor([[0.0, 1.0, 2.0]]))
-        >>> normed.detach(), summed
+        >>> normed.detach(), summed.detach()
         (tensor([[-1.2247,  0.0000,  1.2247]]), tensor([[1., 2., 3.]]))
     """
 

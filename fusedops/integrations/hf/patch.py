@@ -52,6 +52,8 @@ def patch(model: nn.Module, *, level: str = "O2", strict: bool = False) -> Patch
     Note:
         Patch after loading adapters and before ``fully_shard``. A fused module whose children get
         hooks or adapters later runs its original forward from then on; ``describe`` shows it.
+        What compares exact classes (``torch.ao.quantization``) does not know the patched ones:
+        ``unpatch`` first.
 
     Example:
         >>> import torch, fusedops
