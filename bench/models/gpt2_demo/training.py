@@ -53,6 +53,7 @@ class Settings:
     warmup: int = 20
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.1
+    max_grad_norm: float = 1.0
     validation_batches: int = 8
 
     @property
@@ -132,6 +133,7 @@ class Trainer:
             group["lr"] = self.settings.learning_rate * rate
         loss = self._loss(batch)
         loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.losses.append(loss.item())
