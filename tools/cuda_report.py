@@ -43,7 +43,8 @@ def parse(text: str) -> list[report_table.Row]:
                 "shared": shared[1] if shared else "0",
             }
         )
-    return rows
+    # A kernel that two files instantiate is reported twice, with the same figures.
+    return [row for number, row in enumerate(rows) if row not in rows[:number]]
 
 
 def problems(row: report_table.Row) -> list[str]:

@@ -32,6 +32,7 @@ def test_ptxas_output_is_parsed() -> None:
     assert (second["spill_stores"], second["spill_loads"], second["stack"]) == ("24", "20", "16")
     assert cuda_report.problems(first) == []
     assert len(cuda_report.problems(second)) == 3
+    assert cuda_report.parse(PTXAS + PTXAS) == [first, second]
 
 
 def row(**changes: str) -> report_table.Row:
