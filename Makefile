@@ -2,7 +2,7 @@
 # A second call finds it all there (about a second).
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
-# For example: make setup PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+# For example an index that has CPU builds of torch: make setup PIP_FLAGS="--extra-index-url URL"
 PIP_FLAGS ?=
 BIN := .venv/bin
 CPP := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu csrc/*/*.cuh)

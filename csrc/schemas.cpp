@@ -29,7 +29,8 @@ TORCH_LIBRARY(fusedops_cpp, m) {
       "mlp(Tensor input, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, str activation,"
       " bool keep_preactivation) -> (Tensor output, Tensor preactivation)");
   m.def(
-      "mlp_backward(Tensor? grad_output, Tensor input, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2,"
+      "mlp_backward(Tensor? grad_output, Tensor input, Tensor w1, Tensor? b1, Tensor w2, Tensor? "
+      "b2,"
       " Tensor preactivation, str activation, bool keep_preactivation, bool[] output_mask)"
       " -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def(

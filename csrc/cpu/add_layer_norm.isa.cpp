@@ -36,8 +36,8 @@ inline Vec<T> rounded(const Vec<T>& vector) {
 }
 
 // I, T, P: dtypes of input, of residual and outputs, and of the parameters.
-template <typename I, typename T, typename P, bool kDropout, bool kStream>
-void forward(const AddLayerNormForward& a) {
+template <typename I, typename T, typename P, bool kDropout>
+void forward(const AddLayerNormForward& a, bool stream) {
   using A = Acc<T>;
   using V = Vec<T>;
   const int64_t columns = a.columns;
@@ -55,21 +55,21 @@ void forward(const AddLayerNormForward& a) {
           a.dropout, start, columns, [&](int64_t c, int64_t count, auto full, const auto& dropped) {
             const V added = dropped(load_vec(x + c, count, full));
             const V sum = rounded<T>(load_vec(r + c, count, full) + added);
-            store_vec<kStream>(summed + c, sum, count, full);
-            store_vec<false>(wide + c, sum, count, full);
+            store_or_stream(stream, summed + c, sum, count, full);
+            store_vec(wide + c, sum, count, full);
           });
       const A total = widen_and_sum(wide, wide, columns);
       const auto m = moments(wide, total, columns, static_cast<A>(a.eps));
       static_cast<A*>(a.mean)[row] = m.mean + m.correction;
       static_cast<A*>(a.rstd)[row] = m.rstd;
       T* normed = static_cast<T*>(a.normed) + start;
-      normalize_row<kStream>(wide, m, weight.get(), bias.get(), normed, columns);
+      normalize_row(stream, wide, m, weight.get(), bias.get(), normed, columns);
     }
   });
 }
 
-template <typename I, typename T, typename P, bool kDropout, bool kStream>
-void backward(const AddLayerNormBackward& a) {
+template <typename I, typename T, typename P, bool kDropout>
+void backward(const AddLayerNormBackward& a, bool stream) {
   using V = Vec<T>;
   const int64_t columns = a.norm.columns;
   const auto finish = [&](int64_t row, const auto& dx_at) {
@@ -83,9 +83,9 @@ void backward(const AddLayerNormBackward& a) {
                                     if (ds != nullptr)
                                       total = total + load_vec(ds + c, count, full);
                                     if (dr != nullptr)
-                                      store_vec<kStream>(dr + c, total, count, full);
+                                      store_or_stream(stream, dr + c, total, count, full);
                                     if (dx != nullptr)
-                                      store_vec<kStream>(dx + c, dropped(total), count, full);
+                                      store_or_stream(stream, dx + c, dropped(total), count, full);
                                   });
   };
   const bool wants_rows = a.grad_input != nullptr || a.grad_residual != nullptr;
@@ -116,11 +116,7 @@ void add_layer_norm_forward(const AddLayerNormForward& a) {
     using P = decltype(p);
     const bool stream = should_stream(static_cast<const T*>(a.normed), a.rows, a.columns) &&
                         should_stream(static_cast<const T*>(a.summed), a.rows, a.columns);
-    if (a.dropout.active()) {
-      stream ? forward<I, T, P, true, true>(a) : forward<I, T, P, true, false>(a);
-    } else {
-      stream ? forward<I, T, P, false, true>(a) : forward<I, T, P, false, false>(a);
-    }
+    a.dropout.active() ? forward<I, T, P, true>(a, stream) : forward<I, T, P, false>(a, stream);
   });
 }
 
@@ -134,9 +130,9 @@ void add_layer_norm_backward(const AddLayerNormBackward& a) {
         should_stream(static_cast<const I*>(a.grad_input), a.norm.rows, a.norm.columns) &&
         should_stream(static_cast<const T*>(a.grad_residual), a.norm.rows, a.norm.columns);
     if (a.dropout.active() && a.grad_input != nullptr) {
-      stream ? backward<I, T, P, true, true>(a) : backward<I, T, P, true, false>(a);
+      backward<I, T, P, true>(a, stream);
     } else {
-      stream ? backward<I, T, P, false, true>(a) : backward<I, T, P, false, false>(a);
+      backward<I, T, P, false>(a, stream);
     }
   });
 }

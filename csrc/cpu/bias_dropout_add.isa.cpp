@@ -16,8 +16,9 @@ namespace fusedops::CPU_CAPABILITY {
 namespace {
 
 // I, B, T: dtypes of input, bias, and residual and output.
-template <typename I, typename B, typename T, bool kDropout, bool kStream>
+template <typename I, typename B, typename T, bool kDropout>
 void forward(const BiasDropoutAddForward& a) {
+  const bool stream = should_stream(static_cast<const T*>(a.output), a.rows, a.columns);
   using V = Vec<T>;
   const auto* bias = static_cast<const B*>(a.bias);
   const int64_t columns = a.columns;
@@ -33,7 +34,7 @@ void forward(const BiasDropoutAddForward& a) {
                                       if (bias != nullptr)
                                         value = value + load_vec(bias + c, count, full);
                                       value = load_vec(r + c, count, full) + dropped(value);
-                                      store_vec<kStream>(y + c, value, count, full);
+                                      store_or_stream(stream, y + c, value, count, full);
                                     });
     }
   });
@@ -52,9 +53,9 @@ void backward(const BiasDropoutAddBackward& a) {
     for_each_dropped<T, kDropout>(
         a.dropout, start, columns, [&](int64_t c, int64_t count, auto full, const auto& dropped) {
           const V value = dropped(load_vec(dy + c, count, full));
-          if (dx != nullptr) store_vec<false>(dx + c, value, count, full);
+          if (dx != nullptr) store_vec(dx + c, value, count, full);
           if (sums != nullptr) {
-            store_vec<false>(sums + c, load_vec(sums + c, count, full) + value, count, full);
+            store_vec(sums + c, load_vec(sums + c, count, full) + value, count, full);
           }
         });
   };
@@ -99,12 +100,7 @@ void bias_dropout_add_forward(const BiasDropoutAddForward& a) {
     using I = decltype(i);
     using B = decltype(b);
     using T = decltype(t);
-    const bool stream = should_stream(static_cast<const T*>(a.output), a.rows, a.columns);
-    if (a.dropout.active()) {
-      stream ? forward<I, B, T, true, true>(a) : forward<I, B, T, true, false>(a);
-    } else {
-      stream ? forward<I, B, T, false, true>(a) : forward<I, B, T, false, false>(a);
-    }
+    a.dropout.active() ? forward<I, B, T, true>(a) : forward<I, B, T, false>(a);
   });
 }
 

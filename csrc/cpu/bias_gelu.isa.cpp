@@ -15,8 +15,9 @@
 namespace fusedops::CPU_CAPABILITY {
 namespace {
 
-template <typename T, typename P, Activation kActivation, bool kStream>
+template <typename T, typename P, Activation kActivation>
 void forward(const BiasGeluForward& a) {
+  const bool stream = should_stream(static_cast<const T*>(a.output), a.rows, a.columns);
   using V = Vec<T>;
   const auto* bias = static_cast<const P*>(a.bias);
   const int64_t columns = a.columns;
@@ -26,16 +27,16 @@ void forward(const BiasGeluForward& a) {
       T* y = static_cast<T*>(a.output) + row * columns;
       for_each_vector<V::size()>(columns, [&](int64_t c, int64_t count, auto full) {
         const V sum = load_vec(x + c, count, full) + load_vec(bias + c, count, full);
-        store_vec<kStream>(y + c, gelu_value<T, kActivation>(sum), count, full);
+        store_or_stream(stream, y + c, gelu_value<T, kActivation>(sum), count, full);
       });
     }
   });
 }
 
 // The columns [begin, end) of kRows rows: dx when it is wanted, and their part of dbias.
-template <typename T, typename P, Activation kActivation, bool kStream, int kRows>
-inline void backward_rows(const BiasGeluBackward& a, int64_t row, int64_t begin, int64_t end,
-                          Acc<T>* dbias) {
+template <typename T, typename P, Activation kActivation, int kRows>
+inline void backward_rows(const BiasGeluBackward& a, bool stream, int64_t row, int64_t begin,
+                          int64_t end, Acc<T>* dbias) {
   using V = Vec<T>;
   const int64_t offset = row * a.columns + begin;
   const T* dy = static_cast<const T*>(a.grad_output) + offset;
@@ -49,15 +50,16 @@ inline void backward_rows(const BiasGeluBackward& a, int64_t row, int64_t begin,
       const int64_t i = k * a.columns + c;
       const V slope = gelu_slope<T, kActivation>(load_vec(x + i, count, full) + shift);
       const V grad = load_vec(dy + i, count, full) * slope;
-      if (dx != nullptr) store_vec<kStream>(dx + i, grad, count, full);
+      if (dx != nullptr) store_or_stream(stream, dx + i, grad, count, full);
       total = total + grad;
     }
-    if (dbias != nullptr) store_vec<false>(dbias + begin + c, total, count, full);
+    if (dbias != nullptr) store_vec(dbias + begin + c, total, count, full);
   });
 }
 
-template <typename T, typename P, Activation kActivation, bool kStream>
+template <typename T, typename P, Activation kActivation>
 void backward(const BiasGeluBackward& a) {
+  const bool stream = should_stream(static_cast<const T*>(a.grad_input), a.rows, a.columns);
   using A = Acc<T>;
   constexpr int kRows = 4;
   const Chunks chunks(a.rows);
@@ -77,10 +79,10 @@ void backward(const BiasGeluBackward& a) {
       if (dbias != nullptr) std::fill(dbias + begin, dbias + end, A(0));
       int64_t row = chunks.begin(chunk);
       for (; row + kRows <= chunks.end(chunk); row += kRows) {
-        backward_rows<T, P, kActivation, kStream, kRows>(a, row, begin, end, dbias);
+        backward_rows<T, P, kActivation, kRows>(a, stream, row, begin, end, dbias);
       }
       for (; row < chunks.end(chunk); ++row) {
-        backward_rows<T, P, kActivation, kStream, 1>(a, row, begin, end, dbias);
+        backward_rows<T, P, kActivation, 1>(a, stream, row, begin, end, dbias);
       }
     }
   });
@@ -97,11 +99,7 @@ void bias_gelu_forward(const BiasGeluForward& a) {
     using P = decltype(p);
     with_gelu(a.activation, [&](auto activation) {
       constexpr Activation kActivation = decltype(activation)::value;
-      if (should_stream(static_cast<const T*>(a.output), a.rows, a.columns)) {
-        forward<T, P, kActivation, true>(a);
-      } else {
-        forward<T, P, kActivation, false>(a);
-      }
+      forward<T, P, kActivation>(a);
     });
   });
 }
@@ -112,12 +110,7 @@ void bias_gelu_backward(const BiasGeluBackward& a) {
     using P = decltype(p);
     with_gelu(a.activation, [&](auto activation) {
       constexpr Activation kActivation = decltype(activation)::value;
-      if (a.grad_input != nullptr &&
-          should_stream(static_cast<const T*>(a.grad_input), a.rows, a.columns)) {
-        backward<T, P, kActivation, true>(a);
-      } else {
-        backward<T, P, kActivation, false>(a);
-      }
+      backward<T, P, kActivation>(a);
     });
   });
 }

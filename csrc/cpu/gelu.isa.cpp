@@ -25,21 +25,23 @@ inline void parallel_blocks(int64_t count, int64_t bytes_per_element, const F& b
   });
 }
 
-template <typename T, Activation kActivation, bool kStream>
+template <typename T, Activation kActivation>
 void forward(const GeluForward& a) {
+  const bool stream = should_stream(static_cast<const T*>(a.output), a.count / kBlock, kBlock);
   using V = Vec<T>;
   parallel_blocks(a.count, 2 * sizeof(T), [&](int64_t first, int64_t count) {
     const T* x = static_cast<const T*>(a.input) + first;
     T* y = static_cast<T*>(a.output) + first;
     for_each_vector<V::size()>(count, [&](int64_t i, int64_t lanes, auto full) {
-      store_vec<kStream>(y + i, gelu_value<T, kActivation>(load_vec(x + i, lanes, full)), lanes,
-                         full);
+      store_or_stream(stream, y + i, gelu_value<T, kActivation>(load_vec(x + i, lanes, full)),
+                      lanes, full);
     });
   });
 }
 
-template <typename T, Activation kActivation, bool kStream>
+template <typename T, Activation kActivation>
 void backward(const GeluBackward& a) {
+  const bool stream = should_stream(static_cast<const T*>(a.grad_input), a.count / kBlock, kBlock);
   using V = Vec<T>;
   parallel_blocks(a.count, 3 * sizeof(T), [&](int64_t first, int64_t count) {
     const T* dy = static_cast<const T*>(a.grad_output) + first;
@@ -47,7 +49,7 @@ void backward(const GeluBackward& a) {
     T* dx = static_cast<T*>(a.grad_input) + first;
     for_each_vector<V::size()>(count, [&](int64_t i, int64_t lanes, auto full) {
       const V slope = gelu_slope<T, kActivation>(load_vec(x + i, lanes, full));
-      store_vec<kStream>(dx + i, load_vec(dy + i, lanes, full) * slope, lanes, full);
+      store_or_stream(stream, dx + i, load_vec(dy + i, lanes, full) * slope, lanes, full);
     });
   });
 }
@@ -59,11 +61,7 @@ void gelu_forward(const GeluForward& a) {
     using T = decltype(t);
     with_gelu(a.activation, [&](auto activation) {
       constexpr Activation kActivation = decltype(activation)::value;
-      if (should_stream(static_cast<const T*>(a.output), a.count / kBlock, kBlock)) {
-        forward<T, kActivation, true>(a);
-      } else {
-        forward<T, kActivation, false>(a);
-      }
+      forward<T, kActivation>(a);
     });
   });
 }
@@ -73,11 +71,7 @@ void gelu_backward(const GeluBackward& a) {
     using T = decltype(t);
     with_gelu(a.activation, [&](auto activation) {
       constexpr Activation kActivation = decltype(activation)::value;
-      if (should_stream(static_cast<const T*>(a.grad_input), a.count / kBlock, kBlock)) {
-        backward<T, kActivation, true>(a);
-      } else {
-        backward<T, kActivation, false>(a);
-      }
+      backward<T, kActivation>(a);
     });
   });
 }

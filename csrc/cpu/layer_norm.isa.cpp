@@ -13,8 +13,9 @@
 namespace fusedops::CPU_CAPABILITY {
 namespace {
 
-template <typename T, typename P, bool kStream>
+template <typename T, typename P>
 void forward(const LayerNormForward& a) {
+  const bool stream = should_stream(static_cast<const T*>(a.output), a.rows, a.columns);
   using A = Acc<T>;
   const int64_t columns = a.columns;
   parallel_rows(a.rows, 3 * columns * sizeof(T), [&](int64_t begin, int64_t end) {
@@ -27,17 +28,18 @@ void forward(const LayerNormForward& a) {
       const auto m = moments(wide.data(), total, columns, static_cast<A>(a.eps));
       static_cast<A*>(a.mean)[row] = m.mean + m.correction;
       static_cast<A*>(a.rstd)[row] = m.rstd;
-      normalize_row<kStream>(wide.data(), m, weight.get(), bias.get(), y, columns);
+      normalize_row(stream, wide.data(), m, weight.get(), bias.get(), y, columns);
     }
   });
 }
 
-template <typename T, typename P, bool kStream>
+template <typename T, typename P>
 void backward(const LayerNormBackward& a) {
+  const bool stream = should_stream(static_cast<const T*>(a.grad_input), a.rows, a.columns);
   const auto finish = [&](int64_t row, const auto& dx_at) {
     T* dx = static_cast<T*>(a.grad_input) + row * a.columns;
     for_each_vector<Vec<T>::size()>(a.columns, [&](int64_t c, int64_t count, auto full) {
-      store_vec<kStream>(dx + c, dx_at(c, count, full), count, full);
+      store_or_stream(stream, dx + c, dx_at(c, count, full), count, full);
     });
   };
   backward_all<T, P>(a, a.grad_input != nullptr, finish);
@@ -46,28 +48,13 @@ void backward(const LayerNormBackward& a) {
 }  // namespace
 
 void layer_norm_forward(const LayerNormForward& a) {
-  switch_dtypes(a.dtype, a.parameter_dtype, [&](auto t, auto p) {
-    using T = decltype(t);
-    using P = decltype(p);
-    if (should_stream(static_cast<const T*>(a.output), a.rows, a.columns)) {
-      forward<T, P, true>(a);
-    } else {
-      forward<T, P, false>(a);
-    }
-  });
+  switch_dtypes(a.dtype, a.parameter_dtype,
+                [&](auto t, auto p) { forward<decltype(t), decltype(p)>(a); });
 }
 
 void layer_norm_backward(const LayerNormBackward& a) {
-  switch_dtypes(a.dtype, a.parameter_dtype, [&](auto t, auto p) {
-    using T = decltype(t);
-    using P = decltype(p);
-    if (a.grad_input != nullptr &&
-        should_stream(static_cast<const T*>(a.grad_input), a.rows, a.columns)) {
-      backward<T, P, true>(a);
-    } else {
-      backward<T, P, false>(a);
-    }
-  });
+  switch_dtypes(a.dtype, a.parameter_dtype,
+                [&](auto t, auto p) { backward<decltype(t), decltype(p)>(a); });
 }
 
 }  // namespace fusedops::CPU_CAPABILITY

@@ -45,8 +45,8 @@ void store_forward(const void* context, const Tile& tile) {
     for_each_vector<V::size()>(tile.columns, [&](int64_t c, int64_t count, auto full) {
       V z = load_vec(sums + c, count, full);
       if (bias != nullptr) z = z + load_vec(bias + c, count, full);
-      if (kept != nullptr) store_vec<false>(kept + c, z, count, full);
-      if (output != nullptr) store_vec<false>(output + c, act_forward<A>(z), count, full);
+      if (kept != nullptr) store_vec(kept + c, z, count, full);
+      if (output != nullptr) store_vec(output + c, act_forward<A>(z), count, full);
     });
   }
 }
@@ -68,14 +68,14 @@ void store_hidden_gradient(const void* context, const Tile& tile) {
       if constexpr (A != Activation::identity) {
         const V z = load_vec(kept + c, count, full);
         dz = sum * act_backward<A>(z);
-        if (hidden != nullptr) store_vec<false>(hidden + c, act_forward<A>(z), count, full);
+        if (hidden != nullptr) store_vec(hidden + c, act_forward<A>(z), count, full);
       } else if (hidden != nullptr) {
-        store_vec<false>(hidden + c, load_vec(kept + c, count, full), count, full);
+        store_vec(hidden + c, load_vec(kept + c, count, full), count, full);
       }
-      if (grad != nullptr) store_vec<false>(grad + c, dz, count, full);
+      if (grad != nullptr) store_vec(grad + c, dz, count, full);
       if (partial != nullptr) {
         if (i > 0) dz = dz + load_vec(partial + c, count, full);
-        store_vec<false>(partial + c, dz, count, full);
+        store_vec(partial + c, dz, count, full);
       }
     });
   }
@@ -90,9 +90,9 @@ inline void gradient_row(const T* dy, const T* kept, T* grad, Acc<T>* partial, i
     if constexpr (A != Activation::identity) {
       dz = dz * act_backward<A>(load_vec(kept + c, count, full));
     }
-    if (grad != nullptr) store_vec<false>(grad + c, dz, count, full);
+    if (grad != nullptr) store_vec(grad + c, dz, count, full);
     if (partial != nullptr) {
-      store_vec<false>(partial + c, dz + load_vec(partial + c, count, full), count, full);
+      store_vec(partial + c, dz + load_vec(partial + c, count, full), count, full);
     }
   });
 }

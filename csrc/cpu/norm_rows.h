@@ -102,9 +102,9 @@ class Widened {
 };
 
 // y = (wide - mean) * rstd * weight + bias.
-template <bool kStream, typename T>
-inline void normalize_row(const Acc<T>* wide, const Moments<Acc<T>>& m, const Acc<T>* weight,
-                          const Acc<T>* bias, T* y, int64_t columns) {
+template <typename T>
+inline void normalize_row(bool stream, const Acc<T>* wide, const Moments<Acc<T>>& m,
+                          const Acc<T>* weight, const Acc<T>* bias, T* y, int64_t columns) {
   using V = Vec<T>;
   const V mean(m.mean), correction(m.correction), rstd(m.rstd);
   const auto walk = [&](auto with_parameters) {
@@ -117,7 +117,7 @@ inline void normalize_row(const Acc<T>* wide, const Moments<Acc<T>>& m, const Ac
         if (weight != nullptr) value = value * load_vec(weight + c, count, full);
         if (bias != nullptr) value = value + load_vec(bias + c, count, full);
       }
-      store_vec<kStream>(y + c, value, count, full);
+      store_or_stream(stream, y + c, value, count, full);
     });
   };
   if (weight != nullptr && bias != nullptr) {
@@ -166,8 +166,8 @@ inline void backward_rows(const LayerNormBackward& a, int64_t row, const Acc<T>*
       dw = at::vec::fmadd(grad, xhat, dw);
       db = db + grad;
     }
-    if (dweight != nullptr) store_vec<false>(dweight + c, dw, count, full);
-    if (dbias != nullptr) store_vec<false>(dbias + c, db, count, full);
+    if (dweight != nullptr) store_vec(dweight + c, dw, count, full);
+    if (dbias != nullptr) store_vec(dbias + c, db, count, full);
   });
   if (!wants_rows) return;
   for (int r = 0; r < R; ++r) {

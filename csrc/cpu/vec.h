@@ -156,12 +156,22 @@ inline __attribute__((always_inline)) Vec<T> load_vec(const T* from, int64_t cou
     return load_vec(from, count);
 }
 
-template <bool kStream, typename T, typename Full>
+template <typename T, typename Full>
 inline __attribute__((always_inline)) void store_vec(T* to, const Vec<T>& vector, int64_t count,
                                                      Full) {
+  if constexpr (Full::value)
+    store_vec(to, vector);
+  else
+    store_vec(to, vector, count);
+}
+
+// Chosen at run time, once a vector: half the code of a template, at no cost that was measured.
+template <typename T, typename Full>
+inline __attribute__((always_inline)) void store_or_stream(bool stream, T* to, const Vec<T>& vector,
+                                                           int64_t count, Full) {
   if constexpr (!Full::value)
     store_vec(to, vector, count);
-  else if constexpr (kStream)
+  else if (stream)
     stream_vec(to, vector);
   else
     store_vec(to, vector);
@@ -177,7 +187,7 @@ inline void sum_partials(const A* partials, int64_t rows, int64_t row_stride, in
     for (int64_t row = 0; row < rows; ++row) {
       sum = sum + load_vec(partials + row * row_stride + column, count, full);
     }
-    store_vec<false>(out + column, sum, count, full);
+    store_vec(out + column, sum, count, full);
   });
 }
 

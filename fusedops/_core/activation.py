@@ -47,7 +47,6 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-
 def _gated_slope(x: torch.Tensor, z: torch.Tensor, dz: torch.Tensor | float) -> torch.Tensor:
     """Return the derivative of ``x * sigmoid(z(x))`` given ``z`` and ``dz = z'(x)``."""
     return torch.sigmoid(z) + x * dz * torch.sigmoid(z) * torch.sigmoid(-z)

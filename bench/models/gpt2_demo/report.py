@@ -10,7 +10,7 @@ from rich.table import Table
 
 from .training import COMPARED, Comparison, Settings
 
-# Issue mark: relative difference of a step's loss in float32 over the first COMPARED steps.
+# Relative difference of a step's loss in float32 over the first COMPARED steps.
 LOSS_DIFFERENCE_MARK = 1e-4
 
 
@@ -75,9 +75,11 @@ def print_report(results: Results, console: Console) -> None:
     report = next((c.reports["fusedops"] for c in results.tuned if c.reports), None)
     if report is not None:
         console.print(str(report), markup=False, highlight=False, soft_wrap=True)
+    measured = [("system", each) for each in results.untuned]
+    measured += [(results.allocator, each) for each in results.tuned]
     disturbed = [
-        f"{each.dtype} {name}"
-        for each in results.tuned
+        f"{each.dtype} {name} ({allocator} allocator)"
+        for allocator, each in measured
         for name in each.losses
         if not each.timing.trusted(name) or each.timing.spread(name).iqr_share > 0.1
     ]
