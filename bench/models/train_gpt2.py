@@ -219,6 +219,8 @@ def run(options: argparse.Namespace, console: Console) -> report.Results:
                 seconds=left / (len(dtypes) - position + 0.5),
                 on_step=step,
             )
+            trained = sum(map(len, comparison.losses.values()))
+            progress.update(progress.task_ids[-1], total=trained)  # the time limit may have cut it
             training.inspect(comparison, trainers, corpus)
             fast.append(comparison)
         writer = trainers["fusedops"]
