@@ -21,7 +21,7 @@ from gpt2_demo.training import STOCK, Contender, Settings
 from fusedops.cli.files import UserError
 
 SCRIPT = Path(train_gpt2.__file__)
-SMALL = "--layers 2 --hidden 64 --batch 2 --seq-len 16 --vocab 400 --steps 20 --more-steps 3"
+SMALL = "--layers 2 --hidden 64 --batch 2 --seq-len 64 --vocab 400 --steps 20 --more-steps 3"
 
 
 @pytest.fixture(scope="session")

@@ -139,3 +139,13 @@ def test_sample_begins_with_the_prompt_and_follows_the_seed(
     assert training.generate(trainer, corpus, "def", 12) == first
     assert first.startswith("def") and len(first) > len("def")
     assert trainer.model.training
+
+
+def test_prompt_longer_than_the_context_is_shortened(corpus: Corpus, settings: Settings) -> None:
+    trainer = Trainer(STOCK, training.build_model(settings), settings, "float32")
+    prompt = "return a " * 20
+    ids = corpus.tokenizer.encode(prompt).ids
+    assert len(ids) > settings.seq_len
+    kept = corpus.tokenizer.decode(ids[-settings.seq_len // 2 :])
+    written = training.generate(trainer, corpus, prompt, 100)
+    assert written.startswith(kept) and len(written) > len(kept)

@@ -310,9 +310,13 @@ def train_on(
 
 
 def generate(trainer: Trainer, corpus: Corpus, prompt: str, tokens: int) -> str:
-    """Return ``prompt`` and what the model writes after it (sampled, seeded)."""
+    """Return ``prompt`` and what the model writes after it (sampled, seeded).
+
+    Of a prompt that takes more than half of the context only the end is kept.
+    """
     model, settings = trainer.model, trainer.settings
-    ids = torch.tensor([corpus.tokenizer.encode(prompt).ids], device=settings.device)
+    prompt_ids = corpus.tokenizer.encode(prompt).ids[-(settings.seq_len // 2) :]
+    ids = torch.tensor([prompt_ids], device=settings.device)
     model.eval()
     torch.manual_seed(settings.seed)
     written = model.generate(
