@@ -25,6 +25,10 @@ class LayerNorm(nn.LayerNorm):
         device: of the parameters.
         dtype: of the parameters.
 
+    Raises:
+        ValueError: the forward's input does not end in ``normalized_shape``.
+        TypeError: the forward's input is no floating tensor of the parameters' dtype.
+
     Note:
         Numerics and backends are those of ``fusedops.layer_norm``.
 
