@@ -114,8 +114,9 @@ void add_layer_norm_forward(const AddLayerNormForward& a) {
     using I = decltype(i);
     using T = decltype(t);
     using P = decltype(p);
-    const bool stream = should_stream(static_cast<const T*>(a.normed), a.rows, a.columns) &&
-                        should_stream(static_cast<const T*>(a.summed), a.rows, a.columns);
+    // Two outputs of this size: together they fill the cache.
+    const bool stream = should_stream(static_cast<const T*>(a.normed), 2 * a.rows, a.columns) &&
+                        should_stream(static_cast<const T*>(a.summed), 2 * a.rows, a.columns);
     a.dropout.active() ? forward<I, T, P, true>(a, stream) : forward<I, T, P, false>(a, stream);
   });
 }

@@ -15,11 +15,31 @@
 
 #include "../common/parallel.h"
 #include "activation.h"
+#include "gelu_vec.h"
 #include "gemm_kernel.h"
 #include "vec.h"
 
 namespace fusedops::CPU_CAPABILITY {
 namespace {
+
+// The activation of z, and its derivative; the GELUs have short forms for bfloat16.
+template <typename T, Activation A>
+inline Vec<T> activated(const Vec<T>& z) {
+  if constexpr (A == Activation::gelu || A == Activation::gelu_tanh || A == Activation::fast_gelu) {
+    return gelu_value<T, A>(z);
+  } else {
+    return act_forward<A>(z);
+  }
+}
+
+template <typename T, Activation A>
+inline Vec<T> slope(const Vec<T>& z) {
+  if constexpr (A == Activation::gelu || A == Activation::gelu_tanh || A == Activation::fast_gelu) {
+    return gelu_slope<T, A>(z);
+  } else {
+    return act_backward<A>(z);
+  }
+}
 
 // Rows of a row-major matrix [rows, columns]; null stays null.
 template <typename T>
@@ -46,7 +66,7 @@ void store_forward(const void* context, const Tile& tile) {
       V z = load_vec(sums + c, count, full);
       if (bias != nullptr) z = z + load_vec(bias + c, count, full);
       if (kept != nullptr) store_vec(kept + c, z, count, full);
-      if (output != nullptr) store_vec(output + c, act_forward<A>(z), count, full);
+      if (output != nullptr) store_vec(output + c, activated<T, A>(z), count, full);
     });
   }
 }
@@ -67,8 +87,8 @@ void store_hidden_gradient(const void* context, const Tile& tile) {
       V dz = sum;
       if constexpr (A != Activation::identity) {
         const V z = load_vec(kept + c, count, full);
-        dz = sum * act_backward<A>(z);
-        if (hidden != nullptr) store_vec(hidden + c, act_forward<A>(z), count, full);
+        dz = sum * slope<T, A>(z);
+        if (hidden != nullptr) store_vec(hidden + c, activated<T, A>(z), count, full);
       } else if (hidden != nullptr) {
         store_vec(hidden + c, load_vec(kept + c, count, full), count, full);
       }
@@ -88,7 +108,7 @@ inline void gradient_row(const T* dy, const T* kept, T* grad, Acc<T>* partial, i
   for_each_vector<V::size()>(columns, [&](int64_t c, int64_t count, auto full) {
     V dz = load_vec(dy + c, count, full);
     if constexpr (A != Activation::identity) {
-      dz = dz * act_backward<A>(load_vec(kept + c, count, full));
+      dz = dz * slope<T, A>(load_vec(kept + c, count, full));
     }
     if (grad != nullptr) store_vec(grad + c, dz, count, full);
     if (partial != nullptr) {

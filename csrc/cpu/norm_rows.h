@@ -175,6 +175,9 @@ inline void backward_rows(const LayerNormBackward& a, int64_t row, const Acc<T>*
     const V across(sum_lanes(sum_h[r]) / static_cast<A>(columns));
     const V along(-sum_lanes(sum_hx[r]) / static_cast<A>(columns));
     finish(row + r, [&](int64_t c, int64_t count, auto full) {
+      // The next rows: R short streams at once are more than the hardware foresees.
+      __builtin_prefetch(dy + (r + R) * columns + c, 0, 2);
+      __builtin_prefetch(x + (r + R) * columns + c, 0, 2);
       const V w = weight != nullptr ? load_vec(weight + c, count, full) : V(A(1));
       const V h = load_vec(dy + r * columns + c, count, full) * w;
       const V xhat = (load_vec(x + r * columns + c, count, full) - mean[r]) * rstd[r];
