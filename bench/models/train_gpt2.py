@@ -108,7 +108,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--device", help="cpu, cuda or cuda:N (default: cuda where there is a GPU)")
     add("--corpus", type=Path, help="directory of Python files (default: the installed sympy)")
     add("--out", type=Path, default=Path("out"), help="output directory (default: out)")
-    add("--time-limit", type=_whole(1, 10**6), default=150, help="seconds after which to cut steps")
+    add("--time-limit", type=_whole(1, 10**6), default=125, help="seconds after which to cut steps")
     add("--no-generate", action="store_true", help="no sample of generated code")
     add("--no-untuned", action="store_true", help="no rows with the system's allocator settings")
     add("--json", action="store_true", help="print the results as JSON instead of tables")
