@@ -9,6 +9,7 @@ reference.
 """
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
 
@@ -51,6 +52,9 @@ class BuildNative(build_ext):
         native = _native()
         if importlib.util.find_spec("torch") is None:
             sys.exit(NO_TORCH.format(python=sys.executable))
+        in_place = self.inplace or getattr(self, "editable_mode", False)
+        if not in_place:  # a wheel may be installed on another machine
+            os.environ.setdefault("FUSEDOPS_ISAS", "all")
         try:
             paths = native.build()
         except native.BuildError as error:
@@ -60,7 +64,7 @@ class BuildNative(build_ext):
                 "python3 setup.py build_ext --inplace"
             )
             return
-        if not (self.inplace or getattr(self, "editable_mode", False)):
+        if not in_place:
             target = Path(self.build_lib) / "fusedops" / "lib"
             self.mkpath(str(target))
             for path in paths:

@@ -9,7 +9,7 @@ What is compiled is found by name:
 | sources | how |
 |---|---|
 | ``csrc/*.cpp``, ``csrc/cpu/*.cpp`` | once, for the baseline instruction set |
-| ``csrc/cpu/*.isa.cpp`` | three times: ``-DCPU_CAPABILITY=DEFAULT``, ``AVX2``, ``AVX512`` |
+| ``csrc/cpu/*.isa.cpp`` | once per instruction set: ``-DCPU_CAPABILITY=DEFAULT``, ``AVX2``, ``AVX512`` |
 | ``csrc/cpu/*.avx512bf16.cpp`` | once, ``-DCPU_CAPABILITY=AVX512_BF16`` |
 | ``csrc/cuda/*.cu`` | by nvcc for sm_80 and sm_90a; such a file holds no torch header |
 | ``csrc/cuda/*.cpp`` | bindings of the above; linked only where the installed torch has CUDA |
@@ -19,6 +19,10 @@ An inline function that an ``*.isa.cpp`` file shares with the rest of the librar
 AVX512 copy, the plain code would die of SIGILL on an older machine. Hence each such object passes
 through ``localize``: its weak symbols become its own, and a static initialiser, which would run
 before the instruction set is known, is an error.
+
+``FUSEDOPS_ISAS`` says which instruction sets: ``native`` (only the best one that this machine has, a
+third of the time: what a build in place wants), ``all`` (what a wheel gets), or names with commas.
+A build that has more than is asked for is left as it is.
 
 This file does not import torch (1.5 s): it reads ``torch/version.py``.
 """
@@ -215,8 +219,36 @@ def library_path(name: str) -> Path:
 
 
 def isa_variants() -> list[str]:
-    """Return the instruction sets that ``*.isa.cpp`` is compiled for on this processor family."""
-    return ["DEFAULT", "AVX2", "AVX512"] if _x86() else ["DEFAULT"]
+    """Return the instruction sets that ``*.isa.cpp`` is compiled for (``FUSEDOPS_ISAS``).
+
+    Raises:
+        BuildError: ``FUSEDOPS_ISAS`` names one that does not exist.
+    """
+    if not _x86():
+        return ["DEFAULT"]
+    known = ["DEFAULT", "AVX2", "AVX512"]
+    asked = os.environ.get("FUSEDOPS_ISAS") or "native"
+    if asked == "native":
+        return [_native_isa()]
+    names = known if asked == "all" else asked.upper().split(",")
+    unknown = sorted(set(names) - set(known))
+    if unknown:
+        raise BuildError(
+            f"FUSEDOPS_ISAS={asked}: {', '.join(unknown)} is none of native, all, {', '.join(known)}"
+        )
+    return [isa for isa in known if isa in names]
+
+
+def _native_isa() -> str:
+    """Return what torch's own test of the processor (at::get_cpu_capability) would say."""
+    try:
+        found = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    flags = set(found[1].split()) if found else set()
+    if flags >= {"avx512f", "avx512dq", "avx512bw", "avx512vl", "fma"}:
+        return "AVX512"
+    return "AVX2" if flags >= {"avx2", "fma"} else "DEFAULT"
 
 
 def sources(name: str = "cpu") -> list[Path]:
@@ -229,7 +261,10 @@ def sources(name: str = "cpu") -> list[Path]:
 
 
 def stamp(name: str = "cpu") -> dict[str, str]:
-    """Return what identifies a build of the sources as they are now: torch, flags and sources."""
+    """Return what identifies a build of the sources as they are now: torch, flags and sources.
+
+    ``isas`` is a list with blanks: the instruction sets in it.
+    """
     torch = find_torch()
     digest = hashlib.sha256()
     for path in [Path(__file__), *sorted(CSRC.rglob("*"))]:
@@ -242,15 +277,19 @@ def stamp(name: str = "cpu") -> dict[str, str]:
         "machine": platform.machine(),
         "flags": " ".join([os.environ.get("CXX", ""), os.environ.get("CXXFLAGS", "")]).strip(),
         "sources": digest.hexdigest(),
+        "isas": " ".join(isa_variants()) if name == "cpu" else "",
     }
 
 
 def is_current(name: str = "cpu") -> bool:
     """Return whether library ``name`` exists and was built from these sources for this torch."""
     path = library_path(name)
+    expected = stamp(name)
     try:
-        return path.exists() and json.loads(path.with_suffix(".json").read_text()) == stamp(name)
-    except (OSError, ValueError):
+        built = json.loads(path.with_suffix(".json").read_text())
+        has_all = set(built["isas"].split()) >= set(expected["isas"].split())
+        return path.exists() and has_all and {**built, "isas": expected["isas"]} == expected
+    except (OSError, ValueError, KeyError, TypeError):
         return False
 
 
@@ -384,7 +423,8 @@ def _edges(name: str, folder: Path) -> list[Edge]:
         elif source.name.endswith(".avx512bf16.cpp"):
             objects.append(_isa_object(edges, compiled, source, "AVX512_BF16"))
         else:
-            objects.append(compiled("cxx", source, ".o", _cuda_includes(name)))
+            built = [f"-DFUSEDOPS_HAS_{isa}" for isa in isa_variants()]
+            objects.append(compiled("cxx", source, ".o", [*built, *_cuda_includes(name)]))
     output = str(folder / f"libfusedops_{name}.so")
     edges.append(Edge("link", output, tuple(objects), tuple(_link_flags(name))))
     return edges

@@ -1,23 +1,17 @@
 // The table of instruction sets. A kernel in X.isa.cpp is compiled once per instruction set into
 // namespace fusedops::DEFAULT, ::AVX2 and ::AVX512; a binding calls FUSEDOPS_CALL_ISA(name, ...),
 // which runs the best one that the machine has (as torch judges it: ATEN_CPU_CAPABILITY applies).
+//
+// A build may hold some of them only (tools/native.py defines FUSEDOPS_HAS_X for each). One that
+// holds none which runs here is refused by fusedops/_core/extension.py.
 #pragma once
-
-#include <string>
-
-#include <ATen/Version.h>
 
 namespace fusedops {
 
 enum class Isa { DEFAULT, AVX2, AVX512 };
 
-inline Isa current_isa() {
-  static const Isa isa = [] {
-    const std::string name = at::get_cpu_capability();
-    return name == "AVX512" ? Isa::AVX512 : name == "AVX2" ? Isa::AVX2 : Isa::DEFAULT;
-  }();
-  return isa;
-}
+// Which of the instruction sets that were built runs here (csrc/isa.cpp).
+Isa current_isa();
 
 // Whether the AVX512 kernels may use vcvtneps2bf16, one instruction instead of eight
 // (csrc/isa.cpp).
@@ -25,7 +19,6 @@ extern const bool kHasAvx512Bf16;
 
 }  // namespace fusedops
 
-#if defined(__x86_64__)
 #define FUSEDOPS_DECLARE_ISA(name, ...) \
   namespace fusedops {                  \
   namespace DEFAULT {                   \
@@ -38,14 +31,35 @@ extern const bool kHasAvx512Bf16;
   void name(__VA_ARGS__);               \
   }                                     \
   }
-#define FUSEDOPS_CALL_ISA(name, ...)                                                            \
-  (::fusedops::current_isa() == ::fusedops::Isa::AVX512 ? ::fusedops::AVX512::name(__VA_ARGS__) \
-   : ::fusedops::current_isa() == ::fusedops::Isa::AVX2 ? ::fusedops::AVX2::name(__VA_ARGS__)   \
-                                                        : ::fusedops::DEFAULT::name(__VA_ARGS__))
+
+#if defined(FUSEDOPS_HAS_AVX512)
+#define FUSEDOPS_CASE_AVX512(name, ...) \
+  case ::fusedops::Isa::AVX512:         \
+    return ::fusedops::AVX512::name(__VA_ARGS__);
 #else
-#define FUSEDOPS_DECLARE_ISA(name, ...) \
-  namespace fusedops::DEFAULT {         \
-  void name(__VA_ARGS__);               \
-  }
-#define FUSEDOPS_CALL_ISA(name, ...) ::fusedops::DEFAULT::name(__VA_ARGS__)
+#define FUSEDOPS_CASE_AVX512(name, ...)
 #endif
+#if defined(FUSEDOPS_HAS_AVX2)
+#define FUSEDOPS_CASE_AVX2(name, ...) \
+  case ::fusedops::Isa::AVX2:         \
+    return ::fusedops::AVX2::name(__VA_ARGS__);
+#else
+#define FUSEDOPS_CASE_AVX2(name, ...)
+#endif
+#if defined(FUSEDOPS_HAS_DEFAULT)
+#define FUSEDOPS_CASE_DEFAULT(name, ...) \
+  case ::fusedops::Isa::DEFAULT:         \
+    return ::fusedops::DEFAULT::name(__VA_ARGS__);
+#else
+#define FUSEDOPS_CASE_DEFAULT(name, ...)
+#endif
+#define FUSEDOPS_CALL_ISA(name, ...)              \
+  [&] {                                           \
+    switch (::fusedops::current_isa()) {          \
+      FUSEDOPS_CASE_AVX512(name, __VA_ARGS__)     \
+      FUSEDOPS_CASE_AVX2(name, __VA_ARGS__)       \
+      FUSEDOPS_CASE_DEFAULT(name, __VA_ARGS__)    \
+      default:                                    \
+        __builtin_unreachable();                  \
+    }                                             \
+  }()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+from pathlib import Path
 
 import torch
 
@@ -58,11 +59,15 @@ def _load(file_name: str) -> str | None:
     path = env.library_folder() / file_name
     if not path.exists():
         return f"{path} does not exist: {HOW_TO_BUILD}"
-    built_for = _built_for(path.with_suffix(".json"))
-    if built_for is not None and built_for != torch.__version__:
+    stamp = _stamp(path.with_suffix(".json"))
+    if stamp.get("torch", torch.__version__) != torch.__version__:
         return (
-            f"{path} was built for torch {built_for}, this is {torch.__version__}: {HOW_TO_BUILD}"
+            f"{path} was built for torch {stamp['torch']}, this is {torch.__version__}: "
+            f"{HOW_TO_BUILD}"
         )
+    missing = _instruction_sets_missing(stamp.get("isas", ""))
+    if missing:
+        return f"{path} {missing}: {HOW_TO_BUILD}; FUSEDOPS_ISAS=all makes one for any machine"
     try:
         torch.ops.load_library(str(path))
     except OSError as error:
@@ -72,8 +77,19 @@ def _load(file_name: str) -> str | None:
     return None
 
 
-def _built_for(stamp) -> str | None:  # type: ignore[no-untyped-def]
-    try:
-        return json.loads(stamp.read_text()).get("torch")
-    except (OSError, ValueError):
+def _instruction_sets_missing(built: str) -> str | None:
+    """Return why none of the instruction sets ``built`` (blanks between) runs here, or ``None``."""
+    order = ["DEFAULT", "AVX2", "AVX512"]
+    here = torch.backends.cpu.get_cpu_capability()
+    runs = order[: order.index(here) + 1] if here in order else ["DEFAULT"]
+    if not built or set(built.split()) & set(runs):
         return None
+    return f"was built for {built.replace(' ', ', ')} only, and torch runs at {here} here"
+
+
+def _stamp(path: Path) -> dict[str, str]:
+    try:
+        stamp = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return stamp if isinstance(stamp, dict) else {}
