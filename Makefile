@@ -19,7 +19,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -q
 # Exit code 3: no compiler. It says so, and the ops then run on the reference.
 NATIVE := $(BIN)/python tools/native.py build > /dev/null || test $$? -eq 3
 
-.PHONY: setup native demo test test-all test-gpu bench bench-gpu lint format check-cuda \
+.PHONY: setup native demo test test-isas test-all test-gpu bench bench-gpu lint format check-cuda \
         check-kernels docs clean clean-venv
 
 setup: .venv/.editable native
@@ -43,6 +43,14 @@ demo: setup
 test: setup
 	$(PYTEST) tests -m "not slow and not gpu and not interpreter"
 	TRITON_INTERPRET=1 $(PYTEST) tests -m "interpreter and not slow"
+
+# The kernels of the instruction sets that this machine is not used for: values and gradients.
+test-isas: setup
+	FUSEDOPS_ISAS=all $(NATIVE)
+	for isa in avx2 default; do \
+	  ATEN_CPU_CAPABILITY=$$isa $(PYTEST) tests/ops -m "not slow and not gpu and not interpreter" \
+	    -k "float64_reference or every_instruction_set" || exit 1; \
+	done
 
 test-all: setup
 	$(PYTEST) tests -m "not gpu and not interpreter"
