@@ -1,5 +1,5 @@
-// What the processor has, found out once: the best instruction set of common/isa.h that is built and
-// runs here, and what it has beyond.
+// What the processor has, found out once: the best instruction set of common/isa.h that is built
+// and runs here, and what it has beyond.
 #include "common/isa.h"
 
 #include <string>

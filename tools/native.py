@@ -9,7 +9,7 @@ What is compiled is found by name:
 | sources | how |
 |---|---|
 | ``csrc/*.cpp``, ``csrc/cpu/*.cpp`` | once, for the baseline instruction set |
-| ``csrc/cpu/*.isa.cpp`` | once per instruction set: ``-DCPU_CAPABILITY=DEFAULT``, ``AVX2``, ``AVX512`` |
+| ``csrc/cpu/*.isa.cpp`` | per instruction set: ``-DCPU_CAPABILITY=DEFAULT``, ``AVX2``, ``AVX512`` |
 | ``csrc/cpu/*.avx512bf16.cpp`` | once, ``-DCPU_CAPABILITY=AVX512_BF16`` |
 | ``csrc/cuda/*.cu`` | by nvcc for sm_80 and sm_90a; such a file holds no torch header |
 | ``csrc/cuda/*.cpp`` | bindings of the above; linked only where the installed torch has CUDA |
@@ -20,8 +20,8 @@ AVX512 copy, the plain code would die of SIGILL on an older machine. Hence each 
 through ``localize``: its weak symbols become its own, and a static initialiser, which would run
 before the instruction set is known, is an error.
 
-``FUSEDOPS_ISAS`` says which instruction sets: ``native`` (only the best one that this machine has, a
-third of the time: what a build in place wants), ``all`` (what a wheel gets), or names with commas.
+``FUSEDOPS_ISAS`` says which instruction sets: ``native`` (only the best one that this machine has,
+a third of the time: for a build in place), ``all`` (what a wheel gets), or names with commas.
 A build that has more than is asked for is left as it is.
 
 This file does not import torch (1.5 s): it reads ``torch/version.py``.
@@ -234,7 +234,8 @@ def isa_variants() -> list[str]:
     unknown = sorted(set(names) - set(known))
     if unknown:
         raise BuildError(
-            f"FUSEDOPS_ISAS={asked}: {', '.join(unknown)} is none of native, all, {', '.join(known)}"
+            f"FUSEDOPS_ISAS={asked}: {', '.join(unknown)} is none of native, all, "
+            f"{', '.join(known)}"
         )
     return [isa for isa in known if isa in names]
 

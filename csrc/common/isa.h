@@ -53,13 +53,13 @@ extern const bool kHasAvx512Bf16;
 #else
 #define FUSEDOPS_CASE_DEFAULT(name, ...)
 #endif
-#define FUSEDOPS_CALL_ISA(name, ...)              \
-  [&] {                                           \
-    switch (::fusedops::current_isa()) {          \
-      FUSEDOPS_CASE_AVX512(name, __VA_ARGS__)     \
-      FUSEDOPS_CASE_AVX2(name, __VA_ARGS__)       \
-      FUSEDOPS_CASE_DEFAULT(name, __VA_ARGS__)    \
-      default:                                    \
-        __builtin_unreachable();                  \
-    }                                             \
+#define FUSEDOPS_CALL_ISA(name, ...)           \
+  [&] {                                        \
+    switch (::fusedops::current_isa()) {       \
+      FUSEDOPS_CASE_AVX512(name, __VA_ARGS__)  \
+      FUSEDOPS_CASE_AVX2(name, __VA_ARGS__)    \
+      FUSEDOPS_CASE_DEFAULT(name, __VA_ARGS__) \
+      default:                                 \
+        __builtin_unreachable();               \
+    }                                          \
   }()
