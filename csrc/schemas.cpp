@@ -48,4 +48,10 @@ TORCH_LIBRARY(fusedops_cpp, m) {
   m.def(
       "bias_dropout_add_backward(Tensor? grad_output, Tensor? bias, Tensor? seed, float p,"
       " ScalarType input_dtype, bool[] output_mask) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "rotary_embedding(Tensor query, Tensor key, Tensor cos, Tensor sin, bool interleaved)"
+      " -> (Tensor rotated_query, Tensor rotated_key)");
+  m.def(
+      "rotary_embedding_backward(Tensor? grad_rotated_query, Tensor? grad_rotated_key, Tensor cos,"
+      " Tensor sin, bool interleaved, bool[] output_mask) -> (Tensor, Tensor)");
 }

@@ -7,6 +7,7 @@ from fusedops.ops.gelu import gelu
 from fusedops.ops.layer_norm import layer_norm
 from fusedops.ops.linear_act import linear_act
 from fusedops.ops.mlp import mlp
+from fusedops.ops.rotary_embedding import rotary_embedding
 
 __all__ = [
     "add_layer_norm",
@@ -16,4 +17,5 @@ __all__ = [
     "layer_norm",
     "linear_act",
     "mlp",
+    "rotary_embedding",
 ]

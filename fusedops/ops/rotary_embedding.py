@@ -1,0 +1,241 @@
+"""Rotary position embedding: pairs of elements of each head turn by an angle of the position.
+
+    y = x * cos + turn(x) * sin,   turn(x) = (-x2, x1) for the pair (x1, x2)
+
+``turn`` is ``rotate_half`` of Llama and GPT-NeoX, or ``rotate_every_two`` of GPT-J. Kernels:
+``csrc/cpu/rotary_embedding.*``, ``csrc/cuda/rotary_embedding.*``, ``kernels/rotary_embedding.py``.
+The backward is the transposed map, with a true table of cosines and sines the rotation by the
+negative angle, and the kernels are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fusedops._core import backends, checks, dtypes
+from fusedops._core.library import Gradient, define_op
+from fusedops._core.sharding import REPLICATE, Placement
+
+
+def rotary_embedding(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    interleaved: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate the heads of query and key by the angles of their positions.
+
+    ``y[j] = x[j] * cos[j] - x[j'] * sin[j]`` and ``y[j'] = x[j'] * cos[j'] + x[j] * sin[j']``
+    for each pair ``(j, j')`` of the first ``rotary_dim`` elements of a head; the others pass.
+
+    Args:
+        query: ``[batch, num_heads, seq_len, head_dim]``, any floating dtype, any strides: usually
+            a transposed view of ``[batch, seq_len, num_heads, head_dim]``, which is not copied.
+        key: ``[batch, num_key_heads, seq_len, head_dim]``, dtype of ``query``.
+        cos: ``[batch, seq_len, rotary_dim]``, ``[1, seq_len, rotary_dim]`` or ``[seq_len,
+            rotary_dim]`` with an even ``rotary_dim <= head_dim``, dtype of ``query`` (or float32
+            beside a half-precision one). As Hugging Face's models pass it: an angle stands at both
+            elements of its pair. A table ``t`` of ``rotary_dim / 2`` angles is first made whole, by
+            ``torch.cat((t, t), -1)``, or ``t.repeat_interleave(2, -1)`` with ``interleaved``.
+        sin: as ``cos``.
+        interleaved: pairs are neighbours ``(2i, 2i + 1)``, as in GPT-J; else they are
+            ``(i, i + rotary_dim / 2)``, as in GPT-NeoX and Llama.
+
+    Returns:
+        The rotated query and key: shapes and dtypes of ``query`` and ``key``, and their strides
+        where these are dense with ``stride(-1) == 1``; else contiguous.
+
+    Raises:
+        ValueError: a shape or device does not fit.
+        TypeError: an argument is no tensor, or its dtype does not fit.
+        UnsupportedError: ``cos`` or ``sin`` requires a gradient and a backend other than
+            ``"torch"`` is requested.
+
+    Note:
+        Arithmetic is float32 (float64 for float64); the result is rounded once, where the chain of
+        eager torch rounds three times. Saves ``cos`` and ``sin`` only. Gradients of ``cos`` and
+        ``sin``, which need query and key to be kept, come from the eager reference: where one of
+        them requires a gradient the call runs on that. Backends: cpp, cuda, triton, torch.
+        Autocast leaves it alone.
+
+    Reference:
+        Su et al.: RoFormer: Enhanced Transformer with Rotary Position Embedding, arXiv:2104.09864.
+
+    Example:
+        >>> import torch, fusedops
+        >>> x = torch.tensor([1.0, 2.0]).reshape(1, 1, 1, 2)
+        >>> quarter = torch.zeros(1, 2), torch.ones(1, 2)
+        >>> fusedops.rotary_embedding(x, x, *quarter)[0].flatten()
+        tensor([-2.,  1.])
+    """
+    _check(query, key, cos, sin)
+    if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
+        requested = backends.requested()
+        if requested not in (None, "torch"):
+            raise checks.UnsupportedError(
+                f"rotary_embedding: backend {requested!r} was requested but gives no gradient to "
+                "cos and sin; detach them or use the backend 'torch'"
+            )
+        return _reference(query, key, cos, sin, bool(interleaved))
+    return _OP(query, key, cos, sin, bool(interleaved))
+
+
+def _check(query: Any, key: Any, cos: Any, sin: Any) -> None:
+    op = "rotary_embedding"
+    checks.tensor(op, "query", query)
+    if query.dim() != 4:
+        wanted = "of 4 dimensions [batch, num_heads, seq_len, head_dim]"
+        checks.fail(op, "query", wanted, f"{query.dim()} dimensions")
+    checks.like(op, "key", key, "query", query, dtype=True)
+    batch, _, length, head_dim = query.shape
+    heads = key.shape[1] if key.dim() == 4 else "num_key_heads"
+    checks.shape(op, "key", key, (batch, heads, length, head_dim), "query but for its heads")
+    for name, table in (("cos", cos), ("sin", sin)):
+        checks.parameter(op, name, table, "query", query)
+        if table.dim() not in (2, 3):
+            wanted = "of shape [batch, seq_len, rotary_dim] or [seq_len, rotary_dim]"
+            checks.fail(op, name, wanted, f"{table.dim()} dimensions")
+        entries = () if table.dim() == 2 else (1 if table.shape[0] == 1 else batch,)
+        rotary_dim = table.shape[-1]
+        if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+            wanted = f"of an even last size from 2 to head_dim, {head_dim}"
+            checks.fail(op, name, wanted, rotary_dim)
+        shape = (*entries, length, rotary_dim)
+        checks.shape(op, name, table, shape, "seq_len and, unless it is 1, batch of query")
+    checks.like(op, "sin", sin, "cos", cos, dtype=True)
+    checks.shape(op, "sin", sin, cos.shape, "that of cos")
+
+
+def _turn(x: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    if interleaved:
+        return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+    first, second = x.chunk(2, -1)
+    return torch.cat((-second, first), -1)
+
+
+def _empty(x: torch.Tensor) -> torch.Tensor:
+    """Return an empty tensor of the layout of the result."""
+    if x.stride(-1) == 1:
+        return torch.empty_like(x)
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _rotate(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, inverse: bool
+) -> torch.Tensor:
+    dtype = dtypes.statistics_dtype(x.dtype)
+    cos, sin = cos.to(dtype).unsqueeze(-3), sin.to(dtype).unsqueeze(-3)
+    rotary_dim = cos.shape[-1]
+    part = x[..., :rotary_dim].to(dtype)
+    if inverse:
+        part = part * cos - _turn(part * sin, interleaved)
+    else:
+        part = part * cos + _turn(part, interleaved) * sin
+    rotated = torch.cat((part.to(x.dtype), x[..., rotary_dim:]), -1)
+    return _empty(x).copy_(rotated)
+
+
+def _reference(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return (
+        _rotate(query, cos, sin, interleaved, False),
+        _rotate(key, cos, sin, interleaved, False),
+    )
+
+
+def _fake(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _empty(query), _empty(key)
+
+
+def _backward_reference(
+    grad_rotated_query: torch.Tensor | None,
+    grad_rotated_key: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    interleaved: bool,
+    output_mask: Sequence[bool],
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    query, key = (
+        _rotate(grad, cos, sin, interleaved, True) if wanted and grad is not None else None
+        for grad, wanted in zip((grad_rotated_query, grad_rotated_key), output_mask, strict=True)
+    )
+    return query, key
+
+
+def _backward_fake(
+    grad_rotated_query: torch.Tensor | None,
+    grad_rotated_key: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    interleaved: bool,
+    output_mask: Sequence[bool],
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    query, key = (
+        _empty(grad) if wanted and grad is not None else None
+        for grad, wanted in zip((grad_rotated_query, grad_rotated_key), output_mask, strict=True)
+    )
+    return query, key
+
+
+def _words(cos: Any) -> list[tuple[Placement, Placement]]:
+    """Return the placements of query, key and results, each with that of the tables.
+
+    Batch entries, heads and positions are independent; a table of all entries is whole everywhere.
+    """
+    of_entries = 0 if cos.ndim == 3 and cos.shape[0] != 1 else REPLICATE
+    return [(REPLICATE, REPLICATE), (0, of_entries), (1, REPLICATE), (2, cos.ndim - 2)]
+
+
+def _shard(
+    query: Any, key: Any, cos: Any, sin: Any, interleaved: bool
+) -> list[tuple[list[Placement], list[Placement]]]:
+    return [([word, word], [word, word, table, table, None]) for word, table in _words(cos)]
+
+
+def _shard_backward(
+    grad_rotated_query: Any,
+    grad_rotated_key: Any,
+    cos: Any,
+    sin: Any,
+    interleaved: bool,
+    output_mask: Sequence[bool],
+) -> list[tuple[list[Placement], list[Placement]]]:
+    grads = (grad_rotated_query, grad_rotated_key)
+    return [
+        (
+            [
+                word if wanted and grad is not None else None
+                for grad, wanted in zip(grads, output_mask, strict=True)
+            ],
+            [*(None if grad is None else word for grad in grads), table, table, None, None],
+        )
+        for word, table in _words(cos)
+    ]
+
+
+_OP = define_op(
+    "rotary_embedding",
+    "(Tensor query, Tensor key, Tensor cos, Tensor sin, bool interleaved)"
+    " -> (Tensor rotated_query, Tensor rotated_key)",
+    reference=_reference,
+    fake=_fake,
+    gradient=Gradient(
+        inputs=("query", "key"),
+        outputs=("rotated_query", "rotated_key"),
+        saves=("cos", "sin"),
+        reference=_backward_reference,
+        fake=_backward_fake,
+    ),
+    autocast="keep",
+    triton="fusedops.kernels.rotary_embedding",
+    shard=_shard,
+    shard_backward=_shard_backward,
+)

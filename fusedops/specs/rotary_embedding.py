@@ -1,0 +1,184 @@
+"""What tests, benchmarks and documentation need to know of ``rotary_embedding``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fusedops.ops.rotary_embedding import rotary_embedding
+from fusedops.specs.make import randn
+from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec
+
+
+def _rotate_half(x: torch.Tensor) -> torch.Tensor:
+    x1, x2 = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
+    return torch.cat((-x2, x1), dim=-1)
+
+
+def _rotate_every_two(x: torch.Tensor) -> torch.Tensor:
+    return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+
+
+def _eager(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    interleaved: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Apply what Hugging Face's models write: Llama's chain, GPT-J's with ``interleaved``."""
+    cos, sin = cos.unsqueeze(-3), sin.unsqueeze(-3)
+    turn = _rotate_every_two if interleaved else _rotate_half
+    rotary_dim = cos.shape[-1]
+
+    def apply(x: torch.Tensor) -> torch.Tensor:
+        if rotary_dim == x.shape[-1]:
+            return ((x * cos) + (turn(x) * sin)).to(x.dtype)
+        part, rest = x[..., :rotary_dim], x[..., rotary_dim:]
+        return torch.cat((((part * cos) + (turn(part) * sin)).to(x.dtype), rest), dim=-1)
+
+    return apply(query), apply(key)
+
+
+def _tables(
+    *shape: int, device: torch.device, dtype: torch.dtype, interleaved: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cosines and sines of ``[..., seq_len, rotary_dim]`` as Hugging Face computes them."""
+    *entries, length, rotary_dim = shape
+    frequency = 10000.0 ** (-torch.arange(0, rotary_dim, 2, device=device).float() / rotary_dim)
+    position = torch.arange(length, device=device).float()
+    for entry in reversed(entries):
+        first = 3.0 * torch.arange(entry, device=device)
+        position = position + first.reshape(-1, *(1 for _ in position.shape))
+    angle = position.unsqueeze(-1) * frequency
+    angle = angle.repeat_interleave(2, -1) if interleaved else torch.cat((angle, angle), -1)
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
+    new = functools.partial(randn, device=device, dtype=dtype)
+    tables = functools.partial(_tables, device=device, dtype=dtype)
+    heads = new(2, 5, 3, 8).detach()
+    view = heads.transpose(1, 2).requires_grad_()
+    turned = {"interleaved": True}
+
+    def free(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tables that are no cosines and sines: every element counts on its own."""
+        return new(*shape, grad=False, key="cos"), new(*shape, grad=False, key="sin")
+
+    return [
+        Sample("dense", (new(5, 2, 6, 8), new(5, 2, 6, 8, key="k"), *tables(6, 8))),
+        Sample(
+            "interleaved",
+            (new(4, 2, 3, 8), new(4, 1, 3, 8), *tables(1, 3, 8, interleaved=True)),
+            turned,
+        ),
+        Sample("grouped", (new(2, 6, 7, 16), new(2, 2, 7, 16), *tables(2, 7, 16))),
+        Sample("transposed_view", (view, new(2, 1, 5, 8), *tables(1, 5, 8))),
+        Sample("partial", (new(2, 3, 5, 20), new(2, 1, 5, 20), *tables(5, 6))),
+        Sample(
+            "partial_interleaved",
+            (new(2, 3, 5, 20), new(2, 1, 5, 20), *tables(2, 5, 6, interleaved=True)),
+            turned,
+        ),
+        Sample("odd_sizes", (new(1, 3, 19, 46), new(1, 1, 19, 46), *tables(1, 19, 34))),
+        Sample("free_tables", (new(2, 1, 4, 12), new(2, 2, 4, 12), *free(2, 4, 10))),
+        Sample(
+            "free_tables_interleaved",
+            (new(2, 1, 4, 12), new(2, 2, 4, 12), *free(2, 4, 10)),
+            turned,
+        ),
+        Sample("wide_heads", (new(1, 2, 3, 256), new(1, 2, 3, 256), *tables(1, 3, 256))),
+        Sample("one_pair", (new(1, 1, 1, 2), new(1, 1, 1, 2, key="k"), *tables(1, 2))),
+        Sample("no_batch", (new(0, 2, 3, 8), new(0, 1, 3, 8), *tables(1, 3, 8))),
+        Sample("no_positions", (new(2, 2, 0, 8), new(2, 1, 0, 8), *tables(2, 0, 8))),
+    ]
+
+
+def _bad_inputs(device: torch.device) -> list[BadInput]:
+    q, k = torch.randn(2, 4, 3, 8, device=device), torch.randn(2, 2, 3, 8, device=device)
+    cos, sin = torch.randn(2, 3, 8, device=device), torch.randn(2, 3, 8, device=device)
+    odd = torch.randn(3, 5, device=device)
+    return [
+        BadInput("query_dims", (q[0], k, cos, sin), {}, ValueError, ("query", "3 dimensions")),
+        BadInput("key_dims", (q, k[0], cos, sin), {}, ValueError, ("key", "[2, 3, 8]")),
+        BadInput("key_length", (q, k[:, :, :2], cos, sin), {}, ValueError, ("key", "[2, 2, 2, 8]")),
+        BadInput("key_dtype", (q, k.double(), cos, sin), {}, TypeError, ("key", "float64")),
+        BadInput("cos_dims", (q, k, cos[0, 0], sin), {}, ValueError, ("cos", "1 dimensions")),
+        BadInput("cos_length", (q, k, cos[:, :2], sin), {}, ValueError, ("cos", "[2, 2, 8]")),
+        BadInput("sin_shape", (q, k, cos, sin[..., :4]), {}, ValueError, ("sin", "[2, 3, 4]")),
+        BadInput("sin_batch", (q, k, cos, sin[:1]), {}, ValueError, ("sin", "[1, 3, 8]")),
+        BadInput("odd_table", (q, k, odd, odd), {}, ValueError, ("cos", "even", "5")),
+        BadInput("wide_table", (q[..., :4], k[..., :4], cos, sin), {}, ValueError, ("cos", "8")),
+        BadInput("cos_dtype", (q, k, cos.double(), sin), {}, TypeError, ("cos", "float64")),
+        BadInput("integers", (q.long(), k, cos, sin), {}, TypeError, ("query", "int64")),
+        BadInput("no_tensor", (q, None, cos, sin), {}, TypeError, ("key", "NoneType")),
+        BadInput("device", (q, k, cos.to("meta"), sin), {}, ValueError, ("cos", "meta")),
+    ]
+
+
+def _case(
+    batch: int,
+    length: int,
+    heads: int,
+    key_heads: int,
+    head_dim: int,
+    *,
+    interleaved: bool = False,
+    headline: bool = False,
+) -> BenchCase:
+    def make(device: torch.device, dtype: torch.dtype) -> Sample:
+        def view(num: int) -> torch.Tensor:
+            made = randn(batch, length, num, head_dim, device=device, dtype=dtype, grad=False)
+            return made.transpose(1, 2).requires_grad_()
+
+        tables = _tables(1, length, head_dim, device=device, dtype=dtype, interleaved=interleaved)
+        arguments = (view(heads), view(key_heads), *tables)
+        return Sample("bench", arguments, {"interleaved": interleaved})
+
+    elements = batch * length * (heads + key_heads) * head_dim
+    form = " interleaved" if interleaved else ""
+    return BenchCase(
+        label=f"{batch}x{length}, {heads}+{key_heads} heads of {head_dim}{form}",
+        make=make,
+        bytes_forward=lambda dtype: 2 * elements * dtype.itemsize,
+        bytes_backward=lambda dtype: 2 * elements * dtype.itemsize,
+        headline=headline,
+    )
+
+
+def _peers() -> dict[str, Callable[..., Any]]:
+    try:
+        from liger_kernel.ops.rope import LigerRopeFunction
+    except ImportError:
+        return {}
+
+    def liger(query: Any, key: Any, cos: Any, sin: Any, *, interleaved: bool = False) -> Any:
+        if interleaved:
+            raise NotImplementedError("the peer has the half form only")
+        return LigerRopeFunction.apply(query, key, cos, sin)
+
+    return {"liger": liger}
+
+
+SPEC = Spec(
+    name="rotary_embedding",
+    op=rotary_embedding,
+    eager=_eager,
+    samples=_samples,
+    bad_inputs=_bad_inputs,
+    bench_cases=(
+        _case(2, 2048, 32, 8, 128, headline=True),
+        _case(2, 2048, 32, 8, 128, interleaved=True),
+        _case(8, 1024, 12, 12, 64),
+        _case(1, 1, 32, 8, 128),
+    ),
+    summary="rotary position embedding of query and key, half or interleaved, partial",
+    autocast="keep",
+    peers=_peers,
+    limits=("Gradients of cos and sin come from the eager reference.",),
+)
