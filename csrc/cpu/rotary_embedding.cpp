@@ -1,5 +1,6 @@
 // Binding of rotary_embedding on the CPU: fusedops_cpp::rotary_embedding and its backward, which is
-// the transposed map by the same kernel. Arguments were checked by fusedops/ops/rotary_embedding.py.
+// the transposed map by the same kernel. Arguments were checked by
+// fusedops/ops/rotary_embedding.py.
 #include "rotary_embedding.h"
 
 #include <ATen/ops/empty.h>
@@ -46,20 +47,20 @@ void run(const MaybeRotated& query, const MaybeRotated& key, const at::Tensor& c
   const auto batch_stride = [&](const at::Tensor& table) {
     return table.dim() == 3 && table.size(0) > 1 ? table.stride(0) : 0;
   };
-  const RotaryEmbedding arguments{{wanted(query) ? query->heads() : RotaryHeads{},
-                                   wanted(key) ? key->heads() : RotaryHeads{}},
-                                  data(cos),
-                                  data(sin),
-                                  {batch_stride(cos), cos.stride(-2)},
-                                  {batch_stride(sin), sin.stride(-2)},
-                                  any.size(0),
-                                  any.size(2),
-                                  any.size(3),
-                                  cos.size(-1),
-                                  interleaved,
-                                  inverse,
-                                  dtype_of(any),
-                                  dtype_of(cos)};
+  const RotaryEmbedding arguments{
+      {wanted(query) ? query->heads() : RotaryHeads{}, wanted(key) ? key->heads() : RotaryHeads{}},
+      data(cos),
+      data(sin),
+      {batch_stride(cos), cos.stride(-2)},
+      {batch_stride(sin), sin.stride(-2)},
+      any.size(0),
+      any.size(2),
+      any.size(3),
+      cos.size(-1),
+      interleaved,
+      inverse,
+      dtype_of(any),
+      dtype_of(cos)};
   FUSEDOPS_CALL_ISA(rotary_embedding, arguments);
 }
 

@@ -95,8 +95,8 @@ inline void rotate(bool stream, const T* x, T* y, const Acc<T>* cosine, const Ac
       const V high = load_vec(x + half + c, count, full);
       const V to_low = high * load_vec(factor + c, count, full);
       const V to_high = low * load_vec(factor + half + c, count, full);
-      store_or_stream(stream, y + c,
-                      at::vec::fmadd(low, load_vec(cosine + c, count, full), to_low), count, full);
+      store_or_stream(stream, y + c, at::vec::fmadd(low, load_vec(cosine + c, count, full), to_low),
+                      count, full);
       store_or_stream(stream, y + half + c,
                       at::vec::fmadd(high, load_vec(cosine + half + c, count, full), to_high),
                       count, full);

@@ -29,7 +29,7 @@
 #include <type_traits>
 
 #include "device.cuh"
-#include "types.h"
+#include "launch.cuh"
 
 namespace fusedops::cuda {
 namespace {
@@ -39,8 +39,6 @@ constexpr int kLongThreads = 1024;
 // Values that a thread holds: always in the backward, at least in the forward.
 template <typename T>
 constexpr int kValuesOf = std::is_same_v<T, double> ? 4 : 8;
-template <typename T>
-constexpr int kPackOf = 16 / static_cast<int>(sizeof(T));
 // Threads of the backward's blocks at most: what leaves enough registers for no spill.
 template <typename T, int kPack>
 constexpr int kBackwardThreads = kPack == 1 || std::is_same_v<T, double> ? 512 : 1024;
@@ -345,37 +343,7 @@ __global__ void __launch_bounds__(256)
   if (grad_bias != nullptr) store(grad_bias + place, dbias);
 }
 
-// Adds partial rows in order. Block: 32 columns by 16 runs of rows; grid.y: weight, bias.
-template <typename A, typename P>
-__global__ void __launch_bounds__(512)
-    add_partials_kernel(const A* __restrict__ partials, P* __restrict__ grad_weight,
-                        P* __restrict__ grad_bias, int64_t count, int64_t columns) {
-  constexpr int kRuns = 16;
-  P* target = blockIdx.y == 0 ? grad_weight : grad_bias;
-  if (target == nullptr) return;
-  const A* parts = partials + blockIdx.y * count * columns;
-  const int64_t column = static_cast<int64_t>(blockIdx.x) * kWarp + threadIdx.x;
-  A total = A(0);
-  if (column < columns) {
-    for (int64_t row = threadIdx.y; row < count; row += kRuns) {
-      total += parts[row * columns + column];
-    }
-  }
-  __shared__ A runs[kRuns][kWarp];
-  runs[threadIdx.y][threadIdx.x] = total;
-  __syncthreads();
-  if (threadIdx.y == 0 && column < columns) {
-    A sum = A(0);
-    for (int run = 0; run < kRuns; ++run) sum += runs[run][threadIdx.x];
-    target[column] = narrow<P>(sum);
-  }
-}
-
 // ----------------------------------------------------------------------------------- launchers
-
-inline bool aligned(const void* pointer) {
-  return reinterpret_cast<uintptr_t>(pointer) % 16 == 0;  // null counts
-}
 
 inline int64_t rounded_up(int64_t value, int64_t unit) {
   return (value + unit - 1) / unit * unit;
@@ -496,29 +464,9 @@ struct BackwardCall {
     }
     if (const auto error = cudaGetLastError()) return error;
     if (!parameters) return cudaSuccess;
-    add_partials_kernel<Acc<T>, P>
-        <<<dim3(static_cast<unsigned>((in.columns + kWarp - 1) / kWarp), 2), dim3(kWarp, 16), 0,
-           stream>>>(partials, grad_weight, grad_bias, count, in.columns);
-    return cudaGetLastError();
+    return add_partials<Acc<T>, P>(partials, grad_weight, grad_bias, count, in.columns, stream);
   }
 };
-
-// Calls f(T(), P()) for data of type T and parameters of type P: P is T, or float beside a half.
-template <typename F>
-cudaError_t switch_types(Type data, Type parameters, const F& f) {
-  const bool wide = parameters == Type::f32;
-  switch (data) {
-    case Type::f32:
-      return f(float(), float());
-    case Type::f16:
-      return wide ? f(__half(), float()) : f(__half(), __half());
-    case Type::bf16:
-      return wide ? f(__nv_bfloat16(), float()) : f(__nv_bfloat16(), __nv_bfloat16());
-    case Type::f64:
-      return f(double(), double());
-  }
-  return cudaErrorInvalidValue;
-}
 
 }  // namespace
 }  // namespace fusedops::cuda

@@ -20,4 +20,10 @@ TORCH_LIBRARY(fusedops_cuda, m) {
       " Tensor? weight, Tensor mean, Tensor rstd, Tensor? seed, SymInt[] normalized_shape,"
       " float eps, float dropout_p, ScalarType input_dtype, bool[] output_mask)"
       " -> (Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "rotary_embedding(Tensor query, Tensor key, Tensor cos, Tensor sin, bool interleaved)"
+      " -> (Tensor rotated_query, Tensor rotated_key)");
+  m.def(
+      "rotary_embedding_backward(Tensor? grad_rotated_query, Tensor? grad_rotated_key, Tensor cos,"
+      " Tensor sin, bool interleaved, bool[] output_mask) -> (Tensor, Tensor)");
 }
