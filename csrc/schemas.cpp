@@ -26,6 +26,13 @@ TORCH_LIBRARY(fusedops_cpp, m) {
       " Tensor preactivation, str activation, bool keep_preactivation, bool[] output_mask)"
       " -> (Tensor, Tensor, Tensor)");
   m.def(
+      "linear_glu(Tensor input, Tensor gate_weight, Tensor up_weight, str activation,"
+      " bool keep_preactivations) -> (Tensor output, Tensor gate, Tensor up)");
+  m.def(
+      "linear_glu_backward(Tensor? grad_output, Tensor input, Tensor gate_weight,"
+      " Tensor up_weight, Tensor gate, Tensor up, str activation, bool keep_preactivations,"
+      " bool[] output_mask) -> (Tensor, Tensor, Tensor)");
+  m.def(
       "mlp(Tensor input, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, str activation,"
       " bool keep_preactivation) -> (Tensor output, Tensor preactivation)");
   m.def(

@@ -33,10 +33,12 @@ inline VecF exp2_short(const VecF& y) {
 
 constexpr double kLog2E = 1.44269504088896340736;
 
-// -z / ln 2 for the z of gelu(x) = x * sigmoid(z), and z' = dz/dx.
+// -z / ln 2 for the z of gelu(x) = x * sigmoid(z), and z' = dz/dx. SiLU is the GELU with z = x.
 template <Activation kActivation>
 inline VecF minus_z_in_bits(const VecF& x) {
-  if constexpr (kActivation == Activation::fast_gelu) {
+  if constexpr (kActivation == Activation::silu) {
+    return x * VecF(static_cast<float>(-kLog2E));
+  } else if constexpr (kActivation == Activation::fast_gelu) {
     return x * VecF(static_cast<float>(-kFastGeluScale * kLog2E));
   } else {
     constexpr double scale = -2 * kSqrt2OverPi * kLog2E;
@@ -47,7 +49,9 @@ inline VecF minus_z_in_bits(const VecF& x) {
 
 template <Activation kActivation>
 inline VecF z_slope(const VecF& x) {
-  if constexpr (kActivation == Activation::fast_gelu) {
+  if constexpr (kActivation == Activation::silu) {
+    return VecF(1.0f);
+  } else if constexpr (kActivation == Activation::fast_gelu) {
     return VecF(static_cast<float>(kFastGeluScale));
   } else {
     return at::vec::fmadd(VecF(3 * kTanhCube), x * x, VecF(kTanhLinear));

@@ -1,5 +1,7 @@
 // The matrix product C[m,n] = A[m,k] * B[k,n] on the CPU for float32, bfloat16 and float64: any
-// strides, and the caller's epilogue on each finished tile of C while it is in L1.
+// strides, and the caller's epilogue on each finished tile of C while it is in L1. Two extensions:
+// a second B beside the first, for an epilogue that needs the same tile of both products; and a sum
+// of several products, without a pass over memory between them.
 //
 // Accumulation is float32 (float64 for float64) and rounded never: the epilogue sees the sums. An
 // element's bits depend on its row of A, its column of B and the machine's instruction set, not on
@@ -20,6 +22,12 @@ struct Matrix {
   int64_t column_stride;
 };
 
+// A further product that is added to the first: A[m,k] * B[k,n] of the same sizes.
+struct Factors {
+  Matrix a;
+  Matrix b;
+};
+
 // Finished sums of C: sums[i * stride + j] is element (row + i, column + j), i < rows, j < columns.
 // `row` is a multiple of the tile height, which is at least kLeastTileRows.
 struct Tile {
@@ -27,7 +35,8 @@ struct Tile {
   int64_t column;
   int rows;
   int columns;
-  const void* sums;  // float, or double for float64
+  const void* sums;    // float, or double for float64
+  const void* beside;  // the same of A * GemmCall::beside, or null
   int64_t stride;
 };
 
@@ -41,8 +50,11 @@ struct GemmCall {
   Matrix b;
   DType dtype;
   // Called exactly once for each element of C, from several threads; zeros when k is 0.
-  void (*store)(const void* context, const Tile& tile);
-  const void* context;
+  void (*store)(const void* context, const Tile& tile) = nullptr;
+  const void* context = nullptr;
+  const Matrix* beside = nullptr;    // a second B[k,n]
+  const Factors* further = nullptr;  // products to add to A * B; none with `beside`
+  int64_t num_further = 0;
 };
 
 }  // namespace fusedops

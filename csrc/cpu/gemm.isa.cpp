@@ -9,7 +9,8 @@
 // Sums. float32 accumulation (float64 for float64). k is cut into blocks of kBlockSteps steps; each
 // block is one chain of multiply-adds from zero, and the blocks' sums are added in order. This does
 // not depend on m, n, strides or threads: an element has the same bits whatever it is computed
-// with, and blocks keep the rounding error of long sums down.
+// with, and blocks keep the rounding error of long sums down. A further product is more blocks; a
+// second B is a second panel beside each, and twice the tiles.
 #include "gemm.h"
 
 #include <algorithm>
@@ -58,26 +59,26 @@ class Gemm {
   static constexpr int64_t kPanelA = kPanelSize<Policy, kRows>;
   static constexpr int64_t kPanelB = kPanelSize<Policy, kColumns>;
   static constexpr int64_t kBlock = kBlockSteps * Policy::kPair;
-  static constexpr int64_t kOuter = kOuterBlocks * kBlock;
 
  public:
   explicit Gemm(const GemmCall& call)
       : m_(call.m),
         n_(call.n),
         k_(call.k),
-        a_{static_cast<const T*>(call.a.data), call.a.row_stride, call.a.column_stride},
-        b_{static_cast<const T*>(call.b.data), call.b.column_stride, call.b.row_stride},
+        sides_(call.beside == nullptr ? 1 : 2),
+        blocks_of_product_(ceil_div(call.k, kBlock)),
+        all_blocks_(blocks_of_product_ * (1 + call.num_further)),
         call_(call) {}
 
   void run() {
     if (m_ == 0 || n_ == 0) return;
-    if (k_ > kOuter) {
-      carried_ = static_cast<Sum*>(workspace(Workspace::partial_sums, m_ * n_ * sizeof(Sum)));
+    if (all_blocks_ > kOuterBlocks) {
+      carried_ =
+          static_cast<Sum*>(workspace(Workspace::partial_sums, sides_ * m_ * n_ * sizeof(Sum)));
     }
-    for (int64_t k = 0; k == 0 || k < k_; k += kOuter) {
-      k_begin_ = k;
-      k_count_ = std::min(kOuter, k_ - k);
-      steps_ = ceil_div(k_count_, Policy::kPair);
+    for (first_block_ = 0; first_block_ == 0 || first_block_ < all_blocks_;
+         first_block_ += kOuterBlocks) {
+      blocks_ = std::min(kOuterBlocks, all_blocks_ - first_block_);
       if (m_ <= kFewRows) {
         run_few_rows();
       } else {
@@ -87,60 +88,105 @@ class Gemm {
   }
 
  private:
-  // Steps in block `block` of k, and where its panels lie: block-major, then panel.
-  int64_t steps_in(int64_t block) const {
-    return std::min(kBlockSteps, steps_ - block * kBlockSteps);
+  // Block `block` of those packed now: of which product, from where along k, how much.
+  struct Stretch {
+    int64_t product;
+    int64_t k;
+    int64_t count;
+  };
+
+  Stretch stretch(int64_t block) const {
+    const int64_t index = first_block_ + block;
+    const int64_t k = index % blocks_of_product_ * kBlock;
+    return {index / blocks_of_product_, k, std::min(kBlock, k_ - k)};
+  }
+
+  int64_t steps_in(int64_t block) const { return ceil_div(stretch(block).count, Policy::kPair); }
+
+  // The lines of an operand: rows of A, columns of B.
+  Lines<T> rows_of_a(int64_t product) const {
+    const Matrix& a = product == 0 ? call_.a : call_.further[product - 1].a;
+    return {static_cast<const T*>(a.data), a.row_stride, a.column_stride};
+  }
+
+  Lines<T> columns_of_b(int64_t product, int side) const {
+    const Matrix& b = side == 1      ? *call_.beside
+                      : product == 0 ? call_.b
+                                     : call_.further[product - 1].b;
+    return {static_cast<const T*>(b.data), b.column_stride, b.row_stride};
   }
 
   // Packs k block `block` of `lines` lines from `line` on, of `total` that the operand has.
   template <int kWidth>
   void pack_block(const Lines<T>& operand, int64_t line, int64_t lines, int64_t total,
                   int64_t block, Packed* to, int64_t panel_stride) const {
-    const int64_t k = block * kBlock;
-    const Lines<T> source{operand.at(line, k_begin_ + k), operand.line_stride, operand.k_stride};
-    pack<Policy, kWidth>(source, lines, total - line, std::min(kBlock, k_count_ - k), to,
+    const Stretch part = stretch(block);
+    const Lines<T> source{operand.at(line, part.k), operand.line_stride, operand.k_stride};
+    pack<Policy, kWidth>(source, lines, total - line, part.count, to, panel_stride);
+  }
+
+  void pack_columns_of_b(int side, int64_t column, int64_t columns, int64_t block, Packed* to,
+                         int64_t panel_stride) const {
+    pack_block<kColumns>(columns_of_b(stretch(block).product, side), column, columns, n_, block, to,
                          panel_stride);
   }
 
-  int64_t blocks() const { return ceil_div(k_count_, kBlock); }
+  bool is_first() const { return first_block_ == 0; }
+  bool is_last() const { return first_block_ + blocks_ >= all_blocks_; }
 
-  // Tiles of rows [row, row + rows) and the columns of one panel. a: [blocks][panels] panels;
-  // panel_of(block) gives the panel of B.
+  // Tiles of rows [row, row + rows) and the columns of one panel, of both sides. a:
+  // [blocks][panels] panels; panel_of(side, block) gives the panel of B. tiles:
+  // [sides][rows][kColumns].
   template <typename PanelOf>
   void compute(int64_t row, int64_t rows, int64_t column, const Packed* a, Sum* tiles,
                const PanelOf& panel_of) const {
     const int64_t panels = ceil_div(rows, kRows);
+    const int64_t side_size = panels * kRows * kColumns;
+    for (int side = 0; side < sides_; ++side) {
+      compute_side(side, row, rows, column, a, tiles + side * side_size,
+                   [&](int64_t block) { return panel_of(side, block); });
+    }
+    if (!is_last()) return;
     const int columns = static_cast<int>(std::min<int64_t>(kColumns, n_ - column));
+    for (int64_t p = 0; p < panels; ++p) {
+      const int here = static_cast<int>(std::min<int64_t>(kRows, rows - p * kRows));
+      const Sum* sums = tiles + p * kRows * kColumns;
+      const Tile tile{row + p * kRows, column, here,
+                      columns,         sums,   sides_ == 2 ? sums + side_size : nullptr,
+                      kColumns};
+      call_.store(call_.context, tile);
+    }
+  }
+
+  template <typename PanelOf>
+  void compute_side(int side, int64_t row, int64_t rows, int64_t column, const Packed* a,
+                    Sum* tiles, const PanelOf& panel_of) const {
+    const int64_t panels = ceil_div(rows, kRows);
+    const int columns = static_cast<int>(std::min<int64_t>(kColumns, n_ - column));
+    Sum* carried = carried_ + side * m_ * n_;
     const auto rows_of = [&](int64_t p) {
       return static_cast<int>(std::min<int64_t>(kRows, rows - p * kRows));
     };
-    if (k_begin_ > 0) {
+    if (!is_first()) {
       for (int64_t r = 0; r < rows; ++r) {
-        std::copy_n(carried_ + (row + r) * n_ + column, columns, tiles + r * kColumns);
+        std::copy_n(carried + (row + r) * n_ + column, columns, tiles + r * kColumns);
       }
-    } else if (k_count_ == 0) {
+    } else if (blocks_ == 0) {
       std::fill_n(tiles, rows * kColumns, Sum(0));
     }
-    for (int64_t block = 0; block < blocks(); ++block) {
+    for (int64_t block = 0; block < blocks_; ++block) {
       const Packed* b = panel_of(block);
       // The panel after this one comes from the shared cache: half of it is fetched by each tile.
       const char* ahead = reinterpret_cast<const char*>(b + kPanelB);
       for (int64_t p = 0; p < panels; ++p) {
         run_kernel<Policy>(rows_of(p), steps_in(block), a + (block * panels + p) * kPanelA, b,
-                           tiles + p * kRows * kColumns, block > 0 || k_begin_ > 0,
+                           tiles + p * kRows * kColumns, block > 0 || !is_first(),
                            ahead + p % 2 * steps_in(block) * 64);
       }
     }
-    if (k_begin_ + k_count_ < k_) {
-      for (int64_t r = 0; r < rows; ++r) {
-        std::copy_n(tiles + r * kColumns, columns, carried_ + (row + r) * n_ + column);
-      }
-      return;
-    }
-    for (int64_t p = 0; p < panels; ++p) {
-      const Tile tile{row + p * kRows, column, rows_of(p), columns, tiles + p * kRows * kColumns,
-                      kColumns};
-      call_.store(call_.context, tile);
+    if (is_last()) return;
+    for (int64_t r = 0; r < rows; ++r) {
+      std::copy_n(tiles + r * kColumns, columns, carried + (row + r) * n_ + column);
     }
   }
 
@@ -149,15 +195,17 @@ class Gemm {
     const int64_t panels = ceil_div(rows, kRows);
     const int64_t block_size = panels * kPanelA;
     auto* a = static_cast<Packed*>(workspace(
-        Workspace::packed_a, std::max<int64_t>(1, blocks() * block_size) * sizeof(Packed)));
-    for (int64_t block = 0; block < blocks(); ++block) {
-      pack_block<kRows>(a_, row, rows, m_, block, a + block * block_size, kPanelA);
+        Workspace::packed_a, std::max<int64_t>(1, blocks_ * block_size) * sizeof(Packed)));
+    for (int64_t block = 0; block < blocks_; ++block) {
+      pack_block<kRows>(rows_of_a(stretch(block).product), row, rows, m_, block,
+                        a + block * block_size, kPanelA);
     }
     return a;
   }
 
   Sum* tile_buffer(int64_t panels) const {
-    return static_cast<Sum*>(workspace(Workspace::tiles, panels * kRows * kColumns * sizeof(Sum)));
+    return static_cast<Sum*>(
+        workspace(Workspace::tiles, sides_ * panels * kRows * kColumns * sizeof(Sum)));
   }
 
   void run_few_rows() const {
@@ -170,8 +218,8 @@ class Gemm {
       for (int64_t task; (task = next()) >= 0;) {
         for (int64_t p = task * together; p < std::min(panels, (task + 1) * together); ++p) {
           const int64_t columns = std::min<int64_t>(kColumns, n_ - p * kColumns);
-          compute(0, m_, p * kColumns, a, tiles, [&](int64_t block) {
-            pack_block<kColumns>(b_, p * kColumns, columns, n_, block, panel, kPanelB);
+          compute(0, m_, p * kColumns, a, tiles, [&](int side, int64_t block) {
+            pack_columns_of_b(side, p * kColumns, columns, block, panel, kPanelB);
             return panel;
           });
         }
@@ -181,13 +229,14 @@ class Gemm {
 
   // Panels of B for one task, so that a task is worth a thread (about 30 us).
   int64_t panels_per_task() const {
-    const int64_t work = std::max<int64_t>(1, (m_ + 4) * kColumns * k_count_);
+    const int64_t terms = sides_ * std::min(blocks_ * kBlock, k_ * (1 + call_.num_further));
+    const int64_t work = std::max<int64_t>(1, (m_ + 4) * kColumns * terms);
     return std::max<int64_t>(1, (int64_t{1} << 21) / work);
   }
 
   void run_chunks() const {
     const int64_t panels = ceil_div(n_, kColumns);
-    const int64_t panel_size = blocks() * kPanelB;
+    const int64_t panel_size = sides_ * blocks_ * kPanelB;
     const int64_t fitting =
         std::max<int64_t>(1, kSharedBytes / std::max<int64_t>(1, panel_size * sizeof(Packed)));
     const int64_t chunks = ceil_div(panels, fitting);
@@ -201,25 +250,25 @@ class Gemm {
     }
   }
 
-  // b: [panel][block][steps][kColumns].
+  // b: [panel][side][block][steps][kColumns].
   void pack_columns(Packed* b, int64_t first, int64_t count) const {
     constexpr int64_t kGroup = 4;  // panels that share cache lines of rows of B
-    const int64_t groups = ceil_div(count, kGroup);
-    share_tasks(groups * blocks(), [&](const auto& next_task) {
+    const int64_t groups = ceil_div(count, kGroup), in_panel = sides_ * blocks_;
+    share_tasks(groups * in_panel, [&](const auto& next_task) {
       for (int64_t task; (task = next_task()) >= 0;) {
-        const int64_t panel = task / blocks() * kGroup;
-        const int64_t block = task % blocks();
+        const int64_t panel = task / in_panel * kGroup;
+        const int64_t part = task % in_panel;
         const int64_t column = (first + panel) * kColumns;
         const int64_t lines = std::min(std::min(kGroup, count - panel) * kColumns, n_ - column);
-        pack_block<kColumns>(b_, column, lines, n_, block, b + (panel * blocks() + block) * kPanelB,
-                             blocks() * kPanelB);
+        pack_columns_of_b(static_cast<int>(part / blocks_), column, lines, part % blocks_,
+                          b + (panel * in_panel + part) * kPanelB, in_panel * kPanelB);
       }
     });
   }
 
   void multiply_chunk(const Packed* b, int64_t first, int64_t count) const {
     const int64_t row_panels = ceil_div(m_, kRows);
-    const int64_t a_panel_bytes = std::max<int64_t>(1, blocks()) * kPanelA * sizeof(Packed);
+    const int64_t a_panel_bytes = std::max<int64_t>(1, blocks_) * kPanelA * sizeof(Packed);
     const int64_t together = std::clamp<int64_t>(kPrivateBytes / a_panel_bytes, 4, kMaxTiles);
     // A task is a block of rows and a part of the chunk's columns: parts only where there are too
     // few blocks for the threads. Blocks are even, and as many for each thread.
@@ -238,18 +287,20 @@ class Gemm {
         const Packed* a = pack_rows(row, rows);
         const int64_t from = task / row_blocks * part;
         for (int64_t p = from; p < std::min(from + part, count); ++p) {
-          compute(row, rows, (first + p) * kColumns, a, tiles,
-                  [&](int64_t k_block) { return b + (p * blocks() + k_block) * kPanelB; });
+          compute(row, rows, (first + p) * kColumns, a, tiles, [&](int side, int64_t k_block) {
+            return b + ((p * sides_ + side) * blocks_ + k_block) * kPanelB;
+          });
         }
       }
     });
   }
 
   int64_t m_, n_, k_;
-  Lines<T> a_, b_;
+  int sides_;
+  int64_t blocks_of_product_, all_blocks_;
   const GemmCall& call_;
-  Sum* carried_ = nullptr;  // [m, n] sums over the k that came before k_begin_
-  int64_t k_begin_ = 0, k_count_ = 0, steps_ = 0;
+  Sum* carried_ = nullptr;                // [sides][m, n] sums over the blocks before first_block_
+  int64_t first_block_ = 0, blocks_ = 0;  // those that are packed now
 };
 
 }  // namespace

@@ -37,7 +37,7 @@ inline Matrix transposed(const at::Tensor& tensor) {
 
 inline GemmCall product_of(int64_t m, int64_t n, int64_t k, Matrix a, Matrix b,
                            const at::Tensor& like) {
-  return {m, n, k, a, b, dtype_of(like), nullptr, nullptr};
+  return {m, n, k, a, b, dtype_of(like)};
 }
 
 inline Activation parse_activation(std::string_view name) {
@@ -58,14 +58,18 @@ inline void linear_into(const at::Tensor& x, const at::Tensor& weight, const at:
   FUSEDOPS_CALL_ISA(linear_forward, arguments);
 }
 
-// The dense row-major product a * b as a new tensor; dimensions come from the strided operands.
-inline at::Tensor multiply(int64_t m, int64_t n, int64_t k, Matrix a, Matrix b,
-                           const at::TensorOptions& options, const at::Tensor& like) {
-  auto out = at::empty({m, n}, options);
-  const LinearForward arguments{product_of(m, n, k, a, b, like), nullptr, nullptr,
-                                mutable_data(out), Activation::identity};
+// The dense row-major product as a new tensor.
+inline at::Tensor multiply(const GemmCall& call, const at::TensorOptions& options) {
+  auto out = at::empty({call.m, call.n}, options);
+  const LinearForward arguments{call, nullptr, nullptr, mutable_data(out), Activation::identity};
   FUSEDOPS_CALL_ISA(linear_forward, arguments);
   return out;
+}
+
+// The same of a * b; dimensions come from the strided operands.
+inline at::Tensor multiply(int64_t m, int64_t n, int64_t k, Matrix a, Matrix b,
+                           const at::TensorOptions& options, const at::Tensor& like) {
+  return multiply(product_of(m, n, k, a, b, like), options);
 }
 
 // grad * weight: the gradient of a linear layer's input. grad [rows, out], weight [out, in].

@@ -14,43 +14,12 @@
 #include <algorithm>
 
 #include "../common/parallel.h"
-#include "activation.h"
-#include "gelu_vec.h"
+#include "epilogue.h"
 #include "gemm_kernel.h"
 #include "vec.h"
 
 namespace fusedops::CPU_CAPABILITY {
 namespace {
-
-// The activation of z, and its derivative; the GELUs have short forms for bfloat16.
-template <typename T, Activation A>
-inline Vec<T> activated(const Vec<T>& z) {
-  if constexpr (A == Activation::gelu || A == Activation::gelu_tanh || A == Activation::fast_gelu) {
-    return gelu_value<T, A>(z);
-  } else {
-    return act_forward<A>(z);
-  }
-}
-
-template <typename T, Activation A>
-inline Vec<T> slope(const Vec<T>& z) {
-  if constexpr (A == Activation::gelu || A == Activation::gelu_tanh || A == Activation::fast_gelu) {
-    return gelu_slope<T, A>(z);
-  } else {
-    return act_backward<A>(z);
-  }
-}
-
-// Rows of a row-major matrix [rows, columns]; null stays null.
-template <typename T>
-inline T* at(void* data, int64_t row, int64_t columns, int64_t column) {
-  return data == nullptr ? nullptr : static_cast<T*>(data) + row * columns + column;
-}
-
-template <typename T>
-inline const T* at(const void* data, int64_t row, int64_t columns, int64_t column) {
-  return data == nullptr ? nullptr : static_cast<const T*>(data) + row * columns + column;
-}
 
 template <typename T, Activation A>
 void store_forward(const void* context, const Tile& tile) {
@@ -142,13 +111,6 @@ void gradient(const ActivationGradient& a) {
     }
   });
   sum_partials(partials, chunks.count, n, n, static_cast<T*>(a.grad_bias));
-}
-
-// Calls body(T(), activation tag).
-template <typename Body>
-void with_types(DType dtype, Activation activation, const Body& body) {
-  switch_dtype(dtype,
-               [&](auto t) { with_activation(activation, [&](auto tag) { body(t, tag); }); });
 }
 
 }  // namespace

@@ -6,6 +6,7 @@ from fusedops.ops.bias_gelu import bias_gelu
 from fusedops.ops.gelu import gelu
 from fusedops.ops.layer_norm import layer_norm
 from fusedops.ops.linear_act import linear_act
+from fusedops.ops.linear_glu import linear_glu
 from fusedops.ops.mlp import mlp
 from fusedops.ops.rotary_embedding import rotary_embedding
 
@@ -16,6 +17,7 @@ __all__ = [
     "gelu",
     "layer_norm",
     "linear_act",
+    "linear_glu",
     "mlp",
     "rotary_embedding",
 ]

@@ -1,0 +1,217 @@
+"""A gated linear unit, both products in one: activation and product cost no pass over memory.
+
+    gate = x Wg^T,   up = x Wu^T,   y = act(gate) * up
+
+with ``torch.nn.functional.linear``'s weights ``[out, in]``; with ``"silu"`` it is the first half of
+Llama's feed-forward layer (SwiGLU). Kernels: ``csrc/cpu/linear_glu.*`` and ``csrc/cpu/gemm.*``,
+``kernels/linear_glu.py``; here are the public function, the specification and the registration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from fusedops._core import checks, dtypes
+from fusedops._core.activation import ACTIVATIONS, SLOPES
+from fusedops._core.library import Gradient, define_op
+from fusedops._core.sharding import PARTIAL, REPLICATE, Placement
+from fusedops.ops.linear_act import (
+    check_linear,
+    check_parameter,
+    empty_weight_gradient,
+    preactivation_of,
+    wants_gradient,
+    weight_gradient,
+)
+
+
+def linear_glu(
+    input: torch.Tensor,
+    gate_weight: torch.Tensor,
+    up_weight: torch.Tensor,
+    *,
+    activation: str = "silu",
+) -> torch.Tensor:
+    """Apply two linear transformations and multiply one, activated, by the other.
+
+    ``y = act(x Wg^T) * (x Wu^T)``
+
+    Args:
+        input: ``[..., in_features]``, any floating dtype, any strides.
+        gate_weight: ``[out_features, in_features]``, dtype of ``input``; may be a transposed view,
+            nothing is copied.
+        up_weight: ``[out_features, in_features]``, the same.
+        activation: ``"silu"`` (SwiGLU), ``"gelu"`` (erf) or ``"gelu_tanh"`` (GeGLU),
+            ``"fast_gelu"`` (``x * sigmoid(1.702 x)``), ``"relu"`` (ReGLU), ``"relu2"`` or
+            ``"identity"`` (bilinear).
+
+    Returns:
+        ``[..., out_features]``, dtype of ``input``, contiguous.
+
+    Raises:
+        ValueError: a shape or device does not fit, or ``activation`` is unknown.
+        TypeError: an argument is no tensor, or its dtype does not fit.
+
+    Note:
+        Products accumulate in float32 (float64 for float64); activation and product act on the
+        sums, and the result is rounded once. On the CPU a row's result does not depend on the
+        other rows, nor any result on the number of threads; there the gradient of ``input``, a sum
+        of two products, is rounded once as well. Saves ``input``, the weights and the two
+        pre-activations (none where no gradient is wanted). Backends: cpp, triton, torch. Under
+        autocast all arguments are cast, as torch does for linear.
+
+    Reference:
+        Shazeer: GLU Variants Improve Transformer, arXiv:2002.05202.
+
+    Example:
+        >>> import torch, fusedops
+        >>> gate, up = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0]])
+        >>> fusedops.linear_glu(torch.tensor([[2.0, 3.0]]), gate, up, activation="relu")
+        tensor([[6.]])
+    """
+    op = "linear_glu"
+    check_linear(op, input, gate_weight, None, ("gate_weight", ""))
+    check_parameter(op, "up_weight", up_weight, input)
+    checks.shape(op, "up_weight", up_weight, gate_weight.shape, "that of gate_weight")
+    checks.choice(op, "activation", activation, ACTIVATIONS)
+    keep = wants_gradient(input, gate_weight, up_weight)
+    return _OP(input, gate_weight, up_weight, activation, keep)[0]
+
+
+def _reference(
+    input: torch.Tensor,
+    gate_weight: torch.Tensor,
+    up_weight: torch.Tensor,
+    activation: str,
+    keep_preactivations: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    gate, up = F.linear(input, gate_weight), F.linear(input, up_weight)
+    wide = dtypes.statistics_dtype(input.dtype)
+    output = (ACTIVATIONS[activation](gate.to(wide)) * up.to(wide)).to(input.dtype)
+    if keep_preactivations:
+        return output.contiguous(), gate.contiguous(), up.contiguous()
+    return output.contiguous(), input.new_empty(0), input.new_empty(0)
+
+
+def _fake(
+    input: torch.Tensor,
+    gate_weight: torch.Tensor,
+    up_weight: torch.Tensor,
+    activation: str,
+    keep_preactivations: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    shape = (*input.shape[:-1], gate_weight.shape[0])
+    kept = shape if keep_preactivations else (0,)
+    return input.new_empty(shape), input.new_empty(kept), input.new_empty(kept)
+
+
+def _backward_reference(
+    grad_output: torch.Tensor,
+    input: torch.Tensor,
+    gate_weight: torch.Tensor,
+    up_weight: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    activation: str,
+    keep_preactivations: bool,
+    output_mask: Sequence[bool],
+) -> tuple[torch.Tensor | None, ...]:
+    dtype, wide = grad_output.dtype, dtypes.statistics_dtype(grad_output.dtype)
+    gate = preactivation_of(input, gate_weight, None, gate).to(wide)
+    up = preactivation_of(input, up_weight, None, up).to(wide)
+    grad = grad_output.to(wide)
+    grad_gate = (grad * up * SLOPES[activation](gate)).to(dtype)
+    grad_up = (grad * ACTIVATIONS[activation](gate)).to(dtype)
+    grad_input = None
+    if output_mask[0]:
+        grad_input = (grad_gate @ gate_weight + grad_up @ up_weight).contiguous()
+    return (
+        grad_input,
+        weight_gradient(grad_gate, input, gate_weight) if output_mask[1] else None,
+        weight_gradient(grad_up, input, up_weight) if output_mask[2] else None,
+    )
+
+
+def _backward_fake(
+    grad_output: torch.Tensor,
+    input: torch.Tensor,
+    gate_weight: torch.Tensor,
+    up_weight: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    activation: str,
+    keep_preactivations: bool,
+    output_mask: Sequence[bool],
+) -> tuple[torch.Tensor | None, ...]:
+    return (
+        input.new_empty(input.shape) if output_mask[0] else None,
+        empty_weight_gradient(gate_weight) if output_mask[1] else None,
+        empty_weight_gradient(up_weight) if output_mask[2] else None,
+    )
+
+
+def _shard(
+    input: Any, gate_weight: Any, up_weight: Any, activation: str, keep_preactivations: bool
+) -> list[tuple[list[Placement], list[Placement]]]:
+    """Shard the rows; or the outputs (column parallel)."""
+    last = input.ndim - 1
+
+    def rule(
+        output: Placement, x: Placement, weights: Placement
+    ) -> tuple[list[Placement], list[Placement]]:
+        kept = output if keep_preactivations else REPLICATE
+        return [output, kept, kept], [x, weights, weights, None, None]
+
+    words: list[Placement] = [REPLICATE, *range(last)]
+    return [*(rule(word, word, REPLICATE) for word in words), rule(last, REPLICATE, 0)]
+
+
+def _shard_backward(
+    grad_output: Any,
+    input: Any,
+    gate_weight: Any,
+    up_weight: Any,
+    gate: Any,
+    up: Any,
+    activation: str,
+    keep_preactivations: bool,
+    output_mask: Sequence[bool],
+) -> list[tuple[list[Placement], list[Placement]]]:
+    last = input.ndim - 1
+
+    def rule(
+        results: tuple[Placement, Placement], grad: Placement, x: Placement, weights: Placement
+    ) -> tuple[list[Placement], list[Placement]]:
+        each = (results[0], results[1], results[1])
+        wanted = [word if on else None for word, on in zip(each, output_mask, strict=True)]
+        kept = grad if keep_preactivations else REPLICATE
+        return wanted, [grad, x, weights, weights, kept, kept, None, None, None]
+
+    rules = [rule((REPLICATE, REPLICATE), REPLICATE, REPLICATE, REPLICATE)]
+    rules += [rule((dim, PARTIAL), dim, dim, REPLICATE) for dim in range(last)]
+    rules.append(rule((PARTIAL, 0), last, REPLICATE, 0))
+    return rules
+
+
+_OP = define_op(
+    "linear_glu",
+    "(Tensor input, Tensor gate_weight, Tensor up_weight, str activation,"
+    " bool keep_preactivations) -> (Tensor output, Tensor gate, Tensor up)",
+    reference=_reference,
+    fake=_fake,
+    gradient=Gradient(
+        inputs=("input", "gate_weight", "up_weight"),
+        outputs=("output",),
+        saves=("input", "gate_weight", "up_weight", "gate", "up"),
+        reference=_backward_reference,
+        fake=_backward_fake,
+    ),
+    autocast="lower",
+    triton="fusedops.kernels.linear_glu",
+    shard=_shard,
+    shard_backward=_shard_backward,
+)
