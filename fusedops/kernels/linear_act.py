@@ -21,27 +21,45 @@ import triton.language as tl
 from fusedops.kernels import _launch
 from fusedops.kernels._device import act_slope, act_value
 
-_GROUP_M = 8
+GROUP_M = 8
 _GRADIENT_TILE = {"BLOCK_M": 8, "BLOCK_N": 256}
 _GRADIENT_OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
 
 
 @triton.jit
-def _halves(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def halves(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Return the left and the right half of a tile."""
     return tl.split(tl.permute(tl.reshape(tile, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
 
 
 @triton.jit
-def _split(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr):
+def split(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr):
     """Return the columns of a tile in ``PARTS`` (1 or 4) equal parts, left to right."""
     if PARTS == 1:
         return (tile,)
     else:
-        left, right = _halves(tile, BLOCK_M, BLOCK_N)
-        first, second = _halves(left, BLOCK_M, BLOCK_N // 2)
-        third, fourth = _halves(right, BLOCK_M, BLOCK_N // 2)
+        left, right = halves(tile, BLOCK_M, BLOCK_N)
+        first, second = halves(left, BLOCK_M, BLOCK_N // 2)
+        third, fourth = halves(right, BLOCK_M, BLOCK_N // 2)
         return first, second, third, fourth
+
+
+@triton.jit
+def tile_of(
+    program,
+    num_rows,
+    num_cols,
+    GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Return row and column of a program's tile: groups of ``GROUP_M`` rows, down the columns."""
+    row_tiles = tl.cdiv(num_rows, BLOCK_M)
+    group_size = GROUP_M * tl.cdiv(num_cols, BLOCK_N)
+    first_tile = program // group_size * GROUP_M
+    group_rows = tl.minimum(row_tiles - first_tile, GROUP_M)
+    row_tile = first_tile + program % group_size % group_rows
+    return row_tile, program % group_size // group_rows
 
 
 @triton.jit
@@ -68,13 +86,7 @@ def _forward_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    program = tl.program_id(0)
-    row_tiles = tl.cdiv(num_rows, BLOCK_M)
-    group_size = GROUP_M * tl.cdiv(num_cols, BLOCK_N)
-    first_tile = program // group_size * GROUP_M
-    group_rows = tl.minimum(row_tiles - first_tile, GROUP_M)
-    row_tile = first_tile + program % group_size % group_rows
-    col_tile = program % group_size // group_rows
+    row_tile, col_tile = tile_of(tl.program_id(0), num_rows, num_cols, GROUP_M, BLOCK_M, BLOCK_N)
     row = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     col = col_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
@@ -95,7 +107,7 @@ def _forward_kernel(
     # The tile's corner is a 64-bit offset, positions inside it are 32-bit.
     corner = row_tile.to(tl.int64) * BLOCK_M * num_cols
     PART: tl.constexpr = BLOCK_N // EPILOGUE_PARTS
-    parts = _split(total, BLOCK_M, BLOCK_N, EPILOGUE_PARTS)
+    parts = split(total, BLOCK_M, BLOCK_N, EPILOGUE_PARTS)
     for part in tl.static_range(EPILOGUE_PARTS):
         z = parts[part]
         part_col = col_tile * BLOCK_N + part * PART + tl.arange(0, PART)
@@ -177,7 +189,7 @@ def linear(
     x = rows_of(input)
     num_rows, depth = x.shape
     num_cols = weight.shape[0]
-    blocks, options = _blocks(x.dtype, num_rows)
+    blocks, options = blocks_of(x.dtype, num_rows)
     tiles = triton.cdiv(num_rows, blocks["BLOCK_M"]) * triton.cdiv(num_cols, blocks["BLOCK_N"])
     with _launch.device_of(x):
         _forward_kernel[(tiles,)](
@@ -194,8 +206,8 @@ def linear(
             HAS_BIAS=bias is not None,
             KEEPS=keeps,
             ACTIVATION=activation,
-            PRECISION=_precision(),
-            GROUP_M=_GROUP_M,
+            PRECISION=precision(),
+            GROUP_M=GROUP_M,
             **blocks,
             **options,
         )
@@ -305,10 +317,10 @@ def static_report_cases() -> list[dict[str, Any]]:
         types = pointers | {"hidden_ptr": f"*{name}", "dbias_ptr": "*fp32"}
         types |= dict.fromkeys(("num_rows", "num_cols", "depth"), "i32")
         types |= dict.fromkeys(("stride_xm", "stride_wn"), "i32")
-        flags: dict[str, Any] = {"HAS_BIAS": True, "KEEPS": True, "GROUP_M": _GROUP_M}
+        flags: dict[str, Any] = {"HAS_BIAS": True, "KEEPS": True, "GROUP_M": GROUP_M}
         flags |= {"ACTIVATION": "gelu", "PRECISION": "ieee", "stride_xk": 1, "stride_wk": 1}
         for num_rows in (16, 64, 4096) if dtype == torch.bfloat16 else (4096,):
-            blocks, options = _blocks(dtype, num_rows)
+            blocks, options = blocks_of(dtype, num_rows)
             matrix = dtype == torch.bfloat16
             cases.append(
                 _launch.report_case(_forward_kernel, types, flags | blocks, options, matrix=matrix)
@@ -319,12 +331,12 @@ def static_report_cases() -> list[dict[str, Any]]:
     return cases
 
 
-def _precision() -> str:
+def precision() -> str:
     """Return how float32 operands are multiplied: exactly, unless torch is told otherwise."""
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
-def _blocks(dtype: torch.dtype, num_rows: int) -> tuple[dict[str, int], dict[str, Any]]:
+def blocks_of(dtype: torch.dtype, num_rows: int) -> tuple[dict[str, int], dict[str, Any]]:
     """Return tile sizes and launch options: half precision fills the matrix units of sm_90."""
     options = {"enable_fp_fusion": True}
     if dtype == torch.float32:

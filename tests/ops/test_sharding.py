@@ -107,8 +107,10 @@ def _column_worker(rank: int) -> None:
     sample = Sample("columns", tuple(leaves))
     placements = {(8, 12): Shard(0), (8,): Shard(0)}
     _check(all_specs()["linear_act"], sample, mesh, placements, Shard(1))
+    gated = Sample("columns", (*leaves[:2], torch.randn(8, 12, requires_grad=True)))
+    _check(all_specs()["linear_glu"], gated, mesh, {(8, 12): Shard(0)}, Shard(1))
 
 
 @pytest.mark.distributed
-def test_linear_act_is_column_parallel_without_communication() -> None:
+def test_linear_layers_are_column_parallel_without_communication() -> None:
     _on_all_ranks(_column_worker)

@@ -1,0 +1,239 @@
+"""linear_glu in Triton: one kernel makes the tiles of both products and multiplies them.
+
+Forward: half of a program's tile is the gate and half the other product, of the same rows and
+columns: the input is read once and one wide matrix instruction serves both; sums are float32.
+Beside the output only the two pre-activations are written, when they are kept.
+
+Backward: one pass makes the gradients of both pre-activations. The products are then plain and go
+to torch's own matmul (cuBLAS); the second of the input's gradient accumulates on the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from fusedops.kernels import _launch
+from fusedops.kernels._device import act_slope, act_value
+from fusedops.kernels.linear_act import (
+    GROUP_M,
+    blocks_of,
+    halves,
+    precision,
+    rows_of,
+    split,
+    tile_of,
+    weight_gradient,
+)
+
+_GRADIENT_BLOCK = {"BLOCK": 1024}
+_GRADIENT_OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
+
+
+@triton.jit
+def _forward_kernel(
+    x_ptr,
+    gate_weight_ptr,
+    up_weight_ptr,
+    gate_ptr,
+    up_ptr,
+    y_ptr,
+    num_rows,
+    num_cols,
+    depth,
+    stride_xm,
+    stride_xk,
+    stride_wn,
+    stride_wk,
+    KEEPS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    PRECISION: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    EPILOGUE_PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    HALF: tl.constexpr = BLOCK_N // 2
+    row_tile, col_tile = tile_of(tl.program_id(0), num_rows, num_cols, GROUP_M, BLOCK_M, HALF)
+    row = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    lane = tl.arange(0, BLOCK_N)
+    col = col_tile * HALF + lane % HALF
+    k = tl.arange(0, BLOCK_K)
+    # Rows past the edge read row 0: loads need a mask along k only.
+    row_read = tl.where(row < num_rows, row, 0).to(tl.int64)
+    col_read = tl.where(col < num_cols, col, 0).to(tl.int64)
+    x_ptrs = x_ptr + row_read[:, None] * stride_xm + k[None, :] * stride_xk
+    weight_ptr = tl.where(lane < HALF, gate_weight_ptr, up_weight_ptr)
+    w_ptrs = weight_ptr[None, :] + col_read[None, :] * stride_wn + k[:, None] * stride_wk
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for first in range(0, depth, BLOCK_K):
+        left = depth - first
+        x = tl.load(x_ptrs, mask=k[None, :] < left, other=0.0)
+        w = tl.load(w_ptrs, mask=k[:, None] < left, other=0.0)
+        total = tl.dot(x, w, total, input_precision=PRECISION)
+        x_ptrs += BLOCK_K * stride_xk
+        w_ptrs += BLOCK_K * stride_wk
+    # The tile is finished in parts: all of it at once would not leave registers for the epilogue.
+    corner = row_tile.to(tl.int64) * BLOCK_M * num_cols
+    PART: tl.constexpr = HALF // EPILOGUE_PARTS
+    gate_sum, up_sum = halves(total, BLOCK_M, BLOCK_N)
+    gates = split(gate_sum, BLOCK_M, HALF, EPILOGUE_PARTS)
+    ups = split(up_sum, BLOCK_M, HALF, EPILOGUE_PARTS)
+    for part in tl.static_range(EPILOGUE_PARTS):
+        gate, up = gates[part], ups[part]
+        part_col = col_tile * HALF + part * PART + tl.arange(0, PART)
+        mask = (row < num_rows)[:, None] & (part_col < num_cols)[None, :]
+        offset = tl.arange(0, BLOCK_M)[:, None] * num_cols + part_col[None, :]
+        if KEEPS:
+            tl.store(gate_ptr + corner + offset, gate.to(gate_ptr.dtype.element_ty), mask=mask)
+            tl.store(up_ptr + corner + offset, up.to(up_ptr.dtype.element_ty), mask=mask)
+        y = act_value(gate, ACTIVATION) * up
+        tl.store(y_ptr + corner + offset, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _gradient_kernel(
+    dy_ptr,
+    gate_ptr,
+    up_ptr,
+    dgate_ptr,
+    dup_ptr,
+    numel,
+    ACTIVATION: tl.constexpr,
+    WANTS_GATE: tl.constexpr,
+    WANTS_UP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    offset = first + tl.arange(0, BLOCK)
+    mask = offset < numel
+    dy = tl.load(dy_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+    if WANTS_GATE:
+        up = tl.load(up_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+        dgate = dy * up * act_slope(gate, ACTIVATION)
+        tl.store(dgate_ptr + offset, dgate.to(dgate_ptr.dtype.element_ty), mask=mask)
+    if WANTS_UP:
+        dup = dy * act_value(gate, ACTIVATION)
+        tl.store(dup_ptr + offset, dup.to(dup_ptr.dtype.element_ty), mask=mask)
+
+
+def forward(
+    input: torch.Tensor,
+    gate_weight: torch.Tensor,
+    up_weight: torch.Tensor,
+    activation: str,
+    keep_preactivations: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Launch the forward; arguments and results are those of ``fusedops::linear_glu``."""
+    shape = (*input.shape[:-1], gate_weight.shape[0])
+    kept = shape if keep_preactivations else (0,)
+    output, gate, up = input.new_empty(shape), input.new_empty(kept), input.new_empty(kept)
+    if output.numel() == 0:
+        return output, gate, up
+    if gate_weight.stride() != up_weight.stride():
+        gate_weight, up_weight = gate_weight.contiguous(), up_weight.contiguous()
+    x = rows_of(input)
+    num_rows, depth = x.shape
+    num_cols = gate_weight.shape[0]
+    blocks, options = _blocks(x.dtype, num_rows)
+    col_tiles = triton.cdiv(2 * num_cols, blocks["BLOCK_N"])
+    tiles = triton.cdiv(num_rows, blocks["BLOCK_M"]) * col_tiles
+    with _launch.device_of(x):
+        _forward_kernel[(tiles,)](
+            x,
+            gate_weight,
+            up_weight,
+            gate if keep_preactivations else output,
+            up if keep_preactivations else output,
+            output,
+            num_rows,
+            num_cols,
+            depth,
+            *x.stride(),
+            *gate_weight.stride(),
+            KEEPS=keep_preactivations,
+            ACTIVATION=activation,
+            PRECISION=precision(),
+            GROUP_M=GROUP_M,
+            **blocks,
+            **options,
+        )
+    return output, gate, up
+
+
+def backward(
+    grad_output: torch.Tensor,
+    input: torch.Tensor,
+    gate_weight: torch.Tensor,
+    up_weight: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    activation: str,
+    keep_preactivations: bool,
+    output_mask: Sequence[bool],
+) -> tuple[torch.Tensor | None, ...]:
+    """Launch the backward; arguments and results are those of ``fusedops::linear_glu_backward``."""
+    if gate.numel() != grad_output.numel():
+        _, gate, up = forward(input, gate_weight, up_weight, activation, True)
+    dy, x = rows_of(grad_output.contiguous()), rows_of(input)
+    dgate = torch.empty_like(dy) if output_mask[0] or output_mask[1] else None
+    dup = torch.empty_like(dy) if output_mask[0] or output_mask[2] else None
+    if dy.numel() > 0:
+        with _launch.device_of(dy):
+            _gradient_kernel[(triton.cdiv(dy.numel(), _GRADIENT_BLOCK["BLOCK"]),)](
+                dy,
+                gate,
+                up,
+                dy if dgate is None else dgate,
+                dy if dup is None else dup,
+                dy.numel(),
+                ACTIVATION=activation,
+                WANTS_GATE=dgate is not None,
+                WANTS_UP=dup is not None,
+                **_GRADIENT_BLOCK,
+                **_GRADIENT_OPTIONS,
+            )
+    grad_input = grad_gate_weight = grad_up_weight = None
+    if output_mask[0]:
+        assert dgate is not None and dup is not None
+        grad_input = torch.addmm(dgate @ gate_weight, dup, up_weight).reshape(input.shape)
+    if output_mask[1]:
+        assert dgate is not None
+        grad_gate_weight = weight_gradient(dgate, x, gate_weight)
+    if output_mask[2]:
+        assert dup is not None
+        grad_up_weight = weight_gradient(dup, x, up_weight)
+    return grad_input, grad_gate_weight, grad_up_weight
+
+
+def static_report_cases() -> list[dict[str, Any]]:
+    """Return the configurations whose registers, spills and instructions are kept on record."""
+    cases = []
+    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
+        names = ("x_ptr", "gate_weight_ptr", "up_weight_ptr", "gate_ptr", "up_ptr", "y_ptr")
+        types = dict.fromkeys((*names, "dy_ptr", "dgate_ptr", "dup_ptr"), f"*{name}")
+        types |= dict.fromkeys(("num_rows", "num_cols", "depth", "numel"), "i32")
+        types |= dict.fromkeys(("stride_xm", "stride_wn"), "i32")
+        flags: dict[str, Any] = {"KEEPS": True, "GROUP_M": GROUP_M, "PRECISION": "ieee"}
+        flags |= {"ACTIVATION": "silu", "stride_xk": 1, "stride_wk": 1}
+        for num_rows in (16, 64, 4096) if dtype == torch.bfloat16 else (4096,):
+            blocks, options = _blocks(dtype, num_rows)
+            matrix = dtype == torch.bfloat16
+            cases.append(
+                _launch.report_case(_forward_kernel, types, flags | blocks, options, matrix=matrix)
+            )
+        flags = {"ACTIVATION": "gelu", "WANTS_GATE": True, "WANTS_UP": True} | _GRADIENT_BLOCK
+        cases.append(_launch.report_case(_gradient_kernel, types, flags, _GRADIENT_OPTIONS))
+    return cases
+
+
+def _blocks(dtype: torch.dtype, num_rows: int) -> tuple[dict[str, int], dict[str, Any]]:
+    """Return linear_act's tile sizes and options; float32 would spill 16 bytes in four warps."""
+    blocks, options = blocks_of(dtype, num_rows)
+    return blocks, options | ({"num_warps": 8} if dtype == torch.float32 else {})
