@@ -61,4 +61,11 @@ TORCH_LIBRARY(fusedops_cpp, m) {
   m.def(
       "rotary_embedding_backward(Tensor? grad_rotated_query, Tensor? grad_rotated_key, Tensor cos,"
       " Tensor sin, bool interleaved, bool[] output_mask) -> (Tensor, Tensor)");
+  m.def(
+      "cross_entropy(Tensor logits, Tensor target, int ignore_index, float label_smoothing,"
+      " float z_loss, float softcap, str reduction) -> (Tensor loss, Tensor count, Tensor lse)");
+  m.def(
+      "cross_entropy_backward(Tensor? grad_loss, Tensor logits, Tensor target, Tensor lse,"
+      " int ignore_index, float label_smoothing, float z_loss, float softcap, str reduction,"
+      " bool[] output_mask) -> Tensor");
 }

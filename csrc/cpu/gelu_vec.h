@@ -15,24 +15,13 @@
 #include <limits>
 
 #include "activation.h"
+#include "exp2_vec.h"
 #include "vec.h"
 
 namespace fusedops::CPU_CAPABILITY {
 namespace {
 
 #if defined(CPU_CAPABILITY_AVX512)
-// 2^y to 2.6e-6, for any y: 0 and infinity where it underflows and overflows.
-inline VecF exp2_short(const VecF& y) {
-  const VecF r = _mm512_reduce_ps(y, 0x9);  // y - floor(y); scalef below takes floor(y)
-  VecF p = at::vec::fmadd(VecF(0.013534168f), r, VecF(0.052011464f));
-  p = at::vec::fmadd(p, r, VecF(0.24144275f));
-  p = at::vec::fmadd(p, r, VecF(0.69300383f));
-  p = at::vec::fmadd(p, r, VecF(1.0000026f));
-  return _mm512_scalef_ps(p, y);
-}
-
-constexpr double kLog2E = 1.44269504088896340736;
-
 // -z / ln 2 for the z of gelu(x) = x * sigmoid(z), and z' = dz/dx. SiLU is the GELU with z = x.
 template <Activation kActivation>
 inline VecF minus_z_in_bits(const VecF& x) {

@@ -2,6 +2,7 @@
 // float for float32 and bfloat16, double for float64. Include from *.isa.cpp only.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <type_traits>
 
@@ -175,6 +176,21 @@ inline __attribute__((always_inline)) void store_or_stream(bool stream, T* to, c
     stream_vec(to, vector);
   else
     store_vec(to, vector);
+}
+
+// The same, with the full vectors beginning where a full vector may be streamed to `to`: rows of
+// odd length are rarely aligned.
+template <int kWidth, typename T, typename F>
+inline __attribute__((always_inline)) void for_each_aligned_vector(const T* to, int64_t columns,
+                                                                   const F& body) {
+  constexpr auto kBytes = static_cast<uintptr_t>(kWidth * sizeof(T));
+  const auto past = reinterpret_cast<uintptr_t>(to) % kBytes;
+  const int64_t head =
+      std::min(columns, static_cast<int64_t>((kBytes - past) % kBytes / sizeof(T)));
+  if (head > 0) body(int64_t{0}, head, std::false_type());
+  for_each_vector<kWidth>(columns - head, [&](int64_t column, int64_t count, auto full) {
+    body(head + column, count, full);
+  });
 }
 
 // Adds `rows` rows of partial sums in order and stores them in the parameter's dtype.

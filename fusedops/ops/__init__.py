@@ -3,6 +3,7 @@
 from fusedops.ops.add_layer_norm import add_layer_norm
 from fusedops.ops.bias_dropout_add import bias_dropout_add
 from fusedops.ops.bias_gelu import bias_gelu
+from fusedops.ops.cross_entropy import cross_entropy
 from fusedops.ops.gelu import gelu
 from fusedops.ops.layer_norm import layer_norm
 from fusedops.ops.linear_act import linear_act
@@ -14,6 +15,7 @@ __all__ = [
     "add_layer_norm",
     "bias_dropout_add",
     "bias_gelu",
+    "cross_entropy",
     "gelu",
     "layer_norm",
     "linear_act",

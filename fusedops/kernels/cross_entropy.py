@@ -1,0 +1,423 @@
+"""cross_entropy in Triton: sums of the rows, gradient of the logits, launchers.
+
+Forward: a program per row reads it once. Exponentials are summed relative to a guess of the row's
+maximum, that of its first block, so that the loop has one exponential an element and no reduction
+across threads; a row whose maximum lies far above the guess (2^90 in the sum) is read again. The
+term of the maximum stands beside the sum, so that a loss near zero keeps its digits.
+
+A row may come in pieces of the classes (``linear_cross_entropy``): its sums are then carried in
+three numbers per row.
+
+Backward: tiles of one row, the logits once and their gradient once, row constants from memory.
+Losses are added by one program in a fixed order. No atomics: the same bits in every run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from fusedops.kernels import _launch
+
+_BLOCK = 4096
+_OPTIONS = {"num_warps": 8, "num_stages": 1, "enable_fp_fusion": True}
+_SUM_BLOCK = 1024
+
+
+@triton.jit
+def _capped(x, softcap, CAPPED: tl.constexpr):
+    """Return ``softcap * tanh(x / softcap)`` and the derivative, or ``x``."""
+    if CAPPED:
+        t = tl.exp(-2.0 * tl.abs(x) / softcap)
+        r = 1.0 / (1.0 + t)
+        large = tl.where(x < 0.0, -(1.0 - t) * r, (1.0 - t) * r)
+        # Near zero 1 - t cancels: a polynomial, to 1.4e-8.
+        u = x / softcap
+        square = u * u
+        p = 0.0171350066 * square - 0.0529860753
+        p = p * square + 0.133247793
+        p = p * square - 0.333330694
+        p = p * square + 0.999999987
+        value = tl.where(tl.abs(u) < 0.5, u * p, large)
+        return softcap * value, 4.0 * t * r * r
+    else:
+        return x, 1.0
+
+
+@triton.jit
+def _load_capped(x_ptr, col, num_cols, softcap, CAPPED: tl.constexpr):
+    """Return ``y`` at columns, -inf and 0 outside: one for the sum, one for the mean."""
+    mask = col < num_cols
+    x = tl.load(x_ptr + col, mask=mask, other=0.0).to(tl.float32)
+    y, _ = _capped(x, softcap, CAPPED)
+    return tl.where(mask, y, float("-inf")), tl.where(mask, y, 0.0)
+
+
+@triton.jit
+def _sum_row(
+    x_ptr, num_cols, guess, softcap, CAPPED: tl.constexpr, SMOOTH: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Return sum exp(y - guess), the maximum and the sum of y (0 unless ``SMOOTH``)."""
+    total = tl.zeros((BLOCK,), tl.float32)
+    values = tl.zeros((BLOCK,), tl.float32)
+    largest = tl.full((BLOCK,), float("-inf"), tl.float32)
+    for first in range(0, num_cols, BLOCK):
+        y, value = _load_capped(x_ptr, first + tl.arange(0, BLOCK), num_cols, softcap, CAPPED)
+        total += tl.exp(y - guess)
+        largest = tl.maximum(largest, y)
+        if SMOOTH:
+            values += value
+    return tl.sum(total, axis=0), tl.max(largest, axis=0), tl.sum(values, axis=0)
+
+
+@triton.jit
+def _sums_kernel(
+    x_ptr,
+    target_ptr,
+    loss_ptr,
+    lse_ptr,
+    largest_ptr,
+    others_ptr,
+    values_ptr,
+    label_ptr,
+    num_cols,
+    num_classes,
+    first_class,
+    ignore_index,
+    smoothing,
+    z_loss,
+    softcap,
+    CAPPED: tl.constexpr,
+    SMOOTH: tl.constexpr,
+    FIRST: tl.constexpr,
+    LAST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    # Of classes first_class ... first_class + num_cols. The state of a row between pieces: its
+    # maximum, the sum of all exponentials but the maximum's relative to it, the sum of y, y_target.
+    row = tl.program_id(0)
+    target = tl.load(target_ptr + row)
+    if target == ignore_index:
+        if LAST:
+            tl.store(loss_ptr + row, 0.0)
+            tl.store(lse_ptr + row, 0.0)
+    else:
+        x_row = x_ptr + tl.cast(row, tl.int64) * num_cols
+        y, _ = _load_capped(x_row, tl.arange(0, BLOCK), num_cols, softcap, CAPPED)
+        guess = tl.max(y, axis=0)
+        guess = tl.where(guess > float("-inf"), guess, 0.0)
+        total, largest, values = _sum_row(x_row, num_cols, guess, softcap, CAPPED, SMOOTH, BLOCK)
+        # Also where the first block is all -inf and the guess 0 says nothing.
+        if (largest > float("-inf")) & (tl.abs(largest - guess) > 60.0):
+            guess = largest
+            total, largest, values = _sum_row(
+                x_row, num_cols, guess, softcap, CAPPED, SMOOTH, BLOCK
+            )
+        # Without the maximum's own term, which is 1 relative to itself. A NaN stays.
+        own = tl.exp(largest - guess)
+        others = tl.where(own > 0.0, (total - own) / own, total)
+        others = tl.where(others < 0.0, 0.0, others)
+        column = target - first_class
+        here = (column >= 0) & (column < num_cols)
+        label, _ = _capped(
+            tl.load(x_row + column, mask=here, other=0.0).to(tl.float32), softcap, CAPPED
+        )
+        if not FIRST:
+            before = tl.load(largest_ptr + row)
+            others_before = tl.load(others_ptr + row)
+            values += tl.load(values_ptr + row)
+            label = tl.where(here, label, tl.load(label_ptr + row))
+            # The smaller maximum and its others join the others. (-inf) - (-inf) is no share.
+            above = before > largest
+            some = tl.minimum(before, largest) > float("-inf")
+            share = tl.where(some, tl.exp(-tl.abs(before - largest)), 0.0)
+            others = tl.where(
+                above,
+                others_before + (others + 1.0) * share,
+                others + (others_before + 1.0) * share,
+            )
+            largest = tl.maximum(before, largest)
+        if LAST:
+            # log(1 + others), and the maximum taken off the target's logit before it is added: a
+            # loss near zero keeps its digits.
+            spread = tl.where(others < 1e-3, others - 0.5 * others * others, tl.log(1.0 + others))
+            lse = largest + spread
+            loss = (largest - label) + spread
+            if SMOOTH:
+                loss += smoothing * (label - values / num_classes)
+            loss += z_loss * lse * lse
+            inside = (target >= 0) & (target < num_classes)
+            tl.store(loss_ptr + row, tl.where(inside, loss, float("nan")))
+            tl.store(lse_ptr + row, lse)
+        else:
+            tl.store(largest_ptr + row, largest)
+            tl.store(others_ptr + row, others)
+            tl.store(values_ptr + row, values)
+            tl.store(label_ptr + row, label)
+
+
+@triton.jit
+def _total_kernel(
+    loss_ptr, target_ptr, total_ptr, count_ptr, num_rows, ignore_index, BLOCK: tl.constexpr
+):
+    total = tl.zeros((BLOCK,), tl.float32)
+    count = tl.zeros((BLOCK,), tl.int64)
+    for first in range(0, num_rows, BLOCK):
+        row = first + tl.arange(0, BLOCK)
+        mask = row < num_rows
+        target = tl.load(target_ptr + row, mask=mask, other=0)
+        count += (mask & (target != ignore_index)).to(tl.int64)
+        total += tl.load(loss_ptr + row, mask=mask, other=0.0)
+    tl.store(total_ptr, tl.sum(total, axis=0))
+    tl.store(count_ptr, tl.sum(count, axis=0))
+
+
+@triton.jit
+def _backward_kernel(
+    x_ptr,
+    target_ptr,
+    lse_ptr,
+    dloss_ptr,
+    dx_ptr,
+    dloss_stride,
+    num_cols,
+    num_classes,
+    first_class,
+    ignore_index,
+    smoothing,
+    z_loss,
+    softcap,
+    CAPPED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = col < num_cols
+    offset = tl.cast(row, tl.int64) * num_cols + col
+    target = tl.load(target_ptr + row)
+    if target == ignore_index:
+        tl.store(dx_ptr + offset, tl.zeros((BLOCK,), dx_ptr.dtype.element_ty), mask=mask)
+    else:
+        lse = tl.load(lse_ptr + row)
+        dloss = tl.load(dloss_ptr + tl.cast(row, tl.int64) * dloss_stride)
+        # Outside the classes: NaN, as the loss is.
+        dloss = tl.where((target >= 0) & (target < num_classes), dloss, float("nan"))
+        x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+        y, slope = _capped(x, softcap, CAPPED)
+        dx = tl.exp(y - lse) * (1.0 + 2.0 * z_loss * lse) - smoothing / num_classes
+        dx = tl.where(col == target - first_class, dx - (1.0 - smoothing), dx)
+        dx = dx * slope * dloss
+        tl.store(dx_ptr + offset, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+
+
+class Pieces:
+    """Sums the rows of logits that come in pieces of the classes.
+
+    Args:
+        target: ``[rows]``, dense.
+        num_classes: of all pieces together.
+        options: ``(ignore_index, label_smoothing, z_loss, softcap)``.
+        several: whether more than one piece will come.
+    """
+
+    def __init__(
+        self,
+        target: torch.Tensor,
+        num_classes: int,
+        options: tuple[int, float, float, float],
+        *,
+        several: bool,
+    ) -> None:
+        self.target, self.num_classes, self.options = target, num_classes, options
+        rows = target.numel()
+        self.loss = target.new_empty(rows, dtype=torch.float32)
+        self.lse = torch.empty_like(self.loss)
+        self._state = self.loss.new_empty((4, rows if several else 1))
+
+    def add(self, logits: torch.Tensor, first_class: int) -> None:
+        """Add a piece ``[rows, classes of the piece]``, dense; pieces come in order."""
+        rows, num_cols = logits.shape
+        if rows == 0:
+            return
+        ignore_index, smoothing, z_loss, softcap = self.options
+        _sums_kernel[(rows,)](
+            logits,
+            self.target,
+            self.loss,
+            self.lse,
+            *self._state,
+            num_cols,
+            self.num_classes,
+            first_class,
+            ignore_index,
+            smoothing,
+            z_loss,
+            softcap,
+            CAPPED=softcap > 0.0,
+            SMOOTH=smoothing > 0.0,
+            FIRST=first_class == 0,
+            LAST=first_class + num_cols == self.num_classes,
+            BLOCK=_block(num_cols),
+            **_options(num_cols),
+        )
+
+    def finish(
+        self, shape: Sequence[int], reduction: str
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return loss, count and log-sum-exp as the ops do; ``shape`` is the target's."""
+        total, count = self.loss.new_empty(()), self.target.new_empty(())
+        _total_kernel[(1,)](
+            self.loss,
+            self.target,
+            total,
+            count,
+            self.target.numel(),
+            self.options[0],
+            BLOCK=_SUM_BLOCK,
+            **_OPTIONS,
+        )
+        loss = self.loss.view(shape) if reduction == "none" else total
+        return loss, count, self.lse.view(shape)
+
+
+def logits_gradient(
+    grad_loss: torch.Tensor,
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    lse: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    first_class: int,
+    num_classes: int,
+    options: tuple[int, float, float, float],
+) -> None:
+    """Write the gradient of a piece of logits ``[rows, classes of the piece]`` to ``out``.
+
+    ``grad_loss`` is one number or ``[rows]``; all are dense; ``out`` may be ``logits``.
+    """
+    rows, num_cols = logits.shape
+    if rows == 0:
+        return
+    ignore_index, smoothing, z_loss, softcap = options
+    block = _block(num_cols)
+    _backward_kernel[(rows, triton.cdiv(num_cols, block))](
+        logits,
+        target,
+        lse,
+        grad_loss,
+        out,
+        1 if grad_loss.dim() == 1 else 0,
+        num_cols,
+        num_classes,
+        first_class,
+        ignore_index,
+        smoothing,
+        z_loss,
+        softcap,
+        CAPPED=softcap > 0.0,
+        BLOCK=block,
+        **_options(num_cols),
+    )
+
+
+def forward(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    reduction: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Launch the forward; arguments and results are those of ``fusedops::cross_entropy``."""
+    x = rows_of(logits)
+    options = (ignore_index, label_smoothing, z_loss, softcap)
+    with _launch.device_of(x):
+        pieces = Pieces(target.reshape(-1), x.shape[1], options, several=False)
+        pieces.add(x, 0)
+        return pieces.finish(target.shape, reduction)
+
+
+def backward(
+    grad_loss: torch.Tensor,
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    lse: torch.Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    reduction: str,
+    output_mask: Sequence[bool],
+) -> torch.Tensor | None:
+    """Launch the backward; arguments and results are those of ``cross_entropy_backward``."""
+    if not output_mask[0]:
+        return None
+    x = rows_of(logits)
+    grad = torch.empty_like(x)
+    with _launch.device_of(x):
+        logits_gradient(
+            row_gradients(grad_loss, reduction),
+            x,
+            target.reshape(-1),
+            lse.reshape(-1),
+            grad,
+            first_class=0,
+            num_classes=x.shape[1],
+            options=(ignore_index, label_smoothing, z_loss, softcap),
+        )
+    return grad.view(logits.shape)
+
+
+def rows_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor as a dense matrix ``[rows, last dim]``."""
+    return tensor.contiguous().view(tensor.shape[:-1].numel(), tensor.shape[-1])
+
+
+def row_gradients(grad_loss: torch.Tensor, reduction: str) -> torch.Tensor:
+    """Return the incoming gradient in float32: ``[rows]``, dense, or one number."""
+    grad = grad_loss.float()
+    return grad.reshape(-1).contiguous() if reduction == "none" else grad
+
+
+def _block(num_cols: int) -> int:
+    return min(_BLOCK, triton.next_power_of_2(num_cols))
+
+
+def _options(num_cols: int) -> dict[str, Any]:
+    """Launch options: 16 elements a thread."""
+    return _OPTIONS | {"num_warps": max(1, _block(num_cols) // 512)}
+
+
+def static_report_cases() -> list[dict[str, Any]]:
+    """Return the configurations whose registers, spills and instructions are kept on record."""
+    types = dict.fromkeys(
+        ("loss_ptr", "lse_ptr", "largest_ptr", "others_ptr", "values_ptr", "label_ptr"), "*fp32"
+    )
+    types |= {"x_ptr": "*bf16", "dx_ptr": "*bf16", "target_ptr": "*i64", "dloss_ptr": "*fp32"}
+    types |= {"total_ptr": "*fp32", "count_ptr": "*i64"}
+    types |= dict.fromkeys(
+        ("num_rows", "num_cols", "num_classes", "first_class", "ignore_index", "dloss_stride"),
+        "i32",
+    )
+    types |= dict.fromkeys(("smoothing", "z_loss", "softcap"), "fp32")
+    whole = {"FIRST": True, "LAST": True, "BLOCK": _BLOCK}
+    middle = whole | {"FIRST": False, "LAST": False}
+    options = _options(_BLOCK)
+    cases = []
+    for capped in (False, True):
+        for more in (whole | {"SMOOTH": False}, middle | {"SMOOTH": True}):
+            cases.append(
+                _launch.report_case(_sums_kernel, types, more | {"CAPPED": capped}, options)
+            )
+        cases.append(
+            _launch.report_case(
+                _backward_kernel, types, {"CAPPED": capped, "BLOCK": _BLOCK}, options
+            )
+        )
+    cases.append(_launch.report_case(_total_kernel, types, {"BLOCK": _SUM_BLOCK}, _OPTIONS))
+    return cases

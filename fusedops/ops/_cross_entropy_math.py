@@ -1,0 +1,146 @@
+"""What cross_entropy and linear_cross_entropy share: checks, the formula, its gradient.
+
+With y the logits, soft-capped if asked, V classes, t the target, s the label smoothing:
+
+    lse  = log sum_j exp(y_j)
+    loss = lse - (1 - s) * y_t - s * mean(y) + z_loss * lse^2
+    dy_j = softmax(y)_j * (1 + 2 * z_loss * lse) - (1 - s) * [j == t] - s / V
+
+A row whose target is ``ignore_index`` has loss 0, gradient 0 and is not counted.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fusedops._core import checks, dtypes
+
+REDUCTIONS = ("none", "mean", "sum")
+
+
+@dataclass(frozen=True)
+class Options:
+    """The numbers of the loss as the registered ops take them; ``softcap`` 0 is none."""
+
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    softcap: float
+
+
+def check_options(
+    op: str,
+    ignore_index: Any,
+    label_smoothing: Any,
+    z_loss: Any,
+    softcap: Any,
+    reduction: Any,
+) -> None:
+    """Raise unless the options of a loss are what they should be."""
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+        raise TypeError(f"{op}: ignore_index must be an int, got {type(ignore_index).__name__}")
+    checks.probability(op, "label_smoothing", label_smoothing)
+    checks.number(op, "z_loss", z_loss)
+    if not 0.0 <= z_loss < math.inf:
+        checks.fail(op, "z_loss", "finite and not negative", z_loss)
+    if softcap is not None:
+        checks.number(op, "softcap", softcap)
+        if not 0.0 < softcap < math.inf:
+            checks.fail(op, "softcap", "None, or finite and positive", softcap)
+    checks.choice(op, "reduction", reduction, REDUCTIONS)
+
+
+def check_target(op: str, target: Any, owner: str, rows: torch.Tensor, num_classes: Any) -> None:
+    """Raise unless ``target`` holds one class index per row of ``rows`` ``[..., features]``."""
+    checks.tensor(op, "target", target, floating=False)
+    if target.dtype != torch.int64:
+        raise TypeError(
+            f"{op}: target must have dtype int64 (class indices), "
+            f"got {str(target.dtype).removeprefix('torch.')}"
+        )
+    if target.device != rows.device:
+        checks.fail(op, "target", f"on {rows.device}, the device of {owner}", target.device)
+    checks.shape(op, "target", target, rows.shape[:-1], f"{owner} without its last dimension")
+    if num_classes == 0:
+        checks.fail(op, owner, "of at least one class", "none")
+
+
+def check_range(op: str, target: torch.Tensor, num_classes: int, ignore_index: int) -> None:
+    """Raise for a target outside the classes. Reads values: for CPU tensors only."""
+    wrong = ((target < 0) | (target >= num_classes)) & (target != ignore_index)
+    if bool(wrong.any()):
+        row = int(wrong.flatten().nonzero()[0])
+        got = f"{int(target.flatten()[row])} at row {row}"
+        checks.fail(op, "target", f"in [0, {num_classes}) or ignore_index {ignore_index}", got)
+
+
+def reduce_loss(
+    loss: torch.Tensor, count: torch.Tensor, dtype: torch.dtype, reduction: str
+) -> torch.Tensor:
+    """Finish what the op returned: divide the mean's sum, and round to the result's dtype.
+
+    Outside the op because both the sum and the count of sharded rows are partial sums over ranks:
+    DTensor then reduces two numbers, and no logits.
+    """
+    if reduction == "mean":
+        loss = loss / count
+    return loss if loss.dtype == dtype else loss.to(dtype)
+
+
+def result_dtype(logits: torch.Tensor) -> torch.dtype:
+    """Return the dtype of the loss: that of the logits; under autocast float32, as torch's."""
+    if logits.dtype != torch.float64 and torch.is_autocast_enabled(logits.device.type):
+        return torch.float32
+    return logits.dtype
+
+
+def capped(logits: torch.Tensor, softcap: float) -> torch.Tensor:
+    """Return the logits in accumulation dtype, soft-capped."""
+    wide = logits.to(dtypes.statistics_dtype(logits.dtype))
+    return wide if softcap == 0.0 else softcap * torch.tanh(wide / softcap)
+
+
+def row_losses(
+    y: torch.Tensor, target: torch.Tensor, options: Options
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return loss and log-sum-exp per row (0 where ignored) and the count of rows not ignored.
+
+    A target outside the classes gives NaN.
+    """
+    valid = target != options.ignore_index
+    lse = torch.where(valid, torch.logsumexp(y, -1), 0.0)
+    inside = (target >= 0) & (target < y.shape[-1])
+    label = y.gather(-1, torch.where(inside, target, 0).unsqueeze(-1)).squeeze(-1)
+    label = torch.where(inside, label, math.nan)
+    loss = lse - (1.0 - options.label_smoothing) * label + options.z_loss * lse.square()
+    if options.label_smoothing > 0.0:
+        loss = loss - options.label_smoothing * y.mean(-1)
+    return torch.where(valid, loss, 0.0), lse, valid.sum()
+
+
+def logits_gradient(
+    grad_loss: torch.Tensor, logits: torch.Tensor, target: torch.Tensor, options: Options
+) -> torch.Tensor:
+    """Return the gradient of the logits in accumulation dtype; differentiable.
+
+    ``grad_loss`` is one number, or one per row. Everything is computed from ``logits``: it is the
+    second derivative too.
+    """
+    y = capped(logits, options.softcap)
+    valid = target != options.ignore_index
+    inside = (target >= 0) & (target < y.shape[-1])
+    index = torch.where(inside, target, 0).unsqueeze(-1)
+    lse = torch.logsumexp(y, -1, keepdim=True)
+    hit = torch.zeros_like(y).scatter(-1, index, 1.0 - options.label_smoothing)
+    grad = torch.exp(y - lse) * (1.0 + 2.0 * options.z_loss * lse) - hit
+    if options.label_smoothing > 0.0:
+        grad = grad - options.label_smoothing / y.shape[-1]
+    if options.softcap != 0.0:
+        grad = grad * (1.0 - (y / options.softcap).square())
+    grad = grad * grad_loss.to(y.dtype).expand(target.shape).unsqueeze(-1)
+    grad = torch.where(inside.unsqueeze(-1), grad, math.nan)
+    return torch.where(valid.unsqueeze(-1), grad, 0.0)

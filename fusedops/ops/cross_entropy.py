@@ -1,0 +1,239 @@
+"""Cross-entropy of logits and class indices: the softmax is never in memory.
+
+    loss = log sum_j exp(y_j) - y_target,   y = logits, or softcap * tanh(logits / softcap)
+
+with label smoothing and z-loss. The forward reads the logits once and keeps one number per row;
+the backward reads them once and writes their gradient once. Kernels: ``csrc/cpu/cross_entropy.*``,
+``kernels/cross_entropy.py``; here are the public function, the specification and the registration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fusedops._core import checks, dtypes
+from fusedops._core.library import Gradient, define_op
+from fusedops._core.sharding import PARTIAL, REPLICATE, Placement
+from fusedops.ops import _cross_entropy_math as math_of
+from fusedops.ops._cross_entropy_math import Options
+
+
+def cross_entropy(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    reduction: str = "mean",
+) -> torch.Tensor:
+    """Compute the cross-entropy between logits and class indices.
+
+    ``loss = lse - (1 - s) * y_target - s * mean(y) + z_loss * lse^2``
+
+    with ``y = logits``, or ``softcap * tanh(logits / softcap)``, ``lse = log sum_j exp(y_j)`` and
+    label smoothing ``s``.
+
+    Args:
+        logits: ``[..., num_classes]``, any floating dtype, any strides. They are only read. Up to
+            two dimensions this is ``torch.nn.functional.cross_entropy``'s layout; with more, torch
+            wants the classes in dimension 1, here they are always last, as a model makes them.
+        target: ``[...]``, int64: class indices in ``[0, num_classes)``, or ``ignore_index``.
+        ignore_index: rows with this target have loss 0 and gradient 0 and do not count.
+        label_smoothing: share of the target that is spread over all classes, in [0, 1].
+        z_loss: weight of ``lse^2``, which keeps the logits from drifting.
+        softcap: bound of the logits' absolute value, or ``None``.
+        reduction: ``"mean"`` over the rows that are not ignored (NaN when all are, as torch gives),
+            ``"sum"``, or ``"none"``.
+
+    Returns:
+        One number, or ``[...]`` for ``"none"``; dtype of ``logits``, under autocast float32.
+
+    Raises:
+        ValueError: a shape, device or option does not fit, or (CPU) a target is no class; on CUDA,
+            where looking would wait for the device, the loss and the gradient of such a row are
+            NaN.
+        TypeError: an argument is no tensor, or its dtype does not fit.
+
+    Note:
+        Arithmetic is float32 (float64 for float64), sums of exponentials and of losses are float64
+        on the CPU; a loss is rounded once. A row's result does not depend on the other rows, and
+        no result on the number of threads. Saves ``logits``, ``target`` and one number per row;
+        the backward computes the softmax again and writes a new tensor. Twice differentiable.
+        Rows may be sharded, classes may not (the vocabulary is replicated). Backends: cpp, triton,
+        torch. Under autocast the logits keep their dtype.
+
+    Reference:
+        Szegedy et al.: Rethinking the Inception Architecture, arXiv:1512.00567 (label smoothing);
+        Chowdhery et al.: PaLM, arXiv:2204.02311 (z-loss); Gemma Team: Gemma 2, arXiv:2408.00118
+        (soft-capping); Milakov, Gimelshein: Online normalizer calculation for softmax,
+        arXiv:1805.02867.
+
+    Example:
+        >>> import torch, fusedops
+        >>> logits = torch.tensor([[0.0, 0.0, 0.0, 0.0], [9.0, 0.0, 0.0, 0.0]])
+        >>> fusedops.cross_entropy(logits, torch.tensor([2, -100]))
+        tensor(1.3863)
+    """
+    _check(logits, target, ignore_index, label_smoothing, z_loss, softcap, reduction)
+    loss, count, _ = _OP(
+        logits,
+        target,
+        ignore_index,
+        label_smoothing,
+        z_loss,
+        softcap or 0.0,
+        "sum" if reduction == "mean" else reduction,
+    )
+    return math_of.reduce_loss(loss, count, math_of.result_dtype(logits), reduction)
+
+
+def _check(
+    logits: Any,
+    target: Any,
+    ignore_index: Any,
+    label_smoothing: Any,
+    z_loss: Any,
+    softcap: Any,
+    reduction: Any,
+) -> None:
+    op = "cross_entropy"
+    checks.tensor(op, "logits", logits)
+    if logits.dim() == 0:
+        checks.fail(op, "logits", "a tensor with at least one dimension", "a scalar")
+    math_of.check_target(op, target, "logits", logits, logits.shape[-1])
+    math_of.check_options(op, ignore_index, label_smoothing, z_loss, softcap, reduction)
+
+
+def _reference(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    reduction: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    if target.device.type == "cpu":
+        math_of.check_range("cross_entropy", target, logits.shape[-1], ignore_index)
+    options = Options(ignore_index, label_smoothing, z_loss, softcap)
+    loss, lse, count = math_of.row_losses(math_of.capped(logits, softcap), target, options)
+    return (loss if reduction == "none" else loss.sum()), count, lse
+
+
+def _fake(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    reduction: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    statistics = dtypes.statistics_dtype(logits.dtype)
+    return (
+        logits.new_empty(target.shape if reduction == "none" else (), dtype=statistics),
+        target.new_empty(()),
+        logits.new_empty(target.shape, dtype=statistics),
+    )
+
+
+def _backward_reference(
+    grad_loss: torch.Tensor,
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    lse: torch.Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    reduction: str,
+    output_mask: Sequence[bool],
+) -> torch.Tensor | None:
+    if not output_mask[0]:
+        return None
+    options = Options(ignore_index, label_smoothing, z_loss, softcap)
+    grad = math_of.logits_gradient(grad_loss, logits, target, options)
+    return grad.to(logits.dtype).contiguous()
+
+
+def _backward_fake(
+    grad_loss: torch.Tensor,
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    lse: torch.Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    reduction: str,
+    output_mask: Sequence[bool],
+) -> torch.Tensor | None:
+    return logits.new_empty(logits.shape) if output_mask[0] else None
+
+
+def _shard(
+    logits: Any,
+    target: Any,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    reduction: str,
+) -> list[tuple[list[Placement], list[Placement]]]:
+    """Rows are independent, their sum and their count are partial sums; classes are whole."""
+
+    def rule(
+        loss: Placement, count: Placement, rows: Placement
+    ) -> tuple[list[Placement], list[Placement]]:
+        return [loss, count, rows], [rows, rows, *[None] * 5]
+
+    rules = [rule(REPLICATE, REPLICATE, REPLICATE)]
+    for dim in range(logits.ndim - 1):
+        rules.append(rule(dim if reduction == "none" else PARTIAL, PARTIAL, dim))
+    return rules
+
+
+def _shard_backward(
+    grad_loss: Any,
+    logits: Any,
+    target: Any,
+    lse: Any,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    reduction: str,
+    output_mask: Sequence[bool],
+) -> list[tuple[list[Placement], list[Placement]]]:
+
+    def rule(grad: Placement, rows: Placement) -> tuple[list[Placement], list[Placement]]:
+        return [rows], [grad, rows, rows, rows, *[None] * 6]
+
+    rules = [rule(REPLICATE, REPLICATE)]
+    for dim in range(logits.ndim - 1):
+        rules.append(rule(dim if reduction == "none" else REPLICATE, dim))
+    return rules
+
+
+_OP = define_op(
+    "cross_entropy",
+    "(Tensor logits, Tensor target, int ignore_index, float label_smoothing, float z_loss,"
+    " float softcap, str reduction) -> (Tensor loss, Tensor count, Tensor lse)",
+    reference=_reference,
+    fake=_fake,
+    gradient=Gradient(
+        inputs=("logits",),
+        outputs=("loss",),
+        saves=("logits", "target", "lse"),
+        reference=_backward_reference,
+        fake=_backward_fake,
+    ),
+    triton="fusedops.kernels.cross_entropy",
+    shard=_shard,
+    shard_backward=_shard_backward,
+)

@@ -1,0 +1,186 @@
+"""What tests, benchmarks and documentation need to know of ``cross_entropy``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from fusedops.ops.cross_entropy import cross_entropy
+from fusedops.specs.make import randint, randn
+from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec
+
+
+def _eager(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    reduction: str = "mean",
+) -> torch.Tensor:
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    rows, flat = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
+    loss = F.cross_entropy(
+        rows,
+        flat,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+    )
+    if z_loss > 0.0:
+        valid = flat != ignore_index
+        extra = torch.where(valid, z_loss * torch.logsumexp(rows, -1).square(), 0.0)
+        if reduction != "none":
+            extra = extra.sum() / (valid.sum() if reduction == "mean" else 1)
+        loss = loss + extra
+    return loss.reshape(target.shape) if reduction == "none" else loss
+
+
+def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
+    new = functools.partial(randn, device=device, dtype=dtype)
+
+    def call(
+        name: str,
+        rows: tuple[int, ...],
+        classes: int,
+        ignored: tuple[int, ...] = (),
+        scale: float = 2.0,
+        shift: float = 0.0,
+        **options: Any,
+    ) -> Sample:
+        target = randint(*rows, high=classes, device=device)
+        for row in ignored:
+            target.view(-1)[row] = options.get("ignore_index", -100)
+        return Sample(name, (new(*rows, classes, scale=scale, shift=shift), target), options)
+
+    none: dict[str, Any] = {"reduction": "none"}
+    return [
+        call("rows", (7,), 33, **none),
+        call("mean", (7,), 33, (2, 6)),
+        call("sum", (2, 3), 20, (1,), reduction="sum"),
+        call("smoothing", (7,), 33, (0,), label_smoothing=0.1),
+        call("smoothing_rows", (6,), 17, (5,), label_smoothing=0.3, **none),
+        call("z_loss", (7,), 33, (3,), z_loss=1e-2),
+        call("softcap", (6,), 40, (3,), scale=4.0, softcap=5.0, **none),
+        call(
+            "everything",
+            (2, 5),
+            45,
+            (4, 7),
+            scale=3.0,
+            softcap=4.0,
+            label_smoothing=0.2,
+            z_loss=1e-2,
+        ),
+        call("ignore_class", (7,), 5, (2,), ignore_index=3),
+        call("large_logits", (5,), 70, scale=40.0, **none),
+        call("shifted", (5,), 70, shift=-60.0, **none),
+        call("one_row", (), 129),
+        call("one_class", (3,), 1, **none),
+        call("many_rows", (70,), 48),
+        call("long_rows", (3,), 33001, (1,), **none),
+        call("all_ignored", (3,), 9, (0, 1, 2), reduction="sum"),
+        call("no_rows", (0,), 33, reduction="sum"),
+    ]
+
+
+def _bad_inputs(device: torch.device) -> list[BadInput]:
+    x, target = torch.randn(3, 8, device=device), torch.tensor([1, 0, 7], device=device)
+
+    def bad(name: str, error: type[Exception], *mentions: str, **options: Any) -> BadInput:
+        return BadInput(name, (x, target), options, error, mentions)
+
+    return [
+        BadInput("integers", (x.long(), target), {}, TypeError, ("logits", "int64")),
+        BadInput("no_tensor", ([1.0], target), {}, TypeError, ("logits", "list")),
+        BadInput("scalar", (x[0, 0], target), {}, ValueError, ("logits", "scalar")),
+        BadInput("no_classes", (x[:, :0], target), {}, ValueError, ("logits", "one class")),
+        BadInput("target_shape", (x, target[:2]), {}, ValueError, ("target", "[3]", "[2]")),
+        BadInput("target_dtype", (x, target.int()), {}, TypeError, ("target", "int64", "int32")),
+        BadInput("probabilities", (x, x), {}, TypeError, ("target", "int64", "float32")),
+        BadInput("target_missing", (x, None), {}, TypeError, ("target", "NoneType")),
+        BadInput("device", (x, target.to("meta")), {}, ValueError, ("target", "meta")),
+        BadInput("too_large", (x, target + 1), {}, ValueError, ("target", "[0, 8)", "8 at row 2")),
+        BadInput("negative", (x, target - 1), {}, ValueError, ("target", "-1 at row 1")),
+        bad("reduction", ValueError, "reduction", "'mean'", reduction="average"),
+        bad("smoothing", ValueError, "label_smoothing", "1.5", label_smoothing=1.5),
+        bad("z_loss", ValueError, "z_loss", "-1", z_loss=-1.0),
+        bad("softcap", ValueError, "softcap", "0.0", softcap=0.0),
+        bad("softcap_type", TypeError, "softcap", "str", softcap="30"),
+        bad("ignore_index", TypeError, "ignore_index", "float", ignore_index=-100.0),
+    ]
+
+
+def _case(rows: int, classes: int, headline: bool = False, **options: Any) -> BenchCase:
+    def make(device: torch.device, dtype: torch.dtype) -> Sample:
+        logits = randn(rows, classes, device=device, dtype=dtype)
+        return Sample("bench", (logits, randint(rows, high=classes, device=device)), options)
+
+    extra = "".join(f" {name}={value}" for name, value in options.items())
+    return BenchCase(
+        label=f"{rows}x{classes}{extra}",
+        make=make,
+        bytes_forward=lambda dtype: rows * classes * dtype.itemsize,
+        bytes_backward=lambda dtype: 2 * rows * classes * dtype.itemsize,
+        headline=headline,
+    )
+
+
+def _peers() -> dict[str, Callable[..., Any]]:
+    try:
+        from liger_kernel.transformers.functional import liger_cross_entropy
+    except ImportError:
+        return {}
+
+    def liger(
+        logits: torch.Tensor, target: torch.Tensor, *, softcap: Any = None, **options: Any
+    ) -> Any:
+        """Run Liger's, which overwrites the logits: on a copy."""
+        options["lse_square_scale"] = options.pop("z_loss", 0.0)
+        return liger_cross_entropy(logits.clone(), target, softcap=softcap, **options)
+
+    return {"liger": liger}
+
+
+def _from_opinfo(
+    input: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    (target,) = args
+    if target.dtype.is_floating_point or kwargs.get("weight") is not None:
+        return None  # class probabilities and class weights are not offered
+    return (input.movedim(1, -1), target), kwargs
+
+
+SPEC = Spec(
+    name="cross_entropy",
+    op=cross_entropy,
+    eager=_eager,
+    samples=_samples,
+    bad_inputs=_bad_inputs,
+    bench_cases=(
+        _case(2048, 50257, headline=True),
+        _case(2048, 50257, z_loss=1e-4, label_smoothing=0.1),
+        _case(2048, 50257, softcap=30.0),
+        _case(8192, 32000),
+        _case(4096, 1000),
+        _case(16, 1000),
+    ),
+    summary="cross-entropy of logits, softmax never in memory",
+    autocast="keep",
+    peers=_peers,
+    opinfo=("nn.functional.cross_entropy",),
+    from_opinfo=_from_opinfo,
+    limits=(
+        "Class probabilities as targets and class weights are not offered; "
+        "`fusedops.nn.CrossEntropyLoss` runs torch's loss for them.",
+        "Classes stay last and whole: a vocabulary that is sharded over ranks is gathered.",
+        "On CUDA a target outside the classes is not reported; its loss and gradient are NaN.",
+    ),
+)
