@@ -10,6 +10,13 @@ TORCH_LIBRARY(fusedops_cpp, m) {
       "layer_norm_backward(Tensor? grad_output, Tensor input, Tensor? weight, Tensor mean,"
       " Tensor rstd, SymInt[] normalized_shape, float eps, bool[] output_mask)"
       " -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "rms_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight, float eps,"
+      " float weight_offset, str rounding) -> (Tensor output, Tensor rstd)");
+  m.def(
+      "rms_norm_backward(Tensor? grad_output, Tensor input, Tensor? weight, Tensor rstd,"
+      " SymInt[] normalized_shape, float eps, float weight_offset, str rounding,"
+      " bool[] output_mask) -> (Tensor, Tensor)");
   m.def("gelu(Tensor input, str approximate) -> (Tensor output)");
   m.def(
       "gelu_backward(Tensor? grad_output, Tensor input, str approximate, bool[] output_mask)"
@@ -49,6 +56,15 @@ TORCH_LIBRARY(fusedops_cpp, m) {
       " Tensor? weight, Tensor mean, Tensor rstd, Tensor? seed, SymInt[] normalized_shape,"
       " float eps, float dropout_p, ScalarType input_dtype, bool[] output_mask)"
       " -> (Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "add_rms_norm(Tensor input, Tensor residual, SymInt[] normalized_shape, Tensor? weight,"
+      " Tensor? seed, float eps, float weight_offset, str rounding, float dropout_p,"
+      " ScalarType input_dtype) -> (Tensor normed, Tensor summed, Tensor rstd)");
+  m.def(
+      "add_rms_norm_backward(Tensor? grad_normed, Tensor? grad_summed, Tensor summed,"
+      " Tensor? weight, Tensor rstd, Tensor? seed, SymInt[] normalized_shape, float eps,"
+      " float weight_offset, str rounding, float dropout_p, ScalarType input_dtype,"
+      " bool[] output_mask) -> (Tensor, Tensor, Tensor)");
   m.def(
       "bias_dropout_add(Tensor input, Tensor? bias, Tensor residual, Tensor? seed, float p,"
       " ScalarType input_dtype) -> (Tensor output)");

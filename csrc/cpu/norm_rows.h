@@ -1,23 +1,25 @@
-// Rows of layer_norm, forward and backward: what layer_norm and add_layer_norm do alike. Include
-// from *.isa.cpp only.
+// What the norms do to a row: its statistics, its normalisation, its gradient. Include from
+// *.isa.cpp only.
 //
-// Forward: a row stands widened in a scratch row that stays in L1 and is walked there: mean, then
-// centred sums, then the output. The second pass also sums the deviations themselves, which
-// corrects the rounding of the mean: a mean of 1e4 with deviation 1 stays right.
+// A row of half precision stands widened in a scratch row that stays in L1. Centred statistics are
+// two-pass: mean, then centred sums; the second pass also sums the deviations themselves, which
+// corrects the rounding of the mean: a mean of 1e4 with deviation 1 stays right. The mean square
+// is summed in the order in which torch sums a contiguous row, so that RMS norms are torch's bits.
 //
 // Backward, with xhat = (x - mean) * rstd and h = dy * weight:
 //   dx      = rstd * (h - mean(h) - xhat * mean(h * xhat))
 //   dweight = sum over rows of dy * xhat,  dbias = sum over rows of dy
-// Rows are cut into chunks that do not depend on the thread count; each adds its parameter
-// gradients into a partial row that stays in L1, and the partial rows are added in order.
+// where mean and mean(h) are missing when rows are not centred.
+//
+// Parameters that are absent are rows of the value that changes nothing: one form of each loop
+// serves all, which halves the code and cost nothing that was measured.
 #pragma once
 
 #include <algorithm>
 #include <cmath>
 #include <vector>
 
-#include "../common/parallel.h"
-#include "layer_norm.h"
+#include "norm.h"
 #include "vec.h"
 
 namespace fusedops::CPU_CAPABILITY {
@@ -30,30 +32,81 @@ struct Moments {
   A rstd;
 };
 
-// Widens a row into `wide` and returns its sum; x may be `wide` itself. Four accumulators hide the
-// latency.
+// The vector rounded to T, in the accumulation dtype.
+template <typename T>
+inline Vec<T> rounded(const Vec<T>& vector) {
+  if constexpr (std::is_same_v<T, Acc<T>>) {
+    return vector;
+  } else {
+#if defined(CPU_CAPABILITY_AVX512)
+    __m512 values;
+    at::vec::cvtbf16_fp32(round_to_bf16(vector), values);
+    return values;
+#else
+    T values[Vec<T>::size()];
+    store_vec(values, vector);
+    return load_vec(values);
+#endif
+  }
+}
+
+// A parameter in the accumulation dtype, plus `offset`: converted once a task instead of once a
+// row. `absent` stands for each element of one that is null.
+template <typename A>
+class Parameter {
+ public:
+  Parameter(const void* from, DType dtype, int64_t columns, A offset, A absent) {
+    constexpr bool kDouble = std::is_same_v<A, double>;
+    if (from != nullptr && offset == A(0) && (kDouble || dtype == DType::f32)) {
+      values_ = static_cast<const A*>(from);
+      return;
+    }
+    copy_.resize(columns, absent);
+    values_ = copy_.data();
+    if (from == nullptr) return;
+    if (kDouble || dtype == DType::f32) {
+      for (int64_t c = 0; c < columns; ++c) copy_[c] = static_cast<const A*>(from)[c] + offset;
+    } else {
+      const auto* half = static_cast<const c10::BFloat16*>(from);
+      for (int64_t c = 0; c < columns; ++c) copy_[c] = static_cast<A>(half[c]) + offset;
+    }
+  }
+  const A* get() const { return values_; }
+
+ private:
+  std::vector<A> copy_;
+  const A* values_;
+};
+
+// Widens a row into `wide`, unless it is wide already, and returns its sum. Four accumulators hide
+// the latency.
 template <typename T>
 inline Acc<T> widen_and_sum(const T* x, Acc<T>* wide, int64_t columns) {
   using A = Acc<T>;
   using V = Vec<T>;
   constexpr int W = V::size();
+  constexpr bool kWiden = !std::is_same_v<T, A>;
   const int64_t blocked = columns - columns % (4 * W);
   V sum[4] = {V(A(0)), V(A(0)), V(A(0)), V(A(0))};
   for (int64_t c = 0; c < blocked; c += 4 * W) {
     for (int k = 0; k < 4; ++k) {
       const V value = load_vec(x + c + k * W);
-      if (static_cast<const void*>(x) != wide) value.store(wide + c + k * W);
+      if constexpr (kWiden) value.store(wide + c + k * W);
       sum[k] = sum[k] + value;
     }
   }
   A total = sum_lanes((sum[0] + sum[1]) + (sum[2] + sum[3]));
-  for (int64_t c = blocked; c < columns; ++c) total += wide[c] = static_cast<A>(x[c]);
+  for (int64_t c = blocked; c < columns; ++c) {
+    const A value = static_cast<A>(x[c]);
+    if constexpr (kWiden) wide[c] = value;
+    total += value;
+  }
   return total;
 }
 
-// Statistics of a widened row of sum `total`.
+// Statistics of a wide row of sum `total`.
 template <typename A>
-inline Moments<A> moments(const A* wide, A total, int64_t columns, A eps) {
+inline Moments<A> centred_moments(const A* wide, A total, int64_t columns, A eps) {
   using V = at::vec::Vectorized<A>;
   constexpr int W = V::size();
   const int64_t blocked = columns - columns % (4 * W);
@@ -80,50 +133,149 @@ inline Moments<A> moments(const A* wide, A total, int64_t columns, A eps) {
   return {mean, correction, A(1) / std::sqrt((variance < A(0) ? A(0) : variance) + eps)};
 }
 
-// The parameters in accumulation dtype, or null: converted once a task instead of once a row.
-template <typename P>
-class Widened {
- public:
-  Widened(const void* parameter, int64_t columns) {
-    const auto* from = static_cast<const P*>(parameter);
-    if (from == nullptr) return;
-    if constexpr (std::is_same_v<P, Acc<P>>) {
-      values_ = from;
-    } else {
-      copy_.assign(from, from + columns);
-      values_ = copy_.data();
+// x * x, rounded: the compiler must not contract it with the addition that follows.
+inline float square(float x) {
+  float product = x * x;
+#if defined(__x86_64__)
+  asm("" : "+x"(product));
+#endif
+  return product;
+}
+
+inline double square(double x) {
+  double product = x * x;
+#if defined(__x86_64__)
+  asm("" : "+x"(product));
+#endif
+  return product;
+}
+
+template <typename A>
+inline at::vec::Vectorized<A> square(const at::vec::Vectorized<A>& x) {
+#if defined(CPU_CAPABILITY_AVX512)
+  if constexpr (std::is_same_v<A, float>) {
+    __m512 product = x * x;
+    asm("" : "+v"(product));
+    return product;
+  } else {
+    __m512d product = x * x;
+    asm("" : "+v"(product));
+    return product;
+  }
+#elif defined(CPU_CAPABILITY_AVX2)
+  if constexpr (std::is_same_v<A, float>) {
+    __m256 product = x * x;
+    asm("" : "+x"(product));
+    return product;
+  } else {
+    __m256d product = x * x;
+    asm("" : "+x"(product));
+    return product;
+  }
+#else
+  return x * x;
+#endif
+}
+
+// Widens a row as widen_and_sum does and returns the sum of its squares in the order of torch's
+// sum over a contiguous dimension: vectors of 32 bytes (torch has no AVX-512 kernel for it), four
+// side by side, in runs that are added in four levels; lanes and what is left over at the end.
+template <typename T>
+inline Acc<T> widen_and_sum_squares(const T* x, Acc<T>* wide, int64_t columns) {
+  using A = Acc<T>;
+  using V = Vec<T>;
+  constexpr int W = V::size();
+  constexpr int64_t kLanes = 32 / sizeof(A);
+  constexpr int64_t kStrip = 4 * kLanes;
+  constexpr int N = kStrip / W;
+  constexpr int kLevels = 4;
+  const int64_t strips = columns / kStrip;
+  int64_t bits = 0;  // of the number of strips, rounded up
+  while ((int64_t{1} << bits) < strips) ++bits;
+  const int64_t power = std::max<int64_t>(4, bits / kLevels);
+  const int64_t run = int64_t{1} << power;
+
+  V level[kLevels][N];
+  for (auto& sums : level) std::fill(sums, sums + N, V(A(0)));
+  const auto add_strip = [&](int64_t strip) {
+    for (int n = 0; n < N; ++n) {
+      const int64_t c = strip * kStrip + n * W;
+      const V value = load_vec(x + c);
+      if constexpr (!std::is_same_v<T, A>) value.store(wide + c);
+      level[0][n] = level[0][n] + square(value);
+    }
+  };
+  int64_t strip = 0;
+  while (strip + run <= strips) {
+    for (int64_t j = 0; j < run; ++j) add_strip(strip++);
+    for (int j = 1; j < kLevels; ++j) {
+      for (int n = 0; n < N; ++n) {
+        level[j][n] = level[j][n] + level[j - 1][n];
+        level[j - 1][n] = V(A(0));
+      }
+      if (strip & ((run - 1) << (j * power))) break;
     }
   }
-  const Acc<P>* get() const { return values_; }
+  for (; strip < strips; ++strip) add_strip(strip);
+  alignas(64) A part[kStrip];
+  for (int n = 0; n < N; ++n) {
+    for (int j = 1; j < kLevels; ++j) level[0][n] = level[0][n] + level[j][n];
+    level[0][n].store(part + n * W);
+  }
 
- private:
-  std::vector<Acc<P>> copy_;
-  const Acc<P>* values_ = nullptr;
-};
+  const int64_t left = strips * kStrip;
+  // Rows shorter than a vector are summed element by element, else alike.
+  const int64_t lanes = columns < kLanes ? 1 : kLanes;
+  const int64_t whole = columns < kLanes ? columns / 4 * 4 : left;
+  const int64_t end = columns - columns % lanes;
+  for (int64_t c = left; c < columns; ++c) {
+    if constexpr (!std::is_same_v<T, A>) wide[c] = static_cast<A>(x[c]);
+  }
+  for (int64_t c = left; c < whole; ++c) part[c] = square(static_cast<A>(x[c]));
+  for (int64_t c = whole; c < end; ++c) {
+    part[(c - whole) % lanes] += square(static_cast<A>(x[c]));
+  }
+  for (int64_t k = 1; k < 4; ++k) {
+    for (int64_t lane = 0; lane < lanes; ++lane) part[lane] += part[k * lanes + lane];
+  }
+  A total = A(0);
+  for (int64_t c = end; c < columns; ++c) total += square(static_cast<A>(x[c]));
+  for (int64_t lane = 0; lane < lanes; ++lane) total += part[lane];
+  return total;
+}
 
-// y = (wide - mean) * rstd * weight + bias.
-template <typename T>
-inline void normalize_row(bool stream, const Acc<T>* wide, const Moments<Acc<T>>& m,
-                          const Acc<T>* weight, const Acc<T>* bias, T* y, int64_t columns) {
+template <typename A>
+inline Moments<A> mean_square_moments(A squares, int64_t columns, A eps) {
+  return {A(0), A(0), A(1) / std::sqrt(squares / static_cast<A>(columns) + eps)};
+}
+
+// y = (wide - mean) * rstd * weight + bias; without mean and bias when rows are not centred, and
+// then, when `round_before_weight`, with the product of the first two rounded to T.
+template <typename T, typename O>
+inline void normalize_row(const NormForward& a, bool stream, const Acc<T>* wide,
+                          const Moments<Acc<T>>& m, const Acc<T>* weight, const Acc<T>* bias,
+                          O* y) {
   using V = Vec<T>;
   const V mean(m.mean), correction(m.correction), rstd(m.rstd);
-  const auto walk = [&](auto with_parameters) {
-    for_each_vector<V::size()>(columns, [&](int64_t c, int64_t count, auto full) {
-      V value = ((load_vec(wide + c, count, full) - mean) - correction) * rstd;
-      if constexpr (decltype(with_parameters)::value) {
-        value = at::vec::fmadd(value, load_vec(weight + c, count, full),
-                               load_vec(bias + c, count, full));
-      } else {
-        if (weight != nullptr) value = value * load_vec(weight + c, count, full);
-        if (bias != nullptr) value = value + load_vec(bias + c, count, full);
-      }
+  const auto walk = [&](const auto& normalized) {
+    for_each_vector<V::size()>(a.columns, [&](int64_t c, int64_t count, auto full) {
+      const V value = normalized(load_vec(wide + c, count, full), c, count, full);
       store_or_stream(stream, y + c, value, count, full);
     });
   };
-  if (weight != nullptr && bias != nullptr) {
-    walk(std::true_type());
+  if (a.mean != nullptr) {
+    walk([&](const V& x, int64_t c, int64_t count, auto full) {
+      return at::vec::fmadd(((x - mean) - correction) * rstd, load_vec(weight + c, count, full),
+                            load_vec(bias + c, count, full));
+    });
+  } else if (std::is_same_v<T, Acc<T>> || !a.round_before_weight) {
+    walk([&](const V& x, int64_t c, int64_t count, auto full) {
+      return x * rstd * load_vec(weight + c, count, full);
+    });
   } else {
-    walk(std::false_type());
+    walk([&](const V& x, int64_t c, int64_t count, auto full) {
+      return rounded<T>(x * rstd) * load_vec(weight + c, count, full);
+    });
   }
 }
 
@@ -135,12 +287,20 @@ constexpr int kRows = 4;
 constexpr int kRows = 2;
 #endif
 
-// R rows: their part of the parameter gradients, then for each row finish(row, dx_at), where
-// dx_at(c, count, full) computes the vector of dx at a column. dweight and dbias are the sums so
-// far, or null; weight is widened, or null.
-template <typename T, int R, typename Finish>
-inline void backward_rows(const LayerNormBackward& a, int64_t row, const Acc<T>* weight,
-                          Acc<T>* dweight, Acc<T>* dbias, bool wants_rows, const Finish& finish) {
+// What the gradient of a row is made of, beside its elements.
+template <typename A>
+struct RowGradient {
+  A mean;
+  A rstd;
+  A across;  // mean(h)
+  A along;   // -mean(h * xhat)
+};
+
+// R rows: adds their part of the parameter gradients to dweight and dbias and computes what their
+// own gradients need.
+template <typename T, bool kCentred, int R>
+inline void reduce_rows(const NormBackward& a, int64_t row, const Acc<T>* weight, Acc<T>* dweight,
+                        Acc<T>* dbias, RowGradient<Acc<T>>* gradients) {
   using A = Acc<T>;
   using V = Vec<T>;
   constexpr int W = V::size();
@@ -149,74 +309,60 @@ inline void backward_rows(const LayerNormBackward& a, int64_t row, const Acc<T>*
   const T* x = static_cast<const T*>(a.input) + row * columns;
   V mean[R], rstd[R], sum_h[R], sum_hx[R];
   for (int r = 0; r < R; ++r) {
-    mean[r] = V(static_cast<const A*>(a.mean)[row + r]);
+    mean[r] = V(kCentred ? static_cast<const A*>(a.mean)[row + r] : A(0));
     rstd[r] = V(static_cast<const A*>(a.rstd)[row + r]);
     sum_h[r] = sum_hx[r] = V(A(0));
   }
   for_each_vector<W>(columns, [&](int64_t c, int64_t count, auto full) {
-    const V w = weight != nullptr ? load_vec(weight + c, count, full) : V(A(1));
-    V dw = dweight != nullptr ? load_vec(dweight + c, count, full) : V(A(0));
-    V db = dbias != nullptr ? load_vec(dbias + c, count, full) : V(A(0));
+    const V w = load_vec(weight + c, count, full);
+    V dw = load_vec(dweight + c, count, full);
+    V db(A(0));
+    if constexpr (kCentred) db = load_vec(dbias + c, count, full);
     for (int r = 0; r < R; ++r) {
       const V grad = load_vec(dy + r * columns + c, count, full);
-      const V xhat = (load_vec(x + r * columns + c, count, full) - mean[r]) * rstd[r];
+      V xhat = load_vec(x + r * columns + c, count, full);
+      if constexpr (kCentred) xhat = xhat - mean[r];
+      xhat = xhat * rstd[r];
       const V h = grad * w;
-      sum_h[r] = sum_h[r] + h;
       sum_hx[r] = at::vec::fmadd(h, xhat, sum_hx[r]);
       dw = at::vec::fmadd(grad, xhat, dw);
-      db = db + grad;
+      if constexpr (kCentred) {
+        sum_h[r] = sum_h[r] + h;
+        db = db + grad;
+      }
     }
-    if (dweight != nullptr) store_vec(dweight + c, dw, count, full);
-    if (dbias != nullptr) store_vec(dbias + c, db, count, full);
+    store_vec(dweight + c, dw, count, full);
+    if constexpr (kCentred) store_vec(dbias + c, db, count, full);
   });
-  if (!wants_rows) return;
   for (int r = 0; r < R; ++r) {
-    // h - mean(h) first: it is exactly 0 where the row is constant.
-    const V across(sum_lanes(sum_h[r]) / static_cast<A>(columns));
-    const V along(-sum_lanes(sum_hx[r]) / static_cast<A>(columns));
-    finish(row + r, [&](int64_t c, int64_t count, auto full) {
-      // The next rows: R short streams at once are more than the hardware foresees.
-      __builtin_prefetch(dy + (r + R) * columns + c, 0, 2);
-      __builtin_prefetch(x + (r + R) * columns + c, 0, 2);
-      const V w = weight != nullptr ? load_vec(weight + c, count, full) : V(A(1));
-      const V h = load_vec(dy + r * columns + c, count, full) * w;
-      const V xhat = (load_vec(x + r * columns + c, count, full) - mean[r]) * rstd[r];
-      return at::vec::fmadd(xhat, along, h - across) * rstd[r];
-    });
+    gradients[r] = {kCentred ? static_cast<const A*>(a.mean)[row + r] : A(0),
+                    static_cast<const A*>(a.rstd)[row + r],
+                    kCentred ? sum_lanes(sum_h[r]) / static_cast<A>(columns) : A(0),
+                    -sum_lanes(sum_hx[r]) / static_cast<A>(columns)};
   }
 }
 
-// All rows; `finish` as in backward_rows, called when wants_rows. a.grad_input is not read.
-template <typename T, typename P, typename Finish>
-void backward_all(const LayerNormBackward& a, bool wants_rows, const Finish& finish) {
-  using A = Acc<T>;
-  const int64_t columns = a.columns;
-  const Chunks chunks(a.rows);
-  auto* partials = static_cast<A*>(a.partials);
-  const int64_t bytes_per_chunk = 3 * columns * sizeof(T) * chunks.rows_per_chunk;
-  parallel_rows(chunks.count, bytes_per_chunk, [&](int64_t first, int64_t last) {
-    const Widened<P> weight(a.weight, columns);
-    for (int64_t chunk = first; chunk < last; ++chunk) {
-      A* sums = partials != nullptr ? partials + chunk * 2 * columns : nullptr;
-      if (sums != nullptr) std::fill(sums, sums + 2 * columns, A(0));
-      A* dweight = a.grad_weight != nullptr ? sums : nullptr;
-      A* dbias = a.grad_bias != nullptr ? sums + columns : nullptr;
-      int64_t row = chunks.begin(chunk);
-      for (; row + kRows <= chunks.end(chunk); row += kRows) {
-        backward_rows<T, kRows>(a, row, weight.get(), dweight, dbias, wants_rows, finish);
-      }
-      for (; row < chunks.end(chunk); ++row) {
-        backward_rows<T, 1>(a, row, weight.get(), dweight, dbias, wants_rows, finish);
-      }
-    }
+// Calls write(dx_at), where dx_at(c, count, full) is the vector of a row's dx at a column.
+template <typename T, typename Write>
+inline __attribute__((always_inline)) void with_row_gradient(const NormBackward& a, int64_t row,
+                                                             const RowGradient<Acc<T>>& gradient,
+                                                             const Acc<T>* weight,
+                                                             const Write& write) {
+  using V = Vec<T>;
+  const T* dy = static_cast<const T*>(a.grad_output) + row * a.columns;
+  const T* x = static_cast<const T*>(a.input) + row * a.columns;
+  const int64_t ahead = kRows * a.columns;
+  const V mean(gradient.mean), rstd(gradient.rstd);
+  const V across(gradient.across), along(gradient.along);
+  write([&](int64_t c, int64_t count, auto full) {
+    // The next rows: several short streams at once are more than the hardware foresees.
+    __builtin_prefetch(dy + ahead + c, 0, 2);
+    __builtin_prefetch(x + ahead + c, 0, 2);
+    const V h = load_vec(dy + c, count, full) * load_vec(weight + c, count, full);
+    const V xhat = (load_vec(x + c, count, full) - mean) * rstd;
+    // h - mean(h) first: it is exactly 0 where the row is constant.
+    return at::vec::fmadd(xhat, along, h - across) * rstd;
   });
-  if (a.grad_weight != nullptr) {
-    sum_partials(partials, chunks.count, 2 * columns, columns, static_cast<P*>(a.grad_weight));
-  }
-  if (a.grad_bias != nullptr) {
-    sum_partials(partials + columns, chunks.count, 2 * columns, columns,
-                 static_cast<P*>(a.grad_bias));
-  }
 }
 
 }  // namespace

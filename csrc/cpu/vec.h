@@ -34,12 +34,29 @@ inline __m256i round_to_bf16(__m512 values) {
 #endif
 
 // Elements 0..count-1 from memory, the others zero.
+#if defined(CPU_CAPABILITY_AVX512)
 template <typename T>
 inline Vec<T> load_vec(const T* from, int64_t count) {
+  const uint32_t lanes = (uint32_t{1} << count) - 1;
+  if constexpr (std::is_same_v<T, float>) {
+    return _mm512_maskz_loadu_ps(static_cast<__mmask16>(lanes), from);
+  } else if constexpr (std::is_same_v<T, double>) {
+    return _mm512_maskz_loadu_pd(static_cast<__mmask8>(lanes), from);
+  } else {
+    __m512 values;
+    at::vec::cvtbf16_fp32(_mm256_maskz_loadu_epi16(static_cast<__mmask16>(lanes), from), values);
+    return values;
+  }
+}
+#else
+// Not inlined: an unrolled loop at each end of a row was most of the code.
+template <typename T>
+__attribute__((noinline)) Vec<T> load_vec(const T* from, int64_t count) {
   Acc<T> values[Vec<T>::size()] = {};
   for (int64_t i = 0; i < count; ++i) values[i] = static_cast<Acc<T>>(from[i]);
   return Vec<T>::loadu(values);
 }
+#endif
 
 template <typename T>
 inline Vec<T> load_vec(const T* from) {
@@ -60,12 +77,26 @@ inline Vec<T> load_vec(const T* from) {
   }
 }
 
+#if defined(CPU_CAPABILITY_AVX512)
 template <typename T>
 inline void store_vec(T* to, const Vec<T>& vector, int64_t count) {
+  const uint32_t lanes = (uint32_t{1} << count) - 1;
+  if constexpr (std::is_same_v<T, float>) {
+    _mm512_mask_storeu_ps(to, static_cast<__mmask16>(lanes), vector);
+  } else if constexpr (std::is_same_v<T, double>) {
+    _mm512_mask_storeu_pd(to, static_cast<__mmask8>(lanes), vector);
+  } else {
+    _mm256_mask_storeu_epi16(to, static_cast<__mmask16>(lanes), round_to_bf16(vector));
+  }
+}
+#else
+template <typename T>
+__attribute__((noinline)) void store_vec(T* to, const Vec<T>& vector, int64_t count) {
   Acc<T> values[Vec<T>::size()];
   vector.store(values);
   for (int64_t i = 0; i < count; ++i) to[i] = static_cast<T>(values[i]);
 }
+#endif
 
 template <typename T>
 inline void store_vec(T* to, const Vec<T>& vector) {

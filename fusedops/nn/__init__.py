@@ -4,5 +4,6 @@ from fusedops.nn.add_layer_norm import AddLayerNorm
 from fusedops.nn.layer_norm import LayerNorm
 from fusedops.nn.linear_act import LinearAct
 from fusedops.nn.mlp import MLP
+from fusedops.nn.rms_norm import RMSNorm
 
-__all__ = ["MLP", "AddLayerNorm", "LayerNorm", "LinearAct"]
+__all__ = ["MLP", "AddLayerNorm", "LayerNorm", "LinearAct", "RMSNorm"]

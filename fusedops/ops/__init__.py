@@ -9,6 +9,7 @@ from fusedops.ops.layer_norm import layer_norm
 from fusedops.ops.linear_act import linear_act
 from fusedops.ops.linear_glu import linear_glu
 from fusedops.ops.mlp import mlp
+from fusedops.ops.rms_norm import rms_norm
 from fusedops.ops.rotary_embedding import rotary_embedding
 
 __all__ = [
@@ -21,5 +22,6 @@ __all__ = [
     "linear_act",
     "linear_glu",
     "mlp",
+    "rms_norm",
     "rotary_embedding",
 ]

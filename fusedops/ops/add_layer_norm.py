@@ -4,7 +4,7 @@
     normed = layer_norm(summed) * weight + bias
 
 ``summed`` is rounded to its dtype before it is normalised, so that the pair is that of the eager
-chain. Kernels: ``csrc/cpu/add_layer_norm.*``, ``csrc/cuda/add_layer_norm.*``,
+chain. Kernels: ``csrc/cpu/norm.*``, ``csrc/cuda/add_norm.*``,
 ``kernels/add_layer_norm.py``; the dropout mask is that of ``_core/philox.py``.
 """
 
@@ -18,9 +18,10 @@ import torch
 from fusedops._core import dtypes, philox
 from fusedops._core.library import Gradient, define_op
 from fusedops._core.sharding import PARTIAL, REPLICATE, Placement
-from fusedops.ops import _layer_norm_math, _residual
-from fusedops.ops._layer_norm_math import (
+from fusedops.ops import _norm_math, _residual
+from fusedops.ops._norm_math import (
     affine,
+    in_float32,
     input_gradient,
     normalize,
     row_placements,
@@ -84,18 +85,13 @@ def add_layer_norm(
     _residual.check("add_layer_norm", input, residual, "dropout_p", dropout_p)
     dtype = torch.promote_types(input.dtype, residual.dtype)
     source, stream = _residual.promote(input, residual, dtype)
-    _layer_norm_math.check("add_layer_norm", "the sum", stream, normalized_shape, weight, bias, eps)
+    _norm_math.check("add_layer_norm", "the sum", stream, normalized_shape, weight, bias, eps)
     if stream.is_cuda and torch.is_autocast_enabled("cuda"):
-        stream, weight, bias = _in_float32(stream), _in_float32(weight), _in_float32(bias)
+        # Autocast's work for all but `input`, which the kernels read in half precision.
+        stream, weight, bias = in_float32(stream), in_float32(weight), in_float32(bias)
     seed, p = _residual.draw_seed(source, dropout_p, training)
     arguments = (source, stream, normalized_shape, weight, bias, seed, eps, p, source.dtype)
     return _OP(*arguments)[:2]
-
-
-def _in_float32(tensor: Any) -> Any:
-    """Do autocast's work for all but ``input``, which the kernels read in half precision."""
-    half = tensor is not None and tensor.dtype in (torch.bfloat16, torch.float16)
-    return tensor.float() if half else tensor
 
 
 def _reference(

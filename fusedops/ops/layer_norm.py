@@ -3,7 +3,7 @@
     y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias
 
 over the last dimensions, as ``torch.nn.functional.layer_norm``. Statistics are float32 (float64 for
-float64 input) and two-pass. Kernels: ``csrc/cpu/layer_norm.*``, ``csrc/cuda/layer_norm.*``,
+float64 input) and two-pass. Kernels: ``csrc/cpu/norm.*``, ``csrc/cuda/norm.*``,
 ``kernels/layer_norm.py``; here are the public function, the specification and the registration.
 """
 
@@ -17,8 +17,8 @@ import torch
 from fusedops._core import checks, dtypes
 from fusedops._core.library import Gradient, define_op
 from fusedops._core.sharding import PARTIAL, REPLICATE, Placement
-from fusedops.ops import _layer_norm_math
-from fusedops.ops._layer_norm_math import (
+from fusedops.ops import _norm_math
+from fusedops.ops._norm_math import (
     affine,
     input_gradient,
     normalize,
@@ -74,7 +74,7 @@ def layer_norm(
 
 def _check(input: Any, normalized_shape: Any, weight: Any, bias: Any, eps: Any) -> None:
     checks.tensor("layer_norm", "input", input)
-    _layer_norm_math.check("layer_norm", "input", input, normalized_shape, weight, bias, eps)
+    _norm_math.check("layer_norm", "input", input, normalized_shape, weight, bias, eps)
 
 
 def _reference(

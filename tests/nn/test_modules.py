@@ -26,16 +26,23 @@ def seeded(make: type[nn.Module], *args: object, **kwargs: object) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("ours", "torchs", "size"),
+    ("ours", "torchs", "size", "options"),
     [
-        (fusedops.nn.LayerNorm, nn.LayerNorm, (32,)),
-        (fusedops.nn.AddLayerNorm, nn.LayerNorm, (32,)),
-        (fusedops.nn.LinearAct, nn.Linear, (32, 8)),
+        (ours, torchs, size, options)
+        for ours, torchs, size, switch in (
+            (fusedops.nn.LayerNorm, nn.LayerNorm, (32,), "bias"),
+            (fusedops.nn.AddLayerNorm, nn.LayerNorm, (32,), "bias"),
+            (fusedops.nn.RMSNorm, nn.RMSNorm, (32,), "elementwise_affine"),
+            (fusedops.nn.LinearAct, nn.Linear, (32, 8), "bias"),
+        )
+        for options in ({switch: True}, {switch: False})
     ],
 )
-@pytest.mark.parametrize("bias", [True, False])
 def test_arguments_and_parameters_are_torchs(
-    ours: type[nn.Module], torchs: type[nn.Module], size: tuple[int, ...], bias: bool
+    ours: type[nn.Module],
+    torchs: type[nn.Module],
+    size: tuple[int, ...],
+    options: dict[str, bool],
 ) -> None:
     theirs = list(inspect.signature(torchs).parameters)
     positional = [
@@ -44,13 +51,13 @@ def test_arguments_and_parameters_are_torchs(
         if parameter.kind is not parameter.KEYWORD_ONLY
     ]
     assert positional == theirs
-    module, stock = (seeded(make, *size, bias=bias) for make in (ours, torchs))
+    module, stock = (seeded(make, *size, **options) for make in (ours, torchs))
     assert list(module.state_dict()) == list(stock.state_dict())
     for name, value in stock.state_dict().items():
         assert torch.equal(module.state_dict()[name], value)
     module.load_state_dict(stock.state_dict())
     stock.load_state_dict(module.state_dict())
-    half = ours(*size, bias=bias, device="meta", dtype=torch.bfloat16)
+    half = ours(*size, **options, device="meta", dtype=torch.bfloat16)
     assert all(each.is_meta and each.dtype == torch.bfloat16 for each in half.parameters())
 
 
@@ -77,6 +84,20 @@ def test_layer_norm() -> None:
     assert isinstance(module, nn.LayerNorm)
     eager = stock(INPUT)
     assert same(module(INPUT), eager, stock.double()(INPUT.double()))
+
+
+@pytest.mark.parametrize("rounding", ["torch", "hf"])
+def test_rms_norm(rounding: str) -> None:
+    module = fusedops.nn.RMSNorm(32, eps=0.1, weight_offset=1.0, rounding=rounding)
+    stock = nn.RMSNorm(32, eps=0.1)
+    assert torch.equal(module.weight, torch.zeros(32))
+    with torch.no_grad():
+        stock.weight.copy_(torch.linspace(0, 2, 32))
+        module.weight.copy_(stock.weight - 1)
+    assert isinstance(module, nn.RMSNorm)
+    eager = stock(INPUT)
+    assert same(module(INPUT), eager, stock.double()(INPUT.double()))
+    assert f"weight_offset=1.0, rounding={rounding!r}" in repr(module)
 
 
 def test_add_layer_norm_and_its_dropout() -> None:
@@ -118,6 +139,7 @@ def test_mlp(bias: bool, recompute: bool) -> None:
 def test_parameters_get_gradients() -> None:
     modules: list[nn.Module] = [
         fusedops.nn.LayerNorm(32),
+        fusedops.nn.RMSNorm(32),
         fusedops.nn.LinearAct(32, 4),
         fusedops.nn.MLP(32, 8),
         fusedops.nn.MLP(32, 8, recompute=True),
@@ -133,6 +155,7 @@ def test_parameters_get_gradients() -> None:
         (lambda: fusedops.nn.LinearAct(2, 2, activation="gleu"), "LinearAct: activation"),
         (lambda: fusedops.nn.MLP(2, 2, activation="gelu_new"), "MLP: activation"),
         (lambda: fusedops.nn.AddLayerNorm(2, dropout_p=1.5), "AddLayerNorm: dropout_p"),
+        (lambda: fusedops.nn.RMSNorm(2, rounding="bf16"), "RMSNorm: rounding"),
     ],
 )
 def test_wrong_arguments_are_named(make: object, mentions: str) -> None:

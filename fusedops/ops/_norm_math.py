@@ -1,4 +1,4 @@
-"""What layer_norm and add_layer_norm say alike: checks of the parameters, formulae, placements.
+"""What the norms say alike: checks of the parameters, formulae, placements.
 
 Formulae are differentiable torch operations in the accumulation dtype: they specify the kernels and
 are the double backward.
@@ -14,6 +14,10 @@ import torch
 
 from fusedops._core import checks, dtypes
 from fusedops._core.sharding import REPLICATE, Placement
+
+# Roundings of an RMS norm in half precision: "torch" rounds once, at the end; "hf" rounds the
+# normalised row, then multiplies in the promoted dtype of row and weight (LlamaRMSNorm).
+ROUNDINGS = ("torch", "hf")
 
 
 def check(
@@ -41,18 +45,34 @@ def check(
     checks.number(op, "eps", eps)
 
 
+def in_float32(tensor: Any) -> Any:
+    """Return a half-precision tensor in float32: autocast's work, where an op does it itself."""
+    half = tensor is not None and tensor.dtype in (torch.bfloat16, torch.float16)
+    return tensor.float() if half else tensor
+
+
 def rows(input: torch.Tensor, normalized_shape: Sequence[int]) -> tuple[int, ...]:
     """Return the leading sizes, those of the rows' statistics."""
     return tuple(input.shape[: input.dim() - len(normalized_shape)])
 
 
+def check_rms(op: str, weight_offset: Any, rounding: Any) -> None:
+    """Raise unless these can be arguments of an RMS norm."""
+    checks.number(op, "weight_offset", weight_offset)
+    checks.choice(op, "rounding", rounding, ROUNDINGS)
+
+
 @dataclass(frozen=True)
 class Normalized:
-    """Rows of mean 0 and deviation 1, and what made them so (with the reduced dims kept)."""
+    """Rows of deviation 1, and what made them so (with the reduced dims kept).
+
+    Where rows were not ``centred``, their mean square is 1, and ``mean`` is 0.
+    """
 
     values: torch.Tensor
     mean: torch.Tensor
     rstd: torch.Tensor
+    centred: bool = True
 
 
 def normalize(input: torch.Tensor, normalized_shape: Sequence[int], eps: float) -> Normalized:
@@ -63,6 +83,48 @@ def normalize(input: torch.Tensor, normalized_shape: Sequence[int], eps: float) 
     centred = x - mean
     rstd = torch.rsqrt(centred.square().mean(dims, keepdim=True) + eps)
     return Normalized(centred * rstd, mean, rstd)
+
+
+def normalize_rms(input: torch.Tensor, normalized_shape: Sequence[int], eps: float) -> Normalized:
+    """Divide the rows of ``input`` by their root mean square, rounding as torch and HF do."""
+    x = input.to(dtypes.statistics_dtype(input.dtype))
+    dims = tuple(range(-len(normalized_shape), 0))
+    rstd = torch.rsqrt(x.pow(2).mean(dims, keepdim=True) + eps)
+    return Normalized(x * rstd, torch.zeros_like(rstd), rstd, centred=False)
+
+
+def default_eps(input: torch.Tensor, eps: float | None) -> float:
+    """Return what torch's rms_norm takes for ``eps=None``: that of the accumulation dtype."""
+    return torch.finfo(dtypes.statistics_dtype(input.dtype)).eps if eps is None else eps
+
+
+def scaled_dtype(dtype: torch.dtype, weight: torch.Tensor | None, rounding: str) -> torch.dtype:
+    """Return the dtype of an RMS norm of ``dtype``: ``"hf"`` multiplies in the promoted one."""
+    promotes = rounding == "hf" and weight is not None
+    return torch.promote_types(dtype, weight.dtype) if promotes and weight is not None else dtype
+
+
+def scale(
+    values: torch.Tensor,
+    weight: torch.Tensor | None,
+    weight_offset: float,
+    rounding: str,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Return ``values * (weight + weight_offset)`` in the dtype of an RMS norm of ``dtype``."""
+    result = scaled_dtype(dtype, weight, rounding)
+    if rounding == "hf":
+        values = values.to(dtype).to(values.dtype)
+    return affine(values, offset(weight, weight_offset, values.dtype), None).to(result)
+
+
+def offset(
+    weight: torch.Tensor | None, weight_offset: float, dtype: torch.dtype
+) -> torch.Tensor | None:
+    """Return ``weight + weight_offset`` in ``dtype``; an absent weight has no offset."""
+    if weight is None or weight_offset == 0.0:
+        return weight
+    return weight.to(dtype) + weight_offset
 
 
 def affine(
@@ -80,12 +142,15 @@ def input_gradient(
     weight: torch.Tensor | None,
     normalized_shape: Sequence[int],
 ) -> torch.Tensor:
-    """Return ``rstd * (h - mean(h) - xhat * mean(h * xhat))`` with ``h = grad * weight``."""
+    """Return ``rstd * (h - mean(h) - xhat * mean(h * xhat))`` with ``h = grad * weight``.
+
+    The term ``mean(h)`` is that of the mean: rows that were not centred have none.
+    """
     dims = tuple(range(-len(normalized_shape), 0))
     scaled = affine(grad, weight, None)
     along = (scaled * normalized.values).mean(dims, keepdim=True)
-    centred = scaled - scaled.mean(dims, keepdim=True) - normalized.values * along
-    return centred * normalized.rstd
+    across = scaled.mean(dims, keepdim=True) if normalized.centred else 0.0
+    return (scaled - across - normalized.values * along) * normalized.rstd
 
 
 def sum_rows(values: torch.Tensor, normalized_shape: Sequence[int]) -> torch.Tensor:

@@ -1,0 +1,429 @@
+"""layer_norm and rms_norm in Triton: kernels and launchers for both.
+
+A row of up to ``MAX_FUSED`` columns is held in registers: the forward reads the input once and
+writes the output once. Longer rows are walked in blocks (statistics by a second pass over data that
+the L2 cache still holds) instead of spilling registers.
+
+The backward runs a fixed number of programs per device. Each walks its rows, keeps its part of the
+weight and bias gradients in float32 registers and writes it once; a second kernel adds the parts in
+order. No atomics: the same bits in every run.
+
+``CENTRED`` tells layer norm from RMS norm, which has no mean: its pointer is then not read. What
+happens to a row in registers is in ``_norm_rows.py``, for add_layer_norm and add_rms_norm too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from fusedops.kernels import _launch
+from fusedops.kernels._norm_rows import (
+    affine,
+    normalized,
+    renormalized,
+    row_gradient,
+    scale_of,
+    statistics,
+)
+
+# Columns that the backward holds in registers beside its two float32 accumulators.
+MAX_FUSED = 8192
+_LONG_BLOCK = 4096
+
+
+@triton.jit
+def _forward_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    mean_ptr,
+    rstd_ptr,
+    num_rows,
+    num_cols,
+    eps,
+    weight_offset,
+    CENTRED: tl.constexpr,
+    ROUND_FIRST: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    col = tl.arange(0, BLOCK_N)
+    row_mask = row < num_rows
+    col_mask = col < num_cols
+    mask = row_mask[:, None] & col_mask[None, :]
+    offset = row[:, None].to(tl.int64) * num_cols + col[None, :]
+    x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+    x, mean, rstd = statistics(x, mask, num_cols, eps, CENTRED)
+    y = normalized(x, rstd[:, None], x_ptr.dtype.element_ty, ROUND_FIRST)
+    y = affine(y, weight_ptr, bias_ptr, weight_offset, col, col_mask, HAS_WEIGHT, HAS_BIAS)
+    tl.store(y_ptr + offset, y.to(y_ptr.dtype.element_ty), mask=mask)
+    if CENTRED:
+        tl.store(mean_ptr + row, mean, mask=row_mask)
+    tl.store(rstd_ptr + row, rstd, mask=row_mask)
+
+
+@triton.jit
+def _forward_long_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    mean_ptr,
+    rstd_ptr,
+    num_cols,
+    eps,
+    weight_offset,
+    CENTRED: tl.constexpr,
+    ROUND_FIRST: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    start = row * num_cols
+    mean = 0.0
+    if CENTRED:
+        total = tl.zeros((BLOCK_N,), tl.float32)
+        for first in range(0, num_cols, BLOCK_N):
+            col = first + tl.arange(0, BLOCK_N)
+            total += tl.load(x_ptr + start + col, mask=col < num_cols, other=0.0).to(tl.float32)
+        mean = tl.sum(total, axis=0) / num_cols
+        tl.store(mean_ptr + row, mean)
+    squares = tl.zeros((BLOCK_N,), tl.float32)
+    for first in range(0, num_cols, BLOCK_N):
+        col = first + tl.arange(0, BLOCK_N)
+        x = tl.load(x_ptr + start + col, mask=col < num_cols, other=0.0).to(tl.float32)
+        centred = tl.where(col < num_cols, x - mean, 0.0)
+        squares += centred * centred
+    rstd = 1.0 / tl.sqrt(tl.sum(squares, axis=0) / num_cols + eps)
+    for first in range(0, num_cols, BLOCK_N):
+        col = first + tl.arange(0, BLOCK_N)
+        mask = col < num_cols
+        x = tl.load(x_ptr + start + col, mask=mask, other=0.0).to(tl.float32) - mean
+        y = normalized(x, rstd, x_ptr.dtype.element_ty, ROUND_FIRST)
+        y = affine(y, weight_ptr, bias_ptr, weight_offset, col, mask, HAS_WEIGHT, HAS_BIAS)
+        tl.store(y_ptr + start + col, y.to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(rstd_ptr + row, rstd)
+
+
+@triton.jit
+def _backward_kernel(
+    dy_ptr,
+    x_ptr,
+    weight_ptr,
+    mean_ptr,
+    rstd_ptr,
+    dx_ptr,
+    dweight_ptr,
+    dbias_ptr,
+    num_rows,
+    num_cols,
+    weight_offset,
+    CENTRED: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    WANTS_INPUT: tl.constexpr,
+    WANTS_WEIGHT: tl.constexpr,
+    WANTS_BIAS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    # Rows program, program + programs, ...: neighbouring programs read neighbouring rows.
+    program = tl.program_id(0)
+    col = tl.arange(0, BLOCK_N)
+    mask = col < num_cols
+    dweight = tl.zeros((BLOCK_N,), tl.float32)
+    dbias = tl.zeros((BLOCK_N,), tl.float32)
+    weight = scale_of(weight_ptr, weight_offset, col, mask, HAS_WEIGHT)
+    for row in range(program, num_rows, tl.num_programs(0)):
+        offset = tl.cast(row, tl.int64) * num_cols + col
+        dy = tl.load(dy_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+        x, rstd = renormalized(x, mean_ptr + row, rstd_ptr + row, mask, CENTRED)
+        if WANTS_WEIGHT:
+            dweight += dy * x
+        if WANTS_BIAS:
+            dbias += dy
+        if WANTS_INPUT:
+            dx = row_gradient(dy * weight, x, rstd, num_cols, CENTRED)
+            tl.store(dx_ptr + offset, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    part = tl.cast(program, tl.int64) * num_cols + col
+    if WANTS_WEIGHT:
+        tl.store(dweight_ptr + part, dweight, mask=mask)
+    if WANTS_BIAS:
+        tl.store(dbias_ptr + part, dbias, mask=mask)
+
+
+@triton.jit
+def _backward_input_long_kernel(
+    dy_ptr,
+    x_ptr,
+    weight_ptr,
+    mean_ptr,
+    rstd_ptr,
+    dx_ptr,
+    num_cols,
+    weight_offset,
+    CENTRED: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    start = row * num_cols
+    along = tl.zeros((BLOCK_N,), tl.float32)
+    across = tl.zeros((BLOCK_N,), tl.float32)
+    for first in range(0, num_cols, BLOCK_N):
+        col = first + tl.arange(0, BLOCK_N)
+        mask = col < num_cols
+        scaled = tl.load(dy_ptr + start + col, mask=mask, other=0.0).to(tl.float32)
+        scaled *= scale_of(weight_ptr, weight_offset, col, mask, HAS_WEIGHT)
+        x = tl.load(x_ptr + start + col, mask=mask, other=0.0).to(tl.float32)
+        x, _ = renormalized(x, mean_ptr + row, rstd_ptr + row, mask, CENTRED)
+        along += scaled * x
+        across += scaled
+    mean_along = tl.sum(along, axis=0) / num_cols
+    mean_across = 0.0
+    if CENTRED:
+        mean_across = tl.sum(across, axis=0) / num_cols
+    for first in range(0, num_cols, BLOCK_N):
+        col = first + tl.arange(0, BLOCK_N)
+        mask = col < num_cols
+        scaled = tl.load(dy_ptr + start + col, mask=mask, other=0.0).to(tl.float32)
+        scaled *= scale_of(weight_ptr, weight_offset, col, mask, HAS_WEIGHT)
+        x = tl.load(x_ptr + start + col, mask=mask, other=0.0).to(tl.float32)
+        x, rstd = renormalized(x, mean_ptr + row, rstd_ptr + row, mask, CENTRED)
+        dx = (scaled - mean_across - x * mean_along) * rstd
+        tl.store(dx_ptr + start + col, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _backward_parameters_long_kernel(
+    dy_ptr,
+    x_ptr,
+    mean_ptr,
+    rstd_ptr,
+    dweight_ptr,
+    dbias_ptr,
+    num_rows,
+    num_cols,
+    CENTRED: tl.constexpr,
+    WANTS_WEIGHT: tl.constexpr,
+    WANTS_BIAS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    program = tl.program_id(1)
+    col = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = col < num_cols
+    dweight = tl.zeros((BLOCK_N,), tl.float32)
+    dbias = tl.zeros((BLOCK_N,), tl.float32)
+    for row in range(program, num_rows, tl.num_programs(1)):
+        offset = tl.cast(row, tl.int64) * num_cols + col
+        dy = tl.load(dy_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+        if WANTS_WEIGHT:
+            x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+            x, _ = renormalized(x, mean_ptr + row, rstd_ptr + row, mask, CENTRED)
+            dweight += dy * x
+        dbias += dy
+    part = tl.cast(program, tl.int64) * num_cols + col
+    if WANTS_WEIGHT:
+        tl.store(dweight_ptr + part, dweight, mask=mask)
+    if WANTS_BIAS:
+        tl.store(dbias_ptr + part, dbias, mask=mask)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How a norm differs from its neighbours."""
+
+    centred: bool
+    weight_offset: float = 0.0
+    round_first: bool = False
+
+    def output_dtype(self, dtype: torch.dtype, weight: torch.Tensor | None) -> torch.dtype:
+        """Return the dtype of the norm of ``dtype``: that of the product when rounded before it."""
+        if not self.round_first or weight is None:
+            return dtype
+        return torch.promote_types(dtype, weight.dtype)
+
+
+LAYER_NORM = Kind(centred=True)
+
+
+def rms_kind(weight_offset: float, rounding: str) -> Kind:
+    """Return the kind of an RMS norm."""
+    return Kind(centred=False, weight_offset=weight_offset, round_first=rounding == "hf")
+
+
+def forward(
+    kind: Kind,
+    input: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Launch the forward; returns output, mean and rstd (without ``centred`` the mean is rstd)."""
+    x = input.contiguous()
+    leading = x.shape[: x.dim() - len(normalized_shape)]
+    output = torch.empty_like(x, dtype=kind.output_dtype(x.dtype, weight))
+    rstd = x.new_empty(leading, dtype=torch.float32)
+    mean = torch.empty_like(rstd) if kind.centred else rstd
+    num_rows = rstd.numel()
+    if x.numel() == 0:
+        return output, mean, rstd
+    num_cols = x.numel() // num_rows
+    arguments = (x, _launch.dense(weight, x), _launch.dense(bias, x), output, mean, rstd)
+    present = {"HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None}
+    present |= {"CENTRED": kind.centred, "ROUND_FIRST": kind.round_first}
+    with _launch.device_of(x):
+        if num_cols > 2 * MAX_FUSED:
+            _forward_long_kernel[(num_rows,)](
+                *arguments,
+                num_cols,
+                eps,
+                kind.weight_offset,
+                **present,
+                BLOCK_N=_LONG_BLOCK,
+                **_launch.row_options(_LONG_BLOCK),
+            )
+        else:
+            block_n = triton.next_power_of_2(num_cols)
+            block_m = max(1, min(16, 1024 // block_n))
+            _forward_kernel[(triton.cdiv(num_rows, block_m),)](
+                *arguments,
+                num_rows,
+                num_cols,
+                eps,
+                kind.weight_offset,
+                **present,
+                BLOCK_M=block_m,
+                BLOCK_N=block_n,
+                **_launch.row_options(block_m * block_n),
+            )
+    return output, mean, rstd
+
+
+def backward(
+    kind: Kind,
+    grad_output: torch.Tensor,
+    input: torch.Tensor,
+    weight: torch.Tensor | None,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    normalized_shape: Sequence[int],
+    wanted: Sequence[bool],
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Launch the backward; returns the ``wanted`` gradients of input, weight and bias."""
+    x = input.contiguous()
+    dy = grad_output.contiguous()
+    num_rows = rstd.numel()
+    dx = torch.empty_like(x) if wanted[0] else None
+    dtype = x.dtype if weight is None else weight.dtype
+    if x.numel() == 0:
+        dweight, dbias = (
+            x.new_zeros(normalized_shape, dtype=dtype) if each else None for each in wanted[1:]
+        )
+        return dx, dweight, dbias
+    num_cols = x.numel() // num_rows
+    programs = min(num_rows, _launch.num_programs(x.device))
+    parts = [
+        x.new_empty((programs, num_cols), dtype=torch.float32) if each else None
+        for each in wanted[1:]
+    ]
+    w = _launch.dense(weight, x)
+    statistics = (mean.contiguous(), rstd.contiguous())
+    targets = [x if each is None else each for each in (dx, *parts)]
+    flags = {"CENTRED": kind.centred, "HAS_WEIGHT": weight is not None}
+    wants = dict(zip(("WANTS_INPUT", "WANTS_WEIGHT", "WANTS_BIAS"), wanted, strict=True))
+    with _launch.device_of(x):
+        if num_cols <= MAX_FUSED:
+            block_n = triton.next_power_of_2(num_cols)
+            _backward_kernel[(programs,)](
+                dy,
+                x,
+                w,
+                *statistics,
+                *targets,
+                num_rows,
+                num_cols,
+                kind.weight_offset,
+                **flags,
+                **wants,
+                BLOCK_N=block_n,
+                **_launch.row_options(2 * block_n),
+            )
+        else:
+            if wants["WANTS_INPUT"]:
+                _backward_input_long_kernel[(num_rows,)](
+                    dy,
+                    x,
+                    w,
+                    *statistics,
+                    targets[0],
+                    num_cols,
+                    kind.weight_offset,
+                    **flags,
+                    BLOCK_N=_LONG_BLOCK,
+                    **_launch.row_options(_LONG_BLOCK),
+                )
+            if wants["WANTS_WEIGHT"] or wants["WANTS_BIAS"]:
+                _backward_parameters_long_kernel[(triton.cdiv(num_cols, 1024), programs)](
+                    dy,
+                    x,
+                    *statistics,
+                    *targets[1:],
+                    num_rows,
+                    num_cols,
+                    CENTRED=kind.centred,
+                    WANTS_WEIGHT=wants["WANTS_WEIGHT"],
+                    WANTS_BIAS=wants["WANTS_BIAS"],
+                    BLOCK_N=1024,
+                    **_launch.row_options(1024),
+                )
+        dweight, dbias = (
+            None if each is None else _launch.sum_rows(each, dtype).reshape(normalized_shape)
+            for each in parts
+        )
+    return dx, dweight, dbias
+
+
+def static_report_cases(centred: bool) -> list[dict[str, Any]]:
+    """Return the configurations whose registers, spills and instructions are kept on record."""
+    pointers = {"x_ptr": "*bf16", "weight_ptr": "*bf16", "mean_ptr": "*fp32", "rstd_ptr": "*fp32"}
+    sizes = {"num_rows": "i32", "num_cols": "i32", "weight_offset": "fp32"}
+    forward = pointers | sizes | {"bias_ptr": "*bf16", "y_ptr": "*bf16", "eps": "fp32"}
+    backward = pointers | sizes | {"dy_ptr": "*bf16", "dx_ptr": "*bf16"}
+    backward |= {"dweight_ptr": "*fp32", "dbias_ptr": "*fp32"}
+    present = {"HAS_WEIGHT": True, "HAS_BIAS": centred, "CENTRED": centred}
+    present |= {"ROUND_FIRST": not centred}
+    wants = {"WANTS_INPUT": True, "WANTS_WEIGHT": True, "WANTS_BIAS": centred}
+    wants |= {"HAS_WEIGHT": True, "CENTRED": centred}
+    long = {"BLOCK_N": _LONG_BLOCK}
+    cases: list[tuple[Any, dict[str, str], dict[str, Any], int]] = []
+    for cols in (1024, 4096, 8192, 16384):
+        rows = max(1, 1024 // cols)
+        blocks = {"BLOCK_M": rows, "BLOCK_N": cols}
+        cases.append((_forward_kernel, forward, present | blocks, rows * cols))
+    for cols in (1024, 4096, 8192):
+        cases.append((_backward_kernel, backward, wants | {"BLOCK_N": cols}, 2 * cols))
+    cases += [
+        (_forward_long_kernel, forward, present | long, _LONG_BLOCK),
+        (_backward_input_long_kernel, backward, wants | long, _LONG_BLOCK),
+        (_backward_parameters_long_kernel, backward, wants | {"BLOCK_N": 1024}, 1024),
+    ]
+    label = "centred" if centred else "not centred"
+    return [
+        case | {"label": f"{case['label']}, {label}"}
+        for case in (
+            _launch.report_case(kernel, types, constants, _launch.row_options(elements))
+            for kernel, types, constants, elements in cases
+        )
+    ]

@@ -1,0 +1,230 @@
+"""Root-mean-square normalisation: each row to mean square 1, then scale.
+
+    y = x / sqrt(mean(x^2) + eps) * (weight + weight_offset)
+
+over the last dimensions, as ``torch.nn.functional.rms_norm``. How models round it is an argument,
+because users see it in half precision. Kernels: ``csrc/cpu/norm.*``, ``csrc/cuda/norm.*``,
+``kernels/rms_norm.py``; here are the public function, the specification and the registration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fusedops._core import checks, dtypes
+from fusedops._core.library import Gradient, define_op
+from fusedops._core.sharding import PARTIAL, REPLICATE, Placement
+from fusedops.ops import _norm_math
+from fusedops.ops._norm_math import (
+    default_eps,
+    in_float32,
+    input_gradient,
+    normalize_rms,
+    offset,
+    row_placements,
+    rows,
+    scale,
+    scaled_dtype,
+    sum_rows,
+)
+
+ROUNDINGS = _norm_math.ROUNDINGS
+
+
+def rms_norm(
+    input: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+    *,
+    weight_offset: float = 0.0,
+    rounding: str = "torch",
+) -> torch.Tensor:
+    """Divide by the root mean square over the last ``len(normalized_shape)`` dimensions.
+
+    ``y = x / sqrt(E[x^2] + eps) * (weight + weight_offset)``
+
+    Args:
+        input: ``[..., *normalized_shape]``, any floating dtype, any strides.
+        normalized_shape: sizes of the trailing dimensions.
+        weight: ``normalized_shape``, dtype of ``input`` (or float32 beside a half-precision one).
+        eps: added to the mean square; ``None`` is, as in torch, the ``eps`` of float32 (of float64
+            for float64).
+        weight_offset: added to the weight, in float32; 1 where a model keeps ``weight - 1``
+            (Gemma). An absent weight has none.
+        rounding: ``"torch"`` rounds once, at the end (also Gemma's); ``"hf"`` rounds the normalised
+            row to the dtype of ``input`` and then multiplies (Llama, Qwen, Mistral; T5 where weight
+            and input have one dtype). The two differ in half precision only.
+
+    Returns:
+        Shape and dtype of ``input``, contiguous. With ``"hf"`` and a float32 weight beside a
+        half-precision input the dtype is float32, to which torch promotes their product.
+
+    Raises:
+        ValueError: a shape or device does not fit, or ``rounding`` is unknown.
+        TypeError: an argument is no tensor or number, or its dtype does not fit.
+
+    Note:
+        Arithmetic is float32 (float64 for float64). On the CPU, of a contiguous input, the result
+        is bit for bit that of ``torch.nn.functional.rms_norm``, or with ``"hf"`` that of
+        ``LlamaRMSNorm``: rounding for rounding, and squares are summed in torch's order. Two cases
+        differ in the last place: one single row of 32768 elements or more, whose sum torch cuts
+        by the number of threads; and results below 1.2e-38, which the bfloat16 kernels take for
+        zero. On a GPU the order of roundings is the same, that of the sum is not. A row's result
+        does not depend on the other rows; the weight's gradient is summed in a fixed order: the
+        same bits for any number of threads. Saves ``input``, ``weight`` and one number per row.
+        Backends: cpp, cuda, triton, torch. Under autocast on CUDA, ``"torch"`` computes in float32
+        as torch's does and ``"hf"`` keeps the dtypes as the models do; unchanged on the CPU.
+
+    Reference:
+        Zhang, Sennrich: Root Mean Square Layer Normalization, arXiv:1910.07467.
+
+    Example:
+        >>> import torch, fusedops
+        >>> fusedops.rms_norm(torch.tensor([[3.0, 4.0, 0.0, 0.0]]), (4,), eps=0.0)
+        tensor([[1.2000, 1.6000, 0.0000, 0.0000]])
+    """
+    _check(input, normalized_shape, weight, eps, weight_offset, rounding)
+    if input.is_cuda and rounding == "torch" and torch.is_autocast_enabled("cuda"):
+        input, weight = in_float32(input), in_float32(weight)
+    eps = default_eps(input, eps)
+    return _OP(input, normalized_shape, weight, eps, weight_offset, rounding)[0]
+
+
+def _check(
+    input: Any, normalized_shape: Any, weight: Any, eps: Any, weight_offset: Any, rounding: Any
+) -> None:
+    checks.tensor("rms_norm", "input", input)
+    eps = 0.0 if eps is None else eps
+    _norm_math.check("rms_norm", "input", input, normalized_shape, weight, None, eps)
+    _norm_math.check_rms("rms_norm", weight_offset, rounding)
+
+
+def _reference(
+    input: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None,
+    eps: float,
+    weight_offset: float,
+    rounding: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    normalized = normalize_rms(input, normalized_shape, eps)
+    output = scale(normalized.values, weight, weight_offset, rounding, input.dtype)
+    return output.contiguous(), normalized.rstd.reshape(rows(input, normalized_shape))
+
+
+def _fake(
+    input: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None,
+    eps: float,
+    weight_offset: float,
+    rounding: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    statistics = dtypes.statistics_dtype(input.dtype)
+    return (
+        input.new_empty(input.shape, dtype=scaled_dtype(input.dtype, weight, rounding)),
+        input.new_empty(rows(input, normalized_shape), dtype=statistics),
+    )
+
+
+def _backward_reference(
+    grad_output: torch.Tensor,
+    input: torch.Tensor,
+    weight: torch.Tensor | None,
+    rstd: torch.Tensor,
+    normalized_shape: Sequence[int],
+    eps: float,
+    weight_offset: float,
+    rounding: str,
+    output_mask: Sequence[bool],
+) -> tuple[torch.Tensor | None, ...]:
+    normalized = normalize_rms(input, normalized_shape, eps)
+    grad = grad_output.to(normalized.values.dtype)
+    grad_input = grad_weight = None
+    if output_mask[0]:
+        factor = offset(weight, weight_offset, grad.dtype)
+        grad_input = input_gradient(grad, normalized, factor, normalized_shape)
+        grad_input = grad_input.to(input.dtype).contiguous()
+    if output_mask[1]:
+        parameter = input.dtype if weight is None else weight.dtype
+        grad_weight = sum_rows(grad * normalized.values, normalized_shape).to(parameter)
+    return grad_input, grad_weight
+
+
+def _backward_fake(
+    grad_output: torch.Tensor,
+    input: torch.Tensor,
+    weight: torch.Tensor | None,
+    rstd: torch.Tensor,
+    normalized_shape: Sequence[int],
+    eps: float,
+    weight_offset: float,
+    rounding: str,
+    output_mask: Sequence[bool],
+) -> tuple[torch.Tensor | None, ...]:
+    parameter = input.dtype if weight is None else weight.dtype
+    return (
+        input.new_empty(input.shape) if output_mask[0] else None,
+        input.new_empty(normalized_shape, dtype=parameter) if output_mask[1] else None,
+    )
+
+
+def _shard(
+    input: Any,
+    normalized_shape: Sequence[int],
+    weight: Any,
+    eps: float,
+    weight_offset: float,
+    rounding: str,
+) -> list[tuple[list[Placement], list[Placement]]]:
+    """Rows are independent: any leading dim may be sharded, the weight is replicated."""
+    parameter = REPLICATE if weight is not None else None
+    words = row_placements(input, normalized_shape)
+    return [([word] * 2, [word, None, parameter, None, None, None]) for word in words]
+
+
+def _shard_backward(
+    grad_output: Any,
+    input: Any,
+    weight: Any,
+    rstd: Any,
+    normalized_shape: Sequence[int],
+    eps: float,
+    weight_offset: float,
+    rounding: str,
+    output_mask: Sequence[bool],
+) -> list[tuple[list[Placement], list[Placement]]]:
+    """With rows sharded, each rank has a part of the sum that is the weight's gradient."""
+    rules = []
+    for word in row_placements(input, normalized_shape):
+        summed = REPLICATE if word == REPLICATE else PARTIAL
+        outputs = [
+            placement if wanted else None
+            for placement, wanted in zip((word, summed), output_mask, strict=True)
+        ]
+        parameter = REPLICATE if weight is not None else None
+        rules.append((outputs, [word, word, parameter, word, *[None] * 5]))
+    return rules
+
+
+_OP = define_op(
+    "rms_norm",
+    "(Tensor input, SymInt[] normalized_shape, Tensor? weight, float eps, float weight_offset,"
+    " str rounding) -> (Tensor output, Tensor rstd)",
+    reference=_reference,
+    fake=_fake,
+    gradient=Gradient(
+        inputs=("input", "weight"),
+        outputs=("output",),
+        saves=("input", "weight", "rstd"),
+        reference=_backward_reference,
+        fake=_backward_fake,
+    ),
+    triton="fusedops.kernels.rms_norm",
+    shard=_shard,
+    shard_backward=_shard_backward,
+)

@@ -1,0 +1,149 @@
+"""What tests, benchmarks and documentation need to know of ``rms_norm``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from fusedops.ops.rms_norm import rms_norm
+from fusedops.specs.make import randn
+from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec
+
+
+def eager_rms_norm(
+    input: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+    *,
+    weight_offset: float = 0.0,
+    rounding: str = "torch",
+) -> torch.Tensor:
+    """Return what a model writes: torch's function, Gemma's ``1 + w`` or Llama's two roundings."""
+    if rounding == "torch" and weight_offset == 0.0:
+        return F.rms_norm(input, normalized_shape, weight, eps)
+    x = input.double() if input.dtype == torch.float64 else input.float()
+    dims = tuple(range(-len(normalized_shape), 0))
+    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    x = x * torch.rsqrt(x.pow(2).mean(dims, keepdim=True) + eps)
+    if rounding == "hf":
+        x = x.to(input.dtype)
+        return x if weight is None else (weight + weight_offset) * x
+    return (
+        x.type_as(input) if weight is None else (x * (weight_offset + weight.to(x))).type_as(input)
+    )
+
+
+def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
+    new = functools.partial(randn, device=device, dtype=dtype)
+    wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+    weight = new(33, key="weight", shift=1.0)
+    wide_weight = randn(33, device=device, dtype=wide, key="weight", shift=1.0)
+    return [
+        Sample("rows", (new(7, 33), (33,), weight)),
+        Sample("three_dims", (new(2, 3, 64), (64,), new(64, shift=1.0)), {"eps": 1e-3}),
+        Sample("two_normalized_dims", (new(5, 4, 6), (4, 6), new(4, 6, shift=1.0))),
+        Sample("no_weight", (new(4, 17), (17,))),
+        Sample("one_row", (new(129), (129,), new(129, shift=1.0))),
+        Sample("one_column", (new(3, 1), (1,), new(1, shift=1.0))),
+        Sample("five_columns", (new(3, 5), (5,), new(5, shift=1.0))),
+        Sample("many_rows", (new(70, 48), (48,), new(48, shift=1.0))),
+        Sample("long_rows", (new(2, 33000), (33000,), new(33000, shift=1.0))),
+        Sample("no_rows", (new(0, 33), (33,), weight)),
+        Sample("weight_offset", (new(7, 33), (33,), new(33)), {"weight_offset": 1.0}),
+        Sample("no_weight_offset", (new(4, 17), (17,)), {"weight_offset": 1.0}),
+        Sample("hf", (new(7, 33), (33,), weight, 1e-6), {"rounding": "hf"}),
+        Sample("hf_no_weight", (new(4, 17), (17,)), {"rounding": "hf"}),
+        Sample("wide_weight", (new(7, 33), (33,), wide_weight)),
+        Sample("hf_wide_weight", (new(7, 33), (33,), wide_weight), {"rounding": "hf"}),
+    ]
+
+
+def _bad_inputs(device: torch.device) -> list[BadInput]:
+    x, weight = torch.randn(3, 8, device=device), torch.ones(8, device=device)
+    return [
+        BadInput("normalized_shape", (x, (7,)), {}, ValueError, ("normalized_shape", "7")),
+        BadInput("no_shape", (x, ()), {}, ValueError, ("normalized_shape",)),
+        BadInput("weight_shape", (x, (8,), weight[:7]), {}, ValueError, ("weight", "[8]", "[7]")),
+        BadInput("weight_dtype", (x, (8,), weight.double()), {}, TypeError, ("weight", "float64")),
+        BadInput("integers", (x.long(), (8,)), {}, TypeError, ("input", "int64")),
+        BadInput("no_tensor", ([1.0], (1,)), {}, TypeError, ("input", "list")),
+        BadInput("device", (x, (8,), weight.to("meta")), {}, ValueError, ("weight", "meta")),
+        BadInput("eps_type", (x, (8,)), {"eps": "small"}, TypeError, ("eps", "str")),
+        BadInput("rounding", (x, (8,)), {"rounding": "hg"}, ValueError, ("rounding", "'hf'")),
+        BadInput(
+            "offset_type", (x, (8,)), {"weight_offset": None}, TypeError, ("weight_offset", "None")
+        ),
+    ]
+
+
+def _case(rows: int, columns: int, headline: bool = False, rounding: str = "torch") -> BenchCase:
+    def make(device: torch.device, dtype: torch.dtype) -> Sample:
+        new = functools.partial(randn, device=device, dtype=dtype)
+        data = (new(rows, columns), (columns,), new(columns, shift=1.0, key="w"), 1e-6)
+        return Sample("bench", data, {"rounding": rounding} if rounding != "torch" else {})
+
+    return BenchCase(
+        label=f"{rows}x{columns}" + (f", {rounding}" if rounding != "torch" else ""),
+        make=make,
+        bytes_forward=lambda dtype: 2 * rows * columns * dtype.itemsize,
+        bytes_backward=lambda dtype: 3 * rows * columns * dtype.itemsize,
+        headline=headline,
+    )
+
+
+def _peers() -> dict[str, Callable[..., Any]]:
+    try:
+        from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+    except ImportError:
+        return {}
+
+    def liger(
+        input: Any,
+        normalized_shape: Any,
+        weight: Any,
+        eps: float,
+        *,
+        weight_offset: float = 0.0,
+        rounding: str = "torch",
+    ) -> Any:
+        mode = {"torch": "gemma", "hf": "llama"}[rounding]
+        return LigerRMSNormFunction.apply(input, weight, eps, weight_offset, mode, False)
+
+    return {"liger": liger}
+
+
+def _from_opinfo(
+    input: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (input, *args), kwargs
+
+
+SPEC = Spec(
+    name="rms_norm",
+    op=rms_norm,
+    eager=eager_rms_norm,
+    samples=_samples,
+    bad_inputs=_bad_inputs,
+    bench_cases=(
+        _case(4096, 768),
+        _case(4096, 1024, headline=True),
+        _case(4096, 1024, headline=True, rounding="hf"),
+        _case(8192, 4096),
+        _case(16384, 256),
+        _case(16, 768),
+    ),
+    summary="divide rows by their root mean square and scale",
+    autocast="norm",
+    peers=_peers,
+    opinfo=("nn.functional.rms_norm",),
+    from_opinfo=_from_opinfo,
+    limits=(
+        "On a GPU the roundings are those of the models, but the order of the sum of squares is "
+        "not: results differ in the last place.",
+    ),
+)
