@@ -84,4 +84,12 @@ TORCH_LIBRARY(fusedops_cpp, m) {
       "cross_entropy_backward(Tensor? grad_loss, Tensor logits, Tensor target, Tensor lse,"
       " int ignore_index, float label_smoothing, float z_loss, float softcap, str reduction,"
       " bool[] output_mask) -> Tensor");
+  m.def("swiglu(Tensor gate, Tensor up) -> (Tensor output)");
+  m.def(
+      "swiglu_backward(Tensor? grad_output, Tensor gate, Tensor up, bool[] output_mask)"
+      " -> (Tensor, Tensor)");
+  m.def("geglu(Tensor gate, Tensor up, str approximate) -> (Tensor output)");
+  m.def(
+      "geglu_backward(Tensor? grad_output, Tensor gate, Tensor up, str approximate,"
+      " bool[] output_mask) -> (Tensor, Tensor)");
 }

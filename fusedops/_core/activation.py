@@ -47,17 +47,39 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+def value(x: torch.Tensor, name: str) -> torch.Tensor:
+    """Return ``silu`` or a GELU of ``x`` with its limits at infinities, where eager has a NaN."""
+    return torch.where(x.isinf(), x.clamp_min(0.0), ACTIVATIONS[name](x))
+
+
+def _bounded(x: torch.Tensor) -> torch.Tensor:
+    """Bound ``x`` to where a slope is 0 or 1: x * 0 of an infinity would be NaN."""
+    return x.clamp(-1e3, 1e3)
+
+
 def _gated_slope(x: torch.Tensor, z: torch.Tensor, dz: torch.Tensor | float) -> torch.Tensor:
     """Return the derivative of ``x * sigmoid(z(x))`` given ``z`` and ``dz = z'(x)``."""
     return torch.sigmoid(z) + x * dz * torch.sigmoid(z) * torch.sigmoid(-z)
 
 
+def _silu_slope(x: torch.Tensor) -> torch.Tensor:
+    x = _bounded(x)
+    return _gated_slope(x, x, 1.0)
+
+
+def _fast_gelu_slope(x: torch.Tensor) -> torch.Tensor:
+    x = _bounded(x)
+    return _gated_slope(x, FAST_GELU_SLOPE * x, FAST_GELU_SLOPE)
+
+
 def _gelu_slope(x: torch.Tensor) -> torch.Tensor:
+    x = _bounded(x)
     density = torch.exp(-0.5 * x.square()) / math.sqrt(2 * math.pi)
     return 0.5 * torch.erfc(x * -math.sqrt(0.5)) + x * density
 
 
 def _gelu_tanh_slope(x: torch.Tensor) -> torch.Tensor:
+    x = _bounded(x)
     # (1 + tanh u) / 2 = sigmoid(2 u)
     scale = math.sqrt(8 / math.pi)
     z = scale * (x + 0.044715 * x * x.square())
@@ -69,10 +91,10 @@ SLOPES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "identity": torch.ones_like,
     "relu": lambda x: (x > 0).to(x.dtype),
     "relu2": lambda x: 2 * torch.relu(x),
-    "silu": lambda x: _gated_slope(x, x, 1.0),
+    "silu": _silu_slope,
     "gelu": _gelu_slope,
     "gelu_tanh": _gelu_tanh_slope,
-    "fast_gelu": lambda x: _gated_slope(x, FAST_GELU_SLOPE * x, FAST_GELU_SLOPE),
+    "fast_gelu": _fast_gelu_slope,
 }
 
 # torch's `approximate` argument of gelu, extended by "fast" -> the activation's name.

@@ -93,6 +93,7 @@ def act_value(x, ACTIVATION: tl.constexpr):
         positive = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
         return positive * positive
     elif ACTIVATION == "silu":
+        x = tl.maximum(x, -3.4028234e38, propagate_nan=tl.PropagateNan.ALL)  # as gelu_value
         value, _ = sigmoid(x)
         return x * value
     elif ACTIVATION == "gelu":
@@ -113,6 +114,7 @@ def act_slope(x, ACTIVATION: tl.constexpr):
     elif ACTIVATION == "relu2":
         return 2.0 * tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
     elif ACTIVATION == "silu":
+        x = clamp(x, -1e3, 1e3)
         value, slope = sigmoid(x)
         return value + x * slope
     elif ACTIVATION == "gelu":

@@ -4,6 +4,7 @@ from fusedops.ops.add_layer_norm import add_layer_norm
 from fusedops.ops.bias_dropout_add import bias_dropout_add
 from fusedops.ops.bias_gelu import bias_gelu
 from fusedops.ops.cross_entropy import cross_entropy
+from fusedops.ops.geglu import geglu
 from fusedops.ops.gelu import gelu
 from fusedops.ops.layer_norm import layer_norm
 from fusedops.ops.linear_act import linear_act
@@ -11,12 +12,14 @@ from fusedops.ops.linear_glu import linear_glu
 from fusedops.ops.mlp import mlp
 from fusedops.ops.rms_norm import rms_norm
 from fusedops.ops.rotary_embedding import rotary_embedding
+from fusedops.ops.swiglu import swiglu
 
 __all__ = [
     "add_layer_norm",
     "bias_dropout_add",
     "bias_gelu",
     "cross_entropy",
+    "geglu",
     "gelu",
     "layer_norm",
     "linear_act",
@@ -24,4 +27,5 @@ __all__ = [
     "mlp",
     "rms_norm",
     "rotary_embedding",
+    "swiglu",
 ]

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from fusedops._core import activation, checks, dtypes
+from fusedops._core import checks, dtypes
+from fusedops._core.activation import GELU_VARIANTS, SLOPES, value
 from fusedops._core.library import Gradient, define_op
 from fusedops._core.sharding import PARTIAL, REPLICATE, Placement
-from fusedops.ops.gelu import slope, value
 
 
 def bias_gelu(input: torch.Tensor, bias: torch.Tensor, approximate: str = "none") -> torch.Tensor:
@@ -62,7 +62,7 @@ def _check(input: Any, bias: Any, approximate: Any) -> None:
         checks.fail(op, "input", "a tensor with at least one dimension", "a scalar")
     checks.parameter(op, "bias", bias, "input", input)
     checks.shape(op, "bias", bias, input.shape[-1:], "the last size of input")
-    checks.choice(op, "approximate", approximate, activation.GELU_VARIANTS)
+    checks.choice(op, "approximate", approximate, GELU_VARIANTS)
 
 
 def _sum(input: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -71,7 +71,7 @@ def _sum(input: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
 
 
 def _reference(input: torch.Tensor, bias: torch.Tensor, approximate: str) -> torch.Tensor:
-    return value(_sum(input, bias), approximate).to(input.dtype).contiguous()
+    return value(_sum(input, bias), GELU_VARIANTS[approximate]).to(input.dtype).contiguous()
 
 
 def _fake(input: torch.Tensor, bias: torch.Tensor, approximate: str) -> torch.Tensor:
@@ -86,7 +86,7 @@ def _backward_reference(
     output_mask: Sequence[bool],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     x = _sum(input, bias)
-    grad = grad_output.to(x.dtype) * slope(x, approximate)
+    grad = grad_output.to(x.dtype) * SLOPES[GELU_VARIANTS[approximate]](x)
     grad_input = grad_bias = None
     if output_mask[0]:
         grad_input = grad.to(input.dtype).contiguous()

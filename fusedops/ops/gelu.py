@@ -11,13 +11,13 @@ registration.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from fusedops._core import activation, checks, dtypes
+from fusedops._core import checks, dtypes
+from fusedops._core.activation import GELU_VARIANTS, SLOPES, value
 from fusedops._core.library import Gradient, define_op
 from fusedops._core.sharding import REPLICATE, Placement
 
@@ -60,35 +60,12 @@ def gelu(input: torch.Tensor, approximate: str = "none") -> torch.Tensor:
 
 def _check(op: str, input: Any, approximate: Any) -> None:
     checks.tensor(op, "input", input)
-    checks.choice(op, "approximate", approximate, activation.GELU_VARIANTS)
-
-
-def value(x: torch.Tensor, approximate: str) -> torch.Tensor:
-    """Return GELU of ``x`` in its own dtype: the specification of the forward."""
-    y = activation.ACTIVATIONS[activation.GELU_VARIANTS[approximate]](x)
-    return torch.where(x.isinf(), x.clamp_min(0.0), y)
-
-
-def slope(x: torch.Tensor, approximate: str) -> torch.Tensor:
-    """Return GELU's derivative in torch operations: the specification of the backward."""
-    x = x.clamp(-1e3, 1e3)  # further out it is 0 or 1, and x * 0 of an infinity would be NaN
-    if approximate == "none":
-        below = 0.5 * torch.erfc(x * -math.sqrt(0.5))
-        return below + x * torch.exp(-0.5 * x.square()) / math.sqrt(2 * math.pi)
-    if approximate == "tanh":
-        scale = math.sqrt(8 / math.pi)
-        z = scale * (x + 0.044715 * x * x.square())
-        dz = scale * (1 + 3 * 0.044715 * x.square())
-    else:
-        z = activation.FAST_GELU_SLOPE * x
-        dz = torch.full_like(x, activation.FAST_GELU_SLOPE)
-    # Both are x * sigmoid(z): (1 + tanh u) / 2 = sigmoid(2 u).
-    return torch.sigmoid(z) + x * dz * torch.sigmoid(z) * torch.sigmoid(-z)
+    checks.choice(op, "approximate", approximate, GELU_VARIANTS)
 
 
 def _reference(input: torch.Tensor, approximate: str) -> torch.Tensor:
     x = input.to(dtypes.statistics_dtype(input.dtype))
-    return value(x, approximate).to(input.dtype).contiguous()
+    return value(x, GELU_VARIANTS[approximate]).to(input.dtype).contiguous()
 
 
 def _fake(input: torch.Tensor, approximate: str) -> torch.Tensor:
@@ -101,7 +78,7 @@ def _backward_reference(
     if not output_mask[0]:
         return None
     x = input.to(dtypes.statistics_dtype(input.dtype))
-    grad = grad_output.to(x.dtype) * slope(x, approximate)
+    grad = grad_output.to(x.dtype) * SLOPES[GELU_VARIANTS[approximate]](x)
     return grad.to(input.dtype).contiguous()
 
 

@@ -1,0 +1,154 @@
+"""swiglu and geglu in Triton: the kernels and launchers that both share.
+
+One pass over memory each way. Rows of the inputs may be apart (gate and up as the halves of one
+tensor); dense tensors come as one long row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from fusedops.kernels import _launch
+from fusedops.kernels._device import act_slope, act_value
+
+# Eight elements a thread: one 16-byte access in half precision, two in float32.
+_BLOCK = 1024
+_OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
+
+
+@triton.jit
+def _forward_kernel(
+    gate_ptr,
+    up_ptr,
+    y_ptr,
+    stride_gate,
+    stride_up,
+    num_cols,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    tiles = tl.cdiv(num_cols, BLOCK)
+    row = (tl.program_id(0) // tiles).to(tl.int64)
+    col = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = col < num_cols
+    gate = tl.load(gate_ptr + row * stride_gate + col, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + row * stride_up + col, mask=mask, other=0.0).to(tl.float32)
+    y = act_value(gate, ACTIVATION) * up
+    tl.store(y_ptr + row * num_cols + col, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _backward_kernel(
+    dy_ptr,
+    gate_ptr,
+    up_ptr,
+    dgate_ptr,
+    dup_ptr,
+    stride_dy,
+    stride_gate,
+    stride_up,
+    num_cols,
+    ACTIVATION: tl.constexpr,
+    WANTS_GATE: tl.constexpr,
+    WANTS_UP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    tiles = tl.cdiv(num_cols, BLOCK)
+    row = (tl.program_id(0) // tiles).to(tl.int64)
+    col = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = col < num_cols
+    dy = tl.load(dy_ptr + row * stride_dy + col, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + row * stride_gate + col, mask=mask, other=0.0).to(tl.float32)
+    if WANTS_GATE:
+        up = tl.load(up_ptr + row * stride_up + col, mask=mask, other=0.0).to(tl.float32)
+        dgate = dy * up * act_slope(gate, ACTIVATION)
+        tl.store(dgate_ptr + row * num_cols + col, dgate.to(dgate_ptr.dtype.element_ty), mask=mask)
+    if WANTS_UP:
+        dup = dy * act_value(gate, ACTIVATION)
+        tl.store(dup_ptr + row * num_cols + col, dup.to(dup_ptr.dtype.element_ty), mask=mask)
+
+
+def forward(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    """Launch the forward of ``act(gate) * up``; names are those of ``_core/activation.py``."""
+    output = gate.new_empty(gate.shape)
+    if gate.numel() == 0:
+        return output
+    gate, up = _as_rows(gate, up)
+    rows, num_cols = gate.shape
+    with _launch.device_of(gate):
+        _forward_kernel[(rows * triton.cdiv(num_cols, _BLOCK),)](
+            gate,
+            up,
+            output,
+            gate.stride(0),
+            up.stride(0),
+            num_cols,
+            ACTIVATION=activation,
+            BLOCK=_BLOCK,
+            **_OPTIONS,
+        )
+    return output
+
+
+def backward(
+    grad_output: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    activation: str,
+    output_mask: Sequence[bool],
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Launch the backward; results are the gradients of ``gate`` and ``up`` or ``None``."""
+    wants_gate, wants_up = output_mask
+    grad_gate = gate.new_empty(gate.shape) if wants_gate else None
+    grad_up = gate.new_empty(gate.shape) if wants_up else None
+    if gate.numel() == 0 or not (wants_gate or wants_up):
+        return grad_gate, grad_up
+    grad_output, gate, up = _as_rows(grad_output, gate, up)
+    rows, num_cols = gate.shape
+    with _launch.device_of(gate):
+        _backward_kernel[(rows * triton.cdiv(num_cols, _BLOCK),)](
+            grad_output,
+            gate,
+            up,
+            gate if grad_gate is None else grad_gate,
+            gate if grad_up is None else grad_up,
+            grad_output.stride(0),
+            gate.stride(0),
+            up.stride(0),
+            num_cols,
+            ACTIVATION=activation,
+            WANTS_GATE=wants_gate,
+            WANTS_UP=wants_up,
+            BLOCK=_BLOCK,
+            **_OPTIONS,
+        )
+    return grad_gate, grad_up
+
+
+def static_report_cases(activations: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the configurations whose registers, spills and instructions are kept on record."""
+    pointers = ("gate_ptr", "up_ptr", "y_ptr", "dy_ptr", "dgate_ptr", "dup_ptr")
+    types = dict.fromkeys(pointers, "*bf16")
+    types |= dict.fromkeys(("stride_dy", "stride_gate", "stride_up", "num_cols"), "i32")
+    wants = {"WANTS_GATE": True, "WANTS_UP": True}
+    cases = []
+    for kernel, extra in ((_forward_kernel, {}), (_backward_kernel, wants)):
+        for activation in activations:
+            constexprs = {"ACTIVATION": activation, "BLOCK": _BLOCK} | extra
+            case = _launch.report_case(kernel, types, constexprs, _OPTIONS)
+            cases.append(case | {"label": f"{activation}, {case['label']}"})
+    return cases
+
+
+def _as_rows(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Return tensors of one shape as matrices of dense rows, without a copy where possible."""
+    first = tensors[0]
+    if all(tensor.is_contiguous() for tensor in tensors) or first.dim() == 0:
+        return [tensor.reshape(1, -1) for tensor in tensors]
+    rows = [tensor.reshape(-1, first.shape[-1]) for tensor in tensors]
+    return [each if each.stride(1) == 1 else each.contiguous() for each in rows]

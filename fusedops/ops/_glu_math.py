@@ -1,0 +1,77 @@
+"""What ``swiglu`` and ``geglu`` do alike: ``y = act(gate) * up``, element by element.
+
+``act`` is a name of ``_core/activation.py``: ``silu`` or a variant of GELU. The gradients are
+``dy * up * act'(gate)`` and ``dy * act(gate)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fusedops._core import checks, dtypes
+from fusedops._core.activation import SLOPES, value
+from fusedops._core.sharding import REPLICATE, Placement
+
+
+def check(op: str, gate: Any, up: Any) -> None:
+    """Raise unless ``gate`` and ``up`` are alike."""
+    checks.tensor(op, "gate", gate)
+    checks.like(op, "up", up, "gate", gate, dtype=True)
+    checks.shape(op, "up", up, gate.shape, "that of gate")
+
+
+def forward(gate: torch.Tensor, up: torch.Tensor, act: str) -> torch.Tensor:
+    """Return the result in torch operations: the specification of the forward."""
+    wide = dtypes.statistics_dtype(gate.dtype)
+    return (value(gate.to(wide), act) * up.to(wide)).to(gate.dtype).contiguous()
+
+
+def forward_fake(gate: torch.Tensor) -> torch.Tensor:
+    """Return an empty result."""
+    return gate.new_empty(gate.shape)
+
+
+def backward(
+    grad_output: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    act: str,
+    output_mask: Sequence[bool],
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the gradients in torch operations: the specification of the backward."""
+    wide = dtypes.statistics_dtype(gate.dtype)
+    grad, x = grad_output.to(wide), gate.to(wide)
+    grad_gate = grad_up = None
+    if output_mask[0]:
+        grad_gate = (grad * up.to(wide) * SLOPES[act](x)).to(gate.dtype).contiguous()
+    if output_mask[1]:
+        grad_up = (grad * value(x, act)).to(gate.dtype).contiguous()
+    return grad_gate, grad_up
+
+
+def backward_fake(
+    gate: torch.Tensor, output_mask: Sequence[bool]
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return empty gradients."""
+    grad_gate, grad_up = (gate.new_empty(gate.shape) if wanted else None for wanted in output_mask)
+    return grad_gate, grad_up
+
+
+def shard(gate: Any, others: int) -> list[tuple[list[Placement], list[Placement]]]:
+    """Elements are independent: any dim may be sharded. ``others`` arguments are no tensors."""
+    words: list[Placement] = [REPLICATE, *range(gate.ndim)]
+    return [([word], [word, word, *[None] * others]) for word in words]
+
+
+def shard_backward(
+    gate: Any, output_mask: Sequence[bool], others: int
+) -> list[tuple[list[Placement], list[Placement]]]:
+    """The same of the backward; ``others`` counts ``output_mask`` too."""
+    words: list[Placement] = [REPLICATE, *range(gate.ndim)]
+    return [
+        ([word if wanted else None for wanted in output_mask], [word] * 3 + [None] * others)
+        for word in words
+    ]

@@ -1,0 +1,53 @@
+"""Samples and sizes that the specs of ``swiglu`` and ``geglu`` share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fusedops.specs.make import randn
+from fusedops.specs.spec import BenchCase, Sample
+
+
+def samples(new: Callable[..., torch.Tensor]) -> list[Sample]:
+    """Return calls on ``(gate, up)``; ``new(*shape, key=...)`` makes a tensor."""
+
+    def chunks(*shape: int) -> tuple[Any, ...]:
+        halves = new(*shape[:-1], 2 * shape[-1]).detach().chunk(2, -1)
+        return tuple(half.requires_grad_() for half in halves)
+
+    return [
+        Sample("plain", (new(5, 24), new(5, 24, key="up"))),
+        Sample("chunks", chunks(4, 3, 21)),
+        Sample("wide", (new(3, 5, 17, scale=8.0), new(3, 5, 17, key="up"))),
+        Sample("scalar", (new(), new(key="up"))),
+        Sample("one_element", (new(1), new(1, key="up"))),
+        Sample("several_blocks", (new(3, 4099), new(3, 4099, key="up"))),
+        Sample("chunks_of_several_blocks", chunks(3, 4099)),
+        Sample("empty", (new(0, 5), new(0, 5))),
+    ]
+
+
+def case(
+    rows: int, columns: int, *others: Any, chunks: bool = False, headline: bool = False
+) -> BenchCase:
+    """Return a size; ``others`` follow gate and up in the call."""
+
+    def make(device: torch.device, dtype: torch.dtype) -> Sample:
+        if chunks:
+            whole = randn(rows, 2 * columns, device=device, dtype=dtype, grad=False)
+            pair = [half.requires_grad_() for half in whole.chunk(2, -1)]
+        else:
+            pair = [randn(rows, columns, device=device, dtype=dtype, key=key) for key in "gu"]
+        return Sample("bench", (*pair, *others))
+
+    words = [f"{rows}x{columns}", *map(str, others), *(["chunks"] if chunks else [])]
+    return BenchCase(
+        label=" ".join(words),
+        make=make,
+        bytes_forward=lambda dtype: 3 * rows * columns * dtype.itemsize,
+        bytes_backward=lambda dtype: 5 * rows * columns * dtype.itemsize,
+        headline=headline,
+    )

@@ -1,0 +1,77 @@
+"""What tests, benchmarks and documentation need to know of ``geglu``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fusedops._core.activation import ACTIVATIONS, GELU_VARIANTS
+from fusedops.ops.geglu import geglu
+from fusedops.specs import _glu
+from fusedops.specs.make import randn
+from fusedops.specs.spec import BadInput, Sample, Spec
+
+
+def _eager(gate: torch.Tensor, up: torch.Tensor, approximate: str = "none") -> torch.Tensor:
+    return ACTIVATIONS[GELU_VARIANTS[approximate]](gate) * up
+
+
+def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
+    new = functools.partial(randn, device=device, dtype=dtype)
+    variants = [
+        Sample(
+            f"{name}_{approximate}",
+            (new(*shape, scale=scale), new(*shape, key="up")),
+            {"approximate": approximate},
+        )
+        for approximate in GELU_VARIANTS
+        for name, shape, scale in (("rows", (7, 33), 1.0), ("wide", (3, 5, 17), 6.0))
+    ]
+    return [*variants, *_glu.samples(new)]
+
+
+def _bad_inputs(device: torch.device) -> list[BadInput]:
+    x = torch.randn(3, 8, device=device)
+    return [
+        BadInput("shape", (x, x[:, :1]), {}, ValueError, ("up", "[3, 8]", "[3, 1]")),
+        BadInput("dtype", (x, x.double()), {}, TypeError, ("up", "float64")),
+        BadInput("integers", (x.long(), x.long()), {}, TypeError, ("gate", "int64")),
+        BadInput("no_tensor", (None, x), {}, TypeError, ("gate", "NoneType")),
+        BadInput("variant", (x, x, "erf"), {}, ValueError, ("approximate", "'erf'", "'none'")),
+        BadInput("near_variant", (x, x, "tan"), {}, ValueError, ("did you mean 'tanh'",)),
+    ]
+
+
+def _peers() -> dict[str, Callable[..., Any]]:
+    try:
+        from liger_kernel.ops.geglu import LigerGELUMulFunction
+    except ImportError:
+        return {}
+
+    def liger(gate: Any, up: Any, approximate: str = "none") -> Any:
+        if approximate != "tanh":
+            raise NotImplementedError("the peer has the tanh form only")
+        return LigerGELUMulFunction.apply(gate, up)
+
+    return {"liger": liger}
+
+
+SPEC = Spec(
+    name="geglu",
+    op=geglu,
+    eager=_eager,
+    samples=_samples,
+    bad_inputs=_bad_inputs,
+    bench_cases=(
+        _glu.case(4096, 4096, "tanh", headline=True),
+        _glu.case(4096, 4096, "none"),
+        _glu.case(2048, 11008, "tanh", chunks=True),
+        _glu.case(16, 4096, "tanh"),
+    ),
+    summary="gelu(gate) * up, all three variants",
+    autocast="keep",
+    peers=_peers,
+)

@@ -1,0 +1,60 @@
+"""What tests, benchmarks and documentation need to know of ``swiglu``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from fusedops.ops.swiglu import swiglu
+from fusedops.specs import _glu
+from fusedops.specs.make import randn
+from fusedops.specs.spec import BadInput, Sample, Spec
+
+
+def _eager(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return F.silu(gate) * up
+
+
+def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
+    return _glu.samples(functools.partial(randn, device=device, dtype=dtype))
+
+
+def _bad_inputs(device: torch.device) -> list[BadInput]:
+    x = torch.randn(3, 8, device=device)
+    return [
+        BadInput("shape", (x, x[:, :1]), {}, ValueError, ("up", "[3, 8]", "[3, 1]")),
+        BadInput("dtype", (x, x.double()), {}, TypeError, ("up", "float64")),
+        BadInput("integers", (x.long(), x.long()), {}, TypeError, ("gate", "int64")),
+        BadInput("no_tensor", (x, 1.0), {}, TypeError, ("up", "float")),
+        BadInput("device", (x, x.to("meta")), {}, ValueError, ("up", "meta")),
+    ]
+
+
+def _peers() -> dict[str, Callable[..., Any]]:
+    try:
+        from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+    except ImportError:
+        return {}
+    return {"liger": LigerSiLUMulFunction.apply}
+
+
+SPEC = Spec(
+    name="swiglu",
+    op=swiglu,
+    eager=_eager,
+    samples=_samples,
+    bad_inputs=_bad_inputs,
+    bench_cases=(
+        _glu.case(4096, 4096, headline=True),
+        _glu.case(2048, 11008),
+        _glu.case(2048, 11008, chunks=True),
+        _glu.case(16, 4096),
+    ),
+    summary="silu(gate) * up",
+    autocast="keep",
+    peers=_peers,
+)
