@@ -1,6 +1,7 @@
 """The ops: one file each, with the public function, the specification and the registration."""
 
 from fusedops.ops.add_layer_norm import add_layer_norm
+from fusedops.ops.add_rms_norm import add_rms_norm
 from fusedops.ops.bias_dropout_add import bias_dropout_add
 from fusedops.ops.bias_gelu import bias_gelu
 from fusedops.ops.cross_entropy import cross_entropy
@@ -16,6 +17,7 @@ from fusedops.ops.swiglu import swiglu
 
 __all__ = [
     "add_layer_norm",
+    "add_rms_norm",
     "bias_dropout_add",
     "bias_gelu",
     "cross_entropy",

@@ -162,3 +162,10 @@ def sum_rows(values: torch.Tensor, normalized_shape: Sequence[int]) -> torch.Ten
 def row_placements(input: Any, normalized_shape: Sequence[int]) -> list[Placement]:
     """Return how ``input`` may lie on a mesh: rows are independent, a row stays whole."""
     return [REPLICATE, *range(input.ndim - len(normalized_shape))]
+
+
+def counted_row_placements(
+    input: Any, normalized_shape: Sequence[int], seed: Any
+) -> list[Placement]:
+    """Return the same where dropout, with a seed, counts elements from the tensor's beginning."""
+    return row_placements(input, normalized_shape) if seed is None else [REPLICATE]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -37,3 +38,22 @@ def draw_seed(input: torch.Tensor, p: float, training: bool) -> tuple[torch.Tens
     if not training or p == 0.0:
         return None, 0.0
     return philox.new_seed(input.device), float(p)
+
+
+def wanted_gradients(
+    grad_normed: torch.Tensor | None,
+    dtype: torch.dtype,
+    dropout_p: float,
+    input_dtype: torch.dtype,
+    output_mask: Sequence[bool],
+) -> tuple[bool, ...]:
+    """Return which gradients the backward of sum and norm computes, of those asked for.
+
+    Of input, residual and the norm's parameters. Not what is the same: without dropout and cast,
+    ``input`` has the gradient of ``residual``; nor what is nothing: without ``grad_normed`` the
+    parameters have none. ``dtype`` is that of the sum.
+    """
+    same = output_mask[1] and philox.threshold(dropout_p) == 0 and input_dtype == dtype
+    has_normed = grad_normed is not None
+    parameters = (wanted and has_normed for wanted in output_mask[2:])
+    return (output_mask[0] and not same, output_mask[1], *parameters)

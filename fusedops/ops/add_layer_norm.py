@@ -21,13 +21,14 @@ from fusedops._core.sharding import PARTIAL, REPLICATE, Placement
 from fusedops.ops import _norm_math, _residual
 from fusedops.ops._norm_math import (
     affine,
+    counted_row_placements,
     in_float32,
     input_gradient,
     normalize,
-    row_placements,
     rows,
     sum_rows,
 )
+from fusedops.ops._residual import wanted_gradients
 
 
 def add_layer_norm(
@@ -135,28 +136,6 @@ def _fake(
     )
 
 
-def _wanted(
-    grad_normed: torch.Tensor | None,
-    dtype: torch.dtype,
-    dropout_p: float,
-    input_dtype: torch.dtype,
-    output_mask: Sequence[bool],
-) -> tuple[bool, ...]:
-    """Return which gradients the backward computes: not what is the same, not what is nothing.
-
-    Without dropout and cast, ``input`` has the gradient of ``residual``; without ``grad_normed``
-    the parameters have none. ``dtype`` is that of the sum.
-    """
-    same = output_mask[1] and philox.threshold(dropout_p) == 0 and input_dtype == dtype
-    normed = grad_normed is not None
-    return (
-        output_mask[0] and not same,
-        output_mask[1],
-        output_mask[2] and normed,
-        output_mask[3] and normed,
-    )
-
-
 def _backward_reference(
     grad_normed: torch.Tensor | None,
     grad_summed: torch.Tensor | None,
@@ -173,7 +152,7 @@ def _backward_reference(
 ) -> tuple[torch.Tensor | None, ...]:
     # `summed` is an output, but not a constant: autograd knows how it depends on the inputs.
     accumulation = dtypes.statistics_dtype(summed.dtype)
-    wanted = _wanted(grad_normed, summed.dtype, dropout_p, input_dtype, output_mask)
+    wanted = wanted_gradients(grad_normed, summed.dtype, dropout_p, input_dtype, output_mask)
     total = torch.zeros_like(summed, dtype=accumulation)
     grad_input = grad_residual = grad_weight = grad_bias = None
     if grad_normed is not None:
@@ -209,7 +188,7 @@ def _backward_fake(
     input_dtype: torch.dtype,
     output_mask: Sequence[bool],
 ) -> tuple[torch.Tensor | None, ...]:
-    wanted = _wanted(grad_normed, summed.dtype, dropout_p, input_dtype, output_mask)
+    wanted = wanted_gradients(grad_normed, summed.dtype, dropout_p, input_dtype, output_mask)
     parameter = summed.dtype if weight is None else weight.dtype
     return (
         summed.new_empty(summed.shape, dtype=input_dtype) if wanted[0] else None,
@@ -217,11 +196,6 @@ def _backward_fake(
         summed.new_empty(normalized_shape, dtype=parameter) if wanted[2] else None,
         summed.new_empty(normalized_shape, dtype=parameter) if wanted[3] else None,
     )
-
-
-def _words(tensor: Any, normalized_shape: Sequence[int], seed: Any) -> list[Placement]:
-    """Rows may be sharded, unless dropout counts elements from the tensor's beginning."""
-    return row_placements(tensor, normalized_shape) if seed is None else [REPLICATE]
 
 
 def _shard(
@@ -238,7 +212,7 @@ def _shard(
     whole = [REPLICATE if each is not None else None for each in (weight, bias, seed)]
     return [
         ([word] * 4, [word, word, None, *whole, None, None, None])
-        for word in _words(input, normalized_shape, seed)
+        for word in counted_row_placements(input, normalized_shape, seed)
     ]
 
 
@@ -258,9 +232,9 @@ def _shard_backward(
 ) -> list[tuple[list[Placement], list[Placement]]]:
     """With rows sharded, each rank has a part of the sums that are the parameter gradients."""
     dtype = summed.tensor_meta.dtype
-    wanted = _wanted(grad_normed, dtype, dropout_p, input_dtype, output_mask)
+    wanted = wanted_gradients(grad_normed, dtype, dropout_p, input_dtype, output_mask)
     rules = []
-    for word in _words(summed, normalized_shape, seed):
+    for word in counted_row_placements(summed, normalized_shape, seed):
         part = REPLICATE if word == REPLICATE else PARTIAL
         outputs = [
             placement if is_wanted else None

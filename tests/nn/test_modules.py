@@ -33,6 +33,7 @@ def seeded(make: type[nn.Module], *args: object, **kwargs: object) -> nn.Module:
             (fusedops.nn.LayerNorm, nn.LayerNorm, (32,), "bias"),
             (fusedops.nn.AddLayerNorm, nn.LayerNorm, (32,), "bias"),
             (fusedops.nn.RMSNorm, nn.RMSNorm, (32,), "elementwise_affine"),
+            (fusedops.nn.AddRMSNorm, nn.RMSNorm, (32,), "elementwise_affine"),
             (fusedops.nn.LinearAct, nn.Linear, (32, 8), "bias"),
         )
         for options in ({switch: True}, {switch: False})
@@ -113,6 +114,17 @@ def test_add_layer_norm_and_its_dropout() -> None:
     assert "dropout_p=1.0" in repr(module)
 
 
+def test_add_rms_norm_and_its_dropout() -> None:
+    module = fusedops.nn.AddRMSNorm(32, eps=0.1, rounding="hf", dropout_p=1.0)
+    residual = INPUT.flip(0)
+    assert torch.equal(module(INPUT, residual)[1], residual)
+    module.eval()
+    normed, summed = module(INPUT, residual)
+    assert torch.equal(summed, INPUT + residual)
+    assert torch.equal(normed, nn.RMSNorm(32, eps=0.1)(INPUT + residual))
+    assert "rounding='hf', dropout_p=1.0" in repr(module)
+
+
 @pytest.mark.parametrize("activation", list(ACTIVATIONS))
 def test_linear_act(activation: str) -> None:
     module = seeded(fusedops.nn.LinearAct, 32, 8, activation=activation)
@@ -156,6 +168,8 @@ def test_parameters_get_gradients() -> None:
         (lambda: fusedops.nn.MLP(2, 2, activation="gelu_new"), "MLP: activation"),
         (lambda: fusedops.nn.AddLayerNorm(2, dropout_p=1.5), "AddLayerNorm: dropout_p"),
         (lambda: fusedops.nn.RMSNorm(2, rounding="bf16"), "RMSNorm: rounding"),
+        (lambda: fusedops.nn.AddRMSNorm(2, rounding="bf16"), "AddRMSNorm: rounding"),
+        (lambda: fusedops.nn.AddRMSNorm(2, dropout_p=-1.0), "AddRMSNorm: dropout_p"),
     ],
 )
 def test_wrong_arguments_are_named(make: object, mentions: str) -> None:
