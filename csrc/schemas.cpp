@@ -26,6 +26,12 @@ TORCH_LIBRARY(fusedops_cpp, m) {
       "bias_gelu_backward(Tensor? grad_output, Tensor input, Tensor bias, str approximate,"
       " bool[] output_mask) -> (Tensor, Tensor)");
   m.def(
+      "baddbmm(Tensor input, Tensor batch1, Tensor batch2, float beta, float alpha,"
+      " bool[] broadcast) -> (Tensor output)");
+  m.def(
+      "baddbmm_backward(Tensor? grad_output, Tensor batch1, Tensor batch2, float beta,"
+      " float alpha, bool[] broadcast, bool[] output_mask) -> (Tensor, Tensor, Tensor)");
+  m.def(
       "linear_act(Tensor input, Tensor weight, Tensor? bias, str activation,"
       " bool keep_preactivation) -> (Tensor output, Tensor preactivation)");
   m.def(

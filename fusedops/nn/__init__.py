@@ -2,9 +2,10 @@
 
 from fusedops.nn.add_layer_norm import AddLayerNorm
 from fusedops.nn.add_rms_norm import AddRMSNorm
+from fusedops.nn.gated_mlp import GatedMLP
 from fusedops.nn.layer_norm import LayerNorm
 from fusedops.nn.linear_act import LinearAct
 from fusedops.nn.mlp import MLP
 from fusedops.nn.rms_norm import RMSNorm
 
-__all__ = ["MLP", "AddLayerNorm", "AddRMSNorm", "LayerNorm", "LinearAct", "RMSNorm"]
+__all__ = ["AddLayerNorm", "AddRMSNorm", "GatedMLP", "LayerNorm", "LinearAct", "MLP", "RMSNorm"]

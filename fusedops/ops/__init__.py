@@ -2,6 +2,7 @@
 
 from fusedops.ops.add_layer_norm import add_layer_norm
 from fusedops.ops.add_rms_norm import add_rms_norm
+from fusedops.ops.baddbmm import baddbmm
 from fusedops.ops.bias_dropout_add import bias_dropout_add
 from fusedops.ops.bias_gelu import bias_gelu
 from fusedops.ops.cross_entropy import cross_entropy
@@ -18,6 +19,7 @@ from fusedops.ops.swiglu import swiglu
 __all__ = [
     "add_layer_norm",
     "add_rms_norm",
+    "baddbmm",
     "bias_dropout_add",
     "bias_gelu",
     "cross_entropy",

@@ -119,3 +119,24 @@ def _column_worker(rank: int) -> None:
 @pytest.mark.distributed
 def test_linear_layers_are_column_parallel_without_communication() -> None:
     _on_all_ranks(_column_worker)
+
+
+def _batch_worker(rank: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard
+
+    mesh = init_device_mesh("cpu", (WORLD,))
+    torch.manual_seed(0)
+    shapes = ((4, 1, 7), (2, 4, 5, 6), (2, 4, 6, 7))
+    sample = Sample("heads", tuple(torch.randn(*shape, requires_grad=True) for shape in shapes))
+    heads = {shapes[0]: Shard(0), shapes[1]: Shard(1), shapes[2]: Shard(1)}
+    _check(all_specs()["baddbmm"], sample, mesh, heads, Shard(1))
+    batch = {shapes[1]: Shard(0), shapes[2]: Shard(0)}
+    _check(all_specs()["baddbmm"], sample, mesh, batch, Shard(0))
+    columns = {shapes[0]: Shard(2), shapes[2]: Shard(3)}
+    _check(all_specs()["baddbmm"], sample, mesh, columns, Shard(3))
+
+
+@pytest.mark.distributed
+def test_baddbmm_shards_batch_heads_and_columns_without_communication() -> None:
+    _on_all_ranks(_batch_worker)

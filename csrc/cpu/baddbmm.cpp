@@ -1,0 +1,139 @@
+// Binding of baddbmm on the CPU: fusedops_cpp::baddbmm and fusedops_cpp::baddbmm_backward.
+// Arguments were checked by fusedops/ops/baddbmm.py, which also gives all three the same number of
+// dimensions.
+#include "baddbmm.h"
+
+#include <algorithm>
+#include <array>
+
+#include <torch/library.h>
+
+#include "linear.h"
+
+namespace fusedops {
+namespace {
+
+using Optional = std::optional<at::Tensor>;
+
+// The stride of a tensor along a dimension where the result has `size` elements.
+int64_t stride_along(const at::Tensor& tensor, int64_t dim) {
+  return tensor.size(dim) == 1 ? 0 : tensor.stride(dim);
+}
+
+int64_t batch_size(const at::Tensor& a, const at::Tensor& b, int64_t dim) {
+  return a.size(dim) == 1 ? b.size(dim) : a.size(dim);
+}
+
+// Whether the matrices are transposed views of dense ones.
+bool is_batch_transposed(const at::Tensor& tensor) {
+  return !tensor.is_contiguous() && tensor.transpose(-2, -1).is_contiguous();
+}
+
+Matrix last_two(const at::Tensor& tensor) {
+  return {tensor.const_data_ptr(), tensor.stride(-2), tensor.stride(-1)};
+}
+
+GemmCall product_of_last(const at::Tensor& a, const at::Tensor& b) {
+  return product_of(a.size(-2), b.size(-1), a.size(-1), last_two(a), last_two(b), a);
+}
+
+at::Tensor forward(const at::Tensor& input, const at::Tensor& batch1, const at::Tensor& batch2,
+                   double beta, double alpha, const c10::List<bool>& /*broadcast*/) {
+  const int64_t rank = batch1.dim();
+  std::vector<int64_t> shape(rank);
+  BatchedProduct arguments{product_of_last(batch1, batch2), {}, {}, {}, nullptr, alpha, beta};
+  at::Tensor addend;
+  if (beta != 0.0) {
+    addend = input.size(-1) == 1 || input.stride(-1) == 1 ? input : input.contiguous();
+    arguments.addend = {addend.const_data_ptr(), stride_along(addend, rank - 2),
+                        input.size(-1) == 1 ? 0 : 1};
+  }
+  for (int64_t dim = 0; dim + 2 < rank; ++dim) {
+    shape[dim] = batch_size(batch1, batch2, dim);
+    arguments.batch.sizes.push_back(shape[dim]);
+    arguments.batch.strides.push_back({stride_along(batch1, dim), stride_along(batch2, dim),
+                                       addend.defined() ? stride_along(addend, dim) : 0});
+  }
+  shape[rank - 2] = batch1.size(-2);
+  shape[rank - 1] = batch2.size(-1);
+  auto output = at::empty(shape, batch1.options());
+  arguments.output = mutable_data(output);
+  FUSEDOPS_CALL_ISA(batched_product, arguments);
+  return output;
+}
+
+// alpha * a * b, summed over the batch dimensions that `like` lacks; laid out as `like` is.
+at::Tensor operand_gradient(const at::Tensor& a, const at::Tensor& b, const at::Tensor& like,
+                            double alpha) {
+  if (is_batch_transposed(like)) {
+    return operand_gradient(b.transpose(-2, -1), a.transpose(-2, -1), like.transpose(-2, -1), alpha)
+        .transpose(-2, -1);
+  }
+  auto gradient = at::empty(like.sizes(), like.options());
+  BatchedProduct arguments{product_of_last(a, b), {}, {}, {}, mutable_data(gradient), alpha, 0.0};
+  for (int64_t dim = 0; dim + 2 < like.dim(); ++dim) {
+    const int64_t size = batch_size(a, b, dim);
+    const int64_t along_a = stride_along(a, dim), along_b = stride_along(b, dim);
+    if (like.size(dim) == size) {
+      arguments.batch.sizes.push_back(size);
+      arguments.batch.strides.push_back({along_a, along_b, 0});
+    } else {
+      arguments.summed.sizes.push_back(size);
+      arguments.summed.strides.push_back({along_a, along_b});
+    }
+  }
+  FUSEDOPS_CALL_ISA(batched_product, arguments);
+  return gradient;
+}
+
+// beta * the sum of `grad` over the dimensions where `broadcast` holds, which keep size 1.
+at::Tensor addend_gradient(const at::Tensor& grad, double beta, const c10::List<bool>& broadcast) {
+  // Neighbouring dimensions that are treated alike are one.
+  std::vector<int64_t> sizes;
+  std::vector<bool> summed;
+  auto shape = grad.sizes().vec();
+  for (int64_t dim = 0; dim < grad.dim(); ++dim) {
+    const bool sum = broadcast.get(dim);
+    if (sum) shape[dim] = 1;
+    if (!sizes.empty() && summed.back() == sum) {
+      sizes.back() *= grad.size(dim);
+    } else {
+      sizes.push_back(grad.size(dim));
+      summed.push_back(sum);
+    }
+  }
+  auto gradient = at::empty(shape, grad.options());
+  BroadcastSum arguments{data(grad),   mutable_data(gradient), {},   {},
+                         sizes.back(), !summed.back(),         beta, dtype_of(grad)};
+  int64_t stride = sizes.back();
+  for (size_t dim = sizes.size() - 1; dim-- > 0;) {
+    auto& dims = summed[dim] ? arguments.summed : arguments.kept;
+    dims.sizes.insert(dims.sizes.begin(), sizes[dim]);
+    dims.strides.insert(dims.strides.begin(), {stride});
+    stride *= sizes[dim];
+  }
+  FUSEDOPS_CALL_ISA(broadcast_sum, arguments);
+  return gradient;
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(
+    const Optional& grad_output, const at::Tensor& batch1, const at::Tensor& batch2, double beta,
+    double alpha, const c10::List<bool>& broadcast, std::array<bool, 3> output_mask) {
+  const auto grad = grad_output->contiguous();
+  const auto flags = broadcast.vec();
+  const bool same = beta == 1.0 && std::find(flags.begin(), flags.end(), true) == flags.end();
+  at::Tensor dinput, dbatch1, dbatch2;
+  if (output_mask[0] && !same) dinput = addend_gradient(grad, beta, broadcast);
+  if (output_mask[1]) dbatch1 = operand_gradient(grad, batch2.transpose(-2, -1), batch1, alpha);
+  if (output_mask[2]) dbatch2 = operand_gradient(batch1.transpose(-2, -1), grad, batch2, alpha);
+  return {dinput, dbatch1, dbatch2};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(fusedops_cpp, CPU, m) {
+  m.impl("baddbmm", forward);
+  m.impl("baddbmm_backward", backward);
+}
+
+}  // namespace fusedops

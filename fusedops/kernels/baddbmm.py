@@ -1,0 +1,246 @@
+"""baddbmm in Triton: a batch of matrix products whose tiles get the addend before the store.
+
+Forward: one kernel for the whole batch. Operands and addend are read where they lie, with a stride
+of 0 along broadcast dimensions; sums are float32. Batch dimensions that lie evenly in memory are
+merged first; an operand with more than three that do not is made dense.
+
+Backward: the products have no epilogue and go to torch's own matmul (cuBLAS), in float32 where they
+are then summed over broadcast dimensions; the addend's gradient is torch's sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from fusedops.kernels import _launch
+from fusedops.kernels.linear_act import GROUP_M, blocks_of, precision, split, tile_of
+
+_BATCH_DIMS = 3
+
+
+@triton.jit
+def _forward_kernel(
+    addend_ptr,
+    a_ptr,
+    b_ptr,
+    y_ptr,
+    beta,
+    alpha,
+    num_rows,
+    num_cols,
+    depth,
+    first_batch,
+    size_1,
+    size_2,
+    stride_a0,
+    stride_a1,
+    stride_a2,
+    stride_b0,
+    stride_b1,
+    stride_b2,
+    stride_c0,
+    stride_c1,
+    stride_c2,
+    stride_am,
+    stride_ak,
+    stride_bk,
+    stride_bn,
+    stride_cm,
+    stride_cn,
+    HAS_ADDEND: tl.constexpr,
+    PRECISION: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    EPILOGUE_PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    batch = first_batch + tl.program_id(1).to(tl.int64)
+    index_2 = batch % size_2
+    index_1 = batch // size_2 % size_1
+    index_0 = batch // size_2 // size_1
+    a_ptr += index_0 * stride_a0 + index_1 * stride_a1 + index_2 * stride_a2
+    b_ptr += index_0 * stride_b0 + index_1 * stride_b1 + index_2 * stride_b2
+    y_ptr += batch * num_rows * num_cols
+    row_tile, col_tile = tile_of(tl.program_id(0), num_rows, num_cols, GROUP_M, BLOCK_M, BLOCK_N)
+    row = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    col = col_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    # Rows past the edge read row 0; columns are masked: a row of b is then read in whole vectors.
+    row_read = tl.where(row < num_rows, row, 0).to(tl.int64)
+    a_ptrs = a_ptr + row_read[:, None] * stride_am + k[None, :] * stride_ak
+    b_ptrs = b_ptr + k[:, None].to(tl.int64) * stride_bk + col[None, :] * stride_bn
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for first in range(0, depth, BLOCK_K):
+        left = depth - first
+        a = tl.load(a_ptrs, mask=k[None, :] < left, other=0.0)
+        b = tl.load(b_ptrs, mask=(k[:, None] < left) & (col[None, :] < num_cols), other=0.0)
+        total = tl.dot(a, b, total, input_precision=PRECISION)
+        a_ptrs += BLOCK_K * stride_ak
+        b_ptrs += BLOCK_K * stride_bk
+    if HAS_ADDEND:
+        addend_ptr += index_0 * stride_c0 + index_1 * stride_c1 + index_2 * stride_c2
+    # The tile is finished in parts: all of it at once would not leave registers for the epilogue.
+    corner = row_tile.to(tl.int64) * BLOCK_M * num_cols
+    PART: tl.constexpr = BLOCK_N // EPILOGUE_PARTS
+    parts = split(total, BLOCK_M, BLOCK_N, EPILOGUE_PARTS)
+    for part in tl.static_range(EPILOGUE_PARTS):
+        part_col = col_tile * BLOCK_N + part * PART + tl.arange(0, PART)
+        mask = (row < num_rows)[:, None] & (part_col < num_cols)[None, :]
+        y = alpha * parts[part]
+        if HAS_ADDEND:
+            c_offset = row_read[:, None] * stride_cm + part_col[None, :] * stride_cn
+            y += beta * tl.load(addend_ptr + c_offset, mask=mask, other=0.0).to(tl.float32)
+        offset = tl.arange(0, BLOCK_M)[:, None] * num_cols + part_col[None, :]
+        tl.store(y_ptr + corner + offset, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+def forward(
+    input: torch.Tensor,
+    batch1: torch.Tensor,
+    batch2: torch.Tensor,
+    beta: float,
+    alpha: float,
+    broadcast: Sequence[bool],
+) -> torch.Tensor:
+    """Launch the forward; arguments and results are those of ``fusedops::baddbmm``."""
+    leading = torch.broadcast_shapes(batch1.shape[:-2], batch2.shape[:-2])
+    num_rows, num_cols, depth = batch1.shape[-2], batch2.shape[-1], batch1.shape[-1]
+    output = batch1.new_empty((*leading, num_rows, num_cols))
+    if output.numel() == 0:
+        return output
+    operands = [
+        batch1.expand(*leading, *batch1.shape[-2:]),
+        batch2.expand(*leading, *batch2.shape[-2:]),
+        input.expand(output.shape) if beta != 0 else output,
+    ]
+    sizes, strides = merged(leading, [each.stride()[:-2] for each in operands])
+    if len(sizes) > _BATCH_DIMS:
+        operands = [each.contiguous() for each in operands]
+        sizes, strides = merged(leading, [each.stride()[:-2] for each in operands])
+    missing = _BATCH_DIMS - len(sizes)
+    sizes = [1] * missing + sizes
+    a, b, addend = operands
+    blocks, options = blocks_of(batch1.dtype, num_rows)
+    tiles = triton.cdiv(num_rows, blocks["BLOCK_M"]) * triton.cdiv(num_cols, blocks["BLOCK_N"])
+    batches = leading.numel()
+    with _launch.device_of(batch1):
+        for first in range(0, batches, 65535):  # what the second dimension of a grid may be
+            _forward_kernel[(tiles, min(batches - first, 65535))](
+                addend,
+                a,
+                b,
+                output,
+                beta,
+                alpha,
+                num_rows,
+                num_cols,
+                depth,
+                first,
+                sizes[1],
+                sizes[2],
+                *(stride for each in strides for stride in [0] * missing + each),
+                *a.stride()[-2:],
+                *b.stride()[-2:],
+                *addend.stride()[-2:],
+                HAS_ADDEND=beta != 0,
+                PRECISION=precision(),
+                GROUP_M=GROUP_M,
+                **blocks,
+                **options,
+            )
+    return output
+
+
+def merged(
+    sizes: Sequence[int], strides: Sequence[Sequence[int]]
+) -> tuple[list[int], list[list[int]]]:
+    """Merge neighbouring dimensions along which every operand walks evenly; drop those of size 1.
+
+    Args:
+        sizes: of the dimensions, outermost first.
+        strides: per operand, a stride per dimension.
+
+    Returns:
+        The sizes that are left, and the strides per operand.
+    """
+    kept: list[int] = []
+    steps: list[list[int]] = [[] for _ in strides]
+    for dim, size in enumerate(sizes):
+        if size == 1:
+            continue
+        here = [each[dim] for each in strides]
+        if kept and all(
+            step[-1] == stride * size for step, stride in zip(steps, here, strict=True)
+        ):
+            kept[-1] *= size
+            for step, stride in zip(steps, here, strict=True):
+                step[-1] = stride
+        else:
+            kept.append(size)
+            for step, stride in zip(steps, here, strict=True):
+                step.append(stride)
+    return kept, steps
+
+
+def backward(
+    grad_output: torch.Tensor,
+    batch1: torch.Tensor,
+    batch2: torch.Tensor,
+    beta: float,
+    alpha: float,
+    broadcast: Sequence[bool],
+    output_mask: Sequence[bool],
+) -> tuple[torch.Tensor | None, ...]:
+    """Compute the gradients; arguments and results are those of ``fusedops::baddbmm_backward``."""
+    grad_input = None
+    dims = [dim for dim, each in enumerate(broadcast) if each]
+    if output_mask[0] and dims:
+        summed = grad_output.sum(dims, keepdim=True, dtype=torch.float32)
+        grad_input = (beta * summed).to(grad_output.dtype)
+    elif output_mask[0] and beta != 1:
+        grad_input = (beta * grad_output).contiguous()
+    return (
+        grad_input,
+        _operand_gradient(grad_output, batch2.mT, batch1, alpha) if output_mask[1] else None,
+        _operand_gradient(batch1.mT, grad_output, batch2, alpha) if output_mask[2] else None,
+    )
+
+
+def _operand_gradient(
+    a: torch.Tensor, b: torch.Tensor, operand: torch.Tensor, alpha: float
+) -> torch.Tensor:
+    """Return ``alpha a b`` summed to the shape of ``operand``, laid out as it is."""
+    if not operand.is_contiguous() and operand.mT.is_contiguous():
+        return _operand_gradient(b.mT, a.mT, operand.mT, alpha).mT
+    leading = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    if leading == operand.shape[:-2]:
+        product = torch.matmul(a, b)
+        return (product if alpha == 1 else alpha * product).contiguous()
+    product = torch.matmul(a.float(), b.float()).sum_to_size(operand.shape)
+    return (alpha * product).to(operand.dtype).contiguous()
+
+
+def static_report_cases() -> list[dict[str, Any]]:
+    """Return the configurations whose registers, spills and instructions are kept on record."""
+    cases = []
+    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
+        types = dict.fromkeys(("addend_ptr", "a_ptr", "b_ptr", "y_ptr"), f"*{name}")
+        types |= {"beta": "fp32", "alpha": "fp32"}
+        types |= dict.fromkeys(("num_rows", "num_cols", "depth", "first_batch"), "i32")
+        types |= dict.fromkeys(("size_1", "size_2", "stride_am", "stride_bk", "stride_cm"), "i32")
+        types |= {f"stride_{each}{dim}": "i32" for each in "abc" for dim in range(_BATCH_DIMS)}
+        flags: dict[str, Any] = {"HAS_ADDEND": True, "GROUP_M": GROUP_M, "PRECISION": "ieee"}
+        flags |= {"stride_ak": 1, "stride_bn": 1, "stride_cn": 1}
+        for num_rows in (16, 64, 4096) if dtype == torch.bfloat16 else (4096,):
+            blocks, options = blocks_of(dtype, num_rows)
+            matrix = dtype == torch.bfloat16
+            cases.append(
+                _launch.report_case(_forward_kernel, types, flags | blocks, options, matrix=matrix)
+            )
+    return cases

@@ -1,0 +1,79 @@
+"""``GatedMLP``: Llama's feed-forward layer, gate and up projection as one op."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from fusedops._core import checks
+from fusedops._core.activation import ACTIVATIONS
+from fusedops.nn.linear_act import LinearAct
+from fusedops.ops.linear_glu import linear_glu
+
+
+class GatedMLP(nn.Module):
+    """Apply a gated feed-forward layer.
+
+    ``y = (activation(x @ gate_proj.weight.T) * (x @ up_proj.weight.T)) @ down_proj.weight.T``
+
+    The ``state_dict`` keys are those of Hugging Face's Llama, Mistral, Qwen and Gemma layers:
+    ``gate_proj.weight``, ``up_proj.weight``, ``down_proj.weight`` (and ``.bias``). Each projection
+    is initialised as ``torch.nn.Linear``, in that order.
+
+    Args:
+        hidden_size: size of the input's and the output's last dimension.
+        intermediate_size: size between the products.
+        activation: a name of ``fusedops.linear_glu``.
+        bias: whether the three projections have a bias; the gate is then no longer fused.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Raises:
+        ValueError: ``activation`` is unknown.
+
+    Note:
+        Numerics and backends are those of ``fusedops.linear_glu`` and ``fusedops.linear_act``.
+
+    Example:
+        >>> import torch, fusedops
+        >>> fusedops.nn.GatedMLP(4, 16)(torch.ones(2, 4)).shape
+        torch.Size([2, 4])
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        activation: str = "silu",
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        checks.choice("GatedMLP", "activation", activation, ACTIVATIONS)
+        self.hidden_size = hidden_size
+        self.intermediate_size = intermediate_size
+        self.activation = activation
+
+        def projection(inputs: int, outputs: int, name: str = "identity") -> LinearAct:
+            return LinearAct(inputs, outputs, bias, device, dtype, activation=name)
+
+        # The gate's activation is only applied by its own module where there is a bias.
+        self.gate_proj = projection(hidden_size, intermediate_size, activation)
+        self.up_proj = projection(hidden_size, intermediate_size)
+        self.down_proj = projection(intermediate_size, hidden_size)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return ``[..., hidden_size]`` for ``[..., hidden_size]``."""
+        if self.gate_proj.bias is None:
+            gate, up = self.gate_proj.weight, self.up_proj.weight
+            return self.down_proj(linear_glu(input, gate, up, activation=self.activation))
+        return self.down_proj(self.gate_proj(input) * self.up_proj(input))
+
+    def extra_repr(self) -> str:
+        """Return sizes and activation; the projections print themselves."""
+        return (
+            f"hidden_size={self.hidden_size}, intermediate_size={self.intermediate_size}, "
+            f"activation={self.activation!r}"
+        )

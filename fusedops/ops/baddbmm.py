@@ -1,0 +1,302 @@
+"""Batched matrix product plus a scaled addend, ``torch.baddbmm`` for any leading dimensions.
+
+    y = beta * input + alpha * (batch1 @ batch2)
+
+The addend may have any shape that broadcasts to the result (a bias row, ALiBi slopes ``[H, 1, S]``)
+and is never materialised; its gradient is summed over the broadcast dimensions. Kernels:
+``csrc/cpu/baddbmm.*`` and ``csrc/cpu/gemm.*``, ``kernels/baddbmm.py``; here are the public
+function, the specification and the registration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fusedops._core import checks, dtypes
+from fusedops._core.library import Gradient, define_op
+from fusedops._core.sharding import PARTIAL, REPLICATE, Placement
+from fusedops.ops.linear_act import check_parameter
+
+
+def baddbmm(
+    input: torch.Tensor,
+    batch1: torch.Tensor,
+    batch2: torch.Tensor,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+) -> torch.Tensor:
+    """Multiply matrices and add a scaled tensor.
+
+    ``y = beta * input + alpha * (batch1 @ batch2)``
+
+    Args:
+        input: the addend, any shape that broadcasts to that of the result, any strides. It is not
+            read where ``beta`` is 0: NaN in it is then ignored.
+        batch1: ``[..., M, K]``, any floating dtype, any strides.
+        batch2: ``[..., K, N]``, dtype of ``batch1``; leading dimensions broadcast with those of
+            ``batch1`` as in ``torch.matmul``, and nothing is copied.
+        beta: factor of ``input``.
+        alpha: factor of the product.
+
+    Returns:
+        ``[..., M, N]``, dtype of ``batch1``, contiguous.
+
+    Raises:
+        ValueError: a shape or device does not fit.
+        TypeError: an argument is no tensor, its dtype does not fit, or a factor is no number.
+
+    Note:
+        Products accumulate in float32 (float64 for float64), scale and addend act on the sums, and
+        the result is rounded once. So is the gradient of a broadcast operand, which is summed in
+        float32. On the CPU an element depends on its row, its column and its addend alone, and no
+        result on the number of threads. Saves ``batch1`` and ``batch2``; the addend is not kept.
+        Backends: cpp, triton, torch. Under autocast all tensors are cast, as torch does for
+        baddbmm.
+
+    Reference:
+        Press, Smith, Lewis: Train Short, Test Long (ALiBi), arXiv:2108.12409, for the addend
+        ``[H, 1, S]`` of attention scores.
+
+    Example:
+        >>> import torch, fusedops
+        >>> one = torch.ones(2, 1, 1)
+        >>> fusedops.baddbmm(torch.tensor([[[1.0]], [[2.0]]]), one, one, alpha=3)
+        tensor([[[4.]],
+        <BLANKLINE>
+                [[5.]]])
+    """
+    op = "baddbmm"
+    shape = _check(op, input, batch1, batch2)
+    checks.number(op, "beta", beta)
+    checks.number(op, "alpha", alpha)
+    rank = len(shape)
+    tensors = (_with_rank(each, rank) for each in (input, batch1, batch2))
+    input, batch1, batch2 = tensors
+    broadcast = [size == 1 and wanted != 1 for size, wanted in zip(input.shape, shape, strict=True)]
+    return _OP(input, batch1, batch2, float(beta), float(alpha), broadcast)
+
+
+def _check(op: str, input: Any, batch1: Any, batch2: Any) -> tuple[int, ...]:
+    """Return the shape of the result."""
+    checks.tensor(op, "batch1", batch1)
+    check_parameter(op, "batch2", batch2, batch1)
+    check_parameter(op, "input", input, batch1)
+    for name, tensor in (("batch1", batch1), ("batch2", batch2)):
+        if tensor.dim() < 2:
+            wanted = "a tensor of at least two dimensions"
+            checks.fail(op, name, wanted, f"shape {list(tensor.shape)}")
+    if batch1.shape[-1] != batch2.shape[-2]:
+        wanted = f"of shape [..., {batch1.shape[-1]}, N] (batch1 has {batch1.shape[-1]} columns)"
+        checks.fail(op, "batch2", wanted, list(batch2.shape))
+    leading = _broadcast(batch1.shape[:-2], batch2.shape[:-2])
+    if leading is None:
+        wanted = f"such that leading dimensions broadcast with {list(batch1.shape[:-2])} of batch1"
+        checks.fail(op, "batch2", wanted, list(batch2.shape))
+    shape = (*leading, batch1.shape[-2], batch2.shape[-1])
+    if input.dim() > len(shape) or _broadcast(input.shape, shape) != shape:
+        wanted = f"a shape that broadcasts to {list(shape)}"
+        checks.fail(op, "input", wanted, list(input.shape))
+    return shape
+
+
+def _broadcast(first: Sequence[int], second: Sequence[int]) -> tuple[int, ...] | None:
+    """Return the shape that two shapes broadcast to, or ``None``."""
+    rank = max(len(first), len(second))
+    result = []
+    padded = [(1,) * (rank - len(each)) + tuple(each) for each in (first, second)]
+    for a, b in zip(*padded, strict=True):
+        if a != b and a != 1 and b != 1:
+            return None
+        result.append(b if a == 1 else a)
+    return tuple(result)
+
+
+def _with_rank(tensor: torch.Tensor, rank: int) -> torch.Tensor:
+    """Return a view with dimensions of size 1 in front, up to ``rank`` dimensions."""
+    return tensor[(None,) * (rank - tensor.dim())] if tensor.dim() < rank else tensor
+
+
+def _reference(
+    input: torch.Tensor,
+    batch1: torch.Tensor,
+    batch2: torch.Tensor,
+    beta: float,
+    alpha: float,
+    broadcast: Sequence[bool],
+) -> torch.Tensor:
+    product = torch.matmul(batch1, batch2)
+    wide = dtypes.statistics_dtype(product.dtype)
+    result = alpha * product.to(wide)
+    if beta != 0:
+        result = result + beta * input.to(wide)
+    return result.to(product.dtype).contiguous()
+
+
+def _fake(
+    input: torch.Tensor,
+    batch1: torch.Tensor,
+    batch2: torch.Tensor,
+    beta: float,
+    alpha: float,
+    broadcast: Sequence[bool],
+) -> torch.Tensor:
+    leading = torch.broadcast_shapes(batch1.shape[:-2], batch2.shape[:-2])
+    return batch1.new_empty((*leading, batch1.shape[-2], batch2.shape[-1]))
+
+
+def is_transposed(operand: torch.Tensor) -> bool:
+    """Return whether the matrices are transposed views of dense ones: so is the gradient then."""
+    return not operand.is_contiguous() and operand.mT.is_contiguous()
+
+
+def _like(gradient: torch.Tensor, operand: torch.Tensor) -> torch.Tensor:
+    if is_transposed(operand):
+        return gradient.mT.contiguous().mT
+    return gradient.contiguous()
+
+
+def _operand_gradient(
+    first: torch.Tensor, second: torch.Tensor, operand: torch.Tensor, alpha: float
+) -> torch.Tensor:
+    wide = dtypes.statistics_dtype(operand.dtype)
+    product = torch.matmul(first, second)
+    gradient = alpha * product.to(wide).sum_to_size(operand.shape)
+    return _like(gradient.to(operand.dtype), operand)
+
+
+def _backward_reference(
+    grad_output: torch.Tensor,
+    batch1: torch.Tensor,
+    batch2: torch.Tensor,
+    beta: float,
+    alpha: float,
+    broadcast: Sequence[bool],
+    output_mask: Sequence[bool],
+) -> tuple[torch.Tensor | None, ...]:
+    grad_input = None
+    dims = [dim for dim, each in enumerate(broadcast) if each]
+    if output_mask[0] and (dims or beta != 1):
+        wide = dtypes.statistics_dtype(grad_output.dtype)
+        summed = grad_output.to(wide)
+        summed = summed.sum(dims, keepdim=True) if dims else summed
+        grad_input = (beta * summed).to(grad_output.dtype).contiguous()
+    return (
+        grad_input,
+        _operand_gradient(grad_output, batch2.mT, batch1, alpha) if output_mask[1] else None,
+        _operand_gradient(batch1.mT, grad_output, batch2, alpha) if output_mask[2] else None,
+    )
+
+
+def _backward_fake(
+    grad_output: torch.Tensor,
+    batch1: torch.Tensor,
+    batch2: torch.Tensor,
+    beta: float,
+    alpha: float,
+    broadcast: Sequence[bool],
+    output_mask: Sequence[bool],
+) -> tuple[torch.Tensor | None, ...]:
+    grad_input = None
+    if output_mask[0] and (any(broadcast) or beta != 1):
+        sizes = zip(grad_output.shape, broadcast, strict=True)
+        grad_input = batch1.new_empty([1 if each else size for size, each in sizes])
+
+    def empty(operand: torch.Tensor) -> torch.Tensor:
+        if is_transposed(operand):
+            return operand.new_empty(operand.mT.shape).mT
+        return operand.new_empty(operand.shape)
+
+    return (
+        grad_input,
+        empty(batch1) if output_mask[1] else None,
+        empty(batch2) if output_mask[2] else None,
+    )
+
+
+def _splits(
+    batch1: Any, batch2: Any, broadcast: Sequence[bool]
+) -> list[tuple[Placement, Placement, Placement, Placement]]:
+    """Return the placements of input, batch1, batch2 and result that need no communication."""
+    rows, columns = batch1.ndim - 2, batch1.ndim - 1
+
+    def addend(dim: int) -> Placement:
+        return REPLICATE if broadcast[dim] else dim
+
+    splits: list[tuple[Placement, Placement, Placement, Placement]] = [
+        (REPLICATE, REPLICATE, REPLICATE, REPLICATE),
+        (addend(rows), rows, REPLICATE, rows),
+        (addend(columns), REPLICATE, columns, columns),
+    ]
+    for dim in range(rows):
+        sizes = (batch1.shape[dim], batch2.shape[dim])
+        first, second = (REPLICATE if size == 1 and max(sizes) > 1 else dim for size in sizes)
+        splits.append((addend(dim), first, second, dim))
+    return splits
+
+
+def _shard(
+    input: Any, batch1: Any, batch2: Any, beta: float, alpha: float, broadcast: Sequence[bool]
+) -> list[tuple[list[Placement], list[Placement]]]:
+    """Shard a batch dimension, the rows or the columns; or the sum, when the addend is a sum."""
+    splits = _splits(batch1, batch2, broadcast)
+    splits.append((PARTIAL, batch1.ndim - 1, batch2.ndim - 2, PARTIAL))
+    return [
+        ([result], [addend, first, second, None, None, None])
+        for addend, first, second, result in splits
+    ]
+
+
+def _shard_backward(
+    grad_output: Any,
+    batch1: Any,
+    batch2: Any,
+    beta: float,
+    alpha: float,
+    broadcast: Sequence[bool],
+    output_mask: Sequence[bool],
+) -> list[tuple[list[Placement], list[Placement]]]:
+    has_input = any(broadcast) or beta != 1
+    wanted = (output_mask[0] and has_input, *output_mask[1:])
+
+    def rule(
+        results: Sequence[Placement], grad: Placement, first: Placement, second: Placement
+    ) -> tuple[list[Placement], list[Placement]]:
+        masked = [word if on else None for word, on in zip(results, wanted, strict=True)]
+        return masked, [grad, first, second, None, None, None, None]
+
+    rules = []
+    for addend, first, second, grad in _splits(batch1, batch2, broadcast):
+        # What every rank holds whole gets a part of the sum from each.
+        results = [
+            PARTIAL if word == REPLICATE and grad != REPLICATE else word
+            for word in (addend, first, second)
+        ]
+        rules.append(rule(results, grad, first, second))
+    first, second = batch1.ndim - 1, batch2.ndim - 2
+    rules.append(rule((REPLICATE, first, second), REPLICATE, first, second))
+    return rules
+
+
+_OP = define_op(
+    "baddbmm",
+    "(Tensor input, Tensor batch1, Tensor batch2, float beta, float alpha, bool[] broadcast)"
+    " -> (Tensor output)",
+    reference=_reference,
+    fake=_fake,
+    gradient=Gradient(
+        inputs=("input", "batch1", "batch2"),
+        outputs=("output",),
+        saves=("batch1", "batch2"),
+        reference=_backward_reference,
+        fake=_backward_fake,
+        same={"input": "grad_output"},
+    ),
+    autocast="lower",
+    triton="fusedops.kernels.baddbmm",
+    shard=_shard,
+    shard_backward=_shard_backward,
+)
