@@ -1,38 +1,30 @@
-// See norm_binding.h.
-#include "norm_binding.h"
+// Bindings of the norms on the CPU: fusedops_cpp::layer_norm, rms_norm, add_layer_norm,
+// add_rms_norm and their backwards; see common/norm_binding.h.
+#include "norm.h"
 
 #include <ATen/ops/empty.h>
 
 #include "../common/binding.h"
+#include "../common/norm_binding.h"
 #include "../common/parallel.h"
-#include "norm.h"
 
 namespace fusedops {
+namespace {
 
-using Optional = std::optional<at::Tensor>;
-
-NormKind rms_kind(double weight_offset, std::string_view rounding) {
-  const bool first = rounding == "hf";
-  TORCH_CHECK_VALUE(first || rounding == "torch", "rounding must be torch or hf, got ", rounding);
-  return {.centred = false, .weight_offset = weight_offset, .round_before_weight = first};
-}
-
-NormResults run_norm(const NormKind& kind, const at::Tensor& input, const Optional& residual,
-                     at::IntArrayRef normalized_shape, const Optional& weight, const Optional& bias,
-                     const Optional& seed, double eps, double dropout_p) {
-  const auto x = input.contiguous();
-  const auto r = dense(residual);
+NormResults run_norm(const NormInputs& in) {
+  const auto x = in.input.contiguous();
+  const auto r = dense(in.residual);
   const auto& rows_of = r.defined() ? r : x;  // what is normalised has its sizes and dtype
-  auto w = dense(weight);
-  auto b = dense(bias);
-  const auto leading = rows_of.sizes().slice(0, rows_of.dim() - normalized_shape.size());
+  auto w = dense(in.weight);
+  auto b = dense(in.bias);
+  const auto leading = rows_of.sizes().slice(0, rows_of.dim() - in.normalized_shape.size());
   const auto options = rows_of.options();
   const auto statistics = options.dtype(statistics_type(rows_of));
-  const bool promotes = kind.round_before_weight && w.defined();
+  const bool promotes = in.kind.round_before_weight && w.defined();
   NormResults results{
       .output = at::empty(rows_of.sizes(), promotes ? options.dtype(w.scalar_type()) : options),
       .summed = r.defined() ? at::empty(r.sizes(), options) : at::Tensor(),
-      .mean = kind.centred ? at::empty(leading, statistics) : at::Tensor(),
+      .mean = in.kind.centred ? at::empty(leading, statistics) : at::Tensor(),
       .rstd = at::empty(leading, statistics)};
   const auto parameter_dtype = align_parameters(rows_of, w, b);
   if (rows_of.numel() == 0) return results;
@@ -47,10 +39,10 @@ NormResults run_norm(const NormKind& kind, const at::Tensor& input, const Option
                               .rstd = mutable_data(results.rstd),
                               .rows = rows,
                               .columns = rows_of.numel() / rows,
-                              .eps = eps,
-                              .weight_offset = kind.weight_offset,
-                              .round_before_weight = kind.round_before_weight,
-                              .dropout = dropout_of(seed, dropout_p),
+                              .eps = in.eps,
+                              .weight_offset = in.kind.weight_offset,
+                              .round_before_weight = in.kind.round_before_weight,
+                              .dropout = dropout_of(in.seed, in.dropout_p),
                               .input_dtype = dtype_of(x),
                               .dtype = dtype_of(rows_of),
                               .parameter_dtype = parameter_dtype,
@@ -59,41 +51,37 @@ NormResults run_norm(const NormKind& kind, const at::Tensor& input, const Option
   return results;
 }
 
-NormGradients run_norm_backward(const NormKind& kind, const Optional& grad_output,
-                                const Optional& grad_summed, const at::Tensor& normalized,
-                                const Optional& weight, const Optional& mean,
-                                const at::Tensor& rstd, const Optional& seed,
-                                at::IntArrayRef normalized_shape, double dropout_p,
-                                at::ScalarType input_dtype, std::array<bool, 4> wanted) {
-  const auto x = normalized.contiguous();
-  auto dy = dense(grad_output);
+NormGradients run_norm_backward(const NormBackwardInputs& in) {
+  const auto x = in.normalized.contiguous();
+  auto dy = dense(in.grad_output);
   if (dy.defined()) dy = dy.to(x.scalar_type());
-  const auto ds = dense(grad_summed);
-  auto w = dense(weight);
+  const auto ds = dense(in.grad_summed);
+  auto w = dense(in.weight);
   at::Tensor no_bias;
   const auto parameter_dtype = align_parameters(x, w, no_bias);
-  const auto dropout = dropout_of(seed, dropout_p);
+  const auto dropout = dropout_of(in.seed, in.dropout_p);
   const auto parameter_options = x.options().dtype(w.defined() ? w.scalar_type() : x.scalar_type());
   NormGradients grads;
-  const bool differs = !wanted[1] || dropout.active() || input_dtype != x.scalar_type();
-  if (wanted[0] && differs) {
-    grads.input = at::empty(x.sizes(), x.options().dtype(kernel_type(input_dtype, x)));
+  const bool differs = !in.wanted[1] || dropout.active() || in.input_dtype != x.scalar_type();
+  if (in.wanted[0] && differs) {
+    grads.input = at::empty(x.sizes(), x.options().dtype(kernel_type(in.input_dtype, x)));
   }
-  if (wanted[1]) grads.residual = at::empty(x.sizes(), x.options());
-  if (wanted[2] && dy.defined()) grads.weight = at::empty(normalized_shape, parameter_options);
-  if (wanted[3] && dy.defined()) grads.bias = at::empty(normalized_shape, parameter_options);
+  if (in.wanted[1]) grads.residual = at::empty(x.sizes(), x.options());
+  if (in.wanted[2] && dy.defined())
+    grads.weight = at::empty(in.normalized_shape, parameter_options);
+  if (in.wanted[3] && dy.defined()) grads.bias = at::empty(in.normalized_shape, parameter_options);
   if (x.numel() == 0) {
     if (grads.weight.defined()) grads.weight.zero_();
     if (grads.bias.defined()) grads.bias.zero_();
   } else {
-    const int64_t rows = rstd.numel();
+    const int64_t rows = in.rstd.numel();
     const int64_t columns = x.numel() / rows;
     at::Tensor partials;
     if (grads.weight.defined() || grads.bias.defined()) {
       partials = at::empty({Chunks(rows).count, 2, columns}, x.options().dtype(statistics_type(x)));
     }
-    const auto mean_dense = dense(mean);
-    const auto rstd_dense = rstd.contiguous();
+    const auto mean_dense = dense(in.mean);
+    const auto rstd_dense = in.rstd.contiguous();
     const NormBackward arguments{
         .grad_output = data(dy),
         .grad_summed = data(ds),
@@ -108,15 +96,21 @@ NormGradients run_norm_backward(const NormKind& kind, const Optional& grad_outpu
         .partials = mutable_data(partials),
         .rows = rows,
         .columns = columns,
-        .weight_offset = kind.weight_offset,
+        .weight_offset = in.kind.weight_offset,
         .dropout = dropout,
         .input_dtype = grads.input.defined() ? dtype_of(grads.input) : dtype_of(x),
         .dtype = dtype_of(x),
         .parameter_dtype = parameter_dtype};
     FUSEDOPS_CALL_ISA(norm_backward, arguments);
   }
-  if (grads.input.defined()) grads.input = grads.input.to(input_dtype);
+  if (grads.input.defined()) grads.input = grads.input.to(in.input_dtype);
   return grads;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(fusedops_cpp, CPU, m) {
+  NormOperators<run_norm, run_norm_backward>::implement(m);
 }
 
 }  // namespace fusedops

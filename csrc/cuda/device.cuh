@@ -46,6 +46,11 @@ __device__ __forceinline__ float multiply(float a, float b) {
 __device__ __forceinline__ double multiply(double a, double b) {
   return __dmul_rn(a, b);
 }
+// Rounding may leave a variance just below zero; NaN stays NaN, which max(x, 0) would lose.
+template <typename A>
+__device__ __forceinline__ A not_negative(A x) {
+  return x < A(0) ? A(0) : x;
+}
 __device__ __forceinline__ float inverse_root(float x) {
   return 1.0f / sqrtf(x);
 }

@@ -19,6 +19,22 @@ inline bool aligned(const void* pointer) {
   return reinterpret_cast<uintptr_t>(pointer) % 16 == 0;  // null counts
 }
 
+// Calls f(T()) for data of type T.
+template <typename F>
+cudaError_t switch_type(Type data, const F& f) {
+  switch (data) {
+    case Type::f32:
+      return f(float());
+    case Type::f16:
+      return f(__half());
+    case Type::bf16:
+      return f(__nv_bfloat16());
+    case Type::f64:
+      return f(double());
+  }
+  return cudaErrorInvalidValue;
+}
+
 // Calls f(T(), P()) for data of type T and parameters of type P: P is T, or float beside a half.
 template <typename F>
 cudaError_t switch_types(Type data, Type parameters, const F& f) {

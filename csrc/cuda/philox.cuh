@@ -3,8 +3,8 @@
 
 #include <cstdint>
 
-#include "add_layer_norm.h"
 #include "device.cuh"
+#include "dropout.h"
 
 namespace fusedops::cuda {
 

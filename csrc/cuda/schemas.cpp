@@ -26,4 +26,20 @@ TORCH_LIBRARY(fusedops_cuda, m) {
   m.def(
       "rotary_embedding_backward(Tensor? grad_rotated_query, Tensor? grad_rotated_key, Tensor cos,"
       " Tensor sin, bool interleaved, bool[] output_mask) -> (Tensor, Tensor)");
+  m.def(
+      "rms_norm(Tensor input, SymInt[] normalized_shape, Tensor? weight, float eps,"
+      " float weight_offset, str rounding) -> (Tensor output, Tensor rstd)");
+  m.def(
+      "rms_norm_backward(Tensor? grad_output, Tensor input, Tensor? weight, Tensor rstd,"
+      " SymInt[] normalized_shape, float eps, float weight_offset, str rounding,"
+      " bool[] output_mask) -> (Tensor, Tensor)");
+  m.def(
+      "add_rms_norm(Tensor input, Tensor residual, SymInt[] normalized_shape, Tensor? weight,"
+      " Tensor? seed, float eps, float weight_offset, str rounding, float dropout_p,"
+      " ScalarType input_dtype) -> (Tensor normed, Tensor summed, Tensor rstd)");
+  m.def(
+      "add_rms_norm_backward(Tensor? grad_normed, Tensor? grad_summed, Tensor summed,"
+      " Tensor? weight, Tensor rstd, Tensor? seed, SymInt[] normalized_shape, float eps,"
+      " float weight_offset, str rounding, float dropout_p, ScalarType input_dtype,"
+      " bool[] output_mask) -> (Tensor, Tensor, Tensor)");
 }

@@ -1,8 +1,10 @@
-// The kernels of layer_norm and add_layer_norm. What differs between the two is where a row comes
-// from (a Source) and where its gradient goes (a Sink).
+// The kernels of the norms. What differs between the plain norms and those that add is where a row
+// comes from (a Source) and where its gradient goes (a Sink); layer norm and RMS norm differ by
+// whether rows are centred, which a block asks at run time, as it asks for the parameters' dtype:
+// the kernels wait for memory, and each would double the template instances.
 //
 // Forward: a row is held in registers by one warp (up to 1024 columns) or one block (up to 32768;
-// add_layer_norm in float32 up to 512 and 16384, what fits without spilling).
+// those that add, in float32, up to 512 and 16384, what fits without spilling).
 // Mean, then centred sums; the sum of the deviations corrects the rounding of the mean, so a mean
 // of 1e4 with deviation 1 stays right. Traffic: the row once in, once out. Longer rows are read
 // three times, the second and third time from the L2 cache.
@@ -10,6 +12,7 @@
 // Backward, with xhat = (x - mean) * rstd and h = dy * weight:
 //   dx      = rstd * (h - mean(h) - xhat * mean(h * xhat))
 //   dweight = sum over rows of dy * xhat,  dbias = sum over rows of dy
+// where mean and mean(h) are missing when rows are not centred.
 // A number of blocks that depends on the GPU and on the sizes alone walks the rows; each thread
 // keeps the parameter gradients of its columns in registers and writes them once, to a row of
 // partial sums of its block. A second kernel adds those in order: no atomics, the same bits in
@@ -30,6 +33,7 @@
 
 #include "device.cuh"
 #include "launch.cuh"
+#include "norm.h"
 
 namespace fusedops::cuda {
 namespace {
@@ -43,14 +47,72 @@ constexpr int kValuesOf = std::is_same_v<T, double> ? 4 : 8;
 template <typename T, int kPack>
 constexpr int kBackwardThreads = kPack == 1 || std::is_same_v<T, double> ? 512 : 1024;
 
+// The parameters of a norm: of type T, or all wide.
+template <typename T>
+struct Parameters {
+  const void* weight;  // or null
+  const void* bias;    // or null
+  bool wide;
+  Acc<T> weight_offset;
+
+  template <int N>
+  __device__ __forceinline__ void load_scale(int64_t column, Acc<T> (&values)[N]) const {
+    load_either(weight, column, Acc<T>(1), values);
+    if (weight == nullptr) return;
+#pragma unroll
+    for (int i = 0; i < N; ++i) values[i] += weight_offset;
+  }
+  template <int N>
+  __device__ __forceinline__ void load_shift(int64_t column, Acc<T> (&values)[N]) const {
+    load_either(bias, column, Acc<T>(0), values);
+  }
+  bool aligned() const { return cuda::aligned(weight) && cuda::aligned(bias); }
+
+ private:
+  template <int N>
+  __device__ __forceinline__ void load_either(const void* from, int64_t column, Acc<T> absent,
+                                              Acc<T> (&values)[N]) const {
+    if (wide) {
+      load_or(static_cast<const Acc<T>*>(from), column, absent, values);
+    } else {
+      load_or(static_cast<const T*>(from), column, absent, values);
+    }
+  }
+};
+
 // ------------------------------------------------------------------------------------ forward
 
-template <typename Source, typename P, int kPack, int kVectors>
+template <typename T>
+struct Results {
+  void* output;
+  bool wide;         // output has the accumulation dtype, else T
+  bool round_first;  // to T, before the weight
+  Acc<T>* mean;      // or null: rows are not centred
+  Acc<T>* rstd;
+
+  // Writes the row's elements from `place` on: values * rstd, scaled and shifted.
+  template <int N>
+  __device__ __forceinline__ void store_row(int64_t place, Acc<T> rstd_of_row,
+                                            const Acc<T> (&scale)[N], const Acc<T> (&shift)[N],
+                                            Acc<T> (&values)[N]) const {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      Acc<T> normalized = multiply(values[i], rstd_of_row);
+      if (round_first) normalized = widen<Acc<T>>(narrow<T>(normalized));
+      values[i] = normalized * scale[i] + shift[i];
+    }
+    if (wide) {
+      store(static_cast<Acc<T>*>(output) + place, values);
+    } else {
+      store(static_cast<T*>(output) + place, values);
+    }
+  }
+};
+
+template <typename Source, int kPack, int kVectors>
 __global__ void __launch_bounds__(1024, 1)
-    forward_kernel(Source source, const P* __restrict__ weight, const P* __restrict__ bias,
-                   typename Source::Element* __restrict__ output,
-                   Acc<typename Source::Element>* __restrict__ mean_out,
-                   Acc<typename Source::Element>* __restrict__ rstd_out, int64_t rows, int columns,
+    forward_kernel(Source source, Parameters<typename Source::Element> parameters,
+                   Results<typename Source::Element> results, int64_t rows, int columns,
                    Acc<typename Source::Element> eps) {
   using A = Acc<typename Source::Element>;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
@@ -58,6 +120,7 @@ __global__ void __launch_bounds__(1024, 1)
   const int step = static_cast<int>(blockDim.x) * kPack;
   const int first = static_cast<int>(threadIdx.x) * kPack;
   const int end = row < rows ? columns : 0;  // a row past the last one has no columns
+  const bool centred = results.mean != nullptr;
 
   A values[kVectors][kPack];
   A sum[1] = {A(0)};
@@ -70,126 +133,129 @@ __global__ void __launch_bounds__(1024, 1)
       for (int i = 0; i < kPack; ++i) sum[0] += values[v][i];
     }
   }
-  sum_over_row(sum, 0);
-  const A mean = sum[0] / static_cast<A>(columns);
+  if (centred) sum_over_row(sum, 0);
+  const A mean = centred ? sum[0] / static_cast<A>(columns) : A(0);
 
-  A centred[2] = {A(0), A(0)};
+  A moments[2] = {A(0), A(0)};
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     if (first + v * step < end) {
 #pragma unroll
       for (int i = 0; i < kPack; ++i) {
         values[v][i] -= mean;
-        centred[0] += values[v][i];
-        centred[1] += values[v][i] * values[v][i];
+        moments[0] += values[v][i];
+        moments[1] += values[v][i] * values[v][i];
       }
     }
   }
-  sum_over_row(centred, 1);
-  const A correction = centred[0] / static_cast<A>(columns);
-  const A variance = centred[1] / static_cast<A>(columns) - correction * correction;
-  const A rstd = inverse_root(max(variance, A(0)) + eps);
+  sum_over_row(moments, 1);
+  const A correction = centred ? moments[0] / static_cast<A>(columns) : A(0);
+  const A variance = moments[1] / static_cast<A>(columns) - correction * correction;
+  const A rstd = inverse_root(not_negative(variance) + eps);
 
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     const int column = first + v * step;
     if (column < end) {
       A scale[kPack], shift[kPack];
-      load_or<kPack>(weight, column, A(1), scale);
-      load_or<kPack>(bias, column, A(0), shift);
+      parameters.load_scale(column, scale);
+      parameters.load_shift(column, shift);
 #pragma unroll
-      for (int i = 0; i < kPack; ++i) {
-        values[v][i] = (values[v][i] - correction) * rstd * scale[i] + shift[i];
-      }
-      store(output + start + column, values[v]);
+      for (int i = 0; i < kPack; ++i) values[v][i] -= correction;
+      results.store_row(start + column, rstd, scale, shift, values[v]);
     }
   }
   if (threadIdx.x == 0 && row < rows) {
-    mean_out[row] = mean + correction;
-    rstd_out[row] = rstd;
+    if (centred) results.mean[row] = mean + correction;
+    results.rstd[row] = rstd;
   }
 }
 
-template <typename Source, typename P, int kPack>
+template <typename Source, int kPack>
 __global__ void __launch_bounds__(kLongThreads, 1)
-    forward_long_kernel(Source source, const P* __restrict__ weight, const P* __restrict__ bias,
-                        typename Source::Element* __restrict__ output,
-                        Acc<typename Source::Element>* __restrict__ mean_out,
-                        Acc<typename Source::Element>* __restrict__ rstd_out, int64_t columns,
+    forward_long_kernel(Source source, Parameters<typename Source::Element> parameters,
+                        Results<typename Source::Element> results, int64_t columns,
                         Acc<typename Source::Element> eps) {
   using A = Acc<typename Source::Element>;
   const int64_t row = blockIdx.x;
   const int64_t start = row * columns;
   constexpr int64_t step = kLongThreads * kPack;
   const int64_t first = static_cast<int64_t>(threadIdx.x) * kPack;
+  const bool centred = results.mean != nullptr;
 
-  A sum[1] = {A(0)};
+  A sums[2] = {A(0), A(0)};  // of the values, of their squares
   for (int64_t column = first; column < columns; column += step) {
     A values[kPack];
     source.load(start + column, values);
 #pragma unroll
-    for (int i = 0; i < kPack; ++i) sum[0] += values[i];
-  }
-  sum_over_row(sum, 0);
-  const A mean = sum[0] / static_cast<A>(columns);
-
-  // A thread rereads its own columns only, so what the source wrote is visible to it.
-  A centred[2] = {A(0), A(0)};
-  for (int64_t column = first; column < columns; column += step) {
-    A values[kPack];
-    source.reload(start + column, values);
-#pragma unroll
     for (int i = 0; i < kPack; ++i) {
-      values[i] -= mean;
-      centred[0] += values[i];
-      centred[1] += values[i] * values[i];
+      sums[0] += values[i];
+      sums[1] += values[i] * values[i];
     }
   }
-  sum_over_row(centred, 1);
-  const A correction = centred[0] / static_cast<A>(columns);
-  const A variance = centred[1] / static_cast<A>(columns) - correction * correction;
-  const A rstd = inverse_root(max(variance, A(0)) + eps);
+  sum_over_row(sums, 0);
+  A mean = A(0);
+  A correction = A(0);
+  A variance = sums[1] / static_cast<A>(columns);
+  if (centred) {
+    mean = sums[0] / static_cast<A>(columns);
+    // A thread rereads its own columns only, so what the source wrote is visible to it.
+    A moments[2] = {A(0), A(0)};
+    for (int64_t column = first; column < columns; column += step) {
+      A values[kPack];
+      source.reload(start + column, values);
+#pragma unroll
+      for (int i = 0; i < kPack; ++i) {
+        values[i] -= mean;
+        moments[0] += values[i];
+        moments[1] += values[i] * values[i];
+      }
+    }
+    sum_over_row(moments, 1);
+    correction = moments[0] / static_cast<A>(columns);
+    variance = moments[1] / static_cast<A>(columns) - correction * correction;
+  }
+  const A rstd = inverse_root(not_negative(variance) + eps);
 
   for (int64_t column = first; column < columns; column += step) {
     A values[kPack], scale[kPack], shift[kPack];
     source.reload(start + column, values);
-    load_or<kPack>(weight, column, A(1), scale);
-    load_or<kPack>(bias, column, A(0), shift);
+    parameters.load_scale(column, scale);
+    parameters.load_shift(column, shift);
 #pragma unroll
-    for (int i = 0; i < kPack; ++i) {
-      values[i] = (values[i] - mean - correction) * rstd * scale[i] + shift[i];
-    }
-    store(output + start + column, values);
+    for (int i = 0; i < kPack; ++i) values[i] = (values[i] - mean) - correction;
+    results.store_row(start + column, rstd, scale, shift, values);
   }
   if (threadIdx.x == 0) {
-    mean_out[row] = mean + correction;
-    rstd_out[row] = rstd;
+    if (centred) results.mean[row] = mean + correction;
+    results.rstd[row] = rstd;
   }
 }
 
 // ----------------------------------------------------------------------------------- backward
 
 // What the backward of a row reads.
-template <typename T, typename P>
+template <typename T>
 struct BackwardRows {
   const T* grad_output;
   const T* input;
-  const P* weight;  // or null
-  const Acc<T>* mean;
+  Parameters<T> parameters;
+  const Acc<T>* mean;  // or null: rows were not centred
   const Acc<T>* rstd;
   int64_t rows;
   int64_t columns;
 };
 
-template <typename Sink, typename T, typename P, int kPack, int kVectors>
+template <typename Sink, typename T, int kPack, int kVectors>
 __global__ void __launch_bounds__(kBackwardThreads<T, kPack>, 1)
-    backward_kernel(BackwardRows<T, P> in, Sink sink, Acc<T>* __restrict__ grad_weight,
+    backward_kernel(BackwardRows<T> in, Sink sink, Acc<T>* __restrict__ grad_weight,
                     Acc<T>* __restrict__ grad_bias) {
   using A = Acc<T>;
   const int columns = static_cast<int>(in.columns);
   const int step = static_cast<int>(blockDim.x) * kPack;
   const int first = static_cast<int>(threadIdx.x) * kPack;
   const bool wants_input = sink.wanted();
+  const bool centred = in.mean != nullptr;
   A dweight[kVectors][kPack] = {};
   A dbias[kVectors][kPack] = {};
   int turn = 0;
@@ -200,7 +266,7 @@ __global__ void __launch_bounds__(kBackwardThreads<T, kPack>, 1)
     const bool active = row < in.rows;
     const int64_t start = row * columns;
     const int end = active ? columns : 0;
-    const A mean = active ? in.mean[row] : A(0);
+    const A mean = active && centred ? in.mean[row] : A(0);
     const A rstd = active ? in.rstd[row] : A(0);
     Pack<T, kPack> x[kVectors];
     Pack<T, kPack> dy[kVectors];
@@ -218,7 +284,7 @@ __global__ void __launch_bounds__(kBackwardThreads<T, kPack>, 1)
       const int column = first + v * step;
       if (column < end) {
         A weight[kPack];
-        load_or<kPack>(in.weight, column, A(1), weight);
+        in.parameters.load_scale(column, weight);
 #pragma unroll
         for (int i = 0; i < kPack; ++i) {
           const A grad = widen<A>(dy[v].at[i]);
@@ -232,14 +298,14 @@ __global__ void __launch_bounds__(kBackwardThreads<T, kPack>, 1)
     }
     if (!wants_input) continue;
     sum_over_row(sums, turn);
-    const A across = sums[0] / static_cast<A>(columns);
+    const A across = centred ? sums[0] / static_cast<A>(columns) : A(0);
     const A along = sums[1] / static_cast<A>(columns);
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       const int column = first + v * step;
       if (column < end) {
         A weight[kPack], dx[kPack];
-        load_or<kPack>(in.weight, column, A(1), weight);
+        in.parameters.load_scale(column, weight);
 #pragma unroll
         for (int i = 0; i < kPack; ++i) {
           const A normalized = (widen<A>(x[v].at[i]) - mean) * rstd;
@@ -278,22 +344,23 @@ __global__ void __launch_bounds__(kBackwardThreads<T, kPack>, 1)
   }
 }
 
-template <typename Sink, typename T, typename P, int kPack>
+template <typename Sink, typename T, int kPack>
 __global__ void __launch_bounds__(kLongThreads, 1)
-    backward_input_long_kernel(BackwardRows<T, P> in, Sink sink) {
+    backward_input_long_kernel(BackwardRows<T> in, Sink sink) {
   using A = Acc<T>;
   const int64_t row = blockIdx.x;
   const int64_t start = row * in.columns;
   constexpr int64_t step = kLongThreads * kPack;
   const int64_t first = static_cast<int64_t>(threadIdx.x) * kPack;
-  const A mean = in.mean[row];
+  const bool centred = in.mean != nullptr;
+  const A mean = centred ? in.mean[row] : A(0);
   const A rstd = in.rstd[row];
   A sums[2] = {A(0), A(0)};
   for (int64_t column = first; column < in.columns; column += step) {
     A x[kPack], dy[kPack], weight[kPack];
     load(in.input + start + column, x);
     load(in.grad_output + start + column, dy);
-    load_or<kPack>(in.weight, column, A(1), weight);
+    in.parameters.load_scale(column, weight);
 #pragma unroll
     for (int i = 0; i < kPack; ++i) {
       sums[0] += dy[i] * weight[i];
@@ -301,13 +368,13 @@ __global__ void __launch_bounds__(kLongThreads, 1)
     }
   }
   sum_over_row(sums, 0);
-  const A across = sums[0] / static_cast<A>(in.columns);
+  const A across = centred ? sums[0] / static_cast<A>(in.columns) : A(0);
   const A along = sums[1] / static_cast<A>(in.columns);
   for (int64_t column = first; column < in.columns; column += step) {
     A x[kPack], dy[kPack], weight[kPack];
     load(in.input + start + column, x);
     load(in.grad_output + start + column, dy);
-    load_or<kPack>(in.weight, column, A(1), weight);
+    in.parameters.load_scale(column, weight);
 #pragma unroll
     for (int i = 0; i < kPack; ++i) {
       x[i] = rstd * (dy[i] * weight[i] - across - (x[i] - mean) * rstd * along);
@@ -317,9 +384,9 @@ __global__ void __launch_bounds__(kLongThreads, 1)
 }
 
 // Grid: column tiles by partial rows; a thread owns kPack columns.
-template <typename T, typename P, int kPack>
+template <typename T, int kPack>
 __global__ void __launch_bounds__(256)
-    partial_sums_kernel(BackwardRows<T, P> in, Acc<T>* __restrict__ grad_weight,
+    partial_sums_kernel(BackwardRows<T> in, Acc<T>* __restrict__ grad_weight,
                         Acc<T>* __restrict__ grad_bias) {
   using A = Acc<T>;
   const int64_t column = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * kPack;
@@ -330,7 +397,7 @@ __global__ void __launch_bounds__(256)
     A x[kPack], dy[kPack];
     load(in.input + row * in.columns + column, x);
     load(in.grad_output + row * in.columns + column, dy);
-    const A mean = in.mean[row];
+    const A mean = in.mean != nullptr ? in.mean[row] : A(0);
     const A rstd = in.rstd[row];
 #pragma unroll
     for (int i = 0; i < kPack; ++i) {
@@ -365,29 +432,46 @@ inline int64_t count_partials(int64_t rows, int64_t columns, int64_t values) {
   return std::min<int64_t>((rows + together - 1) / together, 2 * multiprocessors);
 }
 
-template <typename Source, typename P>
+template <typename T>
+Parameters<T> forward_parameters(const NormForward& a) {
+  return {a.weight, a.bias, a.parameter_dtype != a.dtype, static_cast<Acc<T>>(a.weight_offset)};
+}
+
+template <typename T>
+Results<T> forward_results(const NormForward& a) {
+  return {a.output, a.output_dtype != a.dtype, a.round_before_weight, static_cast<Acc<T>*>(a.mean),
+          static_cast<Acc<T>*>(a.rstd)};
+}
+
+template <typename T>
+BackwardRows<T> backward_rows(const NormBackward& a) {
+  return {static_cast<const T*>(a.grad_output),
+          static_cast<const T*>(a.input),
+          {a.weight, nullptr, a.parameter_dtype != a.dtype, static_cast<Acc<T>>(a.weight_offset)},
+          static_cast<const Acc<T>*>(a.mean),
+          static_cast<const Acc<T>*>(a.rstd),
+          a.rows,
+          a.columns};
+}
+
+template <typename Source>
 struct ForwardCall {
   using T = typename Source::Element;
   Source source;
-  const P* weight;
-  const P* bias;
-  T* output;
-  Acc<T>* mean;
-  Acc<T>* rstd;
+  Parameters<T> parameters;
+  Results<T> results;
   int64_t rows;
   int64_t columns;
   double eps;
   cudaStream_t stream;
 
   cudaError_t launch() const {
-    const bool vector = columns % kPackOf<T> == 0 && source.aligned() && aligned(weight) &&
-                        aligned(bias) && aligned(output);
+    const bool vector = columns % kPackOf<T> == 0 && source.aligned() && parameters.aligned() &&
+                        aligned(results.output);
     return vector ? launch_packed<kPackOf<T>>() : launch_packed<1>();
   }
 
  private:
-  bool aligned(const void* pointer) const { return cuda::aligned(pointer); }
-
   template <int kPack>
   cudaError_t launch_packed() const {
     constexpr int kFew = kValuesOf<T>;
@@ -403,8 +487,8 @@ struct ForwardCall {
         if (columns <= 1024 * 32) return run<kPack, 32>();
       }
     }
-    forward_long_kernel<Source, P, kPack><<<static_cast<unsigned>(rows), kLongThreads, 0, stream>>>(
-        source, weight, bias, output, mean, rstd, columns, static_cast<Acc<T>>(eps));
+    forward_long_kernel<Source, kPack><<<static_cast<unsigned>(rows), kLongThreads, 0, stream>>>(
+        source, parameters, results, columns, static_cast<Acc<T>>(eps));
     return cudaGetLastError();
   }
 
@@ -412,26 +496,25 @@ struct ForwardCall {
   cudaError_t run() const {
     const dim3 block = block_shape(columns, kValues, 256);
     const auto grid = static_cast<unsigned>((rows + block.y - 1) / block.y);
-    forward_kernel<Source, P, kPack, kValues / kPack>
-        <<<grid, block, 0, stream>>>(source, weight, bias, output, mean, rstd, rows,
-                                     static_cast<int>(columns), static_cast<Acc<T>>(eps));
+    forward_kernel<Source, kPack, kValues / kPack><<<grid, block, 0, stream>>>(
+        source, parameters, results, rows, static_cast<int>(columns), static_cast<Acc<T>>(eps));
     return cudaGetLastError();
   }
 };
 
-template <typename Sink, typename T, typename P>
+template <typename Sink, typename T>
 struct BackwardCall {
-  BackwardRows<T, P> in;
+  BackwardRows<T> in;
   Sink sink;
-  P* grad_weight;
-  P* grad_bias;
+  void* grad_weight;
+  void* grad_bias;
   Acc<T>* partials;  // [2, count, columns]
   cudaStream_t stream;
 
   cudaError_t launch() const {
     const bool vector = in.columns % kPackOf<T> == 0 && sink.aligned() &&
                         cuda::aligned(in.grad_output) && cuda::aligned(in.input) &&
-                        cuda::aligned(in.weight) && cuda::aligned(partials);
+                        in.parameters.aligned() && cuda::aligned(partials);
     return vector ? launch_packed<kPackOf<T>>() : launch_packed<1>();
   }
 
@@ -446,25 +529,31 @@ struct BackwardCall {
     if (in.columns <= kBackwardThreads<T, kPack> * kValues) {
       const dim3 block = block_shape(in.columns, kValues, 512);
       const size_t shared = block.y > 1 ? block.y * in.columns * sizeof(Acc<T>) : 0;
-      backward_kernel<Sink, T, P, kPack, kValues / kPack>
+      backward_kernel<Sink, T, kPack, kValues / kPack>
           <<<static_cast<unsigned>(count), block, shared, stream>>>(in, sink, weight_parts,
                                                                     bias_parts);
     } else {
       if (sink.wanted()) {
-        backward_input_long_kernel<Sink, T, P, kPack>
+        backward_input_long_kernel<Sink, T, kPack>
             <<<static_cast<unsigned>(in.rows), kLongThreads, 0, stream>>>(in, sink);
         if (const auto error = cudaGetLastError()) return error;
       }
       if (parameters) {
         const auto tiles = static_cast<unsigned>((in.columns + 256 * kPack - 1) / (256 * kPack));
-        partial_sums_kernel<T, P, kPack>
+        partial_sums_kernel<T, kPack>
             <<<dim3(tiles, static_cast<unsigned>(count)), 256, 0, stream>>>(in, weight_parts,
                                                                             bias_parts);
       }
     }
     if (const auto error = cudaGetLastError()) return error;
     if (!parameters) return cudaSuccess;
-    return add_partials<Acc<T>, P>(partials, grad_weight, grad_bias, count, in.columns, stream);
+    return in.parameters.wide ? add_parts<Acc<T>>(count) : add_parts<T>(count);
+  }
+
+  template <typename P>
+  cudaError_t add_parts(int64_t count) const {
+    return add_partials<Acc<T>, P>(partials, static_cast<P*>(grad_weight),
+                                   static_cast<P*>(grad_bias), count, in.columns, stream);
   }
 };
 

@@ -1,12 +1,11 @@
-// add_layer_norm on CUDA: layer_norm's kernels over rows that are the sum of two.
+// add_layer_norm and add_rms_norm on CUDA: the norms' kernels over rows that are the sum of two.
 //
 // Forward: a row of summed = residual + dropout(input) is formed in registers, rounded, written and
-// normalised. Traffic: two rows in, two rows out. Backward: the row gradient of layer_norm plus
+// normalised. Traffic: two rows in, two rows out. Backward: the row gradient of the norm plus
 // that of `summed` is the gradient of the residual, and with the dropout mask drawn again that of
 // the input. Traffic: summed and up to two gradients in, up to two out.
-#include "add_layer_norm.h"
-
-#include "layer_norm_kernels.cuh"
+#include "norm.h"
+#include "norm_kernels.cuh"
 #include "philox.cuh"
 
 namespace fusedops::cuda {
@@ -92,33 +91,29 @@ cudaError_t pass(const ResidualSink<T, S>& sink, int64_t count, cudaStream_t str
   return cudaGetLastError();
 }
 
-// Calls f(T(), P(), S()) with the type of the input too: T, or a half beside float.
+// Calls f(T(), S()) with the type of the input too: T, or a half beside float.
 template <typename F>
-cudaError_t switch_all(Type data, Type parameters, Type input, const F& f) {
-  return switch_types(data, parameters, [&](auto t, auto p) {
+cudaError_t switch_both(Type data, Type input, const F& f) {
+  return switch_type(data, [&](auto t) {
     if constexpr (std::is_same_v<decltype(t), float>) {
-      if (input == Type::f16) return f(t, p, __half());
-      if (input == Type::bf16) return f(t, p, __nv_bfloat16());
+      if (input == Type::f16) return f(t, __half());
+      if (input == Type::bf16) return f(t, __nv_bfloat16());
     }
-    return f(t, p, t);
+    return f(t, t);
   });
 }
 
 }  // namespace
 
-cudaError_t add_layer_norm_forward(const AddLayerNormForward& a, cudaStream_t stream) {
-  return switch_all(a.dtype, a.parameter_dtype, a.input_dtype, [&](auto t, auto p, auto s) {
+cudaError_t add_norm_forward(const NormForward& a, cudaStream_t stream) {
+  return switch_both(a.dtype, a.input_dtype, [&](auto t, auto s) {
     using T = decltype(t);
-    using P = decltype(p);
     using S = decltype(s);
-    return ForwardCall<ResidualSource<T, S>, P>{
+    return ForwardCall<ResidualSource<T, S>>{
         {static_cast<const S*>(a.input), static_cast<const T*>(a.residual),
          static_cast<T*>(a.summed), a.dropout},
-        static_cast<const P*>(a.weight),
-        static_cast<const P*>(a.bias),
-        static_cast<T*>(a.normed),
-        static_cast<Acc<T>*>(a.mean),
-        static_cast<Acc<T>*>(a.rstd),
+        forward_parameters<T>(a),
+        forward_results<T>(a),
         a.rows,
         a.columns,
         a.eps,
@@ -127,24 +122,20 @@ cudaError_t add_layer_norm_forward(const AddLayerNormForward& a, cudaStream_t st
   });
 }
 
-cudaError_t add_layer_norm_backward(const AddLayerNormBackward& a, cudaStream_t stream) {
-  return switch_all(a.dtype, a.parameter_dtype, a.input_dtype, [&](auto t, auto p, auto s) {
+cudaError_t add_norm_backward(const NormBackward& a, cudaStream_t stream) {
+  return switch_both(a.dtype, a.input_dtype, [&](auto t, auto s) {
     using T = decltype(t);
-    using P = decltype(p);
     using S = decltype(s);
     const ResidualSink<T, S> sink{static_cast<const T*>(a.grad_summed),
                                   static_cast<T*>(a.grad_residual), static_cast<S*>(a.grad_input),
                                   a.dropout};
-    if (a.grad_normed == nullptr) return pass(sink, a.rows * a.columns, stream);
-    return BackwardCall<ResidualSink<T, S>, T, P>{
-        {static_cast<const T*>(a.grad_normed), static_cast<const T*>(a.summed),
-         static_cast<const P*>(a.weight), static_cast<const Acc<T>*>(a.mean),
-         static_cast<const Acc<T>*>(a.rstd), a.rows, a.columns},
-        sink,
-        static_cast<P*>(a.grad_weight),
-        static_cast<P*>(a.grad_bias),
-        static_cast<Acc<T>*>(a.partials),
-        stream}
+    if (a.grad_output == nullptr) return pass(sink, a.rows * a.columns, stream);
+    return BackwardCall<ResidualSink<T, S>, T>{backward_rows<T>(a),
+                                               sink,
+                                               a.grad_weight,
+                                               a.grad_bias,
+                                               static_cast<Acc<T>*>(a.partials),
+                                               stream}
         .launch();
   });
 }

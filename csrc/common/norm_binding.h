@@ -1,0 +1,221 @@
+// The bindings of the norms, once for CPU and CUDA: what the four operators make of their
+// arguments. What is theirs alone is run_norm and run_norm_backward (csrc/cpu/norm.cpp,
+// csrc/cuda/norm.cpp). Arguments were checked by fusedops/ops.
+#pragma once
+
+#include <array>
+#include <optional>
+#include <string_view>
+#include <tuple>
+
+#include <ATen/core/Tensor.h>
+#include <torch/library.h>
+
+namespace fusedops {
+
+// How a norm differs from its neighbours.
+struct NormKind {
+  bool centred;                      // layer norm; else RMS norm
+  double weight_offset = 0.0;        // added to the weight
+  bool round_before_weight = false;  // and multiply in the weight's dtype
+};
+
+struct NormInputs {
+  NormKind kind;
+  at::Tensor input;
+  std::optional<at::Tensor> residual = std::nullopt;  // none: the input is normalised
+  at::IntArrayRef normalized_shape;
+  std::optional<at::Tensor> weight;
+  std::optional<at::Tensor> bias = std::nullopt;
+  std::optional<at::Tensor> seed = std::nullopt;
+  double eps;
+  double dropout_p = 0.0;
+};
+
+struct NormResults {
+  at::Tensor output;
+  at::Tensor summed;  // undefined without residual
+  at::Tensor mean;    // undefined for an RMS norm
+  at::Tensor rstd;
+};
+
+struct NormBackwardInputs {
+  NormKind kind;
+  std::optional<at::Tensor> grad_output;
+  std::optional<at::Tensor> grad_summed = std::nullopt;
+  at::Tensor normalized;  // what was normalised: input or sum
+  std::optional<at::Tensor> weight;
+  std::optional<at::Tensor> mean = std::nullopt;
+  at::Tensor rstd;
+  std::optional<at::Tensor> seed = std::nullopt;
+  at::IntArrayRef normalized_shape;
+  double dropout_p = 0.0;
+  at::ScalarType input_dtype;
+  std::array<bool, 4> wanted;  // gradients of input, residual, weight and bias
+};
+
+// The gradient of input is left out where it is that of residual (see Gradient.same).
+struct NormGradients {
+  at::Tensor input;
+  at::Tensor residual;
+  at::Tensor weight;
+  at::Tensor bias;
+};
+
+// The operators over the two functions of a device.
+template <NormResults (*kRun)(const NormInputs&),
+          NormGradients (*kRunBackward)(const NormBackwardInputs&)>
+struct NormOperators {
+  using Tensor = at::Tensor;
+  using Optional = std::optional<at::Tensor>;
+  using Shape = at::IntArrayRef;
+  using Mask = c10::List<bool>;
+  using Tensors2 = std::tuple<Tensor, Tensor>;
+  using Tensors3 = std::tuple<Tensor, Tensor, Tensor>;
+  using Tensors4 = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+
+  static constexpr NormKind kLayerNorm{.centred = true};
+
+  static NormKind rms_norm_kind(double weight_offset, std::string_view rounding) {
+    const bool first = rounding == "hf";
+    TORCH_CHECK_VALUE(first || rounding == "torch", "rounding must be torch or hf, got ", rounding);
+    return {.centred = false, .weight_offset = weight_offset, .round_before_weight = first};
+  }
+
+  static Tensors3 layer_norm(const Tensor& input, Shape normalized_shape, const Optional& weight,
+                             const Optional& bias, double eps) {
+    const auto results = kRun({.kind = kLayerNorm,
+                               .input = input,
+                               .normalized_shape = normalized_shape,
+                               .weight = weight,
+                               .bias = bias,
+                               .eps = eps});
+    return {results.output, results.mean, results.rstd};
+  }
+
+  static Tensors3 layer_norm_backward(const Optional& grad_output, const Tensor& input,
+                                      const Optional& weight, const Tensor& mean,
+                                      const Tensor& rstd, Shape normalized_shape, double /*eps*/,
+                                      Mask mask) {
+    const auto grads = kRunBackward({.kind = kLayerNorm,
+                                     .grad_output = grad_output,
+                                     .normalized = input,
+                                     .weight = weight,
+                                     .mean = mean,
+                                     .rstd = rstd,
+                                     .normalized_shape = normalized_shape,
+                                     .input_dtype = input.scalar_type(),
+                                     .wanted = {mask[0], false, mask[1], mask[2]}});
+    return {grads.input, grads.weight, grads.bias};
+  }
+
+  static Tensors2 rms_norm(const Tensor& input, Shape normalized_shape, const Optional& weight,
+                           double eps, double weight_offset, std::string_view rounding) {
+    const auto results = kRun({.kind = rms_norm_kind(weight_offset, rounding),
+                               .input = input,
+                               .normalized_shape = normalized_shape,
+                               .weight = weight,
+                               .eps = eps});
+    return {results.output, results.rstd};
+  }
+
+  static Tensors2 rms_norm_backward(const Optional& grad_output, const Tensor& input,
+                                    const Optional& weight, const Tensor& rstd,
+                                    Shape normalized_shape, double /*eps*/, double weight_offset,
+                                    std::string_view rounding, Mask mask) {
+    const auto grads = kRunBackward({.kind = rms_norm_kind(weight_offset, rounding),
+                                     .grad_output = grad_output,
+                                     .normalized = input,
+                                     .weight = weight,
+                                     .rstd = rstd,
+                                     .normalized_shape = normalized_shape,
+                                     .input_dtype = input.scalar_type(),
+                                     .wanted = {mask[0], false, mask[1], false}});
+    return {grads.input, grads.weight};
+  }
+
+  static Tensors4 add_layer_norm(const Tensor& input, const Tensor& residual,
+                                 Shape normalized_shape, const Optional& weight,
+                                 const Optional& bias, const Optional& seed, double eps,
+                                 double dropout_p, at::ScalarType /*input_dtype*/) {
+    const auto results = kRun({.kind = kLayerNorm,
+                               .input = input,
+                               .residual = residual,
+                               .normalized_shape = normalized_shape,
+                               .weight = weight,
+                               .bias = bias,
+                               .seed = seed,
+                               .eps = eps,
+                               .dropout_p = dropout_p});
+    return {results.output, results.summed, results.mean, results.rstd};
+  }
+
+  static Tensors4 add_layer_norm_backward(const Optional& grad_normed, const Optional& grad_summed,
+                                          const Tensor& summed, const Optional& weight,
+                                          const Tensor& mean, const Tensor& rstd,
+                                          const Optional& seed, Shape normalized_shape,
+                                          double /*eps*/, double dropout_p,
+                                          at::ScalarType input_dtype, Mask mask) {
+    const auto grads = kRunBackward({.kind = kLayerNorm,
+                                     .grad_output = grad_normed,
+                                     .grad_summed = grad_summed,
+                                     .normalized = summed,
+                                     .weight = weight,
+                                     .mean = mean,
+                                     .rstd = rstd,
+                                     .seed = seed,
+                                     .normalized_shape = normalized_shape,
+                                     .dropout_p = dropout_p,
+                                     .input_dtype = input_dtype,
+                                     .wanted = {mask[0], mask[1], mask[2], mask[3]}});
+    return {grads.input, grads.residual, grads.weight, grads.bias};
+  }
+
+  static Tensors3 add_rms_norm(const Tensor& input, const Tensor& residual, Shape normalized_shape,
+                               const Optional& weight, const Optional& seed, double eps,
+                               double weight_offset, std::string_view rounding, double dropout_p,
+                               at::ScalarType /*input_dtype*/) {
+    const auto results = kRun({.kind = rms_norm_kind(weight_offset, rounding),
+                               .input = input,
+                               .residual = residual,
+                               .normalized_shape = normalized_shape,
+                               .weight = weight,
+                               .seed = seed,
+                               .eps = eps,
+                               .dropout_p = dropout_p});
+    return {results.output, results.summed, results.rstd};
+  }
+
+  static Tensors3 add_rms_norm_backward(const Optional& grad_normed, const Optional& grad_summed,
+                                        const Tensor& summed, const Optional& weight,
+                                        const Tensor& rstd, const Optional& seed,
+                                        Shape normalized_shape, double /*eps*/,
+                                        double weight_offset, std::string_view rounding,
+                                        double dropout_p, at::ScalarType input_dtype, Mask mask) {
+    const auto grads = kRunBackward({.kind = rms_norm_kind(weight_offset, rounding),
+                                     .grad_output = grad_normed,
+                                     .grad_summed = grad_summed,
+                                     .normalized = summed,
+                                     .weight = weight,
+                                     .rstd = rstd,
+                                     .seed = seed,
+                                     .normalized_shape = normalized_shape,
+                                     .dropout_p = dropout_p,
+                                     .input_dtype = input_dtype,
+                                     .wanted = {mask[0], mask[1], mask[2], false}});
+    return {grads.input, grads.residual, grads.weight};
+  }
+
+  static void implement(torch::Library& m) {
+    m.impl("layer_norm", layer_norm);
+    m.impl("layer_norm_backward", layer_norm_backward);
+    m.impl("rms_norm", rms_norm);
+    m.impl("rms_norm_backward", rms_norm_backward);
+    m.impl("add_layer_norm", add_layer_norm);
+    m.impl("add_layer_norm_backward", add_layer_norm_backward);
+    m.impl("add_rms_norm", add_rms_norm);
+    m.impl("add_rms_norm_backward", add_rms_norm_backward);
+  }
+};
+
+}  // namespace fusedops
