@@ -90,6 +90,15 @@ TORCH_LIBRARY(fusedops_cpp, m) {
       "cross_entropy_backward(Tensor? grad_loss, Tensor logits, Tensor target, Tensor lse,"
       " int ignore_index, float label_smoothing, float z_loss, float softcap, str reduction,"
       " bool[] output_mask) -> Tensor");
+  m.def(
+      "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor target, Tensor? bias,"
+      " int ignore_index, float label_smoothing, float z_loss, float softcap, str reduction,"
+      " int chunk_size) -> (Tensor loss, Tensor count, Tensor lse)");
+  m.def(
+      "linear_cross_entropy_backward(Tensor? grad_loss, Tensor hidden, Tensor weight,"
+      " Tensor target, Tensor? bias, Tensor lse, int ignore_index, float label_smoothing,"
+      " float z_loss, float softcap, str reduction, int chunk_size, bool[] output_mask)"
+      " -> (Tensor, Tensor, Tensor)");
   m.def("swiglu(Tensor gate, Tensor up) -> (Tensor output)");
   m.def(
       "swiglu_backward(Tensor? grad_output, Tensor gate, Tensor up, bool[] output_mask)"

@@ -10,6 +10,7 @@ from fusedops.ops.geglu import geglu
 from fusedops.ops.gelu import gelu
 from fusedops.ops.layer_norm import layer_norm
 from fusedops.ops.linear_act import linear_act
+from fusedops.ops.linear_cross_entropy import linear_cross_entropy
 from fusedops.ops.linear_glu import linear_glu
 from fusedops.ops.mlp import mlp
 from fusedops.ops.rms_norm import rms_norm
@@ -27,6 +28,7 @@ __all__ = [
     "gelu",
     "layer_norm",
     "linear_act",
+    "linear_cross_entropy",
     "linear_glu",
     "mlp",
     "rms_norm",

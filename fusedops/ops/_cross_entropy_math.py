@@ -54,7 +54,7 @@ def check_options(
     checks.choice(op, "reduction", reduction, REDUCTIONS)
 
 
-def check_target(op: str, target: Any, owner: str, rows: torch.Tensor, num_classes: Any) -> None:
+def check_target(op: str, target: Any, owner: str, rows: torch.Tensor) -> None:
     """Raise unless ``target`` holds one class index per row of ``rows`` ``[..., features]``."""
     checks.tensor(op, "target", target, floating=False)
     if target.dtype != torch.int64:
@@ -65,6 +65,10 @@ def check_target(op: str, target: Any, owner: str, rows: torch.Tensor, num_class
     if target.device != rows.device:
         checks.fail(op, "target", f"on {rows.device}, the device of {owner}", target.device)
     checks.shape(op, "target", target, rows.shape[:-1], f"{owner} without its last dimension")
+
+
+def check_classes(op: str, owner: str, num_classes: int) -> None:
+    """Raise unless there is a class."""
     if num_classes == 0:
         checks.fail(op, owner, "of at least one class", "none")
 

@@ -105,7 +105,8 @@ def _check(
     checks.tensor(op, "logits", logits)
     if logits.dim() == 0:
         checks.fail(op, "logits", "a tensor with at least one dimension", "a scalar")
-    math_of.check_target(op, target, "logits", logits, logits.shape[-1])
+    math_of.check_target(op, target, "logits", logits)
+    math_of.check_classes(op, "logits", logits.shape[-1])
     math_of.check_options(op, ignore_index, label_smoothing, z_loss, softcap, reduction)
 
 

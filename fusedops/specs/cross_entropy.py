@@ -14,7 +14,7 @@ from fusedops.specs.make import randint, randn
 from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec
 
 
-def _eager(
+def eager(
     logits: torch.Tensor,
     target: torch.Tensor,
     *,
@@ -24,6 +24,7 @@ def _eager(
     softcap: float | None = None,
     reduction: str = "mean",
 ) -> torch.Tensor:
+    """Compute the loss as a user does today; also what linear_cross_entropy is compared with."""
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     rows, flat = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
@@ -161,7 +162,7 @@ def _from_opinfo(
 SPEC = Spec(
     name="cross_entropy",
     op=cross_entropy,
-    eager=_eager,
+    eager=eager,
     samples=_samples,
     bad_inputs=_bad_inputs,
     bench_cases=(

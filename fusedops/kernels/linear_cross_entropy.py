@@ -1,0 +1,115 @@
+"""linear_cross_entropy on a GPU: products per chunk of classes, cross_entropy's kernels between.
+
+The logits of a chunk are float32, also of half-precision factors: the products write their sums
+unrounded. Ignored rows are computed like others, with gradient 0: leaving them out would wait for
+the device to count them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from fusedops.kernels import _launch
+from fusedops.kernels.cross_entropy import Pieces, logits_gradient, row_gradients, rows_of
+
+
+def forward(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    reduction: str,
+    chunk_size: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Launch the forward; arguments and results are those of ``fusedops::linear_cross_entropy``."""
+    x, num_classes = rows_of(hidden), weight.shape[0]
+    options = (ignore_index, label_smoothing, z_loss, softcap)
+    several = num_classes > chunk_size
+    with _launch.device_of(x):
+        pieces = Pieces(target.reshape(-1), num_classes, options, several=several)
+        for chunk in _chunks(num_classes, chunk_size):
+            pieces.add(_logits(x, weight, bias, chunk), chunk.start)
+        return pieces.finish(target.shape, reduction)
+
+
+def backward(
+    grad_loss: torch.Tensor,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None,
+    lse: torch.Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    reduction: str,
+    chunk_size: int,
+    output_mask: Sequence[bool],
+) -> tuple[torch.Tensor | None, ...]:
+    """Launch the backward; arguments and results are those of ``linear_cross_entropy_backward``."""
+    x, num_classes = rows_of(hidden), weight.shape[0]
+    grad_hidden: torch.Tensor | None = None
+    grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
+    grad_bias = weight.new_empty(num_classes)
+    with _launch.device_of(x):
+        grad_rows = row_gradients(grad_loss, reduction)
+        for chunk in _chunks(num_classes, chunk_size):
+            logits = _logits(x, weight, bias, chunk)
+            grad = logits if x.dtype == torch.float32 else torch.empty_like(logits, dtype=x.dtype)
+            logits_gradient(
+                grad_rows,
+                logits,
+                target.reshape(-1),
+                lse.reshape(-1),
+                grad,
+                first_class=chunk.start,
+                num_classes=num_classes,
+                options=(ignore_index, label_smoothing, z_loss, softcap),
+            )
+            if output_mask[0]:
+                grad_hidden = _product(grad, weight[chunk], add=grad_hidden)
+            if output_mask[1]:
+                torch.mm(grad.t(), x, out=grad_weight[chunk])
+            if output_mask[2]:
+                grad_bias[chunk] = grad.sum(0, dtype=torch.float32)
+    return (
+        None if grad_hidden is None else grad_hidden.to(hidden.dtype).view(hidden.shape),
+        grad_weight if output_mask[1] else None,
+        grad_bias if output_mask[2] else None,
+    )
+
+
+def _chunks(num_classes: int, chunk_size: int) -> Iterator[slice]:
+    for first in range(0, num_classes, chunk_size):
+        yield slice(first, min(first + chunk_size, num_classes))
+
+
+def _logits(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, chunk: slice
+) -> torch.Tensor:
+    logits = _product(x, weight[chunk].t())
+    return logits if bias is None else logits.add_(bias[chunk])
+
+
+def _product(a: torch.Tensor, b: torch.Tensor, add: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the float32 product, added to ``add`` (which may be overwritten)."""
+    if a.dtype == torch.float32 or not a.is_cuda:  # not CUDA: Triton's interpreter
+        product = a.float() @ b.float()
+    elif add is not None:
+        return torch.addmm(add, a, b, out_dtype=torch.float32)
+    else:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return product if add is None else add.add_(product)
+
+
+def static_report_cases() -> list[dict[str, Any]]:
+    """Return nothing: the kernels are cross_entropy's, reported there."""
+    return []

@@ -1,0 +1,313 @@
+"""A language model's head and its cross-entropy: the logits are never whole in memory.
+
+    z = h W^T + b,   y = z, or softcap * tanh(z / softcap),   loss = log sum_j exp(y_j) - y_target
+
+The logits are made for ``chunk_size`` classes at a time, for all rows. Chunks of classes, not of
+rows: the gradient of a class's weight is then whole in its chunk, summed in float32 inside one
+matrix product and rounded once; what accumulates over chunks is the gradient of ``hidden``, in a
+float32 buffer of its size. Chunks of rows would accumulate ``[num_classes, hidden_size]`` in
+float32, read and written once a chunk, or (as others did, and diverged) in low precision.
+
+The forward keeps one number per row. The backward makes the logits again, chunk by chunk: one
+product more than a loss on whole logits, no gradient before somebody asks for it, and any incoming
+gradient. Kernels: ``csrc/cpu/linear_cross_entropy.*``, ``kernels/linear_cross_entropy.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from fusedops._core import checks, dtypes
+from fusedops._core.library import Gradient, define_op
+from fusedops._core.sharding import PARTIAL, REPLICATE, Placement
+from fusedops.ops import _cross_entropy_math as math_of
+from fusedops.ops._cross_entropy_math import Options
+from fusedops.ops.linear_act import check_parameter, rows_of
+
+# Classes at a time: 32 MiB of float32 logits for 2048 rows. The same for every number of rows, so
+# that a row's gradient does not depend on the batch.
+DEFAULT_CHUNK = 4096
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    reduction: str = "mean",
+    chunk_size: int | None = None,
+) -> torch.Tensor:
+    """Compute the cross-entropy of a linear layer's outputs without keeping the outputs.
+
+    ``cross_entropy(hidden W^T + b, target)``
+
+    Args:
+        hidden: ``[..., hidden_size]``, any floating dtype, any strides.
+        weight: ``[num_classes, hidden_size]``, dtype of ``hidden``; may be an embedding's.
+        target: ``[...]``, int64: class indices in ``[0, num_classes)``, or ``ignore_index``.
+        bias: ``[num_classes]``, dtype of ``hidden``.
+        ignore_index: rows with this target have loss 0 and gradient 0 and do not count. On the CPU
+            nothing is computed for them.
+        label_smoothing: share of the target that is spread over all classes, in [0, 1].
+        z_loss: weight of ``lse^2``, ``lse`` being the log-sum-exp of a row's logits.
+        softcap: bound of the logits' absolute value, or ``None``.
+        reduction: ``"mean"`` over the rows that are not ignored (NaN when all are, as torch gives),
+            ``"sum"``, or ``"none"``.
+        chunk_size: classes whose logits are in memory at a time, ``None`` for 4096.
+
+    Returns:
+        One number, or ``[...]`` for ``"none"``; dtype of ``hidden``, under autocast float32.
+
+    Raises:
+        ValueError: a shape, device or option does not fit, or (CPU) a target is no class; on CUDA
+            the loss of such a row, and every gradient that it reaches, are NaN.
+        TypeError: an argument is no tensor, or its dtype does not fit.
+
+    Note:
+        Products accumulate in float32 (float64 for float64) and the logits stay in that dtype; what
+        is rounded to the dtype of ``hidden`` is the gradient of the logits, as an operand of two
+        products, and each result, once. A row's loss and gradient do not depend on the other rows
+        on the CPU, nor any result on the number of threads. Memory beside the arguments and their
+        gradients: ``rows * chunk_size`` float32 logits, and in the backward of half precision
+        ``hidden`` once in float32. Four products in all where a loss on whole logits takes three.
+        Measured at 2048 x 768, 50257 classes: see ``docs/ops/linear_cross_entropy.md``. Twice
+        differentiable, through whole logits. Rows may be sharded, classes may not. Backends: cpp,
+        triton, torch. Under autocast all arguments are cast, as torch does for linear.
+
+    Reference:
+        Wijmans et al.: Cut Your Losses in Large-Vocabulary Language Models, arXiv:2411.09009; Hsu
+        et al.: Liger Kernel, arXiv:2410.10989.
+
+    Example:
+        >>> import torch, fusedops
+        >>> hidden, weight = torch.ones(2, 3), torch.zeros(4, 3)
+        >>> fusedops.linear_cross_entropy(hidden, weight, torch.tensor([2, -100]))
+        tensor(1.3863)
+    """
+    op = "linear_cross_entropy"
+    _check(op, hidden, weight, target, bias, chunk_size)
+    math_of.check_options(op, ignore_index, label_smoothing, z_loss, softcap, reduction)
+    loss, count, _ = _OP(
+        hidden,
+        weight,
+        target,
+        bias,
+        ignore_index,
+        label_smoothing,
+        z_loss,
+        softcap or 0.0,
+        "sum" if reduction == "mean" else reduction,
+        chunk_size or DEFAULT_CHUNK,
+    )
+    return math_of.reduce_loss(loss, count, math_of.result_dtype(hidden), reduction)
+
+
+def _check(op: str, hidden: Any, weight: Any, target: Any, bias: Any, chunk_size: Any) -> None:
+    checks.tensor(op, "hidden", hidden)
+    if hidden.dim() == 0:
+        checks.fail(op, "hidden", "a tensor with at least one dimension", "a scalar")
+    check_parameter(op, "weight", weight, hidden)
+    features = hidden.shape[-1]
+    if weight.dim() != 2 or weight.shape[1] != features:
+        wanted = f"of shape [num_classes, {features}] (hidden has {features} features)"
+        checks.fail(op, "weight", wanted, list(weight.shape))
+    if bias is not None:
+        check_parameter(op, "bias", bias, hidden)
+        checks.shape(op, "bias", bias, weight.shape[:1], "the rows of weight")
+    math_of.check_target(op, target, "hidden", hidden)
+    math_of.check_classes(op, "weight", weight.shape[0])
+    if chunk_size is None:
+        return
+    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int):
+        raise TypeError(f"{op}: chunk_size must be an int, got {type(chunk_size).__name__}")
+    if chunk_size < 1:
+        checks.fail(op, "chunk_size", "None, or at least 1", chunk_size)
+
+
+def _logits(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return hidden, weight and the logits in accumulation dtype."""
+    wide = dtypes.statistics_dtype(hidden.dtype)
+    h, w = hidden.to(wide), weight.to(wide)
+    return h, w, F.linear(h, w, None if bias is None else bias.to(wide))
+
+
+def _reference(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    reduction: str,
+    chunk_size: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    if target.device.type == "cpu":
+        math_of.check_range("linear_cross_entropy", target, weight.shape[0], ignore_index)
+    options = Options(ignore_index, label_smoothing, z_loss, softcap)
+    _, _, logits = _logits(hidden, weight, bias)
+    loss, lse, count = math_of.row_losses(math_of.capped(logits, softcap), target, options)
+    return (loss if reduction == "none" else loss.sum()), count, lse
+
+
+def _fake(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    reduction: str,
+    chunk_size: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    statistics = dtypes.statistics_dtype(hidden.dtype)
+    return (
+        hidden.new_empty(target.shape if reduction == "none" else (), dtype=statistics),
+        target.new_empty(()),
+        hidden.new_empty(target.shape, dtype=statistics),
+    )
+
+
+def _backward_reference(
+    grad_loss: torch.Tensor,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None,
+    lse: torch.Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    reduction: str,
+    chunk_size: int,
+    output_mask: Sequence[bool],
+) -> tuple[torch.Tensor | None, ...]:
+    options = Options(ignore_index, label_smoothing, z_loss, softcap)
+    h, w, logits = _logits(hidden, weight, bias)
+    grad = math_of.logits_gradient(grad_loss, logits, target, options)
+    rows = rows_of(grad)
+    grad_hidden = grad_weight = grad_bias = None
+    if output_mask[0]:
+        grad_hidden = (grad @ w).to(hidden.dtype).contiguous()
+    if output_mask[1]:
+        grad_weight = (rows.t() @ rows_of(h)).to(weight.dtype).contiguous()
+    if output_mask[2]:
+        grad_bias = rows.sum(0).to(weight.dtype)
+    return grad_hidden, grad_weight, grad_bias
+
+
+def _backward_fake(
+    grad_loss: torch.Tensor,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None,
+    lse: torch.Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    reduction: str,
+    chunk_size: int,
+    output_mask: Sequence[bool],
+) -> tuple[torch.Tensor | None, ...]:
+    return (
+        hidden.new_empty(hidden.shape) if output_mask[0] else None,
+        weight.new_empty(weight.shape) if output_mask[1] else None,
+        weight.new_empty(weight.shape[0]) if output_mask[2] else None,
+    )
+
+
+def _shard(
+    hidden: Any,
+    weight: Any,
+    target: Any,
+    bias: Any,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    reduction: str,
+    chunk_size: int,
+) -> list[tuple[list[Placement], list[Placement]]]:
+    """Rows are independent, their sum and their count are partial sums; parameters are whole."""
+    bias_word = REPLICATE if bias is not None else None
+
+    def rule(
+        loss: Placement, count: Placement, rows: Placement
+    ) -> tuple[list[Placement], list[Placement]]:
+        return [loss, count, rows], [rows, REPLICATE, rows, bias_word, *[None] * 6]
+
+    rules = [rule(REPLICATE, REPLICATE, REPLICATE)]
+    for dim in range(hidden.ndim - 1):
+        rules.append(rule(dim if reduction == "none" else PARTIAL, PARTIAL, dim))
+    return rules
+
+
+def _shard_backward(
+    grad_loss: Any,
+    hidden: Any,
+    weight: Any,
+    target: Any,
+    bias: Any,
+    lse: Any,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    reduction: str,
+    chunk_size: int,
+    output_mask: Sequence[bool],
+) -> list[tuple[list[Placement], list[Placement]]]:
+    """With rows sharded, each rank has a part of the sums that are the parameter gradients."""
+    bias_word = REPLICATE if bias is not None else None
+
+    def rule(
+        grad: Placement, rows: Placement, summed: Placement
+    ) -> tuple[list[Placement], list[Placement]]:
+        results = [
+            word if wanted else None
+            for word, wanted in zip((rows, summed, summed), output_mask, strict=True)
+        ]
+        return results, [grad, rows, REPLICATE, rows, bias_word, rows, *[None] * 7]
+
+    rules = [rule(REPLICATE, REPLICATE, REPLICATE)]
+    for dim in range(hidden.ndim - 1):
+        rules.append(rule(dim if reduction == "none" else REPLICATE, dim, PARTIAL))
+    return rules
+
+
+_OP = define_op(
+    "linear_cross_entropy",
+    "(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, int ignore_index,"
+    " float label_smoothing, float z_loss, float softcap, str reduction, int chunk_size)"
+    " -> (Tensor loss, Tensor count, Tensor lse)",
+    reference=_reference,
+    fake=_fake,
+    gradient=Gradient(
+        inputs=("hidden", "weight", "bias"),
+        outputs=("loss",),
+        saves=("hidden", "weight", "target", "bias", "lse"),
+        reference=_backward_reference,
+        fake=_backward_fake,
+    ),
+    autocast="lower",
+    triton="fusedops.kernels.linear_cross_entropy",
+    shard=_shard,
+    shard_backward=_shard_backward,
+)

@@ -1,0 +1,167 @@
+"""What tests, benchmarks and documentation need to know of ``linear_cross_entropy``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from fusedops.ops.linear_cross_entropy import linear_cross_entropy
+from fusedops.specs import cross_entropy
+from fusedops.specs.make import randint, randn
+from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec
+
+
+def _eager(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    chunk_size: int | None = None,
+    **options: Any,
+) -> torch.Tensor:
+    return cross_entropy.eager(F.linear(hidden, weight, bias), target, **options)
+
+
+def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
+    new = functools.partial(randn, device=device, dtype=dtype)
+
+    def call(
+        name: str,
+        rows: tuple[int, ...],
+        hidden_size: int,
+        classes: int,
+        ignored: tuple[int, ...] = (),
+        bias: bool = False,
+        **options: Any,
+    ) -> Sample:
+        target = randint(*rows, high=classes, device=device)
+        for row in ignored:
+            target.view(-1)[row] = options.get("ignore_index", -100)
+        weight = new(classes, hidden_size, scale=2.0 * max(hidden_size, 1) ** -0.5, key="w")
+        args = (new(*rows, hidden_size), weight, target, new(classes, key="b") if bias else None)
+        return Sample(name, args, options)
+
+    none: dict[str, Any] = {"reduction": "none"}
+    every: dict[str, Any] = {"label_smoothing": 0.2, "z_loss": 1e-2, "softcap": 3.0}
+    embedding = new(10, 19, key="e").detach().t().requires_grad_()
+    return [
+        call("rows", (7,), 12, 19, **none),
+        call("mean", (7,), 12, 19, (2, 6)),
+        call("chunks", (7,), 12, 19, (0,), chunk_size=5, **none),
+        call("bias", (2, 3), 9, 17, (4,), bias=True, reduction="sum", chunk_size=17),
+        call("smoothing", (6,), 8, 13, (5,), label_smoothing=0.1, chunk_size=6),
+        call("z_loss", (6,), 8, 13, z_loss=1e-2, chunk_size=4, **none),
+        call("softcap", (6,), 8, 13, (1,), bias=True, softcap=2.0, chunk_size=12, **none),
+        call("everything", (2, 4), 8, 13, (1, 6), bias=True, chunk_size=5, **every),
+        call("everything_rows", (9,), 8, 13, (1, 6), bias=True, chunk_size=5, **every, **none),
+        call("ignore_class", (7,), 6, 5, (2,), ignore_index=3),
+        call("many_chunks", (5,), 8, 70, (3,), chunk_size=3, bias=True),
+        call("odd_sizes", (37,), 101, 167, (11,), bias=True, chunk_size=64),
+        Sample("transposed_weight", (new(5, 10), embedding, randint(5, high=19, device=device))),
+        call("one_row", (), 11, 23, chunk_size=8),
+        call("one_class", (3,), 4, 1, **none),
+        call("all_ignored", (3,), 4, 9, (0, 1, 2), bias=True, reduction="sum"),
+        call("no_rows", (0,), 8, 13, bias=True, reduction="sum"),
+        call("no_features", (3,), 0, 5, **none),
+    ]
+
+
+def _bad_inputs(device: torch.device) -> list[BadInput]:
+    x, weight = torch.randn(3, 8, device=device), torch.randn(5, 8, device=device)
+    target, bias = torch.tensor([1, 0, 4], device=device), torch.zeros(5, device=device)
+
+    def bad(name: str, error: type[Exception], *mentions: str, **options: Any) -> BadInput:
+        return BadInput(name, (x, weight, target), options, error, mentions)
+
+    return [
+        BadInput("hidden", (x.long(), weight, target), {}, TypeError, ("hidden", "int64")),
+        BadInput("scalar", (x[0, 0], weight, target), {}, ValueError, ("hidden", "scalar")),
+        BadInput("weight_shape", (x, weight.t(), target), {}, ValueError, ("weight", "[8, 5]")),
+        BadInput("weight_dtype", (x, weight.double(), target), {}, TypeError, ("weight", "64")),
+        BadInput("no_classes", (x, weight[:0], target), {}, ValueError, ("weight", "one class")),
+        BadInput("bias_shape", (x, weight, target, bias[1:]), {}, ValueError, ("bias", "[4]")),
+        BadInput("bias_dtype", (x, weight, target, bias.half()), {}, TypeError, ("bias", "16")),
+        BadInput("target_shape", (x, weight, target[:2]), {}, ValueError, ("target", "[2]")),
+        BadInput("target_dtype", (x, weight, target.int()), {}, TypeError, ("target", "int32")),
+        BadInput("swapped", (x, target, weight), {}, TypeError, ("weight", "int64")),
+        BadInput("device", (x, weight.to("meta"), target), {}, ValueError, ("weight", "meta")),
+        BadInput("too_large", (x, weight, target + 1), {}, ValueError, ("target", "5 at row 2")),
+        BadInput("negative", (x, weight, target - 1), {}, ValueError, ("target", "-1 at row 1")),
+        bad("reduction", ValueError, "reduction", "'avg'", reduction="avg"),
+        bad("smoothing", TypeError, "label_smoothing", "str", label_smoothing="0.1"),
+        bad("softcap", ValueError, "softcap", "-1.0", softcap=-1.0),
+        bad("chunk_size", ValueError, "chunk_size", "0", chunk_size=0),
+        bad("chunk_size_type", TypeError, "chunk_size", "float", chunk_size=2.0),
+    ]
+
+
+def _case(
+    rows: int, hidden_size: int, classes: int, headline: bool = False, **options: Any
+) -> BenchCase:
+    def make(device: torch.device, dtype: torch.dtype) -> Sample:
+        new = functools.partial(randn, device=device, dtype=dtype)
+        weight = new(classes, hidden_size, scale=hidden_size**-0.5, key="w")
+        target = randint(rows, high=classes, device=device)
+        return Sample("bench", (new(rows, hidden_size), weight, target), options)
+
+    factors = rows * hidden_size + classes * hidden_size
+    product = 2 * rows * hidden_size * classes
+    extra = "".join(f" {name}={value}" for name, value in options.items())
+    return BenchCase(
+        label=f"{rows}x{hidden_size}->{classes}{extra}",
+        make=make,
+        bytes_forward=lambda dtype: factors * dtype.itemsize,
+        bytes_backward=lambda dtype: 2 * factors * dtype.itemsize,
+        flops_forward=product,
+        flops_backward=2 * product,
+        headline=headline,
+    )
+
+
+def _peers() -> dict[str, Callable[..., Any]]:
+    try:
+        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+    except ImportError:
+        return {}
+
+    def liger(
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        target: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        chunk_size: int | None = None,
+        **options: Any,
+    ) -> Any:
+        options["lse_square_scale"] = options.pop("z_loss", 0.0)
+        return liger_fused_linear_cross_entropy(hidden, weight, target, bias, **options)
+
+    return {"liger": liger}
+
+
+SPEC = Spec(
+    name="linear_cross_entropy",
+    op=linear_cross_entropy,
+    eager=_eager,
+    samples=_samples,
+    bad_inputs=_bad_inputs,
+    bench_cases=(
+        _case(2048, 768, 50257, headline=True),
+        _case(512, 1024, 32000, softcap=30.0, z_loss=1e-4),
+        _case(64, 256, 10000),
+    ),
+    summary="head and cross-entropy, logits never whole in memory",
+    autocast="lower",
+    peers=_peers,
+    limits=(
+        "It saves memory first: four matrix products where whole logits take three.",
+        "Weight and bias stay whole: a vocabulary that is sharded over ranks is gathered.",
+        "The second derivative makes whole logits.",
+        "On CUDA ignored rows cost as much as others: counting them would wait for the device.",
+    ),
+)

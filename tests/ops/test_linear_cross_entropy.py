@@ -1,0 +1,142 @@
+"""What is special about linear_cross_entropy: memory, chunks, accumulation, ignored rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from op_testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fusedops
+
+BACKENDS = [
+    pytest.param("cpp"),
+    pytest.param("torch"),
+    pytest.param("triton", marks=pytest.mark.interpreter),
+]
+
+
+def inputs(
+    rows: int, hidden_size: int, classes: int, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    hidden = torch.randn(rows, hidden_size).to(dtype).requires_grad_()
+    weight = (torch.randn(classes, hidden_size) / 4).to(dtype).requires_grad_()
+    return hidden, weight, torch.randint(0, classes, (rows,))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_the_loss_does_not_depend_on_the_chunks(reduction: str) -> None:
+    """2048 classes are a block of the sums: chunks of whole blocks give the same bits."""
+    hidden, weight, target = inputs(5, 8, 9000)
+    losses = [
+        fusedops.linear_cross_entropy(hidden, weight, target, reduction=reduction, chunk_size=size)
+        for size in (None, 2048, 6144, 10000)
+    ]
+    assert all(torch.equal(each, losses[0]) for each in losses)
+
+
+def test_a_rows_gradient_does_not_depend_on_its_batch() -> None:
+    hidden, weight, target = inputs(40, 24, 5000, torch.bfloat16)
+
+    def gradient(rows: slice) -> torch.Tensor:
+        part = hidden.detach()[rows].requires_grad_()
+        loss = fusedops.linear_cross_entropy(part, weight, target[rows], reduction="sum")
+        return torch.autograd.grad(loss, part)[0]
+
+    whole = gradient(slice(None))
+    for rows in (slice(0, 1), slice(3, 20), slice(17, 40)):
+        assert torch.equal(gradient(rows), whole[rows])
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the largest output of any operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        for each in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(each, torch.Tensor):
+                self.numel = max(self.numel, each.numel())
+        return out
+
+
+def test_nothing_of_the_size_of_the_logits_is_kept_between_forward_and_backward() -> None:
+    hidden, weight, target = inputs(300, 4, 700)
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        fusedops.linear_cross_entropy(hidden, weight, target, chunk_size=64)
+    assert max(each.numel() for each in kept) == weight.numel()
+
+
+@pytest.mark.interpreter
+def test_no_operator_of_the_triton_backend_makes_whole_logits() -> None:
+    hidden, weight, target = inputs(30, 4, 700)
+    with fusedops.use_backend("triton"), LargestTensor() as seen:
+        loss = fusedops.linear_cross_entropy(hidden, weight, target, chunk_size=64)
+        torch.autograd.grad(loss, (hidden, weight))
+    assert seen.numel <= max(30 * 64, weight.numel())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_half_precision_accumulates_in_float32(backend: str) -> None:
+    """Over many chunks and rows the error stays that of one rounding, where bfloat16 sums drift."""
+    hidden, weight, target = inputs(256, 16, 2000, torch.bfloat16)
+    with fusedops.use_backend(backend):
+        loss = fusedops.linear_cross_entropy(hidden, weight, target, reduction="sum", chunk_size=20)
+        grads = torch.autograd.grad(loss, (hidden, weight))
+    wide = [each.detach().double().requires_grad_() for each in (hidden, weight)]
+    truth = torch.autograd.grad(F.cross_entropy(F.linear(*wide), target, reduction="sum"), wide)
+    for grad, exact in zip(grads, truth, strict=True):
+        error = (grad.double() - exact).norm() / exact.norm()
+        assert error < torch.finfo(torch.bfloat16).eps / 2
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_any_incoming_gradient_per_row(backend: str) -> None:
+    hidden, weight, target = inputs(9, 6, 50)
+    target[4] = -100
+    incoming = torch.tensor([0.0, -3.0, 1e3, 1.0, 7.0, 2.0, 0.5, -1.0, 1e-3])
+    options = {"label_smoothing": 0.1, "ignore_index": -100}
+    with fusedops.use_backend(backend):
+        losses = fusedops.linear_cross_entropy(
+            hidden, weight, target, reduction="none", chunk_size=16, **options
+        )
+        grads = torch.autograd.grad(losses, (hidden, weight), incoming)
+
+    def eager(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        leaves = [each.detach().to(dtype).requires_grad_() for each in (hidden, weight)]
+        losses = F.cross_entropy(F.linear(*leaves), target, reduction="none", **options)
+        return torch.autograd.grad(losses, leaves, incoming.to(dtype))
+
+    for i, grad in enumerate(grads):
+        assert_close(
+            grad, eager(torch.float64)[i], eager(torch.float32)[i], f"gradient {i}", depth=450
+        )
+    assert torch.equal(grads[0][4], torch.zeros(6)) and torch.equal(grads[0][0], torch.zeros(6))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_ignored_row_may_hold_anything(backend: str) -> None:
+    hidden, weight, target = inputs(4, 6, 9)
+    with torch.no_grad():
+        hidden[1] = float("nan")
+    target[1] = -100
+    with fusedops.use_backend(backend):
+        loss = fusedops.linear_cross_entropy(hidden, weight, target)
+        grad_hidden, grad_weight = torch.autograd.grad(loss, (hidden, weight))
+    assert loss.isfinite()
+    assert torch.equal(grad_hidden[1], torch.zeros(6)) and grad_hidden.isfinite().all()
+    if backend == "cpp":  # the others multiply a gradient of 0 by what the row holds
+        assert grad_weight.isfinite().all()
+
+
+def test_all_rows_ignored_is_nan_as_torchs_and_no_gradient() -> None:
+    hidden, weight, _ = inputs(3, 6, 9)
+    loss = fusedops.linear_cross_entropy(hidden, weight, torch.full((3,), -100))
+    grads = torch.autograd.grad(loss, (hidden, weight))
+    assert loss.isnan()
+    assert all(torch.equal(grad, torch.zeros_like(grad)) for grad in grads)
