@@ -2,10 +2,22 @@
 
 from fusedops.nn.add_layer_norm import AddLayerNorm
 from fusedops.nn.add_rms_norm import AddRMSNorm
+from fusedops.nn.cross_entropy import CrossEntropyLoss
 from fusedops.nn.gated_mlp import GatedMLP
 from fusedops.nn.layer_norm import LayerNorm
 from fusedops.nn.linear_act import LinearAct
+from fusedops.nn.linear_cross_entropy import LinearCrossEntropyLoss
 from fusedops.nn.mlp import MLP
 from fusedops.nn.rms_norm import RMSNorm
 
-__all__ = ["AddLayerNorm", "AddRMSNorm", "GatedMLP", "LayerNorm", "LinearAct", "MLP", "RMSNorm"]
+__all__ = [
+    "AddLayerNorm",
+    "AddRMSNorm",
+    "CrossEntropyLoss",
+    "GatedMLP",
+    "LayerNorm",
+    "LinearAct",
+    "LinearCrossEntropyLoss",
+    "MLP",
+    "RMSNorm",
+]

@@ -1,0 +1,90 @@
+"""``CrossEntropyLoss``: torch's loss module with the fused op where the op offers what is asked."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from fusedops._core import checks
+from fusedops.ops._cross_entropy_math import check_options
+from fusedops.ops.cross_entropy import cross_entropy
+
+
+class CrossEntropyLoss(nn.CrossEntropyLoss):
+    """Compute the cross-entropy between logits and targets.
+
+    ``loss = log sum_j exp(y_j) - y_target``
+
+    Constructor arguments are those of ``torch.nn.CrossEntropyLoss``, of which it is a subclass.
+    Class indices for logits ``[N, C]`` or ``[C]`` run the fused op. Class weights, class
+    probabilities as targets and more dimensions (torch's ``[N, C, d1, ...]``) run torch's own loss,
+    with exactly its result.
+
+    Args:
+        weight: class weights ``[C]``; then torch's loss runs.
+        size_average: deprecated in torch.
+        ignore_index: rows with this target have loss 0 and gradient 0 and do not count.
+        reduce: deprecated in torch.
+        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
+        label_smoothing: share of the target that is spread over all classes.
+        z_loss: weight of ``lse^2``, which torch does not offer.
+        softcap: bound of the logits' absolute value, which torch does not offer.
+
+    Raises:
+        ValueError: an option is out of range, or ``z_loss`` or ``softcap`` meets what only torch's
+            loss can do.
+
+    Note:
+        Numerics and backends of the fused path are those of ``fusedops.cross_entropy``.
+
+    Example:
+        >>> import torch, fusedops
+        >>> loss = fusedops.nn.CrossEntropyLoss(label_smoothing=0.1)
+        >>> loss(torch.zeros(2, 4), torch.tensor([2, 0]))
+        tensor(1.3863)
+    """
+
+    def __init__(
+        self,
+        weight: torch.Tensor | None = None,
+        size_average: bool | None = None,
+        ignore_index: int = -100,
+        reduce: bool | None = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        *,
+        z_loss: float = 0.0,
+        softcap: float | None = None,
+    ) -> None:
+        super().__init__(weight, size_average, ignore_index, reduce, reduction, label_smoothing)
+        op = "CrossEntropyLoss"
+        check_options(op, ignore_index, label_smoothing, z_loss, softcap, self.reduction)
+        if weight is not None and (z_loss or softcap is not None):
+            checks.fail(op, "weight", "None beside z_loss or softcap", "class weights")
+        self.z_loss = z_loss
+        self.softcap = softcap
+
+    def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """Return the loss of logits ``[N, C]`` or ``[C]`` (or whatever else torch takes)."""
+        if self.weight is None and input.dim() <= 2 and target.dtype == torch.int64:
+            return cross_entropy(
+                input,
+                target,
+                ignore_index=self.ignore_index,
+                label_smoothing=self.label_smoothing,
+                z_loss=self.z_loss,
+                softcap=self.softcap,
+                reduction=self.reduction,
+            )
+        if self.z_loss or self.softcap is not None:
+            wanted = "logits [N, C] or [C] with class indices, for z_loss or softcap"
+            got = f"{list(input.shape)} with {target.dtype} targets"
+            checks.fail("CrossEntropyLoss", "input", wanted, got)
+        return super().forward(input, target)
+
+    def extra_repr(self) -> str:
+        """Return the options."""
+        return (
+            f"ignore_index={self.ignore_index}, reduction={self.reduction!r}, "
+            f"label_smoothing={self.label_smoothing}, z_loss={self.z_loss}, softcap={self.softcap}"
+        )

@@ -1,0 +1,120 @@
+"""``LinearCrossEntropyLoss``: a language model's head and its loss in one module."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fusedops.nn.linear_act import reset_linear
+from fusedops.ops._cross_entropy_math import check_options
+from fusedops.ops.linear_cross_entropy import linear_cross_entropy
+
+
+class LinearCrossEntropyLoss(nn.Module):
+    """Compute the loss of a language model from its last hidden states.
+
+    ``cross_entropy(hidden @ weight.T + bias, target)``
+
+    The module owns the head's weight, so that what shards parameters by module (FSDP2's
+    ``fully_shard``) gathers it for this module's forward and backward, and nobody touches it from
+    outside. Parameters, ``state_dict`` keys and initialisation are those of ``torch.nn.Linear``;
+    tie it by ``loss.weight = embedding.weight``.
+
+    Args:
+        hidden_size: size of the input's last dimension.
+        vocab_size: number of classes.
+        bias: whether there is a bias.
+        device: of the parameters.
+        dtype: of the parameters.
+        ignore_index: rows with this target have loss 0 and gradient 0 and do not count.
+        label_smoothing: share of the target that is spread over all classes.
+        z_loss: weight of ``lse^2``, which keeps the logits from drifting.
+        softcap: bound of the logits' absolute value, or ``None``.
+        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
+        chunk_size: classes whose logits are in memory at a time, ``None`` for the op's default.
+
+    Raises:
+        ValueError: an option is out of range.
+
+    Note:
+        Numerics and backends are those of ``fusedops.linear_cross_entropy``. The mean is that of
+        the rows given: data-parallel ranks with different counts of ignored rows average their
+        means, as with torch's loss. Under FSDP2 tell it of the second entry point:
+        ``torch.distributed.fsdp.register_fsdp_forward_method(loss, "logits")``.
+
+    Example:
+        >>> import torch, fusedops
+        >>> head = fusedops.nn.LinearCrossEntropyLoss(3, 8)
+        >>> hidden = torch.ones(2, 3)
+        >>> head(hidden, torch.tensor([5, -100])).shape, head.logits(hidden).shape
+        (torch.Size([]), torch.Size([2, 8]))
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        softcap: float | None = None,
+        reduction: str = "mean",
+        chunk_size: int | None = None,
+    ) -> None:
+        super().__init__()
+        op = "LinearCrossEntropyLoss"
+        check_options(op, ignore_index, label_smoothing, z_loss, softcap, reduction)
+        self.hidden_size = hidden_size
+        self.vocab_size = vocab_size
+        self.ignore_index = ignore_index
+        self.label_smoothing = label_smoothing
+        self.z_loss = z_loss
+        self.softcap = softcap
+        self.reduction = reduction
+        self.chunk_size = chunk_size
+        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size, device=device, dtype=dtype))
+        if bias:
+            self.bias = nn.Parameter(torch.empty(vocab_size, device=device, dtype=dtype))
+        else:
+            self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the parameters as ``torch.nn.Linear`` does."""
+        reset_linear(self.weight, self.bias)
+
+    def forward(self, hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """Return the loss of ``hidden`` ``[..., hidden_size]`` and ``target`` ``[...]``."""
+        return linear_cross_entropy(
+            hidden,
+            self.weight,
+            target,
+            self.bias,
+            ignore_index=self.ignore_index,
+            label_smoothing=self.label_smoothing,
+            z_loss=self.z_loss,
+            softcap=self.softcap,
+            reduction=self.reduction,
+            chunk_size=self.chunk_size,
+        )
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the logits ``[..., vocab_size]``, soft-capped, as generation needs them."""
+        logits = F.linear(hidden, self.weight, self.bias)
+        if self.softcap is None:
+            return logits
+        return self.softcap * torch.tanh(logits / self.softcap)
+
+    def extra_repr(self) -> str:
+        """Return sizes and options."""
+        return (
+            f"hidden_size={self.hidden_size}, vocab_size={self.vocab_size}, "
+            f"bias={self.bias is not None}, ignore_index={self.ignore_index}, "
+            f"label_smoothing={self.label_smoothing}, z_loss={self.z_loss}, "
+            f"softcap={self.softcap}, reduction={self.reduction!r}, chunk_size={self.chunk_size}"
+        )
