@@ -55,6 +55,9 @@ struct GemmCall {
   const Matrix* beside = nullptr;    // a second B[k,n]
   const Factors* further = nullptr;  // products to add to A * B; none with `beside`
   int64_t num_further = 0;
+  // Where `store` does no more than write the sums to dense rows [m, n]: these. A product that
+  // needs no tiles then writes there itself.
+  void* plain_output = nullptr;
 };
 
 }  // namespace fusedops

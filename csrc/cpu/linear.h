@@ -61,7 +61,8 @@ inline void linear_into(const at::Tensor& x, const at::Tensor& weight, const at:
 // The dense row-major product as a new tensor.
 inline at::Tensor multiply(const GemmCall& call, const at::TensorOptions& options) {
   auto out = at::empty({call.m, call.n}, options);
-  const LinearForward arguments{call, nullptr, nullptr, mutable_data(out), Activation::identity};
+  LinearForward arguments{call, nullptr, nullptr, mutable_data(out), Activation::identity};
+  arguments.product.plain_output = mutable_data(out);
   FUSEDOPS_CALL_ISA(linear_forward, arguments);
   return out;
 }

@@ -130,3 +130,42 @@ def test_large_values_stay_finite(activation: str) -> None:
     (grad,) = torch.autograd.grad(output.sum(), x)
     assert output.isfinite().all()
     assert grad.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("sizes", [(1, 500, 1100), (3, 301, 77), (4, 40, 513), (5, 40, 513)])
+def test_gradients_of_few_rows_match_float64(
+    dtype: torch.dtype, sizes: tuple[int, int, int]
+) -> None:
+    """Up to four rows the weight gradient, and of one row the input's, are made without packing."""
+    rows, features, out = sizes
+    generator = torch.Generator().manual_seed(5)
+    x, weight, grad = (
+        torch.randn(shape, generator=generator).to(dtype)
+        for shape in ((rows, features), (out, features), (rows, out))
+    )
+
+    def run(wide: torch.dtype, fused: bool) -> list[torch.Tensor]:
+        leaves = [each.to(wide).requires_grad_() for each in (x, weight)]
+        linear = torch.nn.functional.linear
+        output = fusedops.linear_act(*leaves, activation="relu") if fused else None
+        output = linear(*leaves).relu() if output is None else output
+        return list(torch.autograd.grad(output, leaves, grad.to(wide)))
+
+    exact, eager = run(torch.float64, fused=False), run(dtype, fused=False)
+    for index, got in enumerate(run(dtype, fused=True)):
+        assert_close(got, exact[index], eager[index], f"gradient {index}", depth=out)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradient_of_one_row_has_the_bits_of_many(dtype: torch.dtype) -> None:
+    """A product that is not packed adds in the order of one that is."""
+    leaf = torch.randn(60, 300, dtype=dtype)
+    weight, grad = torch.randn(900, 300, dtype=dtype), torch.randn(60, 900, dtype=dtype)
+
+    def gradient(rows: int) -> torch.Tensor:
+        x = leaf[:rows].clone().requires_grad_()
+        output = fusedops.linear_act(x, weight, activation="identity")
+        return torch.autograd.grad(output, x, grad[:rows])[0]
+
+    assert torch.equal(gradient(1), gradient(60)[:1])
