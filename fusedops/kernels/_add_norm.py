@@ -132,13 +132,13 @@ def _backward_kernel(
             total = row_gradient(dy * weight, x, rstd, num_cols, CENTRED)
             if HAS_DSUMMED:
                 total += tl.load(dsummed_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+            if WANTS_INPUT:
+                dx = dropout(total, start, seed_ptr, limit, scale, DROPOUT)
+                tl.store(dx_ptr + offset, dx.to(dx_ptr.dtype.element_ty), mask=mask)
             if WANTS_RESIDUAL:
                 tl.store(
                     dresidual_ptr + offset, total.to(dresidual_ptr.dtype.element_ty), mask=mask
                 )
-            if WANTS_INPUT:
-                dx = dropout(total, start, seed_ptr, limit, scale, DROPOUT)
-                tl.store(dx_ptr + offset, dx.to(dx_ptr.dtype.element_ty), mask=mask)
     part = tl.cast(program, tl.int64) * num_cols + col
     if WANTS_WEIGHT:
         tl.store(dweight_ptr + part, dweight, mask=mask)
