@@ -3,6 +3,9 @@
 from fusedops.ops.add_layer_norm import add_layer_norm
 from fusedops.ops.add_rms_norm import add_rms_norm
 from fusedops.ops.baddbmm import baddbmm
+from fusedops.ops.attention import attention, merge_attention
+from fusedops.ops.attention_decode import attention_decode
+from fusedops.ops.attention_varlen import attention_varlen
 from fusedops.ops.bias_dropout_add import bias_dropout_add
 from fusedops.ops.bias_gelu import bias_gelu
 from fusedops.ops.cross_entropy import cross_entropy
@@ -21,6 +24,9 @@ __all__ = [
     "add_layer_norm",
     "add_rms_norm",
     "baddbmm",
+    "attention",
+    "attention_decode",
+    "attention_varlen",
     "bias_dropout_add",
     "bias_gelu",
     "cross_entropy",
@@ -30,6 +36,7 @@ __all__ = [
     "linear_act",
     "linear_cross_entropy",
     "linear_glu",
+    "merge_attention",
     "mlp",
     "rms_norm",
     "rotary_embedding",

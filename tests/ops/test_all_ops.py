@@ -220,9 +220,10 @@ def _with_grad(spec: Spec, sample: Sample, make: Any) -> Any:
 
     torch.manual_seed(11)
     outputs = as_tuple(scaled(*sample.args, **sample.kwargs))
-    grads = torch.autograd.grad(outputs, sample.leaves, [make(out) for out in outputs])
     result = run(spec.op, sample)
-    result.grads = list(grads)
+    if sample.leaves:
+        grads = torch.autograd.grad(outputs, sample.leaves, [make(out) for out in outputs])
+        result.grads = list(grads)
     return result
 
 

@@ -1,0 +1,326 @@
+"""What the attention ops say alike: checks, scores with every option, softmax, both backward forms.
+
+Everything here is dense eager torch in float32 (float64 for float64): the specification. Shapes:
+``query [B, Hq, Sq, D]``, ``key [B, Hkv, Sk, D]``, ``value [B, Hkv, Sk, Dv]``; query head ``h``
+reads key head ``h // (Hq / Hkv)``. Query ``i`` may attend key ``j`` if
+
+    -window_left <= j - i - offset <= window_right
+
+where a negative window is unbounded; ``offset`` is 0 (aligned to the upper left, as torch's
+``is_causal``) or ``Sk - Sq`` (aligned to the lower right). The order of the options is
+
+    score = query . key * scale
+    score = softcap * tanh(score / softcap)
+    score = score - slope * |j - i - offset| + attn_mask
+
+and a sink is one more score of the row, of a key whose value is zero.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fusedops._core import checks, dtypes, philox
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """The numbers among an attention op's arguments."""
+
+    scale: float
+    window_left: int
+    window_right: int
+    softcap: float
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """Scores after all options, their softmax and its logarithmic denominator.
+
+    Attributes:
+        tanh: ``tanh(score / softcap)``, ``None`` without softcap.
+        probabilities: ``[B, Hq, Sq, Sk]``; rows with nothing to attend to are 0.
+        sink: probability of the sink ``[B, Hq, Sq]``, ``None`` without.
+        lse: ``[B, Hq, Sq]``, minus infinity for rows with nothing to attend to.
+    """
+
+    tanh: torch.Tensor | None
+    probabilities: torch.Tensor
+    sink: torch.Tensor | None
+    lse: torch.Tensor
+
+
+def per_query_head(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+    """Repeat key heads (dim 1) so that there is one for each query head."""
+    groups = heads // max(1, tensor.shape[1])
+    return tensor if groups == 1 else tensor.repeat_interleave(groups, dim=1)
+
+
+def _allowed(rows: int, columns: int, pattern: Pattern, device: torch.device) -> Any:
+    if pattern.window_left < 0 and pattern.window_right < 0:
+        return None
+    i = torch.arange(rows, device=device).unsqueeze(1)
+    distance = torch.arange(columns, device=device) - i - pattern.offset
+    allowed = torch.ones((), dtype=torch.bool, device=device)
+    if pattern.window_left >= 0:
+        allowed = allowed & (distance >= -pattern.window_left)
+    if pattern.window_right >= 0:
+        allowed = allowed & (distance <= pattern.window_right)
+    return allowed
+
+
+def softmax(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    pattern: Pattern,
+) -> Softmax:
+    """Return scores and softmax, differentiable in ``query``, ``key``, ``attn_mask``, ``sinks``."""
+    accumulation = dtypes.statistics_dtype(query.dtype)
+    rows, columns = query.shape[2], key.shape[2]
+    q = query.to(accumulation)
+    k = per_query_head(key.to(accumulation), query.shape[1])
+    scores = q @ k.mT * pattern.scale
+    tanh = None
+    if pattern.softcap > 0:
+        tanh = torch.tanh(scores / pattern.softcap)
+        scores = pattern.softcap * tanh
+    if alibi_slopes is not None:
+        i = torch.arange(rows, device=q.device).unsqueeze(1) + pattern.offset
+        distance = (torch.arange(columns, device=q.device) - i).abs()
+        scores = scores - alibi_slopes.to(accumulation)[..., None, None] * distance
+    if attn_mask is not None and attn_mask.dtype != torch.bool:
+        scores = scores + attn_mask.to(accumulation)
+    masks = [_allowed(rows, columns, pattern, q.device)]
+    masks += [attn_mask] if attn_mask is not None and attn_mask.dtype == torch.bool else []
+    for mask in masks:
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -torch.inf)
+    return _normalized(scores, tanh, sinks)
+
+
+def _normalized(
+    scores: torch.Tensor, tanh: torch.Tensor | None, sinks: torch.Tensor | None
+) -> Softmax:
+    # A sum of zero would make NaN of rows without keys, in second derivatives as well.
+    if scores.shape[-1]:
+        top = scores.detach().amax(-1)
+    else:
+        top = scores.new_full(scores.shape[:-1], -torch.inf)
+    sink_scores = None
+    if sinks is not None:
+        sink_scores = sinks.to(scores.dtype)[:, None].expand(top.shape)
+        top = torch.maximum(top, sink_scores.detach())
+    top = torch.where(top == -torch.inf, 0.0, top)
+    exponentials = torch.exp(scores - top.unsqueeze(-1))
+    total = exponentials.sum(-1)
+    sink = None
+    if sink_scores is not None:
+        sink = torch.exp(sink_scores - top)
+        total = total + sink
+    empty = total == 0
+    total = torch.where(empty, 1.0, total)
+    lse = torch.where(empty, -torch.inf, top + torch.log(total))
+    probabilities = exponentials / total.unsqueeze(-1)
+    return Softmax(tanh, probabilities, None if sink is None else sink / total, lse)
+
+
+def forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    keep: torch.Tensor | None,
+    pattern: Pattern,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return output (dtype of ``query``, memory ``[B, Sq, Hq, Dv]``) and log-sum-exp.
+
+    ``keep`` is dropout's factor of each probability: 0, or that of the kept ones.
+    """
+    found = softmax(query, key, attn_mask, alibi_slopes, sinks, pattern)
+    kept = found.probabilities if keep is None else found.probabilities * keep
+    output = kept @ per_query_head(value.to(kept.dtype), query.shape[1])
+    return heads_inside(output.to(query.dtype)), found.lse
+
+
+def backward(
+    grad_output: torch.Tensor | None,
+    grad_lse: torch.Tensor | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    keep: torch.Tensor | None,
+    pattern: Pattern,
+    output_mask: Any,
+) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradients of query, key, value, attn_mask and sinks that are asked for."""
+    found = softmax(query, key, attn_mask, alibi_slopes, sinks, pattern)
+    p = found.probabilities
+    heads = query.shape[1]
+    grad = torch.zeros_like(p)
+    grad_value = None
+    if grad_output is not None:
+        out = grad_output.to(p.dtype)
+        wide_value = per_query_head(value.to(p.dtype), heads)
+        grad = out @ wide_value.mT
+        grad = grad if keep is None else grad * keep
+    if output_mask[2]:
+        grad_value = torch.zeros_like(value)
+        if grad_output is not None:
+            kept = p if keep is None else p * keep
+            grad_value = _per_key_head(kept.mT @ out, value.shape[1]).to(value.dtype)
+        grad_value = heads_inside(grad_value)
+    delta = (p * grad).sum(-1)
+    if grad_lse is not None:
+        # A row without keys has no lse to differentiate.
+        delta = delta - torch.where(found.lse == -torch.inf, 0.0, grad_lse.to(p.dtype))
+    grad_scores = p * (grad - delta.unsqueeze(-1))
+    grad_mask = grad_sinks = grad_query = grad_key = None
+    if output_mask[3]:
+        assert attn_mask is not None
+        grad_mask = grad_scores.sum_to_size(attn_mask.shape).to(attn_mask.dtype).contiguous()
+    if output_mask[4]:
+        assert sinks is not None and found.sink is not None
+        grad_sinks = (-found.sink * delta).sum((0, 2)).to(sinks.dtype)
+    if found.tanh is not None:
+        grad_scores = grad_scores * (1 - found.tanh.square())
+    grad_scores = grad_scores * pattern.scale
+    if output_mask[0]:
+        grad_query = grad_scores @ per_query_head(key.to(p.dtype), heads)
+        grad_query = heads_inside(grad_query.to(query.dtype))
+    if output_mask[1]:
+        grad_key = _per_key_head(grad_scores.mT @ query.to(p.dtype), key.shape[1])
+        grad_key = heads_inside(grad_key.to(key.dtype))
+    return grad_query, grad_key, grad_value, grad_mask, grad_sinks
+
+
+def _per_key_head(grad: torch.Tensor, heads: int) -> torch.Tensor:
+    return grad if heads == grad.shape[1] else grad.unflatten(1, (heads, -1)).sum(2)
+
+
+def keep_factors(
+    shape: tuple[int, ...], seed: torch.Tensor | None, dropout_p: float, like: torch.Tensor
+) -> torch.Tensor | None:
+    """Return dropout's factors of the probabilities ``shape``, or ``None`` without dropout."""
+    if dropout_p == 0.0:
+        return None
+    return philox.dropout(
+        like.new_ones(shape, dtype=dtypes.statistics_dtype(like.dtype)), seed, dropout_p
+    )
+
+
+def heads_inside(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``[B, H, S, D]`` laid out in memory as ``[B, S, H, D]``, as torch's own SDPA does.
+
+    A model's next step is to join the heads of a token: then that costs nothing.
+    """
+    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def new_heads_inside(like: torch.Tensor, batch: Any, heads: Any, rows: Any, size: Any) -> Any:
+    """Return an empty tensor of the layout of ``heads_inside``."""
+    return like.new_empty(batch, rows, heads, size).transpose(1, 2)
+
+
+def check_heads(op: str, names: tuple[str, str], query_heads: int, key_heads: int) -> None:
+    """Raise unless the query heads can be shared out evenly among the key heads."""
+    if key_heads == 0 or query_heads % key_heads:
+        checks.fail(
+            op,
+            names[0],
+            f"of a number of heads that {names[1]}'s number of heads, {key_heads}, divides",
+            query_heads,
+        )
+
+
+def check_options(
+    op: str,
+    query: torch.Tensor,
+    heads: int,
+    batch: int,
+    window: Any,
+    softcap: Any,
+    alibi_slopes: Any,
+    sinks: Any,
+    scale: Any,
+) -> tuple[int, int, float, float]:
+    """Raise unless the options fit; return window_left, window_right, softcap and scale."""
+    left, right = -1, -1
+    if window is not None:
+        pair = isinstance(window, (tuple, list)) and len(window) == 2
+        if not pair or not all(isinstance(each, int) and each >= -1 for each in window):
+            checks.fail(op, "window", "(left, right), each an int >= -1 (-1: unbounded)", window)
+        left, right = window
+    if softcap is not None:
+        checks.number(op, "softcap", softcap)
+        if softcap <= 0:
+            checks.fail(op, "softcap", "above 0 (None: no cap)", softcap)
+    if scale is not None:
+        checks.number(op, "scale", scale)
+    if alibi_slopes is not None:
+        checks.like(op, "alibi_slopes", alibi_slopes, "query", query)
+        if tuple(alibi_slopes.shape) != (heads,):
+            shape = (batch, heads)
+            checks.shape(op, "alibi_slopes", alibi_slopes, shape, f"one per head; or [{heads}]")
+        if alibi_slopes.requires_grad and torch.is_grad_enabled():
+            raise checks.UnsupportedError(
+                f"{op}: alibi_slopes has no gradient; detach it, or give the bias as attn_mask"
+            )
+    if sinks is not None:
+        checks.like(op, "sinks", sinks, "query", query)
+        checks.shape(op, "sinks", sinks, (heads,), "one per query head")
+    size = query.shape[-1]
+    factor = float(scale) if scale is not None else (size**-0.5 if size else 1.0)
+    return left, right, float(softcap or 0.0), factor
+
+
+def check_sequences(op: str, name: str, lengths: torch.Tensor, total: int, longest: int) -> None:
+    """Raise unless ``lengths`` (``cu_seqlens``) cut ``total`` tokens into sequences.
+
+    The values are looked at on the CPU only: on a GPU that would stop the host. There a wrong table
+    is caught by an assertion on the device.
+    """
+    if lengths.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{op}: {name} must be int32 or int64, got {lengths.dtype}")
+    if lengths.dim() != 1 or lengths.shape[0] < 1:
+        checks.fail(op, name, "of shape [sequences + 1]", list(lengths.shape))
+    if torch.compiler.is_compiling():
+        return
+    steps = lengths.diff()
+    if lengths.device.type != "cpu":
+        fine = (lengths[0] == 0) & (lengths[-1] == total) & (steps >= 0).all()
+        message = f"{op}: {name} must rise from 0 to {total} by steps of at most {longest}"
+        torch._assert_async(fine & (steps <= longest).all(), message)
+        return
+    values = lengths.tolist()
+    if values[0] != 0 or values[-1] != total:
+        checks.fail(op, name, f"from 0 to {total}, the number of tokens", values)
+    for index, step in enumerate(steps.tolist()):
+        if step < 0:
+            checks.fail(op, name, "monotone", f"{values[index]} before {values[index + 1]}")
+        if step > longest:
+            what = f"cut into sequences of at most {longest} tokens (its max_seqlen)"
+            checks.fail(op, name, what, f"sequence {index} of {step}")
+
+
+def autocast(query: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the tensors in autocast's dtype where it is on: what torch does to its attention.
+
+    Slopes, sinks and masks keep theirs: they enter the float32 scores.
+    """
+    device = query.device.type
+    if not torch.is_autocast_enabled(device) or query.dtype == torch.float64:
+        return (query, *tensors)
+    wanted = torch.get_autocast_dtype(device)
+    return tuple(each.to(wanted) for each in (query, *tensors))

@@ -1,0 +1,440 @@
+"""Scaled dot-product attention with every option that transformers use, saving O(S).
+
+    score = softcap(query . key * scale) - slope * |j - i| + mask
+    output = dropout(softmax(score)) . value
+
+The scores are never whole in memory: kernels keep a running maximum and sum per row (online
+softmax), and save the row's log-sum-exp for the backward. Kernels: ``csrc/cpu/attention*``,
+``kernels/attention.py``; the formulae are in ``_attention_math.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fusedops._core import checks, dtypes, philox
+from fusedops._core.library import Gradient, define_op
+from fusedops._core.sharding import PARTIAL, REPLICATE, Placement
+from fusedops.ops import _attention_math as math
+from fusedops.ops._attention_math import Pattern
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """Attend: ``softmax(query @ key.T * scale + mask) @ value`` for each head.
+
+    The arguments of ``torch.nn.functional.scaled_dot_product_attention``, and more. Query ``i`` may
+    attend key ``j`` if the mask, ``is_causal`` (``j <= i``: aligned to the upper left, as torch's)
+    and ``window`` (``-left <= j - i <= right``) all allow it. A query that may attend nothing gets
+    0, and its gradients are 0. ``attention_varlen`` and ``attention_decode`` align to the lower
+    right instead.
+
+    Args:
+        query: ``[..., H, Sq, D]`` (or ``[Sq, D]``), any floating dtype, any strides.
+        key: ``[..., Hkv, Sk, D]``, the dtype of ``query``.
+        value: ``[..., Hkv, Sk, Dv]``; ``Dv`` may differ from ``D``.
+        attn_mask: broadcastable to ``[..., H, Sq, Sk]``. Boolean: ``True`` may be attended.
+            Floating: added to the scaled scores, and differentiable.
+        dropout_p: probability with which a weight is dropped (also when it is only evaluated: pass
+            0.0 then, as with torch).
+        is_causal: forbid ``j > i``. May be combined with a mask.
+        scale: factor of the scores, ``D ** -0.5`` by default.
+        enable_gqa: let ``Hkv`` be a divisor of ``H``: query head ``h`` reads key head
+            ``h // (H // Hkv)``.
+        window: ``(left, right)`` keys beside the query's own; -1 is unbounded.
+        softcap: bound of the scores: ``softcap * tanh(score / softcap)``, before mask and slopes.
+        alibi_slopes: ``[H]`` or ``[B, H]``: adds ``-slope * |j - i|``. Not differentiable.
+        sinks: ``[H]``: one more score in each row's denominator, of a key without value.
+        return_lse: also return the log-sum-exp of each row.
+
+    Returns:
+        ``[..., H, Sq, Dv]`` of query's dtype, laid out in memory as ``[..., Sq, H, Dv]`` like
+        torch's; with ``return_lse`` also the log-sum-exp ``[..., H, Sq]`` in float32 (float64 for
+        float64; minus infinity where nothing was attended, sinks included), differentiable too:
+        ``merge_attention`` joins two halves of the keys with it.
+
+    Raises:
+        ValueError: a shape, device or option does not fit.
+        TypeError: an argument is no tensor, or its dtype does not fit.
+        UnsupportedError: ``alibi_slopes`` requires a gradient.
+
+    Note:
+        Scores, softmax and sums are float32 (float64 for float64); the probabilities enter the
+        second product in query's dtype. Saves the inputs, the output and one number per row. The
+        gradient of an additive mask needs the scores' gradient whole, O(Sq Sk), for the time of the
+        backward. Deterministic: the same bits for any number of threads. Dropout draws by a counter
+        at ``((b * H + h) * Sq + i) * Sk + j``. Backends: cpp, triton, torch. Under autocast query,
+        key and value are cast, as torch does; mask, slopes and sinks keep their dtype.
+
+    Reference:
+        Vaswani et al.: Attention Is All You Need, arXiv:1706.03762; Dao: FlashAttention-2,
+        arXiv:2307.08691; Press et al.: ALiBi, arXiv:2108.12409; Xiao et al.: attention sinks,
+        arXiv:2309.17453; Gemma 2 (soft-cap), arXiv:2408.00118.
+
+    Example:
+        >>> import torch, fusedops
+        >>> q = k = torch.zeros(1, 1, 2, 4)
+        >>> v = torch.tensor([[1.0, 0.0], [0.0, 1.0]]).view(1, 1, 2, 2)
+        >>> fusedops.attention(q, k, v, is_causal=True)
+        tensor([[[[1.0000, 0.0000],
+                  [0.5000, 0.5000]]]])
+    """
+    query, key, value = _check(query, key, value, enable_gqa)
+    leading = query.shape[:-3]
+    q, k, v = (_four_dims(each) for each in (query, key, value))
+    batch, heads = q.shape[:2]
+    wanted = (*leading, heads, q.shape[2], k.shape[2])
+    mask = _mask(attn_mask, query, wanted, batch)
+    checks.probability("attention", "dropout_p", dropout_p)
+    left, right, cap, factor = math.check_options(
+        "attention", query, heads, batch, window, softcap, alibi_slopes, sinks, scale
+    )
+    if is_causal:
+        right = 0
+    q, k, v = math.autocast(q, k, v)
+    seed = philox.new_seed(q.device) if dropout_p > 0.0 else None
+    wide = dtypes.statistics_dtype(q.dtype)
+    slopes = alibi_slopes.to(wide) if alibi_slopes is not None else None
+    bonds = sinks.to(wide) if sinks is not None else None
+    output, lse = _OP(
+        q, k, v, mask, slopes, bonds, seed, float(dropout_p), factor, left, right, cap
+    )
+    if query.dim() != 4:
+        output = output.reshape(*leading, *output.shape[1:])
+        lse = lse.reshape(*leading, *lse.shape[1:])
+    return (output, lse) if return_lse else output
+
+
+def merge_attention(
+    output: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Join attention over two sets of keys into attention over both.
+
+    ``lse' = log(exp(lse) + exp(other_lse))``; each output is weighted by ``exp(lse - lse')``.
+
+    Args:
+        output: ``[..., S, Dv]``, over the first set of keys.
+        lse: ``[..., S]``, its log-sum-exp.
+        other: the shape of ``output``, over the second set.
+        other_lse: its log-sum-exp. A sink may be part of one of the two, not of both.
+
+    Returns:
+        Output and log-sum-exp over the union, dtypes as given. Rows that attended nothing in both
+        are 0 with log-sum-exp minus infinity. Differentiable torch operations.
+
+    Raises:
+        ValueError: shapes do not fit.
+
+    Example:
+        >>> import torch, fusedops
+        >>> q, k = torch.ones(1, 1, 1, 2), torch.ones(1, 1, 4, 2)
+        >>> halves = [fusedops.attention(q, half, half, return_lse=True) for half in k.split(2, 2)]
+        >>> fusedops.merge_attention(*halves[0], *halves[1])[0]
+        tensor([[[[1., 1.]]]])
+    """
+    for name, value, owner in (("other", other, output), ("other_lse", other_lse, lse)):
+        checks.shape("merge_attention", name, value, owner.shape, "that of the first part")
+    top = torch.maximum(lse, other_lse).detach()
+    top = torch.where(top == -torch.inf, 0.0, top)
+    first, second = torch.exp(lse - top), torch.exp(other_lse - top)
+    total = first + second
+    empty = total == 0
+    total = torch.where(empty, 1.0, total)
+    weights = (first / total).unsqueeze(-1), (second / total).unsqueeze(-1)
+    merged = (output * weights[0] + other * weights[1]).to(output.dtype)
+    return merged, torch.where(empty, -torch.inf, top + torch.log(total))
+
+
+def _check(
+    query: Any, key: Any, value: Any, enable_gqa: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    op = "attention"
+    checks.tensor(op, "query", query)
+    for name, tensor in (("key", key), ("value", value)):
+        checks.like(op, name, tensor, "query", query, dtype=not _is_autocast(query))
+    given = (("query", query), ("key", key), ("value", value))
+    for name, tensor in given:
+        if tensor.dim() != query.dim() or tensor.dim() < 2:
+            wanted = f"of {max(2, query.dim())} dims, [..., heads, tokens, head size]"
+            checks.fail(op, name, wanted, list(tensor.shape))
+    if query.dim() == 2:
+        query, key, value = (each.unsqueeze(0) for each in (query, key, value))
+    if key.shape[-1] != query.shape[-1]:
+        checks.fail(op, "key", f"of head size {query.shape[-1]}, query's", key.shape[-1])
+    checks.shape(op, "value", value[..., 0], key.shape[:-1], "key's without the head size")
+    checks.shape(op, "key", key[..., 0, 0, 0], query.shape[:-3], "query's leading dims")
+    heads, key_heads = query.shape[-3], key.shape[-3]
+    if heads != key_heads:
+        if not enable_gqa:
+            wanted = f"of query's number of heads, {heads}, unless enable_gqa=True"
+            checks.fail(op, "key", wanted, key_heads)
+        math.check_heads(op, ("query", "key"), heads, key_heads)
+    return query, key, value
+
+
+def _is_autocast(query: torch.Tensor) -> bool:
+    return torch.is_autocast_enabled(query.device.type)
+
+
+def _four_dims(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dim() == 3:
+        return tensor.unsqueeze(0)
+    return tensor if tensor.dim() == 4 else tensor.flatten(0, -4)
+
+
+def _mask(mask: Any, query: torch.Tensor, wanted: Sequence[int], batch: int) -> torch.Tensor | None:
+    """Return the mask in four dims, each 1 or whole, broadcast dims unexpanded where possible."""
+    if mask is None:
+        return None
+    op = "attention"
+    checks.tensor(op, "attn_mask", mask, floating=False)
+    if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
+        raise TypeError(f"{op}: attn_mask must be boolean or floating, got {mask.dtype}")
+    if mask.device != query.device:
+        checks.fail(op, "attn_mask", f"on {query.device}, the device of query", mask.device)
+    fits = mask.dim() <= len(wanted) and all(
+        size in (1, whole)
+        for size, whole in zip(reversed(mask.shape), reversed(wanted), strict=False)
+    )
+    if not fits:
+        shape = "[" + ", ".join(map(str, wanted)) + "]"
+        checks.fail(op, "attn_mask", f"broadcastable to {shape}", list(mask.shape))
+    if mask.dtype != torch.bool and mask.dtype != query.dtype:
+        mask = mask.to(dtypes.statistics_dtype(query.dtype))
+    if mask.dim() > 4:
+        mask = mask.expand(*wanted[:-3], *mask.shape[-3:]).reshape(batch, *mask.shape[-3:])
+    return mask[(None,) * (4 - mask.dim())]
+
+
+def _reference(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    dropout_p: float,
+    scale: float,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    pattern = Pattern(scale, window_left, window_right, softcap)
+    keep = _keep(query, key, seed, dropout_p)
+    return math.forward(query, key, value, attn_mask, alibi_slopes, sinks, keep, pattern)
+
+
+def _keep(
+    query: torch.Tensor, key: torch.Tensor, seed: torch.Tensor | None, dropout_p: float
+) -> torch.Tensor | None:
+    return math.keep_factors((*query.shape[:3], key.shape[2]), seed, dropout_p, query)
+
+
+def _fake(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    dropout_p: float,
+    scale: float,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, heads, rows, _ = query.shape
+    return (
+        math.new_heads_inside(query, batch, heads, rows, value.shape[3]),
+        query.new_empty(batch, heads, rows, dtype=dtypes.statistics_dtype(query.dtype)),
+    )
+
+
+def _backward_reference(
+    grad_output: torch.Tensor | None,
+    grad_lse: torch.Tensor | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    output: torch.Tensor,
+    lse: torch.Tensor,
+    dropout_p: float,
+    scale: float,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    output_mask: Sequence[bool],
+) -> tuple[torch.Tensor | None, ...]:
+    pattern = Pattern(scale, window_left, window_right, softcap)
+    keep = _keep(query, key, seed, dropout_p)
+    given = (query, key, value, attn_mask, alibi_slopes, sinks, keep)
+    return math.backward(grad_output, grad_lse, *given, pattern, output_mask)
+
+
+def _backward_fake(
+    grad_output: torch.Tensor | None,
+    grad_lse: torch.Tensor | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    output: torch.Tensor,
+    lse: torch.Tensor,
+    dropout_p: float,
+    scale: float,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    output_mask: Sequence[bool],
+) -> tuple[torch.Tensor | None, ...]:
+    def inside(tensor: torch.Tensor) -> torch.Tensor:
+        batch, heads, rows, size = tensor.shape
+        return math.new_heads_inside(tensor, batch, heads, rows, size)
+
+    return (
+        inside(query) if output_mask[0] else None,
+        inside(key) if output_mask[1] else None,
+        inside(value) if output_mask[2] else None,
+        attn_mask.new_empty(attn_mask.shape) if output_mask[3] and attn_mask is not None else None,
+        sinks.new_empty(sinks.shape) if output_mask[4] and sinks is not None else None,
+    )
+
+
+def _words(query: Any, key: Any, seed: Any) -> list[Placement]:
+    """Batch and heads may be sharded, unless dropout counts from the tensor's beginning."""
+    if seed is not None:
+        return [REPLICATE]
+    ranks = query.mesh.size()
+    heads_divide = query.shape[1] % ranks == 0 and key.shape[1] % ranks == 0
+    return [REPLICATE, 0, *([1] if heads_divide else [])]
+
+
+def _placements(
+    word: Placement, attn_mask: Any, alibi_slopes: Any, sinks: Any, seed: Any
+) -> list[Placement]:
+    """Return the placements of mask, slopes, sinks and seed."""
+    mask: Placement = REPLICATE
+    slopes: Placement = REPLICATE
+    bonds: Placement = REPLICATE
+    if isinstance(word, int):
+        mask = word if attn_mask is not None and attn_mask.shape[word] != 1 else REPLICATE
+        if alibi_slopes is not None and len(alibi_slopes.shape) == 2:
+            slopes = word
+        elif word == 1:
+            slopes = 0
+        bonds = 0 if word == 1 else REPLICATE
+    given = (attn_mask, alibi_slopes, sinks, seed)
+    words = (mask, slopes, bonds, REPLICATE)
+    return [None if each is None else where for each, where in zip(given, words, strict=True)]
+
+
+def _shard(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any,
+    alibi_slopes: Any,
+    sinks: Any,
+    seed: Any,
+    *numbers: Any,
+) -> list[tuple[list[Placement], list[Placement]]]:
+    return [
+        (
+            [word, word],
+            [
+                *[word] * 3,
+                *_placements(word, attn_mask, alibi_slopes, sinks, seed),
+                *[None] * len(numbers),
+            ],
+        )
+        for word in _words(query, key, seed)
+    ]
+
+
+def _shard_backward(
+    grad_output: Any,
+    grad_lse: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any,
+    alibi_slopes: Any,
+    sinks: Any,
+    seed: Any,
+    output: Any,
+    lse: Any,
+    *numbers: Any,
+) -> list[tuple[list[Placement], list[Placement]]]:
+    """What is shared by the ranks of a shard gets a part of its gradient from each."""
+    output_mask = numbers[-1]
+    rules = []
+    for word in _words(query, key, seed):
+        options = _placements(word, attn_mask, alibi_slopes, sinks, seed)
+        shared = [
+            PARTIAL if isinstance(word, int) and placement == REPLICATE else placement
+            for placement in (options[0], options[2])
+        ]
+        outputs = [word, word, word, *shared]
+        outputs = [
+            each if wanted else None for each, wanted in zip(outputs, output_mask, strict=True)
+        ]
+        grads = [word if each is not None else None for each in (grad_output, grad_lse)]
+        inputs = [*grads, *[word] * 3, *options, word, word, *[None] * len(numbers)]
+        rules.append((outputs, inputs))
+    return rules
+
+
+_OP = define_op(
+    "attention",
+    "(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? alibi_slopes,"
+    " Tensor? sinks, Tensor? seed, float dropout_p, float scale, SymInt window_left,"
+    " SymInt window_right, float softcap) -> (Tensor output, Tensor lse)",
+    reference=_reference,
+    fake=_fake,
+    gradient=Gradient(
+        inputs=("query", "key", "value", "attn_mask", "sinks"),
+        outputs=("output", "lse"),
+        saves=(
+            "query",
+            "key",
+            "value",
+            "attn_mask",
+            "alibi_slopes",
+            "sinks",
+            "seed",
+            "output",
+            "lse",
+        ),
+        reference=_backward_reference,
+        fake=_backward_fake,
+    ),
+    triton="fusedops.kernels.attention",
+    shard=_shard,
+    shard_backward=_shard_backward,
+)

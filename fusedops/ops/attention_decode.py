@@ -1,0 +1,231 @@
+"""Attention of the newest tokens over a cache of keys and values: the step of generation.
+
+Each sequence of the batch has its own length in the cache; what lies behind it is not read. The
+formulae are those of ``attention`` (``_attention_math.py``), aligned to the lower right. Kernels:
+``csrc/cpu/attention*`` and ``kernels/attention_decode.py``. No gradient: generation has none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fusedops._core import checks, dtypes
+from fusedops._core.library import define_op
+from fusedops._core.sharding import REPLICATE, Placement
+from fusedops.ops import _attention_math as math
+from fusedops.ops._attention_math import Pattern
+
+
+def attention_decode(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    *,
+    scale: float | None = None,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """Attend from the newest tokens of each sequence to its part of a cache.
+
+    Sequence ``n`` has ``cache_seqlens[n]`` keys, the last ``Sq`` of which are those of the queries
+    themselves (they are in the cache already). Query ``i`` attends ``j <= i + cache_seqlens[n] -
+    Sq``: causal, aligned to the lower right.
+
+    Args:
+        query: ``[B, H, Sq, D]``, or ``[B, H, D]`` for one new token; any floating dtype.
+        key_cache: ``[B, Hkv, capacity, D]``, any strides, the dtype of ``query``; ``Hkv`` divides
+            ``H``.
+        value_cache: ``[B, Hkv, capacity, Dv]``.
+        cache_seqlens: ``[B]`` int32 or int64: tokens in the cache, new ones included.
+        scale: factor of the scores, ``D ** -0.5`` by default.
+        window: ``(left, right)``; ``right`` must be -1 or 0, there are no later keys.
+        softcap: bound of the scores: ``softcap * tanh(score / softcap)``.
+        alibi_slopes: ``[H]`` or ``[B, H]``: adds ``-slope * |distance|``.
+        sinks: ``[H]``: one more score in each row's denominator, of a key without value.
+        return_lse: also return the log-sum-exp of each row.
+
+    Returns:
+        The shape of ``query`` with ``Dv`` for ``D``, its dtype, laid out as ``[B, Sq, H, Dv]``;
+        with ``return_lse`` also the log-sum-exp ``[B, H(, Sq)]`` in float32 (float64 for float64).
+
+    Raises:
+        ValueError: a shape, device or option does not fit; a length is negative or above the
+            cache's capacity (on a GPU that trips an assertion on the device).
+        TypeError: an argument is no tensor, or its dtype does not fit.
+        UnsupportedError: a gradient is asked for; call it under ``torch.no_grad()``.
+
+    Note:
+        Reads each key and value once, whatever the number of query heads that share them. Float32
+        scores and sums; deterministic. Backends: cpp, triton, torch. Under autocast all are cast.
+
+    Reference:
+        Shazeer: Fast Transformer Decoding, arXiv:1911.02150.
+
+    Example:
+        >>> import torch, fusedops
+        >>> cache = torch.arange(8.0).view(2, 1, 4, 1)
+        >>> fusedops.attention_decode(torch.zeros(2, 1, 1), cache, cache, torch.tensor([2, 1]))
+        tensor([[[0.5000]],
+        <BLANKLINE>
+                [[4.0000]]])
+    """
+    op = "attention_decode"
+    one = isinstance(query, torch.Tensor) and query.dim() == 3
+    if one:
+        query = query.unsqueeze(2)
+    _check(query, key_cache, value_cache, cache_seqlens)
+    batch, heads = query.shape[:2]
+    left, right, cap, factor = math.check_options(
+        op, query, heads, batch, window, softcap, alibi_slopes, sinks, scale
+    )
+    if right > 0:
+        checks.fail(op, "window", "(left, 0) or (left, -1): there are no later keys", window)
+    query, key_cache, value_cache = math.autocast(query, key_cache, value_cache)
+    wide = dtypes.statistics_dtype(query.dtype)
+    output, lse = _OP(
+        query,
+        key_cache,
+        value_cache,
+        cache_seqlens.to(torch.int64),
+        alibi_slopes.to(wide) if alibi_slopes is not None else None,
+        sinks.to(wide) if sinks is not None else None,
+        factor,
+        left,
+        cap,
+    )
+    if one:
+        output, lse = output.squeeze(2), lse.squeeze(2)
+    return (output, lse) if return_lse else output
+
+
+def _check(query: Any, key_cache: Any, value_cache: Any, cache_seqlens: Any) -> None:
+    op = "attention_decode"
+    checks.tensor(op, "query", query)
+    same = not torch.is_autocast_enabled(query.device.type)
+    for name, tensor in (("key_cache", key_cache), ("value_cache", value_cache)):
+        checks.like(op, name, tensor, "query", query, dtype=same)
+    tensors = (("query", query), ("key_cache", key_cache), ("value_cache", value_cache))
+    for name, tensor in tensors:
+        if tensor.dim() != 4:
+            checks.fail(op, name, "of 4 dims, [batch, heads, tokens, size]", list(tensor.shape))
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise checks.UnsupportedError(
+                f"{op}: {name} requires a gradient, and this op has none: call it under "
+                "torch.no_grad(), or use fusedops.attention"
+            )
+    if key_cache.shape[3] != query.shape[3]:
+        checks.fail(op, "key_cache", f"of head size {query.shape[3]}, query's", key_cache.shape[3])
+    if key_cache.shape[0] != query.shape[0]:
+        checks.fail(op, "key_cache", f"of batch {query.shape[0]}, query's", key_cache.shape[0])
+    whole = "key_cache's without the head size"
+    checks.shape(op, "value_cache", value_cache[..., 0], key_cache.shape[:3], whole)
+    math.check_heads(op, ("query", "key_cache"), query.shape[1], key_cache.shape[1])
+    _check_lengths(query, key_cache.shape[2], cache_seqlens)
+
+
+def _check_lengths(query: torch.Tensor, capacity: int, lengths: Any) -> None:
+    op, name = "attention_decode", "cache_seqlens"
+    checks.tensor(op, name, lengths, floating=False)
+    if lengths.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{op}: {name} must be int32 or int64, got {lengths.dtype}")
+    if lengths.device != query.device:
+        checks.fail(op, name, f"on {query.device}, the device of query", lengths.device)
+    checks.shape(op, name, lengths, (query.shape[0],), "one per sequence")
+    if torch.compiler.is_compiling() or lengths.numel() == 0:
+        return
+    if lengths.device.type != "cpu":
+        message = f"{op}: {name} must be from 0 to {capacity}, the cache's capacity"
+        torch._assert_async(((lengths >= 0) & (lengths <= capacity)).all(), message)
+        return
+    least, most = (int(each) for each in torch.aminmax(lengths))
+    if least < 0 or most > capacity:
+        wrong = least if least < 0 else most
+        checks.fail(op, name, f"from 0 to {capacity}, the cache's capacity", wrong)
+
+
+def _reference(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    scale: float,
+    window_left: int,
+    softcap: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    output, lse = _fake(
+        query, key_cache, value_cache, cache_seqlens, alibi_slopes, sinks, scale, window_left, 0.0
+    )
+    for n, length in enumerate(cache_seqlens.tolist()):
+        slopes = alibi_slopes
+        if slopes is not None and slopes.dim() == 2:
+            slopes = slopes[n]
+        pattern = Pattern(scale, window_left, 0, softcap, length - query.shape[2])
+        here = slice(n, n + 1)
+        k, v = key_cache[here, :, :length], value_cache[here, :, :length]
+        found = math.forward(query[here], k, v, None, slopes, sinks, None, pattern)
+        output[here], lse[here] = found
+    return output, lse
+
+
+def _fake(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    scale: float,
+    window_left: int,
+    softcap: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, heads, rows, _ = query.shape
+    return (
+        math.new_heads_inside(query, batch, heads, rows, value_cache.shape[3]),
+        query.new_empty(batch, heads, rows, dtype=dtypes.statistics_dtype(query.dtype)),
+    )
+
+
+def _shard(
+    query: Any,
+    key_cache: Any,
+    value_cache: Any,
+    cache_seqlens: Any,
+    alibi_slopes: Any,
+    sinks: Any,
+    *numbers: Any,
+) -> list[tuple[list[Placement], list[Placement]]]:
+    """Batch and heads may be sharded."""
+    ranks = query.mesh.size()
+    heads_divide = query.shape[1] % ranks == 0 and key_cache.shape[1] % ranks == 0
+    rules: list[tuple[list[Placement], list[Placement]]] = []
+    words: list[Placement] = [REPLICATE, 0, *([1] if heads_divide else [])]
+    for word in words:
+        lengths: Placement = 0 if word == 0 else REPLICATE
+        slopes: Placement = None
+        if alibi_slopes is not None:
+            whole = len(alibi_slopes.shape) == 2
+            slopes = word if whole else (0 if word == 1 else REPLICATE)
+        bonds: Placement = None if sinks is None else (0 if word == 1 else REPLICATE)
+        inputs: list[Placement] = [*[word] * 3, lengths, slopes, bonds, *[None] * len(numbers)]
+        rules.append(([word, word], inputs))
+    return rules
+
+
+_OP = define_op(
+    "attention_decode",
+    "(Tensor query, Tensor key_cache, Tensor value_cache, Tensor cache_seqlens,"
+    " Tensor? alibi_slopes, Tensor? sinks, float scale, SymInt window_left, float softcap)"
+    " -> (Tensor output, Tensor lse)",
+    reference=_reference,
+    fake=_fake,
+    triton="fusedops.kernels.attention_decode",
+    shard=_shard,
+)

@@ -1,0 +1,404 @@
+"""Attention over packed sequences: no padding is stored, none is computed.
+
+The sequences of a batch lie behind one another in ``[tokens, heads, head size]``; ``cu_seqlens``
+says where each ends. Kernels: ``csrc/cpu/attention*`` and ``kernels/attention_varlen.py``; the
+formulae are those of ``attention`` (``_attention_math.py``), aligned to the lower right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from fusedops._core import checks, dtypes, philox
+from fusedops._core.library import Gradient, define_op
+from fusedops._core.sharding import REPLICATE, Placement
+from fusedops.ops import _attention_math as math
+from fusedops.ops._attention_math import Pattern
+
+
+def attention_varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """Attend within each of several packed sequences.
+
+    Sequence ``n`` has the queries ``cu_seqlens_q[n] .. cu_seqlens_q[n + 1]`` and the keys
+    ``cu_seqlens_k[n] .. cu_seqlens_k[n + 1]``. The last query is aligned with the last key (the
+    lower right corner, as in flash-attention): with ``Sq`` queries and ``Sk`` keys, ``is_causal``
+    lets query ``i`` attend ``j <= i + Sk - Sq``, and ``window`` counts from there. A query that may
+    attend nothing gets 0.
+
+    Args:
+        query: ``[tokens_q, H, D]``, any floating dtype, any strides.
+        key: ``[tokens_k, Hkv, D]``, the dtype of ``query``; ``Hkv`` divides ``H``.
+        value: ``[tokens_k, Hkv, Dv]``.
+        cu_seqlens_q: ``[sequences + 1]`` int32 or int64: from 0, rising, to ``tokens_q``.
+        cu_seqlens_k: the same for the keys.
+        max_seqlen_q: at least the longest sequence of queries, in tokens.
+        max_seqlen_k: at least the longest sequence of keys, in tokens.
+        dropout_p: probability with which a weight is dropped.
+        is_causal: forbid keys after the query's place.
+        scale: factor of the scores, ``D ** -0.5`` by default.
+        window: ``(left, right)`` keys beside the query's place; -1 is unbounded.
+        softcap: bound of the scores: ``softcap * tanh(score / softcap)``.
+        alibi_slopes: ``[H]`` or ``[sequences, H]``: adds ``-slope * |distance|``.
+        sinks: ``[H]``: one more score in each row's denominator, of a key without value.
+        return_lse: also return the log-sum-exp of each row.
+
+    Returns:
+        ``[tokens_q, H, Dv]`` of query's dtype, contiguous; with ``return_lse`` also the log-sum-exp
+        ``[H, tokens_q]`` in float32 (float64 for float64), differentiable too.
+
+    Raises:
+        ValueError: a shape, device or option does not fit; ``cu_seqlens`` are not monotone, do not
+            end at the number of tokens, or exceed ``max_seqlen`` (on a GPU, where a look at the
+            values would stop the host, these trip an assertion on the device).
+        TypeError: an argument is no tensor, or its dtype does not fit.
+
+    Note:
+        Numerics, saved tensors and determinism are those of ``attention``. Dropout draws by a
+        counter at ``(h * tokens_q + t) * max_seqlen_k + j``. Backends: cpp, triton, torch. Under
+        autocast query, key and value are cast.
+
+    Reference:
+        Dao: FlashAttention-2, arXiv:2307.08691.
+
+    Example:
+        >>> import torch, fusedops
+        >>> ends = torch.tensor([0, 1, 3])
+        >>> x = torch.ones(3, 1, 2)
+        >>> v = torch.tensor([[[1.0]], [[2.0]], [[4.0]]])
+        >>> fusedops.attention_varlen(x, x, v, ends, ends, 2, 2).flatten()
+        tensor([1., 3., 3.])
+    """
+    op = "attention_varlen"
+    _check(query, key, value, cu_seqlens_q, cu_seqlens_k)
+    math.check_sequences(op, "cu_seqlens_q", cu_seqlens_q, query.shape[0], max_seqlen_q)
+    math.check_sequences(op, "cu_seqlens_k", cu_seqlens_k, key.shape[0], max_seqlen_k)
+    checks.probability(op, "dropout_p", dropout_p)
+    heads, sequences = query.shape[1], cu_seqlens_q.shape[0] - 1
+    left, right, cap, factor = math.check_options(
+        op, query, heads, sequences, window, softcap, alibi_slopes, sinks, scale
+    )
+    if is_causal:
+        right = 0
+    query, key, value = math.autocast(query, key, value)
+    wide = dtypes.statistics_dtype(query.dtype)
+    output, lse = _OP(
+        query,
+        key,
+        value,
+        cu_seqlens_q.to(torch.int64),
+        cu_seqlens_k.to(torch.int64),
+        alibi_slopes.to(wide) if alibi_slopes is not None else None,
+        sinks.to(wide) if sinks is not None else None,
+        philox.new_seed(query.device) if dropout_p > 0.0 else None,
+        max_seqlen_q,
+        max_seqlen_k,
+        float(dropout_p),
+        factor,
+        left,
+        right,
+        cap,
+    )
+    return (output, lse) if return_lse else output
+
+
+def _check(query: Any, key: Any, value: Any, cu_seqlens_q: Any, cu_seqlens_k: Any) -> None:
+    op = "attention_varlen"
+    checks.tensor(op, "query", query)
+    same = not torch.is_autocast_enabled(query.device.type)
+    for name, tensor in (("key", key), ("value", value)):
+        checks.like(op, name, tensor, "query", query, dtype=same)
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() != 3:
+            checks.fail(op, name, "of 3 dims, [tokens, heads, head size]", list(tensor.shape))
+    if key.shape[2] != query.shape[2]:
+        checks.fail(op, "key", f"of head size {query.shape[2]}, query's", key.shape[2])
+    checks.shape(op, "value", value[..., 0], key.shape[:2], "key's without the head size")
+    math.check_heads(op, ("query", "key"), query.shape[1], key.shape[1])
+    for name, tensor in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        checks.tensor(op, name, tensor, floating=False)
+        if tensor.device != query.device:
+            checks.fail(op, name, f"on {query.device}, the device of query", tensor.device)
+    if cu_seqlens_q.shape != cu_seqlens_k.shape:
+        wanted = f"of the shape of cu_seqlens_q, {list(cu_seqlens_q.shape)}"
+        checks.fail(op, "cu_seqlens_k", wanted, list(cu_seqlens_k.shape))
+
+
+def _sequences(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    alibi_slopes: torch.Tensor | None,
+    keep: torch.Tensor | None,
+) -> Iterator[tuple[slice, slice, tuple[Any, ...]]]:
+    """Yield per sequence: its queries, its keys, and (q, k, v, slopes, keep, offset) of it."""
+    starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    for n in range(len(starts_q) - 1):
+        rows = slice(starts_q[n], starts_q[n + 1])
+        columns = slice(starts_k[n], starts_k[n + 1])
+        q, k, v = (
+            tensor[where].transpose(0, 1).unsqueeze(0)
+            for tensor, where in ((query, rows), (key, columns), (value, columns))
+        )
+        slopes = alibi_slopes
+        if slopes is not None and slopes.dim() == 2:
+            slopes = slopes[n]
+        factors = keep[None, :, rows, : k.shape[2]] if keep is not None else None
+        yield rows, columns, (q, k, v, slopes, factors, k.shape[2] - q.shape[2])
+
+
+def _reference(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    scale: float,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens, heads, _ = query.shape
+    keep = math.keep_factors((heads, tokens, max_seqlen_k), seed, dropout_p, query)
+    outputs = [query.new_empty(0, heads, value.shape[2])]
+    lses = [query.new_empty(heads, 0, dtype=dtypes.statistics_dtype(query.dtype))]
+    tables = (cu_seqlens_q, cu_seqlens_k)
+    for _, _, each in _sequences(query, key, value, *tables, alibi_slopes, keep):
+        q, k, v, slopes, factors, offset = each
+        pattern = Pattern(scale, window_left, window_right, softcap, offset)
+        output, lse = math.forward(q, k, v, None, slopes, sinks, factors, pattern)
+        outputs.append(output[0].transpose(0, 1))
+        lses.append(lse[0])
+    return torch.cat(outputs), torch.cat(lses, dim=1)
+
+
+def _fake(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    scale: float,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens, heads, _ = query.shape
+    return (
+        query.new_empty(tokens, heads, value.shape[2]),
+        query.new_empty(heads, tokens, dtype=dtypes.statistics_dtype(query.dtype)),
+    )
+
+
+def _backward_reference(
+    grad_output: torch.Tensor | None,
+    grad_lse: torch.Tensor | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    output: torch.Tensor,
+    lse: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    scale: float,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    output_mask: Sequence[bool],
+) -> tuple[torch.Tensor | None, ...]:
+    tokens, heads, _ = query.shape
+    keep = math.keep_factors((heads, tokens, max_seqlen_k), seed, dropout_p, query)
+    parts: list[list[torch.Tensor]] = [[each[:0]] for each in (query, key, value)]
+    grad_sinks = torch.zeros_like(sinks) if sinks is not None and output_mask[3] else None
+    mask = [*output_mask[:3], False, output_mask[3]]
+    tables = (cu_seqlens_q, cu_seqlens_k)
+    for rows, _, each in _sequences(query, key, value, *tables, alibi_slopes, keep):
+        q, k, v, slopes, factors, offset = each
+        pattern = Pattern(scale, window_left, window_right, softcap, offset)
+        grads = (
+            grad_output[rows].transpose(0, 1).unsqueeze(0) if grad_output is not None else None,
+            grad_lse[None, :, rows] if grad_lse is not None else None,
+        )
+        found = math.backward(*grads, q, k, v, None, slopes, sinks, factors, pattern, mask)
+        for part, grad in zip(parts, found, strict=False):
+            if grad is not None:
+                part.append(grad[0].transpose(0, 1))
+        if grad_sinks is not None:
+            assert found[4] is not None
+            grad_sinks = grad_sinks + found[4]
+    wanted = zip(parts, output_mask, strict=False)
+    whole = [torch.cat(part) if is_wanted else None for part, is_wanted in wanted]
+    return (*whole, grad_sinks)
+
+
+def _backward_fake(
+    grad_output: torch.Tensor | None,
+    grad_lse: torch.Tensor | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    output: torch.Tensor,
+    lse: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    scale: float,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    output_mask: Sequence[bool],
+) -> tuple[torch.Tensor | None, ...]:
+    inputs = (query, key, value, sinks)
+    return tuple(
+        each.new_empty(each.shape) if wanted and each is not None else None
+        for each, wanted in zip(inputs, output_mask, strict=True)
+    )
+
+
+def _words(query: Any, key: Any, seed: Any) -> list[Placement]:
+    """Heads (dim 1) may be sharded, unless dropout counts from the tensor's beginning."""
+    ranks = query.mesh.size()
+    whole = seed is not None or query.shape[1] % ranks or key.shape[1] % ranks
+    return [REPLICATE] if whole else [REPLICATE, 1]
+
+
+def _options(word: Placement, alibi_slopes: Any, sinks: Any, seed: Any) -> list[Placement]:
+    """Return the placements of both tables, slopes, sinks and seed."""
+    slopes: Placement = REPLICATE
+    if word == 1 and alibi_slopes is not None:
+        slopes = len(alibi_slopes.shape) - 1
+    bonds = 0 if word == 1 else REPLICATE
+    given = zip((alibi_slopes, sinks, seed), (slopes, bonds, REPLICATE), strict=True)
+    found = [placement if each is not None else None for each, placement in given]
+    return [REPLICATE, REPLICATE, *found]
+
+
+def _lse_word(word: Placement) -> Placement:
+    return 0 if word == 1 else word
+
+
+def _shard(
+    query: Any,
+    key: Any,
+    value: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    alibi_slopes: Any,
+    sinks: Any,
+    seed: Any,
+    *numbers: Any,
+) -> list[tuple[list[Placement], list[Placement]]]:
+    return [
+        (
+            [word, _lse_word(word)],
+            [*[word] * 3, *_options(word, alibi_slopes, sinks, seed), *[None] * len(numbers)],
+        )
+        for word in _words(query, key, seed)
+    ]
+
+
+def _shard_backward(
+    grad_output: Any,
+    grad_lse: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    alibi_slopes: Any,
+    sinks: Any,
+    seed: Any,
+    output: Any,
+    lse: Any,
+    *numbers: Any,
+) -> list[tuple[list[Placement], list[Placement]]]:
+    rules = []
+    for word in _words(query, key, seed):
+        options = _options(word, alibi_slopes, sinks, seed)
+        outputs = [word, word, word, options[3]]
+        outputs = [
+            each if wanted else None for each, wanted in zip(outputs, numbers[-1], strict=True)
+        ]
+        grads = [
+            placement if each is not None else None
+            for each, placement in ((grad_output, word), (grad_lse, _lse_word(word)))
+        ]
+        saved = [*[word] * 3, *options, word, _lse_word(word)]
+        rules.append((outputs, [*grads, *saved, *[None] * len(numbers)]))
+    return rules
+
+
+_OP = define_op(
+    "attention_varlen",
+    "(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k,"
+    " Tensor? alibi_slopes, Tensor? sinks, Tensor? seed, SymInt max_seqlen_q, SymInt max_seqlen_k,"
+    " float dropout_p, float scale, SymInt window_left, SymInt window_right, float softcap)"
+    " -> (Tensor output, Tensor lse)",
+    reference=_reference,
+    fake=_fake,
+    gradient=Gradient(
+        inputs=("query", "key", "value", "sinks"),
+        outputs=("output", "lse"),
+        saves=(
+            "query",
+            "key",
+            "value",
+            "cu_seqlens_q",
+            "cu_seqlens_k",
+            "alibi_slopes",
+            "sinks",
+            "seed",
+            "output",
+            "lse",
+        ),
+        reference=_backward_reference,
+        fake=_backward_fake,
+    ),
+    triton="fusedops.kernels.attention_varlen",
+    shard=_shard,
+    shard_backward=_shard_backward,
+)

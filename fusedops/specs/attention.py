@@ -1,0 +1,286 @@
+"""What tests, benchmarks and documentation need to know of ``attention``."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from fusedops.ops.attention import attention
+from fusedops.specs._attention_eager import attend
+from fusedops.specs.make import randn
+from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec
+
+
+def _written_out(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    return_lse: bool = False,
+) -> Any:
+    left, right = window or (-1, -1)
+    leading = query.shape[:-3]
+    if query.dim() != 4:
+        flat = [
+            t.reshape(-1, *((1,) if t.dim() == 2 else ()), *t.shape[-3:])
+            for t in (query, key, value)
+        ]
+        query, key, value = (t.reshape(-1, *t.shape[-3:]) for t in flat)
+    output, lse = attend(
+        query,
+        key,
+        value,
+        attn_mask=attn_mask,
+        dropout_p=dropout_p,
+        left=left,
+        right=0 if is_causal else right,
+        scale=scale,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+    )
+    output = output.reshape(*leading, *output.shape[1:])
+    return (output, lse.reshape(*leading, *lse.shape[1:])) if return_lse else output
+
+
+def _eager(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    **options: Any,
+) -> Any:
+    if options or (is_causal and attn_mask is not None):
+        return _written_out(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, **options
+        )
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
+    new = functools.partial(randn, device=device, dtype=dtype)
+    wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+    plain = functools.partial(randn, device=device, dtype=wide)
+
+    def qkv(
+        batch: int = 2,
+        heads: int = 2,
+        rows: int = 5,
+        columns: int = 7,
+        size: int = 8,
+        *,
+        key_heads: int | None = None,
+        value_size: int | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        shared = (batch, heads if key_heads is None else key_heads, columns)
+        return (
+            new(batch, heads, rows, size, key="q"),
+            new(*shared, size, key="k"),
+            new(*shared, size if value_size is None else value_size, key="v"),
+        )
+
+    def keep(*shape: int) -> torch.Tensor:
+        return plain(*shape, grad=False, key="mask") > -0.3
+
+    slopes = torch.tensor([0.5, 0.0625], device=device, dtype=wide)
+    none_of_second = keep(5, 7).clone()
+    none_of_second[1] = False
+    sinks = plain(2, key="sinks")
+    packed = new(2, 6, 3, 4, 8, key="packed")  # [B, S, 3, H, D], as one linear makes it
+    views = tuple(t.detach().transpose(1, 2).requires_grad_() for t in packed.unbind(2))
+    return [
+        Sample("plain", qkv(5, 2, 6, 6)),
+        Sample("causal", (*qkv(), None, 0.0, True)),
+        Sample("causal_more_queries", (*qkv(rows=9, columns=4), None, 0.0, True)),
+        Sample("heads_inside", views),
+        Sample("long", (*qkv(1, 1, 67, 150, 20), None, 0.0, True)),
+        Sample("large_heads", qkv(1, 1, 3, 35, 130, value_size=70)),
+        Sample("odd_sizes", qkv(1, 3, 37, 45, 5, value_size=3)),
+        Sample("scale", qkv(), {"scale": 0.3}),
+        Sample("grouped", qkv(2, 4, 5, 7, key_heads=2), {"enable_gqa": True}),
+        Sample("one_key_head", (*qkv(1, 3, 4, 6, key_heads=1), None, 0.0, True, None, True)),
+        Sample("boolean_mask", (*qkv(), keep(2, 2, 5, 7))),
+        Sample("padding_mask", (*qkv(), keep(2, 1, 1, 7))),
+        Sample("column_mask", (*qkv(), keep(5, 1))),
+        Sample("a_row_of_nothing", (*qkv(), none_of_second)),
+        Sample("additive_mask", (*qkv(), new(2, 2, 5, 7, key="bias"))),
+        Sample("additive_mask_of_heads", (*qkv(), new(1, 2, 5, 7, key="bias"))),
+        Sample("additive_mask_of_keys", (*qkv(), new(2, 1, 1, 7, key="bias"))),
+        Sample("float32_mask", (*qkv(), plain(5, 7, key="bias"))),
+        Sample("mask_and_causal", (*qkv(), keep(2, 1, 5, 7), 0.0, True)),
+        Sample("window", qkv(rows=9, columns=9), {"window": (2, 1)}),
+        Sample("window_left", (*qkv(rows=40, columns=40), None, 0.0, True), {"window": (3, -1)}),
+        Sample("softcap", (*qkv(), None, 0.0, True), {"softcap": 2.0}),
+        Sample("softcap_with_mask", (*qkv(), new(5, 7, key="bias")), {"softcap": 2.0}),
+        Sample("alibi", (*qkv(), None, 0.0, True), {"alibi_slopes": slopes}),
+        Sample("alibi_per_batch", qkv(), {"alibi_slopes": torch.stack([slopes, 2 * slopes])}),
+        Sample("sinks", (*qkv(), None, 0.0, True), {"sinks": sinks}),
+        Sample("log_sum_exp", qkv(), {"return_lse": True}),
+        Sample("sinks_and_log_sum_exp", qkv(), {"sinks": sinks, "return_lse": True}),
+        Sample("dropout", (*qkv(), None, 0.3), random=True),
+        Sample("dropout_causal", (*qkv(1, 2, 40, 40), None, 0.5, True), random=True),
+        Sample("dropout_of_all", (*qkv(), None, 1.0), random=True),
+        Sample("one_query", qkv(2, 4, 1, 9, key_heads=2), {"enable_gqa": True}),
+        Sample("one_of_all", qkv(1, 1, 1, 1, 1)),
+        Sample("three_dims", tuple(t.detach()[0].requires_grad_() for t in qkv())),
+        Sample("no_queries", qkv(rows=0)),
+        Sample("no_keys", qkv(columns=0)),
+        Sample("no_batch", qkv(batch=0)),
+    ]
+
+
+def _bad_inputs(device: torch.device) -> list[BadInput]:
+    q = torch.randn(2, 4, 5, 8, device=device)
+    k = torch.randn(2, 2, 7, 8, device=device)
+    whole = torch.randn(2, 4, 7, 8, device=device)
+    mask = torch.ones(5, 6, device=device, dtype=torch.bool)
+
+    def bad(
+        name: str, *args: Any, mentions: tuple[str, ...], error: Any = ValueError, **kwargs: Any
+    ) -> BadInput:
+        return BadInput(name, args, kwargs, error, mentions)
+
+    slopes = torch.ones(3, device=device)
+    return [
+        bad("heads_without_gqa", q, k, k, mentions=("key", "enable_gqa", "2")),
+        bad(
+            "heads_do_not_divide",
+            q,
+            whole[:, :3],
+            whole[:, :3],
+            enable_gqa=True,
+            mentions=("heads", "3"),
+        ),
+        bad("head_size", q, whole[..., :6], whole, mentions=("key", "8", "6")),
+        bad("value_tokens", q, whole, whole[:, :, :5], mentions=("value", "[2, 4, 7]")),
+        bad("batch", q, whole[:1], whole[:1], mentions=("key", "[2]")),
+        bad("rank", q, whole[0], whole[0], mentions=("key", "4 dims")),
+        bad("vector", q[0, 0, 0], k[0, 0, 0], k[0, 0, 0], mentions=("query", "[8]")),
+        bad("dtype", q, whole.double(), whole, error=TypeError, mentions=("key", "float64")),
+        bad("integers", q.long(), whole, whole, error=TypeError, mentions=("query", "int64")),
+        bad("no_tensor", q, None, whole, error=TypeError, mentions=("key", "NoneType")),
+        bad("device", q, whole, whole.to("meta"), mentions=("value", "meta")),
+        bad("mask_shape", q, whole, whole, mask, mentions=("attn_mask", "[2, 4, 5, 7]", "[5, 6]")),
+        bad(
+            "mask_dtype",
+            q,
+            whole,
+            whole,
+            mask[:, :1].int(),
+            error=TypeError,
+            mentions=("attn_mask", "int32"),
+        ),
+        bad(
+            "mask_type", q, whole, whole, [[True]], error=TypeError, mentions=("attn_mask", "list")
+        ),
+        bad("dropout", q, whole, whole, None, 1.5, mentions=("dropout_p", "1.5")),
+        bad("window", q, whole, whole, window=(-2, 0), mentions=("window", "-2")),
+        bad("window_type", q, whole, whole, window=4, mentions=("window", "4")),
+        bad("softcap", q, whole, whole, softcap=-1.0, mentions=("softcap", "-1.0")),
+        bad("scale", q, whole, whole, scale="1", error=TypeError, mentions=("scale", "str")),
+        bad("slopes", q, whole, whole, alibi_slopes=slopes, mentions=("alibi_slopes", "[3]")),
+        bad("sinks", q, whole, whole, sinks=slopes, mentions=("sinks", "[4]", "[3]")),
+    ]
+
+
+def _case(
+    batch: int,
+    heads: int,
+    rows: int,
+    size: int,
+    what: str = "causal",
+    *,
+    key_heads: int | None = None,
+    headline: bool = False,
+) -> BenchCase:
+    shared = heads if key_heads is None else key_heads
+
+    def make(device: torch.device, dtype: torch.dtype) -> Sample:
+        def new(count: int, key: str) -> torch.Tensor:
+            made = randn(batch, rows, count, size, device=device, dtype=dtype, key=key)
+            return made.detach().transpose(1, 2).requires_grad_()
+
+        q, k, v = new(heads, "q"), new(shared, "k"), new(shared, "v")
+        options: dict[str, Any] = {"enable_gqa": True} if shared != heads else {}
+        if what == "causal":
+            options["is_causal"] = True
+        elif what == "mask":
+            noise = randn(batch, 1, 1, rows, device=device, dtype=torch.float32, grad=False)
+            options["attn_mask"] = noise > -1.0
+        elif what == "window":
+            options |= {"is_causal": True, "window": (rows // 8, -1)}
+        elif what == "softcap":
+            options |= {"is_causal": True, "softcap": 30.0}
+        elif what == "bias":
+            options["attn_mask"] = randn(
+                1, heads, rows, rows, device=device, dtype=dtype, grad=False, key="bias"
+            )
+        return Sample("bench", (q, k, v), options)
+
+    tokens = batch * rows * size
+    pairs = batch * heads * rows * rows * size
+    pairs = pairs // 2 if what in ("causal", "softcap") else pairs
+    pairs = pairs // 8 if what == "window" else pairs
+    grouped = f"/{shared}" if shared != heads else ""
+    return BenchCase(
+        label=f"{batch}x{heads}{grouped}x{rows}x{size} {what}",
+        make=make,
+        bytes_forward=lambda dtype: (2 * heads + 2 * shared) * tokens * dtype.itemsize,
+        bytes_backward=lambda dtype: (4 * heads + 4 * shared) * tokens * dtype.itemsize,
+        flops_forward=4 * pairs,
+        flops_backward=10 * pairs,
+        headline=headline,
+    )
+
+
+def _from_opinfo(
+    query: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    # A drawn mask is torch's own, not ours.
+    return None if kwargs.get("dropout_p", 0.0) else ((query, *args), kwargs)
+
+
+SPEC = Spec(
+    name="attention",
+    op=attention,
+    eager=_eager,
+    samples=_samples,
+    bad_inputs=_bad_inputs,
+    bench_cases=(
+        _case(8, 12, 512, 64, "mask", headline=True),
+        _case(4, 12, 1024, 64, "causal", headline=True),
+        _case(8, 12, 128, 64, "mask"),
+        _case(8, 12, 256, 64, "causal"),
+        _case(1, 8, 4096, 128, "causal"),
+        _case(2, 32, 1024, 128, "causal", key_heads=8),
+        _case(2, 12, 1024, 64, "window"),
+        _case(2, 12, 1024, 64, "softcap"),
+        _case(4, 12, 512, 64, "bias"),
+        _case(2, 8, 256, 256, "causal"),
+        _case(1, 12, 16, 64, "causal"),
+    ),
+    summary="softmax(query key^T) value with masks, windows, soft-cap, ALiBi, sinks, grouped heads",
+    autocast="lower",
+    peers=lambda: {"naive": _written_out},
+    opinfo=("nn.functional.scaled_dot_product_attention",),
+    from_opinfo=_from_opinfo,
+    limits=("alibi_slopes is not differentiable: give the bias as attn_mask for that.",),
+)

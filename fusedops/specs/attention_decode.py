@@ -1,0 +1,181 @@
+"""What tests, benchmarks and documentation need to know of ``attention_decode``."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from fusedops._core.checks import UnsupportedError
+from fusedops.ops.attention_decode import attention_decode
+from fusedops.specs._attention_eager import attend
+from fusedops.specs.make import randn
+from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec
+
+
+def _eager(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    *,
+    window: tuple[int, int] | None = None,
+    return_lse: bool = False,
+    alibi_slopes: torch.Tensor | None = None,
+    **options: Any,
+) -> Any:
+    """Attend over the whole cache with a mask of what is filled, as static caches are used."""
+    one = query.dim() == 3
+    query = query.unsqueeze(2) if one else query
+    rows, capacity = query.shape[2], key_cache.shape[2]
+    place = cache_seqlens[:, None] - rows + torch.arange(rows, device=query.device)
+    distance = torch.arange(capacity, device=query.device) - place[..., None]
+    mask = (distance <= 0)[:, None]
+    if window is not None and window[0] >= 0:
+        mask = mask & (distance >= -window[0])[:, None]
+    if alibi_slopes is not None:
+        slopes = alibi_slopes.expand(query.shape[0], -1).to(query.dtype)
+        bias = -slopes[..., None, None] * distance.abs()[:, None]
+        mask = bias.masked_fill(~mask, -torch.inf)
+    output, lse = attend(query, key_cache, value_cache, attn_mask=mask, **options)
+    if one:
+        output, lse = output.squeeze(2), lse.squeeze(2)
+    return (output, lse) if return_lse else output
+
+
+def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
+    new = functools.partial(randn, device=device, dtype=dtype, grad=False)
+    wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+    slopes = torch.tensor([0.5, 0.0625], device=device, dtype=wide)
+    sinks = randn(2, device=device, dtype=wide, grad=False, key="sinks")
+
+    def call(
+        lengths: tuple[int, ...],
+        heads: int = 2,
+        key_heads: int = 2,
+        rows: int = 1,
+        capacity: int = 12,
+        size: int = 8,
+        value_size: int = 8,
+    ) -> tuple[torch.Tensor, ...]:
+        batch = len(lengths)
+        return (
+            new(batch, heads, rows, size, key="q"),
+            new(batch, key_heads, capacity, size, key="k"),
+            new(batch, key_heads, capacity, value_size, key="v"),
+            torch.tensor(lengths, device=device, dtype=torch.int32),
+        )
+
+    q, k, v, lengths = call((3, 12, 1, 7, 5))
+    return [
+        Sample("ragged", (q, k, v, lengths)),
+        Sample("three_dims", (q[:, :, 0], k, v, lengths)),
+        Sample("grouped", call((5, 9), heads=8)),
+        Sample("one_key_head", call((5, 9), heads=3, key_heads=1, size=20, value_size=36)),
+        Sample("three_new_tokens", call((3, 9, 12), rows=3)),
+        Sample("more_new_than_cached", call((2, 9), rows=3)),
+        Sample("long", call((150, 300), heads=4, capacity=301, size=64, value_size=64)),
+        Sample("empty_sequence", call((0, 4))),
+        Sample("window", call((12, 3)), {"window": (4, 0)}),
+        Sample("softcap_and_scale", call((12, 3)), {"softcap": 2.0, "scale": 0.5}),
+        Sample("alibi", call((12, 3)), {"alibi_slopes": slopes}),
+        Sample("sinks_and_log_sum_exp", call((12, 3)), {"sinks": sinks, "return_lse": True}),
+        Sample("no_batch", call(())),
+    ]
+
+
+def _bad_inputs(device: torch.device) -> list[BadInput]:
+    q = torch.randn(2, 4, 1, 8, device=device)
+    cache = torch.randn(2, 2, 6, 8, device=device)
+    lengths = torch.tensor([3, 6], device=device)
+
+    def bad(
+        name: str, *args: Any, mentions: tuple[str, ...], error: Any = ValueError, **kwargs: Any
+    ) -> BadInput:
+        return BadInput(name, args, kwargs, error, mentions)
+
+    far, below = torch.tensor([3, 7], device=device), torch.tensor([-1, 6], device=device)
+    three = cache[:, :1].repeat(1, 3, 1, 1)
+    return [
+        bad("past_the_cache", q, cache, cache, far, mentions=("cache_seqlens", "6", "7")),
+        bad("negative", q, cache, cache, below, mentions=("cache_seqlens", "-1")),
+        bad(
+            "lengths_dtype",
+            q,
+            cache,
+            cache,
+            far.float(),
+            error=TypeError,
+            mentions=("cache_seqlens", "float32"),
+        ),
+        bad(
+            "lengths_shape", q, cache, cache, lengths[:1], mentions=("cache_seqlens", "[2]", "[1]")
+        ),
+        bad(
+            "lengths_type",
+            q,
+            cache,
+            cache,
+            [3, 6],
+            error=TypeError,
+            mentions=("cache_seqlens", "list"),
+        ),
+        bad("heads", q, three, three, lengths, mentions=("heads", "3")),
+        bad("head_size", q[..., :4], cache, cache, lengths, mentions=("key_cache", "4", "8")),
+        bad("batch", q[:1], cache, cache, lengths[:1], mentions=("key_cache", "batch", "1")),
+        bad("value", q, cache, cache[:, :, :5], lengths, mentions=("value_cache", "[2, 2, 6]")),
+        bad("rank", q[0, 0], cache, cache, lengths, mentions=("query", "4 dims")),
+        bad(
+            "dtype",
+            q,
+            cache.double(),
+            cache,
+            lengths,
+            error=TypeError,
+            mentions=("key_cache", "float64"),
+        ),
+        bad("window", q, cache, cache, lengths, window=(2, 3), mentions=("window", "later")),
+        bad(
+            "gradient",
+            q.clone().requires_grad_(),
+            cache,
+            cache,
+            lengths,
+            error=UnsupportedError,
+            mentions=("query", "no_grad"),
+        ),
+    ]
+
+
+def _case(batch: int, heads: int, key_heads: int, filled: int, size: int) -> BenchCase:
+    def make(device: torch.device, dtype: torch.dtype) -> Sample:
+        new = functools.partial(randn, device=device, dtype=dtype, grad=False)
+        cache = [new(batch, key_heads, filled, size, key=name) for name in "kv"]
+        step = max(1, filled // (4 * batch))
+        lengths = torch.tensor([filled - n * step for n in range(batch)], device=device)
+        return Sample("bench", (new(batch, heads, 1, size), *cache, lengths))
+
+    average = filled - filled // 8
+    return BenchCase(
+        label=f"{batch}x{heads}/{key_heads}x{size}, {filled} cached",
+        make=make,
+        bytes_forward=lambda dtype: 2 * batch * key_heads * average * size * dtype.itemsize,
+        bytes_backward=lambda dtype: 0,
+        flops_forward=4 * batch * heads * average * size,
+        headline=filled == 2048,
+    )
+
+
+SPEC = Spec(
+    name="attention_decode",
+    op=attention_decode,
+    eager=_eager,
+    samples=_samples,
+    bad_inputs=_bad_inputs,
+    bench_cases=(_case(8, 32, 8, 2048, 128), _case(1, 12, 12, 512, 64), _case(1, 32, 8, 8192, 128)),
+    summary="attention of new tokens over a cache with ragged lengths",
+    autocast="lower",
+    double_backward=False,
+    limits=("It has no gradient: generation has none.",),
+)

@@ -1,0 +1,222 @@
+"""What tests, benchmarks and documentation need to know of ``attention_varlen``."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from fusedops.ops.attention_varlen import attention_varlen
+from fusedops.specs._attention_eager import attend
+from fusedops.specs.make import randn
+from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec
+
+
+def _eager(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    is_causal: bool = False,
+    window: tuple[int, int] | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    return_lse: bool = False,
+    **options: Any,
+) -> Any:
+    """Attend sequence by sequence in a loop."""
+    left, right = window or (-1, -1)
+    outputs, lses = [], []
+    q_ends, k_ends = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    for n in range(len(q_ends) - 1):
+        q = query[q_ends[n] : q_ends[n + 1]].transpose(0, 1)[None]
+        k, v = (t[k_ends[n] : k_ends[n + 1]].transpose(0, 1)[None] for t in (key, value))
+        slopes = alibi_slopes
+        if slopes is not None and slopes.dim() == 2:
+            slopes = slopes[n]
+        output, lse = attend(
+            q,
+            k,
+            v,
+            left=left,
+            right=0 if is_causal else right,
+            offset=k.shape[2] - q.shape[2],
+            alibi_slopes=slopes,
+            **options,
+        )
+        outputs.append(output[0].transpose(0, 1))
+        lses.append(lse[0])
+    output, lse = torch.cat(outputs), torch.cat(lses, 1)
+    return (output, lse) if return_lse else output
+
+
+def _ends(device: torch.device, *lengths: int) -> torch.Tensor:
+    return torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
+
+
+def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
+    new = functools.partial(randn, device=device, dtype=dtype)
+    wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+    plain = functools.partial(randn, device=device, dtype=wide)
+    slopes = torch.tensor([0.5, 0.0625], device=device, dtype=wide)
+
+    def call(
+        q_lengths: tuple[int, ...],
+        k_lengths: tuple[int, ...] | None = None,
+        heads: int = 2,
+        key_heads: int = 2,
+        size: int = 8,
+        value_size: int = 8,
+    ) -> tuple[Any, ...]:
+        k_lengths = q_lengths if k_lengths is None else k_lengths
+        return (
+            new(sum(q_lengths), heads, size, key="q"),
+            new(sum(k_lengths), key_heads, size, key="k"),
+            new(sum(k_lengths), key_heads, value_size, key="v"),
+            _ends(device, *q_lengths),
+            _ends(device, *k_lengths),
+            max(q_lengths, default=0),
+            max(k_lengths, default=0),
+        )
+
+    causal = {"is_causal": True}
+    return [
+        Sample("causal", call((3, 1, 6)), causal),
+        Sample("full", call((3, 1, 6))),
+        Sample("more_keys", call((2, 5, 1), (7, 5, 4)), causal),
+        Sample("fewer_keys", call((6, 2), (4, 2)), causal),
+        Sample("empty_sequences", call((0, 3, 0, 2), (2, 3, 0, 0)), causal),
+        Sample("long", call((70, 33), heads=1, key_heads=1, size=20, value_size=12), causal),
+        Sample("grouped", call((3, 4), heads=4), causal),
+        Sample("one_sequence", call((5,))),
+        Sample("window", call((9, 5)), {"window": (2, 1)}),
+        Sample("softcap_and_scale", call((3, 6)), {"softcap": 2.0, "scale": 0.5}),
+        Sample("alibi", call((3, 6)), {**causal, "alibi_slopes": slopes}),
+        Sample(
+            "alibi_per_batch", call((3, 6)), {"alibi_slopes": torch.stack([slopes, 2 * slopes])}
+        ),
+        Sample("sinks", call((3, 6)), {**causal, "sinks": plain(2, key="sinks")}),
+        Sample("log_sum_exp", call((3, 6)), {**causal, "return_lse": True}),
+        Sample("dropout", call((3, 6)), {"dropout_p": 0.3}, random=True),
+        Sample("no_tokens", call((0, 0))),
+    ]
+
+
+def _bad_inputs(device: torch.device) -> list[BadInput]:
+    x = torch.randn(6, 2, 8, device=device)
+    ends = _ends(device, 2, 4)
+    falls = torch.tensor([0, 7, 6], device=device)
+    short = torch.tensor([0, 2, 5], device=device)
+    late = torch.tensor([1, 2, 6], device=device)
+
+    def bad(
+        name: str, *args: Any, mentions: tuple[str, ...], error: Any = ValueError, **kwargs: Any
+    ) -> BadInput:
+        return BadInput(name, args, kwargs, error, mentions)
+
+    return [
+        bad("not_monotone", x, x, x, falls, ends, 7, 4, mentions=("cu_seqlens_q", "monotone", "7")),
+        bad("wrong_end", x, x, x, ends, short, 4, 4, mentions=("cu_seqlens_k", "6", "5")),
+        bad("wrong_start", x, x, x, late, ends, 4, 4, mentions=("cu_seqlens_q", "from 0")),
+        bad("longer_than_max", x, x, x, ends, ends, 3, 4, mentions=("cu_seqlens_q", "3", "4")),
+        bad(
+            "table_dtype",
+            x,
+            x,
+            x,
+            ends.float(),
+            ends,
+            4,
+            4,
+            error=TypeError,
+            mentions=("cu_seqlens_q", "float32"),
+        ),
+        bad("table_shape", x, x, x, ends, ends[:2], 4, 4, mentions=("cu_seqlens_k", "[2]")),
+        bad(
+            "table_rank", x, x, x, ends[None], ends[None], 4, 4, mentions=("cu_seqlens_q", "[1, 3]")
+        ),
+        bad(
+            "table_type",
+            x,
+            x,
+            x,
+            [0, 6],
+            ends,
+            4,
+            4,
+            error=TypeError,
+            mentions=("cu_seqlens_q", "list"),
+        ),
+        bad("rank", x[0], x, x, ends, ends, 4, 4, mentions=("query", "3 dims")),
+        bad(
+            "heads",
+            x,
+            x.expand(6, 2, 8).repeat(1, 2, 1)[:, :3],
+            x.repeat(1, 2, 1)[:, :3],
+            ends,
+            ends,
+            4,
+            4,
+            mentions=("heads", "3"),
+        ),
+        bad("head_size", x, x[..., :4], x, ends, ends, 4, 4, mentions=("key", "8", "4")),
+        bad("value_tokens", x, x, x[:5], ends, ends, 4, 4, mentions=("value", "[6, 2]")),
+        bad(
+            "dtype",
+            x,
+            x.double(),
+            x,
+            ends,
+            ends,
+            4,
+            4,
+            error=TypeError,
+            mentions=("key", "float64"),
+        ),
+        bad("dropout", x, x, x, ends, ends, 4, 4, dropout_p=-0.1, mentions=("dropout_p", "-0.1")),
+    ]
+
+
+def _case(lengths: tuple[int, ...], heads: int, size: int, headline: bool = False) -> BenchCase:
+    total = sum(lengths)
+
+    def make(device: torch.device, dtype: torch.dtype) -> Sample:
+        q, k, v = (
+            randn(total, heads, size, device=device, dtype=dtype, key=name) for name in "qkv"
+        )
+        ends = _ends(device, *lengths)
+        return Sample(
+            "bench", (q, k, v, ends, ends, max(lengths), max(lengths)), {"is_causal": True}
+        )
+
+    pairs = sum(each * each for each in lengths) * heads * size // 2
+    return BenchCase(
+        label=f"{len(lengths)} sequences, {total} tokens, {heads}x{size} causal",
+        make=make,
+        bytes_forward=lambda dtype: 4 * total * heads * size * dtype.itemsize,
+        bytes_backward=lambda dtype: 8 * total * heads * size * dtype.itemsize,
+        flops_forward=4 * pairs,
+        flops_backward=10 * pairs,
+        headline=headline,
+    )
+
+
+SPEC = Spec(
+    name="attention_varlen",
+    op=attention_varlen,
+    eager=_eager,
+    samples=_samples,
+    bad_inputs=_bad_inputs,
+    bench_cases=(
+        _case((100, 512, 37, 350, 1024, 25), 12, 64, headline=True),
+        _case((64,) * 32, 12, 64),
+    ),
+    summary="attention over packed sequences, no padding computed",
+    autocast="lower",
+    rows_are_independent=False,
+    limits=("alibi_slopes is not differentiable.",),
+)
