@@ -4,6 +4,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 
 #include <ATen/Parallel.h>
@@ -23,6 +24,20 @@ inline void parallel_rows(int64_t rows, int64_t bytes_per_row, const F& f) {
     return;
   }
   at::parallel_for(0, rows, grain, f);
+}
+
+// Calls run(next) on each thread; next() gives the tasks 0, 1, ... one at a time and -1 after the
+// last. Which thread runs a task does not show in the result, and a thread that another process
+// holds up leaves its tasks to the others.
+template <typename Run>
+void share_tasks(int64_t tasks, const Run& run) {
+  std::atomic<int64_t> taken{0};
+  const auto next = [&taken, tasks]() -> int64_t {
+    const int64_t task = taken.fetch_add(1, std::memory_order_relaxed);
+    return task < tasks ? task : -1;
+  };
+  const int64_t threads = std::min<int64_t>(tasks, at::get_num_threads());
+  at::parallel_for(0, threads, 1, [&](int64_t, int64_t) { run(next); });
 }
 
 // The cut of `rows` into chunks for a reduction: at most 32 chunks, at least 32 rows each.

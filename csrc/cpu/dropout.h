@@ -22,7 +22,7 @@ namespace {
 
 // Counters in 64-bit lanes, in an order that lets unpacklo and unpackhi put words into the order of
 // the elements.
-struct Lanes {
+struct PhiloxLanes {
   using V = __m512i;
   static constexpr int kCounters = 8;
   static constexpr int kGroup = 4;  // vectors at a time: what fits the registers hides the latency
@@ -49,7 +49,7 @@ struct Lanes {
 #elif defined(CPU_CAPABILITY_AVX2)
 #define FUSEDOPS_PHILOX_LANES
 
-struct Lanes {
+struct PhiloxLanes {
   using V = __m256i;
   static constexpr int kCounters = 4;
   static constexpr int kGroup = 2;
@@ -98,24 +98,24 @@ struct RoundKeys {
 // Writes the keep bits of the elements of N * kCounters counters, N vectors side by side.
 template <int N>
 inline void keep_bits(const Dropout& d, const RoundKeys& keys, uint64_t counter, char* bits) {
-  using V = Lanes::V;
-  const V m0 = Lanes::all(kPhiloxMultiplier0), m1 = Lanes::all(kPhiloxMultiplier1);
+  using V = PhiloxLanes::V;
+  const V m0 = PhiloxLanes::all(kPhiloxMultiplier0), m1 = PhiloxLanes::all(kPhiloxMultiplier1);
   V c0[N], c1[N], c2[N], c3[N];
 #pragma GCC unroll 4
   for (int i = 0; i < N; ++i) {
-    c0[i] = Lanes::from(counter + Lanes::kCounters * i);
-    c1[i] = Lanes::high(c0[i]);
-    c2[i] = Lanes::all(d.offset);
-    c3[i] = Lanes::high(c2[i]);
+    c0[i] = PhiloxLanes::from(counter + PhiloxLanes::kCounters * i);
+    c1[i] = PhiloxLanes::high(c0[i]);
+    c2[i] = PhiloxLanes::all(d.offset);
+    c3[i] = PhiloxLanes::high(c2[i]);
   }
 #pragma GCC unroll 10
   for (int round = 0; round < 10; ++round) {
-    const V key0 = Lanes::all(keys.first[round]), key1 = Lanes::all(keys.second[round]);
+    const V key0 = PhiloxLanes::all(keys.first[round]), key1 = PhiloxLanes::all(keys.second[round]);
 #pragma GCC unroll 4
     for (int i = 0; i < N; ++i) {
-      const V p0 = Lanes::multiply(c0[i], m0), p1 = Lanes::multiply(c2[i], m1);
-      c0[i] = Lanes::exclusive_or(Lanes::high(p1), c1[i], key0);
-      c2[i] = Lanes::exclusive_or(Lanes::high(p0), c3[i], key1);
+      const V p0 = PhiloxLanes::multiply(c0[i], m0), p1 = PhiloxLanes::multiply(c2[i], m1);
+      c0[i] = PhiloxLanes::exclusive_or(PhiloxLanes::high(p1), c1[i], key0);
+      c2[i] = PhiloxLanes::exclusive_or(PhiloxLanes::high(p0), c3[i], key1);
       c1[i] = p1;
       c3[i] = p0;
     }
@@ -123,21 +123,21 @@ inline void keep_bits(const Dropout& d, const RoundKeys& keys, uint64_t counter,
   const auto limit = static_cast<uint32_t>(d.threshold - 1);
 #pragma GCC unroll 4
   for (int i = 0; i < N; ++i) {
-    const uint32_t part = Lanes::exceeds(c0[i], c1[i], c2[i], c3[i], limit);
-    std::memcpy(bits + Lanes::kCounters / 2 * i, &part, Lanes::kCounters / 2);
+    const uint32_t part = PhiloxLanes::exceeds(c0[i], c1[i], c2[i], c3[i], limit);
+    std::memcpy(bits + PhiloxLanes::kCounters / 2 * i, &part, PhiloxLanes::kCounters / 2);
   }
 }
 
 // Writes the keep bits of `blocks` blocks of 64 elements, 16 counters each.
 inline void keep_blocks(const Dropout& d, int64_t first, int64_t blocks, uint64_t* words) {
-  constexpr int kVectors = 16 / Lanes::kCounters;  // of a block
+  constexpr int kVectors = 16 / PhiloxLanes::kCounters;  // of a block
   const RoundKeys keys(d.seed);
   auto counter = static_cast<uint64_t>(first) * 16;
   const uint64_t end = counter + 16 * blocks;
   auto* bits = reinterpret_cast<char*>(words);
-  constexpr uint64_t kStep = Lanes::kGroup * Lanes::kCounters;
+  constexpr uint64_t kStep = PhiloxLanes::kGroup * PhiloxLanes::kCounters;
   for (; counter + kStep <= end; counter += kStep, bits += kStep / 2) {
-    keep_bits<Lanes::kGroup>(d, keys, counter, bits);
+    keep_bits<PhiloxLanes::kGroup>(d, keys, counter, bits);
   }
   if (counter < end) keep_bits<kVectors>(d, keys, counter, bits);
 }

@@ -16,11 +16,11 @@
 #include "gemm.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cstring>
 
 #include <ATen/Parallel.h>
 
+#include "../common/parallel.h"
 #include "gemm_kernel.h"
 #include "gemm_pack.h"
 #include "workspace.h"
@@ -38,20 +38,6 @@ constexpr int kDirectVectors = 8;                      // accumulators of a prod
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
-}
-
-// Calls run(next) on each thread; next() gives the tasks 0, 1, ... one at a time and -1 after the
-// last. Which thread runs a task does not show in the result, and a thread that another process
-// holds up leaves its tasks to the others.
-template <typename Run>
-void share_tasks(int64_t tasks, const Run& run) {
-  std::atomic<int64_t> taken{0};
-  const auto next = [&taken, tasks]() -> int64_t {
-    const int64_t task = taken.fetch_add(1, std::memory_order_relaxed);
-    return task < tasks ? task : -1;
-  };
-  const int64_t threads = std::min<int64_t>(tasks, at::get_num_threads());
-  at::parallel_for(0, threads, 1, [&](int64_t, int64_t) { run(next); });
 }
 
 // out[j] = sum over k of a[k * a_step] * b[k * b_step + j] for kVectors vectors of j, in the order

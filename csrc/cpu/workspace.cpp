@@ -10,7 +10,7 @@ namespace {
 
 constexpr size_t kAlignment = 64;
 constexpr size_t kKeptBytes = size_t{16} << 20;
-constexpr int kSlots = 5;
+constexpr int kSlots = 6;
 
 struct Free {
   void operator()(void* memory) const { std::free(memory); }

@@ -9,7 +9,7 @@
 
 namespace fusedops {
 
-enum class Workspace { packed_a, packed_b, panel_b, tiles, partial_sums };
+enum class Workspace { packed_a, packed_b, panel_b, tiles, partial_sums, attention };
 
 // At least `bytes` bytes, 64-byte aligned, uninitialised, valid until this thread's next request
 // for the same `slot`. Throws std::bad_alloc.

@@ -244,6 +244,15 @@ def check_heads(op: str, names: tuple[str, str], query_heads: int, key_heads: in
         )
 
 
+def check_tokens(op: str, name: str, value: torch.Tensor, owner: str, key: torch.Tensor) -> None:
+    """Raise unless ``value`` has the shape of ``key`` but for the last dim."""
+    if value.shape[:-1] != key.shape[:-1]:
+        wanted = (
+            f"of shape [{', '.join(map(str, key.shape[:-1]))}, size], {owner}'s but for the size"
+        )
+        checks.fail(op, name, wanted, list(value.shape))
+
+
 def check_options(
     op: str,
     query: torch.Tensor,

@@ -178,8 +178,10 @@ def _check(
         query, key, value = (each.unsqueeze(0) for each in (query, key, value))
     if key.shape[-1] != query.shape[-1]:
         checks.fail(op, "key", f"of head size {query.shape[-1]}, query's", key.shape[-1])
-    checks.shape(op, "value", value[..., 0], key.shape[:-1], "key's without the head size")
-    checks.shape(op, "key", key[..., 0, 0, 0], query.shape[:-3], "query's leading dims")
+    math.check_tokens(op, "value", value, "key", key)
+    if key.shape[:-3] != query.shape[:-3]:
+        wanted = f"of leading dims {list(query.shape[:-3])}, query's"
+        checks.fail(op, "key", wanted, list(key.shape[:-3]))
     heads, key_heads = query.shape[-3], key.shape[-3]
     if heads != key_heads:
         if not enable_gqa:

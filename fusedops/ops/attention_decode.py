@@ -123,8 +123,7 @@ def _check(query: Any, key_cache: Any, value_cache: Any, cache_seqlens: Any) -> 
         checks.fail(op, "key_cache", f"of head size {query.shape[3]}, query's", key_cache.shape[3])
     if key_cache.shape[0] != query.shape[0]:
         checks.fail(op, "key_cache", f"of batch {query.shape[0]}, query's", key_cache.shape[0])
-    whole = "key_cache's without the head size"
-    checks.shape(op, "value_cache", value_cache[..., 0], key_cache.shape[:3], whole)
+    math.check_tokens(op, "value_cache", value_cache, "key_cache", key_cache)
     math.check_heads(op, ("query", "key_cache"), query.shape[1], key_cache.shape[1])
     _check_lengths(query, key_cache.shape[2], cache_seqlens)
 

@@ -132,7 +132,7 @@ def _check(query: Any, key: Any, value: Any, cu_seqlens_q: Any, cu_seqlens_k: An
             checks.fail(op, name, "of 3 dims, [tokens, heads, head size]", list(tensor.shape))
     if key.shape[2] != query.shape[2]:
         checks.fail(op, "key", f"of head size {query.shape[2]}, query's", key.shape[2])
-    checks.shape(op, "value", value[..., 0], key.shape[:2], "key's without the head size")
+    math.check_tokens(op, "value", value, "key", key)
     math.check_heads(op, ("query", "key"), query.shape[1], key.shape[1])
     for name, tensor in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         checks.tensor(op, name, tensor, floating=False)
