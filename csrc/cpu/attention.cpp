@@ -8,6 +8,7 @@
 
 #include <ATen/ExpandUtils.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
@@ -49,6 +50,11 @@ HeadsOf heads_of(const at::Tensor& tensor, int64_t head_dim, int64_t token_dim) 
 
 int64_t broadcast_stride(const at::Tensor& tensor, int64_t dim) {
   return tensor.size(dim) == 1 ? 0 : tensor.stride(dim);
+}
+
+// Whether what the output's rounding took is kept for the backward: float16 has no kernel here.
+bool keeps(const at::Tensor& query, bool keep_remainder) {
+  return keep_remainder && query.scalar_type() == at::kBFloat16;
 }
 
 struct Options {
@@ -153,24 +159,34 @@ AttentionCall dense_call(const Inputs& in, std::vector<AttentionSequence>& seque
   return call;
 }
 
-std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& query, const at::Tensor& key,
-                                           const at::Tensor& value, const Optional& attn_mask,
-                                           const Optional& alibi_slopes, const Optional& sinks,
-                                           const Optional& seed, double dropout_p, double scale,
-                                           int64_t window_left, int64_t window_right,
-                                           double softcap) {
+std::tuple<at::Tensor, at::Tensor, at::Tensor> forward(
+    const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+    const Optional& attn_mask, const Optional& alibi_slopes, const Optional& sinks,
+    const Optional& seed, double dropout_p, double scale, int64_t window_left, int64_t window_right,
+    double softcap, bool keep_remainder) {
   const Inputs in(query, key, value, attn_mask, alibi_slopes, sinks);
   const int64_t batch = query.size(0), heads = query.size(1), rows = query.size(2);
   auto output = heads_inside(batch, heads, rows, value.size(3), query.options());
   auto lse = at::empty({batch, heads, rows}, query.options().dtype(statistics_type(query)));
-  if (lse.numel() == 0) return {output, lse};
+  auto remainder = keeps(query, keep_remainder)
+                       ? heads_inside(batch, heads, rows, value.size(3), query.options())
+                       : at::empty({0}, query.options());
+  if (lse.numel() == 0) return {output, lse, remainder};
   std::vector<AttentionSequence> sequences;
   auto call = dense_call(in, sequences, lse, dropout_of(seed, dropout_p),
                          {scale, softcap, window_left, window_right});
   call.output = heads_of(output, 1, 2);
-  for (int64_t b = 0; b < batch; ++b) sequences[b].output = mutable_element(output, 0, b);
+  for (int64_t b = 0; b < batch; ++b) {
+    sequences[b].output = mutable_element(output, 0, b);
+    if (remainder.dim() == 4) sequences[b].remainder = mutable_element(remainder, 0, b);
+  }
   run_forward(call);
-  return {output, lse};
+  return {output, lse, remainder};
+}
+
+at::Tensor as_laid_out(const at::Tensor& tensor, const at::Tensor& like) {
+  if (tensor.strides() == like.strides()) return tensor;
+  return at::empty_strided(like.sizes(), like.strides(), like.options()).copy_(tensor);
 }
 
 // The gradients of output rows, what they share, and what the kernels still need of them.
@@ -181,7 +197,7 @@ struct Incoming {
 
 // grad_lse and lse have the dims (batch,) heads, rows; output and its gradient those and a size.
 Incoming incoming(const Optional& grad_output, const Optional& grad_lse, const at::Tensor& output,
-                  const at::Tensor& lse) {
+                  const at::Tensor& remainder, const at::Tensor& lse) {
   const auto given = grad_output.has_value() && grad_output->defined()
                          ? grad_output->to(output.scalar_type())
                          : at::zeros_like(output);
@@ -192,6 +208,9 @@ Incoming incoming(const Optional& grad_output, const Optional& grad_lse, const a
                             : at::Tensor();
   AttentionDelta arguments{};
   arguments.output = data(by_output);
+  at::Tensor rest;
+  if (remainder.numel() > 0) rest = as_laid_out(remainder, by_output);
+  arguments.remainder = data(rest);
   arguments.grad_output = data(in.grad);
   arguments.grad_lse = data(from_lse);
   arguments.delta = mutable_data(in.delta);
@@ -235,9 +254,9 @@ using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at:
 Gradients backward(const Optional& grad_output, const Optional& grad_lse, const at::Tensor& query,
                    const at::Tensor& key, const at::Tensor& value, const Optional& attn_mask,
                    const Optional& alibi_slopes, const Optional& sinks, const Optional& seed,
-                   const at::Tensor& output, const at::Tensor& lse, double dropout_p, double scale,
-                   int64_t window_left, int64_t window_right, double softcap,
-                   c10::List<bool> output_mask) {
+                   const at::Tensor& output, const at::Tensor& lse, const at::Tensor& remainder,
+                   double dropout_p, double scale, int64_t window_left, int64_t window_right,
+                   double softcap, bool, c10::List<bool> output_mask) {
   const Inputs in(query, key, value, attn_mask, alibi_slopes, sinks);
   const int64_t batch = query.size(0), heads = query.size(1), rows = query.size(2);
   const int64_t columns = key.size(2);
@@ -252,7 +271,7 @@ Gradients backward(const Optional& grad_output, const Optional& grad_lse, const 
     ds = at::zeros({batch, heads, rows, columns}, query.options().dtype(statistics_type(query)));
   }
   const auto dense_lse = lse.contiguous();
-  const auto from = incoming(grad_output, grad_lse, output, dense_lse);
+  const auto from = incoming(grad_output, grad_lse, output, remainder, dense_lse);
   std::vector<AttentionSequence> sequences;
   auto call = dense_call(in, sequences, dense_lse, dropout_of(seed, dropout_p),
                          {scale, softcap, window_left, window_right});
@@ -332,18 +351,20 @@ Packed packed_call(const at::Tensor& query, const at::Tensor& key, const at::Ten
   return p;
 }
 
-std::tuple<at::Tensor, at::Tensor> varlen_forward(
+std::tuple<at::Tensor, at::Tensor, at::Tensor> varlen_forward(
     const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
     const at::Tensor& cu_seqlens_q, const at::Tensor& cu_seqlens_k, const Optional& alibi_slopes,
     const Optional& sinks, const Optional& seed, int64_t, int64_t max_seqlen_k, double dropout_p,
-    double scale, int64_t window_left, int64_t window_right, double softcap) {
+    double scale, int64_t window_left, int64_t window_right, double softcap, bool keep_remainder) {
   const int64_t tokens = query.size(0), heads = query.size(1);
   auto output = at::empty({tokens, heads, value.size(2)}, query.options());
   auto lse = at::empty({heads, tokens}, query.options().dtype(statistics_type(query)));
   const auto p = packed_call(query, key, value, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks,
                              lse, dropout_of(seed, dropout_p), max_seqlen_k,
                              {scale, softcap, window_left, window_right});
-  if (lse.numel() == 0) return {output, lse};
+  auto remainder = keeps(query, keep_remainder) ? at::empty(output.sizes(), query.options())
+                                                : at::empty({0}, query.options());
+  if (lse.numel() == 0) return {output, lse, remainder};
   auto sequences = p.sequences;
   auto call = p.call;
   call.sequences = sequences.data();
@@ -351,25 +372,26 @@ std::tuple<at::Tensor, at::Tensor> varlen_forward(
   int64_t token = 0;
   for (auto& sequence : sequences) {
     sequence.output = mutable_element(output, 0, token);
+    if (remainder.dim() == 3) sequence.remainder = mutable_element(remainder, 0, token);
     token += sequence.rows;
   }
   run_forward(call);
-  return {output, lse};
+  return {output, lse, remainder};
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> varlen_backward(
     const Optional& grad_output, const Optional& grad_lse, const at::Tensor& query,
     const at::Tensor& key, const at::Tensor& value, const at::Tensor& cu_seqlens_q,
     const at::Tensor& cu_seqlens_k, const Optional& alibi_slopes, const Optional& sinks,
-    const Optional& seed, const at::Tensor& output, const at::Tensor& lse, int64_t,
-    int64_t max_seqlen_k, double dropout_p, double scale, int64_t window_left, int64_t window_right,
-    double softcap, c10::List<bool> output_mask) {
+    const Optional& seed, const at::Tensor& output, const at::Tensor& lse,
+    const at::Tensor& remainder, int64_t, int64_t max_seqlen_k, double dropout_p, double scale,
+    int64_t window_left, int64_t window_right, double softcap, bool, c10::List<bool> output_mask) {
   at::Tensor dq, dk, dv, dsinks;
   if (output_mask[0]) dq = at::empty(query.sizes(), query.options());
   if (output_mask[1]) dk = at::empty(key.sizes(), key.options());
   if (output_mask[2]) dv = at::empty(value.sizes(), value.options());
   const auto dense_lse = lse.contiguous();
-  const auto from = incoming(grad_output, grad_lse, output, dense_lse);
+  const auto from = incoming(grad_output, grad_lse, output, remainder, dense_lse);
   const auto p = packed_call(query, key, value, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks,
                              dense_lse, dropout_of(seed, dropout_p), max_seqlen_k,
                              {scale, softcap, window_left, window_right});

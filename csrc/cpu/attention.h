@@ -27,6 +27,7 @@ struct AttentionSequence {
   const void* mask;    // or null
   const void* slopes;  // [heads], accumulation dtype, or null
   void* output;        // the gradient of the output in the backward
+  void* remainder;     // what the output's rounding took, its layout and dtype, or null
   void* lse;           // [heads, rows] with lse_head_stride, accumulation dtype
   void* grad_query;    // backward: each or null
   void* grad_key;
@@ -65,6 +66,7 @@ struct AttentionCall {
 // sum over the head of output * grad_output - grad_lse, for each row.
 struct AttentionDelta {
   const void* output;       // [batch, heads, rows, size], strides below
+  const void* remainder;    // likewise and of its strides, or null
   const void* grad_output;  // likewise
   const void* grad_lse;     // [batch, heads, rows] dense, accumulation dtype, or null
   void* delta;              // [batch, heads, rows] dense, accumulation dtype

@@ -252,8 +252,11 @@ class Forward {
     }
     T* output = static_cast<T*>(sequence.output) + head * call_.output.head_stride +
                 row * call_.output.token_stride;
+    T* remainder = sequence.remainder == nullptr ? nullptr
+                                                 : static_cast<T*>(sequence.remainder) +
+                                                       (output - static_cast<T*>(sequence.output));
     store_transposed<T, A>(m.output, scale, rows, call_.value_size, output,
-                           call_.output.token_stride);
+                           call_.output.token_stride, remainder);
   }
 
   const AttentionCall& call_;

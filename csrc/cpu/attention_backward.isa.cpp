@@ -515,10 +515,12 @@ void delta(const AttentionDelta& a) {
           };
           const T* output = at(a.output, a.output_strides);
           const T* grad = at(a.grad_output, a.grad_strides);
+          const T* rest = a.remainder == nullptr ? nullptr : at(a.remainder, a.output_strides);
           V<A> sum{};
           for (int64_t d = 0; d < a.size; d += n) {
-            sum +=
-                load_as<T, A>(output + d, 1, a.size - d) * load_as<T, A>(grad + d, 1, a.size - d);
+            V<A> wide = load_as<T, A>(output + d, 1, a.size - d);
+            if (rest != nullptr) wide += load_as<T, A>(rest + d, 1, a.size - d);
+            sum += wide * load_as<T, A>(grad + d, 1, a.size - d);
           }
           A total = 0;
           for (int i = 0; i < n; ++i) total += sum[i];

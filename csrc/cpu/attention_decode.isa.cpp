@@ -187,7 +187,15 @@ class FewQueries {
       const A scale = total == 0 ? A(0) : A(1) / total;
       T* output = static_cast<T*>(sequence.output) + head * call_.output.head_stride +
                   row * call_.output.token_stride;
-      for (int64_t d = 0; d < call_.value_size; ++d) output[d] = static_cast<T>(sum[d] * scale);
+      T* remainder = static_cast<T*>(sequence.remainder);
+      if (remainder != nullptr) remainder += output - static_cast<T*>(sequence.output);
+      for (int64_t d = 0; d < call_.value_size; ++d) {
+        const A wide = sum[d] * scale;
+        output[d] = static_cast<T>(wide);
+        if (remainder != nullptr) {
+          remainder[d] = static_cast<T>(wide - static_cast<A>(output[d]));
+        }
+      }
       static_cast<A*>(sequence.lse)[head * call_.lse_head_stride + row] =
           total == 0 ? forbidden : static_cast<A>(kLn2) * (top + std::log2(total));
     }

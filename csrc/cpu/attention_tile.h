@@ -435,9 +435,10 @@ constexpr int64_t steps_of(int64_t count) {
 }
 
 // out[row][d] = at[d][row] * scale[row] for rows < `rows` and d < `size`; at is [size rounded][W].
+// `remainder`, or null, receives what the rounding took.
 template <typename T, typename A>
 inline void store_transposed(const A* at, const A* scale, int rows, int64_t size, T* out,
-                             int64_t token_stride) {
+                             int64_t token_stride, T* remainder = nullptr) {
   constexpr int n = kLanes<A>;
   constexpr int W = kTileColumns<A>;
   for (int64_t d = 0; d < size; d += n) {
@@ -448,7 +449,12 @@ inline void store_transposed(const A* at, const A* scale, int rows, int64_t size
       for (int i = 0; i < n; ++i) v[i] = i < here ? load(at + (d + i) * W + half) * factor : V<A>{};
       transpose<n>(v);
       for (int i = 0; i < n && half + i < rows; ++i) {
-        store_as<T, A>(out + (half + i) * token_stride + d, v[i], here);
+        T* to = out + (half + i) * token_stride + d;
+        store_as<T, A>(to, v[i], here);
+        if (remainder != nullptr) {
+          const V<A> kept = load_as<T, A>(to, 1, here);
+          store_as<T, A>(remainder + (half + i) * token_stride + d, v[i] - kept, here);
+        }
       }
     }
   }

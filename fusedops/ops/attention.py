@@ -49,7 +49,8 @@ def attention(
     Args:
         query: ``[..., H, Sq, D]`` (or ``[Sq, D]``), any floating dtype, any strides.
         key: ``[..., Hkv, Sk, D]``, the dtype of ``query``.
-        value: ``[..., Hkv, Sk, Dv]``; ``Dv`` may differ from ``D``.
+        value: ``[..., Hkv, Sk, Dv]``; ``Dv`` may differ from ``D``. The leading dims of the three
+            broadcast.
         attn_mask: broadcastable to ``[..., H, Sq, Sk]``. Boolean: ``True`` may be attended.
             Floating: added to the scaled scores, and differentiable.
         dropout_p: probability with which a weight is dropped (also when it is only evaluated: pass
@@ -77,11 +78,13 @@ def attention(
 
     Note:
         Scores, softmax and sums are float32 (float64 for float64); the probabilities enter the
-        second product in query's dtype. Saves the inputs, the output and one number per row. The
-        gradient of an additive mask needs the scores' gradient whole, O(Sq Sk), for the time of the
-        backward. Deterministic: the same bits for any number of threads. Dropout draws by a counter
-        at ``((b * H + h) * Sq + i) * Sk + j``. Backends: cpp, triton, torch. Under autocast query,
-        key and value are cast, as torch does; mask, slopes and sinks keep their dtype.
+        second product in query's dtype. Saves the inputs, the output, one number per row and, in
+        half precision, what the output's rounding took: without it the gradients' error would be
+        several times that of eager attention. The gradient of an additive mask needs the scores'
+        gradient whole, O(Sq Sk), for the time of the backward. Deterministic: the same bits for any
+        number of threads. Dropout draws by a counter at ``((b * H + h) * Sq + i) * Sk + j``.
+        Backends: cpp, triton, torch. Under autocast query, key and value are cast, as torch does;
+        mask, slopes and sinks keep their dtype.
 
     Reference:
         Vaswani et al.: Attention Is All You Need, arXiv:1706.03762; Dao: FlashAttention-2,
@@ -96,6 +99,7 @@ def attention(
         tensor([[[[1.0000, 0.0000],
                   [0.5000, 0.5000]]]])
     """
+    matrices = isinstance(query, torch.Tensor) and query.dim() == 2
     query, key, value = _check(query, key, value, enable_gqa)
     leading = query.shape[:-3]
     q, k, v = (_four_dims(each) for each in (query, key, value))
@@ -113,12 +117,13 @@ def attention(
     wide = dtypes.statistics_dtype(q.dtype)
     slopes = alibi_slopes.to(wide) if alibi_slopes is not None else None
     bonds = sinks.to(wide) if sinks is not None else None
-    output, lse = _OP(
-        q, k, v, mask, slopes, bonds, seed, float(dropout_p), factor, left, right, cap
-    )
+    keep = math.wants_gradient(q, k, v, mask, bonds)
+    numbers = (float(dropout_p), factor, left, right, cap, keep)
+    output, lse, _ = _OP(q, k, v, mask, slopes, bonds, seed, *numbers)
     if query.dim() != 4:
-        output = output.reshape(*leading, *output.shape[1:])
-        lse = lse.reshape(*leading, *lse.shape[1:])
+        drop = 2 if matrices else 1
+        output = output.reshape(*leading, *output.shape[drop:])
+        lse = lse.reshape(*leading, *lse.shape[drop:])
     return (output, lse) if return_lse else output
 
 
@@ -171,17 +176,21 @@ def _check(
         checks.like(op, name, tensor, "query", query, dtype=not _is_autocast(query))
     given = (("query", query), ("key", key), ("value", value))
     for name, tensor in given:
-        if tensor.dim() != query.dim() or tensor.dim() < 2:
-            wanted = f"of {max(2, query.dim())} dims, [..., heads, tokens, head size]"
+        if tensor.dim() < 2:
+            wanted = "of at least 2 dims, [..., heads, tokens, head size]"
             checks.fail(op, name, wanted, list(tensor.shape))
-    if query.dim() == 2:
-        query, key, value = (each.unsqueeze(0) for each in (query, key, value))
+    query, key, value = (each[(None,) * max(0, 3 - each.dim())] for _, each in given)
     if key.shape[-1] != query.shape[-1]:
         checks.fail(op, "key", f"of head size {query.shape[-1]}, query's", key.shape[-1])
+    leading = [each.shape[:-3] for each in (query, key, value)]
+    if len(set(leading)) > 1:
+        try:
+            shared = torch.broadcast_shapes(*leading)
+        except RuntimeError:
+            shape = f"with leading dims that broadcast with query's, {list(leading[0])}"
+            checks.fail(op, "key and value", shape, [list(each) for each in leading[1:]])
+        query, key, value = (each.expand(*shared, *each.shape[-3:]) for each in (query, key, value))
     math.check_tokens(op, "value", value, "key", key)
-    if key.shape[:-3] != query.shape[:-3]:
-        wanted = f"of leading dims {list(query.shape[:-3])}, query's"
-        checks.fail(op, "key", wanted, list(key.shape[:-3]))
     heads, key_heads = query.shape[-3], key.shape[-3]
     if heads != key_heads:
         if not enable_gqa:
@@ -238,10 +247,18 @@ def _reference(
     window_left: int,
     window_right: int,
     softcap: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    keep_remainder: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     pattern = Pattern(scale, window_left, window_right, softcap)
     keep = _keep(query, key, seed, dropout_p)
-    return math.forward(query, key, value, attn_mask, alibi_slopes, sinks, keep, pattern)
+    given = (query, key, value, attn_mask, alibi_slopes, sinks, keep)
+    wide, lse = math.forward(*given, pattern)
+    output, remainder = math.rounded(wide, query.dtype, keep_remainder)
+    return math.heads_inside(output), lse, _inside(remainder)
+
+
+def _inside(remainder: torch.Tensor) -> torch.Tensor:
+    return math.heads_inside(remainder) if remainder.dim() == 4 else remainder
 
 
 def _keep(
@@ -263,11 +280,15 @@ def _fake(
     window_left: int,
     window_right: int,
     softcap: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    keep_remainder: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     batch, heads, rows, _ = query.shape
+    shape = (batch, heads, rows, value.shape[3])
+    kept = math.keeps(query.dtype, keep_remainder)
     return (
-        math.new_heads_inside(query, batch, heads, rows, value.shape[3]),
+        math.new_heads_inside(query, *shape),
         query.new_empty(batch, heads, rows, dtype=dtypes.statistics_dtype(query.dtype)),
+        math.new_heads_inside(query, *shape) if kept else query.new_empty(0),
     )
 
 
@@ -283,11 +304,13 @@ def _backward_reference(
     seed: torch.Tensor | None,
     output: torch.Tensor,
     lse: torch.Tensor,
+    remainder: torch.Tensor,
     dropout_p: float,
     scale: float,
     window_left: int,
     window_right: int,
     softcap: float,
+    keep_remainder: bool,
     output_mask: Sequence[bool],
 ) -> tuple[torch.Tensor | None, ...]:
     pattern = Pattern(scale, window_left, window_right, softcap)
@@ -308,11 +331,13 @@ def _backward_fake(
     seed: torch.Tensor | None,
     output: torch.Tensor,
     lse: torch.Tensor,
+    remainder: torch.Tensor,
     dropout_p: float,
     scale: float,
     window_left: int,
     window_right: int,
     softcap: float,
+    keep_remainder: bool,
     output_mask: Sequence[bool],
 ) -> tuple[torch.Tensor | None, ...]:
     def inside(tensor: torch.Tensor) -> torch.Tensor:
@@ -356,6 +381,11 @@ def _placements(
     return [None if each is None else where for each, where in zip(given, words, strict=True)]
 
 
+def _remainder_word(word: Placement, query: Any, numbers: Sequence[Any]) -> Placement:
+    kept = math.keeps(query.tensor_meta.dtype, numbers[-1])
+    return word if kept else REPLICATE
+
+
 def _shard(
     query: Any,
     key: Any,
@@ -368,7 +398,7 @@ def _shard(
 ) -> list[tuple[list[Placement], list[Placement]]]:
     return [
         (
-            [word, word],
+            [word, word, _remainder_word(word, query, numbers)],
             [
                 *[word] * 3,
                 *_placements(word, attn_mask, alibi_slopes, sinks, seed),
@@ -391,6 +421,7 @@ def _shard_backward(
     seed: Any,
     output: Any,
     lse: Any,
+    remainder: Any,
     *numbers: Any,
 ) -> list[tuple[list[Placement], list[Placement]]]:
     """What is shared by the ranks of a shard gets a part of its gradient from each."""
@@ -407,7 +438,8 @@ def _shard_backward(
             each if wanted else None for each, wanted in zip(outputs, output_mask, strict=True)
         ]
         grads = [word if each is not None else None for each in (grad_output, grad_lse)]
-        inputs = [*grads, *[word] * 3, *options, word, word, *[None] * len(numbers)]
+        saved = [*[word] * 3, *options, word, word, _remainder_word(word, query, numbers[:-1])]
+        inputs = [*grads, *saved, *[None] * len(numbers)]
         rules.append((outputs, inputs))
     return rules
 
@@ -416,7 +448,8 @@ _OP = define_op(
     "attention",
     "(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? alibi_slopes,"
     " Tensor? sinks, Tensor? seed, float dropout_p, float scale, SymInt window_left,"
-    " SymInt window_right, float softcap) -> (Tensor output, Tensor lse)",
+    " SymInt window_right, float softcap, bool keep_remainder)"
+    " -> (Tensor output, Tensor lse, Tensor remainder)",
     reference=_reference,
     fake=_fake,
     gradient=Gradient(
@@ -432,6 +465,7 @@ _OP = define_op(
             "seed",
             "output",
             "lse",
+            "remainder",
         ),
         reference=_backward_reference,
         fake=_backward_fake,

@@ -101,7 +101,7 @@ def attention_varlen(
         right = 0
     query, key, value = math.autocast(query, key, value)
     wide = dtypes.statistics_dtype(query.dtype)
-    output, lse = _OP(
+    output, lse, _ = _OP(
         query,
         key,
         value,
@@ -117,6 +117,7 @@ def attention_varlen(
         left,
         right,
         cap,
+        math.wants_gradient(query, key, value, sinks),
     )
     return (output, lse) if return_lse else output
 
@@ -184,10 +185,13 @@ def _reference(
     window_left: int,
     window_right: int,
     softcap: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    keep_remainder: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     tokens, heads, _ = query.shape
     keep = math.keep_factors((heads, tokens, max_seqlen_k), seed, dropout_p, query)
-    outputs = [query.new_empty(0, heads, value.shape[2])]
+    outputs = [
+        query.new_empty(0, heads, value.shape[2], dtype=dtypes.statistics_dtype(query.dtype))
+    ]
     lses = [query.new_empty(heads, 0, dtype=dtypes.statistics_dtype(query.dtype))]
     tables = (cu_seqlens_q, cu_seqlens_k)
     for _, _, each in _sequences(query, key, value, *tables, alibi_slopes, keep):
@@ -196,7 +200,8 @@ def _reference(
         output, lse = math.forward(q, k, v, None, slopes, sinks, factors, pattern)
         outputs.append(output[0].transpose(0, 1))
         lses.append(lse[0])
-    return torch.cat(outputs), torch.cat(lses, dim=1)
+    output, remainder = math.rounded(torch.cat(outputs), query.dtype, keep_remainder)
+    return output, torch.cat(lses, dim=1), remainder
 
 
 def _fake(
@@ -215,11 +220,15 @@ def _fake(
     window_left: int,
     window_right: int,
     softcap: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    keep_remainder: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     tokens, heads, _ = query.shape
+    shape = (tokens, heads, value.shape[2])
+    kept = math.keeps(query.dtype, keep_remainder)
     return (
-        query.new_empty(tokens, heads, value.shape[2]),
+        query.new_empty(shape),
         query.new_empty(heads, tokens, dtype=dtypes.statistics_dtype(query.dtype)),
+        query.new_empty(shape if kept else 0),
     )
 
 
@@ -236,6 +245,7 @@ def _backward_reference(
     seed: torch.Tensor | None,
     output: torch.Tensor,
     lse: torch.Tensor,
+    remainder: torch.Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
     dropout_p: float,
@@ -243,6 +253,7 @@ def _backward_reference(
     window_left: int,
     window_right: int,
     softcap: float,
+    keep_remainder: bool,
     output_mask: Sequence[bool],
 ) -> tuple[torch.Tensor | None, ...]:
     tokens, heads, _ = query.shape
@@ -283,6 +294,7 @@ def _backward_fake(
     seed: torch.Tensor | None,
     output: torch.Tensor,
     lse: torch.Tensor,
+    remainder: torch.Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
     dropout_p: float,
@@ -290,6 +302,7 @@ def _backward_fake(
     window_left: int,
     window_right: int,
     softcap: float,
+    keep_remainder: bool,
     output_mask: Sequence[bool],
 ) -> tuple[torch.Tensor | None, ...]:
     inputs = (query, key, value, sinks)
@@ -317,6 +330,10 @@ def _options(word: Placement, alibi_slopes: Any, sinks: Any, seed: Any) -> list[
     return [REPLICATE, REPLICATE, *found]
 
 
+def _remainder_word(word: Placement, query: Any, numbers: Sequence[Any]) -> Placement:
+    return word if math.keeps(query.tensor_meta.dtype, numbers[-1]) else REPLICATE
+
+
 def _lse_word(word: Placement) -> Placement:
     return 0 if word == 1 else word
 
@@ -334,7 +351,7 @@ def _shard(
 ) -> list[tuple[list[Placement], list[Placement]]]:
     return [
         (
-            [word, _lse_word(word)],
+            [word, _lse_word(word), _remainder_word(word, query, numbers)],
             [*[word] * 3, *_options(word, alibi_slopes, sinks, seed), *[None] * len(numbers)],
         )
         for word in _words(query, key, seed)
@@ -354,6 +371,7 @@ def _shard_backward(
     seed: Any,
     output: Any,
     lse: Any,
+    remainder: Any,
     *numbers: Any,
 ) -> list[tuple[list[Placement], list[Placement]]]:
     rules = []
@@ -367,7 +385,8 @@ def _shard_backward(
             placement if each is not None else None
             for each, placement in ((grad_output, word), (grad_lse, _lse_word(word)))
         ]
-        saved = [*[word] * 3, *options, word, _lse_word(word)]
+        remainder_word = _remainder_word(word, query, numbers[:-1])
+        saved = [*[word] * 3, *options, word, _lse_word(word), remainder_word]
         rules.append((outputs, [*grads, *saved, *[None] * len(numbers)]))
     return rules
 
@@ -376,8 +395,8 @@ _OP = define_op(
     "attention_varlen",
     "(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k,"
     " Tensor? alibi_slopes, Tensor? sinks, Tensor? seed, SymInt max_seqlen_q, SymInt max_seqlen_k,"
-    " float dropout_p, float scale, SymInt window_left, SymInt window_right, float softcap)"
-    " -> (Tensor output, Tensor lse)",
+    " float dropout_p, float scale, SymInt window_left, SymInt window_right, float softcap,"
+    " bool keep_remainder) -> (Tensor output, Tensor lse, Tensor remainder)",
     reference=_reference,
     fake=_fake,
     gradient=Gradient(
@@ -394,6 +413,7 @@ _OP = define_op(
             "seed",
             "output",
             "lse",
+            "remainder",
         ),
         reference=_backward_reference,
         fake=_backward_fake,

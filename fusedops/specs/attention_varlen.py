@@ -164,7 +164,7 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
             mentions=("heads", "3"),
         ),
         bad("head_size", x, x[..., :4], x, ends, ends, 4, 4, mentions=("key", "8", "4")),
-        bad("value_tokens", x, x, x[:5], ends, ends, 4, 4, mentions=("value", "[6, 2]")),
+        bad("value_tokens", x, x, x[:5], ends, ends, 4, 4, mentions=("value", "[6, 2,")),
         bad(
             "dtype",
             x,

@@ -67,7 +67,7 @@ def _check(spec: Spec, sample: Sample, mesh: Any, placements: dict[Any, Any], ex
         distribute_tensor(grad, mesh, [expect])
         for grad in incoming(tuple(output.full_tensor() for output in outputs))
     ]
-    grads = torch.autograd.grad(outputs, placed.leaves, grads_out)
+    grads = torch.autograd.grad(outputs, placed.leaves, grads_out) if placed.leaves else ()
     exact, eager = truth(spec, sample), baseline(spec, fresh(sample))
     alone = run(spec.op, fresh(sample))
     for i, output in enumerate(outputs):
