@@ -2,10 +2,10 @@
 
 from fusedops.ops.add_layer_norm import add_layer_norm
 from fusedops.ops.add_rms_norm import add_rms_norm
-from fusedops.ops.baddbmm import baddbmm
 from fusedops.ops.attention import attention, merge_attention
 from fusedops.ops.attention_decode import attention_decode
 from fusedops.ops.attention_varlen import attention_varlen
+from fusedops.ops.baddbmm import baddbmm
 from fusedops.ops.bias_dropout_add import bias_dropout_add
 from fusedops.ops.bias_gelu import bias_gelu
 from fusedops.ops.cross_entropy import cross_entropy
