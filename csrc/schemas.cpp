@@ -107,35 +107,36 @@ TORCH_LIBRARY(fusedops_cpp, m) {
   m.def(
       "geglu_backward(Tensor? grad_output, Tensor gate, Tensor up, str approximate,"
       " bool[] output_mask) -> (Tensor, Tensor)");
+  m.def(
       "attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? alibi_slopes,"
       " Tensor? sinks, Tensor? seed, float dropout_p, float scale, SymInt window_left,"
       " SymInt window_right, float softcap, bool keep_remainder)"
       " -> (Tensor output, Tensor lse, Tensor remainder)");
-      m.def(
-          "attention_backward(Tensor? grad_output, Tensor? grad_lse, Tensor query, Tensor key,"
-          " Tensor value, Tensor? attn_mask, Tensor? alibi_slopes, Tensor? sinks, Tensor? seed,"
-          " Tensor output, Tensor lse, Tensor remainder, float dropout_p, float scale,"
-          " SymInt window_left, SymInt window_right, float softcap, bool keep_remainder,"
-          " bool[] output_mask)"
-          " -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
-      m.def(
-          "attention_varlen(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q,"
-          " Tensor cu_seqlens_k, Tensor? alibi_slopes, Tensor? sinks, Tensor? seed,"
-          " SymInt max_seqlen_q, SymInt max_seqlen_k, float dropout_p, float scale,"
-          " SymInt window_left, SymInt window_right, float softcap, bool keep_remainder)"
-          " -> (Tensor output, Tensor lse, Tensor remainder)");
-      m.def(
-          "attention_varlen_backward(Tensor? grad_output, Tensor? grad_lse, Tensor query, Tensor "
-          "key,"
-          " Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? alibi_slopes,"
-          " Tensor? sinks, Tensor? seed, Tensor output, Tensor lse, Tensor remainder,"
-          " SymInt max_seqlen_q, SymInt max_seqlen_k, float dropout_p, float scale,"
-          " SymInt window_left, SymInt window_right, float softcap, bool keep_remainder,"
-          " bool[] output_mask)"
-          " -> (Tensor, Tensor, Tensor, Tensor)");
-      m.def(
-          "attention_decode(Tensor query, Tensor key_cache, Tensor value_cache, Tensor "
-          "cache_seqlens,"
-          " Tensor? alibi_slopes, Tensor? sinks, float scale, SymInt window_left, float softcap)"
-          " -> (Tensor output, Tensor lse)");
+  m.def(
+      "attention_backward(Tensor? grad_output, Tensor? grad_lse, Tensor query, Tensor key,"
+      " Tensor value, Tensor? attn_mask, Tensor? alibi_slopes, Tensor? sinks, Tensor? seed,"
+      " Tensor output, Tensor lse, Tensor remainder, float dropout_p, float scale,"
+      " SymInt window_left, SymInt window_right, float softcap, bool keep_remainder,"
+      " bool[] output_mask)"
+      " -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "attention_varlen(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q,"
+      " Tensor cu_seqlens_k, Tensor? alibi_slopes, Tensor? sinks, Tensor? seed,"
+      " SymInt max_seqlen_q, SymInt max_seqlen_k, float dropout_p, float scale,"
+      " SymInt window_left, SymInt window_right, float softcap, bool keep_remainder)"
+      " -> (Tensor output, Tensor lse, Tensor remainder)");
+  m.def(
+      "attention_varlen_backward(Tensor? grad_output, Tensor? grad_lse, Tensor query, Tensor "
+      "key,"
+      " Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? alibi_slopes,"
+      " Tensor? sinks, Tensor? seed, Tensor output, Tensor lse, Tensor remainder,"
+      " SymInt max_seqlen_q, SymInt max_seqlen_k, float dropout_p, float scale,"
+      " SymInt window_left, SymInt window_right, float softcap, bool keep_remainder,"
+      " bool[] output_mask)"
+      " -> (Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "attention_decode(Tensor query, Tensor key_cache, Tensor value_cache, Tensor "
+      "cache_seqlens,"
+      " Tensor? alibi_slopes, Tensor? sinks, float scale, SymInt window_left, float softcap)"
+      " -> (Tensor output, Tensor lse)");
 }
