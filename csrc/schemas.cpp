@@ -99,6 +99,13 @@ TORCH_LIBRARY(fusedops_cpp, m) {
       " Tensor target, Tensor? bias, Tensor lse, int ignore_index, float label_smoothing,"
       " float z_loss, float softcap, str reduction, int chunk_size, bool[] output_mask)"
       " -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "scaled_masked_softmax(Tensor input, Tensor? mask, float scale, bool is_causal)"
+      " -> (Tensor output)");
+  m.def(
+      "scaled_masked_softmax_backward(Tensor? grad_output, Tensor? mask, Tensor output, float "
+      "scale,"
+      " bool is_causal, bool[] output_mask) -> (Tensor, Tensor)");
   m.def("swiglu(Tensor gate, Tensor up) -> (Tensor output)");
   m.def(
       "swiglu_backward(Tensor? grad_output, Tensor gate, Tensor up, bool[] output_mask)"

@@ -18,6 +18,7 @@ from fusedops.ops.linear_glu import linear_glu
 from fusedops.ops.mlp import mlp
 from fusedops.ops.rms_norm import rms_norm
 from fusedops.ops.rotary_embedding import rotary_embedding
+from fusedops.ops.scaled_masked_softmax import scaled_masked_softmax
 from fusedops.ops.swiglu import swiglu
 
 __all__ = [
@@ -40,5 +41,6 @@ __all__ = [
     "mlp",
     "rms_norm",
     "rotary_embedding",
+    "scaled_masked_softmax",
     "swiglu",
 ]

@@ -1,0 +1,146 @@
+"""What tests, benchmarks and documentation need to know of ``scaled_masked_softmax``."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+
+from fusedops.ops.scaled_masked_softmax import scaled_masked_softmax
+from fusedops.specs.make import randn
+from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec
+
+
+def _eager(
+    input: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    scale: float = 1.0,
+    is_causal: bool = False,
+) -> torch.Tensor:
+    """Apply what eager attention in Hugging Face's models does: softmax in float32, rounded."""
+    scores = input * scale
+    if is_causal:
+        kept = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = scores.masked_fill(~kept, -torch.inf)
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    elif mask is not None:
+        scores = scores + mask
+    wide = torch.float64 if scores.dtype == torch.float64 else torch.float32
+    return torch.softmax(scores, dim=-1, dtype=wide).to(input.dtype)
+
+
+def _keep(*shape: int, device: torch.device) -> torch.Tensor:
+    """Return a boolean mask that leaves something in every row, causal or not."""
+    kept = randn(*shape, device=device, dtype=torch.float32, grad=False, key="keep") > 0
+    kept[..., 0] = True
+    return kept
+
+
+def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
+    new = functools.partial(randn, device=device, dtype=dtype)
+    keep = functools.partial(_keep, device=device)
+    hidden = new(3, 1, 5, 21, grad=False, key="hidden")
+    hidden = hidden.masked_fill(~keep(3, 1, 5, 21), -torch.inf)
+    return [
+        Sample("additive", (new(5, 2, 4, 9, scale=2.0), new(4, 9)), {"scale": 0.3}),
+        Sample("plain", (new(7, 33, scale=3.0),)),
+        Sample("no_mask", (new(2, 3, 5, 37), None, 0.125)),
+        Sample("causal", (new(2, 3, 6, 6), None, 0.5, True)),
+        Sample("causal_more_keys", (new(2, 4, 19), None, 1.0, True)),
+        Sample("causal_more_queries", (new(2, 9, 5), None, 1.0, True)),
+        Sample("keep_per_batch", (new(3, 2, 5, 21), keep(3, 1, 5, 21), 0.7)),
+        Sample("keep_keys", (new(3, 2, 5, 21), keep(3, 1, 1, 21), 0.7)),
+        Sample("keep_heads", (new(3, 2, 5, 21), keep(1, 2, 1, 21))),
+        Sample("keep_and_causal", (new(2, 3, 5, 17), keep(5, 17)), {"is_causal": True}),
+        Sample("additive_with_infinities", (new(3, 2, 5, 21), hidden, 0.7)),
+        Sample("additive_whole", (new(3, 2, 5, 7), new(3, 2, 5, 7, key="mask"))),
+        Sample("additive_per_head", (new(3, 2, 5, 7), new(2, 1, 7, key="mask"))),
+        Sample("additive_per_row", (new(3, 2, 5, 7), new(3, 1, 5, 1, key="mask"))),
+        Sample("additive_scalar", (new(3, 7), new(key="mask"))),
+        Sample("additive_over_many_rows", (new(3, 70, 2, 5), new(2, 5, key="mask"))),
+        Sample("additive_causal", (new(2, 2, 5, 7), new(1, 2, 5, 7, key="mask"), 1.5, True)),
+        Sample("odd_dims", (new(2, 2, 2, 2, 2, 3), new(2, 1, 2, 1, 3, key="mask"))),
+        Sample("one_key", (new(2, 3, 1), new(3, 1, key="mask"))),
+        Sample("long_rows", (new(2, 2, 17001), new(17001, key="mask"), 2.0)),
+        Sample("no_rows", (new(0, 3, 5), new(3, 5, key="mask"))),
+        Sample("no_keys", (new(2, 3, 0),)),
+    ]
+
+
+def _bad_inputs(device: torch.device) -> list[BadInput]:
+    x = torch.randn(2, 3, 8, device=device)
+    keep = torch.ones(3, 8, dtype=torch.bool, device=device)
+    return [
+        BadInput("vector", (x[0, 0],), {}, ValueError, ("input", "2 dimensions", "1")),
+        BadInput("mask_shape", (x, keep[:, :7]), {}, ValueError, ("mask", "[2, 3, 8]", "[3, 7]")),
+        BadInput("mask_dims", (x[0], keep[None]), {}, ValueError, ("mask", "[1, 3, 8]")),
+        BadInput("mask_dtype", (x, x.double()), {}, TypeError, ("mask", "float64")),
+        BadInput("mask_integers", (x, keep.long()), {}, TypeError, ("mask", "int64")),
+        BadInput("mask_no_tensor", (x, True), {}, TypeError, ("mask", "bool")),
+        BadInput("device", (x, keep.to("meta")), {}, ValueError, ("mask", "meta")),
+        BadInput("scale", (x, None, "1"), {}, TypeError, ("scale", "str")),
+        BadInput("integers", (x.long(),), {}, TypeError, ("input", "int64")),
+        BadInput("no_tensor", ([[1.0]],), {}, TypeError, ("input", "list")),
+    ]
+
+
+def _case(
+    batch: int, heads: int, length: int, mask: str | None = None, *, headline: bool = False
+) -> BenchCase:
+    """Return a size; ``mask`` is ``None``, ``"causal"``, ``"keep"`` or ``"additive"``."""
+    shape = (batch, heads, length, length)
+
+    def make(device: torch.device, dtype: torch.dtype) -> Sample:
+        x = randn(*shape, device=device, dtype=dtype)
+        scale = 1 / math.sqrt(64)
+        keep = _keep(batch, 1, length, length, device=device)
+        hidden = torch.zeros_like(keep, dtype=dtype).masked_fill(~keep, -torch.inf)
+        given = {"keep": keep, "additive": hidden}.get(mask or "")
+        return Sample("bench", (x, given, scale, mask == "causal"))
+
+    def moved(passes: int, dtype: torch.dtype) -> int:
+        elements = math.prod(shape)
+        read = (passes - 1) * (0.5 if mask == "causal" else 1.0)  # of a causal row, the seen part
+        of_mask = {"keep": 1, "additive": dtype.itemsize}.get(mask or "", 0) / heads
+        return int(elements * ((read + 1) * dtype.itemsize + of_mask))
+
+    return BenchCase(
+        label=f"{batch}x{heads}x{length}x{length}" + (f" {mask}" if mask else ""),
+        make=make,
+        bytes_forward=lambda dtype: moved(2, dtype),
+        bytes_backward=lambda dtype: 3 * math.prod(shape) * dtype.itemsize,
+        headline=headline,
+    )
+
+
+def _from_opinfo(
+    input: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Torch's samples name a dim: here it is the last of at least two."""
+    (dim,) = args or (kwargs.get("dim"),)
+    if input.dim() < 2 or dim not in (-1, input.dim() - 1) or kwargs.get("dtype") is not None:
+        return None
+    return (input,), {}
+
+
+SPEC = Spec(
+    name="scaled_masked_softmax",
+    op=scaled_masked_softmax,
+    eager=_eager,
+    samples=_samples,
+    bad_inputs=_bad_inputs,
+    bench_cases=(
+        _case(2, 12, 1024, "keep", headline=True),
+        _case(2, 12, 1024, "causal"),
+        _case(2, 12, 1024, "additive"),
+        _case(2, 12, 1024),
+        _case(1, 2, 16, "keep"),
+    ),
+    summary="scale, mask (boolean, additive, causal) and softmax of attention scores",
+    autocast="keep",
+    opinfo=("softmax",),
+    from_opinfo=_from_opinfo,
+)
