@@ -21,4 +21,10 @@ constexpr int find_activation(std::string_view name) {
   return -1;
 }
 
+// torch's `approximate`, extended by "fast"; fusedops/ops/gelu.py has checked the name.
+inline Activation gelu_variant(std::string_view approximate) {
+  if (approximate == "tanh") return Activation::gelu_tanh;
+  return approximate == "fast" ? Activation::fast_gelu : Activation::gelu;
+}
+
 }  // namespace fusedops

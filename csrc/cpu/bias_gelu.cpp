@@ -7,7 +7,6 @@
 
 #include "../common/binding.h"
 #include "../common/parallel.h"
-#include "gelu.h"
 
 namespace fusedops {
 namespace {

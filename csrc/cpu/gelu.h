@@ -1,8 +1,7 @@
-// Interface between the bindings of gelu and bias_gelu and the kernels of gelu, and the variants.
+// Interface between the binding of gelu and its kernels.
 #pragma once
 
 #include <cstdint>
-#include <string_view>
 
 #include "../common/activation.h"
 #include "../common/dtype.h"
@@ -26,12 +25,6 @@ struct GeluBackward {
   Activation activation;
   DType dtype;
 };
-
-// torch's `approximate`, extended by "fast"; fusedops/ops/gelu.py has checked the name.
-inline Activation gelu_variant(std::string_view approximate) {
-  if (approximate == "tanh") return Activation::gelu_tanh;
-  return approximate == "fast" ? Activation::fast_gelu : Activation::gelu;
-}
 
 }  // namespace fusedops
 

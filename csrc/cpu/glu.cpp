@@ -6,7 +6,6 @@
 #include <torch/library.h>
 
 #include "../common/binding.h"
-#include "gelu.h"
 
 namespace fusedops {
 namespace {

@@ -20,6 +20,14 @@ TORCH_LIBRARY(fusedops_cuda, m) {
       " Tensor? weight, Tensor mean, Tensor rstd, Tensor? seed, SymInt[] normalized_shape,"
       " float eps, float dropout_p, ScalarType input_dtype, bool[] output_mask)"
       " -> (Tensor, Tensor, Tensor, Tensor)");
+  m.def("gelu(Tensor input, str approximate) -> (Tensor output)");
+  m.def(
+      "gelu_backward(Tensor? grad_output, Tensor input, str approximate, bool[] output_mask)"
+      " -> Tensor");
+  m.def("bias_gelu(Tensor input, Tensor bias, str approximate) -> (Tensor output)");
+  m.def(
+      "bias_gelu_backward(Tensor? grad_output, Tensor input, Tensor bias, str approximate,"
+      " bool[] output_mask) -> (Tensor, Tensor)");
   m.def(
       "rotary_embedding(Tensor query, Tensor key, Tensor cos, Tensor sin, bool interleaved)"
       " -> (Tensor rotated_query, Tensor rotated_key)");

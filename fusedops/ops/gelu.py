@@ -5,8 +5,8 @@
     y = x * sigmoid(1.702 x)                                   approximate="fast"
 
 The first two are ``torch.nn.functional.gelu``, the third is FastGelu. Kernels:
-``csrc/cpu/gelu.*``, ``kernels/gelu.py``; here are the public function, the specification and the
-registration.
+``csrc/cpu/gelu.*``, ``csrc/cuda/gelu.*``, ``kernels/gelu.py``; here are the public function, the
+specification and the registration.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def gelu(input: torch.Tensor, approximate: str = "none") -> torch.Tensor:
     Note:
         Arithmetic is float32 (float64 for float64); the result is rounded once. Nothing overflows,
         and infinities give the limits: ``gelu(-inf) = 0``, where eager torch says NaN. Saves
-        ``input`` only. Backends: cpp, triton, torch. Autocast leaves it alone, as torch's.
+        ``input`` only. Backends: cpp, cuda, triton, torch. Autocast leaves it alone, as torch's.
 
     Reference:
         Hendrycks, Gimpel: Gaussian Error Linear Units, arXiv:1606.08415.
