@@ -1,7 +1,8 @@
 """Rules for GPT-2: blocks of LayerNorm, attention, LayerNorm, MLP with dropout on each branch.
 
-Replaced are the MLP (one op) and, in the block, dropout + residual sum + the norm after it. The
-attention itself runs as it is; its linear layers are ``Conv1D`` (``transformers_modules.py``).
+Replaced are the MLP (one op), the attention between its linear layers (``attention.py``), these
+layers, which are ``Conv1D`` (``transformers_modules.py``), and, in the block, dropout + residual
+sum + the norm after it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 from transformers.models.gpt2 import modeling_gpt2
 
+from fusedops.integrations.hf.attention import attention_rule
 from fusedops.integrations.hf.rules import Rule, bypass_obstacle, global_hooks, runs_here
 from fusedops.integrations.hf.torch_modules import LayerNorm, enough_rows
 from fusedops.integrations.hf.transformers_modules import (
@@ -147,7 +149,10 @@ def _deferral_obstacle(branch: Any, name: str) -> str | None:
     )
 
 
-_BRANCHES = (modeling_gpt2.GPT2Attention, modeling_gpt2.GPT2MLP, GPT2MLP)
+_ATTENTION = attention_rule(modeling_gpt2.GPT2Attention, __name__, ("attn_dropout",))
+GPT2Attention = _ATTENTION.patched
+
+_BRANCHES = (modeling_gpt2.GPT2Attention, GPT2Attention, modeling_gpt2.GPT2MLP, GPT2MLP)
 
 
 def _block_obstacle(block: Any) -> str | None:
@@ -188,6 +193,7 @@ def _probe_block(block: Any) -> None:
 
 
 RULES = (
+    _ATTENTION,
     Rule(
         modeling_gpt2.GPT2Block,
         GPT2Block,

@@ -1,0 +1,134 @@
+"""The attention of transformers' families, through ``AttentionInterface``.
+
+An attention module asks its configuration for the implementation's name and calls the function that
+is registered under it. The configuration belongs to the whole model, often to several, so it is not
+touched: the patched class shows its instance a view of it in which the name is ours. Masks are
+still made by the model for the implementation that it was configured with.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.integrations.sdpa_attention import create_position_bias_mask
+from transformers.modeling_utils import AttentionInterface
+
+from fusedops.integrations.hf.rules import Rule, runs_here
+from fusedops.ops.attention import attention
+
+NAME = "fusedops"
+
+
+def attend(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Compute attention as transformers' ``sdpa`` function does, with the fused op.
+
+    Args:
+        module: the attention module; its ``is_causal`` counts where the argument is absent.
+        query: ``[B, H, Sq, D]``.
+        key: ``[B, Hkv, Sk, D]``; heads are shared in groups.
+        value: ``[B, Hkv, Sk, Dv]``.
+        attention_mask: boolean or additive, broadcastable to ``[B, H, Sq, Sk]``, or ``None``.
+        dropout: probability, 0 in evaluation.
+        scaling: factor of the scores.
+        is_causal: whether query ``i`` may see keys up to ``i`` only, where there is no mask.
+        position_bias: added to the scores (T5).
+        **kwargs: what other implementations take; as ``sdpa``, this one has the mask instead.
+
+    Returns:
+        ``[B, Sq, H, Dv]``, and ``None`` for the weights, which are never whole.
+    """
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    causal = query.shape[2] > 1 and attention_mask is None and causal
+    if position_bias is not None:
+        attention_mask = create_position_bias_mask(
+            position_bias, attention_mask, causal, query, key
+        )
+        causal = False
+    output = attention(
+        query,
+        key,
+        value,
+        attention_mask,
+        dropout,
+        bool(causal),
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return output.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(NAME, attend)
+
+
+class _View:
+    """A configuration in which the attention's implementation is ours."""
+
+    _attn_implementation = NAME
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)
+
+
+class _Attention(nn.Module):
+    """The configuration of every patched attention module."""
+
+    @property
+    def config(self) -> Any:
+        """The model's configuration; a view of it while the fused op runs."""
+        config = self.__dict__["config"]
+        weight = next(self.parameters(), None)
+        if obstacle(self) is not None or weight is None or not runs_here(weight):
+            return config
+        return _View(config)
+
+    @config.setter
+    def config(self, config: Any) -> None:
+        self.__dict__["config"] = config
+
+
+def obstacle(module: Any) -> str | None:
+    """Return why the module's attention must stay as it is configured, or ``None``."""
+    configured = module.__dict__["config"]._attn_implementation
+    if configured != "sdpa":
+        return f"its attention is configured as {configured!r}: attn_implementation='sdpa' is known"
+    return None
+
+
+def attention_rule(
+    original: type[nn.Module], module_name: str, absorbs: tuple[str, ...] = ()
+) -> Rule:
+    """Return the rule for an attention class that asks ``self.config`` for its implementation.
+
+    Args:
+        original: the class.
+        module_name: name of the module that will hold the patched class under the same name.
+        absorbs: names of the children whose work the attention's function does.
+    """
+    body = {
+        "__module__": module_name,
+        "__doc__": f"``{original.__module__}.{original.__name__}`` with the fused attention.",
+    }
+    patched = type(original.__name__, (_Attention, original), body)
+    return Rule(original, patched, ("attention",), "O2", _probe, obstacle, absorbs=absorbs)
+
+
+def _probe(module: Any) -> None:
+    weight = next(module.parameters())
+    heads = weight.new_zeros(1, 1, 2, 8)
+    attention(heads, heads, heads)
