@@ -81,7 +81,12 @@ def _count(spec: Spec) -> int:
     return len(spec.samples(torch.device("cpu"), torch.float32))
 
 
+# Native kernels that serve several ops: the stem of their files, and the ops.
+_SHARED_KERNELS = {"norm": ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm")}
+
+
 def _files(name: str) -> list[str]:
+    shared = (stem for stem, ops in _SHARED_KERNELS.items() if name in ops)
     patterns = (
         "fusedops/ops/{}.py",
         "fusedops/kernels/{}.py",
@@ -89,6 +94,7 @@ def _files(name: str) -> list[str]:
         "fusedops/nn/{}.py",
         "csrc/cpu/{}.*",
         "csrc/cuda/{}.*",
+        *(f"csrc/{device}/{stem}.*" for stem in shared for device in ("cpu", "cuda")),
         "tests/ops/test_{}.py",
     )
     found = (path for each in patterns for path in sorted(ROOT.glob(each.format(name))))
@@ -125,12 +131,13 @@ def _short(number: str) -> str:
 
 
 def _ops_table(specs: Iterable[Spec]) -> str:
+    cuda_schemas = (ROOT / "csrc" / "cuda" / "schemas.cpp").read_text()
     lines = ["| op | what it does | CPU | Triton | CUDA C++ |", "|---|---|---|---|---|"]
     for spec in specs:
         backends = (
             extension.has_operator("fusedops_cpp", spec.name),
             (ROOT / "fusedops" / "kernels" / f"{spec.name}.py").exists(),
-            any((ROOT / "csrc" / "cuda").glob(f"{spec.name}.cu")),
+            f'"{spec.name}(' in cuda_schemas,
         )
         marks = " | ".join("yes" if each else "" for each in backends)
         lines.append(f"| [`{spec.name}`](docs/ops/{spec.name}.md) | {spec.summary} | {marks} |")

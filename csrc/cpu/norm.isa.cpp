@@ -63,7 +63,7 @@ void forward(const NormForward& a) {
   parallel_rows(a.rows, bytes, [&](int64_t begin, int64_t end) {
     const Parameter<A> weight(a.weight, a.parameter_dtype, columns, A(a.weight_offset), A(1)),
         bias(a.bias, a.parameter_dtype, columns, A(0), A(-0.0));
-    std::vector<A> scratch(adds || !std::is_same_v<T, A> ? columns : 0);
+    std::vector<A> scratch(columns);
     for (int64_t row = begin; row < end; ++row) {
       const int64_t start = row * columns;
       const T* x = static_cast<const T*>(a.input) + start;
@@ -75,7 +75,8 @@ void forward(const NormForward& a) {
       if (a.mean != nullptr) {
         const A total = adds ? widen_and_sum(wide, scratch.data(), columns)
                              : widen_and_sum(x, scratch.data(), columns);
-        m = centred_moments(wide, total, columns, eps);
+        m = centre_row(wide, total, columns, eps, scratch.data());
+        wide = scratch.data();
         static_cast<A*>(a.mean)[row] = m.mean + m.correction;
       } else {
         const A squares = adds ? widen_and_sum_squares(wide, scratch.data(), columns)

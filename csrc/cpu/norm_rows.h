@@ -27,7 +27,7 @@ namespace {
 
 template <typename A>
 struct Moments {
-  A mean;        // rounded mean
+  A mean;        // rounded mean, which the centred row lacks
   A correction;  // true mean - rounded mean
   A rstd;
 };
@@ -39,9 +39,7 @@ inline Vec<T> rounded(const Vec<T>& vector) {
     return vector;
   } else {
 #if defined(CPU_CAPABILITY_AVX512)
-    __m512 values;
-    at::vec::cvtbf16_fp32(round_to_bf16(vector), values);
-    return values;
+    return widen_bf16(round_to_bf16(vector));
 #else
     T values[Vec<T>::size()];
     store_vec(values, vector);
@@ -104,9 +102,9 @@ inline Acc<T> widen_and_sum(const T* x, Acc<T>* wide, int64_t columns) {
   return total;
 }
 
-// Statistics of a wide row of sum `total`.
+// Statistics of a wide row of sum `total`, which is written less its mean to `centred_row`.
 template <typename A>
-inline Moments<A> centred_moments(const A* wide, A total, int64_t columns, A eps) {
+inline Moments<A> centre_row(const A* wide, A total, int64_t columns, A eps, A* centred_row) {
   using V = at::vec::Vectorized<A>;
   constexpr int W = V::size();
   const int64_t blocked = columns - columns % (4 * W);
@@ -116,6 +114,7 @@ inline Moments<A> centred_moments(const A* wide, A total, int64_t columns, A eps
   for (int64_t c = 0; c < blocked; c += 4 * W) {
     for (int k = 0; k < 4; ++k) {
       const V centred = V::loadu(wide + c + k * W) - V(mean);
+      centred.store(centred_row + c + k * W);
       first[k] = first[k] + centred;
       second[k] = at::vec::fmadd(centred, centred, second[k]);
     }
@@ -123,7 +122,7 @@ inline Moments<A> centred_moments(const A* wide, A total, int64_t columns, A eps
   A deviation = sum_lanes((first[0] + first[1]) + (first[2] + first[3]));
   A squares = sum_lanes((second[0] + second[1]) + (second[2] + second[3]));
   for (int64_t c = blocked; c < columns; ++c) {
-    const A centred = wide[c] - mean;
+    const A centred = centred_row[c] = wide[c] - mean;
     deviation += centred;
     squares += centred * centred;
   }
@@ -249,23 +248,23 @@ inline Moments<A> mean_square_moments(A squares, int64_t columns, A eps) {
   return {A(0), A(0), A(1) / std::sqrt(squares / static_cast<A>(columns) + eps)};
 }
 
-// y = (wide - mean) * rstd * weight + bias; without mean and bias when rows are not centred, and
-// then, when `round_before_weight`, with the product of the first two rounded to T.
+// y = (x - correction) * rstd * weight + bias of a centred row x; without correction and bias when
+// rows are not centred, and then, when `round_before_weight`, with x * rstd rounded to T.
 template <typename T, typename O>
-inline void normalize_row(const NormForward& a, bool stream, const Acc<T>* wide,
+inline void normalize_row(const NormForward& a, bool stream, const Acc<T>* row,
                           const Moments<Acc<T>>& m, const Acc<T>* weight, const Acc<T>* bias,
                           O* y) {
   using V = Vec<T>;
-  const V mean(m.mean), correction(m.correction), rstd(m.rstd);
+  const V rstd(m.rstd), shift(-m.correction * m.rstd);
   const auto walk = [&](const auto& normalized) {
     for_each_vector<V::size()>(a.columns, [&](int64_t c, int64_t count, auto full) {
-      const V value = normalized(load_vec(wide + c, count, full), c, count, full);
+      const V value = normalized(load_vec(row + c, count, full), c, count, full);
       store_or_stream(stream, y + c, value, count, full);
     });
   };
   if (a.mean != nullptr) {
     walk([&](const V& x, int64_t c, int64_t count, auto full) {
-      return at::vec::fmadd(((x - mean) - correction) * rstd, load_vec(weight + c, count, full),
+      return at::vec::fmadd(at::vec::fmadd(x, rstd, shift), load_vec(weight + c, count, full),
                             load_vec(bias + c, count, full));
     });
   } else if (std::is_same_v<T, Acc<T>> || !a.round_before_weight) {
@@ -293,7 +292,7 @@ struct RowGradient {
   A mean;
   A rstd;
   A across;  // mean(h)
-  A along;   // -mean(h * xhat)
+  A along;   // -mean(h * xhat) * rstd
 };
 
 // R rows: adds their part of the parameter gradients to dweight and dbias and computes what their
@@ -335,10 +334,10 @@ inline void reduce_rows(const NormBackward& a, int64_t row, const Acc<T>* weight
     if constexpr (kCentred) store_vec(dbias + c, db, count, full);
   });
   for (int r = 0; r < R; ++r) {
-    gradients[r] = {kCentred ? static_cast<const A*>(a.mean)[row + r] : A(0),
-                    static_cast<const A*>(a.rstd)[row + r],
+    const A rstd_of_row = static_cast<const A*>(a.rstd)[row + r];
+    gradients[r] = {kCentred ? static_cast<const A*>(a.mean)[row + r] : A(0), rstd_of_row,
                     kCentred ? sum_lanes(sum_h[r]) / static_cast<A>(columns) : A(0),
-                    -sum_lanes(sum_hx[r]) / static_cast<A>(columns)};
+                    -sum_lanes(sum_hx[r]) / static_cast<A>(columns) * rstd_of_row};
   }
 }
 
@@ -359,9 +358,8 @@ inline __attribute__((always_inline)) void with_row_gradient(const NormBackward&
     __builtin_prefetch(dy + ahead + c, 0, 2);
     __builtin_prefetch(x + ahead + c, 0, 2);
     const V h = load_vec(dy + c, count, full) * load_vec(weight + c, count, full);
-    const V xhat = (load_vec(x + c, count, full) - mean) * rstd;
     // h - mean(h) first: it is exactly 0 where the row is constant.
-    return at::vec::fmadd(xhat, along, h - across) * rstd;
+    return at::vec::fmadd(load_vec(x + c, count, full) - mean, along, h - across) * rstd;
   });
 }
 
