@@ -82,9 +82,10 @@ def attention(
         half precision, what the output's rounding took: without it the gradients' error would be
         several times that of eager attention. The gradient of an additive mask needs the scores'
         gradient whole, O(Sq Sk), for the time of the backward. Deterministic: the same bits for any
-        number of threads. Dropout draws by a counter at ``((b * H + h) * Sq + i) * Sk + j``.
-        Backends: cpp, triton, torch. Under autocast query, key and value are cast, as torch does;
-        mask, slopes and sinks keep their dtype.
+        number of threads; up to four queries take a path of their own, that of decoding. Dropout
+        draws by a counter at ``((b * H + h) * Sq + i) * Sk + j``. Backends: cpp, triton, torch.
+        Under autocast query, key and value are cast, as torch does; mask, slopes and sinks keep
+        their dtype.
 
     Reference:
         Vaswani et al.: Attention Is All You Need, arXiv:1706.03762; Dao: FlashAttention-2,

@@ -1,0 +1,164 @@
+"""What is special about the attention ops: rows of nothing, halves that merge, packed sequences."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from op_testing import assert_close
+from torch.utils.checkpoint import checkpoint
+
+import fusedops
+from fusedops.specs.make import randn
+
+CPU = torch.device("cpu")
+BACKENDS = ["cpp", "torch"]
+
+
+def qkv(
+    *shape: int, columns: int | None = None, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    other = (*shape[:-2], shape[-2] if columns is None else columns, shape[-1])
+    return (
+        randn(*shape, device=CPU, dtype=dtype, key="q"),
+        randn(*other, device=CPU, dtype=dtype, key="k"),
+        randn(*other, device=CPU, dtype=dtype, key="v"),
+    )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_query_with_nothing_to_attend_gives_zero_and_gradient_zero(backend: str) -> None:
+    q, k, v = qkv(1, 2, 4, 8)
+    mask = torch.ones(4, 4, dtype=torch.bool)
+    mask[2] = False
+    with fusedops.use_backend(backend):
+        output, lse = fusedops.attention(q, k, v, mask, return_lse=True)
+        grads = torch.autograd.grad(output, (q, k, v), torch.ones_like(output))
+    assert torch.equal(output[:, :, 2], torch.zeros(1, 2, 8))
+    assert torch.equal(lse[:, :, 2], torch.full((1, 2), -torch.inf))
+    assert torch.equal(grads[0][:, :, 2], torch.zeros(1, 2, 8))
+    assert all(grad.isfinite().all() for grad in grads)
+    others = torch.tensor([0, 1, 3])
+    alone = fusedops.attention(q[:, :, others], k, v)
+    assert_close(output[:, :, others], alone.double(), alone, "the other queries", depth=8)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_two_halves_of_the_keys_merge_into_the_whole(backend: str, dtype: torch.dtype) -> None:
+    q, k, v = qkv(2, 3, 5, 16, columns=40, dtype=dtype)
+    with fusedops.use_backend(backend):
+        parts = [
+            fusedops.attention(q, k[:, :, cut], v[:, :, cut], return_lse=True)
+            for cut in (slice(0, 13), slice(13, 40))
+        ]
+        merged, lse = fusedops.merge_attention(*parts[0], *parts[1])
+        whole, whole_lse = fusedops.attention(q, k, v, return_lse=True)
+        grads = torch.autograd.grad(merged, (q, k, v), torch.ones_like(merged))
+        whole_grads = torch.autograd.grad(whole, (q, k, v), torch.ones_like(whole))
+    for got, want in zip((merged, lse, *grads), (whole, whole_lse, *whole_grads), strict=True):
+        assert_close(got, want.double(), want, "merged", depth=40)
+
+
+def test_merging_nothing_with_nothing_is_nothing() -> None:
+    output, lse = torch.zeros(2, 3), torch.full((2,), -torch.inf)
+    merged, merged_lse = fusedops.merge_attention(output, lse, output, lse)
+    assert torch.equal(merged, output) and torch.equal(merged_lse, lse)
+
+
+def test_packed_sequences_equal_each_on_its_own() -> None:
+    lengths = (5, 0, 70, 33)
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    q, k, v = (tensor.transpose(0, 1) for tensor in qkv(2, int(ends[-1]), 16))
+    last = int(max(lengths))
+    packed = fusedops.attention_varlen(q, k, v, ends, ends, last, last, is_causal=True)
+    for begin, end in zip(ends[:-1], ends[1:], strict=True):
+        own = [tensor[begin:end].transpose(0, 1) for tensor in (q, k, v)]
+        alone = fusedops.attention(*own, is_causal=True).transpose(0, 1)
+        assert torch.equal(packed[begin:end], alone)
+
+
+def test_decoding_token_by_token_equals_causal_attention() -> None:
+    q, k, v = qkv(2, 4, 9, 16)
+    k, v = k[:, :2], v[:, :2]
+    whole = fusedops.attention(q, k, v, is_causal=True, enable_gqa=True)
+    with torch.no_grad():
+        for token in range(9):
+            lengths = torch.full((2,), token + 1)
+            output = fusedops.attention_decode(q[:, :, token], k, v, lengths)
+            assert_close(output, whole[:, :, token].double(), whole[:, :, token], "token", 16)
+
+
+def test_what_lies_behind_the_length_is_not_read() -> None:
+    q, k, v = (tensor.detach() for tensor in qkv(1, 2, 1, 8, columns=6))
+    k[:, :, 4:], v[:, :, 4:] = torch.nan, torch.nan
+    output = fusedops.attention_decode(q, k, v, torch.tensor([4]))
+    assert output.isfinite().all()
+
+
+def test_gradients_in_bfloat16_are_closer_than_from_the_rounded_output() -> None:
+    """Flash attention takes ``sum(output * grad)`` from the rounded output; here nothing is lost.
+
+    It shows where values have a mean: the output is then large and the scores' gradient is not.
+    """
+    q, k, v = qkv(2, 4, 64, 32, dtype=torch.bfloat16)
+    v = v + 4
+    grad = torch.randn(2, 4, 64, 32, generator=torch.Generator().manual_seed(2)).bfloat16()
+
+    def query_gradient(op: object, dtype: torch.dtype) -> torch.Tensor:
+        leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in (q, k, v)]
+        output = op(*leaves)  # type: ignore[operator]
+        return torch.autograd.grad(output, leaves[0], grad.to(dtype))[0].double()
+
+    exact = query_gradient(F.scaled_dot_product_attention, torch.float64)
+    ours = query_gradient(fusedops.attention, torch.bfloat16) - exact
+    torchs = query_gradient(F.scaled_dot_product_attention, torch.bfloat16) - exact
+    assert ours.square().mean() < 0.1 * torchs.square().mean()
+
+
+def test_dropout_is_the_same_in_recomputation() -> None:
+    q, k, v = qkv(2, 2, 20, 16)
+
+    def attend(*tensors: torch.Tensor) -> torch.Tensor:
+        return fusedops.attention(*tensors, dropout_p=0.4)
+
+    results = []
+    for call in (attend, lambda *tensors: checkpoint(attend, *tensors, use_reentrant=False)):
+        torch.manual_seed(5)
+        output = call(q, k, v)
+        results.append((output, *torch.autograd.grad(output, (q, k, v), torch.ones_like(output))))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_saved_bytes_grow_with_the_sequence_not_with_its_square() -> None:
+    def saved(rows: int) -> int:
+        q, k, v = qkv(1, 2, rows, 16)
+        count = 0
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal count
+            count += tensor.numel() * tensor.element_size()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            fusedops.attention(q, k, v, is_causal=True)
+        return count
+
+    assert saved(512) == 8 * saved(64)
+
+
+@pytest.mark.parametrize("columns", [3000, 4097])
+def test_few_heads_give_the_same_bits_on_any_number_of_threads(columns: int) -> None:
+    q, k, v = qkv(1, 1, 70, 16, columns=columns)
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for count in (1, 2, 4):
+            torch.set_num_threads(count)
+            output = fusedops.attention(q, k, v)
+            grads = torch.autograd.grad(output, (q, k, v), torch.ones_like(output))
+            results.append((output, *grads))
+    finally:
+        torch.set_num_threads(threads)
+    for result in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
