@@ -8,7 +8,9 @@ from fusedops.nn.layer_norm import LayerNorm
 from fusedops.nn.linear_act import LinearAct
 from fusedops.nn.linear_cross_entropy import LinearCrossEntropyLoss
 from fusedops.nn.mlp import MLP
+from fusedops.nn.multihead_attention import MultiheadAttention
 from fusedops.nn.rms_norm import RMSNorm
+from fusedops.nn.transformer_layer import TransformerDecoderLayer, TransformerEncoderLayer
 
 __all__ = [
     "AddLayerNorm",
@@ -19,5 +21,8 @@ __all__ = [
     "LinearAct",
     "LinearCrossEntropyLoss",
     "MLP",
+    "MultiheadAttention",
     "RMSNorm",
+    "TransformerDecoderLayer",
+    "TransformerEncoderLayer",
 ]

@@ -1,0 +1,210 @@
+"""``TransformerEncoderLayer`` and ``TransformerDecoderLayer``: torch's layers on the fused ops.
+
+Where a branch ends and the next norm begins, dropout, residual sum and norm are one pass
+(``add_layer_norm``); the feed-forward layer is one op (``mlp``) unless a dropout acts inside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from fusedops.nn.multihead_attention import MultiheadAttention
+from fusedops.ops.add_layer_norm import add_layer_norm
+from fusedops.ops.bias_dropout_add import bias_dropout_add
+from fusedops.ops.layer_norm import layer_norm
+from fusedops.ops.linear_act import linear_act
+from fusedops.ops.mlp import mlp
+
+_FUNCTIONS: dict[Any, str] = {
+    torch.relu: "relu",
+    nn.functional.relu: "relu",
+    nn.functional.gelu: "gelu",
+    nn.functional.silu: "silu",
+}
+
+
+class _Layer(nn.Module):
+    """What both layers do with a branch's output."""
+
+    linear1: nn.Linear
+    linear2: nn.Linear
+    dropout: nn.Dropout
+    activation: Callable[[torch.Tensor], torch.Tensor]
+
+    def _feed_forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the feed-forward layer's output, its last dropout aside."""
+        name = _activation_name(self.activation)
+        first, second = self.linear1, self.linear2
+        drops = self.dropout.training and self.dropout.p > 0.0
+        if name is not None and not drops:
+            return mlp(x, first.weight, first.bias, second.weight, second.bias, activation=name)
+        if name is not None:
+            hidden = linear_act(x, first.weight, first.bias, activation=name)
+        else:
+            hidden = self.activation(_identity(x, first))
+        return _identity(self.dropout(hidden), second)
+
+
+def _identity(x: torch.Tensor, linear: nn.Linear) -> torch.Tensor:
+    return linear_act(x, linear.weight, linear.bias, activation="identity")
+
+
+def _activation_name(activation: Any) -> str | None:
+    if isinstance(activation, nn.GELU):
+        return "gelu" if activation.approximate == "none" else "gelu_tanh"
+    if isinstance(activation, nn.ReLU):
+        return "relu"
+    if isinstance(activation, nn.SiLU):
+        return "silu"
+    return None if isinstance(activation, nn.Module) else _FUNCTIONS.get(activation)
+
+
+def _norm(x: torch.Tensor, norm: nn.LayerNorm) -> torch.Tensor:
+    return layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
+
+
+def _add_norm(
+    branch: torch.Tensor, stream: torch.Tensor, dropout: nn.Dropout, norm: nn.LayerNorm
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return add_layer_norm(
+        branch,
+        stream,
+        norm.normalized_shape,
+        norm.weight,
+        norm.bias,
+        norm.eps,
+        dropout_p=dropout.p,
+        training=dropout.training,
+    )
+
+
+def _add(branch: torch.Tensor, stream: torch.Tensor, dropout: nn.Dropout) -> torch.Tensor:
+    return bias_dropout_add(branch, None, stream, dropout.p, dropout.training)
+
+
+class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
+    """Apply self-attention and a feed-forward layer: ``torch.nn.TransformerEncoderLayer``.
+
+    Constructor arguments, initialisation and state_dict are torch's.
+
+    Note:
+        Nested tensors take torch's own forward. Numerics and backends are those of the ops;
+        dropout draws other numbers than torch's.
+
+    Reference:
+        Vaswani et al.: Attention Is All You Need, arXiv:1706.03762; Xiong et al. (``norm_first``),
+        arXiv:2002.04745.
+
+    Example:
+        >>> import torch, fusedops
+        >>> layer = fusedops.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        >>> layer(torch.ones(1, 3, 8)).shape
+        torch.Size([1, 3, 8])
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # The same parameters, drawn as torch draws them, under our forward.
+        self.self_attn.__class__ = MultiheadAttention
+
+    def forward(
+        self,
+        src: torch.Tensor,
+        src_mask: torch.Tensor | None = None,
+        src_key_padding_mask: torch.Tensor | None = None,
+        is_causal: bool = False,
+    ) -> torch.Tensor:
+        """Return the layer's output, the shape of ``src``; masks as torch's."""
+        if src.is_nested:
+            return super().forward(src, src_mask, src_key_padding_mask, is_causal)
+
+        def attend(x: torch.Tensor) -> torch.Tensor:
+            output, _ = self.self_attn(
+                x,
+                x,
+                x,
+                src_key_padding_mask,
+                need_weights=False,
+                attn_mask=src_mask,
+                is_causal=is_causal,
+            )
+            return output
+
+        x = src
+        if self.norm_first:
+            normed, x = _add_norm(attend(_norm(x, self.norm1)), x, self.dropout1, self.norm2)
+            return _add(self._feed_forward(normed), x, self.dropout2)
+        x, _ = _add_norm(attend(x), x, self.dropout1, self.norm1)
+        return _add_norm(self._feed_forward(x), x, self.dropout2, self.norm2)[0]
+
+
+class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
+    """Apply self-attention, cross-attention and a feed-forward layer, as torch's layer.
+
+    Constructor arguments, initialisation and state_dict are ``torch.nn.TransformerDecoderLayer``'s.
+
+    Note:
+        As ``TransformerEncoderLayer``.
+
+    Reference:
+        Vaswani et al.: Attention Is All You Need, arXiv:1706.03762.
+
+    Example:
+        >>> import torch, fusedops
+        >>> layer = fusedops.nn.TransformerDecoderLayer(8, 2, 16, batch_first=True)
+        >>> layer(torch.ones(1, 3, 8), torch.ones(1, 5, 8)).shape
+        torch.Size([1, 3, 8])
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.self_attn.__class__ = MultiheadAttention
+        self.multihead_attn.__class__ = MultiheadAttention
+
+    def forward(
+        self,
+        tgt: torch.Tensor,
+        memory: torch.Tensor,
+        tgt_mask: torch.Tensor | None = None,
+        memory_mask: torch.Tensor | None = None,
+        tgt_key_padding_mask: torch.Tensor | None = None,
+        memory_key_padding_mask: torch.Tensor | None = None,
+        tgt_is_causal: bool = False,
+        memory_is_causal: bool = False,
+    ) -> torch.Tensor:
+        """Return the layer's output, the shape of ``tgt``; masks as torch's."""
+
+        def attend(x: torch.Tensor) -> torch.Tensor:
+            return self.self_attn(
+                x,
+                x,
+                x,
+                tgt_key_padding_mask,
+                need_weights=False,
+                attn_mask=tgt_mask,
+                is_causal=tgt_is_causal,
+            )[0]
+
+        def look(x: torch.Tensor) -> torch.Tensor:
+            return self.multihead_attn(
+                x,
+                memory,
+                memory,
+                memory_key_padding_mask,
+                need_weights=False,
+                attn_mask=memory_mask,
+                is_causal=memory_is_causal,
+            )[0]
+
+        x = tgt
+        if self.norm_first:
+            normed, x = _add_norm(attend(_norm(x, self.norm1)), x, self.dropout1, self.norm2)
+            normed, x = _add_norm(look(normed), x, self.dropout2, self.norm3)
+            return _add(self._feed_forward(normed), x, self.dropout3)
+        x, _ = _add_norm(attend(x), x, self.dropout1, self.norm1)
+        x, _ = _add_norm(look(x), x, self.dropout2, self.norm2)
+        return _add_norm(self._feed_forward(x), x, self.dropout3, self.norm3)[0]
