@@ -24,6 +24,9 @@ _TABLES = {
     "fusedops.integrations.hf.transformers_modules": "transformers.activations",
     "fusedops.integrations.hf.gpt2": "transformers.models.gpt2.modeling_gpt2",
     "fusedops.integrations.hf.bert": "transformers.models.bert.modeling_bert",
+    "fusedops.integrations.hf.llama": "transformers.models.llama.modeling_llama",
+    "fusedops.integrations.hf.mistral": "transformers.models.mistral.modeling_mistral",
+    "fusedops.integrations.hf.qwen2": "transformers.models.qwen2.modeling_qwen2",
 }
 
 
@@ -196,7 +199,7 @@ def _owners(names: dict[nn.Module, str], patched: dict[type, Rule]) -> dict[str,
     for module, name in names.items():
         rule = patched.get(type(module))
         if rule is not None and rule.obstacle(module) is None:
-            for child in rule.absorbs:
+            for child in set(rule.absorbs) - set(rule.calls(module)):
                 owners[f"{name}.{child}" if name else child] = (name, rule)
     return owners
 

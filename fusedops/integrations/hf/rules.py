@@ -31,6 +31,10 @@ def _none(module: nn.Module) -> None:
     return None
 
 
+def _nothing(module: nn.Module) -> tuple[str, ...]:
+    return ()
+
+
 def _always(module: nn.Module) -> bool:
     return True
 
@@ -50,6 +54,7 @@ class Rule:
         applies: whether the rule concerns an instance at all.
         absorbs: names of the children whose work the new forward does.
         note: what a reader of the report should know about this replacement.
+        calls: those of ``absorbs`` that it calls nevertheless for an instance as it is now.
     """
 
     original: type[nn.Module]
@@ -61,6 +66,7 @@ class Rule:
     applies: Callable[[Any], bool] = _always
     absorbs: tuple[str, ...] = ()
     note: Callable[[Any], str | None] = _none
+    calls: Callable[[Any], tuple[str, ...]] = _nothing
 
 
 def bypass_obstacle(name: str, child: Any, classes: Iterable[type]) -> str | None:
