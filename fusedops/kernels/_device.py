@@ -126,38 +126,43 @@ def act_slope(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def dropout(x, start, seed_ptr, limit, scale, DROPOUT: tl.constexpr):
-    """Return dropout of rows ``x``; ``_core/philox.py`` says which elements are kept.
+def kept(start, seed_ptr, limit, BLOCK_N: tl.constexpr, DROPOUT: tl.constexpr):
+    """Return which elements of rows dropout keeps; ``_core/philox.py`` is the specification.
 
     ``start`` is the linear index (int64) of the first column: a scalar for a block ``[N]``,
-    ``[M, 1]`` for ``[M, N]``. Modes are those of ``_launch.dropout_arguments``: ``"draw"`` gives a
-    counter's four words to four neighbours and needs starts that four divides; ``"select"`` draws
-    a counter per element.
+    ``[M, 1]`` for ``[M, N]``. Modes are those of ``_launch.dropout_arguments`` that draw: ``"draw"``
+    gives a counter's four words to four neighbours and needs starts that four divides;
+    ``"select"`` draws a counter per element.
     """
+    seed = tl.load(seed_ptr)
+    offset = tl.load(seed_ptr + 1)
+    offset_low = (offset & 0xFFFFFFFF).to(tl.uint32)
+    offset_high = ((offset >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    bound = limit.to(tl.uint32, bitcast=True)
+    if DROPOUT == "draw":
+        counter = (start >> 2) + tl.arange(0, BLOCK_N // 4)
+        low, high = (counter & 0xFFFFFFFF).to(tl.uint32), (counter >> 32).to(tl.uint32)
+        w0, w1, w2, w3 = tl.philox(seed, low, high, offset_low, offset_high)
+        even = tl.interleave(w0 > bound, w2 > bound)
+        odd = tl.interleave(w1 > bound, w3 > bound)
+        return tl.interleave(even, odd)
+    else:
+        index = start + tl.arange(0, BLOCK_N)
+        counter = index >> 2
+        low, high = (counter & 0xFFFFFFFF).to(tl.uint32), (counter >> 32).to(tl.uint32)
+        w0, w1, w2, w3 = tl.philox(seed, low, high, offset_low, offset_high)
+        word = index & 3
+        drawn = tl.where(word == 0, w0, tl.where(word == 1, w1, tl.where(word == 2, w2, w3)))
+        return drawn > bound
+
+
+@triton.jit
+def dropout(x, start, seed_ptr, limit, scale, DROPOUT: tl.constexpr):
+    """Return dropout of rows ``x``; arguments as ``kept``, and the modes that draw nothing."""
     if DROPOUT == "none":
         return x
     elif DROPOUT == "all":
         return tl.zeros(x.shape, tl.float32)
     else:
-        BLOCK_N: tl.constexpr = x.shape[-1]
-        seed = tl.load(seed_ptr)
-        offset = tl.load(seed_ptr + 1)
-        offset_low = (offset & 0xFFFFFFFF).to(tl.uint32)
-        offset_high = ((offset >> 32) & 0xFFFFFFFF).to(tl.uint32)
-        bound = limit.to(tl.uint32, bitcast=True)
-        if DROPOUT == "draw":
-            counter = (start >> 2) + tl.arange(0, BLOCK_N // 4)
-            low, high = (counter & 0xFFFFFFFF).to(tl.uint32), (counter >> 32).to(tl.uint32)
-            w0, w1, w2, w3 = tl.philox(seed, low, high, offset_low, offset_high)
-            even = tl.interleave(w0 > bound, w2 > bound)
-            odd = tl.interleave(w1 > bound, w3 > bound)
-            keep = tl.interleave(even, odd)
-        else:
-            index = start + tl.arange(0, BLOCK_N)
-            counter = index >> 2
-            low, high = (counter & 0xFFFFFFFF).to(tl.uint32), (counter >> 32).to(tl.uint32)
-            w0, w1, w2, w3 = tl.philox(seed, low, high, offset_low, offset_high)
-            word = index & 3
-            drawn = tl.where(word == 0, w0, tl.where(word == 1, w1, tl.where(word == 2, w2, w3)))
-            keep = drawn > bound
+        keep = kept(start, seed_ptr, limit, x.shape[-1], DROPOUT)
         return tl.where(keep, x * scale, 0.0)

@@ -38,6 +38,11 @@ def dropout_arguments(p: float, num_cols: int) -> dict[str, Any]:
     return {"limit": signed, "scale": philox.scale(p), "DROPOUT": mode}
 
 
+def precision() -> str:
+    """Return how float32 operands are multiplied: exactly, unless torch is told otherwise."""
+    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
 @functools.cache
 def num_programs(device: torch.device) -> int:
     """Return how many programs a reduction over rows uses: two per multiprocessor."""

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from fusedops.kernels import _launch
-from fusedops.kernels.linear_act import GROUP_M, blocks_of, precision, split, tile_of
+from fusedops.kernels.linear_act import GROUP_M, blocks_of, split, tile_of
 
 _BATCH_DIMS = 3
 
@@ -149,7 +149,7 @@ def forward(
                 *b.stride()[-2:],
                 *addend.stride()[-2:],
                 HAS_ADDEND=beta != 0,
-                PRECISION=precision(),
+                PRECISION=_launch.precision(),
                 GROUP_M=GROUP_M,
                 **blocks,
                 **options,

@@ -206,7 +206,7 @@ def linear(
             HAS_BIAS=bias is not None,
             KEEPS=keeps,
             ACTIVATION=activation,
-            PRECISION=precision(),
+            PRECISION=_launch.precision(),
             GROUP_M=GROUP_M,
             **blocks,
             **options,
@@ -329,11 +329,6 @@ def static_report_cases() -> list[dict[str, Any]]:
         flags = {"ACTIVATION": "gelu"} | wants | _GRADIENT_TILE
         cases.append(_launch.report_case(_gradient_kernel, types, flags, _GRADIENT_OPTIONS))
     return cases
-
-
-def precision() -> str:
-    """Return how float32 operands are multiplied: exactly, unless torch is told otherwise."""
-    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
 def blocks_of(dtype: torch.dtype, num_rows: int) -> tuple[dict[str, int], dict[str, Any]]:

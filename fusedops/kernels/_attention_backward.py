@@ -1,0 +1,198 @@
+"""The backward of attention: the kernels' launch, and what is not worth a walk over the scores.
+
+FlashAttention-2's formulae without its atomics, the same bits in every run:
+
+* ``delta = rowsum(grad_output * output) - grad_lse``, one number per row (here);
+* ``keys_kernel``: gradients of keys and values;
+* ``queries_kernel``: gradients of queries, and of an additive mask.
+
+The probabilities are made again from the scores and the log-sum-exp of the forward. Both walks make
+them: seven products where atomics would do with five.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from fusedops.kernels import _launch
+from fusedops.kernels._attention_backward_keys import keys_kernel
+from fusedops.kernels._attention_backward_queries import queries_kernel
+from fusedops.kernels._attention_device import load_tile
+from fusedops.kernels._attention_launch import Call, blocks, heads_inside, readable
+
+
+_DELTA_OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
+
+
+@triton.jit(do_not_specialize=["num_blocks", "num_heads", "num_rows"])
+def delta_kernel(
+    do_ptr,
+    out_ptr,
+    dlse_ptr,
+    lse_ptr,
+    delta_ptr,
+    stride_dob,
+    stride_doh,
+    stride_dos,
+    stride_lb,
+    stride_lh,
+    stride_ls,
+    num_blocks,
+    num_heads,
+    num_rows,
+    VALUE_DIM: tl.constexpr,
+    HAS_DLSE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    start = tl.program_id(0) % num_blocks * BLOCK_M
+    head = tl.program_id(0) // num_blocks
+    h = head % num_heads
+    n = (head // num_heads).to(tl.int64)
+    row = tl.arange(0, BLOCK_M)
+    mask = row < num_rows - start
+    wide = tl.cast(start, tl.int64)
+    do_base = do_ptr + n * stride_dob + h.to(tl.int64) * stride_doh + wide * stride_dos
+    stride_os = num_heads * VALUE_DIM
+    out_base = out_ptr + (n * num_rows + start) * stride_os + h * VALUE_DIM
+    do = load_tile(do_base, row, stride_dos, num_rows - start, VALUE_DIM, BLOCK_DV, True)
+    out = load_tile(out_base, row, stride_os, num_rows - start, VALUE_DIM, BLOCK_DV, True)
+    delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1)
+    statistics = head.to(tl.int64) * num_rows + start + row
+    if HAS_DLSE:
+        # A row without keys has no log-sum-exp to differentiate.
+        lse = tl.load(lse_ptr + statistics, mask=mask, other=0.0)
+        dlse_base = dlse_ptr + n * stride_lb + h.to(tl.int64) * stride_lh + wide * stride_ls
+        dlse = tl.load(dlse_base + row.to(tl.int64) * stride_ls, mask=mask, other=0.0)
+        delta -= tl.where(lse == float("-inf"), 0.0, dlse)
+    tl.store(delta_ptr + statistics, delta, mask=mask)
+
+
+def backward(
+    call: Call,
+    sinks: torch.Tensor | None,
+    grad_output: torch.Tensor | None,
+    grad_lse: torch.Tensor | None,
+    output: torch.Tensor,
+    lse: torch.Tensor,
+    output_mask: Sequence[bool],
+) -> tuple[torch.Tensor | None, ...]:
+    """Launch the backward; returns the gradients of query, key, value, mask and sinks.
+
+    Tensors as in ``Call``: ``[B, H, Sq, ...]``; gradients lie in memory as ``[B, S, H, D]``.
+    """
+    query, key, value = call.query, call.key, call.value
+    wants_query, wants_key, wants_value, wants_mask, wants_sinks = output_mask
+    if grad_output is None:
+        grad_output = torch.zeros_like(output)
+    do, lse = readable(grad_output), lse.contiguous()
+    delta = torch.empty_like(lse)
+    dq, dk, dv = (
+        new_heads_inside(tensor) if wanted else None
+        for tensor, wanted in ((query, wants_query), (key, wants_key), (value, wants_value))
+    )
+    ds = _new_scores(call) if wants_mask else None
+    with _launch.device_of(query):
+        if lse.numel():
+            _launch_delta(do, heads_inside(output), grad_lse, lse, delta)
+        shared = call.arguments() | call.strides("do", do)
+        shared |= {"do_ptr": do, "lse_ptr": lse, "delta_ptr": delta, "scale": call.scale}
+        if wants_key or wants_value:
+            sizes, options = blocks("keys", call)
+            num_blocks = triton.cdiv(call.max_keys, sizes["BLOCK_N"])
+            programs = num_blocks * key.shape[1] * call.sequences
+            if programs:
+                keys_kernel[(programs,)](
+                    **shared,
+                    dk_ptr=query if dk is None else dk,
+                    dv_ptr=query if dv is None else dv,
+                    num_blocks=num_blocks,
+                    WANTS_KEY=wants_key,
+                    WANTS_VALUE=wants_value,
+                    **sizes,
+                    **options,
+                )
+        if wants_query or wants_mask:
+            sizes, options = blocks("queries", call)
+            num_blocks = triton.cdiv(call.max_rows, sizes["BLOCK_M"])
+            programs = num_blocks * query.shape[1] * call.sequences
+            if programs:
+                queries_kernel[(programs,)](
+                    **shared,
+                    dq_ptr=query if dq is None else dq,
+                    ds_ptr=query if ds is None else ds,
+                    num_blocks=num_blocks,
+                    WANTS_QUERY=wants_query,
+                    WANTS_SCORES=wants_mask,
+                    **sizes,
+                    **options,
+                )
+    dmask = dsinks = None
+    if ds is not None:
+        assert call.mask is not None
+        dmask = ds.sum_to_size(call.mask.shape).to(call.mask.dtype)
+    if wants_sinks:
+        assert sinks is not None
+        dsinks = _sinks_gradient(sinks, lse, delta)
+    return dq, dk, dv, dmask, dsinks
+
+
+def new_heads_inside(like: torch.Tensor) -> torch.Tensor:
+    """Return an empty tensor ``[B, H, S, D]`` laid out in memory as ``[B, S, H, D]``."""
+    batch, heads, rows, size = like.shape
+    return like.new_empty(batch, rows, heads, size).transpose(1, 2)
+
+
+def _new_scores(call: Call) -> torch.Tensor:
+    """Return where the gradient of the scores is written; zero where no program writes.
+
+    Float32, for the sum over the dims that the mask does not have; a whole mask takes it as it is.
+    """
+    assert call.mask is not None
+    shape = (*call.query.shape[:3], call.key.shape[2])
+    dtype = call.mask.dtype if call.mask.shape == shape else torch.float32
+    skips = call.left >= 0 or call.right >= 0
+    return (call.query.new_zeros if skips else call.query.new_empty)(shape, dtype=dtype)
+
+
+def _launch_delta(
+    do: torch.Tensor,
+    output: torch.Tensor,
+    grad_lse: torch.Tensor | None,
+    lse: torch.Tensor,
+    delta: torch.Tensor,
+) -> None:
+    batch, heads, rows, size = output.shape
+    block_dv = max(16, triton.next_power_of_2(size))
+    block_m = max(1, 8192 // block_dv)
+    num_blocks = triton.cdiv(rows, block_m)
+    delta_kernel[(num_blocks * heads * batch,)](
+        do,
+        output,
+        lse if grad_lse is None else grad_lse,
+        lse,
+        delta,
+        *do.stride()[:3],
+        *(lse if grad_lse is None else grad_lse).stride(),
+        num_blocks,
+        heads,
+        rows,
+        VALUE_DIM=size,
+        HAS_DLSE=grad_lse is not None,
+        BLOCK_M=block_m,
+        BLOCK_DV=block_dv,
+        **_DELTA_OPTIONS,
+    )
+
+
+def _sinks_gradient(
+    sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor
+) -> torch.Tensor:
+    """Return ``-sum(exp(sink - lse) * delta)`` per head: a sink's value is zero."""
+    weight = torch.exp(sinks[:, None] - lse)
+    weight = torch.where(lse == -torch.inf, 0.0, weight)
+    return -(weight * delta).sum((0, 2)).to(sinks.dtype)

@@ -1,0 +1,205 @@
+"""The gradients of keys and values of attention: a program per block of keys and key head.
+
+It walks the queries that may attend its keys, of all the query heads that share the key head, and
+keeps both gradients in float32 registers: nothing is added to by two programs. Tiles of scores lie
+``[keys, queries]``: they are then left operands of the products as they are.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fusedops.kernels._attention_device import (
+    LOG2E,
+    load_lse,
+    load_mask,
+    load_tile,
+    scores,
+    sequence,
+    span,
+    statistics_row,
+    store_tile,
+    within,
+)
+from fusedops.kernels._attention_launch import NOT_SPECIALIZED
+from fusedops.kernels._device import kept
+
+
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+def keys_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    mask_ptr,
+    slopes_ptr,
+    seed_ptr,
+    ends_q_ptr,
+    ends_k_ptr,
+    do_ptr,
+    lse_ptr,
+    delta_ptr,
+    dk_ptr,
+    dv_ptr,
+    stride_qb,
+    stride_qh,
+    stride_qs,
+    stride_kb,
+    stride_kh,
+    stride_ks,
+    stride_vb,
+    stride_vh,
+    stride_vs,
+    stride_mb,
+    stride_mh,
+    stride_mm,
+    stride_mn,
+    stride_slope,
+    stride_dob,
+    stride_doh,
+    stride_dos,
+    num_blocks,
+    num_heads,
+    num_rows,
+    num_keys,
+    factor,
+    bound,
+    scale,
+    left,
+    right,
+    limit,
+    drop_scale,
+    WANTS_KEY: tl.constexpr,
+    WANTS_VALUE: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    MASK: tl.constexpr,
+    PER_QUERY: tl.constexpr,
+    ALIBI: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    VARLEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    start = tl.program_id(0) % num_blocks * BLOCK_N
+    head = tl.program_id(0) // num_blocks
+    key_heads = num_heads // GROUP
+    kh = head % key_heads
+    n = head // key_heads
+    first_q, rows, first_k, keys, offset = sequence(
+        n, num_rows, num_keys, ends_q_ptr, ends_k_ptr, VARLEN
+    )
+    if VARLEN:
+        if start >= keys:
+            return
+    first_key = first_k + start
+    wide_n, wide_kh = n.to(tl.int64), kh.to(tl.int64)
+    col = tl.arange(0, BLOCK_N)
+    col_read = tl.minimum(col, keys - 1 - start)
+    # Keys past the last read as zeros: what becomes of them is not stored.
+    k_base = k_ptr + wide_n * stride_kb + wide_kh * stride_kh + first_key * stride_ks
+    k = load_tile(k_base, col, stride_ks, keys - start, HEAD_DIM, BLOCK_D, True)
+    v_base = v_ptr + wide_n * stride_vb + wide_kh * stride_vh + first_key * stride_vs
+    v = load_tile(v_base, col, stride_vs, keys - start, VALUE_DIM, BLOCK_DV, True)
+    # Of a key's view: it is attended by the queries from "right" before its place to "left" after.
+    low, full_low, full_high, high = span(
+        start,
+        tl.minimum(start + BLOCK_N, keys) - 1,
+        rows,
+        -offset,
+        right,
+        left,
+        BLOCK_M,
+        RIGHT,
+        LEFT,
+        False,
+    )
+    row = tl.arange(0, BLOCK_M)
+    place = start + col - offset
+    dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    dv = tl.zeros((BLOCK_N, BLOCK_DV), tl.float32)
+    for member in range(GROUP):
+        h = kh * GROUP + member
+        wide_h = h.to(tl.int64)
+        q_base = q_ptr + wide_n * stride_qb + wide_h * stride_qh + first_q * stride_qs
+        do_base = do_ptr + wide_n * stride_dob + wide_h * stride_doh + first_q * stride_dos
+        mask_base = mask_ptr
+        if MASK != "none":
+            mask_base += wide_n * stride_mb + wide_h * stride_mh
+            mask_base += first_q * stride_mm + first_key * stride_mn
+        slope = 0.0
+        if ALIBI:
+            slope = tl.load(slopes_ptr + n * stride_slope + h) * LOG2E
+        statistics = statistics_row(n, h, num_heads, num_rows, first_q, VARLEN)
+        for part in tl.static_range(0 if RIGHT else 1, 3 if LEFT else 2):
+            if part == 0:
+                begin, end = low, tl.minimum(full_low, high)
+            elif part == 1:
+                begin, end = full_low, full_high
+            else:
+                begin, end = full_high, high
+            for first in tl.range(begin, end, BLOCK_M):
+                first = tl.multiple_of(first, BLOCK_M)
+                wide = tl.cast(first, tl.int64)
+                left_over = rows - first
+                exists = row < left_over
+                mask = load_mask(
+                    mask_base + wide * stride_mm,
+                    tl.minimum(row, left_over - 1)[None, :],
+                    col_read[:, None],
+                    stride_mm,
+                    stride_mn,
+                    MASK,
+                    PER_QUERY,
+                )
+                q_tile = q_base + wide * stride_qs
+                q = load_tile(q_tile, row, stride_qs, left_over, HEAD_DIM, BLOCK_D, True)
+                s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+                distance = place[:, None] - (first + row)[None, :]
+                s, tanh = scores(s, distance, mask, slope, factor, bound, SOFTCAP, ALIBI, MASK)
+                lse = load_lse(lse_ptr + statistics + first + row, exists)
+                p = tl.exp2(s - lse[None, :])
+                if part != 1:
+                    p = tl.where(within(distance, left, right, LEFT, RIGHT), p, 0.0)
+                do_tile = do_base + wide * stride_dos
+                do = load_tile(do_tile, row, stride_dos, left_over, VALUE_DIM, BLOCK_DV, True)
+                dropped = p
+                if DROPOUT == "all":
+                    dropped = tl.zeros(p.shape, tl.float32)
+                elif DROPOUT != "none":
+                    drawn = (statistics + first + row) * num_keys + start
+                    keep = tl.trans(kept(drawn[:, None], seed_ptr, limit, BLOCK_N, DROPOUT))
+                    dropped = tl.where(keep, p, 0.0)
+                if WANTS_VALUE:
+                    dv = tl.dot(dropped.to(do.dtype), do, dv, input_precision=PRECISION)
+                if WANTS_KEY:
+                    dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+                    if DROPOUT == "all":
+                        dp = tl.zeros(p.shape, tl.float32)
+                    elif DROPOUT != "none":
+                        dp = tl.where(keep, dp * drop_scale, 0.0)
+                    delta = tl.load(delta_ptr + statistics + first + row, mask=exists, other=0.0)
+                    ds = p * (dp - delta[None, :])
+                    if SOFTCAP:
+                        ds = ds * (1.0 - tanh * tanh)
+                    dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+    token = first_key
+    if not VARLEN:
+        token += wide_n * num_keys
+    if WANTS_KEY:
+        stride_dk = key_heads * HEAD_DIM
+        dk_base = dk_ptr + token * stride_dk + kh * HEAD_DIM
+        store_tile(dk_base, col, stride_dk, keys - start, dk * scale, HEAD_DIM, BLOCK_D)
+    if WANTS_VALUE:
+        stride_dv = key_heads * VALUE_DIM
+        dv_base = dv_ptr + token * stride_dv + kh * VALUE_DIM
+        if DROPOUT != "none":
+            dv = dv * drop_scale
+        store_tile(dv_base, col, stride_dv, keys - start, dv, VALUE_DIM, BLOCK_DV)

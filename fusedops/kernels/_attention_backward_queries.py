@@ -1,0 +1,197 @@
+"""The gradients of queries and of scores of attention: a program per block of queries and head.
+
+It walks the keys that its queries may attend, as the forward does, and keeps the gradient of its
+queries in float32 registers. The gradient of the scores is written only where an additive mask
+wants it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fusedops.kernels._attention_device import (
+    LOG2E,
+    load_lse,
+    load_mask,
+    load_tile,
+    scores,
+    sequence,
+    span,
+    statistics_row,
+    store_tile,
+    within,
+)
+from fusedops.kernels._attention_launch import NOT_SPECIALIZED
+from fusedops.kernels._device import kept
+
+
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+def queries_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    mask_ptr,
+    slopes_ptr,
+    seed_ptr,
+    ends_q_ptr,
+    ends_k_ptr,
+    do_ptr,
+    lse_ptr,
+    delta_ptr,
+    dq_ptr,
+    ds_ptr,
+    stride_qb,
+    stride_qh,
+    stride_qs,
+    stride_kb,
+    stride_kh,
+    stride_ks,
+    stride_vb,
+    stride_vh,
+    stride_vs,
+    stride_mb,
+    stride_mh,
+    stride_mm,
+    stride_mn,
+    stride_slope,
+    stride_dob,
+    stride_doh,
+    stride_dos,
+    num_blocks,
+    num_heads,
+    num_rows,
+    num_keys,
+    factor,
+    bound,
+    scale,
+    left,
+    right,
+    limit,
+    drop_scale,
+    WANTS_QUERY: tl.constexpr,
+    WANTS_SCORES: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    MASK: tl.constexpr,
+    PER_QUERY: tl.constexpr,
+    ALIBI: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    VARLEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    block = tl.program_id(0) % num_blocks
+    head = tl.program_id(0) // num_blocks
+    h = head % num_heads
+    n = head // num_heads
+    if RIGHT:
+        block = num_blocks - 1 - block
+    start = block * BLOCK_M
+    first_q, rows, first_k, keys, offset = sequence(
+        n, num_rows, num_keys, ends_q_ptr, ends_k_ptr, VARLEN
+    )
+    if VARLEN:
+        if start >= rows:
+            return
+    first_row = first_q + start
+    row = tl.arange(0, BLOCK_M)
+    row_read = tl.minimum(row, rows - 1 - start)
+    wide_n, wide_h, wide_kh = n.to(tl.int64), h.to(tl.int64), (h // GROUP).to(tl.int64)
+    q_base = q_ptr + wide_n * stride_qb + wide_h * stride_qh + first_row * stride_qs
+    k_base = k_ptr + wide_n * stride_kb + wide_kh * stride_kh + first_k * stride_ks
+    v_base = v_ptr + wide_n * stride_vb + wide_kh * stride_vh + first_k * stride_vs
+    do_base = do_ptr + wide_n * stride_dob + wide_h * stride_doh + first_row * stride_dos
+    mask_base = mask_ptr
+    if MASK != "none":
+        mask_base += wide_n * stride_mb + wide_h * stride_mh + first_row * stride_mm
+    slope = 0.0
+    if ALIBI:
+        slope = tl.load(slopes_ptr + n * stride_slope + h) * LOG2E
+    statistics = statistics_row(n, h, num_heads, num_rows, first_q, VARLEN) + start
+    exists = row < rows - start
+    ds_base = ds_ptr + statistics * num_keys
+    lse = load_lse(lse_ptr + statistics + row, exists)
+    delta = tl.load(delta_ptr + statistics + row, mask=exists, other=0.0)
+    q = load_tile(q_base, row, stride_qs, rows - start, HEAD_DIM, BLOCK_D, True)
+    do = load_tile(do_base, row, stride_dos, rows - start, VALUE_DIM, BLOCK_DV, True)
+    dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    low, full_low, full_high, high = span(
+        start,
+        tl.minimum(start + BLOCK_M, rows) - 1,
+        keys,
+        offset,
+        left,
+        right,
+        BLOCK_N,
+        LEFT,
+        RIGHT,
+        True,
+    )
+    col = tl.arange(0, BLOCK_N)
+    place = start + row + offset
+    drawn = (statistics + row) * num_keys
+    for part in tl.static_range(0 if LEFT else 1, 3):
+        if part == 0:
+            begin, end = low, tl.minimum(full_low, high)
+        elif part == 1:
+            begin, end = full_low, full_high
+        else:
+            begin, end = full_high, high
+        for first in tl.range(begin, end, BLOCK_N):
+            first = tl.multiple_of(first, BLOCK_N)
+            wide = tl.cast(first, tl.int64)
+            left_over = keys - first
+            mask = load_mask(
+                mask_base + wide * stride_mn,
+                row_read[:, None],
+                tl.minimum(col, left_over - 1)[None, :] if part != 1 else col[None, :],
+                stride_mm,
+                stride_mn,
+                MASK,
+                PER_QUERY,
+            )
+            k_tile = k_base + wide * stride_ks
+            k = load_tile(k_tile, col, stride_ks, left_over, HEAD_DIM, BLOCK_D, part != 1)
+            s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            distance = (first + col)[None, :] - place[:, None]
+            s, tanh = scores(s, distance, mask, slope, factor, bound, SOFTCAP, ALIBI, MASK)
+            p = tl.exp2(s - lse[:, None])
+            if part != 1:
+                allowed = (col < left_over)[None, :]
+                if LEFT or RIGHT:
+                    allowed = allowed & within(distance, left, right, LEFT, RIGHT)
+                p = tl.where(allowed, p, 0.0)
+            v_tile = v_base + wide * stride_vs
+            v = load_tile(v_tile, col, stride_vs, left_over, VALUE_DIM, BLOCK_DV, part != 1)
+            dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+            if DROPOUT == "all":
+                dp = tl.zeros(p.shape, tl.float32)
+            elif DROPOUT != "none":
+                keep = kept(drawn[:, None] + first, seed_ptr, limit, BLOCK_N, DROPOUT)
+                dp = tl.where(keep, dp * drop_scale, 0.0)
+            ds = p * (dp - delta[:, None])
+            if WANTS_SCORES:
+                store = exists[:, None]
+                if part != 1:
+                    store = store & (col < left_over)[None, :]
+                ds_tile = ds_base + wide + row[:, None].to(tl.int64) * num_keys + col[None, :]
+                tl.store(ds_tile, ds.to(ds_ptr.dtype.element_ty), mask=store)
+            if WANTS_QUERY:
+                if SOFTCAP:
+                    ds = ds * (1.0 - tanh * tanh)
+                dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+    if WANTS_QUERY:
+        token = first_row
+        if not VARLEN:
+            token += wide_n * num_rows
+        stride_dq = num_heads * HEAD_DIM
+        dq_base = dq_ptr + token * stride_dq + h * HEAD_DIM
+        store_tile(dq_base, row, stride_dq, rows - start, dq * scale, HEAD_DIM, BLOCK_D)

@@ -1,0 +1,180 @@
+"""Device functions of the attention kernels: where a program works, which keys, which scores.
+
+Names: ``i`` is a query's index in its sequence, ``j`` a key's, ``distance`` is ``j - i - offset``;
+``ops/_attention_math.py`` has the formulae. Scores are in units of ``log2``: the softmax then needs
+``exp2`` alone. Tiles of scores may lie either way, ``[queries, keys]`` or ``[keys, queries]``: what
+depends on a query or a key comes with the dims that it has.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def sequence(n, num_rows, num_keys, ends_q_ptr, ends_k_ptr, VARLEN: tl.constexpr):
+    """Return the first query, the queries, the first key, the keys and the offset of sequence ``n``.
+
+    Packed sequences are found in the tables; a dense one begins at 0 of its batch.
+    """
+    if VARLEN:
+        first_q = tl.load(ends_q_ptr + n)
+        first_k = tl.load(ends_k_ptr + n)
+        rows = (tl.load(ends_q_ptr + n + 1) - first_q).to(tl.int32)
+        keys = (tl.load(ends_k_ptr + n + 1) - first_k).to(tl.int32)
+        return first_q, rows, first_k, keys, keys - rows
+    else:
+        nothing = n.to(tl.int64) * 0
+        return nothing, num_rows, nothing, num_keys, 0
+
+
+@triton.jit
+def statistics_row(n, h, num_heads, num_rows, first_q, VARLEN: tl.constexpr):
+    """Return where the row statistics of a head of a sequence begin: ``[B, H, Sq]``, ``[H, T]``.
+
+    ``num_rows`` is that of all packed sequences together. It is also what dropout counts rows by.
+    """
+    if VARLEN:
+        return h.to(tl.int64) * num_rows + first_q
+    else:
+        return (n.to(tl.int64) * num_heads + h) * num_rows
+
+
+@triton.jit
+def span(
+    first,
+    last,
+    size,
+    offset,
+    before,
+    after,
+    BLOCK: tl.constexpr,
+    BEFORE: tl.constexpr,
+    AFTER: tl.constexpr,
+    WHOLE_BLOCKS: tl.constexpr,
+):
+    """Return ``low <= full_low <= full_high, high``: the other side's indices that are visited.
+
+    For the indices ``first .. last`` of one side (queries) and ``size`` of the other (keys), of
+    which ``index + offset - before .. index + offset + after`` may be attended where ``BEFORE`` and
+    ``AFTER`` bound it. Blocks in ``full_low .. full_high`` need no look at positions; those from
+    ``low`` to ``full_low`` and from ``full_high`` to ``high`` do; all others are excluded. With
+    ``WHOLE_BLOCKS`` the full ones do not reach past ``size`` either.
+    """
+    low = 0
+    full_low = 0
+    high = size
+    full_high = size
+    if BEFORE:
+        low = tl.maximum(first + offset - before, 0) // BLOCK * BLOCK
+        full_low = tl.cdiv(tl.maximum(last + offset - before, 0), BLOCK) * BLOCK
+    if AFTER:
+        high = tl.minimum(size, last + offset + after + 1)
+        full_high = tl.minimum(size, tl.maximum(first + offset + after + 1, 0))
+    if AFTER or WHOLE_BLOCKS:
+        full_high = full_high // BLOCK * BLOCK
+    return low, full_low, tl.maximum(full_high, full_low), high
+
+
+@triton.jit
+def load_tile(
+    base, row, stride, num_rows, SIZE: tl.constexpr, BLOCK: tl.constexpr, CHECK: tl.constexpr
+):
+    """Load rows ``[len(row), BLOCK]`` of ``SIZE`` elements; zeros beyond, and past ``num_rows``.
+
+    ``base`` is a 64-bit pointer to the block, positions inside it are 32-bit.
+    """
+    d = tl.arange(0, BLOCK)
+    pointers = base + row[:, None] * stride + d[None, :]
+    if CHECK:
+        mask = row[:, None] < num_rows
+        if SIZE != BLOCK:
+            mask = mask & (d[None, :] < SIZE)
+        return tl.load(pointers, mask=mask, other=0.0)
+    elif SIZE != BLOCK:
+        return tl.load(pointers, mask=(d < SIZE)[None, :], other=0.0)
+    else:
+        return tl.load(pointers)
+
+
+@triton.jit
+def store_tile(
+    base, row, stride, num_rows, tile, SIZE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Store rows ``[len(row), BLOCK]`` of ``SIZE`` elements in the dtype of ``base``."""
+    d = tl.arange(0, BLOCK)
+    pointers = base + row[:, None] * stride + d[None, :]
+    mask = row[:, None] < num_rows
+    if SIZE != BLOCK:
+        mask = mask & (d[None, :] < SIZE)
+    tl.store(pointers, tile.to(base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_mask(base, i, j, stride_mm, stride_mn, MASK: tl.constexpr, PER_QUERY: tl.constexpr):
+    """Load the mask at queries ``i`` and keys ``j`` beside ``base``, which must exist.
+
+    A mask that is the same for all queries is read as one vector, never as a tile. Without mask the
+    result means nothing.
+    """
+    if MASK == "none":
+        return 0.0
+    else:
+        pointers = base + j * stride_mn
+        if PER_QUERY:
+            pointers = pointers + i * stride_mm
+        return tl.load(pointers)
+
+
+@triton.jit
+def scores(
+    product,
+    distance,
+    mask,
+    slope,
+    factor,
+    bound,
+    SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    MASK: tl.constexpr,
+):
+    """Return the scores, in units of log2, of products ``query . key``, and softcap's ``tanh``.
+
+    ``factor`` is ``scale * log2(e)``; with softcap ``2 log2(e) scale / softcap``, and ``bound`` is
+    ``softcap * log2(e)``.
+    """
+    tanh = product
+    if SOFTCAP:
+        tanh = 1.0 - 2.0 / (1.0 + tl.exp2(product * factor))
+        s = bound * tanh
+    else:
+        s = product * factor
+    if ALIBI:
+        s -= slope * tl.abs(distance).to(tl.float32)
+    if MASK == "add":
+        s += mask.to(tl.float32) * LOG2E
+    elif MASK == "bool":
+        s = tl.where(mask != 0, s, float("-inf"))
+    return s, tanh
+
+
+@triton.jit
+def within(distance, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr):
+    """Return where the window allows a distance."""
+    if LEFT and RIGHT:
+        return (distance >= -left) & (distance <= right)
+    elif LEFT:
+        return distance >= -left
+    else:
+        return distance <= right
+
+
+@triton.jit
+def load_lse(pointers, mask):
+    """Load log-sum-exp in units of log2; rows that attend nothing get infinity: weights of 0."""
+    lse = tl.load(pointers, mask=mask, other=float("-inf"))
+    return tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)

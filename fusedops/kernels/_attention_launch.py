@@ -1,0 +1,207 @@
+"""What the launches of the attention kernels share: their arguments, options and block sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+
+from fusedops._core import env
+from fusedops.kernels import _launch
+from fusedops.kernels._attention_device import LOG2E
+
+# Numbers of which a kernel gains nothing by knowing that they are 1 or a multiple of 16: a new
+# sequence length then needs no new compilation.
+NOT_SPECIALIZED = (
+    "num_blocks",
+    "num_heads",
+    "num_rows",
+    "num_keys",
+    "left",
+    "right",
+    "limit",
+)
+
+_UNBOUNDED = 1 << 30  # beyond any distance, and far enough from overflow
+_LARGEST_STRIDE = 1 << 22  # times 256 rows: positions inside a block are 32-bit
+
+# Kernel -> width of the head -> (BLOCK_M queries, BLOCK_N keys, warps, stages).
+_HALF = {
+    "forward": {64: (128, 64, 4, 3), 128: (128, 64, 8, 3), 256: (64, 64, 8, 2)},
+    "keys": {64: (64, 64, 4, 2), 128: (64, 64, 8, 2), 256: (32, 64, 8, 1)},
+    "queries": {64: (128, 64, 8, 3), 128: (128, 64, 8, 2), 256: (64, 32, 8, 1)},
+}
+_FLOAT32 = {
+    "forward": {64: (64, 32, 4, 2), 128: (32, 32, 4, 2), 256: (32, 16, 4, 1)},
+    "keys": {64: (32, 32, 4, 1), 128: (16, 32, 4, 1), 256: (16, 16, 4, 1)},
+    "queries": {64: (32, 32, 4, 1), 128: (32, 16, 4, 1), 256: (16, 16, 4, 1)},
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """One attention over dense batches or packed sequences, as the kernels see it.
+
+    Attributes:
+        query: ``[B, H, Sq, D]``; packed sequences are one batch, ``[1, H, tokens, D]``.
+        key: ``[B, Hkv, Sk, D]``.
+        value: ``[B, Hkv, Sk, Dv]``.
+        mask: in four dims, each 1 or whole, or ``None``.
+        slopes: ``[H]`` or ``[sequences, H]``, or ``None``.
+        seed: of dropout, or ``None``.
+        ends: where packed sequences end, of queries and of keys; ``None`` for dense batches.
+        max_rows: the longest sequence of queries.
+        max_keys: the longest sequence of keys; dropout counts rows of that many.
+        dropout_p: probability with which a weight is dropped.
+        scale: factor of the scores.
+        left: bound of the window, negative without.
+        right: the same for later keys.
+        softcap: bound of the scores, 0 without.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor | None
+    slopes: torch.Tensor | None
+    seed: torch.Tensor | None
+    ends: tuple[torch.Tensor, torch.Tensor] | None
+    max_rows: int
+    max_keys: int
+    dropout_p: float
+    scale: float
+    left: int
+    right: int
+    softcap: float
+
+    @property
+    def sequences(self) -> int:
+        """Number of sequences."""
+        return self.query.shape[0] if self.ends is None else self.ends[0].shape[0] - 1
+
+    @property
+    def folds(self) -> bool:
+        """Whether the maximum may be taken of the bare products: nothing but a positive factor."""
+        additive = self.mask is not None and self.mask.dtype != torch.bool
+        bare = self.slopes is None and self.softcap == 0.0 and not additive
+        return bare and self.scale > 0.0
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments that forward and backward kernels share."""
+        query, key, value = (readable(each) for each in (self.query, self.key, self.value))
+        mask = self._mask()
+        dropout = _launch.dropout_arguments(self.dropout_p, self.max_keys)
+        factor = self.scale * LOG2E.value
+        if self.softcap > 0.0:
+            factor *= 2.0 / self.softcap
+        tables = self.ends or (query, query)
+        result: dict[str, Any] = {
+            "q_ptr": query,
+            "k_ptr": key,
+            "v_ptr": value,
+            "mask_ptr": query if mask is None else mask,
+            "slopes_ptr": _launch.dense(self.slopes, query),
+            "seed_ptr": _launch.dense(self.seed, query),
+            "ends_q_ptr": tables[0].contiguous(),
+            "ends_k_ptr": tables[1].contiguous(),
+            "stride_slope": self.query.shape[1] if _has_batch(self.slopes) else 0,
+            "num_heads": query.shape[1],
+            "num_rows": query.shape[2],
+            "num_keys": self.max_keys,
+            "factor": factor,
+            "bound": self.softcap * LOG2E.value,
+            "left": min(self.left, _UNBOUNDED),
+            "right": min(self.right, _UNBOUNDED),
+            "limit": dropout["limit"],
+            "drop_scale": dropout["scale"],
+            "GROUP": query.shape[1] // max(1, key.shape[1]),
+            "HEAD_DIM": query.shape[3],
+            "VALUE_DIM": value.shape[3],
+            "LEFT": self.left >= 0,
+            "RIGHT": self.right >= 0,
+            "MASK": "none" if mask is None else "bool" if mask.dtype == torch.uint8 else "add",
+            "PER_QUERY": mask is not None and mask.shape[2] != 1,
+            "ALIBI": self.slopes is not None,
+            "SOFTCAP": self.softcap > 0.0,
+            "DROPOUT": dropout["DROPOUT"],
+            "VARLEN": self.ends is not None,
+            "PRECISION": _launch.precision(),
+        }
+        for name, tensor in (("q", query), ("k", key), ("v", value)):
+            result |= self.strides(name, tensor)
+        strides = (0, 0, 0, 0) if mask is None else broadcast_strides(mask)
+        names = ("stride_mb", "stride_mh", "stride_mm", "stride_mn")
+        return result | dict(zip(names, strides, strict=True))
+
+    def strides(self, name: str, tensor: torch.Tensor) -> dict[str, int]:
+        """Return the strides of batch, head and row; packed sequences have no batch."""
+        batch, head, row, _ = tensor.stride()
+        batch = batch if self.ends is None else 0
+        return {f"stride_{name}b": batch, f"stride_{name}h": head, f"stride_{name}s": row}
+
+    def _mask(self) -> torch.Tensor | None:
+        if self.mask is None:
+            return None
+        mask = self.mask.view(torch.uint8) if self.mask.dtype == torch.bool else self.mask
+        return mask.contiguous() if _is_far(mask) else mask
+
+
+def _has_batch(slopes: torch.Tensor | None) -> bool:
+    return slopes is not None and slopes.dim() == 2
+
+
+def readable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor, or a dense copy where the kernels could not read it as it lies.
+
+    They want the last dim dense, and rows near enough for 32-bit positions inside a block.
+    """
+    dense = tensor.shape[3] <= 1 or tensor.stride(3) == 1
+    return tensor if dense and not _is_far(tensor) else heads_inside(tensor)
+
+
+def _is_far(tensor: torch.Tensor) -> bool:
+    pairs = zip(tensor.stride()[2:], tensor.shape[2:], strict=True)
+    return any(size > 1 and stride > _LARGEST_STRIDE for stride, size in pairs)
+
+
+def heads_inside(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``[B, H, S, D]`` dense in memory as ``[B, S, H, D]``; no copy where it is."""
+    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def broadcast_strides(tensor: torch.Tensor) -> list[int]:
+    """Return the strides, 0 along dims of one element: these are broadcast."""
+    pairs = zip(tensor.stride(), tensor.shape, strict=True)
+    return [stride if size != 1 else 0 for stride, size in pairs]
+
+
+def blocks(kernel: str, call: Call) -> tuple[dict[str, int], dict[str, Any]]:
+    """Return block sizes and launch options of ``"forward"``, ``"keys"`` or ``"queries"``.
+
+    ``"keys"`` is the backward kernel that owns keys, ``"queries"`` the one that owns queries.
+    """
+    return block_table(kernel, call.query.dtype, call.query.shape[3], call.value.shape[3])
+
+
+def block_table(
+    kernel: str, dtype: torch.dtype, head_dim: int, value_dim: int
+) -> tuple[dict[str, int], dict[str, Any]]:
+    """Return the same from what decides them: dtype and head sizes."""
+    widths = [max(16, triton.next_power_of_2(size)) for size in (head_dim, value_dim)]
+    table = _FLOAT32 if dtype == torch.float32 else _HALF
+    row = table[kernel][max(64, *widths)]
+    if env.triton_interpreted():
+        row = (16, 16, 4, 1)  # small: tests with few rows then walk several blocks
+    names = ("BLOCK_M", "BLOCK_N", "BLOCK_D", "BLOCK_DV")
+    sizes = dict(zip(names, (*row[:2], *widths), strict=True))
+    return sizes, {"num_warps": row[2], "num_stages": row[3], "enable_fp_fusion": True}
+
+
+def unsupported(query: torch.Tensor, value: torch.Tensor) -> str | None:
+    """Return why the kernels cannot run, ``None`` where they can."""
+    size = max(query.shape[-1], value.shape[-1])
+    if size > 256:
+        return f"its kernels keep a whole head in registers: sizes up to 256, not {size}"
+    return None

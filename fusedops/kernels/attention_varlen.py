@@ -1,0 +1,105 @@
+"""attention_varlen in Triton: the kernels of ``attention.py``, told where each sequence lies.
+
+The packed tokens are one batch to the kernels; programs are laid out for the longest sequence, and
+those past the end of a shorter one return at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fusedops.kernels import _attention_backward, _attention_forward, _attention_report
+from fusedops.kernels._attention_launch import Call, unsupported
+
+
+def supports(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> str | None:
+    """Return why the kernels cannot run on these arguments, ``None`` where they can."""
+    return unsupported(query, value)
+
+
+def supports_backward(
+    grad_output: Any,
+    grad_lse: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *_: Any,
+) -> str | None:
+    """Return the same for the backward."""
+    return unsupported(query, value)
+
+
+def forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    *numbers: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launch the forward; arguments and results are those of ``fusedops::attention_varlen``."""
+    tables = (cu_seqlens_q, cu_seqlens_k)
+    call = _call(query, key, value, alibi_slopes, seed, tables, *numbers)
+    output, lse = _attention_forward.forward(call, sinks)
+    return output[0].transpose(0, 1), lse[0]
+
+
+def backward(
+    grad_output: torch.Tensor | None,
+    grad_lse: torch.Tensor | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    output: torch.Tensor,
+    lse: torch.Tensor,
+    *numbers: Any,
+) -> tuple[torch.Tensor | None, ...]:
+    """Launch the backward; as ``fusedops::attention_varlen_backward``."""
+    *sizes, output_mask = numbers
+    tables = (cu_seqlens_q, cu_seqlens_k)
+    call = _call(query, key, value, alibi_slopes, seed, tables, *sizes)
+    dq, dk, dv, _, dsinks = _attention_backward.backward(
+        call,
+        sinks,
+        None if grad_output is None else _one_batch(grad_output),
+        None if grad_lse is None else grad_lse.unsqueeze(0),
+        _one_batch(output),
+        lse.unsqueeze(0),
+        (*output_mask[:3], False, output_mask[3]),
+    )
+    packed = (None if each is None else each[0].transpose(0, 1) for each in (dq, dk, dv))
+    return (*packed, dsinks)
+
+
+def _call(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    alibi_slopes: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    tables: tuple[torch.Tensor, torch.Tensor],
+    *numbers: Any,
+) -> Call:
+    tensors = (_one_batch(each) for each in (query, key, value))
+    return Call(*tensors, None, alibi_slopes, seed, tables, *numbers)
+
+
+def _one_batch(tensor: torch.Tensor) -> torch.Tensor:
+    """Return packed ``[tokens, H, D]`` as ``[1, H, tokens, D]``."""
+    return tensor.transpose(0, 1).unsqueeze(0)
+
+
+def static_report_cases() -> list[dict[str, Any]]:
+    """Return the configurations whose registers, spills and instructions are kept on record."""
+    return _attention_report.packed_cases()
