@@ -96,48 +96,54 @@ def backward(
         for tensor, wanted in ((query, wants_query), (key, wants_key), (value, wants_value))
     )
     ds = _new_scores(call) if wants_mask else None
+    kind = "given"
+    if query.dtype != torch.float32 and (wants_mask or wants_sinks):
+        kind = "first" if wants_mask else "beside"
+    exact = delta if kind == "given" else _minus_grad_lse(grad_lse, lse)
     with _launch.device_of(query):
-        if lse.numel():
+        if lse.numel() and kind != "first":
             _launch_delta(do, heads_inside(output), grad_lse, lse, delta)
         shared = call.arguments() | call.strides("do", do)
-        shared |= {"do_ptr": do, "lse_ptr": lse, "delta_ptr": delta, "scale": call.scale}
-        if wants_key or wants_value:
-            sizes, options = blocks("keys", call)
-            num_blocks = triton.cdiv(call.max_keys, sizes["BLOCK_N"])
-            programs = num_blocks * key.shape[1] * call.sequences
-            if programs:
-                keys_kernel[(programs,)](
-                    **shared,
-                    dk_ptr=query if dk is None else dk,
-                    dv_ptr=query if dv is None else dv,
-                    num_blocks=num_blocks,
-                    WANTS_KEY=wants_key,
-                    WANTS_VALUE=wants_value,
-                    **sizes,
-                    **options,
-                )
-        if wants_query or wants_mask:
-            sizes, options = blocks("queries", call)
-            num_blocks = triton.cdiv(call.max_rows, sizes["BLOCK_M"])
-            programs = num_blocks * query.shape[1] * call.sequences
-            if programs:
-                queries_kernel[(programs,)](
-                    **shared,
-                    dq_ptr=query if dq is None else dq,
-                    ds_ptr=query if ds is None else ds,
-                    num_blocks=num_blocks,
-                    WANTS_QUERY=wants_query,
-                    WANTS_SCORES=wants_mask,
-                    **sizes,
-                    **options,
-                )
+        shared |= {"do_ptr": do, "lse_ptr": lse, "scale": call.scale}
+        sizes, options = blocks("queries", call)
+        num_blocks = triton.cdiv(call.max_rows, sizes["BLOCK_M"])
+        programs = num_blocks * query.shape[1] * call.sequences
+        if programs and (wants_query or wants_mask or kind == "beside"):
+            queries_kernel[(programs,)](
+                **shared,
+                delta_ptr=delta,
+                exact_ptr=exact,
+                dq_ptr=query if dq is None else dq,
+                ds_ptr=query if ds is None else ds,
+                num_blocks=num_blocks,
+                WANTS_QUERY=wants_query,
+                WANTS_SCORES=wants_mask,
+                DELTA=kind,
+                **sizes,
+                **options,
+            )
+        sizes, options = blocks("keys", call)
+        num_blocks = triton.cdiv(call.max_keys, sizes["BLOCK_N"])
+        programs = num_blocks * key.shape[1] * call.sequences
+        if programs and (wants_key or wants_value):
+            keys_kernel[(programs,)](
+                **shared,
+                delta_ptr=exact if kind == "first" else delta,
+                dk_ptr=query if dk is None else dk,
+                dv_ptr=query if dv is None else dv,
+                num_blocks=num_blocks,
+                WANTS_KEY=wants_key,
+                WANTS_VALUE=wants_value,
+                **sizes,
+                **options,
+            )
     dmask = dsinks = None
     if ds is not None:
         assert call.mask is not None
         dmask = ds.sum_to_size(call.mask.shape).to(call.mask.dtype)
     if wants_sinks:
         assert sinks is not None
-        dsinks = _sinks_gradient(sinks, lse, delta)
+        dsinks = _sinks_gradient(sinks, lse, exact)
     return dq, dk, dv, dmask, dsinks
 
 
@@ -187,6 +193,14 @@ def _launch_delta(
         BLOCK_DV=block_dv,
         **_DELTA_OPTIONS,
     )
+
+
+def _minus_grad_lse(grad_lse: torch.Tensor | None, lse: torch.Tensor) -> torch.Tensor:
+    """Return what the sum of ``p * dp`` is added to."""
+    if grad_lse is None:
+        return torch.zeros_like(lse)
+    # A row without keys has no log-sum-exp to differentiate.
+    return torch.where(lse == -torch.inf, 0.0, -grad_lse)
 
 
 def _sinks_gradient(

@@ -3,6 +3,11 @@
 It walks the keys that its queries may attend, as the forward does, and keeps the gradient of its
 queries in float32 registers. The gradient of the scores is written only where an additive mask
 wants it.
+
+``delta``, the mean of a row's gradients under its weights, comes from the output, which was rounded
+to half precision. What is returned in float32 wants it exact, as ``sum(p * dp)``. ``DELTA`` says
+how: ``"given"`` takes it as it comes; ``"beside"`` sums it in the walk, for the gradient of sinks;
+``"first"`` walks the keys twice, for that of a mask.
 """
 
 from __future__ import annotations
@@ -39,6 +44,7 @@ def queries_kernel(
     do_ptr,
     lse_ptr,
     delta_ptr,
+    exact_ptr,
     dq_ptr,
     ds_ptr,
     stride_qb,
@@ -71,6 +77,7 @@ def queries_kernel(
     drop_scale,
     WANTS_QUERY: tl.constexpr,
     WANTS_SCORES: tl.constexpr,
+    DELTA: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -119,7 +126,10 @@ def queries_kernel(
     exists = row < rows - start
     ds_base = ds_ptr + statistics * num_keys
     lse = load_lse(lse_ptr + statistics + row, exists)
-    delta = tl.load(delta_ptr + statistics + row, mask=exists, other=0.0)
+    if DELTA != "given":
+        exact = tl.load(exact_ptr + statistics + row, mask=exists, other=0.0)
+    if DELTA != "first":
+        delta = tl.load(delta_ptr + statistics + row, mask=exists, other=0.0)
     q = load_tile(q_base, row, stride_qs, rows - start, HEAD_DIM, BLOCK_D, True)
     do = load_tile(do_base, row, stride_dos, rows - start, VALUE_DIM, BLOCK_DV, True)
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
@@ -138,56 +148,64 @@ def queries_kernel(
     col = tl.arange(0, BLOCK_N)
     place = start + row + offset
     drawn = (statistics + row) * num_keys
-    for part in tl.static_range(0 if LEFT else 1, 3):
-        if part == 0:
-            begin, end = low, tl.minimum(full_low, high)
-        elif part == 1:
-            begin, end = full_low, full_high
-        else:
-            begin, end = full_high, high
-        for first in tl.range(begin, end, BLOCK_N):
-            first = tl.multiple_of(first, BLOCK_N)
-            wide = tl.cast(first, tl.int64)
-            left_over = keys - first
-            mask = load_mask(
-                mask_base + wide * stride_mn,
-                row_read[:, None],
-                tl.minimum(col, left_over - 1)[None, :] if part != 1 else col[None, :],
-                stride_mm,
-                stride_mn,
-                MASK,
-                PER_QUERY,
-            )
-            k_tile = k_base + wide * stride_ks
-            k = load_tile(k_tile, col, stride_ks, left_over, HEAD_DIM, BLOCK_D, part != 1)
-            s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-            distance = (first + col)[None, :] - place[:, None]
-            s, tanh = scores(s, distance, mask, slope, factor, bound, SOFTCAP, ALIBI, MASK)
-            p = tl.exp2(s - lse[:, None])
-            if part != 1:
-                allowed = (col < left_over)[None, :]
-                if LEFT or RIGHT:
-                    allowed = allowed & within(distance, left, right, LEFT, RIGHT)
-                p = tl.where(allowed, p, 0.0)
-            v_tile = v_base + wide * stride_vs
-            v = load_tile(v_tile, col, stride_vs, left_over, VALUE_DIM, BLOCK_DV, part != 1)
-            dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-            if DROPOUT == "all":
-                dp = tl.zeros(p.shape, tl.float32)
-            elif DROPOUT != "none":
-                keep = kept(drawn[:, None] + first, seed_ptr, limit, BLOCK_N, DROPOUT)
-                dp = tl.where(keep, dp * drop_scale, 0.0)
-            ds = p * (dp - delta[:, None])
-            if WANTS_SCORES:
-                store = exists[:, None]
+    for walk in tl.static_range(0 if DELTA == "first" else 1, 2):
+        for part in tl.static_range(0 if LEFT else 1, 3):
+            if part == 0:
+                begin, end = low, tl.minimum(full_low, high)
+            elif part == 1:
+                begin, end = full_low, full_high
+            else:
+                begin, end = full_high, high
+            for first in tl.range(begin, end, BLOCK_N):
+                first = tl.multiple_of(first, BLOCK_N)
+                wide = tl.cast(first, tl.int64)
+                left_over = keys - first
+                mask = load_mask(
+                    mask_base + wide * stride_mn,
+                    row_read[:, None],
+                    tl.minimum(col, left_over - 1)[None, :] if part != 1 else col[None, :],
+                    stride_mm,
+                    stride_mn,
+                    MASK,
+                    PER_QUERY,
+                )
+                k_tile = k_base + wide * stride_ks
+                k = load_tile(k_tile, col, stride_ks, left_over, HEAD_DIM, BLOCK_D, part != 1)
+                s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+                distance = (first + col)[None, :] - place[:, None]
+                s, tanh = scores(s, distance, mask, slope, factor, bound, SOFTCAP, ALIBI, MASK)
+                p = tl.exp2(s - lse[:, None])
                 if part != 1:
-                    store = store & (col < left_over)[None, :]
-                ds_tile = ds_base + wide + row[:, None].to(tl.int64) * num_keys + col[None, :]
-                tl.store(ds_tile, ds.to(ds_ptr.dtype.element_ty), mask=store)
-            if WANTS_QUERY:
-                if SOFTCAP:
-                    ds = ds * (1.0 - tanh * tanh)
-                dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+                    allowed = (col < left_over)[None, :]
+                    if LEFT or RIGHT:
+                        allowed = allowed & within(distance, left, right, LEFT, RIGHT)
+                    p = tl.where(allowed, p, 0.0)
+                v_tile = v_base + wide * stride_vs
+                v = load_tile(v_tile, col, stride_vs, left_over, VALUE_DIM, BLOCK_DV, part != 1)
+                dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+                if DROPOUT == "all":
+                    dp = tl.zeros(p.shape, tl.float32)
+                elif DROPOUT != "none":
+                    keep = kept(drawn[:, None] + first, seed_ptr, limit, BLOCK_N, DROPOUT)
+                    dp = tl.where(keep, dp * drop_scale, 0.0)
+                if walk == 0 or DELTA == "beside":
+                    exact += tl.sum(p * dp, 1)
+                if walk == 1:
+                    ds = p * (dp - delta[:, None])
+                if walk == 1 and WANTS_SCORES:
+                    store = exists[:, None]
+                    if part != 1:
+                        store = store & (col < left_over)[None, :]
+                    ds_tile = ds_base + wide + row[:, None].to(tl.int64) * num_keys + col[None, :]
+                    tl.store(ds_tile, ds.to(ds_ptr.dtype.element_ty), mask=store)
+                if walk == 1 and WANTS_QUERY:
+                    if SOFTCAP:
+                        ds = ds * (1.0 - tanh * tanh)
+                    dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+        if walk == 0:
+            delta = exact
+    if DELTA != "given":
+        tl.store(exact_ptr + statistics + row, exact, mask=exists)
     if WANTS_QUERY:
         token = first_row
         if not VARLEN:
