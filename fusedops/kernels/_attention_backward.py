@@ -13,6 +13,7 @@ them: seven products where atomics would do with five.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -23,7 +24,6 @@ from fusedops.kernels._attention_backward_keys import keys_kernel
 from fusedops.kernels._attention_backward_queries import queries_kernel
 from fusedops.kernels._attention_device import load_tile
 from fusedops.kernels._attention_launch import Call, blocks, heads_inside, readable
-
 
 _DELTA_OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
 
@@ -74,7 +74,6 @@ def delta_kernel(
 
 def backward(
     call: Call,
-    sinks: torch.Tensor | None,
     grad_output: torch.Tensor | None,
     grad_lse: torch.Tensor | None,
     output: torch.Tensor,
@@ -125,25 +124,30 @@ def backward(
         sizes, options = blocks("keys", call)
         num_blocks = triton.cdiv(call.max_keys, sizes["BLOCK_N"])
         programs = num_blocks * key.shape[1] * call.sequences
-        if programs and (wants_key or wants_value):
-            keys_kernel[(programs,)](
-                **shared,
-                delta_ptr=exact if kind == "first" else delta,
-                dk_ptr=query if dk is None else dk,
-                dv_ptr=query if dv is None else dv,
-                num_blocks=num_blocks,
-                WANTS_KEY=wants_key,
-                WANTS_VALUE=wants_value,
-                **sizes,
-                **options,
-            )
+        walks = [(wants_key, wants_value)]
+        if wants_key and wants_value and max(sizes["BLOCK_D"], sizes["BLOCK_DV"]) > 128:
+            # The registers hold one gradient of so large heads: a product more, and no spills.
+            walks = [(True, False), (False, True)]
+        for walk in walks:
+            if programs and any(walk):
+                keys_kernel[(programs,)](
+                    **shared,
+                    delta_ptr=exact if kind == "first" else delta,
+                    dk_ptr=query if dk is None else dk,
+                    dv_ptr=query if dv is None else dv,
+                    num_blocks=num_blocks,
+                    WANTS_KEY=walk[0],
+                    WANTS_VALUE=walk[1],
+                    **sizes,
+                    **options,
+                )
     dmask = dsinks = None
     if ds is not None:
         assert call.mask is not None
         dmask = ds.sum_to_size(call.mask.shape).to(call.mask.dtype)
     if wants_sinks:
-        assert sinks is not None
-        dsinks = _sinks_gradient(sinks, lse, exact)
+        assert call.sinks is not None
+        dsinks = _sinks_gradient(call.sinks, lse, exact)
     return dq, dk, dv, dmask, dsinks
 
 
@@ -173,9 +177,8 @@ def _launch_delta(
     delta: torch.Tensor,
 ) -> None:
     batch, heads, rows, size = output.shape
-    block_dv = max(16, triton.next_power_of_2(size))
-    block_m = max(1, 8192 // block_dv)
-    num_blocks = triton.cdiv(rows, block_m)
+    sizes = _delta_sizes(size)
+    num_blocks = triton.cdiv(rows, sizes["BLOCK_M"])
     delta_kernel[(num_blocks * heads * batch,)](
         do,
         output,
@@ -189,10 +192,25 @@ def _launch_delta(
         rows,
         VALUE_DIM=size,
         HAS_DLSE=grad_lse is not None,
-        BLOCK_M=block_m,
-        BLOCK_DV=block_dv,
+        **sizes,
         **_DELTA_OPTIONS,
     )
+
+
+def _delta_sizes(value_dim: int) -> dict[str, int]:
+    """Return block sizes of ``delta_kernel``: 32 elements of each operand a thread."""
+    block_dv = max(16, triton.next_power_of_2(value_dim))
+    return {"BLOCK_M": 4096 // block_dv, "BLOCK_DV": block_dv}
+
+
+def delta_case() -> dict[str, Any]:
+    """Describe ``delta_kernel`` for the static report."""
+    types = {"do_ptr": "*bf16", "out_ptr": "*bf16"}
+    types |= dict.fromkeys(("dlse_ptr", "lse_ptr", "delta_ptr"), "*fp32")
+    types |= {f"stride_{tensor}{dim}": "i32" for tensor in ("do", "l") for dim in "bhs"}
+    types |= dict.fromkeys(("num_blocks", "num_heads", "num_rows"), "i32")
+    flags = {"VALUE_DIM": 128, "HAS_DLSE": True} | _delta_sizes(128)
+    return _launch.report_case(delta_kernel, types, flags, _DELTA_OPTIONS)
 
 
 def _minus_grad_lse(grad_lse: torch.Tensor | None, lse: torch.Tensor) -> torch.Tensor:
@@ -203,9 +221,7 @@ def _minus_grad_lse(grad_lse: torch.Tensor | None, lse: torch.Tensor) -> torch.T
     return torch.where(lse == -torch.inf, 0.0, -grad_lse)
 
 
-def _sinks_gradient(
-    sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor
-) -> torch.Tensor:
+def _sinks_gradient(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
     """Return ``-sum(exp(sink - lse) * delta)`` per head: a sink's value is zero."""
     weight = torch.exp(sinks[:, None] - lse)
     weight = torch.where(lse == -torch.inf, 0.0, weight)

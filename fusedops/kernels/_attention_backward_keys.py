@@ -82,6 +82,7 @@ def keys_kernel(
     SOFTCAP: tl.constexpr,
     DROPOUT: tl.constexpr,
     VARLEN: tl.constexpr,
+    SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -96,7 +97,7 @@ def keys_kernel(
     first_q, rows, first_k, keys, offset = sequence(
         n, num_rows, num_keys, ends_q_ptr, ends_k_ptr, VARLEN
     )
-    if VARLEN:
+    if VARLEN:  # noqa: SIM102 (this one is known at compile time)
         if start >= keys:
             return
     first_key = first_k + start
@@ -138,8 +139,10 @@ def keys_kernel(
         if ALIBI:
             slope = tl.load(slopes_ptr + n * stride_slope + h) * LOG2E
         statistics = statistics_row(n, h, num_heads, num_rows, first_q, VARLEN)
-        for part in tl.static_range(0 if RIGHT else 1, 3 if LEFT else 2):
-            if part == 0:
+        for part in tl.static_range(0 if SPLIT and RIGHT else 1, 3 if SPLIT and LEFT else 2):
+            if not SPLIT:
+                begin, end = low, high
+            elif part == 0:
                 begin, end = low, tl.minimum(full_low, high)
             elif part == 1:
                 begin, end = full_low, full_high
@@ -166,7 +169,7 @@ def keys_kernel(
                 s, tanh = scores(s, distance, mask, slope, factor, bound, SOFTCAP, ALIBI, MASK)
                 lse = load_lse(lse_ptr + statistics + first + row, exists)
                 p = tl.exp2(s - lse[None, :])
-                if part != 1:
+                if part != 1 or (not SPLIT and (LEFT or RIGHT)):
                     p = tl.where(within(distance, left, right, LEFT, RIGHT), p, 0.0)
                 do_tile = do_base + wide * stride_dos
                 do = load_tile(do_tile, row, stride_dos, left_over, VALUE_DIM, BLOCK_DV, True)

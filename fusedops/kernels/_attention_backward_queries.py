@@ -89,6 +89,7 @@ def queries_kernel(
     SOFTCAP: tl.constexpr,
     DROPOUT: tl.constexpr,
     VARLEN: tl.constexpr,
+    SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -105,7 +106,7 @@ def queries_kernel(
     first_q, rows, first_k, keys, offset = sequence(
         n, num_rows, num_keys, ends_q_ptr, ends_k_ptr, VARLEN
     )
-    if VARLEN:
+    if VARLEN:  # noqa: SIM102 (this one is known at compile time)
         if start >= rows:
             return
     first_row = first_q + start
@@ -149,8 +150,10 @@ def queries_kernel(
     place = start + row + offset
     drawn = (statistics + row) * num_keys
     for walk in tl.static_range(0 if DELTA == "first" else 1, 2):
-        for part in tl.static_range(0 if LEFT else 1, 3):
-            if part == 0:
+        for part in tl.static_range((0 if LEFT else 1) if SPLIT else 2, 3):
+            if not SPLIT:
+                begin, end = low, high
+            elif part == 0:
                 begin, end = low, tl.minimum(full_low, high)
             elif part == 1:
                 begin, end = full_low, full_high
@@ -196,7 +199,7 @@ def queries_kernel(
                     store = exists[:, None]
                     if part != 1:
                         store = store & (col < left_over)[None, :]
-                    ds_tile = ds_base + wide + row[:, None].to(tl.int64) * num_keys + col[None, :]
+                    ds_tile = ds_base + wide + row[:, None] * num_keys + col[None, :]
                     tl.store(ds_tile, ds.to(ds_ptr.dtype.element_ty), mask=store)
                 if walk == 1 and WANTS_QUERY:
                     if SOFTCAP:

@@ -17,7 +17,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def sequence(n, num_rows, num_keys, ends_q_ptr, ends_k_ptr, VARLEN: tl.constexpr):
-    """Return the first query, the queries, the first key, the keys and the offset of sequence ``n``.
+    """Return first query, queries, first key, keys and offset of sequence ``n``.
 
     Packed sequences are found in the tables; a dense one begins at 0 of its batch.
     """
@@ -102,9 +102,7 @@ def load_tile(
 
 
 @triton.jit
-def store_tile(
-    base, row, stride, num_rows, tile, SIZE: tl.constexpr, BLOCK: tl.constexpr
-):
+def store_tile(base, row, stride, num_rows, tile, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """Store rows ``[len(row), BLOCK]`` of ``SIZE`` elements in the dtype of ``base``."""
     d = tl.arange(0, BLOCK)
     pointers = base + row[:, None] * stride + d[None, :]

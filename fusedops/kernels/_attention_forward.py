@@ -80,6 +80,7 @@ def forward_kernel(
     FOLD: tl.constexpr,
     DROPOUT: tl.constexpr,
     VARLEN: tl.constexpr,
+    SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -91,12 +92,14 @@ def forward_kernel(
     h = head % num_heads
     n = head // num_heads
     if RIGHT:
-        block = num_blocks - 1 - block  # the longest rows first: short ones fill the gaps at the end
+        block = (
+            num_blocks - 1 - block
+        )  # the longest rows first: short ones fill the gaps at the end
     start = block * BLOCK_M
     first_q, rows, first_k, keys, offset = sequence(
         n, num_rows, num_keys, ends_q_ptr, ends_k_ptr, VARLEN
     )
-    if VARLEN:
+    if VARLEN:  # noqa: SIM102 (this one is known at compile time)
         if start >= rows:
             return
     first_row = first_q + start
@@ -140,9 +143,12 @@ def forward_kernel(
     )
     q = load_tile(q_base, row, stride_qs, rows - start, HEAD_DIM, BLOCK_D, True)
     col = tl.arange(0, BLOCK_N)
-    for part in tl.static_range(0 if LEFT else 1, 3):
-        # Keys at the left edge of the window, keys that all queries attend, keys at the right edge.
-        if part == 0:
+    for part in tl.static_range((0 if LEFT else 1) if SPLIT else 2, 3):
+        # Keys at the left edge of the window, keys that all queries attend, keys at the right edge;
+        # not ``SPLIT``: all keys as at an edge.
+        if not SPLIT:
+            begin, end = low, high
+        elif part == 0:
             begin, end = low, tl.minimum(full_low, high)
         elif part == 1:
             begin, end = full_low, full_high
@@ -207,7 +213,7 @@ def forward_kernel(
     tl.store(lse_ptr + statistics + row, lse, mask=row < rows - start)
 
 
-def forward(call: Call, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch the forward; returns output ``[B, H, Sq, Dv]`` (heads inside) and log-sum-exp."""
     query, value = call.query, call.value
     batch, heads, rows, _ = query.shape
@@ -220,11 +226,11 @@ def forward(call: Call, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch
         with _launch.device_of(query):
             forward_kernel[(programs,)](
                 **call.arguments(),
-                sinks_ptr=_launch.dense(sinks, query),
+                sinks_ptr=_launch.dense(call.sinks, query),
                 out_ptr=out,
                 lse_ptr=lse,
                 num_blocks=num_blocks,
-                SINKS=sinks is not None,
+                SINKS=call.sinks is not None,
                 FOLD=call.folds,
                 **sizes,
                 **options,

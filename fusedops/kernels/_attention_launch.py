@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,16 +28,51 @@ NOT_SPECIALIZED = (
 _UNBOUNDED = 1 << 30  # beyond any distance, and far enough from overflow
 _LARGEST_STRIDE = 1 << 22  # times 256 rows: positions inside a block are 32-bit
 
-# Kernel -> width of the head -> (BLOCK_M queries, BLOCK_N keys, warps, stages).
-_HALF = {
-    "forward": {64: (128, 64, 4, 3), 128: (128, 64, 8, 3), 256: (64, 64, 8, 2)},
-    "keys": {64: (64, 64, 4, 2), 128: (64, 64, 8, 2), 256: (32, 64, 8, 1)},
-    "queries": {64: (128, 64, 8, 3), 128: (128, 64, 8, 2), 256: (64, 32, 8, 1)},
+# Options -> kernel -> width of the head -> (BLOCK_M queries, BLOCK_N keys, warps, stages): large
+# blocks that compile without stack (docs/reports). Plain ones differ by GPU: the warp-group
+# instructions of sm_90 want 64 rows for every four warps and wide right operands, sm_100 keeps sums
+# out of the registers, what sm_80 runs must fit the 99 KB of its smaller kin. Nothing here was
+# measured on a GPU.
+_Blocks = dict[str, dict[int, tuple[int, int, int, int]]]
+_PLAIN: dict[int, _Blocks] = {
+    80: {
+        "forward": {64: (128, 64, 4, 3), 128: (128, 64, 8, 2), 256: (64, 32, 8, 2)},
+        "keys": {64: (64, 64, 4, 2), 128: (64, 64, 8, 2), 256: (32, 32, 8, 2)},
+        "queries": {64: (128, 64, 8, 2), 128: (64, 64, 8, 2), 256: (32, 32, 8, 2)},
+    },
+    90: {
+        "forward": {64: (128, 128, 8, 3), 128: (128, 128, 8, 2), 256: (64, 32, 8, 2)},
+        "keys": {64: (64, 128, 8, 2), 128: (64, 128, 8, 2), 256: (32, 64, 8, 2)},
+        "queries": {64: (128, 128, 8, 2), 128: (64, 64, 4, 2), 256: (64, 32, 8, 2)},
+    },
+    100: {
+        "forward": {64: (128, 64, 4, 3), 128: (128, 64, 8, 3), 256: (64, 64, 8, 2)},
+        "keys": {64: (64, 128, 8, 2), 128: (64, 128, 8, 2), 256: (32, 64, 8, 2)},
+        "queries": {64: (128, 64, 8, 2), 128: (128, 64, 8, 2), 256: (64, 32, 8, 2)},
+    },
 }
-_FLOAT32 = {
-    "forward": {64: (64, 32, 4, 2), 128: (32, 32, 4, 2), 256: (32, 16, 4, 1)},
-    "keys": {64: (32, 32, 4, 1), 128: (16, 32, 4, 1), 256: (16, 16, 4, 1)},
-    "queries": {64: (32, 32, 4, 1), 128: (32, 16, 4, 1), 256: (16, 16, 4, 1)},
+_WITH_OPTIONS: dict[str, _Blocks] = {
+    "light": {
+        "forward": {64: (128, 64, 8, 2), 128: (128, 64, 8, 2), 256: (64, 32, 8, 2)},
+        "keys": {64: (64, 64, 8, 2), 128: (64, 64, 8, 2), 256: (32, 32, 8, 2)},
+        "queries": {64: (64, 64, 4, 2), 128: (64, 64, 8, 2), 256: (32, 32, 8, 2)},
+    },
+    "rich": {
+        "forward": {64: (128, 64, 8, 2), 128: (64, 64, 8, 2), 256: (64, 32, 8, 2)},
+        "keys": {64: (64, 64, 8, 2), 128: (32, 64, 8, 2), 256: (32, 32, 8, 2)},
+        "queries": {64: (64, 64, 8, 2), 128: (64, 32, 8, 2), 256: (32, 32, 8, 2)},
+    },
+    "drop": {
+        "forward": {64: (64, 64, 8, 2), 128: (64, 32, 8, 2), 256: (32, 32, 8, 2)},
+        "keys": {64: (32, 64, 8, 2), 128: (32, 64, 8, 2), 256: (32, 32, 8, 2)},
+        "queries": {64: (32, 32, 8, 2), 128: (32, 32, 8, 2), 256: (32, 32, 8, 2)},
+    },
+}
+# Exact products of float32 run on the ordinary units, and every one of them is an instruction.
+_FLOAT32: _Blocks = {
+    "forward": {64: (32, 32, 4, 2), 128: (32, 32, 8, 2), 256: (32, 32, 8, 1)},
+    "keys": {64: (32, 32, 8, 1), 128: (16, 32, 8, 1), 256: (16, 16, 8, 1)},
+    "queries": {64: (32, 32, 8, 1), 128: (32, 16, 8, 1), 256: (16, 16, 8, 1)},
 }
 
 
@@ -50,6 +86,7 @@ class Call:
         value: ``[B, Hkv, Sk, Dv]``.
         mask: in four dims, each 1 or whole, or ``None``.
         slopes: ``[H]`` or ``[sequences, H]``, or ``None``.
+        sinks: ``[H]``, or ``None``.
         seed: of dropout, or ``None``.
         ends: where packed sequences end, of queries and of keys; ``None`` for dense batches.
         max_rows: the longest sequence of queries.
@@ -66,6 +103,7 @@ class Call:
     value: torch.Tensor
     mask: torch.Tensor | None
     slopes: torch.Tensor | None
+    sinks: torch.Tensor | None
     seed: torch.Tensor | None
     ends: tuple[torch.Tensor, torch.Tensor] | None
     max_rows: int
@@ -87,6 +125,16 @@ class Call:
         additive = self.mask is not None and self.mask.dtype != torch.bool
         bare = self.slopes is None and self.softcap == 0.0 and not additive
         return bare and self.scale > 0.0
+
+    @property
+    def options(self) -> str:
+        """How much the options add to the inner loops, a key of the tables of block sizes."""
+        if _launch.dropout_arguments(self.dropout_p, self.max_keys)["DROPOUT"] != "none":
+            return "drop"
+        if not self.folds or (self.mask is not None and self.mask.shape[2] != 1):
+            return "rich"
+        few = self.left < 0 and self.mask is None and self.sinks is None
+        return "plain" if few else "light"
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments that forward and backward kernels share."""
@@ -177,26 +225,45 @@ def broadcast_strides(tensor: torch.Tensor) -> list[int]:
     return [stride if size != 1 else 0 for stride, size in pairs]
 
 
-def blocks(kernel: str, call: Call) -> tuple[dict[str, int], dict[str, Any]]:
+def blocks(kernel: str, call: Call) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return block sizes and launch options of ``"forward"``, ``"keys"`` or ``"queries"``.
 
     ``"keys"`` is the backward kernel that owns keys, ``"queries"`` the one that owns queries.
     """
-    return block_table(kernel, call.query.dtype, call.query.shape[3], call.value.shape[3])
+    sizes = (call.query.shape[3], call.value.shape[3])
+    generation = _generation(call.query.device)
+    return block_table(kernel, generation, call.query.dtype, *sizes, call.options)
 
 
 def block_table(
-    kernel: str, dtype: torch.dtype, head_dim: int, value_dim: int
-) -> tuple[dict[str, int], dict[str, Any]]:
-    """Return the same from what decides them: dtype and head sizes."""
+    kernel: str,
+    generation: int,
+    dtype: torch.dtype,
+    head_dim: int,
+    value_dim: int,
+    options: str,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the same from what decides them: GPU (80, 90, 100), dtype, head sizes, options."""
     widths = [max(16, triton.next_power_of_2(size)) for size in (head_dim, value_dim)]
-    table = _FLOAT32 if dtype == torch.float32 else _HALF
+    table = _PLAIN[generation] if options == "plain" else _WITH_OPTIONS[options]
+    if dtype == torch.float32:
+        table = _FLOAT32
     row = table[kernel][max(64, *widths)]
     if env.triton_interpreted():
         row = (16, 16, 4, 1)  # small: tests with few rows then walk several blocks
     names = ("BLOCK_M", "BLOCK_N", "BLOCK_D", "BLOCK_DV")
-    sizes = dict(zip(names, (*row[:2], *widths), strict=True))
+    sizes: dict[str, Any] = dict(zip(names, (*row[:2], *widths), strict=True))
+    # Three loops hold more in registers than one that always looks at positions.
+    split = options == "plain" or (options == "light" and kernel != "keys")
+    sizes["SPLIT"] = split and (generation, kernel, max(widths)) != (90, "keys", 128)
     return sizes, {"num_warps": row[2], "num_stages": row[3], "enable_fp_fusion": True}
+
+
+@functools.cache
+def _generation(device: torch.device) -> int:
+    """Return whose block sizes a GPU uses: 90 and 100 have matrix instructions of their own."""
+    major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 8
+    return {9: 90, 10: 100}.get(major, 80)
 
 
 def unsupported(query: torch.Tensor, value: torch.Tensor) -> str | None:

@@ -1,4 +1,9 @@
-"""Which configurations of the attention kernels are compiled for the static report."""
+"""Which configurations of the attention kernels are compiled for the static report.
+
+Block sizes differ by GPU, so a case names the one that runs it. Not every option times every size:
+the plain causal case for each size and GPU, and all options together, the largest of all kernels,
+for one.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +12,14 @@ from typing import Any
 import torch
 
 from fusedops.kernels import _launch
-from fusedops.kernels._attention_backward import delta_kernel, delta_sizes
+from fusedops.kernels._attention_backward import delta_case
 from fusedops.kernels._attention_backward_keys import keys_kernel
 from fusedops.kernels._attention_backward_queries import queries_kernel
 from fusedops.kernels._attention_forward import forward_kernel
 from fusedops.kernels._attention_launch import block_table
 
-_PLAIN = {
+_KERNELS = {"forward": forward_kernel, "keys": keys_kernel, "queries": queries_kernel}
+_PLAIN: dict[str, Any] = {
     "LEFT": False,
     "RIGHT": True,
     "MASK": "none",
@@ -31,4 +37,67 @@ _PLAIN = {
     "WANTS_SCORES": False,
     "DELTA": "given",
     "PRECISION": "ieee",
+    "stride_mn": 1,
 }
+_LIGHT = _PLAIN | {"LEFT": True, "SINKS": True, "DELTA": "beside"}
+_RICH = _LIGHT | {
+    "MASK": "add",
+    "PER_QUERY": True,
+    "ALIBI": True,
+    "SOFTCAP": True,
+    "FOLD": False,
+    "GROUP": 4,
+    "WANTS_SCORES": True,
+    "DELTA": "first",
+}
+
+
+def case(
+    kernel: str, capability: int, size: int, kind: str, flags: dict[str, Any], dtype: str = "bf16"
+) -> dict[str, Any]:
+    """Describe one configuration of ``"forward"``, ``"keys"`` or ``"queries"``."""
+    types = {f"{name}_ptr": f"*{dtype}" for name in ("q", "k", "v", "mask", "out", "do")}
+    types |= {f"{name}_ptr": f"*{dtype}" for name in ("dq", "dk", "dv")}
+    types |= {f"{name}_ptr": "*fp32" for name in ("slopes", "sinks", "lse", "delta", "exact", "ds")}
+    types |= {f"{name}_ptr": "*i64" for name in ("seed", "ends_q", "ends_k")}
+    types |= {f"stride_{tensor}{dim}": "i32" for tensor in ("q", "k", "v", "do") for dim in "bhs"}
+    types |= {f"stride_{name}": "i32" for name in ("mb", "mh", "mm", "slope")}
+    counts = ("num_blocks", "num_heads", "num_rows", "num_keys", "left", "right", "limit")
+    types |= dict.fromkeys(counts, "i32")
+    types |= dict.fromkeys(("factor", "bound", "scale", "drop_scale"), "fp32")
+    half = dtype != "fp32"
+    torch_dtype = torch.bfloat16 if half else torch.float32
+    sizes, options = block_table(kernel, capability, torch_dtype, size, size, kind)
+    if kernel == "keys" and size > 128:
+        flags = flags | {"WANTS_VALUE": False}
+    found = _launch.report_case(
+        _KERNELS[kernel],
+        types,
+        flags | sizes | {"HEAD_DIM": size, "VALUE_DIM": size},
+        options,
+        matrix=half,
+        capabilities=(capability,),
+    )
+    found["label"] += f", {kind}"
+    return found
+
+
+def dense_cases() -> list[dict[str, Any]]:
+    """Return the cases of dense batches."""
+    found = [
+        case(kernel, capability, size, "plain", _PLAIN)
+        for kernel in _KERNELS
+        for capability, sizes in ((80, (64, 128)), (90, (64, 128, 256)), (100, (64, 128)))
+        for size in sizes
+    ]
+    found += [case(kernel, 90, 128, "light", _LIGHT) for kernel in _KERNELS]
+    found += [case(kernel, 90, 128, "rich", _RICH) for kernel in _KERNELS]
+    found += [case(kernel, 90, 128, "drop", _PLAIN | {"DROPOUT": "draw"}) for kernel in _KERNELS]
+    found.append(case("forward", 90, 64, "plain", _PLAIN, "fp32"))
+    return [*found, delta_case()]
+
+
+def packed_cases() -> list[dict[str, Any]]:
+    """Return the cases of packed sequences."""
+    flags = _PLAIN | {"VARLEN": True, "GROUP": 4}
+    return [case(kernel, 90, 64, "plain", flags) for kernel in _KERNELS]

@@ -130,8 +130,8 @@ def kept(start, seed_ptr, limit, BLOCK_N: tl.constexpr, DROPOUT: tl.constexpr):
     """Return which elements of rows dropout keeps; ``_core/philox.py`` is the specification.
 
     ``start`` is the linear index (int64) of the first column: a scalar for a block ``[N]``,
-    ``[M, 1]`` for ``[M, N]``. Modes are those of ``_launch.dropout_arguments`` that draw: ``"draw"``
-    gives a counter's four words to four neighbours and needs starts that four divides;
+    ``[M, 1]`` for ``[M, N]``. Modes are those of ``_launch.dropout_arguments`` that draw numbers:
+    ``"draw"`` gives a counter's four words to four neighbours and needs starts that four divides;
     ``"select"`` draws a counter per element.
     """
     seed = tl.load(seed_ptr)

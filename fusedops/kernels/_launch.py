@@ -89,6 +89,7 @@ def report_case(
     options: dict[str, Any],
     *,
     matrix: bool = False,
+    capabilities: tuple[int, ...] | None = None,
 ) -> dict[str, Any]:
     """Describe one compilation for the static report (``tools/kernel_report.py``).
 
@@ -98,6 +99,7 @@ def report_case(
         constexprs: argument name -> value.
         options: launch options: ``num_warps``, ``num_stages``.
         matrix: whether the kernel must use matrix instructions.
+        capabilities: GPUs that run this configuration (80, 90, 100), all by default.
     """
     names = set(kernel.arg_names)
     blocks = [f"{name}={value}" for name, value in constexprs.items() if name.startswith("BLOCK")]
@@ -110,5 +112,6 @@ def report_case(
         "num_warps": options.get("num_warps", 4),
         "num_stages": options.get("num_stages", 1),
         "matrix": matrix,
+        "capabilities": capabilities,
         "label": ", ".join(blocks),
     }

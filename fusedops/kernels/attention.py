@@ -1,4 +1,4 @@
-"""attention in Triton: launches of the kernels in ``_attention_forward`` and ``_attention_backward``.
+"""attention in Triton: launches of the kernels in ``_attention_forward`` and ``_backward``.
 
 The same kernels serve packed sequences (``attention_varlen.py``). Where a measured table says so,
 the plain case runs torch's own kernels instead: ``_torch_serves``.
@@ -57,6 +57,7 @@ def forward(
         value,
         attn_mask,
         alibi_slopes,
+        sinks,
         seed,
         dropout_p,
         scale,
@@ -64,10 +65,10 @@ def forward(
         window_right,
         softcap,
     )
-    served = _torch_serves(call, sinks)
+    served = _torch_serves(call)
     if served:
         return _by_torch(served, call)
-    return _attention_forward.forward(call, sinks)
+    return _attention_forward.forward(call)
 
 
 def backward(
@@ -96,6 +97,7 @@ def backward(
         value,
         attn_mask,
         alibi_slopes,
+        sinks,
         seed,
         dropout_p,
         scale,
@@ -103,9 +105,7 @@ def backward(
         window_right,
         softcap,
     )
-    return _attention_backward.backward(
-        call, sinks, grad_output, grad_lse, output, lse, output_mask
-    )
+    return _attention_backward.backward(call, grad_output, grad_lse, output, lse, output_mask)
 
 
 def _call(
@@ -114,15 +114,16 @@ def _call(
     value: torch.Tensor,
     attn_mask: torch.Tensor | None,
     alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
     seed: torch.Tensor | None,
     *numbers: Any,
 ) -> Call:
     rows, keys = query.shape[2], key.shape[2]
-    tensors = (query, key, value, attn_mask, alibi_slopes, seed)
+    tensors = (query, key, value, attn_mask, alibi_slopes, sinks, seed)
     return Call(*tensors, None, rows, keys, *numbers)
 
 
-def _torch_serves(call: Call, sinks: torch.Tensor | None) -> str:
+def _torch_serves(call: Call) -> str:
     """Return which of torch's kernels runs this forward, "" for none.
 
     The hook of a measured table (``TORCH_SERVES``): both give the same output and log-sum-exp, so
@@ -132,7 +133,7 @@ def _torch_serves(call: Call, sinks: torch.Tensor | None) -> str:
     if not TORCH_SERVES or query.device.type != "cuda" or query.dtype == torch.float32:
         return ""
     causal = call.right == 0 and query.shape[2] == key.shape[2]
-    options = (call.mask, call.slopes, sinks, call.seed)
+    options = (call.mask, call.slopes, call.sinks, call.seed)
     plain = all(each is None for each in options) and call.softcap == 0.0 and call.left < 0
     if not plain or not (causal or call.right < 0) or call.value.shape[3] != query.shape[3]:
         return ""
@@ -160,4 +161,4 @@ def _by_torch(kernel: str, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
 
 def static_report_cases() -> list[dict[str, Any]]:
     """Return the configurations whose registers, spills and instructions are kept on record."""
-    return _attention_report.cases()
+    return _attention_report.dense_cases()

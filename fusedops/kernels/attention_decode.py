@@ -20,8 +20,12 @@ import triton.language as tl
 from fusedops._core import env
 from fusedops.kernels import _launch
 from fusedops.kernels._attention_device import LN2, LOG2E, load_tile, scores
-from fusedops.kernels._attention_launch import NOT_SPECIALIZED, readable, unsupported
+from fusedops.kernels._attention_launch import readable, unsupported
 
+# Numbers that a kernel need not know: another cache then needs no new compilation.
+NOT_SPECIALIZED = ("num_tiles", "num_parts", "num_heads", "num_rows", "left")
+
+_MERGE_OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
 _MOST_PARTS = 64
 _SMALLEST_PART = 128
 
@@ -87,7 +91,7 @@ def parts_kernel(
     n = rest // key_heads
     length = tl.load(lengths_ptr + n).to(tl.int32)
     first, first_part, past_parts = _keys_of(length, num_rows, left, part_size, LEFT)
-    if not WHOLE:
+    if not WHOLE:  # noqa: SIM102 (this one is known at compile time)
         if (part < first_part) | (part >= past_parts):
             return
     # Rows of the tile: the new tokens of each query head of the group.
@@ -120,9 +124,7 @@ def parts_kernel(
         start = tl.multiple_of(start, BLOCK_N)
         wide = tl.cast(start, tl.int64)
         left_over = length - start
-        k = load_tile(
-            k_base + wide * stride_ks, col, stride_ks, left_over, HEAD_DIM, BLOCK_D, True
-        )
+        k = load_tile(k_base + wide * stride_ks, col, stride_ks, left_over, HEAD_DIM, BLOCK_D, True)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         distance = (start + col)[None, :] - place[:, None]
         s, _ = scores(s, distance, 0.0, slope, factor, bound, SOFTCAP, ALIBI, "none")
@@ -297,9 +299,6 @@ def forward(
     return out.transpose(1, 2), lse
 
 
-_MERGE_OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
-
-
 def _parts(capacity: int) -> tuple[int, int]:
     """Return the keys of a part and the number of parts of a cache.
 
@@ -320,7 +319,10 @@ def _blocks(
     block_n, stages = (64, 3) if max(widths) <= 128 else (32, 3)
     if dtype == torch.float32:
         block_m, block_n, stages = 16, 32 if max(widths) <= 128 else 16, 2
-    sizes = {"BLOCK_M": block_m, "BLOCK_N": min(block_n, 16) if env.triton_interpreted() else block_n}
+    sizes = {
+        "BLOCK_M": block_m,
+        "BLOCK_N": min(block_n, 16) if env.triton_interpreted() else block_n,
+    }
     sizes |= {"BLOCK_D": widths[0], "BLOCK_DV": widths[1]}
     return sizes, {"num_warps": 4, "num_stages": stages, "enable_fp_fusion": True}
 

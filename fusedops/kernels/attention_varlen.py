@@ -6,7 +6,6 @@ those past the end of a shorter one return at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -45,8 +44,8 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch the forward; arguments and results are those of ``fusedops::attention_varlen``."""
     tables = (cu_seqlens_q, cu_seqlens_k)
-    call = _call(query, key, value, alibi_slopes, seed, tables, *numbers)
-    output, lse = _attention_forward.forward(call, sinks)
+    call = _call(query, key, value, alibi_slopes, sinks, seed, tables, *numbers)
+    output, lse = _attention_forward.forward(call)
     return output[0].transpose(0, 1), lse[0]
 
 
@@ -68,10 +67,9 @@ def backward(
     """Launch the backward; as ``fusedops::attention_varlen_backward``."""
     *sizes, output_mask = numbers
     tables = (cu_seqlens_q, cu_seqlens_k)
-    call = _call(query, key, value, alibi_slopes, seed, tables, *sizes)
+    call = _call(query, key, value, alibi_slopes, sinks, seed, tables, *sizes)
     dq, dk, dv, _, dsinks = _attention_backward.backward(
         call,
-        sinks,
         None if grad_output is None else _one_batch(grad_output),
         None if grad_lse is None else grad_lse.unsqueeze(0),
         _one_batch(output),
@@ -87,12 +85,13 @@ def _call(
     key: torch.Tensor,
     value: torch.Tensor,
     alibi_slopes: torch.Tensor | None,
+    sinks: torch.Tensor | None,
     seed: torch.Tensor | None,
     tables: tuple[torch.Tensor, torch.Tensor],
     *numbers: Any,
 ) -> Call:
-    tensors = (_one_batch(each) for each in (query, key, value))
-    return Call(*tensors, None, alibi_slopes, seed, tables, *numbers)
+    tensors = (_one_batch(query), _one_batch(key), _one_batch(value))
+    return Call(*tensors, None, alibi_slopes, sinks, seed, tables, *numbers)
 
 
 def _one_batch(tensor: torch.Tensor) -> torch.Tensor:
