@@ -54,8 +54,8 @@ _PLAIN: dict[int, _Blocks] = {
 _WITH_OPTIONS: dict[str, _Blocks] = {
     "light": {
         "forward": {64: (128, 64, 8, 2), 128: (128, 64, 8, 2), 256: (64, 32, 8, 2)},
-        "keys": {64: (64, 64, 8, 2), 128: (64, 64, 8, 2), 256: (32, 32, 8, 2)},
-        "queries": {64: (64, 64, 4, 2), 128: (64, 64, 8, 2), 256: (32, 32, 8, 2)},
+        "keys": {64: (64, 64, 8, 2), 128: (32, 64, 8, 2), 256: (32, 32, 8, 2)},
+        "queries": {64: (64, 64, 4, 2), 128: (64, 32, 8, 2), 256: (32, 32, 8, 2)},
     },
     "rich": {
         "forward": {64: (128, 64, 8, 2), 128: (64, 64, 8, 2), 256: (64, 32, 8, 2)},
@@ -64,7 +64,7 @@ _WITH_OPTIONS: dict[str, _Blocks] = {
     },
     "drop": {
         "forward": {64: (64, 64, 8, 2), 128: (64, 32, 8, 2), 256: (32, 32, 8, 2)},
-        "keys": {64: (32, 64, 8, 2), 128: (32, 64, 8, 2), 256: (32, 32, 8, 2)},
+        "keys": {64: (32, 64, 8, 2), 128: (32, 32, 8, 2), 256: (32, 32, 8, 2)},
         "queries": {64: (32, 32, 8, 2), 128: (32, 32, 8, 2), 256: (32, 32, 8, 2)},
     },
 }
@@ -253,10 +253,19 @@ def block_table(
         row = (16, 16, 4, 1)  # small: tests with few rows then walk several blocks
     names = ("BLOCK_M", "BLOCK_N", "BLOCK_D", "BLOCK_DV")
     sizes: dict[str, Any] = dict(zip(names, (*row[:2], *widths), strict=True))
-    # Three loops hold more in registers than one that always looks at positions.
-    split = options == "plain" or (options == "light" and kernel != "keys")
-    sizes["SPLIT"] = split and (generation, kernel, max(widths)) != (90, "keys", 128)
+    sizes["SPLIT"] = _splits(kernel, generation, max(widths), options)
     return sizes, {"num_warps": row[2], "num_stages": row[3], "enable_fp_fusion": True}
+
+
+def _splits(kernel: str, generation: int, width: int, options: str) -> bool:
+    """Return whether blocks that need no look at positions get a loop of their own.
+
+    Two or three loops hold more in registers than one: where they would spill, or where the options
+    cost more than the look, there is one.
+    """
+    if options == "light":
+        return kernel != "keys" and width <= 128
+    return options == "plain" and not (kernel == "keys" and generation == 90 and width >= 128)
 
 
 @functools.cache

@@ -329,4 +329,23 @@ def _blocks(
 
 def static_report_cases() -> list[dict[str, Any]]:
     """Return the configurations whose registers, spills and instructions are kept on record."""
-    return []
+    types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), "*bf16") | {"lengths_ptr": "*i64"}
+    fp32 = ("slopes_ptr", "sinks_ptr", "lse_ptr", "parts_ptr", "parts_lse_ptr")
+    types |= dict.fromkeys(fp32, "*fp32")
+    types |= {f"stride_{tensor}{dim}": "i32" for tensor in "qkv" for dim in "bhs"}
+    types |= dict.fromkeys((*NOT_SPECIALIZED, "part_size", "stride_slope"), "i32")
+    types |= dict.fromkeys(("factor", "bound"), "fp32")
+    options = {"LEFT": True, "ALIBI": True, "SINKS": True, "SOFTCAP": True}
+    cases = []
+    for rows, size, given in ((4, 128, False), (64, 128, True), (16, 256, False)):
+        sizes, launch = _blocks(torch.bfloat16, rows, size, size)
+        flags: dict[str, Any] = {"GROUP": rows, "HEAD_DIM": size, "VALUE_DIM": size}
+        flags |= dict.fromkeys(options, given) | {"WHOLE": False, "PRECISION": "ieee"}
+        cases.append(
+            _launch.report_case(
+                parts_kernel, types | {"out_ptr": "*fp32"}, flags | sizes, launch, matrix=True
+            )
+        )
+    flags = {"LEFT": True, "SINKS": True, "VALUE_DIM": 256, "BLOCK_DV": 256, "BLOCK_P": _MOST_PARTS}
+    out = {"out_ptr": "*bf16"}
+    return [*cases, _launch.report_case(merge_kernel, types | out, flags, _MERGE_OPTIONS)]
