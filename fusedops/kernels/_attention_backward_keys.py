@@ -12,6 +12,7 @@ import triton.language as tl
 
 from fusedops.kernels._attention_device import (
     LOG2E,
+    chunked_product,
     load_lse,
     load_mask,
     load_tile,
@@ -83,6 +84,7 @@ def keys_kernel(
     DROPOUT: tl.constexpr,
     VARLEN: tl.constexpr,
     SPLIT: tl.constexpr,
+    CHUNKED: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -164,7 +166,22 @@ def keys_kernel(
                 )
                 q_tile = q_base + wide * stride_qs
                 q = load_tile(q_tile, row, stride_qs, left_over, HEAD_DIM, BLOCK_D, True)
-                s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+                if CHUNKED:
+                    s = chunked_product(
+                        k_base,
+                        col,
+                        stride_ks,
+                        keys - start,
+                        q_tile,
+                        row,
+                        stride_qs,
+                        left_over,
+                        HEAD_DIM,
+                        BLOCK_D,
+                        PRECISION,
+                    )
+                else:
+                    s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
                 distance = place[:, None] - (first + row)[None, :]
                 s, tanh = scores(s, distance, mask, slope, factor, bound, SOFTCAP, ALIBI, MASK)
                 lse = load_lse(lse_ptr + statistics + first + row, exists)
@@ -183,7 +200,22 @@ def keys_kernel(
                 if WANTS_VALUE:
                     dv = tl.dot(dropped.to(do.dtype), do, dv, input_precision=PRECISION)
                 if WANTS_KEY:
-                    dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+                    if CHUNKED:
+                        dp = chunked_product(
+                            v_base,
+                            col,
+                            stride_vs,
+                            keys - start,
+                            do_tile,
+                            row,
+                            stride_dos,
+                            left_over,
+                            VALUE_DIM,
+                            BLOCK_DV,
+                            PRECISION,
+                        )
+                    else:
+                        dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
                     if DROPOUT == "all":
                         dp = tl.zeros(p.shape, tl.float32)
                     elif DROPOUT != "none":

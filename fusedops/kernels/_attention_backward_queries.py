@@ -17,6 +17,7 @@ import triton.language as tl
 
 from fusedops.kernels._attention_device import (
     LOG2E,
+    chunked_product,
     load_lse,
     load_mask,
     load_tile,
@@ -90,6 +91,7 @@ def queries_kernel(
     DROPOUT: tl.constexpr,
     VARLEN: tl.constexpr,
     SPLIT: tl.constexpr,
+    CHUNKED: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -174,7 +176,22 @@ def queries_kernel(
                 )
                 k_tile = k_base + wide * stride_ks
                 k = load_tile(k_tile, col, stride_ks, left_over, HEAD_DIM, BLOCK_D, part != 1)
-                s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+                if CHUNKED:
+                    s = chunked_product(
+                        q_base,
+                        row,
+                        stride_qs,
+                        rows - start,
+                        k_tile,
+                        col,
+                        stride_ks,
+                        left_over,
+                        HEAD_DIM,
+                        BLOCK_D,
+                        PRECISION,
+                    )
+                else:
+                    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
                 distance = (first + col)[None, :] - place[:, None]
                 s, tanh = scores(s, distance, mask, slope, factor, bound, SOFTCAP, ALIBI, MASK)
                 p = tl.exp2(s - lse[:, None])
@@ -185,7 +202,22 @@ def queries_kernel(
                     p = tl.where(allowed, p, 0.0)
                 v_tile = v_base + wide * stride_vs
                 v = load_tile(v_tile, col, stride_vs, left_over, VALUE_DIM, BLOCK_DV, part != 1)
-                dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+                if CHUNKED:
+                    dp = chunked_product(
+                        do_base,
+                        row,
+                        stride_dos,
+                        rows - start,
+                        v_tile,
+                        col,
+                        stride_vs,
+                        left_over,
+                        VALUE_DIM,
+                        BLOCK_DV,
+                        PRECISION,
+                    )
+                else:
+                    dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
                 if DROPOUT == "all":
                     dp = tl.zeros(p.shape, tl.float32)
                 elif DROPOUT != "none":

@@ -102,6 +102,36 @@ def load_tile(
 
 
 @triton.jit
+def chunked_product(
+    a_base,
+    a_row,
+    stride_a,
+    num_a,
+    b_base,
+    b_row,
+    stride_b,
+    num_b,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Return ``a @ b.T`` of two tiles of rows in memory, a few elements of the rows at a time.
+
+    For float32: products on the ordinary units would hold whole rows in registers.
+    """
+    CHUNK: tl.constexpr = 64 if BLOCK > 64 else BLOCK
+    total = tl.zeros((a_row.shape[0], b_row.shape[0]), tl.float32)
+    for first in tl.range(0, BLOCK, CHUNK):
+        d = first + tl.arange(0, CHUNK)
+        inside = (d < SIZE)[None, :]
+        a_mask, b_mask = (a_row < num_a)[:, None] & inside, (b_row < num_b)[:, None] & inside
+        a = tl.load(a_base + a_row[:, None] * stride_a + d[None, :], mask=a_mask, other=0.0)
+        b = tl.load(b_base + b_row[:, None] * stride_b + d[None, :], mask=b_mask, other=0.0)
+        total = tl.dot(a, tl.trans(b), total, input_precision=PRECISION)
+    return total
+
+
+@triton.jit
 def store_tile(base, row, stride, num_rows, tile, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """Store rows ``[len(row), BLOCK]`` of ``SIZE`` elements in the dtype of ``base``."""
     d = tl.arange(0, BLOCK)

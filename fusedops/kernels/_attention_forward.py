@@ -17,6 +17,7 @@ from fusedops.kernels import _launch
 from fusedops.kernels._attention_device import (
     LN2,
     LOG2E,
+    chunked_product,
     load_mask,
     load_tile,
     scores,
@@ -81,6 +82,7 @@ def forward_kernel(
     DROPOUT: tl.constexpr,
     VARLEN: tl.constexpr,
     SPLIT: tl.constexpr,
+    CHUNKED: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -170,7 +172,22 @@ def forward_kernel(
             )
             k_tile = k_base + wide * stride_ks
             k = load_tile(k_tile, col, stride_ks, left_over, HEAD_DIM, BLOCK_D, part != 1)
-            s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            if CHUNKED:
+                s = chunked_product(
+                    q_base,
+                    row,
+                    stride_qs,
+                    rows - start,
+                    k_tile,
+                    col,
+                    stride_ks,
+                    left_over,
+                    HEAD_DIM,
+                    BLOCK_D,
+                    PRECISION,
+                )
+            else:
+                s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             distance = (first + col)[None, :] - place[:, None]
             s, _ = scores(s, distance, mask, slope, unit, bound, SOFTCAP, ALIBI, MASK)
             if part != 1:
