@@ -54,13 +54,13 @@ _PLAIN: dict[int, _Blocks] = {
 _WITH_OPTIONS: dict[str, _Blocks] = {
     "light": {
         "forward": {64: (128, 64, 8, 2), 128: (128, 64, 8, 2), 256: (64, 32, 8, 2)},
-        "keys": {64: (32, 64, 8, 2), 128: (32, 64, 8, 2), 256: (32, 32, 8, 2)},
+        "keys": {64: (64, 64, 8, 2), 128: (32, 64, 8, 2), 256: (32, 32, 8, 2)},
         "queries": {64: (64, 64, 8, 2), 128: (64, 32, 8, 2), 256: (32, 32, 8, 2)},
     },
     "rich": {
         "forward": {64: (128, 64, 8, 2), 128: (64, 64, 8, 2), 256: (64, 32, 8, 2)},
-        "keys": {64: (32, 64, 8, 2), 128: (32, 32, 8, 2), 256: (32, 32, 8, 2)},
-        "queries": {64: (64, 32, 8, 2), 128: (64, 32, 8, 2), 256: (32, 32, 8, 2)},
+        "keys": {64: (64, 64, 8, 2), 128: (32, 64, 8, 2), 256: (32, 32, 8, 2)},
+        "queries": {64: (64, 64, 8, 2), 128: (64, 32, 8, 2), 256: (32, 32, 8, 2)},
     },
     "drop": {
         "forward": {64: (64, 64, 8, 2), 128: (64, 32, 8, 2), 256: (32, 32, 8, 2)},
@@ -68,11 +68,19 @@ _WITH_OPTIONS: dict[str, _Blocks] = {
         "queries": {64: (32, 32, 8, 2), 128: (32, 32, 8, 2), 256: (16, 32, 8, 2)},
     },
 }
+# Where those would spill: GPU, options, kernel, width.
+_EXCEPTIONS = {
+    (80, "light", "keys", 64): (32, 64, 8, 2),
+    (80, "rich", "keys", 64): (32, 64, 8, 2),
+    (80, "rich", "queries", 64): (64, 32, 8, 2),
+    (100, "light", "queries", 64): (64, 32, 8, 2),
+    (100, "rich", "keys", 128): (32, 32, 8, 2),
+}
 # Exact products of float32 run on the ordinary units, and every one of them is an instruction.
 _FLOAT32: _Blocks = {
     "forward": {64: (32, 32, 8, 1), 128: (32, 32, 8, 1), 256: (16, 16, 8, 1)},
-    "keys": {64: (32, 32, 8, 1), 128: (16, 32, 8, 1), 256: (16, 16, 8, 1)},
-    "queries": {64: (32, 32, 8, 1), 128: (16, 16, 8, 1), 256: (16, 16, 8, 1)},
+    "keys": {64: (16, 32, 8, 1), 128: (16, 32, 8, 1), 256: (16, 16, 8, 1)},
+    "queries": {64: (16, 32, 8, 1), 128: (16, 16, 8, 1), 256: (16, 16, 8, 1)},
 }
 
 
@@ -245,10 +253,12 @@ def block_table(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the same from what decides them: GPU (80, 90, 100), dtype, head sizes, options."""
     widths = [max(16, triton.next_power_of_2(size)) for size in (head_dim, value_dim)]
-    table = _PLAIN[generation] if options == "plain" else _WITH_OPTIONS[options]
+    width = max(64, *widths)
     if dtype == torch.float32:
-        table = _FLOAT32
-    row = table[kernel][max(64, *widths)]
+        row = _FLOAT32[kernel][width]
+    else:
+        table = _PLAIN[generation] if options == "plain" else _WITH_OPTIONS[options]
+        row = _EXCEPTIONS.get((generation, options, kernel, width), table[kernel][width])
     if env.triton_interpreted():
         row = (16, 16, 4, 1)  # small: tests with few rows then walk several blocks
     names = ("BLOCK_M", "BLOCK_N", "BLOCK_D", "BLOCK_DV")
