@@ -79,7 +79,7 @@ def case(
         matrix=half,
         capabilities=(capability,),
     )
-    found["label"] += f", {kind}"
+    found["label"] += f", {kind}" if half else f", {kind}, float32"
     return found
 
 

@@ -316,7 +316,9 @@ def _blocks(
     """Return block sizes and launch options for tiles of ``rows`` queries."""
     widths = [max(16, triton.next_power_of_2(size)) for size in (head_dim, value_dim)]
     block_m = min(64, max(16, triton.next_power_of_2(rows)))
-    block_n, stages = (64, 3) if max(widths) <= 128 else (32, 3)
+    block_n, stages = 64, 3
+    if max(widths) > 128:
+        block_m, block_n = min(block_m, 32), 32
     if dtype == torch.float32:
         block_m, block_n, stages = 16, 32 if max(widths) <= 128 else 16, 2
     sizes = {
