@@ -32,6 +32,7 @@ _DELTA_OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
 def delta_kernel(
     do_ptr,
     out_ptr,
+    rest_ptr,
     dlse_ptr,
     lse_ptr,
     delta_ptr,
@@ -46,6 +47,7 @@ def delta_kernel(
     num_rows,
     VALUE_DIM: tl.constexpr,
     HAS_DLSE: tl.constexpr,
+    HAS_REST: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
@@ -61,7 +63,12 @@ def delta_kernel(
     out_base = out_ptr + (n * num_rows + start) * stride_os + h * VALUE_DIM
     do = load_tile(do_base, row, stride_dos, num_rows - start, VALUE_DIM, BLOCK_DV, True)
     out = load_tile(out_base, row, stride_os, num_rows - start, VALUE_DIM, BLOCK_DV, True)
-    delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1)
+    wide_out = out.to(tl.float32)
+    if HAS_REST:
+        rest_base = rest_ptr + (n * num_rows + start) * stride_os + h * VALUE_DIM
+        rest = load_tile(rest_base, row, stride_os, num_rows - start, VALUE_DIM, BLOCK_DV, True)
+        wide_out += rest.to(tl.float32)
+    delta = tl.sum(do.to(tl.float32) * wide_out, 1)
     statistics = head.to(tl.int64) * num_rows + start + row
     if HAS_DLSE:
         # A row without keys has no log-sum-exp to differentiate.
@@ -78,6 +85,7 @@ def backward(
     grad_lse: torch.Tensor | None,
     output: torch.Tensor,
     lse: torch.Tensor,
+    remainder: torch.Tensor,
     output_mask: Sequence[bool],
 ) -> tuple[torch.Tensor | None, ...]:
     """Launch the backward; returns the gradients of query, key, value, mask and sinks.
@@ -101,7 +109,7 @@ def backward(
     exact = delta if kind == "given" else _minus_grad_lse(grad_lse, lse)
     with _launch.device_of(query):
         if lse.numel() and kind != "first":
-            _launch_delta(do, heads_inside(output), grad_lse, lse, delta)
+            _launch_delta(do, heads_inside(output), remainder, grad_lse, lse, delta)
         shared = call.arguments() | call.strides("do", do)
         shared |= {"do_ptr": do, "lse_ptr": lse, "scale": call.scale}
         sizes, options = blocks("queries", call)
@@ -172,16 +180,19 @@ def _new_scores(call: Call) -> torch.Tensor:
 def _launch_delta(
     do: torch.Tensor,
     output: torch.Tensor,
+    remainder: torch.Tensor,
     grad_lse: torch.Tensor | None,
     lse: torch.Tensor,
     delta: torch.Tensor,
 ) -> None:
+    kept = remainder.numel() > 0
     batch, heads, rows, size = output.shape
     sizes = _delta_sizes(size)
     num_blocks = triton.cdiv(rows, sizes["BLOCK_M"])
     delta_kernel[(num_blocks * heads * batch,)](
         do,
         output,
+        heads_inside(remainder) if kept else output,
         lse if grad_lse is None else grad_lse,
         lse,
         delta,
@@ -192,6 +203,7 @@ def _launch_delta(
         rows,
         VALUE_DIM=size,
         HAS_DLSE=grad_lse is not None,
+        HAS_REST=kept,
         **sizes,
         **_DELTA_OPTIONS,
     )
@@ -205,11 +217,11 @@ def _delta_sizes(value_dim: int) -> dict[str, int]:
 
 def delta_case() -> dict[str, Any]:
     """Describe ``delta_kernel`` for the static report."""
-    types = {"do_ptr": "*bf16", "out_ptr": "*bf16"}
+    types = {"do_ptr": "*bf16", "out_ptr": "*bf16", "rest_ptr": "*bf16"}
     types |= dict.fromkeys(("dlse_ptr", "lse_ptr", "delta_ptr"), "*fp32")
     types |= {f"stride_{tensor}{dim}": "i32" for tensor in ("do", "l") for dim in "bhs"}
     types |= dict.fromkeys(("num_blocks", "num_heads", "num_rows"), "i32")
-    flags = {"VALUE_DIM": 128, "HAS_DLSE": True} | _delta_sizes(128)
+    flags = {"VALUE_DIM": 128, "HAS_DLSE": True, "HAS_REST": True} | _delta_sizes(128)
     return _launch.report_case(delta_kernel, types, flags, _DELTA_OPTIONS)
 
 

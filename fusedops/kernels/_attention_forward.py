@@ -43,6 +43,7 @@ def forward_kernel(
     ends_q_ptr,
     ends_k_ptr,
     out_ptr,
+    rest_ptr,
     lse_ptr,
     stride_qb,
     stride_qh,
@@ -77,6 +78,7 @@ def forward_kernel(
     PER_QUERY: tl.constexpr,
     ALIBI: tl.constexpr,
     SINKS: tl.constexpr,
+    KEEPS: tl.constexpr,
     SOFTCAP: tl.constexpr,
     FOLD: tl.constexpr,
     DROPOUT: tl.constexpr,
@@ -225,17 +227,29 @@ def forward_kernel(
         token += wide_n * num_rows
     stride_os = num_heads * VALUE_DIM
     out_base = out_ptr + token * stride_os + h * VALUE_DIM
-    store_tile(out_base, row, stride_os, rows - start, acc * scale[:, None], VALUE_DIM, BLOCK_DV)
+    out = acc * scale[:, None]
+    store_tile(out_base, row, stride_os, rows - start, out, VALUE_DIM, BLOCK_DV)
+    if KEEPS:
+        # What the rounding takes, for the backward's sum of output * grad_output.
+        rest = out - out.to(out_ptr.dtype.element_ty).to(tl.float32)
+        rest_base = rest_ptr + token * stride_os + h * VALUE_DIM
+        store_tile(rest_base, row, stride_os, rows - start, rest, VALUE_DIM, BLOCK_DV)
     lse = tl.where(total == 0.0, float("-inf"), top * LN2 + tl.log(total))
     tl.store(lse_ptr + statistics + row, lse, mask=row < rows - start)
 
 
-def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch the forward; returns output ``[B, H, Sq, Dv]`` (heads inside) and log-sum-exp."""
+def forward(call: Call, keep_remainder: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Launch the forward.
+
+    Returns output ``[B, H, Sq, Dv]`` (heads inside), log-sum-exp and what the output's rounding
+    took, laid out as the output (empty unless it is to be kept).
+    """
     query, value = call.query, call.value
     batch, heads, rows, _ = query.shape
     out = query.new_empty(batch, rows, heads, value.shape[3])
     lse = query.new_empty(batch, heads, rows, dtype=torch.float32)
+    keeps = keep_remainder and query.dtype != torch.float32
+    rest = torch.empty_like(out) if keeps else query.new_empty(0)
     sizes, options = blocks("forward", call)
     num_blocks = triton.cdiv(call.max_rows, sizes["BLOCK_M"])
     programs = num_blocks * heads * call.sequences
@@ -245,11 +259,13 @@ def forward(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
                 **call.arguments(),
                 sinks_ptr=_launch.dense(call.sinks, query),
                 out_ptr=out,
+                rest_ptr=rest if keeps else out,
                 lse_ptr=lse,
                 num_blocks=num_blocks,
                 SINKS=call.sinks is not None,
+                KEEPS=keeps,
                 FOLD=call.folds,
                 **sizes,
                 **options,
             )
-    return out.transpose(1, 2), lse
+    return out.transpose(1, 2), lse, rest.transpose(1, 2) if keeps else rest

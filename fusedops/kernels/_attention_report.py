@@ -26,6 +26,7 @@ _PLAIN: dict[str, Any] = {
     "PER_QUERY": False,
     "ALIBI": False,
     "SINKS": False,
+    "KEEPS": True,
     "SOFTCAP": False,
     "FOLD": True,
     "DROPOUT": "none",
@@ -57,7 +58,7 @@ def case(
     kernel: str, capability: int, size: int, kind: str, flags: dict[str, Any], dtype: str = "bf16"
 ) -> dict[str, Any]:
     """Describe one configuration of ``"forward"``, ``"keys"`` or ``"queries"``."""
-    types = {f"{name}_ptr": f"*{dtype}" for name in ("q", "k", "v", "mask", "out", "do")}
+    types = {f"{name}_ptr": f"*{dtype}" for name in ("q", "k", "v", "mask", "out", "rest", "do")}
     types |= {f"{name}_ptr": f"*{dtype}" for name in ("dq", "dk", "dv")}
     types |= {f"{name}_ptr": "*fp32" for name in ("slopes", "sinks", "lse", "delta", "exact", "ds")}
     types |= {f"{name}_ptr": "*i64" for name in ("seed", "ends_q", "ends_k")}

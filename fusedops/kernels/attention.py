@@ -49,7 +49,8 @@ def forward(
     window_left: int,
     window_right: int,
     softcap: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    keep_remainder: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Launch the forward; arguments and results are those of ``fusedops::attention``."""
     call = _call(
         query,
@@ -65,10 +66,11 @@ def forward(
         window_right,
         softcap,
     )
-    served = _torch_serves(call)
+    # Torch's kernels do not tell what their output's rounding took.
+    served = "" if keep_remainder else _torch_serves(call)
     if served:
-        return _by_torch(served, call)
-    return _attention_forward.forward(call)
+        return (*_by_torch(served, call), query.new_empty(0))
+    return _attention_forward.forward(call, keep_remainder)
 
 
 def backward(
@@ -83,11 +85,13 @@ def backward(
     seed: torch.Tensor | None,
     output: torch.Tensor,
     lse: torch.Tensor,
+    remainder: torch.Tensor,
     dropout_p: float,
     scale: float,
     window_left: int,
     window_right: int,
     softcap: float,
+    keep_remainder: bool,
     output_mask: Sequence[bool],
 ) -> tuple[torch.Tensor | None, ...]:
     """Launch the backward; as ``fusedops::attention_backward``."""
@@ -105,7 +109,9 @@ def backward(
         window_right,
         softcap,
     )
-    return _attention_backward.backward(call, grad_output, grad_lse, output, lse, output_mask)
+    return _attention_backward.backward(
+        call, grad_output, grad_lse, output, lse, remainder, output_mask
+    )
 
 
 def _call(

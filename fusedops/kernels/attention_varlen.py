@@ -41,12 +41,15 @@ def forward(
     sinks: torch.Tensor | None,
     seed: torch.Tensor | None,
     *numbers: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Launch the forward; arguments and results are those of ``fusedops::attention_varlen``."""
     tables = (cu_seqlens_q, cu_seqlens_k)
-    call = _call(query, key, value, alibi_slopes, sinks, seed, tables, *numbers)
-    output, lse = _attention_forward.forward(call)
-    return output[0].transpose(0, 1), lse[0]
+    *sizes, keep_remainder = numbers
+    call = _call(query, key, value, alibi_slopes, sinks, seed, tables, *sizes)
+    output, lse, remainder = _attention_forward.forward(call, keep_remainder)
+    if remainder.dim() == 4:
+        remainder = remainder[0].transpose(0, 1)
+    return output[0].transpose(0, 1), lse[0], remainder
 
 
 def backward(
@@ -62,10 +65,11 @@ def backward(
     seed: torch.Tensor | None,
     output: torch.Tensor,
     lse: torch.Tensor,
+    remainder: torch.Tensor,
     *numbers: Any,
 ) -> tuple[torch.Tensor | None, ...]:
     """Launch the backward; as ``fusedops::attention_varlen_backward``."""
-    *sizes, output_mask = numbers
+    *sizes, _, output_mask = numbers
     tables = (cu_seqlens_q, cu_seqlens_k)
     call = _call(query, key, value, alibi_slopes, sinks, seed, tables, *sizes)
     dq, dk, dv, _, dsinks = _attention_backward.backward(
@@ -74,6 +78,7 @@ def backward(
         None if grad_lse is None else grad_lse.unsqueeze(0),
         _one_batch(output),
         lse.unsqueeze(0),
+        _one_batch(remainder) if remainder.numel() else remainder,
         (*output_mask[:3], False, output_mask[3]),
     )
     packed = (None if each is None else each[0].transpose(0, 1) for each in (dq, dk, dv))
