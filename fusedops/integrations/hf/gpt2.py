@@ -7,28 +7,29 @@ sum + the norm after it.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 from transformers.models.gpt2 import modeling_gpt2
 
 from fusedops.integrations.hf.attention import attention_rule
-from fusedops.integrations.hf.rules import Rule, bypass_obstacle, global_hooks, runs_here
-from fusedops.integrations.hf.torch_modules import LayerNorm, enough_rows
+from fusedops.integrations.hf.residual import (
+    add_norm,
+    deferral_obstacle,
+    deferred,
+    norm_obstacle,
+    probe_add_norm,
+    unknown_forward,
+)
+from fusedops.integrations.hf.rules import Rule, global_hooks, runs_here
+from fusedops.integrations.hf.torch_modules import enough_rows
 from fusedops.integrations.hf.transformers_modules import (
     activation_name,
     activation_obstacle,
     conv1d_obstacle,
 )
-from fusedops.ops.add_layer_norm import add_layer_norm
 from fusedops.ops.bias_dropout_add import bias_dropout_add
 from fusedops.ops.mlp import mlp
-
-_NORMS = (nn.LayerNorm, LayerNorm)
 
 
 class GPT2MLP(modeling_gpt2.GPT2MLP):
@@ -97,7 +98,7 @@ class GPT2Block(modeling_gpt2.GPT2Block):
                 use_cache,
                 **kwargs,
             )
-        with _deferred(self.attn, "resid_dropout") as dropout_p:
+        with deferred(self.attn, "resid_dropout", _BRANCHES) as dropout_p:
             attn_output, _ = self.attn(
                 self.ln_1(hidden_states),
                 past_key_values=past_key_values,
@@ -105,48 +106,10 @@ class GPT2Block(modeling_gpt2.GPT2Block):
                 use_cache=use_cache,
                 **kwargs,
             )
-        norm = self.ln_2
-        normed, residual = add_layer_norm(
-            attn_output,
-            hidden_states,
-            norm.normalized_shape,
-            norm.weight,
-            norm.bias,
-            norm.eps,
-            dropout_p=dropout_p,
-        )
-        with _deferred(self.mlp, "dropout") as dropout_p:
+        normed, residual = add_norm(attn_output, hidden_states, self.ln_2, dropout_p)
+        with deferred(self.mlp, "dropout", _BRANCHES) as dropout_p:
             feed_forward = self.mlp(normed)
         return bias_dropout_add(feed_forward, None, residual, dropout_p)
-
-
-@contextmanager
-def _deferred(branch: Any, name: str) -> Iterator[float]:
-    """Let ``branch`` run without the dropout at its end; yield the probability left to do.
-
-    Where somebody would see the difference (hooks on either), the dropout stays where it is and
-    the probability is 0. The flag belongs to the module: two threads must not run one model in
-    training at the same time.
-    """
-    if not branch.training or _deferral_obstacle(branch, name) is not None:
-        yield 0.0
-        return
-    dropout = getattr(branch, name)
-    if not dropout.training or dropout.p == 0.0:
-        yield 0.0
-        return
-    dropout.training = False
-    try:
-        yield dropout.p
-    finally:
-        dropout.training = True
-
-
-def _deferral_obstacle(branch: Any, name: str) -> str | None:
-    """Return why the dropout at the end of ``branch`` must stay there, or ``None``."""
-    return bypass_obstacle(type(branch).__name__, branch, _BRANCHES) or bypass_obstacle(
-        name, getattr(branch, name), (nn.Dropout,)
-    )
 
 
 _ATTENTION = attention_rule(modeling_gpt2.GPT2Attention, __name__, ("attn_dropout",))
@@ -157,19 +120,10 @@ _BRANCHES = (modeling_gpt2.GPT2Attention, GPT2Attention, modeling_gpt2.GPT2MLP, 
 
 def _block_obstacle(block: Any) -> str | None:
     """Return why the block cannot run in its fused form now, or ``None``."""
-    return bypass_obstacle("ln_2", block.ln_2, _NORMS) or global_hooks() or _UNKNOWN_BLOCK
+    return norm_obstacle("ln_2", block.ln_2) or global_hooks() or _UNKNOWN_BLOCK
 
 
-def _unknown_block() -> str | None:
-    """Return why transformers' block is not the one that this file was written for."""
-    known = list(inspect.signature(GPT2Block.forward).parameters)
-    found = list(inspect.signature(modeling_gpt2.GPT2Block.forward).parameters)
-    if found == known:
-        return None
-    return f"this transformers has another GPT2Block.forward({', '.join(found[1:])})"
-
-
-_UNKNOWN_BLOCK = _unknown_block()
+_UNKNOWN_BLOCK = unknown_forward(GPT2Block, modeling_gpt2.GPT2Block)
 
 
 def _block_note(block: Any) -> str | None:
@@ -177,19 +131,13 @@ def _block_note(block: Any) -> str | None:
     reasons = [
         reason
         for branch, name in ((block.attn, "resid_dropout"), (block.mlp, "dropout"))
-        if (reason := _deferral_obstacle(branch, name)) is not None
+        if (reason := deferral_obstacle(branch, name, _BRANCHES)) is not None
     ]
     return f"dropout not fused: {'; '.join(reasons)}" if reasons else None
 
 
 def _probe_mlp(module: Any) -> None:
     before_dropout(module, module.c_fc.weight.new_zeros(1, module.c_fc.weight.shape[0]))
-
-
-def _probe_block(block: Any) -> None:
-    norm = block.ln_2
-    row = norm.weight.new_zeros((1, *norm.normalized_shape))
-    add_layer_norm(row, row, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
 
 
 RULES = (
@@ -199,7 +147,7 @@ RULES = (
         GPT2Block,
         ("add_layer_norm", "bias_dropout_add"),
         "O1",
-        _probe_block,
+        lambda block: probe_add_norm(block.ln_2),
         _block_obstacle,
         absorbs=("ln_2", "attn.resid_dropout", "mlp.dropout"),
         note=_block_note,

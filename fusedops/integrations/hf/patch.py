@@ -22,11 +22,16 @@ from fusedops.integrations.hf.rules import LEVELS, Rule, resolution
 _TABLES = {
     "fusedops.integrations.hf.torch_modules": "torch",
     "fusedops.integrations.hf.transformers_modules": "transformers.activations",
-    "fusedops.integrations.hf.gpt2": "transformers.models.gpt2.modeling_gpt2",
     "fusedops.integrations.hf.bert": "transformers.models.bert.modeling_bert",
+    "fusedops.integrations.hf.camembert": "transformers.models.camembert.modeling_camembert",
+    "fusedops.integrations.hf.distilbert": "transformers.models.distilbert.modeling_distilbert",
+    "fusedops.integrations.hf.electra": "transformers.models.electra.modeling_electra",
+    "fusedops.integrations.hf.gpt2": "transformers.models.gpt2.modeling_gpt2",
     "fusedops.integrations.hf.llama": "transformers.models.llama.modeling_llama",
     "fusedops.integrations.hf.mistral": "transformers.models.mistral.modeling_mistral",
     "fusedops.integrations.hf.qwen2": "transformers.models.qwen2.modeling_qwen2",
+    "fusedops.integrations.hf.roberta": "transformers.models.roberta.modeling_roberta",
+    "fusedops.integrations.hf.xlm_roberta": "transformers.models.xlm_roberta.modeling_xlm_roberta",
 }
 
 
@@ -37,8 +42,8 @@ def patch(model: nn.Module, *, level: str = "O2", strict: bool = False) -> Patch
     process too. Patching again with another level changes the level.
 
     Args:
-        model: any module; Hugging Face's GPT-2 and BERT are known as families, torch's
-            ``LayerNorm``, ``GELU``, ``Linear`` and ``Sequential`` by type.
+        model: any module. Hugging Face's families that have a table in this folder are known as
+            such, torch's ``LayerNorm``, ``GELU``, ``Linear`` and ``Sequential`` by type.
         level: ``"O0"`` nothing; ``"O1"`` norms and element-wise ops; ``"O2"`` also matrix
             products with what follows them; ``"O3"`` as ``"O2"`` (nothing that changes rounding
             is there yet).

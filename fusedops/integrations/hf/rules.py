@@ -69,6 +69,11 @@ class Rule:
     calls: Callable[[Any], tuple[str, ...]] = _nothing
 
 
+def by_name(rules: Iterable[Rule]) -> dict[str, type[nn.Module]]:
+    """Return the patched classes as globals of the module that holds them: pickling looks there."""
+    return {rule.patched.__name__: rule.patched for rule in rules}
+
+
 def bypass_obstacle(name: str, child: Any, classes: Iterable[type]) -> str | None:
     """Return why the work of ``child`` must not be done without calling it, or ``None``.
 

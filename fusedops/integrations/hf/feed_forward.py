@@ -1,0 +1,111 @@
+"""Feed-forward layers of two linear children and an activation, as one op; for several families."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fusedops.integrations.hf.rules import Rule, global_hooks, runs_here
+from fusedops.integrations.hf.torch_modules import enough_rows, linear_obstacle
+from fusedops.integrations.hf.transformers_modules import activation_name, activation_obstacle
+from fusedops.ops.linear_act import linear_act
+from fusedops.ops.mlp import mlp
+
+
+@dataclass(frozen=True)
+class Names:
+    """Names of the children, in the order in which they run."""
+
+    first: str = "fc1"
+    activation: str = "activation_fn"
+    second: str = "fc2"
+
+
+def fits(hidden_states: torch.Tensor) -> bool:
+    """Return whether the fused products have kernels for this input and are not slower."""
+    return runs_here(hidden_states) and enough_rows(hidden_states)
+
+
+def feed_forward(module: Any, names: Names, hidden_states: torch.Tensor) -> torch.Tensor:
+    """Return ``second(activation(first(hidden_states)))`` as one op."""
+    first, second = getattr(module, names.first), getattr(module, names.second)
+    activation = _known(getattr(module, names.activation))
+    return mlp(
+        hidden_states, first.weight, first.bias, second.weight, second.bias, activation=activation
+    )
+
+
+def dense_act(linear: Any, activation: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    """Return ``activation(linear(hidden_states))`` as one op."""
+    return linear_act(hidden_states, linear.weight, linear.bias, activation=_known(activation))
+
+
+def _known(activation: Any) -> str:
+    name = activation_name(activation)
+    assert name is not None
+    return name
+
+
+def feed_forward_obstacle(module: Any, names: Names) -> str | None:
+    """Return why ``feed_forward`` must not run now, or ``None``."""
+    return linear_obstacle(names.second, getattr(module, names.second)) or dense_act_obstacle(
+        module, names.first, names.activation
+    )
+
+
+def dense_act_obstacle(module: Any, linear: str, activation: str) -> str | None:
+    """Return why ``dense_act`` must not do the work of these two children now, or ``None``."""
+    return (
+        linear_obstacle(linear, getattr(module, linear))
+        or activation_obstacle(activation, getattr(module, activation))
+        or global_hooks()
+    )
+
+
+def probe_feed_forward(module: Any, names: Names) -> None:
+    """Call ``mlp`` on one row, as ``Rule.probe`` does."""
+    first = getattr(module, names.first)
+    feed_forward(module, names, first.weight.new_zeros(1, first.in_features))
+
+
+def probe_dense_act(linear: Any) -> None:
+    """Call ``linear_act`` on one row, as ``Rule.probe`` does."""
+    linear_act(linear.weight.new_zeros(1, linear.in_features), linear.weight, activation="gelu")
+
+
+class _FeedForward(nn.Module):
+    """The forward of modules that are nothing but a feed-forward layer."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return the layer's output."""
+        if not fits(hidden_states) or feed_forward_obstacle(self, _DEFAULT) is not None:
+            return super().forward(hidden_states)
+        return feed_forward(self, _DEFAULT, hidden_states)
+
+
+_DEFAULT = Names()
+
+
+def feed_forward_rule(original: type[nn.Module], module_name: str) -> Rule:
+    """Return the rule for a class of ``fc2(activation_fn(fc1(hidden_states)))``.
+
+    Args:
+        original: the class.
+        module_name: name of the module that will hold the patched class under the same name.
+    """
+    body = {
+        "__module__": module_name,
+        "__doc__": f"``{original.__module__}.{original.__name__}`` as one op.",
+    }
+    return Rule(
+        original,
+        type(original.__name__, (_FeedForward, original), body),
+        ("mlp",),
+        "O2",
+        lambda module: probe_feed_forward(module, _DEFAULT),
+        lambda module: feed_forward_obstacle(module, _DEFAULT),
+        absorbs=("fc1", "activation_fn", "fc2"),
+    )
