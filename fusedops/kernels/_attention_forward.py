@@ -219,7 +219,8 @@ def forward_kernel(
             v_tile = v_base + wide * stride_vs
             v = load_tile(v_tile, col, stride_vs, left_over, VALUE_DIM, BLOCK_DV, part != 1)
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
-    scale = 1.0 / tl.where(total == 0.0, 1.0, total)
+    divisor = tl.where(total == 0.0, 1.0, total)
+    scale = 1.0 / divisor
     if DROPOUT != "none":
         scale = scale * drop_scale
     token = first_row
@@ -234,7 +235,7 @@ def forward_kernel(
         rest = out - out.to(out_ptr.dtype.element_ty).to(tl.float32)
         rest_base = rest_ptr + token * stride_os + h * VALUE_DIM
         store_tile(rest_base, row, stride_os, rows - start, rest, VALUE_DIM, BLOCK_DV)
-    lse = tl.where(total == 0.0, float("-inf"), top * LN2 + tl.log(total))
+    lse = tl.where(total == 0.0, float("-inf"), top * LN2 + tl.log(divisor))
     tl.store(lse_ptr + statistics + row, lse, mask=row < rows - start)
 
 

@@ -143,8 +143,9 @@ def parts_kernel(
             v_base + wide * stride_vs, col, stride_vs, left_over, VALUE_DIM, BLOCK_DV, True
         )
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
-    acc = acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
-    lse = tl.where(total == 0.0, float("-inf"), top * LN2 + tl.log(total))
+    divisor = tl.where(total == 0.0, 1.0, total)
+    acc = acc * (1.0 / divisor)[:, None]
+    lse = tl.where(total == 0.0, float("-inf"), top * LN2 + tl.log(divisor))
     # Parts lie [B, H, Sq, parts]; the op's output [B, Sq, H], its log-sum-exp [B, H, Sq].
     statistics = (wide_n * num_heads + h) * num_rows + i
     if WHOLE:
@@ -201,10 +202,11 @@ def merge_kernel(
     d = tl.arange(0, BLOCK_DV)
     mask = exists[:, None] & (d < VALUE_DIM)[None, :]
     parts = tl.load(parts_ptr + at[:, None] * VALUE_DIM + d[None, :], mask=mask, other=0.0)
-    out = tl.sum(parts * weight[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+    divisor = tl.where(total == 0.0, 1.0, total)
+    out = tl.sum(parts * weight[:, None], 0) / divisor
     place_out = ((n * num_rows + i) * num_heads + h) * VALUE_DIM
     tl.store(out_ptr + place_out + d, out.to(out_ptr.dtype.element_ty), mask=d < VALUE_DIM)
-    tl.store(lse_ptr + program, tl.where(total == 0.0, float("-inf"), top + tl.log(total)))
+    tl.store(lse_ptr + program, tl.where(total == 0.0, float("-inf"), top + tl.log(divisor)))
 
 
 def supports(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> str | None:
