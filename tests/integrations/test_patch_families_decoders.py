@@ -31,7 +31,7 @@ SIZES = {
     "num_attention_heads": 4,
     "intermediate_size": 48,
     "max_position_embeddings": 32,
-    "initializer_range": 0.2,
+    "initializer_range": 0.1,
     "bos_token_id": None,
     "eos_token_id": None,
     "pad_token_id": None,
@@ -71,13 +71,28 @@ class Family:
         return patched, stock
 
 
-LLAMA_OPS = {"attention": 2, "rms_norm": 5, "linear_glu": 2}
+def without(ops: dict[str, int], name: str) -> dict[str, int]:
+    return {op: count for op, count in ops.items() if op != name}
+
+
+LLAMA_OPS = {
+    "attention": 2,
+    "rotary_embedding": 2,
+    "rms_norm": 3,
+    "add_rms_norm": 2,
+    "linear_glu": 2,
+}
+GEMMA2 = GROUPED | {"head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 8}
 FAMILIES = {
     each.name: each
     for each in (
         Family("Llama", GROUPED, LLAMA_OPS),
         Family("Mistral", GROUPED | {"sliding_window": 5}, LLAMA_OPS),
         Family("Qwen2", GROUPED, LLAMA_OPS),
+        Family("Qwen3", GROUPED | {"head_dim": 16}, LLAMA_OPS | {"rms_norm": 3 + 4}),
+        Family("Gemma", GROUPED | {"head_dim": 8}, LLAMA_OPS),
+        Family("Gemma2", GEMMA2, LLAMA_OPS | {"rms_norm": 3 + 4}),
+        Family("Phi3", GROUPED, without(LLAMA_OPS, "linear_glu") | {"swiglu": 2}),
     )
 }
 of_each_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
@@ -112,7 +127,7 @@ def test_strict_accepts_the_family(family: Family) -> None:
     assert kept <= KEPT
 
 
-KEPT = {"Embedding", "RotaryEmbedding"}
+KEPT = {"Embedding", "RotaryEmbedding", "TextScaledWordEmbedding", "Dropout"}
 
 
 @of_each_family
@@ -192,6 +207,21 @@ def test_attentions_and_hidden_states_are_recorded(family: Family) -> None:
 
 
 @of_each_family
+def test_eager_attention_is_served_until_somebody_records_the_weights(family: Family) -> None:
+    patched, stock = family.pair(**EAGER)
+    with counted() as calls:
+        assert_same_training(patched, stock, loss)
+    assert calls["attention"] == 2
+    for model in (patched, stock):
+        model.eval()
+    for layer in patched.get_decoder().layers:
+        layer.self_attn.register_forward_hook(lambda module, args, output: None)
+    with counted() as calls:
+        assert_close(patched(IDS).logits, stock(IDS).logits)
+    assert calls["attention"] == 0
+
+
+@of_each_family
 def test_pickles(family: Family) -> None:
     patched, _ = family.pair()
     twin = pickle.loads(pickle.dumps(patched))
@@ -207,10 +237,49 @@ def test_compiles_into_one_graph(name: str) -> None:
     assert_close(compiled(IDS).logits, stock(IDS).logits)
 
 
-@pytest.mark.parametrize("options", [{"mlp_bias": True}, {"hidden_act": "gelu"}])
-def test_gated_mlp_variants(options: dict[str, Any]) -> None:
-    patched, stock = FAMILIES["Llama"].pair(**options)
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_pytorch_tanh", "relu", "mish"])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("name", ["Llama", "Phi3"])
+def test_gated_mlp_variants(name: str, bias: bool, activation: str) -> None:
+    patched, stock = FAMILIES[name].pair(hidden_act=activation, mlp_bias=bias)
     assert_same_training(patched, stock, loss)
+
+
+def test_gemma2_caps_the_scores_as_it_is_configured_to() -> None:
+    for options in ({}, EAGER):
+        patched, stock = FAMILIES["Gemma2"].pair(attn_logit_softcapping=0.1, **options)
+        assert_same_training(patched, stock, loss)
+    capped, free = (FAMILIES["Gemma2"].model(attn_logit_softcapping=cap) for cap in (0.1, None))
+    assert torch.equal(capped(IDS).logits, free(IDS).logits)  # by sdpa
+    for model in (capped, free):
+        model.set_attn_implementation("eager")
+        fusedops.patch(model)
+    assert not torch.allclose(capped(IDS).logits, free(IDS).logits, atol=1e-3)
+
+
+def test_float64_is_normalised_in_float32_as_the_models_do() -> None:
+    patched, stock = (model.double() for model in FAMILIES["Llama"].pair())
+    with counted() as calls:
+        found = patched(IDS).logits
+    assert (calls["rms_norm"], calls["add_rms_norm"], calls["attention"]) == (0, 0, 2)
+    assert torch.allclose(found, stock(IDS).logits, rtol=1e-12, atol=1e-12)
+
+
+def test_dropout_of_phi3_drops_in_training_only() -> None:
+    patched, stock = FAMILIES["Phi3"].pair(resid_pdrop=1.0)
+    with counted() as calls:
+        assert_close(patched(IDS).logits, stock(IDS).logits)
+    assert calls["add_rms_norm"] == 2
+    assert_close(patched.eval()(IDS).logits, stock.eval()(IDS).logits)
+
+
+def test_static_cache_and_packed_sequences() -> None:
+    patched, stock = (model.eval() for model in FAMILIES["Mistral"].pair())
+    options = {"max_new_tokens": 6, "do_sample": False, "cache_implementation": "static"}
+    tokens, wanted = (model.generate(IDS, **options) for model in (patched, stock))
+    assert torch.equal(tokens, wanted)
+    packed = torch.tensor([[*range(5), *range(7)]] * 2)
+    assert_close(*(model(IDS, position_ids=packed).logits for model in (patched, stock)))
 
 
 class _Adapted(nn.Module):

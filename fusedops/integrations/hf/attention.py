@@ -3,11 +3,13 @@
 An attention module asks its configuration for the implementation's name and calls the function that
 is registered under it. The configuration belongs to the whole model, often to several, so it is not
 touched: the patched class shows its instance a view of it in which the name is ours. Masks are
-still made by the model for the implementation that it was configured with.
+still made by the model for the implementation that it was configured with, and each of the two that
+are known has a function here which reads them in the same way.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,10 +17,12 @@ from torch import nn
 from transformers.integrations.sdpa_attention import create_position_bias_mask
 from transformers.modeling_utils import AttentionInterface
 
-from fusedops.integrations.hf.rules import Rule, runs_here
+from fusedops.integrations.hf.rotary import forward_with_rotary
+from fusedops.integrations.hf.rules import Rule, bypass_obstacle, global_hooks, runs_here
 from fusedops.ops.attention import attention
 
-NAME = "fusedops"
+# Configured implementation -> ours.
+NAMES = {"sdpa": "fusedops", "eager": "fusedops_eager"}
 
 
 def attend(
@@ -70,16 +74,61 @@ def attend(
     return output.transpose(1, 2).contiguous(), None
 
 
-AttentionInterface.register(NAME, attend)
+def attend_as_eager(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Compute attention as the decoder families' ``eager_attention_forward``, with the fused op.
+
+    The mask is always added and says all: causality and the window are in it. ``sdpa`` knows no
+    ``softcap``; this one does.
+
+    Args:
+        module: the attention module.
+        query: ``[B, H, Sq, D]``.
+        key: ``[B, Hkv, Sk, D]``; heads are shared in groups.
+        value: ``[B, Hkv, Sk, Dv]``.
+        attention_mask: additive, broadcastable to ``[B, H, Sq, Sk]``, or ``None``.
+        scaling: factor of the scores.
+        dropout: probability, of which evaluation makes 0.
+        softcap: bound of the scores (Gemma 2).
+        **kwargs: what other implementations take.
+
+    Returns:
+        ``[B, Sq, H, Dv]``, and ``None`` for the weights, which nobody records.
+    """
+    if attention_mask is not None and attention_mask.dtype == torch.bool:
+        attention_mask = attention_mask.to(query.dtype)
+    output = attention(
+        query,
+        key,
+        value,
+        attention_mask,
+        dropout if module.training else 0.0,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+        softcap=softcap,
+    )
+    return output.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(NAMES["sdpa"], attend)
+AttentionInterface.register(NAMES["eager"], attend_as_eager)
 
 
 class _View:
     """A configuration in which the attention's implementation is ours."""
 
-    _attn_implementation = NAME
-
     def __init__(self, config: Any) -> None:
         self._config = config
+        self._attn_implementation = NAMES[config._attn_implementation]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._config, name)
@@ -88,12 +137,18 @@ class _View:
 class _Attention(nn.Module):
     """The configuration of every patched attention module."""
 
+    knows_eager: bool
+
     @property
     def config(self) -> Any:
         """The model's configuration; a view of it while the fused op runs."""
         config = self.__dict__["config"]
         weight = next(self.parameters(), None)
-        if obstacle(self) is not None or weight is None or not runs_here(weight):
+        if (
+            obstacle(self, eager=self.knows_eager) is not None
+            or weight is None
+            or not runs_here(weight)
+        ):
             return config
         return _View(config)
 
@@ -102,16 +157,30 @@ class _Attention(nn.Module):
         self.__dict__["config"] = config
 
 
-def obstacle(module: Any) -> str | None:
-    """Return why the module's attention must stay as it is configured, or ``None``."""
+def obstacle(module: Any, *, eager: bool = False) -> str | None:
+    """Return why the module's attention must stay as it is configured, or ``None``.
+
+    Args:
+        module: an attention module.
+        eager: whether ``attend_as_eager`` computes what its class does without the fused op. Then
+            hooks on the module are an obstacle: what records attention weights is a hook.
+    """
     configured = module.__dict__["config"]._attn_implementation
-    if configured != "sdpa":
-        return f"its attention is configured as {configured!r}: attn_implementation='sdpa' is known"
-    return None
+    if configured == "sdpa":
+        return None
+    if configured == "eager" and eager:
+        reason = bypass_obstacle("the module", module, (type(module),)) or global_hooks()
+        return f"it gives its attention weights away: {reason}" if reason is not None else None
+    known = "'sdpa' or 'eager'" if eager else "'sdpa'"
+    return f"its attention is configured as {configured!r}: attn_implementation={known} is known"
 
 
 def attention_rule(
-    original: type[nn.Module], module_name: str, absorbs: tuple[str, ...] = ()
+    original: type[nn.Module],
+    module_name: str,
+    absorbs: tuple[str, ...] = (),
+    *,
+    eager: bool = False,
 ) -> Rule:
     """Return the rule for an attention class that asks ``self.config`` for its implementation.
 
@@ -119,13 +188,26 @@ def attention_rule(
         original: the class.
         module_name: name of the module that will hold the patched class under the same name.
         absorbs: names of the children whose work the attention's function does.
+        eager: whether the class's ``eager`` is ``attend_as_eager``, and its caller drops the
+            weights.
     """
-    body = {
+    body: dict[str, Any] = {
         "__module__": module_name,
         "__doc__": f"``{original.__module__}.{original.__name__}`` with the fused attention.",
+        "knows_eager": eager,
     }
-    patched = type(original.__name__, (_Attention, original), body)
-    return Rule(original, patched, ("attention",), "O2", _probe, obstacle, absorbs=absorbs)
+    forward = forward_with_rotary(original, module_name)
+    if forward is not None:
+        body["forward"] = forward
+    return Rule(
+        original,
+        type(original.__name__, (_Attention, original), body),
+        ("attention",) if forward is None else ("attention", "rotary_embedding"),
+        "O2",
+        _probe,
+        partial(obstacle, eager=eager),
+        absorbs=absorbs,
+    )
 
 
 def _probe(module: Any) -> None:

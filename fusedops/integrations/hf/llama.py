@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from transformers.models.llama import modeling_llama
 
-from fusedops.integrations.hf.attention import attention_rule
-from fusedops.integrations.hf.llama_like import by_name, gated_mlp_rule, rms_norm_rule
+from fusedops.integrations.hf import llama_like
 
-RULES = (
-    attention_rule(modeling_llama.LlamaAttention, __name__),
-    rms_norm_rule(modeling_llama.LlamaRMSNorm, __name__),
-    gated_mlp_rule(modeling_llama.LlamaMLP, __name__),
-)
-globals().update(by_name(RULES))
+RULES = llama_like.rules(modeling_llama, "Llama", __name__)
+globals().update(llama_like.by_name(RULES))

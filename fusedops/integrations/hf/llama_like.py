@@ -1,187 +1,148 @@
-"""Rules for the shapes of module that Llama gave to the families after it.
+"""Rules for the families that are Llama under other names, with a few differences.
 
-Root-mean-square norms and gated feed-forward layers stand under another name in each family's file,
-equal to the letter but for a few differences, which are arguments here. A family's table makes its
-rules from its own classes.
+A decoder layer is norm, attention, residual sum, norm, gated feed-forward layer, residual sum; a
+family's file names its classes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import inspect
+from collections.abc import Callable, Iterable
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
+from fusedops.integrations.hf import rms_norms
+from fusedops.integrations.hf.attention import attention_rule
+from fusedops.integrations.hf.gated_mlp import gated_mlp_rule
+from fusedops.integrations.hf.residual import unknown_forward
+from fusedops.integrations.hf.rms_norms import (
+    add_norm,
+    norm_obstacle,
+    probe_add_norm,
+    rms_norm_rule,
+)
 from fusedops.integrations.hf.rules import Rule, global_hooks, runs_here
-from fusedops.integrations.hf.torch_modules import enough_rows, linear_obstacle
-from fusedops.integrations.hf.transformers_modules import activation_name, activation_obstacle
-from fusedops.ops.geglu import geglu
-from fusedops.ops.linear_glu import linear_glu
-from fusedops.ops.rms_norm import rms_norm
-from fusedops.ops.swiglu import swiglu
 
 
-class _RMSNorm(nn.Module):
-    """The forward of every patched root-mean-square norm."""
+class _DecoderLayer(nn.Module):
+    """Llama's decoder layer with the first residual sum and the norm after it in one pass."""
 
-    weight: torch.Tensor
-    eps_name: str
-    weight_offset: float
-    rounding: str
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return the normalised and scaled input."""
-        if not runs_here(hidden_states) or not norm_fits(self.weight, hidden_states):
-            return super().forward(hidden_states)
-        normed = rms_norm(hidden_states, self.weight.shape, self.weight, **norm_options(self))
-        # Autocast on CUDA gives float32 where all was rounded once; these models cast it back.
-        return normed.to(hidden_states.dtype) if self.rounding == "torch" else normed
-
-
-def norm_fits(weight: torch.Tensor, input: torch.Tensor) -> bool:
-    """Return whether the op computes what the model does for these dtypes.
-
-    The models normalise in float32 whatever the input is, the op float64 in float64.
-    """
-    half = input.dtype in (torch.float16, torch.bfloat16)
-    if half:
-        return weight.dtype in (input.dtype, torch.float32)
-    return input.dtype == weight.dtype == torch.float32
-
-
-def norm_options(norm: Any) -> dict[str, Any]:
-    """Return the arguments of ``rms_norm`` that a patched norm stands for."""
-    return {
-        "eps": getattr(norm, norm.eps_name),
-        "weight_offset": norm.weight_offset,
-        "rounding": norm.rounding,
-    }
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        use_cache: bool | None = False,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Return the residual stream after the layer."""
+        options = dict(
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            position_embeddings=position_embeddings,
+            **kwargs,
+        )
+        module: Any = self
+        if not runs_here(hidden_states) or _layer_obstacle(self) is not None:
+            return super().forward(hidden_states, **options)
+        normed = module.input_layernorm(hidden_states)
+        attended, _ = module.self_attn(hidden_states=normed, **options)
+        normed, residual = add_norm(attended, hidden_states, module.post_attention_layernorm)
+        return residual + module.mlp(normed)
 
 
-def rms_norm_rule(
+def _layer_obstacle(layer: Any) -> str | None:
+    name = "post_attention_layernorm"
+    return norm_obstacle(name, layer.post_attention_layernorm) or global_hooks()
+
+
+def layer_rule(
     original: type[nn.Module],
+    forward: type[nn.Module],
     module_name: str,
-    *,
-    eps_name: str = "variance_epsilon",
-    weight_offset: float = 0.0,
-    rounding: str = "hf",
+    obstacle: Callable[[Any], str | None],
+    absorbs: tuple[str, ...],
 ) -> Rule:
-    """Return the rule for a family's root-mean-square norm.
+    """Return the rule for a decoder layer, which refuses where this transformers has another.
 
     Args:
         original: the class.
+        forward: a class with the fused forward.
         module_name: name of the module that will hold the patched class under the same name.
-        eps_name: the attribute that is added to the mean square.
-        weight_offset: as in ``rms_norm``.
-        rounding: as in ``rms_norm``.
+        obstacle: as in ``Rule``.
+        absorbs: as in ``Rule``; the norm after the residual sum comes first.
     """
     body = {
         "__module__": module_name,
-        "__doc__": f"``{original.__module__}.{original.__name__}`` with the fused op.",
-        "eps_name": eps_name,
-        "weight_offset": weight_offset,
-        "rounding": rounding,
+        "__doc__": f"``{original.__module__}.{original.__name__}`` with fused ops.",
     }
-    patched = type(original.__name__, (_RMSNorm, original), body)
-    return Rule(original, patched, ("rms_norm",), "O1", _probe_norm)
-
-
-def _probe_norm(norm: Any) -> None:
-    rms_norm(norm.weight.new_zeros(1, *norm.weight.shape), norm.weight.shape, norm.weight)
-
-
-class _GatedMLP(nn.Module):
-    """The forward of every patched gated feed-forward layer."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``."""
-        module: Any = self
-        if not runs_here(x) or not enough_rows(x) or gated_mlp_obstacle(self) is not None:
-            return super().forward(x)
-        name = activation_name(module.act_fn)
-        assert name is not None
-        if _projections_obstacle(self) is None:
-            gate, up = module.gate_proj.weight, module.up_proj.weight
-            hidden = linear_glu(x, gate, up, activation=name)
-        else:
-            hidden = gated(module.gate_proj(x), module.up_proj(x), name)
-        return module.down_proj(hidden)
-
-
-GATES = ("silu", "gelu", "gelu_tanh")
-
-
-def gated(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
-    """Return ``activation(gate) * up``, for an activation of ``GATES``."""
-    if activation == "silu":
-        return swiglu(gate, up)
-    return geglu(gate, up, "tanh" if activation == "gelu_tanh" else "none")
-
-
-def gated_mlp_obstacle(module: Any) -> str | None:
-    """Return why the layer must stay as it is now, or ``None``."""
-    reason = activation_obstacle("act_fn", module.act_fn) or global_hooks()
-    if reason is None and activation_name(module.act_fn) not in GATES:
-        reason = _projections_obstacle(module)
-    return reason
-
-
-def _projections_obstacle(module: Any) -> str | None:
-    """Return why the two projections must be called on their own, or ``None``."""
-    for name in _PROJECTIONS:
-        projection = getattr(module, name)
-        reason = linear_obstacle(name, projection)
-        if reason is None and projection.bias is not None:
-            reason = f"{name} has a bias"
-        if reason is not None:
-            return reason
-    return None
-
-
-_PROJECTIONS = ("gate_proj", "up_proj")
-
-
-def gated_mlp_rule(original: type[nn.Module], module_name: str) -> Rule:
-    """Return the rule for a family's gated feed-forward layer.
-
-    Where a projection must be called, because it has a bias or an adapter took its place,
-    activation and product are still one op.
-
-    Args:
-        original: the class; its children are ``gate_proj``, ``up_proj``, ``down_proj`` and
-            ``act_fn``.
-        module_name: name of the module that will hold the patched class under the same name.
-    """
-    body = {
-        "__module__": module_name,
-        "__doc__": f"``{original.__module__}.{original.__name__}`` with the fused op.",
-    }
+    unknown = unknown_forward(forward, original) or _unknown_names(forward, original)
     return Rule(
         original,
-        type(original.__name__, (_GatedMLP, original), body),
-        ("linear_glu",),
-        "O2",
-        _probe_gated_mlp,
-        gated_mlp_obstacle,
-        absorbs=(*_PROJECTIONS, "act_fn"),
-        calls=_called_projections,
-        note=_gated_mlp_note,
+        type(original.__name__, (forward, original), body),
+        ("add_rms_norm",),
+        "O1",
+        lambda layer: probe_add_norm(getattr(layer, absorbs[0])),
+        lambda layer: unknown or obstacle(layer),
+        absorbs=absorbs,
     )
 
 
-def _called_projections(module: Any) -> tuple[str, ...]:
-    return () if _projections_obstacle(module) is None else _PROJECTIONS
+def _unknown_names(patched: type[nn.Module], original: type[nn.Module]) -> str | None:
+    """Return which attributes and globals ``original.forward`` uses that ``patched`` does not."""
+    theirs, ours = inspect.unwrap(original.forward), patched.forward
+    unknown = set(theirs.__code__.co_names) - set(ours.__code__.co_names)
+    if unknown:
+        return f"{original.__name__}.forward of this transformers uses {', '.join(sorted(unknown))}"
+    return None
 
 
-def _gated_mlp_note(module: Any) -> str | None:
-    reason = _projections_obstacle(module)
-    return None if reason is None else f"swiglu or geglu after the products: {reason}"
+def rules(
+    family: ModuleType, prefix: str, module_name: str, *, norm: rms_norms.Kind = rms_norms.LLAMA
+) -> tuple[Rule, ...]:
+    """Return the rules for a family's norm, feed-forward layer, attention and decoder layer.
+
+    Args:
+        family: the modeling file.
+        prefix: what the classes' names begin with there, as ``"Llama"``.
+        module_name: name of the module that will hold the patched classes (``by_name``).
+        norm: what its norms compute.
+    """
+    return (
+        *rules_inside(family, prefix, module_name, norm=norm),
+        layer_rule(
+            getattr(family, f"{prefix}DecoderLayer"),
+            _DecoderLayer,
+            module_name,
+            _layer_obstacle,
+            ("post_attention_layernorm",),
+        ),
+    )
 
 
-def _probe_gated_mlp(module: Any) -> None:
-    row = next(module.parameters()).new_zeros(1, 2)
-    linear_glu(row, row, row)
+def rules_inside(
+    family: ModuleType, prefix: str, module_name: str, *, norm: rms_norms.Kind = rms_norms.LLAMA
+) -> tuple[Rule, ...]:
+    """Return ``rules`` without the one for the decoder layer.
+
+    Args:
+        family: the modeling file.
+        prefix: what the classes' names begin with there, as ``"Llama"``.
+        module_name: name of the module that will hold the patched classes (``by_name``).
+        norm: what its norms compute.
+    """
+    return (
+        rms_norm_rule(getattr(family, f"{prefix}RMSNorm"), module_name, norm),
+        gated_mlp_rule(getattr(family, f"{prefix}MLP"), module_name),
+        attention_rule(getattr(family, f"{prefix}Attention"), module_name, eager=True),
+    )
 
 
 def by_name(rules: Iterable[Rule]) -> dict[str, type[nn.Module]]:

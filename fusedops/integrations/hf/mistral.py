@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from transformers.models.mistral import modeling_mistral
 
-from fusedops.integrations.hf.attention import attention_rule
-from fusedops.integrations.hf.llama_like import by_name, gated_mlp_rule, rms_norm_rule
+from fusedops.integrations.hf import llama_like
 
-RULES = (
-    attention_rule(modeling_mistral.MistralAttention, __name__),
-    rms_norm_rule(modeling_mistral.MistralRMSNorm, __name__),
-    gated_mlp_rule(modeling_mistral.MistralMLP, __name__),
-)
-globals().update(by_name(RULES))
+RULES = llama_like.rules(modeling_mistral, "Mistral", __name__)
+globals().update(llama_like.by_name(RULES))

@@ -1,0 +1,10 @@
+"""Rules for Gemma, whose norms keep their weight minus one."""
+
+from __future__ import annotations
+
+from transformers.models.gemma import modeling_gemma
+
+from fusedops.integrations.hf import llama_like, rms_norms
+
+RULES = llama_like.rules(modeling_gemma, "Gemma", __name__, norm=rms_norms.GEMMA)
+globals().update(llama_like.by_name(RULES))

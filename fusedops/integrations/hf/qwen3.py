@@ -1,0 +1,10 @@
+"""Rules for Qwen3, which also normalises each head of query and key."""
+
+from __future__ import annotations
+
+from transformers.models.qwen3 import modeling_qwen3
+
+from fusedops.integrations.hf import llama_like
+
+RULES = llama_like.rules(modeling_qwen3, "Qwen3", __name__)
+globals().update(llama_like.by_name(RULES))
