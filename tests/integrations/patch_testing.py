@@ -25,6 +25,8 @@ def gradients(model: nn.Module, loss: Loss, *, autocast: bool = False) -> dict[s
     value.backward()
     results = {"loss": value.detach()}
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         assert parameter.grad is not None, name
         results[name] = parameter.grad.detach().clone()
     return results

@@ -24,6 +24,7 @@ _TABLES = {
     "fusedops.integrations.hf.transformers_modules": "transformers.activations",
     "fusedops.integrations.hf.bert": "transformers.models.bert.modeling_bert",
     "fusedops.integrations.hf.camembert": "transformers.models.camembert.modeling_camembert",
+    "fusedops.integrations.hf.clip": "transformers.models.clip.modeling_clip",
     "fusedops.integrations.hf.distilbert": "transformers.models.distilbert.modeling_distilbert",
     "fusedops.integrations.hf.electra": "transformers.models.electra.modeling_electra",
     "fusedops.integrations.hf.gemma": "transformers.models.gemma.modeling_gemma",
@@ -35,6 +36,9 @@ _TABLES = {
     "fusedops.integrations.hf.qwen2": "transformers.models.qwen2.modeling_qwen2",
     "fusedops.integrations.hf.qwen3": "transformers.models.qwen3.modeling_qwen3",
     "fusedops.integrations.hf.roberta": "transformers.models.roberta.modeling_roberta",
+    "fusedops.integrations.hf.t5": "transformers.models.t5.modeling_t5",
+    "fusedops.integrations.hf.vit": "transformers.models.vit.modeling_vit",
+    "fusedops.integrations.hf.whisper": "transformers.models.whisper.modeling_whisper",
     "fusedops.integrations.hf.xlm_roberta": "transformers.models.xlm_roberta.modeling_xlm_roberta",
 }
 

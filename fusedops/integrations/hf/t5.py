@@ -1,0 +1,246 @@
+"""Rules for T5, plain and gated: norms, attention, feed-forward layers, dropout + residual sum.
+
+T5's scores are not scaled, and a learned bias of the relative position is added to them: the
+attention's function gets both. Its norm is Llama's where weight and input have one dtype, else it
+stays: it does not round to the input's dtype. Not fused: a residual sum with the norm after it,
+which belongs to the next sublayer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.models.t5 import modeling_t5
+
+from fusedops.integrations.hf.attention import attention_rule
+from fusedops.integrations.hf.feed_forward import (
+    Names,
+    dense_act,
+    dense_act_obstacle,
+    feed_forward,
+    feed_forward_obstacle,
+    fits,
+    probe_feed_forward,
+)
+from fusedops.integrations.hf.residual import dropout_obstacle, probability, unknown_forward
+from fusedops.integrations.hf.rules import Rule, global_hooks, runs_here
+from fusedops.integrations.hf.torch_modules import linear_obstacle
+from fusedops.integrations.hf.transformers_modules import activation_name
+from fusedops.ops.bias_dropout_add import bias_dropout_add
+from fusedops.ops.linear_glu import linear_glu
+from fusedops.ops.rms_norm import rms_norm
+
+
+class T5LayerNorm(modeling_t5.T5LayerNorm):
+    """T5's root-mean-square norm as one op."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return the normalised and scaled input."""
+        dtype = hidden_states.dtype
+        # T5 has float32 statistics for float64 too, the op has not.
+        if not runs_here(hidden_states) or dtype != self.weight.dtype or dtype == torch.float64:
+            return super().forward(hidden_states)
+        shape, eps = self.weight.shape, self.variance_epsilon
+        return rms_norm(hidden_states, shape, self.weight, eps, rounding="hf")
+
+
+_NAMES = Names("wi", "act", "wo")
+
+
+class T5DenseActDense(modeling_t5.T5DenseActDense):
+    """T5's feed-forward layer as one op; as two while its inner dropout has work."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return the layer's output."""
+        if not fits(hidden_states) or _plain_obstacle(self) is not None:
+            return super().forward(hidden_states)
+        if not _called_by_plain(self):
+            return feed_forward(self, _NAMES, hidden_states)
+        return _rest(self, dense_act(self.wi, self.act, hidden_states))
+
+
+class T5DenseGatedActDense(modeling_t5.T5DenseGatedActDense):
+    """T5's gated feed-forward layer, both products and the gate in one op."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return the layer's output."""
+        if not fits(hidden_states) or _gated_obstacle(self) is not None:
+            return super().forward(hidden_states)
+        name = activation_name(self.act)
+        assert name is not None
+        gate, up = self.wi_0.weight, self.wi_1.weight
+        return _rest(self, linear_glu(hidden_states, gate, up, activation=name))
+
+
+def _rest(module: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    """Return what follows the activation: dropout and the second product, in its weight's dtype."""
+    hidden_states = module.dropout(hidden_states)
+    weight = module.wo.weight
+    if hidden_states.dtype != weight.dtype and weight.dtype != torch.int8:
+        hidden_states = hidden_states.to(weight.dtype)
+    return module.wo(hidden_states)
+
+
+class T5LayerFF(modeling_t5.T5LayerFF):
+    """The feed-forward sublayer with dropout and residual sum in one pass."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return the residual stream after the sublayer."""
+        if not runs_here(hidden_states) or _sublayer_obstacle(self) is not None:
+            return super().forward(hidden_states)
+        output = self.DenseReluDense(self.layer_norm(hidden_states))
+        return bias_dropout_add(output, None, hidden_states, probability(self.dropout))
+
+
+class T5LayerSelfAttention(modeling_t5.T5LayerSelfAttention):
+    """The sublayer of self-attention with dropout and residual sum in one pass."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_bias: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, Any, Any]:
+        """Return the residual stream, the position bias and the attention's weights."""
+        if not runs_here(hidden_states) or _sublayer_obstacle(self) is not None:
+            return super().forward(
+                hidden_states, attention_mask, position_bias, past_key_values, **kwargs
+            )
+        attended, position_bias, weights = self.SelfAttention(
+            self.layer_norm(hidden_states),
+            mask=attention_mask,
+            position_bias=position_bias,
+            past_key_values=past_key_values,
+            **kwargs,
+        )
+        dropout_p = probability(self.dropout)
+        output = bias_dropout_add(attended, None, hidden_states, dropout_p)
+        return output, position_bias, weights
+
+
+class T5LayerCrossAttention(modeling_t5.T5LayerCrossAttention):
+    """The sublayer of cross-attention with dropout and residual sum in one pass."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        key_value_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_bias: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, Any, Any]:
+        """Return the residual stream, the position bias and the attention's weights."""
+        if not runs_here(hidden_states) or _sublayer_obstacle(self) is not None:
+            return super().forward(
+                hidden_states,
+                key_value_states,
+                attention_mask,
+                position_bias,
+                past_key_values,
+                **kwargs,
+            )
+        attended, position_bias, weights = self.EncDecAttention(
+            self.layer_norm(hidden_states),
+            mask=attention_mask,
+            key_value_states=key_value_states,
+            position_bias=position_bias,
+            past_key_values=past_key_values,
+            **kwargs,
+        )
+        dropout_p = probability(self.dropout)
+        output = bias_dropout_add(attended, None, hidden_states, dropout_p)
+        return output, position_bias, weights
+
+
+def _plain_obstacle(module: Any) -> str | None:
+    return dropout_obstacle("dropout", module.dropout) or feed_forward_obstacle(module, _NAMES)
+
+
+def _called_by_plain(module: Any) -> tuple[str, ...]:
+    """Return the children that a plain layer calls now: half of it may be kept in float32."""
+    if probability(module.dropout) == 0.0 and module.wi.weight.dtype == module.wo.weight.dtype:
+        return ()
+    return ("dropout", "wo")
+
+
+_GATES = ("silu", "gelu", "gelu_tanh")
+
+
+def _gated_obstacle(module: Any) -> str | None:
+    reason = linear_obstacle("wi_1", module.wi_1) or dense_act_obstacle(module, "wi_0", "act")
+    if reason is None and activation_name(module.act) not in _GATES:
+        reason = f"act is a {type(module.act).__name__}, which is no activation of linear_glu"
+    return reason
+
+
+def _sublayer_obstacle(module: Any) -> str | None:
+    return dropout_obstacle("dropout", module.dropout) or global_hooks() or _UNKNOWN_SUBLAYER
+
+
+_SUBLAYERS: tuple[tuple[type[nn.Module], type[nn.Module]], ...] = (
+    (modeling_t5.T5LayerFF, T5LayerFF),
+    (modeling_t5.T5LayerSelfAttention, T5LayerSelfAttention),
+    (modeling_t5.T5LayerCrossAttention, T5LayerCrossAttention),
+)
+_UNKNOWN_SUBLAYER = next(
+    filter(None, (unknown_forward(patched, original) for original, patched in _SUBLAYERS)), None
+)
+
+
+def _probe_norm(norm: Any) -> None:
+    rms_norm(norm.weight.new_zeros(1, *norm.weight.shape), norm.weight.shape, norm.weight)
+
+
+def _probe_gated(module: Any) -> None:
+    row = module.wi_0.weight.new_zeros(1, 2)
+    linear_glu(row, row, row)
+
+
+def _probe_sublayer(module: Any) -> None:
+    row = module.layer_norm.weight.new_zeros(1, 2)
+    bias_dropout_add(row, None, row)
+
+
+_ATTENTION = attention_rule(modeling_t5.T5Attention, __name__)
+T5Attention: type[nn.Module] = _ATTENTION.patched
+
+RULES = (
+    _ATTENTION,
+    Rule(modeling_t5.T5LayerNorm, T5LayerNorm, ("rms_norm",), "O1", _probe_norm),
+    *(
+        Rule(
+            original,
+            patched,
+            ("bias_dropout_add",),
+            "O1",
+            _probe_sublayer,
+            _sublayer_obstacle,
+            absorbs=("dropout",),
+        )
+        for original, patched in _SUBLAYERS
+    ),
+    Rule(
+        modeling_t5.T5DenseActDense,
+        T5DenseActDense,
+        ("mlp", "linear_act"),
+        "O2",
+        lambda module: probe_feed_forward(module, _NAMES),
+        _plain_obstacle,
+        absorbs=("wi", "act", "dropout", "wo"),
+        calls=_called_by_plain,
+    ),
+    Rule(
+        modeling_t5.T5DenseGatedActDense,
+        T5DenseGatedActDense,
+        ("linear_glu",),
+        "O2",
+        _probe_gated,
+        _gated_obstacle,
+        absorbs=("wi_0", "wi_1", "act"),
+    ),
+)

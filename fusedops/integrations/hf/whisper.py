@@ -1,0 +1,177 @@
+"""Rules for Whisper: attention, and the layers, which hold their MLP and dropouts themselves.
+
+In a layer, dropout + residual sum + norm are one op, the MLP is another (two where its inner
+dropout has work), dropout + residual sum at the end a third.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.models.whisper import modeling_whisper
+
+from fusedops.integrations.hf.attention import attention_rule
+from fusedops.integrations.hf.feed_forward import (
+    Names,
+    dense_act,
+    feed_forward,
+    feed_forward_obstacle,
+    fits,
+)
+from fusedops.integrations.hf.residual import (
+    add_norm,
+    norm_obstacle,
+    probe_add_norm,
+    unknown_forward,
+)
+from fusedops.integrations.hf.rules import Rule, runs_here
+from fusedops.ops.bias_dropout_add import bias_dropout_add
+
+_NAMES = Names()
+
+
+class WhisperEncoderLayer(modeling_whisper.WhisperEncoderLayer):
+    """The encoder's layer on the fused ops."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor, **kwargs: Any
+    ) -> torch.Tensor:
+        """Return the residual stream after the layer."""
+        if not runs_here(hidden_states) or _encoder_obstacle(self) is not None:
+            return super().forward(hidden_states, attention_mask, **kwargs)
+        attended, _ = self.self_attn(
+            hidden_states=self.self_attn_layer_norm(hidden_states),
+            attention_mask=attention_mask,
+            **kwargs,
+        )
+        hidden_states = _after_attention(self, attended, hidden_states)
+        if hidden_states.dtype == torch.float16:
+            bound = torch.finfo(torch.float16).max - 1000
+            hidden_states = hidden_states.clamp(-bound, bound)
+        return hidden_states
+
+
+class WhisperDecoderLayer(modeling_whisper.WhisperDecoderLayer):
+    """The decoder's layer on the fused ops."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        encoder_hidden_states: torch.Tensor | None = None,
+        encoder_attention_mask: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        use_cache: bool | None = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Return the residual stream after the layer."""
+        if not runs_here(hidden_states) or _decoder_obstacle(self) is not None:
+            return super().forward(
+                hidden_states,
+                attention_mask,
+                encoder_hidden_states,
+                encoder_attention_mask,
+                past_key_values,
+                use_cache,
+                **kwargs,
+            )
+        attended, _ = self.self_attn(
+            self.self_attn_layer_norm(hidden_states),
+            past_key_values=past_key_values,
+            attention_mask=attention_mask,
+            **kwargs,
+        )
+        if encoder_hidden_states is None:
+            return _after_attention(self, attended, hidden_states)
+        normed, hidden_states = add_norm(
+            attended, hidden_states, self.encoder_attn_layer_norm, _dropout_p(self)
+        )
+        attended, _ = self.encoder_attn(
+            normed,
+            key_value_states=encoder_hidden_states,
+            attention_mask=encoder_attention_mask,
+            past_key_values=past_key_values,
+            **kwargs,
+        )
+        return _after_attention(self, attended, hidden_states)
+
+
+def _after_attention(
+    layer: Any, attended: torch.Tensor, hidden_states: torch.Tensor
+) -> torch.Tensor:
+    """Return the residual stream after the layer's last attention and its MLP."""
+    dropout_p = _dropout_p(layer)
+    normed, residual = add_norm(attended, hidden_states, layer.final_layer_norm, dropout_p)
+    inner_p = layer.activation_dropout if layer.training else 0.0
+    if not fits(normed):
+        inner = layer.activation_fn(layer.fc1(normed))
+        output = layer.fc2(nn.functional.dropout(inner, inner_p))
+    elif inner_p > 0.0:
+        inner = dense_act(layer.fc1, layer.activation_fn, normed)
+        output = layer.fc2(nn.functional.dropout(inner, inner_p))
+    else:
+        output = feed_forward(layer, _NAMES, normed)
+    return bias_dropout_add(output, None, residual, dropout_p)
+
+
+def _dropout_p(layer: Any) -> float:
+    return layer.dropout if layer.training else 0.0
+
+
+_UNKNOWN_ENCODER = unknown_forward(WhisperEncoderLayer, modeling_whisper.WhisperEncoderLayer)
+_UNKNOWN_DECODER = unknown_forward(WhisperDecoderLayer, modeling_whisper.WhisperDecoderLayer)
+
+
+def _encoder_obstacle(layer: Any) -> str | None:
+    return _layer_obstacle(layer) or _UNKNOWN_ENCODER
+
+
+def _decoder_obstacle(layer: Any) -> str | None:
+    return (
+        norm_obstacle("encoder_attn_layer_norm", layer.encoder_attn_layer_norm)
+        or _layer_obstacle(layer)
+        or _UNKNOWN_DECODER
+    )
+
+
+def _layer_obstacle(layer: Any) -> str | None:
+    return norm_obstacle("final_layer_norm", layer.final_layer_norm) or feed_forward_obstacle(
+        layer, _NAMES
+    )
+
+
+def _called(layer: Any) -> tuple[str, ...]:
+    return ("fc2",) if layer.training and layer.activation_dropout > 0.0 else ()
+
+
+_ATTENTION = attention_rule(modeling_whisper.WhisperAttention, __name__)
+WhisperAttention: type[nn.Module] = _ATTENTION.patched
+
+_OPS = ("add_layer_norm", "mlp", "bias_dropout_add")
+_MLP = ("fc1", "activation_fn", "fc2")
+
+RULES = (
+    _ATTENTION,
+    Rule(
+        modeling_whisper.WhisperEncoderLayer,
+        WhisperEncoderLayer,
+        _OPS,
+        "O2",
+        lambda layer: probe_add_norm(layer.final_layer_norm),
+        _encoder_obstacle,
+        absorbs=("final_layer_norm", *_MLP),
+        calls=_called,
+    ),
+    Rule(
+        modeling_whisper.WhisperDecoderLayer,
+        WhisperDecoderLayer,
+        _OPS,
+        "O2",
+        lambda layer: probe_add_norm(layer.final_layer_norm),
+        _decoder_obstacle,
+        absorbs=("encoder_attn_layer_norm", "final_layer_norm", *_MLP),
+        calls=_called,
+    ),
+)
