@@ -18,7 +18,13 @@ from transformers.integrations.sdpa_attention import create_position_bias_mask
 from transformers.modeling_utils import AttentionInterface
 
 from fusedops.integrations.hf.rotary import forward_with_rotary
-from fusedops.integrations.hf.rules import Rule, bypass_obstacle, global_hooks, runs_here
+from fusedops.integrations.hf.rules import (
+    Rule,
+    bypass_obstacle,
+    global_hooks,
+    runs_here,
+    subclass,
+)
 from fusedops.ops.attention import attention
 
 # Configured implementation -> ours.
@@ -191,18 +197,12 @@ def attention_rule(
         eager: whether the class's ``eager`` is ``attend_as_eager``, and its caller drops the
             weights.
     """
-    body: dict[str, Any] = {
-        "__module__": module_name,
-        "__doc__": f"``{original.__module__}.{original.__name__}`` with the fused attention.",
-        "knows_eager": eager,
-    }
     forward = forward_with_rotary(original, module_name)
-    if forward is not None:
-        body["forward"] = forward
+    methods = {} if forward is None else {"forward": forward}
     return Rule(
         original,
-        type(original.__name__, (_Attention, original), body),
-        ("attention",) if forward is None else ("attention", "rotary_embedding"),
+        subclass(original, _Attention, module_name, knows_eager=eager, **methods),
+        ("attention", "rotary_embedding") if methods else ("attention",),
         "O2",
         _probe,
         partial(obstacle, eager=eager),

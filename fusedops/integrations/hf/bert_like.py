@@ -26,7 +26,7 @@ from fusedops.integrations.hf.residual import (
     probability,
     probe_add_norm,
 )
-from fusedops.integrations.hf.rules import Rule, global_hooks, runs_here
+from fusedops.integrations.hf.rules import Rule, global_hooks, runs_here, subclass
 from fusedops.integrations.hf.torch_modules import linear_obstacle
 from fusedops.ops.linear_act import linear_act
 
@@ -98,7 +98,7 @@ def rules(family: ModuleType, prefix: str, module_name: str) -> tuple[Rule, ...]
         *(
             Rule(
                 original,
-                _subclass(original, _Output, module_name),
+                subclass(original, _Output, module_name),
                 ("add_layer_norm",),
                 "O1",
                 lambda module: probe_add_norm(module.LayerNorm),
@@ -132,7 +132,7 @@ def roberta_rules(family: ModuleType, prefix: str, module_name: str) -> tuple[Ru
         *rules(family, prefix, module_name),
         Rule(
             head,
-            _subclass(head, _LMHead, module_name),
+            subclass(head, _LMHead, module_name),
             ("linear_act",),
             "O2",
             lambda module: probe_dense_act(module.dense),
@@ -158,24 +158,13 @@ def _dense_act_rule(
 ) -> Rule:
     return Rule(
         original,
-        _subclass(original, forward, module_name, activation_child=activation),
+        subclass(original, forward, module_name, activation_child=activation),
         ("linear_act",),
         "O2",
         lambda module: probe_dense_act(module.dense),
         lambda module: dense_act_obstacle(module, "dense", activation),
         absorbs=("dense", activation),
     )
-
-
-def _subclass(
-    original: type[nn.Module], forward: type[nn.Module], module_name: str, **attributes: str
-) -> type[nn.Module]:
-    """Return a class of the name of ``original`` with the forward of another in front."""
-    body = attributes | {
-        "__module__": module_name,
-        "__doc__": f"``{original.__module__}.{original.__name__}`` with fused ops.",
-    }
-    return type(original.__name__, (forward, original), body)
 
 
 def _output_obstacle(module: Any) -> str | None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedops.integrations.hf.rules import Rule, global_hooks, runs_here
+from fusedops.integrations.hf.rules import Rule, global_hooks, runs_here, subclass
 from fusedops.integrations.hf.torch_modules import enough_rows, linear_obstacle
 from fusedops.integrations.hf.transformers_modules import activation_name, activation_obstacle
 from fusedops.ops.linear_act import linear_act
@@ -79,33 +79,32 @@ def probe_dense_act(linear: Any) -> None:
 class _FeedForward(nn.Module):
     """The forward of modules that are nothing but a feed-forward layer."""
 
+    names: Names
+
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return the layer's output."""
-        if not fits(hidden_states) or feed_forward_obstacle(self, _DEFAULT) is not None:
+        if not fits(hidden_states) or feed_forward_obstacle(self, self.names) is not None:
             return super().forward(hidden_states)
-        return feed_forward(self, _DEFAULT, hidden_states)
+        return feed_forward(self, self.names, hidden_states)
 
 
 _DEFAULT = Names()
 
 
-def feed_forward_rule(original: type[nn.Module], module_name: str) -> Rule:
-    """Return the rule for a class of ``fc2(activation_fn(fc1(hidden_states)))``.
+def feed_forward_rule(original: type[nn.Module], module_name: str, names: Names = _DEFAULT) -> Rule:
+    """Return the rule for a class of ``second(activation(first(hidden_states)))``.
 
     Args:
         original: the class.
         module_name: name of the module that will hold the patched class under the same name.
+        names: of its children.
     """
-    body = {
-        "__module__": module_name,
-        "__doc__": f"``{original.__module__}.{original.__name__}`` as one op.",
-    }
     return Rule(
         original,
-        type(original.__name__, (_FeedForward, original), body),
+        subclass(original, _FeedForward, module_name, names=names),
         ("mlp",),
         "O2",
-        lambda module: probe_feed_forward(module, _DEFAULT),
-        lambda module: feed_forward_obstacle(module, _DEFAULT),
-        absorbs=("fc1", "activation_fn", "fc2"),
+        lambda module: probe_feed_forward(module, names),
+        lambda module: feed_forward_obstacle(module, names),
+        absorbs=(names.first, names.activation, names.second),
     )

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedops.integrations.hf.rules import Rule, global_hooks, runs_here
+from fusedops.integrations.hf.rules import Rule, global_hooks, runs_here, subclass
 from fusedops.integrations.hf.torch_modules import enough_rows, linear_obstacle
 from fusedops.integrations.hf.transformers_modules import activation_name, activation_obstacle
 from fusedops.ops.geglu import geglu
@@ -81,13 +81,9 @@ def gated_mlp_rule(original: type[nn.Module], module_name: str) -> Rule:
             ``act_fn``.
         module_name: name of the module that will hold the patched class under the same name.
     """
-    body = {
-        "__module__": module_name,
-        "__doc__": f"``{original.__module__}.{original.__name__}`` with the fused op.",
-    }
     return Rule(
         original,
-        type(original.__name__, (_GatedMLP, original), body),
+        subclass(original, _GatedMLP, module_name),
         ("linear_glu",),
         "O2",
         _probe,
@@ -140,11 +136,7 @@ def packed_gated_mlp_rule(original: type[nn.Module], module_name: str) -> Rule:
         original: the class; its children are ``gate_up_proj``, ``down_proj``, ``activation_fn``.
         module_name: name of the module that will hold the patched class under the same name.
     """
-    body = {
-        "__module__": module_name,
-        "__doc__": f"``{original.__module__}.{original.__name__}`` with the fused op.",
-    }
-    patched = type(original.__name__, (_PackedGatedMLP, original), body)
+    patched = subclass(original, _PackedGatedMLP, module_name)
     ops, absorbs = ("swiglu",), ("activation_fn",)
     return Rule(original, patched, ops, "O1", _probe_packed, _packed_obstacle, absorbs=absorbs)
 

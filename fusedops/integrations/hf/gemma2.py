@@ -13,7 +13,7 @@ from transformers.models.gemma2 import modeling_gemma2
 
 from fusedops.integrations.hf import llama_like, rms_norms
 from fusedops.integrations.hf.rms_norms import add_norm, norm_obstacle
-from fusedops.integrations.hf.rules import global_hooks, runs_here
+from fusedops.integrations.hf.rules import by_name, global_hooks, runs_here
 
 
 class _DecoderLayer(nn.Module):
@@ -61,4 +61,4 @@ RULES = (
         ("pre_feedforward_layernorm",),
     ),
 )
-globals().update(llama_like.by_name(RULES))
+globals().update(by_name(RULES))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from transformers.models.llama import modeling_llama
 
 from fusedops.integrations.hf import llama_like
+from fusedops.integrations.hf.rules import by_name
 
 RULES = llama_like.rules(modeling_llama, "Llama", __name__)
-globals().update(llama_like.by_name(RULES))
+globals().update(by_name(RULES))

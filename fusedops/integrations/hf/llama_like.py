@@ -6,8 +6,7 @@ family's file names its classes.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -17,14 +16,14 @@ from torch import nn
 from fusedops.integrations.hf import rms_norms
 from fusedops.integrations.hf.attention import attention_rule
 from fusedops.integrations.hf.gated_mlp import gated_mlp_rule
-from fusedops.integrations.hf.residual import unknown_forward
+from fusedops.integrations.hf.residual import unknown_forward, unknown_names
 from fusedops.integrations.hf.rms_norms import (
     add_norm,
     norm_obstacle,
     probe_add_norm,
     rms_norm_rule,
 )
-from fusedops.integrations.hf.rules import Rule, global_hooks, runs_here
+from fusedops.integrations.hf.rules import Rule, global_hooks, runs_here, subclass
 
 
 class _DecoderLayer(nn.Module):
@@ -79,29 +78,16 @@ def layer_rule(
         obstacle: as in ``Rule``.
         absorbs: as in ``Rule``; the norm after the residual sum comes first.
     """
-    body = {
-        "__module__": module_name,
-        "__doc__": f"``{original.__module__}.{original.__name__}`` with fused ops.",
-    }
-    unknown = unknown_forward(forward, original) or _unknown_names(forward, original)
+    unknown = unknown_forward(forward, original) or unknown_names(forward, original)
     return Rule(
         original,
-        type(original.__name__, (forward, original), body),
+        subclass(original, forward, module_name),
         ("add_rms_norm",),
         "O1",
         lambda layer: probe_add_norm(getattr(layer, absorbs[0])),
         lambda layer: unknown or obstacle(layer),
         absorbs=absorbs,
     )
-
-
-def _unknown_names(patched: type[nn.Module], original: type[nn.Module]) -> str | None:
-    """Return which attributes and globals ``original.forward`` uses that ``patched`` does not."""
-    theirs, ours = inspect.unwrap(original.forward), patched.forward
-    unknown = set(theirs.__code__.co_names) - set(ours.__code__.co_names)
-    if unknown:
-        return f"{original.__name__}.forward of this transformers uses {', '.join(sorted(unknown))}"
-    return None
 
 
 def rules(
@@ -143,8 +129,3 @@ def rules_inside(
         gated_mlp_rule(getattr(family, f"{prefix}MLP"), module_name),
         attention_rule(getattr(family, f"{prefix}Attention"), module_name, eager=True),
     )
-
-
-def by_name(rules: Iterable[Rule]) -> dict[str, type[nn.Module]]:
-    """Return the patched classes of ``rules`` as the globals of the module that holds them."""
-    return {rule.patched.__name__: rule.patched for rule in rules}

@@ -12,7 +12,7 @@ from fusedops.integrations.hf import llama_like
 from fusedops.integrations.hf.attention import attention_rule
 from fusedops.integrations.hf.gated_mlp import packed_gated_mlp_rule
 from fusedops.integrations.hf.rms_norms import add_norm, norm_obstacle, rms_norm_rule
-from fusedops.integrations.hf.rules import bypass_obstacle, global_hooks, runs_here
+from fusedops.integrations.hf.rules import by_name, bypass_obstacle, global_hooks, runs_here
 
 
 class _DecoderLayer(nn.Module):
@@ -69,4 +69,4 @@ RULES = (
         ("post_attention_layernorm", "resid_attn_dropout"),
     ),
 )
-globals().update(llama_like.by_name(RULES))
+globals().update(by_name(RULES))

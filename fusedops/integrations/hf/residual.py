@@ -98,3 +98,18 @@ def unknown_forward(patched: type[nn.Module], original: type[nn.Module]) -> str 
     if found == known:
         return None
     return f"this transformers has another {original.__name__}.forward({', '.join(found[1:])})"
+
+
+def unknown_names(patched: type[nn.Module], original: type[nn.Module]) -> str | None:
+    """Return which names ``original.forward`` uses that no method of ``patched`` does, as a reason.
+
+    Where the fused forward uses every child and attribute that the original does, a later
+    transformers that does more than this one is known by it. Tensors' methods do not count.
+    """
+    methods = [each for each in vars(patched).values() if inspect.isfunction(each)]
+    known = {name for method in methods for name in method.__code__.co_names}
+    used = set(inspect.unwrap(original.forward).__code__.co_names)
+    unknown = used - known - set(dir(torch.Tensor)) - {"nn", "functional"}
+    if unknown:
+        return f"{original.__name__}.forward of this transformers uses {', '.join(sorted(unknown))}"
+    return None

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedops.integrations.hf.rules import Rule, bypass_obstacle, runs_here
+from fusedops.integrations.hf.rules import Rule, bypass_obstacle, runs_here, subclass
 from fusedops.ops.add_rms_norm import add_rms_norm
 from fusedops.ops.rms_norm import rms_norm
 
@@ -112,11 +112,7 @@ def rms_norm_rule(original: type[nn.Module], module_name: str, kind: Kind = LLAM
         module_name: name of the module that will hold the patched class under the same name.
         kind: what the class computes.
     """
-    body = {
-        "__module__": module_name,
-        "__doc__": f"``{original.__module__}.{original.__name__}`` with the fused op.",
-    }
-    patched = type(original.__name__, (_RMSNorm, original), body)
+    patched = subclass(original, _RMSNorm, module_name)
     _KINDS[original] = _KINDS[patched] = kind
     return Rule(original, patched, ("rms_norm",), "O1", _probe_norm)
 

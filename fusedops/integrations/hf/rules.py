@@ -69,6 +69,24 @@ class Rule:
     calls: Callable[[Any], tuple[str, ...]] = _nothing
 
 
+def subclass(
+    original: type[nn.Module], forward: type[nn.Module], module_name: str, /, **attributes: Any
+) -> type[nn.Module]:
+    """Return a class of the name of ``original`` with the forward of another in front.
+
+    Args:
+        original: the class.
+        forward: a class with the fused forward, whose ``super().forward`` will be the original's.
+        module_name: name of the module that will hold the class (``by_name``).
+        **attributes: of the class.
+    """
+    body = attributes | {
+        "__module__": module_name,
+        "__doc__": f"``{original.__module__}.{original.__name__}`` with fused ops.",
+    }
+    return type(original.__name__, (forward, original), body)
+
+
 def by_name(rules: Iterable[Rule]) -> dict[str, type[nn.Module]]:
     """Return the patched classes as globals of the module that holds them: pickling looks there."""
     return {rule.patched.__name__: rule.patched for rule in rules}
