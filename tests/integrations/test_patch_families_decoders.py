@@ -18,6 +18,7 @@ from torch import nn
 
 import fusedops
 from fusedops.integrations import describe
+from fusedops.integrations.hf.residual import unknown_names
 
 pytest.importorskip("transformers")
 
@@ -82,6 +83,15 @@ LLAMA_OPS = {
     "add_rms_norm": 2,
     "linear_glu": 2,
 }
+PARALLEL_OPS = {"attention": 2, "rotary_embedding": 2, "mlp": 2}
+OPT = {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0, "init_std": 0.1}
+OPT_OPS = {
+    "attention": 2,
+    "layer_norm": 3,
+    "add_layer_norm": 2,
+    "mlp": 2,
+    "bias_dropout_add": 2,
+}
 GEMMA2 = GROUPED | {"head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 8}
 FAMILIES = {
     each.name: each
@@ -92,6 +102,9 @@ FAMILIES = {
         Family("Qwen3", GROUPED | {"head_dim": 16}, LLAMA_OPS | {"rms_norm": 3 + 4}),
         Family("Gemma", GROUPED | {"head_dim": 8}, LLAMA_OPS),
         Family("Gemma2", GEMMA2, LLAMA_OPS | {"rms_norm": 3 + 4}),
+        Family("Phi", GROUPED, PARALLEL_OPS | {"layer_norm": 3}),
+        Family("GPTNeoX", {}, PARALLEL_OPS | {"layer_norm": 5}),
+        Family("OPT", OPT, OPT_OPS),
         Family("Phi3", GROUPED, without(LLAMA_OPS, "linear_glu") | {"swiglu": 2}),
     )
 }
@@ -111,6 +124,15 @@ def test_training_matches_stock(family: Family, autocast: bool) -> None:
 
 
 @of_each_family
+def test_norms_alone_match_stock(family: Family) -> None:
+    stock = family.model()
+    patched = copy.deepcopy(stock)
+    report = fusedops.patch(patched, level="O1")
+    assert report.num_replaced >= 5
+    assert_same_training(patched, stock, loss)
+
+
+@of_each_family
 def test_every_op_of_the_family_runs(family: Family) -> None:
     patched, _ = family.pair()
     with counted() as calls:
@@ -127,7 +149,13 @@ def test_strict_accepts_the_family(family: Family) -> None:
     assert kept <= KEPT
 
 
-KEPT = {"Embedding", "RotaryEmbedding", "TextScaledWordEmbedding", "Dropout"}
+KEPT = {
+    "Embedding",
+    "RotaryEmbedding",
+    "TextScaledWordEmbedding",
+    "LearnedPositionalEmbedding",
+    "Dropout",
+}
 
 
 @of_each_family
@@ -214,8 +242,9 @@ def test_eager_attention_is_served_until_somebody_records_the_weights(family: Fa
     assert calls["attention"] == 2
     for model in (patched, stock):
         model.eval()
-    for layer in patched.get_decoder().layers:
-        layer.self_attn.register_forward_hook(lambda module, args, output: None)
+    for module in patched.modules():
+        if type(module).__name__.endswith("Attention"):
+            module.register_forward_hook(lambda module, args, output: None)
     with counted() as calls:
         assert_close(patched(IDS).logits, stock(IDS).logits)
     assert calls["attention"] == 0
@@ -280,6 +309,63 @@ def test_static_cache_and_packed_sequences() -> None:
     assert torch.equal(tokens, wanted)
     packed = torch.tensor([[*range(5), *range(7)]] * 2)
     assert_close(*(model(IDS, position_ids=packed).logits for model in (patched, stock)))
+
+
+def test_gpt_neox_with_branches_in_sequence() -> None:
+    patched, stock = FAMILIES["GPTNeoX"].pair(use_parallel_residual=False)
+    with counted() as calls:
+        assert_same_training(patched, stock, loss)
+    assert calls["add_layer_norm"] == 2
+    patched, stock = FAMILIES["GPTNeoX"].pair(use_parallel_residual=False, hidden_dropout=1.0)
+    assert_close(patched(IDS).logits, stock(IDS).logits)
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["norm after", "norm before"])
+def test_opt_variants(before: bool) -> None:
+    options = {"do_layer_norm_before": before}
+    patched, stock = FAMILIES["OPT"].pair(**options)
+    with counted() as calls:
+        assert_same_training(patched, stock, loss)
+    assert calls["add_layer_norm"] == (2 if before else 4)
+    bare = {"enable_bias": False, "layer_norm_elementwise_affine": False}
+    assert_same_training(*FAMILIES["OPT"].pair(**options, **bare), loss)
+    patched, stock = FAMILIES["OPT"].pair(**options, dropout=1.0)
+    with counted() as calls:
+        assert_close(patched(IDS).logits, stock(IDS).logits)
+    assert calls["add_layer_norm"] > 0
+    patched.eval()
+    assert torch.equal(patched(IDS).logits, patched(IDS).logits)
+
+
+def test_opt_calls_the_feed_forward_children_that_have_hooks() -> None:
+    patched, stock = FAMILIES["OPT"].pair()
+    shapes: dict[nn.Module, torch.Size] = {}
+    for model in (patched, stock):
+        model.model.decoder.layers[0].fc1.register_forward_hook(
+            lambda module, args, output, model=model: shapes.__setitem__(model, output.shape)
+        )
+    with counted() as calls:
+        assert_same_training(patched, stock, loss)
+    assert (calls["mlp"], calls["add_layer_norm"]) == (1, 2)
+    assert shapes[patched] == shapes[stock]
+    report = describe(patched)
+    assert report["model.decoder.layers.0"].reason == "without mlp: fc1 has hooks"
+    assert report["model.decoder.layers.0.fc2"].op == "linear_act"
+    assert report["model.decoder.layers.1.fc2"].reason == "inside model.decoder.layers.1"
+
+
+def test_a_layer_of_another_transformers_is_not_taken_for_the_known_one() -> None:
+    class Known(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(self.mlp(x)).view(-1)
+
+    class Later(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(self.mlp(x) * self.gain).view(-1)
+
+    assert unknown_names(Known, Known) is None
+    assert unknown_names(Later, Known) is None
+    assert unknown_names(Known, Later) == "Later.forward of this transformers uses gain"
 
 
 class _Adapted(nn.Module):

@@ -1,0 +1,91 @@
+"""Rules for GPT-NeoX: Pythia and its kin, whose two branches are parallel or follow each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.models.gpt_neox import modeling_gpt_neox
+
+from fusedops.integrations.hf.attention import attention_rule
+from fusedops.integrations.hf.feed_forward import Names, feed_forward_rule
+from fusedops.integrations.hf.residual import (
+    add_norm,
+    dropout_obstacle,
+    norm_obstacle,
+    probability,
+    probe_add_norm,
+    unknown_forward,
+    unknown_names,
+)
+from fusedops.integrations.hf.rules import Rule, by_name, global_hooks, runs_here, subclass
+
+
+class _Layer(nn.Module):
+    """The layer with dropout, residual sum and the norm after it in one pass.
+
+    Only for branches that follow each other: parallel ones have no norm after a sum.
+    """
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        use_cache: bool | None = False,
+        layer_past: Any = None,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Return the residual stream after the layer."""
+        options = dict(
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            use_cache=use_cache,
+            layer_past=layer_past,
+            position_embeddings=position_embeddings,
+            **kwargs,
+        )
+        module: Any = self
+        if (
+            module.use_parallel_residual
+            or not runs_here(hidden_states)
+            or _layer_obstacle(self) is not None
+        ):
+            return super().forward(hidden_states, **options)
+        attended, _ = module.attention(module.input_layernorm(hidden_states), **options)
+        dropout_p = probability(module.post_attention_dropout)
+        norm = module.post_attention_layernorm
+        normed, residual = add_norm(attended, hidden_states, norm, dropout_p)
+        return module.post_mlp_dropout(module.mlp(normed)) + residual
+
+
+def _layer_obstacle(layer: Any) -> str | None:
+    return (
+        norm_obstacle("post_attention_layernorm", layer.post_attention_layernorm)
+        or dropout_obstacle("post_attention_dropout", layer.post_attention_dropout)
+        or global_hooks()
+    )
+
+
+_ORIGINAL = modeling_gpt_neox.GPTNeoXLayer
+_UNKNOWN = unknown_forward(_Layer, _ORIGINAL) or unknown_names(_Layer, _ORIGINAL)
+
+RULES = (
+    attention_rule(modeling_gpt_neox.GPTNeoXAttention, __name__, eager=True),
+    feed_forward_rule(
+        modeling_gpt_neox.GPTNeoXMLP, __name__, Names("dense_h_to_4h", "act", "dense_4h_to_h")
+    ),
+    Rule(
+        _ORIGINAL,
+        subclass(_ORIGINAL, _Layer, __name__),
+        ("add_layer_norm",),
+        "O1",
+        lambda layer: probe_add_norm(layer.post_attention_layernorm),
+        lambda layer: _UNKNOWN or _layer_obstacle(layer),
+        lambda layer: not layer.use_parallel_residual,
+        absorbs=("post_attention_layernorm", "post_attention_dropout"),
+    ),
+)
+globals().update(by_name(RULES))

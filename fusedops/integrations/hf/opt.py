@@ -1,0 +1,109 @@
+"""Rules for OPT, whose feed-forward layer and dropouts are in the decoder layer's own forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.models.opt import modeling_opt
+
+from fusedops.integrations.hf.attention import attention_rule
+from fusedops.integrations.hf.feed_forward import (
+    Names,
+    feed_forward,
+    feed_forward_obstacle,
+    fits,
+    probe_feed_forward,
+)
+from fusedops.integrations.hf.residual import (
+    add_norm,
+    norm_obstacle,
+    unknown_forward,
+    unknown_names,
+)
+from fusedops.integrations.hf.rules import Rule, by_name, global_hooks, runs_here, subclass
+from fusedops.ops.bias_dropout_add import bias_dropout_add
+
+_NAMES = Names()
+
+
+class _DecoderLayer(nn.Module):
+    """The decoder layer: each dropout and residual sum in one pass, with the norm if it follows."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        use_cache: bool | None = False,
+        position_ids: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Return the residual stream after the layer."""
+        options = dict(
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            position_ids=position_ids,
+            **kwargs,
+        )
+        module: Any = self
+        if not runs_here(hidden_states) or _layer_obstacle(self) is not None:
+            return super().forward(hidden_states, use_cache=use_cache, **options)
+        dropout_p = module.dropout if module.training else 0.0
+        first, second = module.self_attn_layer_norm, module.final_layer_norm
+        if not module.do_layer_norm_before:
+            attended, _ = module.self_attn(hidden_states=hidden_states, **options)
+            normed, _ = add_norm(attended, hidden_states, first, dropout_p)
+            return add_norm(self._feed_forward(normed), normed, second, dropout_p)[0]
+        attended, _ = module.self_attn(hidden_states=first(hidden_states), **options)
+        normed, residual = add_norm(attended, hidden_states, second, dropout_p)
+        return bias_dropout_add(self._feed_forward(normed), None, residual, dropout_p)
+
+    def _feed_forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        module: Any = self
+        if fits(hidden_states) and feed_forward_obstacle(self, _NAMES) is None:
+            return feed_forward(self, _NAMES, hidden_states)
+        rows = hidden_states.reshape(-1, hidden_states.size(-1))  # as the original calls them
+        return module.fc2(module.activation_fn(module.fc1(rows))).view(hidden_states.shape)
+
+
+def _layer_obstacle(layer: Any) -> str | None:
+    reason = norm_obstacle("final_layer_norm", layer.final_layer_norm) or global_hooks()
+    if reason is None and not layer.do_layer_norm_before:
+        reason = norm_obstacle("self_attn_layer_norm", layer.self_attn_layer_norm)
+    return reason
+
+
+def _called(layer: Any) -> tuple[str, ...]:
+    """Return the children that the fused forward calls."""
+    apart = feed_forward_obstacle(layer, _NAMES) is not None
+    return (
+        *(("self_attn_layer_norm",) if layer.do_layer_norm_before else ()),
+        *((_NAMES.first, _NAMES.activation, _NAMES.second) if apart else ()),
+    )
+
+
+def _note(layer: Any) -> str | None:
+    reason = feed_forward_obstacle(layer, _NAMES)
+    return f"without mlp: {reason}" if reason is not None else None
+
+
+_ORIGINAL = modeling_opt.OPTDecoderLayer
+_UNKNOWN = unknown_forward(_DecoderLayer, _ORIGINAL) or unknown_names(_DecoderLayer, _ORIGINAL)
+
+RULES = (
+    attention_rule(modeling_opt.OPTAttention, __name__, eager=True),
+    Rule(
+        _ORIGINAL,
+        subclass(_ORIGINAL, _DecoderLayer, __name__),
+        ("mlp", "add_layer_norm", "bias_dropout_add"),
+        "O2",
+        lambda layer: probe_feed_forward(layer, _NAMES),
+        lambda layer: _UNKNOWN or _layer_obstacle(layer),
+        absorbs=("self_attn_layer_norm", "final_layer_norm", "fc1", "activation_fn", "fc2"),
+        note=_note,
+        calls=_called,
+    ),
+)
+globals().update(by_name(RULES))

@@ -1,0 +1,18 @@
+"""Rules for Phi: attention and feed-forward layer beside each other, behind one norm.
+
+Their outputs, the two dropouts and the residual stream are summed by torch.
+"""
+
+from __future__ import annotations
+
+from transformers.models.phi import modeling_phi
+
+from fusedops.integrations.hf.attention import attention_rule
+from fusedops.integrations.hf.feed_forward import feed_forward_rule
+from fusedops.integrations.hf.rules import by_name
+
+RULES = (
+    attention_rule(modeling_phi.PhiAttention, __name__, eager=True),
+    feed_forward_rule(modeling_phi.PhiMLP, __name__),
+)
+globals().update(by_name(RULES))
