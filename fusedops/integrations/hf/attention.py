@@ -187,6 +187,7 @@ def attention_rule(
     absorbs: tuple[str, ...] = (),
     *,
     eager: bool = False,
+    rotary: bool = False,
 ) -> Rule:
     """Return the rule for an attention class that asks ``self.config`` for its implementation.
 
@@ -196,8 +197,9 @@ def attention_rule(
         absorbs: names of the children whose work the attention's function does.
         eager: whether the class's ``eager`` is ``attend_as_eager``, and its caller drops the
             weights.
+        rotary: whether its ``apply_rotary_pos_emb`` is Llama's or GPT-NeoX's: pairs are halves.
     """
-    forward = forward_with_rotary(original, module_name)
+    forward = forward_with_rotary(original, module_name) if rotary else None
     methods = {} if forward is None else {"forward": forward}
     return Rule(
         original,
@@ -207,7 +209,14 @@ def attention_rule(
         _probe,
         partial(obstacle, eager=eager),
         absorbs=absorbs,
+        note=_note,
     )
+
+
+def _note(module: Any) -> str | None:
+    if module.__dict__["config"]._attn_implementation == "eager":
+        return "eager, but gives its caller no weights until a hook asks for them"
+    return None
 
 
 def _probe(module: Any) -> None:

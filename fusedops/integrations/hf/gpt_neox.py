@@ -73,7 +73,7 @@ _ORIGINAL = modeling_gpt_neox.GPTNeoXLayer
 _UNKNOWN = unknown_forward(_Layer, _ORIGINAL) or unknown_names(_Layer, _ORIGINAL)
 
 RULES = (
-    attention_rule(modeling_gpt_neox.GPTNeoXAttention, __name__, eager=True),
+    attention_rule(modeling_gpt_neox.GPTNeoXAttention, __name__, eager=True, rotary=True),
     feed_forward_rule(
         modeling_gpt_neox.GPTNeoXMLP, __name__, Names("dense_h_to_4h", "act", "dense_4h_to_h")
     ),

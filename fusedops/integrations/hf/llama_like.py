@@ -127,5 +127,5 @@ def rules_inside(
     return (
         rms_norm_rule(getattr(family, f"{prefix}RMSNorm"), module_name, norm),
         gated_mlp_rule(getattr(family, f"{prefix}MLP"), module_name),
-        attention_rule(getattr(family, f"{prefix}Attention"), module_name, eager=True),
+        attention_rule(getattr(family, f"{prefix}Attention"), module_name, eager=True, rotary=True),
     )

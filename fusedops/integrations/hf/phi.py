@@ -12,7 +12,7 @@ from fusedops.integrations.hf.feed_forward import feed_forward_rule
 from fusedops.integrations.hf.rules import by_name
 
 RULES = (
-    attention_rule(modeling_phi.PhiAttention, __name__, eager=True),
+    attention_rule(modeling_phi.PhiAttention, __name__, eager=True, rotary=True),
     feed_forward_rule(modeling_phi.PhiMLP, __name__),
 )
 globals().update(by_name(RULES))

@@ -60,7 +60,7 @@ def _layer_obstacle(layer: Any) -> str | None:
 RULES = (
     rms_norm_rule(modeling_phi3.Phi3RMSNorm, __name__),
     packed_gated_mlp_rule(modeling_phi3.Phi3MLP, __name__),
-    attention_rule(modeling_phi3.Phi3Attention, __name__, eager=True),
+    attention_rule(modeling_phi3.Phi3Attention, __name__, eager=True, rotary=True),
     llama_like.layer_rule(
         modeling_phi3.Phi3DecoderLayer,
         _DecoderLayer,
