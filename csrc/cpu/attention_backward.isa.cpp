@@ -522,8 +522,7 @@ void delta(const AttentionDelta& a) {
             if (rest != nullptr) wide += load_as<T, A>(rest + d, 1, a.size - d);
             sum += wide * load_as<T, A>(grad + d, 1, a.size - d);
           }
-          A total = 0;
-          for (int i = 0; i < n; ++i) total += sum[i];
+          A total = sum_of<A>(sum);
           if (a.grad_lse != nullptr) total -= static_cast<const A*>(a.grad_lse)[line];
           static_cast<A*>(a.delta)[line] = total;
         }

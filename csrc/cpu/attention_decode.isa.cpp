@@ -85,14 +85,51 @@ class FewQueries {
       const int64_t head = key_head * groups_ + line / rows_, row = line % rows_;
       soften(sequence, head, row, begin, end, scores + line * kChunk, partial(unit, chunk, line));
     }
-    for (int64_t key = begin; key < end; ++key) {
-      const T* v = values + key * call_.value.token_stride;
-      for (int64_t line = 0; line < lines_; ++line) {
-        const V<A> p = all(scores[line * kChunk + key - begin]);
-        A* out = partial(unit, chunk, line) + n;
-        for (int64_t d = 0; d < call_.value_size; d += n) {
-          store(out + d, load(out + d) + p * load_as<T, A>(v + d, 1, call_.value_size - d));
+    int64_t line = 0;
+    for (; line + 4 <= lines_; line += 4) {
+      add_values<4>(values, begin, end, scores + line * kChunk, unit, chunk, line);
+    }
+    for (; line < lines_; ++line) {
+      add_values<1>(values, begin, end, scores + line * kChunk, unit, chunk, line);
+    }
+  }
+
+  // Output of kLines lines: sums in registers, kVectors vectors of the head at a time, so that a
+  // value is widened once for all of them.
+  template <int kLines>
+  void add_values(const T* values, int64_t begin, int64_t end, const A* weights, int64_t unit,
+                  int64_t chunk, int64_t line) const {
+    constexpr int kVectors = 4;
+    const int64_t size = call_.value_size, stride = call_.value.token_stride;
+    int64_t d = 0;
+    for (; d + kVectors * n <= size; d += kVectors * n) {
+      V<A> sum[kLines][kVectors] = {};
+      for (int64_t key = begin; key < end; ++key) {
+        const T* from = values + key * stride + d;
+        V<A> v[kVectors];
+#pragma GCC unroll 4
+        for (int i = 0; i < kVectors; ++i) v[i] = load_as<T, A>(from + i * n, 1, n);
+#pragma GCC unroll 4
+        for (int j = 0; j < kLines; ++j) {
+          const V<A> weight = all(weights[j * kChunk + key - begin]);
+#pragma GCC unroll 4
+          for (int i = 0; i < kVectors; ++i) sum[j][i] += weight * v[i];
         }
+      }
+      for (int j = 0; j < kLines; ++j) {
+        for (int i = 0; i < kVectors; ++i) {
+          store(partial(unit, chunk, line + j) + n + d + i * n, sum[j][i]);
+        }
+      }
+    }
+    for (; d < size; d += n) {
+      for (int j = 0; j < kLines; ++j) {
+        V<A> sum{};
+        for (int64_t key = begin; key < end; ++key) {
+          sum += all(weights[j * kChunk + key - begin]) *
+                 load_as<T, A>(values + key * stride + d, 1, size - d);
+        }
+        store(partial(unit, chunk, line + j) + n + d, sum);
       }
     }
   }
@@ -115,9 +152,7 @@ class FewQueries {
       for (int i = 0; i < kQueries; ++i) sum[i] += k * load(query + i * wide + d);
     }
     for (int i = 0; i < kQueries; ++i) {
-      A total = 0;
-      for (int lane = 0; lane < n; ++lane) total += sum[i][lane];
-      to[i * kChunk] = total;
+      to[i * kChunk] = sum_of<A>(sum[i]);
     }
   }
 
@@ -157,7 +192,6 @@ class FewQueries {
     }
     part[0] = top;
     part[1] = total;
-    std::fill_n(part + n, stride_, A(0));
   }
 
   void join(int64_t unit) const {

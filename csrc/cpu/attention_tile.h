@@ -116,6 +116,20 @@ inline V<A> tanh_of(const V<A>& x) {
 #endif
 }
 
+// The sum of the lanes, in a fixed order.
+template <typename A>
+inline A sum_of(const V<A>& v) {
+#if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
+  at::vec::Vectorized<A> wide;
+  std::memcpy(static_cast<void*>(&wide), &v, sizeof(v));
+  return sum_lanes<A>(wide);
+#else
+  A total = v[0];
+  for (int i = 1; i < kLanes<A>; ++i) total += v[i];
+  return total;
+#endif
+}
+
 // The first `count` lanes, rounded to T.
 template <typename T, typename A>
 inline void store_as(T* to, const V<A>& v, int count = kLanes<A>) {
