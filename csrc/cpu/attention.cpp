@@ -85,21 +85,17 @@ const void* slopes_of(const at::Tensor& slopes, int64_t sequence) {
   return slopes.dim() == 2 ? element(slopes, 0, sequence) : slopes.const_data_ptr();
 }
 
-// The queries of a head, and of the heads that share its keys, that go the way of a matrix product:
-// fewer would leave most of its lanes empty.
-constexpr int64_t kFewQueries = 4;
-
-void run_forward(const AttentionCall& call) {
-  int64_t rows = 0;
-  for (int64_t i = 0; i < call.sequence_count; ++i) rows = std::max(rows, call.sequences[i].rows);
-  const bool few =
-      rows <= kFewQueries && call.mask_kind == MaskKind::none && !call.dropout.active();
-  if (few) {
+// One query a sequence, the step of generation, would leave most lanes of a matrix product empty.
+// The choice must not depend on what else is in a batch: each op makes it by its own shape.
+void run_forward(const AttentionCall& call, bool few_queries) {
+  if (few_queries && call.mask_kind == MaskKind::none && !call.dropout.active()) {
     FUSEDOPS_CALL_ISA(attention_few_queries, call);
   } else {
     FUSEDOPS_CALL_ISA(attention_forward, call);
   }
 }
+
+constexpr int64_t kFewQueries = 4;
 
 // ---- attention ----
 
@@ -180,7 +176,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> forward(
     sequences[b].output = mutable_element(output, 0, b);
     if (remainder.dim() == 4) sequences[b].remainder = mutable_element(remainder, 0, b);
   }
-  run_forward(call);
+  run_forward(call, rows == 1);
   return {output, lse, remainder};
 }
 
@@ -375,7 +371,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> varlen_forward(
     if (remainder.dim() == 3) sequence.remainder = mutable_element(remainder, 0, token);
     token += sequence.rows;
   }
-  run_forward(call);
+  run_forward(call, false);
   return {output, lse, remainder};
 }
 
@@ -441,7 +437,7 @@ std::tuple<at::Tensor, at::Tensor> decode(const at::Tensor& query, const at::Ten
     sequences[b].offset = length - rows;
     sequences[b].output = mutable_element(output, 0, b);
   }
-  if (lse.numel() > 0) run_forward(call);
+  if (lse.numel() > 0) run_forward(call, rows <= kFewQueries);
   return {output, lse};
 }
 

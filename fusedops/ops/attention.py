@@ -11,7 +11,7 @@ softmax), and save the row's log-sum-exp for the backward. Kernels: ``csrc/cpu/a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -82,7 +82,7 @@ def attention(
         half precision, what the output's rounding took: without it the gradients' error would be
         several times that of eager attention. The gradient of an additive mask needs the scores'
         gradient whole, O(Sq Sk), for the time of the backward. Deterministic: the same bits for any
-        number of threads; up to four queries take a path of their own, that of decoding. Dropout
+        number of threads; a single query takes a path of its own, that of decoding. Dropout
         draws by a counter at ``((b * H + h) * Sq + i) * Sk + j``. Backends: cpp, triton, torch.
         Under autocast query, key and value are cast, as torch does; mask, slopes and sinks keep
         their dtype.
@@ -235,57 +235,52 @@ def _mask(mask: Any, query: torch.Tensor, wanted: Sequence[int], batch: int) -> 
     return mask[(None,) * (4 - mask.dim())]
 
 
-def _reference(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    dropout_p: float,
-    scale: float,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    keep_remainder: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    pattern = Pattern(scale, window_left, window_right, softcap)
-    keep = _keep(query, key, seed, dropout_p)
-    given = (query, key, value, attn_mask, alibi_slopes, sinks, keep)
-    wide, lse = math.forward(*given, pattern)
-    output, remainder = math.rounded(wide, query.dtype, keep_remainder)
-    return math.heads_inside(output), lse, _inside(remainder)
+class _Arguments(NamedTuple):
+    """The arguments of the registered op, in the order of its schema."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    attn_mask: torch.Tensor | None
+    alibi_slopes: torch.Tensor | None
+    sinks: torch.Tensor | None
+    seed: torch.Tensor | None
+    dropout_p: float
+    scale: float
+    window_left: int
+    window_right: int
+    softcap: float
+    keep_remainder: bool
+
+    def dense(self) -> tuple[Any, ...]:
+        """Return the arguments of ``math.forward``."""
+        shape = (*self.query.shape[:3], self.key.shape[2])
+        keep = math.keep_factors(shape, self.seed, self.dropout_p, self.query)
+        pattern = Pattern(self.scale, self.window_left, self.window_right, self.softcap)
+        return (*self[:6], keep, pattern)
 
 
-def _inside(remainder: torch.Tensor) -> torch.Tensor:
-    return math.heads_inside(remainder) if remainder.dim() == 4 else remainder
+def _of_backward(args: Sequence[Any]) -> tuple[_Arguments, tuple[Any, ...], Sequence[bool]]:
+    """Return the op's arguments, the incoming gradients and the mask of the backward's own."""
+    grads, inputs, numbers = args[:2], args[2:9], args[12:-1]
+    return _Arguments(*inputs, *numbers), tuple(grads), args[-1]
 
 
-def _keep(
-    query: torch.Tensor, key: torch.Tensor, seed: torch.Tensor | None, dropout_p: float
-) -> torch.Tensor | None:
-    return math.keep_factors((*query.shape[:3], key.shape[2]), seed, dropout_p, query)
+def _reference(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    call = _Arguments(*args)
+    wide, lse = math.forward(*call.dense())
+    output, remainder = math.rounded(wide, call.query.dtype, call.keep_remainder)
+    if remainder.dim() == 4:
+        remainder = math.heads_inside(remainder)
+    return math.heads_inside(output), lse, remainder
 
 
-def _fake(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    dropout_p: float,
-    scale: float,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    keep_remainder: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    call = _Arguments(*args)
+    query = call.query
     batch, heads, rows, _ = query.shape
-    shape = (batch, heads, rows, value.shape[3])
-    kept = math.keeps(query.dtype, keep_remainder)
+    shape = (batch, heads, rows, call.value.shape[3])
+    kept = math.keeps(query.dtype, call.keep_remainder)
     return (
         math.new_heads_inside(query, *shape),
         query.new_empty(batch, heads, rows, dtype=dtypes.statistics_dtype(query.dtype)),
@@ -293,74 +288,48 @@ def _fake(
     )
 
 
-def _backward_reference(
-    grad_output: torch.Tensor | None,
-    grad_lse: torch.Tensor | None,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    output: torch.Tensor,
-    lse: torch.Tensor,
-    remainder: torch.Tensor,
-    dropout_p: float,
-    scale: float,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    keep_remainder: bool,
-    output_mask: Sequence[bool],
-) -> tuple[torch.Tensor | None, ...]:
-    pattern = Pattern(scale, window_left, window_right, softcap)
-    keep = _keep(query, key, seed, dropout_p)
-    given = (query, key, value, attn_mask, alibi_slopes, sinks, keep)
-    return math.backward(grad_output, grad_lse, *given, pattern, output_mask)
+def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, ...]:
+    # The saved outputs are not used: this is also the second derivative.
+    call, grads, output_mask = _of_backward(args)
+    given: tuple[Any, ...] = (*grads, *call.dense(), output_mask)
+    return math.backward(*given)
 
 
-def _backward_fake(
-    grad_output: torch.Tensor | None,
-    grad_lse: torch.Tensor | None,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    output: torch.Tensor,
-    lse: torch.Tensor,
-    remainder: torch.Tensor,
-    dropout_p: float,
-    scale: float,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    keep_remainder: bool,
-    output_mask: Sequence[bool],
-) -> tuple[torch.Tensor | None, ...]:
+def _backward_fake(*args: Any) -> tuple[torch.Tensor | None, ...]:
+    call, _, output_mask = _of_backward(args)
+
     def inside(tensor: torch.Tensor) -> torch.Tensor:
         batch, heads, rows, size = tensor.shape
         return math.new_heads_inside(tensor, batch, heads, rows, size)
 
+    mask, sinks = call.attn_mask, call.sinks
     return (
-        inside(query) if output_mask[0] else None,
-        inside(key) if output_mask[1] else None,
-        inside(value) if output_mask[2] else None,
-        attn_mask.new_empty(attn_mask.shape) if output_mask[3] and attn_mask is not None else None,
+        inside(call.query) if output_mask[0] else None,
+        inside(call.key) if output_mask[1] else None,
+        inside(call.value) if output_mask[2] else None,
+        mask.new_empty(mask.shape) if output_mask[3] and mask is not None else None,
         sinks.new_empty(sinks.shape) if output_mask[4] and sinks is not None else None,
     )
 
 
-def _words(query: Any, key: Any, seed: Any) -> list[Placement]:
-    """Batch and heads may be sharded, unless dropout counts from the tensor's beginning."""
+def _words(
+    query: Any, key: Any, alibi_slopes: Any, seed: Any, numbers: Sequence[Any]
+) -> list[Placement]:
+    """Batch (0) and heads (1) may be sharded, unless dropout counts from the tensor's beginning.
+
+    So may the queries (2) of keys that every rank has, where nothing depends on a query's place.
+    """
     if seed is not None:
         return [REPLICATE]
     ranks = query.mesh.size()
     heads_divide = query.shape[1] % ranks == 0 and key.shape[1] % ranks == 0
-    return [REPLICATE, 0, *([1] if heads_divide else [])]
+    _, _, left, right, *_ = numbers
+    placeless = left < 0 and right < 0 and alibi_slopes is None
+    return [REPLICATE, 0, *([1] if heads_divide else []), *([2] if placeless else [])]
+
+
+def _keys_word(word: Placement) -> Placement:
+    return REPLICATE if word == 2 else word
 
 
 def _placements(
@@ -401,12 +370,13 @@ def _shard(
         (
             [word, word, _remainder_word(word, query, numbers)],
             [
-                *[word] * 3,
+                word,
+                *[_keys_word(word)] * 2,
                 *_placements(word, attn_mask, alibi_slopes, sinks, seed),
                 *[None] * len(numbers),
             ],
         )
-        for word in _words(query, key, seed)
+        for word in _words(query, key, alibi_slopes, seed, numbers)
     ]
 
 
@@ -428,18 +398,19 @@ def _shard_backward(
     """What is shared by the ranks of a shard gets a part of its gradient from each."""
     output_mask = numbers[-1]
     rules = []
-    for word in _words(query, key, seed):
+    for word in _words(query, key, alibi_slopes, seed, numbers):
         options = _placements(word, attn_mask, alibi_slopes, sinks, seed)
-        shared = [
+        keys = _keys_word(word)
+        outputs = [
             PARTIAL if isinstance(word, int) and placement == REPLICATE else placement
-            for placement in (options[0], options[2])
+            for placement in (word, keys, keys, options[0], options[2])
         ]
-        outputs = [word, word, word, *shared]
         outputs = [
             each if wanted else None for each, wanted in zip(outputs, output_mask, strict=True)
         ]
         grads = [word if each is not None else None for each in (grad_output, grad_lse)]
-        saved = [*[word] * 3, *options, word, word, _remainder_word(word, query, numbers[:-1])]
+        rest = _remainder_word(word, query, numbers[:-1])
+        saved = [word, keys, keys, *options, word, word, rest]
         inputs = [*grads, *saved, *[None] * len(numbers)]
         rules.append((outputs, inputs))
     return rules

@@ -8,7 +8,7 @@ formulae are those of ``attention`` (``_attention_math.py``), aligned to the low
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -144,87 +144,78 @@ def _check(query: Any, key: Any, value: Any, cu_seqlens_q: Any, cu_seqlens_k: An
         checks.fail(op, "cu_seqlens_k", wanted, list(cu_seqlens_k.shape))
 
 
-def _sequences(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    alibi_slopes: torch.Tensor | None,
-    keep: torch.Tensor | None,
-) -> Iterator[tuple[slice, slice, tuple[Any, ...]]]:
-    """Yield per sequence: its queries, its keys, and (q, k, v, slopes, keep, offset) of it."""
-    starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    for n in range(len(starts_q) - 1):
-        rows = slice(starts_q[n], starts_q[n + 1])
-        columns = slice(starts_k[n], starts_k[n + 1])
-        q, k, v = (
-            tensor[where].transpose(0, 1).unsqueeze(0)
-            for tensor, where in ((query, rows), (key, columns), (value, columns))
-        )
-        slopes = alibi_slopes
-        if slopes is not None and slopes.dim() == 2:
-            slopes = slopes[n]
-        factors = keep[None, :, rows, : k.shape[2]] if keep is not None else None
-        yield rows, columns, (q, k, v, slopes, factors, k.shape[2] - q.shape[2])
+class _Arguments(NamedTuple):
+    """The arguments of the registered op, in the order of its schema."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor
+    alibi_slopes: torch.Tensor | None
+    sinks: torch.Tensor | None
+    seed: torch.Tensor | None
+    max_seqlen_q: int
+    max_seqlen_k: int
+    dropout_p: float
+    scale: float
+    window_left: int
+    window_right: int
+    softcap: float
+    keep_remainder: bool
+
+    def sequences(self) -> Iterator[tuple[slice, tuple[Any, ...]]]:
+        """Yield per sequence: its queries, and the arguments of ``math.forward``."""
+        tokens, heads, _ = self.query.shape
+        shape = (heads, tokens, self.max_seqlen_k)
+        keep = math.keep_factors(shape, self.seed, self.dropout_p, self.query)
+        starts_q, starts_k = self.cu_seqlens_q.tolist(), self.cu_seqlens_k.tolist()
+        for n in range(len(starts_q) - 1):
+            rows = slice(starts_q[n], starts_q[n + 1])
+            columns = slice(starts_k[n], starts_k[n + 1])
+            q, k, v = (
+                tensor[where].transpose(0, 1).unsqueeze(0)
+                for tensor, where in (
+                    (self.query, rows),
+                    (self.key, columns),
+                    (self.value, columns),
+                )
+            )
+            slopes = self.alibi_slopes
+            if slopes is not None and slopes.dim() == 2:
+                slopes = slopes[n]
+            factors = keep[None, :, rows, : k.shape[2]] if keep is not None else None
+            window = (self.window_left, self.window_right)
+            pattern = Pattern(self.scale, *window, self.softcap, k.shape[2] - q.shape[2])
+            yield rows, (q, k, v, None, slopes, self.sinks, factors, pattern)
 
 
-def _reference(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    alibi_slopes: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float,
-    scale: float,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    keep_remainder: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    tokens, heads, _ = query.shape
-    keep = math.keep_factors((heads, tokens, max_seqlen_k), seed, dropout_p, query)
-    outputs = [
-        query.new_empty(0, heads, value.shape[2], dtype=dtypes.statistics_dtype(query.dtype))
-    ]
-    lses = [query.new_empty(heads, 0, dtype=dtypes.statistics_dtype(query.dtype))]
-    tables = (cu_seqlens_q, cu_seqlens_k)
-    for _, _, each in _sequences(query, key, value, *tables, alibi_slopes, keep):
-        q, k, v, slopes, factors, offset = each
-        pattern = Pattern(scale, window_left, window_right, softcap, offset)
-        output, lse = math.forward(q, k, v, None, slopes, sinks, factors, pattern)
+def _of_backward(args: Sequence[Any]) -> tuple[_Arguments, tuple[Any, ...], Sequence[bool]]:
+    """Return the op's arguments, the incoming gradients and the mask of the backward's own."""
+    grads, inputs, numbers = args[:2], args[2:10], args[13:-1]
+    return _Arguments(*inputs, *numbers), tuple(grads), args[-1]
+
+
+def _reference(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    call = _Arguments(*args)
+    query, wide = call.query, dtypes.statistics_dtype(call.query.dtype)
+    heads = query.shape[1]
+    outputs = [query.new_empty(0, heads, call.value.shape[2], dtype=wide)]
+    lses = [query.new_empty(heads, 0, dtype=wide)]
+    for _, arguments in call.sequences():
+        output, lse = math.forward(*arguments)
         outputs.append(output[0].transpose(0, 1))
         lses.append(lse[0])
-    output, remainder = math.rounded(torch.cat(outputs), query.dtype, keep_remainder)
+    output, remainder = math.rounded(torch.cat(outputs), query.dtype, call.keep_remainder)
     return output, torch.cat(lses, dim=1), remainder
 
 
-def _fake(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    alibi_slopes: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float,
-    scale: float,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    keep_remainder: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    call = _Arguments(*args)
+    query = call.query
     tokens, heads, _ = query.shape
-    shape = (tokens, heads, value.shape[2])
-    kept = math.keeps(query.dtype, keep_remainder)
+    shape = (tokens, heads, call.value.shape[2])
+    kept = math.keeps(query.dtype, call.keep_remainder)
     return (
         query.new_empty(shape),
         query.new_empty(heads, tokens, dtype=dtypes.statistics_dtype(query.dtype)),
@@ -232,44 +223,20 @@ def _fake(
     )
 
 
-def _backward_reference(
-    grad_output: torch.Tensor | None,
-    grad_lse: torch.Tensor | None,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    alibi_slopes: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    output: torch.Tensor,
-    lse: torch.Tensor,
-    remainder: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float,
-    scale: float,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    keep_remainder: bool,
-    output_mask: Sequence[bool],
-) -> tuple[torch.Tensor | None, ...]:
-    tokens, heads, _ = query.shape
-    keep = math.keep_factors((heads, tokens, max_seqlen_k), seed, dropout_p, query)
-    parts: list[list[torch.Tensor]] = [[each[:0]] for each in (query, key, value)]
+def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, ...]:
+    # The saved outputs are not used: this is also the second derivative.
+    call, (grad_output, grad_lse), output_mask = _of_backward(args)
+    parts: list[list[torch.Tensor]] = [[each[:0]] for each in call[:3]]
+    sinks = call.sinks
     grad_sinks = torch.zeros_like(sinks) if sinks is not None and output_mask[3] else None
     mask = [*output_mask[:3], False, output_mask[3]]
-    tables = (cu_seqlens_q, cu_seqlens_k)
-    for rows, _, each in _sequences(query, key, value, *tables, alibi_slopes, keep):
-        q, k, v, slopes, factors, offset = each
-        pattern = Pattern(scale, window_left, window_right, softcap, offset)
+    for rows, arguments in call.sequences():
         grads = (
             grad_output[rows].transpose(0, 1).unsqueeze(0) if grad_output is not None else None,
             grad_lse[None, :, rows] if grad_lse is not None else None,
         )
-        found = math.backward(*grads, q, k, v, None, slopes, sinks, factors, pattern, mask)
+        given: tuple[Any, ...] = (*grads, *arguments, mask)
+        found = math.backward(*given)
         for part, grad in zip(parts, found, strict=False):
             if grad is not None:
                 part.append(grad[0].transpose(0, 1))
@@ -281,31 +248,9 @@ def _backward_reference(
     return (*whole, grad_sinks)
 
 
-def _backward_fake(
-    grad_output: torch.Tensor | None,
-    grad_lse: torch.Tensor | None,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    alibi_slopes: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    output: torch.Tensor,
-    lse: torch.Tensor,
-    remainder: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float,
-    scale: float,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    keep_remainder: bool,
-    output_mask: Sequence[bool],
-) -> tuple[torch.Tensor | None, ...]:
-    inputs = (query, key, value, sinks)
+def _backward_fake(*args: Any) -> tuple[torch.Tensor | None, ...]:
+    call, _, output_mask = _of_backward(args)
+    inputs = (*call[:3], call.sinks)
     return tuple(
         each.new_empty(each.shape) if wanted and each is not None else None
         for each, wanted in zip(inputs, output_mask, strict=True)
