@@ -412,7 +412,7 @@ def static_report_cases() -> list[dict[str, Any]]:
     for capped in (False, True):
         for more in (whole | {"SMOOTH": False}, middle | {"SMOOTH": True}):
             flags = more | {"CAPPED": capped}
-            launch = _options(_BLOCK, smooth_capped=capped and flags["SMOOTH"])
+            launch = _options(_BLOCK, smooth_capped=capped and bool(flags["SMOOTH"]))
             cases.append(_launch.report_case(_sums_kernel, types, flags, launch))
         cases.append(
             _launch.report_case(
