@@ -1,9 +1,12 @@
 // Autocast and CPU routing for every op, once, as boxed kernels.
 //
 // The route of fusedops::X on the CPU: the C++ kernel fusedops_cpp::X when the floating tensors
-// are float32, bfloat16 or float64 and no backend was requested; otherwise fusedops::X_choose,
-// which is Python and knows the rest (fusedops/_core/backends.py).
+// are float32, bfloat16 or float64, no backend was requested and no tuning table prefers another
+// one for these sizes; otherwise fusedops::X_choose, which is Python and knows the rest
+// (fusedops/_core/backends.py).
+#include <array>
 #include <atomic>
+#include <bit>
 #include <map>
 
 #include <ATen/autocast_mode.h>
@@ -15,20 +18,57 @@ namespace {
 
 std::atomic<bool> route_to_python{false};
 
-// Counters live as long as the process; the map is only written while ops are being defined.
-std::map<std::string, std::atomic<int64_t>>& counts() {
-  static auto* map = new std::map<std::string, std::atomic<int64_t>>();
+// The dtypes of the C++ kernels: the index of one, or -1.
+int dtype_index(at::ScalarType dtype) {
+  return dtype == at::kFloat ? 0 : dtype == at::kBFloat16 ? 1 : dtype == at::kDouble ? 2 : -1;
+}
+
+// What the router knows of one op.
+struct State {
+  std::atomic<int64_t> count{0};  // calls of the C++ kernel
+  // Where a tuning table prefers another backend: per dtype, bit k stands for 2^k <= elements of
+  // the first tensor < 2^(k+1) (fusedops/_core/tuning.py: size_class). An op without such an entry,
+  // which is nearly every op, pays for the test of `tuned` alone.
+  std::atomic<bool> tuned{false};
+  std::array<std::atomic<uint64_t>, 3> bypass{};
+
+  bool bypasses(at::ArrayRef<c10::IValue> arguments) const {
+    if (!tuned.load(std::memory_order_relaxed)) return false;
+    const at::Tensor* sized = nullptr;
+    for (const auto& value : arguments) {
+      if (!value.isTensor() || !value.toTensor().defined()) continue;
+      const at::Tensor& tensor = value.toTensor();
+      if (sized == nullptr || tensor.numel() != 1) sized = &tensor;
+      if (tensor.numel() != 1) break;
+    }
+    const int index = sized == nullptr ? -1 : dtype_index(sized->scalar_type());
+    if (index < 0) return false;
+    const auto elements = static_cast<uint64_t>(std::max<int64_t>(sized->numel(), 1));
+    return bypass[index].load(std::memory_order_relaxed) >> (std::bit_width(elements) - 1) & 1;
+  }
+};
+
+// Lives as long as the process; the map is only written while ops are defined or tables loaded.
+std::map<std::string, State>& states() {
+  static auto* map = new std::map<std::string, State>();
   return *map;
+}
+
+void set_bypass(const std::string& name, at::ScalarType dtype, int64_t classes) {
+  const int index = dtype_index(dtype);
+  if (index < 0) return;  // without a C++ kernel Python decides anyway
+  State& state = states()[name];
+  state.bypass[index].store(static_cast<uint64_t>(classes));
+  bool any = false;
+  for (const auto& each : state.bypass) any |= each.load() != 0;
+  state.tuned.store(any);
 }
 
 bool has_cpp_dtypes(at::ArrayRef<c10::IValue> arguments) {
   for (const auto& value : arguments) {
     if (!value.isTensor() || !value.toTensor().defined()) continue;
     const auto dtype = value.toTensor().scalar_type();
-    if (at::isFloatingType(dtype) && dtype != at::kFloat && dtype != at::kBFloat16 &&
-        dtype != at::kDouble) {
-      return false;
-    }
+    if (at::isFloatingType(dtype) && dtype_index(dtype) < 0) return false;
   }
   return true;
 }
@@ -38,14 +78,14 @@ class Router : public c10::OperatorKernel {
   explicit Router(const std::string& name)
       : native_(c10::Dispatcher::singleton().findSchema({"fusedops_cpp::" + name, ""})),
         choose_(find_operator("fusedops", name + "_choose")),
-        count_(counts()[name]) {}
+        state_(states()[name]) {}
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet,
                   torch::jit::Stack* stack) const {
     const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
     if (native_.has_value() && !route_to_python.load(std::memory_order_relaxed) &&
-        has_cpp_dtypes(arguments)) {
-      count_.fetch_add(1, std::memory_order_relaxed);
+        has_cpp_dtypes(arguments) && !state_.bypasses(arguments)) {
+      state_.count.fetch_add(1, std::memory_order_relaxed);
       native_->callBoxed(stack);
     } else {
       choose_.callBoxed(stack);
@@ -55,7 +95,7 @@ class Router : public c10::OperatorKernel {
  private:
   std::optional<c10::OperatorHandle> native_;
   c10::OperatorHandle choose_;
-  std::atomic<int64_t>& count_;
+  State& state_;
 };
 
 class Autocast : public c10::OperatorKernel {
@@ -120,8 +160,9 @@ TORCH_LIBRARY_FRAGMENT(fusedops_native, m) {
   });
   m.def("set_route_to_python(bool on) -> ()", [](bool on) { fusedops::route_to_python.store(on); });
   m.def("count(str name) -> int",
-        [](std::string name) -> int64_t { return fusedops::counts()[name].load(); });
+        [](std::string name) -> int64_t { return fusedops::states()[name].count.load(); });
   m.def("reset_counts() -> ()", []() {
-    for (auto& [name, count] : fusedops::counts()) count.store(0);
+    for (auto& [name, state] : fusedops::states()) state.count.store(0);
   });
+  m.def("set_bypass(str name, ScalarType dtype, int size_classes) -> ()", fusedops::set_bypass);
 }

@@ -1,10 +1,11 @@
-"""Which kernel runs an op: the order per device, explicit requests, counters.
+"""Which kernel runs an op: the order per device, tuning tables, explicit requests, counters.
 
 The choice is made inside the registered op at run time, so compiled code obeys it too. This
 module holds the only global state of the package: the registered kernels, the requested
-backend and the counters. On the CPU the everyday case never comes here: the compiled router
-(``csrc/router.cpp``) calls the C++ kernel directly and only turns to ``run`` when a backend is
-requested or the dtype is not one of the C++ kernels'.
+backend, the tuning tables in force and the counters. On the CPU the everyday case never comes
+here: the compiled router (``csrc/router.cpp``) calls the C++ kernel directly and only turns to
+``run`` when a backend is requested, the dtype is not one of the C++ kernels', or a tuning table
+prefers another backend for the op, dtype and size class of the call.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ import collections
 import contextlib
 import importlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from fusedops._core import checks, env, extension
+from fusedops._core import checks, env, extension, tuning
 from fusedops._core.checks import UnsupportedError
 
 _LOG = logging.getLogger("fusedops")
@@ -48,20 +50,27 @@ class Kernels:
 
 @dataclass(frozen=True)
 class Resolution:
-    """What would run, and why the backends before it in the order would not."""
+    """What would run, and why the backends before it in the order would not.
+
+    ``config`` names one of the backend's configurations; ``None`` is its default.
+    """
 
     backend: str
     passed_over: tuple[tuple[str, str], ...]
+    config: str | None = None
 
     def __str__(self) -> str:
         reasons = "; ".join(f"not {name}: {why}" for name, why in self.passed_over)
-        return f"{self.backend} ({reasons})" if reasons else self.backend
+        chosen = tuning.label(self.backend, self.config)
+        return f"{chosen} ({reasons})" if reasons else chosen
 
 
 _KERNELS: dict[str, Kernels] = {}
 _COUNTS: collections.Counter[tuple[str, str]] = collections.Counter()
 _LOGGED: set[tuple[str, str, str]] = set()
+_WARNED: set[str] = set()
 _requested: str | None = None
+_tuned: dict[torch.device, tuning.Loaded] = {}
 
 
 def register(kernels: Kernels) -> None:
@@ -131,7 +140,21 @@ def resolve(name: str, *args: Any, backward: bool = False) -> Resolution:
             )
         return Resolution(_requested, ())
     passed_over: list[tuple[str, str]] = []
-    for backend in _ORDER.get(device.type, ("torch",)):
+    candidates = order(device)
+    entries = tuning_in_force(device).entries
+    key = tuning.key(name + "_backward" * backward, args) if entries else None
+    tuned = entries.get(key) if key else None
+    if tuned is not None and key is not None:
+        reason = _unsupported(kernels, tuned.backend, device, args, backward)
+        if reason is None and tuned.config not in (None, *_configs(kernels)):
+            reason = f"it has no configuration {tuned.config!r}"
+        if reason is None:
+            before = candidates[: candidates.index(tuned.backend)]
+            why = tuple((each, tuned.why_not(each, key[2])) for each in before)
+            return Resolution(tuned.backend, why, tuned.config)
+        passed_over.append((tuned.backend, f"the tuning table names it, but {reason}"))
+        candidates = tuple(each for each in candidates if each != tuned.backend)
+    for backend in candidates:
         reason = _unsupported(kernels, backend, device, args, backward)
         if reason is None:
             return Resolution(backend, tuple(passed_over))
@@ -147,7 +170,56 @@ def run(name: str, args: tuple[Any, ...], backward: bool = False) -> Any:
             _LOGGED.add((name, backend, reason))
             _LOG.info("%s: runs on %s, not on %s: %s", name, choice.backend, backend, reason)
     _COUNTS[name + "_backward" * backward, choice.backend] += 1
-    return _implementation(_KERNELS[name], choice.backend, backward)(*args)
+    implementation = _implementation(_KERNELS[name], choice.backend, backward)
+    if choice.config is not None:
+        implementation = partial(implementation, config=choice.config)
+    return implementation(*args)
+
+
+def tuning_in_force(device: torch.device) -> tuning.Loaded:
+    """Return the tuning tables that ops on ``device`` obey; read when the device is first used."""
+    found = _tuned.get(device)
+    if found is None:
+        ops = [name + suffix for name in _KERNELS for suffix in ("", "_backward")]
+        found = tuning.load(device, ops, _ORDER)
+        _put_in_force(device, found)
+        for message, own in found.ignored:
+            if message not in _WARNED:
+                _WARNED.add(message)
+                _LOG.log(logging.WARNING if own else logging.INFO, message)
+    return found
+
+
+@contextlib.contextmanager
+def use_tuning(device: torch.device, entries: Mapping[tuning.Key, tuning.Entry]) -> Iterator[None]:
+    """Obey these entries, and no table, inside the block: for the tuner and for tests.
+
+    Args:
+        device: as tensors on it have it: a GPU with its index.
+        entries: by op, dtype and size class.
+    """
+    before = tuning_in_force(device)
+    _put_in_force(device, tuning.Loaded(entries))
+    try:
+        yield
+    finally:
+        _put_in_force(device, before)
+
+
+def order(device: torch.device) -> tuple[str, ...]:
+    """Return the backends of a device, the one to try first in front."""
+    return _ORDER.get(device.type, ("torch",))
+
+
+def configurations(name: str) -> tuple[str, ...]:
+    """Return the names of the Triton configurations of an op, without the default.
+
+    A Triton module that offers several has ``configs()``, which returns these names, and takes one
+    as the keyword ``config`` of ``forward`` and ``backward`` (``None``: the default). Each must be
+    able to run whatever ``supports`` allows.
+    """
+    kernels = _KERNELS[name]
+    return _configs(kernels) if kernels.triton and extension.triton_missing() is None else ()
 
 
 def counters() -> dict[tuple[str, str], int]:
@@ -175,6 +247,25 @@ def _request(name: str | None) -> None:
     _requested = name
     if extension.cpu_library() is None:
         torch.ops.fusedops_native.set_route_to_python(name is not None)
+
+
+def _put_in_force(device: torch.device, tables: tuning.Loaded) -> None:
+    before = _tuned.get(device, tuning.Loaded())
+    _tuned[device] = tables
+    if device.type != "cpu" or extension.cpu_library() is not None:
+        return
+    # The compiled router gets a bit per size class that is not for the C++ kernel.
+    classes = dict.fromkeys(((op, dtype) for op, dtype, _ in before.entries), 0)
+    for (op, dtype, size), entry in tables.entries.items():
+        classes[op, dtype] = classes.get((op, dtype), 0) | (entry.backend != "cpp") << size
+    for (op, dtype), bits in classes.items():
+        torch.ops.fusedops_native.set_bypass(op, dtype, bits)
+
+
+def _configs(kernels: Kernels) -> tuple[str, ...]:
+    assert kernels.triton is not None
+    offered = getattr(importlib.import_module(kernels.triton), "configs", None)
+    return tuple(offered()) if offered is not None else ()
 
 
 def _device(args: tuple[Any, ...]) -> torch.device:
@@ -248,7 +339,8 @@ def _unsupported_dtype(args: tuple[Any, ...], known: tuple[torch.dtype, ...]) ->
 
 
 def start() -> None:
-    """Apply ``FUSEDOPS_BACKEND``; called once when the package is imported."""
+    """Apply the CPU's tuning table and ``FUSEDOPS_BACKEND``; called once, at import."""
+    tuning_in_force(torch.device("cpu"))
     name = env.backend()
     if name is not None:
         checks.choice("FUSEDOPS_BACKEND", "value", name, BACKENDS)

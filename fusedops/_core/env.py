@@ -5,6 +5,7 @@
 | ``FUSEDOPS_BACKEND`` | backend to use for every op, as ``fusedops.use_backend`` | automatic |
 | ``FUSEDOPS_LIBRARY`` | folder that holds the compiled libraries | ``fusedops/lib`` |
 | ``FUSEDOPS_DISABLE_NATIVE`` | ``1``: do not load the compiled libraries | ``0`` |
+| ``FUSEDOPS_TUNING`` | tuning table that wins over the shipped one; ``off``: no table | shipped |
 | ``TRITON_INTERPRET`` | Triton's own: ``1`` interprets its kernels, on CPU tensors too | ``0`` |
 """
 
@@ -28,6 +29,11 @@ def library_folder() -> Path:
 def native_disabled() -> bool:
     """Return whether the compiled libraries must not be loaded."""
     return os.environ.get("FUSEDOPS_DISABLE_NATIVE", "0") == "1"
+
+
+def tuning() -> str | None:
+    """Return what ``FUSEDOPS_TUNING`` is set to (a path or ``"off"``), or ``None``."""
+    return os.environ.get("FUSEDOPS_TUNING") or None
 
 
 def triton_interpreted() -> bool:

@@ -88,6 +88,27 @@ def _show_installed(out: Console) -> None:
     ):
         state = f"loaded, {isa}" if name == "C++ kernels" else "usable"
         out.print(f"  {name:14} {state if missing is None else f'no: {missing}'}")
+    for device in _devices(""):
+        _show_tuning(out, device)
+
+
+def _show_tuning(out: Console, device: torch.device) -> None:
+    """Print the tuning tables in force on a device, and those that are left out."""
+    from fusedops._core import backends
+    from fusedops._core.architecture import architecture
+
+    loaded = backends.tuning_in_force(device)
+    name = f"{device.type.upper()} tuning"
+    for table in loaded.tables:
+        count = len(table.entries)
+        out.print(f"  {name:14} {table.path}, {count} entries", markup=False)
+    if loaded.tables:
+        out.print(f"  {'':14} choices other than the default: {len(loaded.entries)}")
+    else:
+        cure = f"`fusedops bench tune --device {device.type}` makes one"
+        out.print(f"  {name:14} no table for {architecture(device)}: {cure}")
+    for message, _ in loaded.ignored:
+        out.print(f"  {'':14} {message}", style="yellow", markup=False)
 
 
 def _show_host(out: Console) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
+from fusedops._core import backends, tuning
+from fusedops._core.architecture import architecture
 from fusedops.cli.main import app
 from fusedops.cli.selftest import check_op
 from fusedops.specs import all_specs
@@ -93,3 +96,30 @@ def test_command_exits_1_when_an_op_is_wrong(monkeypatch: pytest.MonkeyPatch) ->
     done = CliRunner().invoke(app, ["doctor", "--device", "cpu"])
     assert done.exit_code == 1
     assert "WRONG" in done.output
+
+
+def test_it_tells_which_tuning_table_is_in_force(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    specs = {"gelu": all_specs()["gelu"]}
+    monkeypatch.setattr("fusedops.specs.all_specs", lambda: specs)
+    before = backends.tuning_in_force(CPU)
+    found = architecture(CPU)
+    path = tmp_path / "mine.json"
+    monkeypatch.setenv("FUSEDOPS_TUNING", str(path))
+
+    def doctor() -> str:
+        monkeypatch.setattr(backends, "_tuned", {})
+        done = CliRunner().invoke(app, ["doctor", "--device", "cpu"])
+        assert done.exit_code == 0, done.output
+        return done.output
+
+    versions = {"torch": torch.__version__}
+    entry = tuning.Entry("gelu", "float64", 40, "torch", None, {"cpp": 2.0, "torch": 1.0}, 2.0)
+    path.write_text(tuning.dump(tuning.Table(found, versions, (entry,))))
+    output = doctor()
+    assert f"{path}, 1 entries" in output and "other than the default: 1" in output
+    path.write_text(tuning.dump(tuning.Table("cpu-other", versions, (entry,))))
+    output = doctor()
+    assert f"no table for {found}" in output and f"{path} is ignored: it is for cpu-other" in output
+    backends._put_in_force(CPU, before)

@@ -1,4 +1,4 @@
-"""The command line of ``fusedops bench`` and ``fusedops bench compare``.
+"""The command line of ``fusedops bench``, ``fusedops bench compare`` and ``fusedops bench tune``.
 
 torch is imported inside the functions: ``--help`` must not wait for it longer than the package
 itself does.
@@ -40,7 +40,7 @@ class _DefaultGroup(typer.core.TyperGroup):
 
 
 app = typer.Typer(
-    cls=_DefaultGroup, add_completion=False, help="Measure ops, or compare two measurements."
+    cls=_DefaultGroup, add_completion=False, help="Measure ops, compare two measurements, tune."
 )
 
 
@@ -154,6 +154,54 @@ def compare(
         )
     _show_verdict(verdict, allowed)
     raise typer.Exit(1 if verdict.slower else 0)
+
+
+@app.command(epilog="docs/tuning.md tells what a table does.")
+def tune(
+    ops: Annotated[str, typer.Option(help="Comma-separated ops to measure; default: all.")] = "",
+    dtype: Annotated[
+        str, typer.Option(help=f"Comma-separated: {', '.join(_DTYPES)}.")
+    ] = "float32,bfloat16",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    out: Annotated[
+        Path | None, typer.Option(help="File to write; default: ARCHITECTURE.json here.")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Two sizes, few samples: to try the command.")
+    ] = False,
+    seconds: Annotated[
+        float, typer.Option(min=0.01, max=600, help="Time per size, direction and dtype.")
+    ] = 1.5,
+    threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0: one per physical core.")] = 0,
+    allocator: Annotated[
+        str, typer.Option(help="tuned or system: C allocator settings.")
+    ] = "tuned",
+) -> None:
+    """Measure which backend wins per op, dtype and size on this device, and write it to a table.
+
+    FUSEDOPS_TUNING=FILE puts the table in force: those choices then cost a dictionary lookup.
+    """
+    with files.one_line_errors():
+        names = _words(dtype, _DTYPES, "dtype")
+        _words(allocator, _ALLOCATORS, "allocator")
+        from fusedops._core.architecture import architecture
+        from fusedops.cli.bench import tuner
+        from fusedops.specs import all_specs
+
+        specs = _specs(_words(ops, all_specs(), "ops") if ops else [])
+        where = _device(device)
+        path = out or Path(f"{architecture(where)}.json")
+        files.check_writable(path)
+        table, notes = tuner.measure_table(
+            _cases(specs, "", not quick, quick),
+            names,
+            where,
+            quick=quick,
+            seconds=seconds,
+            threads=threads,
+            allocator=allocator,
+        )
+        tuner.deliver(table, notes, path)
 
 
 def _words(text: str, known: Iterable[str], what: str) -> list[str]:

@@ -15,31 +15,7 @@ from typing import Any
 
 import torch
 
-from fusedops._core import host
-
-# CPU family and model (from /proc/cpuinfo) -> the microarchitecture's name. AMD numbers a range
-# of models per generation; Intel gives each its own.
-_AMD_ZEN: dict[int, tuple[tuple[str, int, int], ...]] = {
-    23: (("zen", 0x00, 0x2F), ("zen2", 0x30, 0xFF)),
-    25: (
-        *(("zen3", 0x00, 0x0F), ("zen4", 0x10, 0x1F), ("zen3", 0x20, 0x5F)),
-        *(("zen4", 0x60, 0x7F), ("zen4", 0xA0, 0xAF)),
-    ),
-    26: (("zen5", 0x00, 0xFF),),
-}
-_INTEL_FAMILY_6 = {
-    85: "skylake-sp",
-    106: "icelake-sp",
-    143: "sapphire-rapids",
-    173: "granite-rapids",
-    207: "emerald-rapids",
-}
-_ARM_PARTS = {
-    "0xd0c": "neoverse-n1",
-    "0xd40": "neoverse-v1",
-    "0xd49": "neoverse-n2",
-    "0xd4f": "neoverse-v2",
-}
+from fusedops._core import architecture, host
 
 
 @dataclass(frozen=True)
@@ -65,33 +41,13 @@ def machine(device: torch.device) -> Machine:
     """Return the machine that ``device`` is on."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        slug = _slug(properties.name.removeprefix("NVIDIA "))
+        slug = architecture.slug(properties.name.removeprefix("NVIDIA "))
         return Machine(slug, "cuda", properties.name, 0, int(properties.L2_cache_size))
-    info = _cpuinfo()
+    info = architecture.cpuinfo()
     name = info.get("model name") or platform.processor() or platform.machine()
-    return Machine(cpu_slug(info), "cpu", name, torch.get_num_threads(), _last_level_cache())
-
-
-def cpu_slug(info: dict[str, str]) -> str:
-    """Return the CPU in one word, from the fields of ``/proc/cpuinfo``.
-
-    Example:
-        >>> cpu_slug({"vendor_id": "AuthenticAMD", "cpu family": "26", "model": "2"})
-        'cpu-zen5'
-        >>> cpu_slug({"model name": "Weird CPU @ 3 GHz"})
-        'cpu-weird-cpu-3-ghz'
-    """
-    family = int(info.get("cpu family", -1)) if info.get("cpu family", "").isdigit() else -1
-    model = int(info.get("model", -1)) if info.get("model", "").isdigit() else -1
-    known: str | None = None
-    if info.get("vendor_id") == "AuthenticAMD":
-        ranges = _AMD_ZEN.get(family, ())
-        known = next((name for name, low, high in ranges if low <= model <= high), None)
-    elif info.get("vendor_id") == "GenuineIntel" and family == 6:
-        known = _INTEL_FAMILY_6.get(model)
-    elif "CPU part" in info:
-        known = _ARM_PARTS.get(info["CPU part"])
-    return f"cpu-{known or _slug(info.get('model name') or platform.machine())}"
+    return Machine(
+        architecture.cpu_slug(info), "cpu", name, torch.get_num_threads(), _last_level_cache()
+    )
 
 
 def versions() -> dict[str, str]:
@@ -141,16 +97,6 @@ def describe(device: torch.device) -> dict[str, Any]:
     return record
 
 
-def _cpuinfo() -> dict[str, str]:
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return {}
-    first = text.split("\n\n")[0].splitlines()
-    pairs = (line.partition(":") for line in first if ":" in line)
-    return {key.strip(): value.strip() for key, _, value in pairs}
-
-
 def _last_level_cache() -> int:
     largest = 0
     for index in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
@@ -159,10 +105,6 @@ def _last_level_cache() -> int:
             scale = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}[size.group(2)]
             largest = max(largest, int(size.group(1)) * scale)
     return largest
-
-
-def _slug(name: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def _output(*command: str) -> str:

@@ -1,0 +1,91 @@
+"""Devices by the name of their architecture: ``"cpu-zen5"``, ``"sm_90"``.
+
+A tuning table holds for one of these (``tuning.py``), and the CPU's is also the folder of its
+figures under ``bench/results``.
+"""
+
+from __future__ import annotations
+
+import functools
+import platform
+import re
+
+import torch
+
+# CPU family and model (from /proc/cpuinfo) -> the microarchitecture's name. AMD numbers a range
+# of models per generation; Intel gives each its own.
+_AMD_ZEN: dict[int, tuple[tuple[str, int, int], ...]] = {
+    23: (("zen", 0x00, 0x2F), ("zen2", 0x30, 0xFF)),
+    25: (
+        *(("zen3", 0x00, 0x0F), ("zen4", 0x10, 0x1F), ("zen3", 0x20, 0x5F)),
+        *(("zen4", 0x60, 0x7F), ("zen4", 0xA0, 0xAF)),
+    ),
+    26: (("zen5", 0x00, 0xFF),),
+}
+_INTEL_FAMILY_6 = {
+    85: "skylake-sp",
+    106: "icelake-sp",
+    143: "sapphire-rapids",
+    173: "granite-rapids",
+    207: "emerald-rapids",
+}
+_ARM_PARTS = {
+    "0xd0c": "neoverse-n1",
+    "0xd40": "neoverse-v1",
+    "0xd49": "neoverse-n2",
+    "0xd4f": "neoverse-v2",
+}
+
+
+@functools.cache
+def architecture(device: torch.device) -> str:
+    """Return the architecture of a device; of a GPU its compute capability.
+
+    Example:
+        >>> architecture(torch.device("meta"))
+        'meta'
+    """
+    if device.type == "cpu":
+        return cpu_slug(cpuinfo())
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        return f"sm_{major}{minor}"
+    return device.type
+
+
+def cpu_slug(info: dict[str, str]) -> str:
+    """Return the CPU in one word, from the fields of ``/proc/cpuinfo``.
+
+    Example:
+        >>> cpu_slug({"vendor_id": "AuthenticAMD", "cpu family": "26", "model": "2"})
+        'cpu-zen5'
+        >>> cpu_slug({"model name": "Weird CPU @ 3 GHz"})
+        'cpu-weird-cpu-3-ghz'
+    """
+    family = int(info.get("cpu family", -1)) if info.get("cpu family", "").isdigit() else -1
+    model = int(info.get("model", -1)) if info.get("model", "").isdigit() else -1
+    known: str | None = None
+    if info.get("vendor_id") == "AuthenticAMD":
+        ranges = _AMD_ZEN.get(family, ())
+        known = next((name for name, low, high in ranges if low <= model <= high), None)
+    elif info.get("vendor_id") == "GenuineIntel" and family == 6:
+        known = _INTEL_FAMILY_6.get(model)
+    elif "CPU part" in info:
+        known = _ARM_PARTS.get(info["CPU part"])
+    return f"cpu-{known or slug(info.get('model name') or platform.machine())}"
+
+
+def cpuinfo() -> dict[str, str]:
+    """Return the fields of the first processor of ``/proc/cpuinfo``; empty where there is none."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            first = file.read(1 << 14).split("\n\n")[0].splitlines()
+    except OSError:
+        return {}
+    pairs = (line.partition(":") for line in first if ":" in line)
+    return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def slug(name: str) -> str:
+    """Return a name in lower case, with dashes for all that is no letter or digit."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
