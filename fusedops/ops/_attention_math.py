@@ -289,6 +289,9 @@ def check_options(
     scale: Any,
 ) -> tuple[int, int, float, float]:
     """Raise unless the options fit; return window_left, window_right, softcap and scale."""
+    given = (window, softcap, alibi_slopes, sinks, scale)
+    if all(each is None for each in given) and query.shape[-1]:
+        return -1, -1, 0.0, float(query.shape[-1] ** -0.5)
     left, right = -1, -1
     if window is not None:
         pair = isinstance(window, (tuple, list)) and len(window) == 2

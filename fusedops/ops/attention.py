@@ -171,6 +171,8 @@ def merge_attention(
 def _check(
     query: Any, key: Any, value: Any, enable_gqa: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    if _fits(query, key, value):
+        return query, key, value
     op = "attention"
     checks.tensor(op, "query", query)
     for name, tensor in (("key", key), ("value", value)):
@@ -199,6 +201,17 @@ def _check(
             checks.fail(op, "key", wanted, key_heads)
         math.check_heads(op, ("query", "key"), heads, key_heads)
     return query, key, value
+
+
+def _fits(query: Any, key: Any, value: Any) -> bool:
+    """Return whether all is well, in the everyday case: generation calls it for each token."""
+    if not all(isinstance(each, torch.Tensor) and each.dim() == 4 for each in (query, key, value)):
+        return False
+    if not query.dtype == key.dtype == value.dtype or not query.dtype.is_floating_point:
+        return False
+    shape, keys, values = query.shape, key.shape, value.shape
+    same_device = query.device == key.device == value.device
+    return same_device and shape[:2] == keys[:2] and shape[3] == keys[3] and keys[:3] == values[:3]
 
 
 def _is_autocast(query: torch.Tensor) -> bool:
