@@ -29,6 +29,10 @@ class MultiheadAttention(nn.MultiheadAttention):
         device: of the parameters.
         dtype: of the parameters.
 
+    Raises:
+        ValueError: a shape does not fit.
+        AssertionError: ``num_heads`` does not divide ``embed_dim``, as torch's.
+
     Note:
         A query that may attend nothing gets the output projection's bias, where torch's eager
         forward with weights gives NaN. Numerics and backends are those of ``fusedops.attention``.

@@ -91,6 +91,23 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
 
     Constructor arguments, initialisation and state_dict are torch's.
 
+    Args:
+        d_model: size of the residual stream.
+        nhead: number of heads; divides ``d_model``.
+        dim_feedforward: size between the feed-forward layer's products.
+        dropout: probability with which attention weights, hidden values and branches are dropped.
+        activation: ``"relu"``, ``"gelu"`` or a callable; unknown callables run unfused.
+        layer_norm_eps: added to the variance.
+        batch_first: whether inputs are ``[N, L, E]`` rather than ``[L, N, E]``.
+        norm_first: normalise before each branch instead of after the residual sum.
+        bias: whether products and norms have biases.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Raises:
+        RuntimeError: ``activation`` is another string, as torch's.
+        ValueError: a shape does not fit.
+
     Note:
         Nested tensors take torch's own forward. Numerics and backends are those of the ops;
         dropout draws other numbers than torch's.
@@ -146,6 +163,23 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
     """Apply self-attention, cross-attention and a feed-forward layer, as torch's layer.
 
     Constructor arguments, initialisation and state_dict are ``torch.nn.TransformerDecoderLayer``'s.
+
+    Args:
+        d_model: size of the residual stream.
+        nhead: number of heads; divides ``d_model``.
+        dim_feedforward: size between the feed-forward layer's products.
+        dropout: probability with which attention weights, hidden values and branches are dropped.
+        activation: ``"relu"``, ``"gelu"`` or a callable; unknown callables run unfused.
+        layer_norm_eps: added to the variance.
+        batch_first: whether inputs are ``[N, L, E]`` rather than ``[L, N, E]``.
+        norm_first: normalise before each branch instead of after the residual sum.
+        bias: whether products and norms have biases.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Raises:
+        RuntimeError: ``activation`` is another string, as torch's.
+        ValueError: a shape does not fit.
 
     Note:
         As ``TransformerEncoderLayer``.

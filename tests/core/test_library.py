@@ -180,6 +180,8 @@ for name, spec in all_specs().items():
         eager = spec.eager(*sample.args, **sample.kwargs)
     first = lambda value: value[0] if isinstance(value, tuple) else value
     assert first(mine).dtype == first(eager).dtype, name
+    if not sample.leaves:
+        continue
     leaf = sample.leaves[-1]
     first(spec.op(*sample.args, **sample.kwargs)).square().sum().backward(inputs=[leaf])
     assert leaf.grad.abs().sum() > 0

@@ -162,7 +162,9 @@ def host_overhead(
 def tiny_sample(spec: Spec, device: torch.device, dtype: torch.dtype) -> Sample | None:
     """Return a call of the op that is all overhead: its first test sample of a tiny size."""
     for sample in spec.samples(device, dtype):
-        sizes = [leaf.numel() for leaf in sample.leaves]
+        values = (*sample.args, *sample.kwargs.values())
+        tensors = [each for each in values if isinstance(each, torch.Tensor)]
+        sizes = [each.numel() for each in sample.leaves or tensors]
         if sizes and min(sizes) > 1 and sum(sizes) < _TINY:
             return sample
     return None
