@@ -183,8 +183,10 @@ for name, spec in all_specs().items():
     if not sample.leaves:
         continue
     leaf = sample.leaves[-1]
-    first(spec.op(*sample.args, **sample.kwargs)).square().sum().backward(inputs=[leaf])
-    assert leaf.grad.abs().sum() > 0
+    outputs = spec.op(*sample.args, **sample.kwargs)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    sum(each.square().sum() for each in outputs).backward(inputs=[leaf])
+    assert leaf.grad is not None and leaf.grad.abs().sum() > 0, name
 assert {backend for _, backend in fusedops.counters()} == {"torch"}
 print("all equal")
 """
