@@ -148,6 +148,7 @@ class Edge:
     output: str
     sources: tuple[str, ...]
     flags: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()  # other outputs that must be there first
 
 
 @functools.cache
@@ -408,11 +409,24 @@ def _build_one(name: str, *, verbose: bool) -> None:
 def _edges(name: str, folder: Path) -> list[Edge]:
     edges: list[Edge] = []
     objects: list[str] = []
+    precompiled: dict[tuple[str, ...], str] = {}
 
     def compiled(rule: str, source: Path, suffix: str, flags: Sequence[str] = ()) -> str:
         output = folder / source.relative_to(CSRC).parent / f"{source.name}{suffix}"
         output.parent.mkdir(parents=True, exist_ok=True)
-        edges.append(Edge(rule, str(output), (str(source),), tuple(flags)))
+        needs = ()
+        header = _header_of(source)
+        if rule == "cxx" and header is not None and name == "cpu":
+            # Usable only by sources of the very same flags.
+            key = (header.stem, *flags)
+            if key not in precompiled:
+                made = folder / "precompiled" / f"{header.stem}{suffix}" / header.name
+                made.parent.mkdir(parents=True, exist_ok=True)
+                precompiled[key] = str(made)
+                edges.append(Edge("precompile", f"{made}.gch", (str(header),), tuple(flags)))
+            needs = (f"{precompiled[key]}.gch",)
+            flags = (*flags, "-include", precompiled[key])
+        edges.append(Edge(rule, str(output), (str(source),), tuple(flags), needs))
         return str(output)
 
     for source in sources(name):
@@ -429,6 +443,14 @@ def _edges(name: str, folder: Path) -> list[Edge]:
     output = str(folder / f"libfusedops_{name}.so")
     edges.append(Edge("link", output, tuple(objects), tuple(_link_flags(name))))
     return edges
+
+
+def _header_of(source: Path) -> Path | None:
+    """Return the header that is compiled ahead for a source, if its kind has one."""
+    name = "vectors.h" if source.name.endswith(".isa.cpp") else "bindings.h"
+    header = CSRC / "precompiled" / name
+    plain = source.suffix == ".cpp" and not source.name.endswith(".avx512bf16.cpp")
+    return header if plain and header.exists() else None
 
 
 def _isa_object(edges: list[Edge], compiled, source: Path, isa: str) -> str:  # type: ignore[no-untyped-def]
@@ -471,6 +493,9 @@ def _rules() -> dict[str, str]:
     this = f"{shlex.quote(sys.executable)} {shlex.quote(str(Path(__file__).resolve()))}"
     rules = {
         "cxx": f"{cache}{compiler()} -MMD -MF $out.d {cxx} $flags {extra} -c $in -o $out",
+        "precompile": (
+            f"{compiler()} -MMD -MF $out.d {cxx} $flags {extra} -x c++-header -c $in -o $out"
+        ),
         "localize": f"{this} localize $in $out $flags",
         "link": f"{compiler()} -shared $in -o $out $flags",
     }
@@ -495,10 +520,11 @@ def _execute(folder: Path, name: str, edges: list[Edge], *, verbose: bool) -> No
     lines = ["ninja_required_version = 1.5", f"builddir = {_escaped(str(folder / name))}.log"]
     for rule, command in rules.items():
         lines += [f"rule {rule}", f"  command = {command}", f"  description = {rule} $out"]
-        if rule in ("cxx", "nvcc"):
+        if rule in ("cxx", "nvcc", "precompile"):
             lines += ["  depfile = $out.d", "  deps = gcc"]
     for edge in edges:
         inputs = " ".join(map(_escaped, edge.sources))
+        inputs += "".join(f" | {_escaped(each)}" for each in edge.needs)
         lines.append(f"build {_escaped(edge.output)}: {edge.rule} {inputs}")
         lines.append(f"  flags = {shlex.join(edge.flags)}")
     file = folder / f"{name}.ninja"
@@ -522,7 +548,7 @@ def _execute_without_ninja(rules: dict[str, str], edges: list[Edge], jobs: int) 
             raise BuildError(f"{edge.rule} failed for {edge.output}; the message is above")
 
     with ThreadPoolExecutor(jobs) as pool:
-        for kinds in (("cxx", "nvcc"), ("localize",), ("link",)):
+        for kinds in (("precompile",), ("cxx", "nvcc"), ("localize",), ("link",)):
             list(pool.map(run, [edge for edge in edges if edge.rule in kinds]))
 
 
