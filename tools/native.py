@@ -20,8 +20,8 @@ AVX512 copy, the plain code would die of SIGILL on an older machine. Hence each 
 through ``localize``: its weak symbols become its own, and a static initialiser, which would run
 before the instruction set is known, is an error.
 
-``FUSEDOPS_ISAS`` says which instruction sets: ``native`` (only the best one that this machine has,
-a third of the time: for a build in place), ``all`` (what a wheel gets), or names with commas.
+``FUSEDOPS_ISAS`` says which instruction sets: ``native`` (only the best one that this machine has:
+for a build in place), ``all`` (what a wheel gets), or names with commas.
 A build that has more than is asked for is left as it is.
 
 This file does not import torch (1.5 s): it reads ``torch/version.py``.

@@ -337,8 +337,6 @@ class Scores {
   }
 
   void load_keep(int64_t count) {
-    const auto scale = at::vec::Vectorized<A>(static_cast<A>(call_.dropout.scale));
-    (void)scale;
     for (int lane = 0; lane < rows_; ++lane) {
       const int64_t row = sequence_.dropout_row + head_ * call_.dropout_head_rows + first_ + lane;
       const KeepMask kept(call_.dropout, row * call_.dropout_columns + key_, count);
