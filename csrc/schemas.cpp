@@ -146,4 +146,7 @@ TORCH_LIBRARY(fusedops_cpp, m) {
       "cache_seqlens,"
       " Tensor? alibi_slopes, Tensor? sinks, float scale, SymInt window_left, float softcap)"
       " -> (Tensor output, Tensor lse)");
+  m.def(
+      "moe_sort(Tensor expert_ids, Tensor? kept, SymInt num_experts)"
+      " -> (Tensor permutation, Tensor positions, Tensor tokens_per_expert, Tensor offsets)");
 }

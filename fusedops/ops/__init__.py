@@ -1,5 +1,6 @@
 """The ops: one file each, with the public function, the specification and the registration."""
 
+from fusedops.ops._routing_plan import RoutingPlan
 from fusedops.ops.add_layer_norm import add_layer_norm
 from fusedops.ops.add_rms_norm import add_rms_norm
 from fusedops.ops.attention import attention, merge_attention
@@ -16,12 +17,14 @@ from fusedops.ops.linear_act import linear_act
 from fusedops.ops.linear_cross_entropy import linear_cross_entropy
 from fusedops.ops.linear_glu import linear_glu
 from fusedops.ops.mlp import mlp
+from fusedops.ops.moe_sort import moe_sort
 from fusedops.ops.rms_norm import rms_norm
 from fusedops.ops.rotary_embedding import rotary_embedding
 from fusedops.ops.scaled_masked_softmax import scaled_masked_softmax
 from fusedops.ops.swiglu import swiglu
 
 __all__ = [
+    "RoutingPlan",
     "add_layer_norm",
     "add_rms_norm",
     "baddbmm",
@@ -39,6 +42,7 @@ __all__ = [
     "linear_glu",
     "merge_attention",
     "mlp",
+    "moe_sort",
     "rms_norm",
     "rotary_embedding",
     "scaled_masked_softmax",

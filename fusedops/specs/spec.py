@@ -11,16 +11,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
-Tensors = torch.Tensor | tuple[torch.Tensor, ...]
+# What an op returns: a tensor, or several in a tuple or another pytree (a RoutingPlan).
+Tensors = Any
 
 
 @dataclass(frozen=True)
 class Sample:
     """One call: ``op(*args, **kwargs)``.
 
-    Floating tensors in ``args`` and ``kwargs`` that require a gradient are the ones that the
-    gradient tests differentiate. A ``random`` call draws numbers (dropout with p > 0): its truth is
+    An argument may be a pytree with tensors in it, as a ``RoutingPlan`` is. Floating tensors in
+    ``args`` and ``kwargs`` that require a gradient are the ones that the gradient tests
+    differentiate. A ``random`` call draws numbers (dropout with p > 0): its truth is
     then the reference backend in float64 after the same ``torch.manual_seed``, not ``eager``.
     """
 
@@ -30,23 +33,24 @@ class Sample:
     random: bool = False
 
     @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All tensors, in the order of the call."""
+        return tensors_in((self.args, tuple(self.kwargs.values())))
+
+    @property
     def leaves(self) -> list[torch.Tensor]:
         """The tensors that require a gradient, in the order of the call."""
-        values = (*self.args, *self.kwargs.values())
-        return [each for each in values if isinstance(each, torch.Tensor) and each.requires_grad]
+        return [each for each in self.tensors if each.requires_grad]
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Sample:
         """Return the call with every tensor replaced by ``change(tensor)``."""
+        args, kwargs = pytree.tree_map_only(torch.Tensor, change, (self.args, dict(self.kwargs)))
+        return Sample(self.name, args, kwargs, self.random)
 
-        def apply(value: Any) -> Any:
-            return change(value) if isinstance(value, torch.Tensor) else value
 
-        return Sample(
-            self.name,
-            tuple(map(apply, self.args)),
-            {key: apply(value) for key, value in self.kwargs.items()},
-            self.random,
-        )
+def tensors_in(value: Any) -> tuple[torch.Tensor, ...]:
+    """Return the tensors of a pytree (a tensor, tuple, plan ...), in order."""
+    return tuple(each for each in pytree.tree_leaves(value) if isinstance(each, torch.Tensor))
 
 
 @dataclass(frozen=True)

@@ -162,9 +162,7 @@ def host_overhead(
 def tiny_sample(spec: Spec, device: torch.device, dtype: torch.dtype) -> Sample | None:
     """Return a call of the op that is all overhead: its first test sample of a tiny size."""
     for sample in spec.samples(device, dtype):
-        values = (*sample.args, *sample.kwargs.values())
-        tensors = [each for each in values if isinstance(each, torch.Tensor)]
-        sizes = [each.numel() for each in sample.leaves or tensors]
+        sizes = [each.numel() for each in sample.leaves or sample.tensors]
         if sizes and min(sizes) > 1 and sum(sizes) < _TINY:
             return sample
     return None

@@ -16,7 +16,7 @@ import torch
 
 from fusedops._core import backends
 from fusedops._core.checks import UnsupportedError
-from fusedops.specs import Sample, Spec
+from fusedops.specs import Sample, Spec, tensors_in
 
 EAGER, COMPILE, AUTOMATIC = "eager", "compile", "fusedops"
 
@@ -101,7 +101,7 @@ class Call:
 
 def tensors(outputs: Any) -> tuple[torch.Tensor, ...]:
     """Return a result as a tuple of tensors."""
-    return (outputs,) if isinstance(outputs, torch.Tensor) else tuple(outputs)
+    return tensors_in(outputs)
 
 
 def differentiable(outputs: Any) -> tuple[torch.Tensor, ...]:
@@ -177,8 +177,7 @@ def names(spec: Spec) -> list[str]:
 
 def _backends_of(call: Call) -> tuple[str, ...]:
     """Return the backends worth timing: not Triton's interpreter on CPU tensors."""
-    given = (*call.sample.args, *call.sample.kwargs.values())
-    on_cpu = all(each.is_cpu for each in given if isinstance(each, torch.Tensor))
+    on_cpu = all(each.is_cpu for each in call.sample.tensors)
     return ("cpp", "torch") if on_cpu else ("cuda", "triton", "torch")
 
 

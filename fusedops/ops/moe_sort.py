@@ -1,0 +1,141 @@
+"""moe_sort: a stable counting sort of the experts' choices, on every backend without a host sync.
+
+The slots ``token * top_k + choice`` are sorted by expert; within one expert they keep their order
+(token-major). What nobody computes, a dropped slot or a sentinel, comes last, also in order. A
+stable sort has one result: no backend, thread count or chunk size shows in it. Kernels:
+``csrc/cpu/moe_sort.cpp`` and ``kernels/moe_sort.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fusedops._core import checks
+from fusedops._core.library import define_op
+from fusedops._core.sharding import REPLICATE, Placement
+
+Sorted = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def moe_sort(
+    expert_ids: torch.Tensor, num_experts: int, *, kept: torch.Tensor | None = None
+) -> Sorted:
+    """Sort the slots of a routing by expert.
+
+    ``permutation = argsort([expert_ids[t, j] if kept[t, j] else num_experts], stable=True)`` over
+    the slots ``t * top_k + j``, and ``positions`` is its inverse. For ``expert_ids``
+    ``[[1, 0], [1, 2], [0, 1]]`` the rows are slots ``1 4 | 0 2 5 | 3``: experts 0, 1, 2, and in
+    each the tokens rise.
+
+    Args:
+        expert_ids: ``[tokens, top_k]`` int32 or int64, any strides; an id equal to ``num_experts``
+            is nobody's (the sentinel of expert parallelism): its slot is dropped.
+        num_experts: at least 1.
+        kept: ``[tokens, top_k]`` bool; slots that are not kept are dropped. Default: all are.
+
+    Returns:
+        ``(permutation, positions, tokens_per_expert, offsets)``, int32:
+
+        * ``permutation`` ``[tokens * top_k]``: the slot of each row. Always a true permutation:
+          dropped slots stand behind ``offsets[-1]``, in order.
+        * ``positions`` ``[tokens, top_k]``: the row of each slot, at least ``offsets[-1]`` where
+          dropped.
+        * ``tokens_per_expert`` ``[num_experts]``: kept slots.
+        * ``offsets`` ``[num_experts]``: the end of each expert's rows, as torch's ``grouped_mm``
+          takes them.
+
+    Raises:
+        ValueError: a shape or device does not fit, or (CPU) an id is below 0 or above
+            ``num_experts``; on CUDA, where looking would wait for the device, such a slot is
+            dropped.
+        TypeError: an argument is no tensor, or its dtype does not fit.
+
+    Note:
+        A counting sort: two passes over the ids, ``O(tokens * top_k + num_experts)`` on the CPU,
+        parallel; three launches on a GPU. Shapes depend on shapes alone. Backends: cpp, triton,
+        torch. No gradient: all is integer. Autocast leaves it alone.
+
+    Example:
+        >>> import torch, fusedops
+        >>> ids = torch.tensor([[1, 0], [1, 2], [0, 1]])
+        >>> permutation, positions, counts, offsets = fusedops.moe_sort(ids, 3)
+        >>> permutation.tolist(), positions.tolist()
+        ([1, 4, 0, 2, 5, 3], [[2, 0], [3, 5], [1, 4]])
+        >>> counts.tolist(), offsets.tolist()
+        ([2, 3, 1], [2, 5, 6])
+    """
+    check_choices("moe_sort", expert_ids, num_experts, kept)
+    return _OP(expert_ids, kept, num_experts)
+
+
+def check_choices(op: str, expert_ids: Any, num_experts: Any, kept: Any) -> None:
+    """Raise unless ids (of any value), number of experts and mask fit each other."""
+    checks.tensor(op, "expert_ids", expert_ids, floating=False)
+    if expert_ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{op}: expert_ids must be int32 or int64, got {expert_ids.dtype}")
+    if expert_ids.dim() != 2:
+        checks.fail(op, "expert_ids", "of 2 dims, [tokens, top_k]", list(expert_ids.shape))
+    if isinstance(num_experts, bool) or not isinstance(num_experts, (int, torch.SymInt)):
+        raise TypeError(f"{op}: num_experts must be an int, got {type(num_experts).__name__}")
+    if num_experts < 1:
+        checks.fail(op, "num_experts", "at least 1", num_experts)
+    if expert_ids.numel() >= 2**31 or num_experts >= 2**31:
+        checks.fail(op, "expert_ids", "of fewer than 2**31 slots: rows are int32", expert_ids.shape)
+    if kept is None:
+        return
+    checks.tensor(op, "kept", kept, floating=False)
+    if kept.dtype != torch.bool:
+        raise TypeError(f"{op}: kept must be bool, got {kept.dtype}")
+    checks.shape(op, "kept", kept, expert_ids.shape, "that of expert_ids")
+    if kept.device != expert_ids.device:
+        checks.fail(op, "kept", f"on {expert_ids.device}, the device of expert_ids", kept.device)
+
+
+def _reference(expert_ids: torch.Tensor, kept: torch.Tensor | None, num_experts: int) -> Sorted:
+    ids = expert_ids.reshape(-1)
+    legal = (ids >= 0) & (ids <= num_experts)
+    if ids.device.type == "cpu" and not bool(legal.all()):
+        slot = int(legal.logical_not().nonzero()[0])
+        where = f"token {slot // expert_ids.shape[1]}, choice {slot % expert_ids.shape[1]}"
+        wanted = f"in [0, {num_experts}), or {num_experts} for nobody"
+        checks.fail("moe_sort", "expert_ids", wanted, f"{int(ids[slot])} at {where}")
+    if kept is not None:
+        legal = legal & kept.reshape(-1)
+    ids = torch.where(legal, ids, num_experts)
+    permutation = torch.argsort(ids, stable=True)
+    positions = torch.empty_like(permutation)
+    positions[permutation] = torch.arange(ids.numel(), device=ids.device)
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids.device)
+    counts = counts.scatter_add(0, ids.long(), torch.ones_like(ids, dtype=torch.int64))[:-1]
+    results = (permutation, positions.view(expert_ids.shape), counts, counts.cumsum(0))
+    permutation, positions, counts, offsets = (each.to(torch.int32) for each in results)
+    return permutation, positions, counts.contiguous(), offsets
+
+
+def _fake(expert_ids: torch.Tensor, kept: torch.Tensor | None, num_experts: int) -> Sorted:
+    return (
+        expert_ids.new_empty(expert_ids.numel(), dtype=torch.int32),
+        expert_ids.new_empty(expert_ids.shape, dtype=torch.int32),
+        expert_ids.new_empty(num_experts, dtype=torch.int32),
+        expert_ids.new_empty(num_experts, dtype=torch.int32),
+    )
+
+
+def _shard(
+    expert_ids: Any, kept: Any, num_experts: int
+) -> list[tuple[list[Placement], list[Placement]]]:
+    """The order of all slots needs all of them: nothing is sharded."""
+    inputs: list[Placement] = [REPLICATE, REPLICATE if kept is not None else None, None]
+    return [([REPLICATE] * 4, inputs)]
+
+
+_OP = define_op(
+    "moe_sort",
+    "(Tensor expert_ids, Tensor? kept, SymInt num_experts)"
+    " -> (Tensor permutation, Tensor positions, Tensor tokens_per_expert, Tensor offsets)",
+    reference=_reference,
+    fake=_fake,
+    shard=_shard,
+)

@@ -1,0 +1,99 @@
+"""Plans for specs: an op that takes a RoutingPlan takes it as an ordinary argument.
+
+``Sample`` sees through pytrees: the generic tests change dtype, strides and leaves of a plan's
+tensors as those of any other argument, and ``plan.probs`` is a leaf like ``input``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fusedops._core import dtypes
+from fusedops.ops import RoutingPlan
+from fusedops.specs.make import randint, randn
+
+# name -> (expert ids, kept) for given tokens, choices and experts: what routing must survive.
+Pattern = Callable[[int, int, int], tuple[torch.Tensor, torch.Tensor | None]]
+
+
+def _distinct(tokens: int, top_k: int, num_experts: int) -> torch.Tensor:
+    """Each token's choices differ, as those of a top-k do."""
+    scores = randn(
+        tokens,
+        max(num_experts, top_k),
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        grad=False,
+        key="ids",
+    )
+    return scores.topk(top_k, dim=1).indices % num_experts
+
+
+def _half_dropped(tokens: int, top_k: int, num_experts: int) -> torch.Tensor:
+    return randint(tokens, top_k, high=2, device=torch.device("cpu"), key="kept") > 0
+
+
+PATTERNS: dict[str, Pattern] = {
+    "random": lambda t, k, e: (_distinct(t, k, e), None),
+    "one_expert": lambda t, k, e: (torch.full((t, k), e - 1), None),
+    "empty_experts": lambda t, k, e: (_distinct(t, k, e) // 2 * 2 % e, None),
+    "sentinels": lambda t, k, e: (_distinct(t, k, e).masked_fill(_half_dropped(t, k, e), e), None),
+    "dropped": lambda t, k, e: (_distinct(t, k, e), _half_dropped(t, k, e)),
+    "all_dropped": lambda t, k, e: (torch.full((t, k), e), None),
+}
+
+
+def choices(
+    pattern: str, tokens: int, top_k: int, num_experts: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return expert ids (int64) and mask of a pattern on ``device``."""
+    ids, kept = PATTERNS[pattern](tokens, top_k, num_experts)
+    return ids.to(device), None if kept is None else kept.to(device)
+
+
+def plan(
+    tokens: int,
+    top_k: int,
+    num_experts: int,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    pattern: str = "random",
+    grad: bool = True,
+    key: str = "",
+) -> RoutingPlan:
+    """Return a plan whose ``probs`` are a leaf.
+
+    Args:
+        tokens: ``T``.
+        top_k: ``k``.
+        num_experts: ``E``.
+        device: of all tensors.
+        dtype: of the activations: ``probs`` are float32, or float64 beside float64.
+        pattern: a name of ``PATTERNS``.
+        grad: whether ``probs`` require a gradient.
+        key: another seed.
+    """
+    ids, kept = choices(pattern, tokens, top_k, num_experts, device)
+    wide = dtypes.statistics_dtype(dtype)
+    probs = randn(tokens, top_k, device=device, dtype=wide, grad=False, key=f"probs{key}")
+    made = RoutingPlan.from_choices(ids, torch.sigmoid(probs), num_experts, kept=kept)
+    return made.with_probs(made.probs.requires_grad_(grad))
+
+
+def plans(
+    shapes: Sequence[tuple[int, int, int]],
+    patterns: Sequence[str] = tuple(PATTERNS),
+    **options: Any,
+) -> dict[str, RoutingPlan]:
+    """Return name -> plan for every pattern at every ``(tokens, top_k, num_experts)``."""
+    return {
+        f"{pattern}_{tokens}x{top_k}_of_{experts}": plan(
+            tokens, top_k, experts, pattern=pattern, **options
+        )
+        for tokens, top_k, experts in shapes
+        for pattern in patterns
+    }

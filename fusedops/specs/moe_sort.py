@@ -1,0 +1,101 @@
+"""Description of moe_sort."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fusedops.ops import moe_sort
+from fusedops.specs import _routing
+from fusedops.specs.make import randint
+from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec
+
+
+def _eager(
+    expert_ids: torch.Tensor, num_experts: int, *, kept: torch.Tensor | None = None
+) -> tuple[torch.Tensor, ...]:
+    ids = expert_ids.flatten()
+    if kept is not None:
+        ids = ids.masked_fill(~kept.flatten(), num_experts)
+    permutation = torch.argsort(ids, stable=True)
+    positions = torch.argsort(permutation).view(expert_ids.shape)
+    counts = torch.bincount(ids, minlength=num_experts + 1)[:num_experts]
+    return tuple(each.int() for each in (permutation, positions, counts, counts.cumsum(0)))
+
+
+def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
+    made = []
+    for tokens, top_k, experts in ((12, 2, 4), (7, 3, 5), (1, 1, 1), (300, 8, 37)):
+        for pattern in _routing.PATTERNS:
+            ids, kept = _routing.choices(pattern, tokens, top_k, experts, device)
+            name = f"{pattern}_{tokens}x{top_k}_of_{experts}"
+            made.append(Sample(name, (ids, experts), {"kept": kept}))
+    ids = randint(40, 6, high=7, device=device)
+    many = randint(6000, 4, high=300, device=device)
+    return [
+        *made,
+        Sample("int32", (ids.int(), 7)),
+        Sample("no_tokens", (ids[:0], 7)),
+        Sample("no_choices", (ids[:, :0], 7)),
+        Sample("several_tasks", (many, 300), {"kept": many % 5 > 0}),
+    ]
+
+
+def _bad_inputs(device: torch.device) -> list[BadInput]:
+    ids = torch.zeros(4, 2, dtype=torch.int64, device=device)
+
+    def bad(
+        name: str, *args: Any, mentions: tuple[str, ...], error: Any = ValueError, **kwargs: Any
+    ) -> BadInput:
+        return BadInput(name, args, kwargs, error, mentions)
+
+    above, below, far = ids.clone(), ids.clone(), ids.clone()
+    above[2, 1], below[3, 0], far[0, 0] = 4, -1, 2**32
+    mask = ids > 0
+    return [
+        bad("above", above, 3, mentions=("expert_ids", "[0, 3)", "4", "token 2, choice 1")),
+        bad("below", below.int(), 3, mentions=("expert_ids", "-1", "token 3, choice 0")),
+        bad("wraps", far, 3, mentions=("expert_ids", str(2**32), "token 0")),
+        bad("dims", ids[0], 3, mentions=("expert_ids", "[tokens, top_k]", "[2]")),
+        bad("none", ids, 0, mentions=("num_experts", "at least 1", "0")),
+        bad("count", ids, 2.0, error=TypeError, mentions=("num_experts", "float")),
+        bad("floats", ids.float(), 3, error=TypeError, mentions=("expert_ids", "float32")),
+        bad("type", [[0]], 3, error=TypeError, mentions=("expert_ids", "list")),
+        bad("mask", ids, 3, kept=mask[:1], mentions=("kept", "[4, 2]", "[1, 2]")),
+        bad("mask_dtype", ids, 3, kept=ids, error=TypeError, mentions=("kept", "bool", "int64")),
+    ]
+
+
+def _case(tokens: int, top_k: int, experts: int) -> BenchCase:
+    slots = tokens * top_k
+
+    def make(device: torch.device, dtype: torch.dtype) -> Sample:
+        return Sample("bench", (randint(tokens, top_k, high=experts, device=device), experts))
+
+    return BenchCase(
+        label=f"{tokens}x{top_k} of {experts}",
+        make=make,
+        # Ids are read twice, permutation and positions written once.
+        bytes_forward=lambda dtype: slots * (8 + 4 + 4),
+        bytes_backward=lambda dtype: 0,
+        headline=experts == 64,
+    )
+
+
+SPEC = Spec(
+    name="moe_sort",
+    op=moe_sort,
+    eager=_eager,
+    samples=_samples,
+    bad_inputs=_bad_inputs,
+    bench_cases=(_case(8192, 8, 64), _case(8192, 2, 8), _case(4096, 8, 256)),
+    summary="stable counting sort of the experts' choices: permutation, counts, offsets",
+    autocast="keep",
+    rows_are_independent=False,
+    double_backward=False,
+    limits=(
+        "It has no gradient: everything is integer.",
+        "On CUDA an id that is no expert is not reported; its slot is dropped.",
+    ),
+)
