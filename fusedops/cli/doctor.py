@@ -158,6 +158,7 @@ def _show_outcome(out: Console, outcome: Outcome) -> None:
     where = next(iter(outcome.runs_on.values())) if alike else ""
     if not alike:
         where = ", ".join(f"{dtype}: {backend}" for dtype, backend in outcome.runs_on.items())
-    out.print(f"  {mark}  {outcome.op:20} runs on {where}")
+    ran = f"runs on {where}" if where else "does not run"
+    out.print(f"  {mark}  {outcome.op:21} {ran}")
     for failure in outcome.failures:
         out.print(f"         {failure}", style="red", markup=False)

@@ -27,6 +27,12 @@ def test_right_op_passes_and_tells_its_backend() -> None:
     assert all(where.startswith(("cpp", "torch")) for where in outcome.runs_on.values())
 
 
+def test_op_without_gradient_passes() -> None:
+    outcome = check_op(all_specs()["attention_decode"], CPU, seconds=0.0)
+    assert outcome.failures == ()
+    assert all(outcome.runs_on.values())
+
+
 def test_time_over_skips_and_counts_the_rest() -> None:
     spec = all_specs()["gelu"]
     outcome = check_op(spec, CPU, seconds=0.0)
