@@ -56,3 +56,7 @@ def __getattr__(name: str) -> Any:
         module = importlib.import_module(_LAZY[name])
         return module if name == "nn" else getattr(module, name)
     raise AttributeError(f"module 'fusedops' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, "ops", *(name for name in globals() if name.startswith("__"))})

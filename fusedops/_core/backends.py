@@ -128,9 +128,13 @@ def resolve(name: str, *args: Any, backward: bool = False) -> Resolution:
         backward: ask for the backward op instead.
 
     Raises:
+        ValueError: if there is no op of this name.
         UnsupportedError: if a backend is requested that cannot run them.
     """
-    kernels = _KERNELS[name]
+    kernels = _KERNELS.get(name)
+    if kernels is None:
+        checks.choice("resolve", "name", name, op_names())
+    assert kernels is not None
     device = _device(args)
     if _requested is not None:
         reason = _unsupported(kernels, _requested, device, args, backward)
@@ -284,8 +288,11 @@ def _implementation(kernels: Kernels, backend: str, backward: bool) -> Callable[
         implementation = kernels.backward if backward else kernels.forward
         assert implementation is not None
         return implementation
-    namespace = getattr(torch.ops, f"fusedops_{backend}")
-    return getattr(namespace, kernels.name + "_backward" * backward).default
+    namespace = f"fusedops_{backend}"
+    native = kernels.name + "_backward" * backward
+    kernel = getattr(getattr(torch.ops, namespace), native, None)
+    assert kernel is not None, f"{namespace}::{native} has a kernel, but no line in schemas.cpp"
+    return kernel.default
 
 
 def _unsupported(

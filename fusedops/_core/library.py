@@ -103,7 +103,8 @@ def define_op(
         fake: returns empty tensors of the right shapes, dtypes and strides.
         gradient: how it is differentiated; ``None`` for an op without gradient.
         autocast: a word of ``dtypes.AUTOCAST_RULES``.
-        triton: import path of the module with ``forward``, ``backward`` and ``supports``.
+        triton: import path of the module with ``forward`` and ``backward``; ``supports`` and
+            ``supports_backward``, if it has them, return why they cannot run, or ``None``.
         shard: DTensor rule of the forward, see ``sharding.Rule``.
         shard_backward: DTensor rule of the backward.
 
@@ -113,6 +114,8 @@ def define_op(
     if autocast not in dtypes.AUTOCAST_RULES:
         checks.choice("define_op", "autocast", autocast, dtypes.AUTOCAST_RULES)
     parsed = _parse(schema)
+    if gradient is not None:
+        _check_names(name, parsed, gradient)
     op = _define(name, schema, fake)
     native = extension.cpu_library() is None
     backends.register(
@@ -137,6 +140,17 @@ def define_op(
     if shard_backward is not None:
         sharding.register(getattr(torch.ops.fusedops, f"{name}_backward").default, shard_backward)
     return op
+
+
+def _check_names(op: str, schema: _Schema, gradient: Gradient) -> None:
+    returns = [name for _, name in schema.returns]
+    for attribute, names, known in (
+        ("inputs", gradient.inputs, schema.tensors),
+        ("outputs", gradient.outputs, returns),
+        ("saves", gradient.saves, [*schema.tensors, *returns]),
+    ):
+        for name in names:
+            checks.choice(f"define_op({op!r})", f"each of Gradient.{attribute}", name, known)
 
 
 def _define(name: str, schema: str, fake: Callable[..., Any]) -> Any:

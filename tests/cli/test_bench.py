@@ -274,6 +274,7 @@ def test_compile_row_is_measured(known: None, tmp_path: Path) -> None:
     ("args", "says"),
     [
         (["exponentiall"], "unknown op 'exponentiall': did you mean exponential?"),
+        (["gelu"], "op 'gelu' has no spec: write fusedops/specs/gelu.py"),
         (["exponential", "--all"], "name ops or say --all, not both"),
         (["--dtype", "float23"], "unknown dtype 'float23': did you mean float"),
         (["--dtype", ""], "--dtype is empty"),

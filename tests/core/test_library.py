@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 import textwrap
@@ -12,6 +13,8 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import fusedops
+from fusedops._core import backends
+from fusedops._core.library import Gradient, define_op
 
 
 def _leaves() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -103,6 +106,49 @@ def test_backend_request_nests_and_ends() -> None:
             fusedops.layer_norm(x, (4,))
     fusedops.layer_norm(x, (4,))
     assert fusedops.counters() == {("layer_norm", "cpp"): 3, ("layer_norm", "torch"): 1}
+
+
+def test_unknown_op_is_named_with_the_nearest() -> None:
+    with pytest.raises(ValueError, match="'layernorm'.*did you mean 'layer_norm'"):
+        fusedops.resolve("layernorm", torch.ones(1))
+
+
+def test_kernel_without_a_schema_line_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = backends.Kernels("no_schema", torch.abs, None, None)
+    monkeypatch.setitem(backends._KERNELS, "no_schema", kernels)
+    registered = torch.library.Library("fusedops_cpp", "IMPL")
+    registered.impl("no_schema", torch.abs, "CPU")
+    with pytest.raises(AssertionError, match="fusedops_cpp::no_schema .* no line in schemas.cpp"):
+        backends.run("no_schema", (torch.ones(1),))
+
+
+@pytest.mark.parametrize(
+    ("attribute", "names", "nearest"),
+    [
+        ("inputs", ("inputs",), "input"),
+        ("outputs", ("put",), "output"),
+        ("saves", ("rst",), "rstd"),
+    ],
+)
+def test_gradient_names_are_those_of_the_schema(
+    attribute: str, names: tuple[str, ...], nearest: str
+) -> None:
+    usual = Gradient(("input",), ("output",), ("input",), torch.abs, torch.abs)
+    with pytest.raises(ValueError, match=f"wrong.*{attribute}.*did you mean {nearest!r}"):
+        define_op(
+            "wrong",
+            "(Tensor input) -> (Tensor output, Tensor rstd)",
+            reference=torch.abs,
+            fake=torch.abs,
+            gradient=dataclasses.replace(usual, **{attribute: names}),
+        )
+    assert "wrong" not in backends.op_names()
+
+
+def test_every_public_name_is_listed() -> None:
+    assert set(fusedops.__all__) <= set(dir(fusedops))
+    assert all(hasattr(fusedops, name) for name in dir(fusedops))
+    assert {"Any", "importlib", "annotations"}.isdisjoint(dir(fusedops))
 
 
 def test_unknown_backend_is_named_with_the_nearest() -> None:

@@ -44,7 +44,10 @@ app = typer.Typer(
 )
 
 
-@app.command(epilog="Compare two measurements: fusedops bench compare BEFORE.json AFTER.json")
+@app.command(
+    epilog="Also `fusedops bench compare BEFORE.json AFTER.json` (which rows became slower) and "
+    "`fusedops bench tune` (a table of the fastest backends here); both have --help."
+)
 def run(
     ops: Annotated[list[str] | None, typer.Argument(help="Ops to measure; none means all.")] = None,
     every: Annotated[bool, typer.Option("--all", help="All ops.")] = False,
@@ -224,10 +227,13 @@ def _check_known(word: str, known: Iterable[str], what: str) -> None:
 
 
 def _specs(ops: list[str]) -> list[Spec]:
+    from fusedops._core import backends
     from fusedops.specs import all_specs
 
     known = all_specs()
     for name in ops:
+        if name in backends.op_names() and name not in known:
+            raise files.UserError(f"op {name!r} has no spec: write fusedops/specs/{name}.py")
         _check_known(name, known, "op")
     return [known[name] for name in dict.fromkeys(ops or known)]
 
