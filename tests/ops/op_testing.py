@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -102,7 +103,13 @@ def assert_close(
     error = (got.double() - want).abs()
     same = (got.double() == want) | (got.isnan() & want.isnan())
     excess = torch.where(same, torch.zeros_like(error), error - budget)
-    assert not (excess > 0).any() and not (error.isnan() & ~same).any(), (
-        f"{name}: error {error.nan_to_num(posinf=0).max():.3g} against float64 is over the budget "
-        f"{budget.min():.3g} by {excess.max():.3g} at {int((excess > 0).sum())} of {got.numel()}"
+    wrong = (excess > 0) | (error.isnan() & ~same)
+    if not wrong.any():
+        return
+    worst = torch.where(wrong, excess.nan_to_num(nan=math.inf), -math.inf).argmax()
+    place = tuple(int(index) for index in torch.unravel_index(worst, got.shape))
+    raise AssertionError(
+        f"{name}: {int(wrong.sum())} of {got.numel()} elements are over the error budget; "
+        f"the worst, {list(place)}, is {got[place]:.9g}, float64 has {want[place]:.9g}, eager "
+        f"torch {base[place]:.9g}, allowed is an error of {budget[place]:.3g}"
     )

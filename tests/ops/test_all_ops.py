@@ -18,6 +18,7 @@ from op_testing import (
     run,
     truth,
 )
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal import common_methods_invocations
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -139,6 +140,24 @@ def test_operators_pass_opcheck(spec: Spec, sample_name: str) -> None:
         if not func._opname.endswith("_backward"):
             tests += ["test_autograd_registration", "test_aot_dispatch_dynamic"]
         torch.library.opcheck(func, detached, test_utils=tests)
+
+
+@by_spec
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=lambda dtype: str(dtype)[6:])
+def test_fakes_have_the_dtypes_of_the_results(spec: Spec, dtype: torch.dtype) -> None:
+    """opcheck above runs in float32, where a fake that always says float32 is right."""
+    with RecordOps() as recorded:
+        run(spec.op, fresh(samples(spec.name, dtype)[0]))
+    for func, args in recorded.calls:
+        plain = [arg.detach() if isinstance(arg, torch.Tensor) else arg for arg in args]
+        results = as_tuple(func(*plain))
+        with FakeTensorMode() as mode:
+            fakes = as_tuple(
+                func(*(mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in plain))
+            )
+        for i, (fake, result) in enumerate(zip(fakes, results, strict=True)):
+            says, has = (None if each is None else each.dtype for each in (fake, result))
+            assert says == has, f"{func} output {i}: its fake says {says}, its kernel gives {has}"
 
 
 @by_spec
@@ -406,5 +425,20 @@ def _assert_same_bits(got: Any, want: Any) -> None:
         assert torch.equal(a, b), f"largest difference {(a.double() - b.double()).abs().max()}"
 
 
+def test_a_wrong_element_is_named_with_its_place() -> None:
+    want = torch.arange(6, dtype=torch.float64).reshape(2, 3)
+    for value in (4.5, float("nan"), float("inf")):
+        got = want.float()
+        got[1, 2] = value
+        with pytest.raises(AssertionError, match=rf"1 of 6 .* worst, \[1, 2\], is {value}.* has 5"):
+            assert_close(got, want, want.float(), "output 0")
+    with pytest.raises(AssertionError, match=r"worst, \[\], is 2,"):
+        assert_close(torch.tensor(2.0), torch.tensor(1.0).double(), torch.tensor(1.0), "scalar")
+
+
 def test_every_registered_op_has_a_spec() -> None:
-    assert set(backends.op_names()) == set(all_specs())
+    missing = [
+        f"fusedops/specs/{name}.py" for name in backends.op_names() if name not in all_specs()
+    ]
+    assert not missing, f"write {', '.join(missing)}"
+    assert set(all_specs()) <= set(backends.op_names())
