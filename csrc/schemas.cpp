@@ -149,4 +149,8 @@ TORCH_LIBRARY(fusedops_cpp, m) {
   m.def(
       "moe_sort(Tensor expert_ids, Tensor? kept, SymInt num_experts)"
       " -> (Tensor permutation, Tensor positions, Tensor tokens_per_expert, Tensor offsets)");
+  m.def(
+      "moe_pack(Tensor input, Tensor probs, Tensor? expert_ids, Tensor? index, Tensor? num_rows,"
+      " SymInt span, bool quantized, SymInt[] layout) -> (Tensor payload)");
+  m.def("moe_unpack(Tensor payload, Tensor like, SymInt[] layout) -> (Tensor rows)");
 }

@@ -1,0 +1,188 @@
+"""moe_pack: rows, probabilities and expert ids into one payload of bytes, in the order of a plan.
+
+What an all-to-all sends is then one contiguous tensor whose rows for each destination are
+neighbours. ``_moe_payload.py`` has the layout, ``fusedops.parallel`` the exchange; kernels:
+``csrc/cpu/moe_pack.*`` and ``kernels/moe_pack.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fusedops._core import checks
+from fusedops._core.library import define_op
+from fusedops.ops._moe_payload import PayloadLayout, quantize
+
+
+def moe_pack(
+    input: torch.Tensor,
+    probs: torch.Tensor,
+    expert_ids: torch.Tensor | None = None,
+    *,
+    index: torch.Tensor | None = None,
+    num_rows: torch.Tensor | None = None,
+    span: int = 0,
+    quantized: bool = False,
+) -> torch.Tensor:
+    """Pack rows with their probabilities and expert ids into bytes.
+
+    Row ``r`` holds ``input[index[r] // k]`` and the probability and id of slot ``index[r]``, or of
+    all ``k`` slots of that token. Without ``index``, row ``r`` is token ``r`` with all its slots.
+
+    Args:
+        input: ``[T, H]``, any floating dtype, any strides.
+        probs: ``[T, k]`` float32 or float64.
+        expert_ids: ``[T, k]`` int32; ``None`` writes -1.
+        index: ``[R]`` int32: the slot ``token * k + choice`` of each row, in any order; a plan's
+            ``permutation``.
+        num_rows: one int32: rows from there on are zeros, and their ``index`` is not read; the last
+            of a plan's ``offsets``. Default: all rows are real.
+        span: 0 packs the slot that ``index`` names. Above 0 all ``k`` slots of the token are packed
+            and those whose ``expert_ids // span`` is not that of the named slot get id -1 and
+            probability 0: what a node of ``span`` experts needs to know of a token.
+        quantized: rows travel as float8 (e4m3) with a float32 scale per row.
+
+    Returns:
+        ``[R, stride]`` uint8; ``fusedops.ops.moe_pack.payload_layout`` reads it.
+
+    Raises:
+        ValueError: a shape, a device or (CPU) an index does not fit; on CUDA, where looking would
+            wait for the device, a row with a wrong index is zeros.
+        TypeError: an argument is no tensor, or its dtype does not fit.
+
+    Note:
+        One pass: each row is read and written once (twice read when quantized). A float8 scale is a
+        power of two, so bytes are equal on all backends. No gradient of its own: the exchange in
+        ``fusedops.parallel`` sends gradients back in the same layout. Backends: cpp, triton, torch.
+
+    Example:
+        >>> import torch, fusedops
+        >>> rows, probs = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[0.5], [0.25]])
+        >>> payload = fusedops.moe_pack(rows, probs, index=torch.tensor([1, 0], dtype=torch.int32))
+        >>> payload.shape, payload[:, :8].view(torch.float32).tolist()
+        (torch.Size([2, 16]), [[3.0, 4.0], [1.0, 2.0]])
+    """
+    _check(input, probs, expert_ids, index, num_rows, span)
+    layout = payload_layout(input, probs, index=index, span=span, quantized=quantized)
+    return _OP(input, probs, expert_ids, index, num_rows, span, quantized, layout.offsets)
+
+
+def payload_layout(
+    input: torch.Tensor,
+    probs: torch.Tensor,
+    *,
+    index: torch.Tensor | None = None,
+    span: int = 0,
+    quantized: bool = False,
+) -> PayloadLayout:
+    """Return where the parts of the rows that ``moe_pack`` makes of these arguments stand."""
+    pairs = probs.shape[1] if index is None or span > 0 else 1
+    return PayloadLayout(input.shape[1], input.dtype, probs.dtype, pairs, quantized)
+
+
+def _check(input: Any, probs: Any, expert_ids: Any, index: Any, num_rows: Any, span: Any) -> None:
+    op = "moe_pack"
+    checks.tensor(op, "input", input)
+    if input.dim() != 2 or input.shape[1] < 1:
+        checks.fail(op, "input", "of 2 dims, [tokens, hidden_size]", list(input.shape))
+    checks.like(op, "probs", probs, "input", input)
+    if probs.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"{op}: probs must be float32 or float64, got {probs.dtype}")
+    if probs.dim() != 2 or probs.shape[0] != input.shape[0]:
+        checks.fail(op, "probs", f"[{input.shape[0]}, top_k], a row per token", list(probs.shape))
+    for name, value in (("expert_ids", expert_ids), ("index", index), ("num_rows", num_rows)):
+        if value is not None:
+            _check_int32(op, name, value, input)
+    if expert_ids is not None:
+        checks.shape(op, "expert_ids", expert_ids, probs.shape, "that of probs")
+    if index is not None and index.dim() != 1:
+        checks.fail(op, "index", "of 1 dim", list(index.shape))
+    if num_rows is not None and num_rows.numel() != 1:
+        checks.fail(op, "num_rows", "one number", list(num_rows.shape))
+    if span < 0:
+        checks.fail(op, "span", "at least 0", span)
+    if span > 0 and (index is None or expert_ids is None):
+        checks.fail(op, "span", "0 without index and expert_ids", span)
+
+
+def _check_int32(op: str, name: str, value: Any, input: torch.Tensor) -> None:
+    checks.tensor(op, name, value, floating=False)
+    if value.dtype != torch.int32:
+        raise TypeError(f"{op}: {name} must be int32, got {value.dtype}")
+    if value.device != input.device:
+        checks.fail(op, name, f"on {input.device}, the device of input", value.device)
+
+
+def _reference(
+    input: torch.Tensor,
+    probs: torch.Tensor,
+    expert_ids: torch.Tensor | None,
+    index: torch.Tensor | None,
+    num_rows: torch.Tensor | None,
+    span: int,
+    quantized: bool,
+    layout: Sequence[int],
+) -> torch.Tensor:
+    probs_at, ids_at, scale_at, stride = layout
+    tokens, top_k = probs.shape
+    ids = torch.full_like(probs, -1, dtype=torch.int32) if expert_ids is None else expert_ids
+    rows = tokens if index is None else index.numel()
+    real = torch.ones(rows, dtype=torch.bool, device=input.device)
+    if num_rows is not None:
+        real = torch.arange(rows, device=input.device) < num_rows
+    data = input
+    if index is not None:
+        legal = (index >= 0) & (index < tokens * top_k)
+        if input.device.type == "cpu" and not bool((legal | ~real).all()):
+            row = int((real & ~legal).nonzero()[0])
+            checks.fail(
+                "moe_pack", "index", f"in [0, {tokens * top_k})", f"{int(index[row])} at row {row}"
+            )
+        real = real & legal
+        slot = torch.where(real, index, 0).long()
+        if tokens * top_k == 0:
+            return input.new_zeros((rows, stride), dtype=torch.uint8)
+        data = input[slot // top_k]
+        if span == 0:
+            probs, ids = probs.reshape(-1)[slot, None], ids.reshape(-1)[slot, None]
+        else:
+            place = ids.reshape(-1)[slot, None] // span
+            probs, ids = probs[slot // top_k], ids[slot // top_k]
+            here = ids // span == place
+            probs, ids = torch.where(here, probs, 0.0), torch.where(here, ids, -1)
+    payload = input.new_zeros((rows, stride), dtype=torch.uint8)
+    if quantized:
+        data, scales = quantize(data)
+        payload[:, scale_at : scale_at + 4] = scales.view(torch.uint8)
+    data = data.contiguous().view(torch.uint8)
+    payload[:, : data.shape[1]] = data
+    payload[:, probs_at:ids_at] = probs.contiguous().view(torch.uint8)
+    payload[:, ids_at:scale_at] = ids.contiguous().view(torch.uint8)
+    return torch.where(real[:, None], payload, 0)
+
+
+def _fake(
+    input: torch.Tensor,
+    probs: torch.Tensor,
+    expert_ids: torch.Tensor | None,
+    index: torch.Tensor | None,
+    num_rows: torch.Tensor | None,
+    span: int,
+    quantized: bool,
+    layout: Sequence[int],
+) -> torch.Tensor:
+    rows = input.shape[0] if index is None else index.shape[0]
+    return input.new_empty((rows, layout[3]), dtype=torch.uint8)
+
+
+_OP = define_op(
+    "moe_pack",
+    "(Tensor input, Tensor probs, Tensor? expert_ids, Tensor? index, Tensor? num_rows,"
+    " SymInt span, bool quantized, SymInt[] layout) -> (Tensor payload)",
+    reference=_reference,
+    fake=_fake,
+    triton="fusedops.kernels.moe_pack",
+)

@@ -1,0 +1,83 @@
+"""What tests, benchmarks and documentation need to know of ``moe_unpack``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fusedops.ops._moe_payload import PayloadLayout, dequantize
+from fusedops.ops.moe_pack import moe_pack
+from fusedops.ops.moe_unpack import moe_unpack
+from fusedops.specs.make import randn
+from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec
+
+
+def _eager(payload: torch.Tensor, probs: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    # The truth asks in float64: the layout of the bytes is that of the float32 call that made them.
+    layout = PayloadLayout(like.shape[-1], like.dtype, torch.float32, probs.shape[1], True)
+    data = payload[:, : layout.data_bytes].contiguous()
+    scales = payload[:, layout.scale_at : layout.scale_at + 4].contiguous().view(torch.float32)
+    return dequantize(data, scales, like.dtype)
+
+
+def _call(
+    rows: int, hidden: int, pairs: int, device: torch.device, dtype: torch.dtype, scale: float = 1.0
+) -> tuple[Any, ...]:
+    # Made on the CPU: the bytes are the same for every backend.
+    x = randn(rows, hidden, device=torch.device("cpu"), dtype=torch.float32, scale=scale)
+    probs = torch.ones(rows, pairs)
+    payload = moe_pack(x.detach(), probs, quantized=True).to(device)
+    return payload, probs.to(device), torch.empty(0, hidden, device=device, dtype=dtype)
+
+
+def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
+    return [
+        Sample("rows", _call(6, 24, 2, device, dtype)),
+        Sample("odd_sizes", _call(5, 33, 3, device, dtype, scale=100.0)),
+        Sample("long_rows", _call(3, 2500, 1, device, dtype)),
+        Sample("one_element", _call(1, 1, 1, device, dtype)),
+        Sample("no_rows", _call(0, 8, 1, device, dtype)),
+    ]
+
+
+def _bad_inputs(device: torch.device) -> list[BadInput]:
+    payload, probs, like = _call(4, 8, 1, device, torch.float32)
+
+    def bad(name: str, *args: Any, mentions: tuple[str, ...], error: Any = ValueError) -> BadInput:
+        return BadInput(name, args, {}, error, mentions)
+
+    return [
+        bad("hidden", payload, probs, like.new_empty(0, 64), mentions=("payload", "64 float8")),
+        bad("rows", payload[:3], probs, like, mentions=("payload", "[4, 32]", "[3, 32]")),
+        bad("pairs", payload, probs[0], like, mentions=("probs", "[1]")),
+        bad("dtype", payload.float(), probs, like, error=TypeError, mentions=("payload", "uint8")),
+        bad("integers", payload, probs, payload, error=TypeError, mentions=("like", "uint8")),
+        bad("device", payload, probs, like.to("meta"), mentions=("like", "meta")),
+        bad("scalar", payload, probs, like.new_empty(()), mentions=("like", "hidden_size")),
+    ]
+
+
+def _case(rows: int, hidden: int, headline: bool = False) -> BenchCase:
+    return BenchCase(
+        label=f"{rows}x{hidden}",
+        make=lambda device, dtype: Sample("bench", _call(rows, hidden, 1, device, dtype)),
+        bytes_forward=lambda dtype: rows * hidden * (1 + dtype.itemsize),
+        bytes_backward=lambda dtype: 0,
+        headline=headline,
+    )
+
+
+SPEC = Spec(
+    name="moe_unpack",
+    op=moe_unpack,
+    eager=_eager,
+    samples=_samples,
+    bad_inputs=_bad_inputs,
+    bench_cases=(_case(8192, 2048, headline=True), _case(128, 2048)),
+    summary="float8 rows of a received payload in a wide dtype",
+    autocast="keep",
+    rows_are_independent=False,
+    double_backward=False,
+    limits=("It has no gradient of its own: `fusedops.parallel` differentiates the exchange.",),
+)
