@@ -46,6 +46,15 @@ TORCH_LIBRARY(fusedops_cpp, m) {
       " Tensor up_weight, Tensor gate, Tensor up, str activation, bool keep_preactivations,"
       " bool[] output_mask) -> (Tensor, Tensor, Tensor)");
   m.def(
+      "grouped_mm(Tensor input, Tensor weight, Tensor offsets, Tensor? bias, str activation,"
+      " bool keep_preactivation) -> (Tensor output, Tensor preactivation)");
+  m.def(
+      "grouped_mm_backward(Tensor? grad_output, Tensor input, Tensor weight, Tensor offsets,"
+      " Tensor? bias, Tensor preactivation, str activation, bool keep_preactivation,"
+      " bool[] output_mask) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "grouped_mm_add_gradient(Tensor(a!) into, Tensor input, Tensor grad, Tensor offsets) -> ()");
+  m.def(
       "mlp(Tensor input, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, str activation,"
       " bool keep_preactivation) -> (Tensor output, Tensor preactivation)");
   m.def(

@@ -1,7 +1,8 @@
 // The matrix product C[m,n] = A[m,k] * B[k,n] on the CPU for float32, bfloat16 and float64: any
-// strides, and the caller's epilogue on each finished tile of C while it is in L1. Two extensions:
-// a second B beside the first, for an epilogue that needs the same tile of both products; and a sum
-// of several products, without a pass over memory between them.
+// strides, rows gathered by a list, and the caller's epilogue on each finished tile of C while it is
+// in L1. Extensions: a second B beside the first, for an epilogue that needs the same tile of both
+// products; a sum of several products, without a pass over memory between them; and a batch of
+// independent products of any sizes (the experts of a layer) that the threads share.
 //
 // Accumulation is float32 (float64 for float64) and rounded never: the epilogue sees the sums. An
 // element's bits depend on its row of A, its column of B and the machine's instruction set, not on
@@ -15,12 +16,19 @@
 
 namespace fusedops {
 
-// Element (i, j) is data[i * row_stride + j * column_stride].
+// Element (i, j) is data[rows[i] * row_stride + columns[j] * column_stride]; without a list, i or j
+// itself stands there.
 struct Matrix {
   const void* data;
   int64_t row_stride;
   int64_t column_stride;
+  const int32_t* rows = nullptr;
+  const int32_t* columns = nullptr;
 };
+
+inline Matrix transposed(const Matrix& matrix) {
+  return {matrix.data, matrix.column_stride, matrix.row_stride, matrix.columns, matrix.rows};
+}
 
 // A further product that is added to the first: A[m,k] * B[k,n] of the same sizes.
 struct Factors {
@@ -63,3 +71,5 @@ struct GemmCall {
 }  // namespace fusedops
 
 FUSEDOPS_DECLARE_ISA(gemm, const GemmCall&)
+// Independent products of one dtype; each with the bits that gemm gives it.
+FUSEDOPS_DECLARE_ISA(gemm_batch, const GemmCall* calls, int64_t count)

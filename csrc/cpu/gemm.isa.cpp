@@ -8,6 +8,11 @@
 // product), are limited by memory: they read B where it lies, without packing.
 // One Zen 5 core reaches 80 to 90 % of its peak, float32 and bfloat16, level with oneDNN.
 //
+// A batch (experts, each with its own B and few rows) turns this around: the threads pack the rows of
+// many products into the shared cache, then each takes some columns of a product, packs those of B
+// into its own L2 and multiplies them by all rows. A weight goes from memory to registers through one
+// core only, and there are two barriers per kSharedBytes of packed rows, not two per product.
+//
 // Sums. float32 accumulation (float64 for float64). k is cut into blocks of kBlockSteps steps; each
 // block is one chain of multiply-adds from zero, and the blocks' sums are added in order. This does
 // not depend on m, n, strides or threads: an element has the same bits whatever it is computed
@@ -17,6 +22,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <vector>
 
 #include <ATen/Parallel.h>
 
@@ -35,6 +41,7 @@ constexpr int64_t kMaxTiles = 8;                       // tiles of C in L1
 constexpr int64_t kFewRows = 4 * kTileRows;            // up to here B is not packed ahead
 constexpr int64_t kFewTerms = 4;                       // up to here along k nothing is packed
 constexpr int kDirectVectors = 8;                      // accumulators of a product without packing
+constexpr int64_t kBlockBytes = int64_t{256} << 10;    // packed A that meets B at a time in a batch
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
@@ -98,6 +105,9 @@ inline void multiply_row(int64_t count, const A* a, int64_t a_step, const A* b, 
 }
 
 template <typename Policy>
+class Batch;
+
+template <typename Policy>
 class Gemm {
   using T = typename Policy::T;
   using Sum = typename Policy::Sum;
@@ -122,8 +132,9 @@ class Gemm {
     if (m_ == 0 || n_ == 0) return;
     if constexpr (std::is_same_v<T, Sum>) {
       const bool short_sums = m_ == 1 || k_ <= kFewTerms;
-      if (short_sums && all_blocks_ > 0 && call_.b.column_stride == 1 && sides_ == 1 &&
-          call_.num_further == 0) {
+      const bool plain = call_.b.column_stride == 1 && call_.b.columns == nullptr &&
+                         call_.b.rows == nullptr && call_.a.columns == nullptr;
+      if (short_sums && plain && all_blocks_ > 0 && sides_ == 1 && call_.num_further == 0) {
         return run_direct();
       }
     }
@@ -161,14 +172,14 @@ class Gemm {
   // The lines of an operand: rows of A, columns of B.
   Lines<T> rows_of_a(int64_t product) const {
     const Matrix& a = product == 0 ? call_.a : call_.further[product - 1].a;
-    return {static_cast<const T*>(a.data), a.row_stride, a.column_stride};
+    return {static_cast<const T*>(a.data), a.row_stride, a.column_stride, a.rows, a.columns};
   }
 
   Lines<T> columns_of_b(int64_t product, int side) const {
     const Matrix& b = side == 1      ? *call_.beside
                       : product == 0 ? call_.b
                                      : call_.further[product - 1].b;
-    return {static_cast<const T*>(b.data), b.column_stride, b.row_stride};
+    return {static_cast<const T*>(b.data), b.column_stride, b.row_stride, b.columns, b.rows};
   }
 
   // Packs k block `block` of `lines` lines from `line` on, of `total` that the operand has.
@@ -176,8 +187,8 @@ class Gemm {
   void pack_block(const Lines<T>& operand, int64_t line, int64_t lines, int64_t total,
                   int64_t block, Packed* to, int64_t panel_stride) const {
     const Stretch part = stretch(block);
-    const Lines<T> source{operand.at(line, part.k), operand.line_stride, operand.k_stride};
-    pack<Policy, kWidth>(source, lines, total - line, part.count, to, panel_stride);
+    pack<Policy, kWidth>(operand.from(line, part.k), lines, total - line, part.count, to,
+                         panel_stride);
   }
 
   void pack_columns_of_b(int side, int64_t column, int64_t columns, int64_t block, Packed* to,
@@ -231,12 +242,16 @@ class Gemm {
     }
     for (int64_t block = 0; block < blocks_; ++block) {
       const Packed* b = panel_of(block);
-      // The panel after this one comes from the shared cache: half of it is fetched by each tile.
-      const char* ahead = reinterpret_cast<const char*>(b + kPanelB);
       for (int64_t p = 0; p < panels; ++p) {
-        run_kernel<Policy>(rows_of(p), steps_in(block), a + (block * panels + p) * kPanelA, b,
-                           tiles + p * kRows * kColumns, block > 0 || !is_first(),
-                           ahead + p % 2 * steps_in(block) * 64);
+        const Packed* rows_of_a = a + (block * panels + p) * kPanelA;
+        // What comes from the shared cache next: the panel of B after this one, of which half is
+        // fetched by each tile, or in a batch the next rows of A.
+        const char* ahead = reinterpret_cast<const char*>(rows_of_a + kPanelA);
+        if (!in_batch_) {
+          ahead = reinterpret_cast<const char*>(b + kPanelB) + p % 2 * steps_in(block) * 64;
+        }
+        run_kernel<Policy>(rows_of(p), steps_in(block), rows_of_a, b, tiles + p * kRows * kColumns,
+                           block > 0 || !is_first(), ahead);
       }
     }
     if (is_last()) return;
@@ -251,11 +266,16 @@ class Gemm {
     const int64_t block_size = panels * kPanelA;
     auto* a = static_cast<Packed*>(workspace(
         Workspace::packed_a, std::max<int64_t>(1, blocks_ * block_size) * sizeof(Packed)));
+    pack_rows(row, rows, a);
+    return a;
+  }
+
+  void pack_rows(int64_t row, int64_t rows, Packed* a) const {
+    const int64_t block_size = ceil_div(rows, kRows) * kPanelA;
     for (int64_t block = 0; block < blocks_; ++block) {
       pack_block<kRows>(rows_of_a(stretch(block).product), row, rows, m_, block,
                         a + block * block_size, kPanelA);
     }
-    return a;
   }
 
   Sum* tile_buffer(int64_t panels) const {
@@ -380,26 +400,188 @@ class Gemm {
     });
   }
 
+  template <typename>
+  friend class Batch;
+
   int64_t m_, n_, k_;
   int sides_;
   int64_t blocks_of_product_, all_blocks_;
+  bool in_batch_ = false;
   const GemmCall& call_;
   Sum* carried_ = nullptr;                // [sides][m, n] sums over the blocks before first_block_
   int64_t first_block_ = 0, blocks_ = 0;  // those that are packed now
 };
 
-}  // namespace
+// Products that the threads share. What is shared is cut by sizes alone.
+template <typename Policy>
+class Batch {
+  using Product = Gemm<Policy>;
+  using Packed = typename Policy::Packed;
 
-void gemm(const GemmCall& call) {
-  switch_dtype(call.dtype, [&](auto t) {
+ public:
+  Batch(const GemmCall* calls, int64_t count) {
+    const int64_t room = kSharedBytes / sizeof(Packed);
+    for (int64_t i = 0; i < count; ++i) {
+      Product product(calls[i]);
+      if (product.m_ == 0 || product.n_ == 0) continue;
+      if (product.all_blocks_ > kOuterBlocks) {
+        product.run();
+        continue;
+      }
+      product.blocks_ = product.all_blocks_;
+      product.in_batch_ = true;
+      products_.push_back(product);
+      const int64_t row_size = std::max<int64_t>(1, product.blocks_) * Product::kPanelA;
+      const int64_t height =
+          std::clamp<int64_t>(kBlockBytes / sizeof(Packed) / row_size, 1, kMaxTiles) * Product::kRows;
+      // Rows whose panels fit the shared cache, in whole blocks.
+      const int64_t most =
+          std::max<int64_t>(1, room / (height / Product::kRows * row_size)) * height;
+      const auto last = static_cast<int64_t>(products_.size()) - 1;
+      for (int64_t row = 0; row < product.m_; row += most) {
+        const int64_t rows = std::min(most, product.m_ - row);
+        pieces_.push_back({last, row, rows, height, row_size});
+      }
+    }
+  }
+
+  void run() {
+    const int64_t room = kSharedBytes / sizeof(Packed);
+    const auto count = static_cast<int64_t>(pieces_.size());
+    for (int64_t first = 0; first < count;) {
+      int64_t last = first, size = 0;
+      while (last < count && (last == first || size + pieces_[last].size() <= room)) {
+        pieces_[last].place = size;
+        size += pieces_[last++].size();
+      }
+      run_together(first, last, size);
+      first = last;
+    }
+  }
+
+ private:
+  // Rows of a product that are packed together.
+  struct Piece {
+    int64_t product;
+    int64_t row;
+    int64_t rows;
+    int64_t height;    // rows of a block
+    int64_t row_size;  // packed elements of a tile's rows
+    int64_t place = 0;
+    int64_t first_task = 0;
+
+    int64_t size() const { return ceil_div(rows, Product::kRows) * row_size; }
+    int64_t place_of(int64_t block) const {
+      return place + block * (height / Product::kRows) * row_size;
+    }
+  };
+
+  // The piece of a task; `next` walks on, as a thread's tasks only grow.
+  const Piece& piece_of(int64_t task, int64_t& current, int64_t last) const {
+    while (current + 1 < last && pieces_[current + 1].first_task <= task) ++current;
+    return pieces_[current];
+  }
+
+  void run_together(int64_t first, int64_t last, int64_t size) {
+    auto* a = static_cast<Packed*>(
+        workspace(Workspace::packed_b, std::max<int64_t>(1, size) * sizeof(Packed)));
+    int64_t tasks = 0, panels = 0;
+    for (int64_t i = first; i < last; ++i) {
+      pieces_[i].first_task = tasks;
+      tasks += ceil_div(pieces_[i].rows, pieces_[i].height);
+      panels += ceil_div(products_[pieces_[i].product].n_, Product::kColumns);
+    }
+    share_tasks(tasks, [&](const auto& next) {
+      int64_t current = first;
+      for (int64_t task; (task = next()) >= 0;) {
+        const Piece& piece = piece_of(task, current, last);
+        const int64_t block = task - piece.first_task, row = block * piece.height;
+        products_[piece.product].pack_rows(piece.row + row,
+                                           std::min(piece.height, piece.rows - row),
+                                           a + piece.place_of(block));
+      }
+    });
+    tasks = 0;
+    const int64_t even = std::clamp<int64_t>(panels / (8 * at::get_num_threads()), 1, 4);
+    for (int64_t i = first; i < last; ++i) {
+      pieces_[i].first_task = tasks;
+      const Product& product = products_[pieces_[i].product];
+      tasks += ceil_div(ceil_div(product.n_, Product::kColumns), together(product, even));
+    }
+    share_tasks(tasks, [&](const auto& next) {
+      int64_t current = first;
+      for (int64_t task; (task = next()) >= 0;) {
+        const Piece& piece = piece_of(task, current, last);
+        multiply(piece, a, task - piece.first_task, even);
+      }
+    });
+  }
+
+  // Panels of B that a thread packs at a time: about half of its L2, so that the rows of A are read
+  // from the shared cache as seldom as possible.
+  static int64_t together(const Product& product, int64_t even) {
+    const int64_t bytes = product.sides_ * std::max<int64_t>(1, product.blocks_) *
+                          Product::kPanelB * static_cast<int64_t>(sizeof(Packed));
+    return std::clamp<int64_t>(kPrivateBytes / bytes, 1, even);
+  }
+
+  void multiply(const Piece& piece, const Packed* a, int64_t task, int64_t even) const {
+    const Product& product = products_[piece.product];
+    const int64_t blocks = product.blocks_, sides = product.sides_;
+    const int64_t panel_size = std::max<int64_t>(1, sides * blocks) * Product::kPanelB;
+    const int64_t most = together(product, even);
+    const int64_t column = task * most * Product::kColumns;
+    const int64_t columns = std::min(most * Product::kColumns, product.n_ - column);
+    const int64_t panels = ceil_div(columns, Product::kColumns);
+    auto* b = static_cast<Packed*>(
+        workspace(Workspace::panel_b, most * panel_size * sizeof(Packed)));
+    for (int side = 0; side < sides; ++side) {
+      for (int64_t block = 0; block < blocks; ++block) {
+        product.pack_columns_of_b(side, column, columns, block,
+                                  b + (side * blocks + block) * Product::kPanelB, panel_size);
+      }
+    }
+    auto* tiles = product.tile_buffer(piece.height / Product::kRows);
+    for (int64_t row = 0; row < piece.rows; row += piece.height) {
+      const int64_t rows = std::min(piece.height, piece.rows - row);
+      for (int64_t p = 0; p < panels; ++p) {
+        product.compute(piece.row + row, rows, column + p * Product::kColumns,
+                        a + piece.place_of(row / piece.height), tiles,
+                        [&](int side, int64_t block) {
+                          return b + p * panel_size + (side * blocks + block) * Product::kPanelB;
+                        });
+      }
+    }
+  }
+
+  std::vector<Product> products_;
+  std::vector<Piece> pieces_;
+};
+
+// Calls body(Policy()) with how a dtype is multiplied here.
+template <typename Body>
+void with_policy(DType dtype, const Body& body) {
+  switch_dtype(dtype, [&](auto t) {
     using T = decltype(t);
 #if defined(CPU_CAPABILITY_AVX512)
     if constexpr (std::is_same_v<T, c10::BFloat16>) {
-      if (has_bf16_dot()) return Gemm<Bf16Dot>(call).run();
+      if (has_bf16_dot()) return body(Bf16Dot());
     }
 #endif
-    Gemm<Widened<T>>(call).run();
+    body(Widened<T>());
   });
+}
+
+}  // namespace
+
+void gemm(const GemmCall& call) {
+  with_policy(call.dtype, [&](auto policy) { Gemm<decltype(policy)>(call).run(); });
+}
+
+void gemm_batch(const GemmCall* calls, int64_t count) {
+  if (count == 0) return;
+  with_policy(calls[0].dtype,
+              [&](auto policy) { Batch<decltype(policy)>(calls, count).run(); });
 }
 
 }  // namespace fusedops::CPU_CAPABILITY

@@ -19,14 +19,27 @@
 namespace fusedops::CPU_CAPABILITY {
 namespace {
 
-// The lines of an operand: line w, element k is data[w * line_stride + k * k_stride].
+// The lines of an operand: line w, element k is data[w * line_stride + k * k_stride], where w and k
+// first go through a list if there is one.
 template <typename T>
 struct Lines {
   const T* data;
   int64_t line_stride;
   int64_t k_stride;
+  const int32_t* lines = nullptr;
+  const int32_t* ks = nullptr;
 
-  const T* at(int64_t line, int64_t k) const { return data + line * line_stride + k * k_stride; }
+  const T* at(int64_t line, int64_t k) const {
+    return data + (lines == nullptr ? line : lines[line]) * line_stride +
+           (ks == nullptr ? k : ks[k]) * k_stride;
+  }
+
+  // Those from here on.
+  Lines from(int64_t line, int64_t k) const {
+    return {data + (lines == nullptr ? line * line_stride : 0) + (ks == nullptr ? k * k_stride : 0),
+            line_stride, k_stride, lines == nullptr ? nullptr : lines + line,
+            ks == nullptr ? nullptr : ks + k};
+  }
 };
 
 template <typename Policy>
@@ -145,12 +158,14 @@ inline void pack_transposing(const Lines<typename Policy::T>& source, int lines,
   const int valid = std::clamp(lines - kFirst, 0, kHere);
   const int64_t steps = (count + kPair - 1) / kPair;
   const int64_t blocked = count / (kPair * n) * n;
+  const typename Policy::T* begin[n];
+  for (int i = 0; i < valid; ++i) begin[i] = source.at(kFirst + i, 0);
   for (int64_t step = 0; step < blocked; step += n) {
     V v[n];
     for (int i = 0; i < n; ++i) {
       // Sixteen streams are more than the hardware follows.
-      if (i < valid) __builtin_prefetch(source.at(kFirst + i, (step + kAhead) * kPair));
-      v[i] = i < valid ? load_steps<Policy>(source.at(kFirst + i, step * kPair)) : V{};
+      if (i < valid) __builtin_prefetch(begin[i] + (step + kAhead) * kPair);
+      v[i] = i < valid ? load_steps<Policy>(begin[i] + step * kPair) : V{};
     }
     transpose<n>(v);
     for (int i = 0; i < n; ++i) {
@@ -165,7 +180,7 @@ inline void pack_transposing(const Lines<typename Policy::T>& source, int lines,
   for (int64_t step = blocked; step < steps; ++step) {
     const bool whole = (step + 1) * kPair <= count;
     for (int i = 0; i < kHere; ++i) {
-      const auto* from = source.at(kFirst + std::min(i, valid - 1), step * kPair);
+      const auto* from = i < valid ? begin[i] + step * kPair : nullptr;
       panel[step * kWidth + kFirst + i] = i < valid
                                               ? pack_one<Policy>(from, whole ? from + 1 : nullptr)
                                               : typename Policy::Packed(0);
@@ -202,18 +217,22 @@ void pack(const Lines<typename Policy::T>& source, int64_t lines, int64_t readab
   constexpr int kPair = Policy::kPair;
   constexpr int n = kLanes<typename Policy::Packed>;
   constexpr int64_t kReach = (kWidth + n - 1) / n * n;
-  if (source.line_stride == 1 && source.k_stride != 1) {
+  const bool along_k = source.k_stride == 1 && source.ks == nullptr;
+  if (source.line_stride == 1 && source.lines == nullptr && !along_k) {
     // Along k first: the panels of a block share the cache lines of a row. The next row is in
     // another page, where the hardware does not look ahead.
     constexpr int kAhead = 8 * kPair;
     for (int64_t k = 0; k < count; k += kPair) {
+      const auto* row = source.at(0, k);
+      const auto* row_after = kPair == 2 && k + 1 < count ? source.at(0, k + 1) : nullptr;
+      const typename Policy::T* later[kPair];
+      for (int i = 0; i < kPair; ++i) later[i] = source.at(0, std::min(k + kAhead + i, count - 1));
       for (int64_t line = 0; line < lines; line += kWidth) {
-        const auto* from = source.at(line, k);
-        const auto* next = kPair == 2 && k + 1 < count ? from + source.k_stride : nullptr;
-        for (int i = 0; i < kPair; ++i) __builtin_prefetch(from + (kAhead + i) * source.k_stride);
+        for (int i = 0; i < kPair; ++i) __builtin_prefetch(later[i] + line);
         pack_step<Policy, kWidth>(
-            from, next, static_cast<int>(std::min<int64_t>(kWidth, lines - line)),
-            readable - line >= kReach, panels + line / kWidth * panel_stride + k / kPair * kWidth);
+            row + line, row_after == nullptr ? nullptr : row_after + line,
+            static_cast<int>(std::min<int64_t>(kWidth, lines - line)), readable - line >= kReach,
+            panels + line / kWidth * panel_stride + k / kPair * kWidth);
       }
     }
     return;
@@ -221,15 +240,15 @@ void pack(const Lines<typename Policy::T>& source, int64_t lines, int64_t readab
   for (int64_t line = 0; line < lines; line += kWidth) {
     const int here = static_cast<int>(std::min<int64_t>(kWidth, lines - line));
     auto* panel = panels + line / kWidth * panel_stride;
-    if (source.k_stride == 1) {
-      const Lines<typename Policy::T> slice{source.at(line, 0), source.line_stride, 1};
-      pack_transposing<Policy, kWidth>(slice, here, count, panel);
+    if (along_k) {
+      pack_transposing<Policy, kWidth>(source.from(line, 0), here, count, panel);
       continue;
     }
     for (int64_t k = 0; k < count; k += kPair) {
       for (int i = 0; i < kWidth; ++i) {
-        const auto* from = source.at(line + std::min(i, here - 1), k);
-        const auto* next = kPair == 2 && k + 1 < count ? from + source.k_stride : nullptr;
+        const int64_t w = line + std::min(i, here - 1);
+        const auto* from = source.at(w, k);
+        const auto* next = kPair == 2 && k + 1 < count ? source.at(w, k + 1) : nullptr;
         panel[k / kPair * kWidth + i] =
             i < here ? pack_one<Policy>(from, next) : typename Policy::Packed(0);
       }

@@ -48,5 +48,7 @@ struct HiddenGradient {
 }  // namespace fusedops
 
 FUSEDOPS_DECLARE_ISA(linear_forward, const LinearForward&)
+// Independent products of one dtype and activation.
+FUSEDOPS_DECLARE_ISA(linear_forward_batch, const LinearForward* products, int64_t count)
 FUSEDOPS_DECLARE_ISA(activation_gradient, const ActivationGradient&)
 FUSEDOPS_DECLARE_ISA(hidden_gradient, const HiddenGradient&)

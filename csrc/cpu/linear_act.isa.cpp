@@ -12,6 +12,7 @@
 #include "linear_act.h"
 
 #include <algorithm>
+#include <vector>
 
 #include "../common/parallel.h"
 #include "epilogue.h"
@@ -122,6 +123,19 @@ void linear_forward(const LinearForward& a) {
     product.store = store_forward<decltype(t), decltype(tag)::value>;
   });
   gemm(product);
+}
+
+void linear_forward_batch(const LinearForward* products, int64_t count) {
+  if (count == 0) return;
+  std::vector<GemmCall> calls;
+  with_types(products[0].product.dtype, products[0].activation, [&](auto t, auto tag) {
+    for (int64_t i = 0; i < count; ++i) {
+      calls.push_back(products[i].product);
+      calls.back().context = products + i;
+      calls.back().store = store_forward<decltype(t), decltype(tag)::value>;
+    }
+  });
+  gemm_batch(calls.data(), count);
 }
 
 void hidden_gradient(const HiddenGradient& a) {

@@ -40,12 +40,14 @@ class Kernels:
         forward: the reference forward.
         backward: the reference backward, ``None`` for an op without gradient.
         triton: import path of the module with the Triton launchers, ``None`` without.
+        part_of: name of the op whose function calls this one, ``None`` for an op of its own.
     """
 
     name: str
     forward: Callable[..., Any]
     backward: Callable[..., Any] | None
     triton: str | None
+    part_of: str | None = None
 
 
 @dataclass(frozen=True)
@@ -79,8 +81,8 @@ def register(kernels: Kernels) -> None:
 
 
 def op_names() -> list[str]:
-    """Return the names of all registered ops."""
-    return sorted(_KERNELS)
+    """Return the names of all registered ops that are no part of another."""
+    return sorted(name for name, kernels in _KERNELS.items() if kernels.part_of is None)
 
 
 def requested() -> str | None:

@@ -92,13 +92,15 @@ def define_op(
     triton: str | None = None,
     shard: sharding.Rule | None = None,
     shard_backward: sharding.Rule | None = None,
+    part_of: str | None = None,
 ) -> Callable[..., Any]:
     """Register an op with torch and return it.
 
     Args:
         name: the op's name: that of its files, its dispatcher name and its native kernels.
         schema: arguments and named returns, ``"(Tensor input, float eps) -> (Tensor output)"``.
-            Sizes are ``SymInt``. Outputs never alias inputs.
+            Sizes are ``SymInt``. Outputs never alias inputs. An op without a gradient may write
+            to an argument, ``"(Tensor(a!) into, ...) -> ()"``.
         reference: eager torch, the specification; also the backend ``"torch"``.
         fake: returns empty tensors of the right shapes, dtypes and strides.
         gradient: how it is differentiated; ``None`` for an op without gradient.
@@ -107,6 +109,7 @@ def define_op(
             ``supports_backward``, if it has them, return why they cannot run, or ``None``.
         shard: DTensor rule of the forward, see ``sharding.Rule``.
         shard_backward: DTensor rule of the backward.
+        part_of: name of the op whose public function calls this one: it has no spec of its own.
 
     Returns:
         The overload ``torch.ops.fusedops.<name>.default``.
@@ -119,7 +122,9 @@ def define_op(
     op = _define(name, schema, fake)
     native = extension.cpu_library() is None
     backends.register(
-        backends.Kernels(name, reference, gradient.reference if gradient else None, triton)
+        backends.Kernels(
+            name, reference, gradient.reference if gradient else None, triton, part_of
+        )
     )
     _route(name, backward=False, native=native, schema=schema)
     if gradient is not None:
@@ -321,7 +326,7 @@ def _parse(schema: str) -> _Schema:
     arguments, returns = (
         tuple(
             (kind, name.split("=")[0])
-            for kind, name in (part.strip().split(" ") for part in group.split(","))
+            for kind, name in (part.strip().split(" ") for part in group.split(",") if part)
         )
         for group in match.groups()
     )

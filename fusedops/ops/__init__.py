@@ -12,6 +12,7 @@ from fusedops.ops.bias_gelu import bias_gelu
 from fusedops.ops.cross_entropy import cross_entropy
 from fusedops.ops.geglu import geglu
 from fusedops.ops.gelu import gelu
+from fusedops.ops.grouped_mm import grouped_mm
 from fusedops.ops.layer_norm import layer_norm
 from fusedops.ops.linear_act import linear_act
 from fusedops.ops.linear_cross_entropy import linear_cross_entropy
@@ -38,6 +39,7 @@ __all__ = [
     "cross_entropy",
     "geglu",
     "gelu",
+    "grouped_mm",
     "layer_norm",
     "linear_act",
     "linear_cross_entropy",

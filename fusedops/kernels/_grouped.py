@@ -1,0 +1,436 @@
+"""Products of groups of rows in Triton: what grouped_mm and moe_mlp share.
+
+A program makes one tile of the rows of one group. Which one it finds itself, from the offsets on
+the device: nothing waits for the host. The grid covers the most tiles that any offsets can need, and
+programs without a tile end at once; rows of nobody form a last group, whose tiles are zeros. Rows may
+be gathered by a list, so that the experts' rows are read where the tokens lie.
+
+A weight gradient is a tile per group, summed over the group's rows in float32 in one program: the
+same bits in every run, and it may be added to what is already there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from fusedops.kernels import _launch
+from fusedops.kernels._device import act_value
+from fusedops.kernels.linear_act import GROUP_M, blocks_of, split, tile_of
+
+_SUM_TILE = {"BLOCK_M": 32, "BLOCK_N": 64}
+_SUM_OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
+
+
+@triton.jit
+def group_bounds(group, offsets_ptr, num_groups, num_rows):
+    """Return begin and end of groups; group ``num_groups`` is the rows of nobody, later ones none."""
+    end = tl.load(offsets_ptr + group, mask=group < num_groups, other=num_rows)
+    inner = (group > 0) & (group <= num_groups)
+    begin = tl.load(offsets_ptr + group - 1, mask=inner, other=0)
+    # Whatever the offsets hold, memory outside of the tensors is never touched.
+    begin = tl.minimum(tl.maximum(begin, 0), num_rows)
+    end = tl.minimum(tl.maximum(end, begin), num_rows)
+    return begin, tl.where(group <= num_groups, end, begin)
+
+
+@triton.jit
+def find_group(
+    tile, offsets_ptr, num_groups, num_rows, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr
+):
+    """Return the group of a row tile (``GROUPS`` for none), its first row and its group's end."""
+    group = tl.arange(0, GROUPS)
+    begin, end = group_bounds(group, offsets_ptr, num_groups, num_rows)
+    tiles_up_to = tl.cumsum(tl.cdiv(end - begin, BLOCK_M), 0)
+    found = tl.sum((tiles_up_to <= tile).to(tl.int32), 0)
+    before = tl.max(tl.where(group < found, tiles_up_to, 0), 0)
+    first = tl.sum(tl.where(group == found, begin, 0), 0) + (tile - before) * BLOCK_M
+    return found, first, tl.sum(tl.where(group == found, end, 0), 0)
+
+
+@triton.jit
+def _product_kernel(
+    x_ptr,
+    rows_ptr,
+    weight_ptr,
+    bias_ptr,
+    offsets_ptr,
+    kept_ptr,
+    y_ptr,
+    num_rows,
+    row_tiles,
+    num_groups,
+    num_cols,
+    depth,
+    stride_xm,
+    stride_xk,
+    stride_wg,
+    stride_wk,
+    stride_wn,
+    GATHERS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    KEEPS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    PRECISION: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    EPILOGUE_PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    tile, col_tile = tile_of(
+        tl.program_id(0), row_tiles * BLOCK_M, num_cols, GROUP_M, BLOCK_M, BLOCK_N
+    )
+    group, first_row, end = find_group(tile, offsets_ptr, num_groups, num_rows, GROUPS, BLOCK_M)
+    if group > num_groups:
+        return
+    row = first_row + tl.arange(0, BLOCK_M)
+    col = col_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    # Rows past the edge read the tile's first row: loads of x need a mask along k only.
+    row_read = tl.where(row < end, row, first_row)
+    if GATHERS:
+        row_read = tl.load(rows_ptr + row_read)
+    col_read = tl.where(col < num_cols, col, 0).to(tl.int64)
+    x_ptrs = x_ptr + row_read.to(tl.int64)[:, None] * stride_xm + k[None, :] * stride_xk
+    weight_ptr += group.to(tl.int64) * stride_wg
+    w_ptrs = weight_ptr + col_read[None, :] * stride_wn + k[:, None].to(tl.int64) * stride_wk
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    depth_here = tl.where(group < num_groups, depth, 0)
+    for first in range(0, depth_here, BLOCK_K):
+        left = depth - first
+        x = tl.load(x_ptrs, mask=k[None, :] < left, other=0.0)
+        w = tl.load(w_ptrs, mask=k[:, None] < left, other=0.0)
+        total = tl.dot(x, w, total, input_precision=PRECISION)
+        x_ptrs += BLOCK_K * stride_xk
+        w_ptrs += BLOCK_K * stride_wk
+    # The tile is finished in parts: all of it at once would not leave registers for the epilogue.
+    corner = first_row.to(tl.int64) * num_cols
+    PART: tl.constexpr = BLOCK_N // EPILOGUE_PARTS
+    parts = split(total, BLOCK_M, BLOCK_N, EPILOGUE_PARTS)
+    for part in tl.static_range(EPILOGUE_PARTS):
+        z = parts[part]
+        part_col = col_tile * BLOCK_N + part * PART + tl.arange(0, PART)
+        if HAS_BIAS:
+            valid = (part_col < num_cols) & (group < num_groups)
+            bias = tl.load(bias_ptr + group.to(tl.int64) * num_cols + part_col, mask=valid, other=0)
+            z += bias.to(tl.float32)[None, :]
+        mask = (row < end)[:, None] & (part_col < num_cols)[None, :]
+        offset = tl.arange(0, BLOCK_M)[:, None] * num_cols + part_col[None, :]
+        if KEEPS:
+            tl.store(kept_ptr + corner + offset, z.to(kept_ptr.dtype.element_ty), mask=mask)
+        y = act_value(z, ACTIVATION).to(y_ptr.dtype.element_ty)
+        tl.store(y_ptr + corner + offset, y, mask=mask)
+
+
+@triton.jit
+def _weight_gradient_kernel(
+    x_ptr,
+    x_rows_ptr,
+    dy_ptr,
+    dy_rows_ptr,
+    offsets_ptr,
+    out_ptr,
+    num_rows,
+    num_groups,
+    in_size,
+    out_size,
+    stride_xm,
+    stride_xk,
+    stride_ym,
+    stride_yn,
+    stride_og,
+    stride_ok,
+    stride_on,
+    GATHERS_X: tl.constexpr,
+    GATHERS_Y: tl.constexpr,
+    ADDS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    EPILOGUE_PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    group = tl.program_id(1)
+    begin, end = group_bounds(group, offsets_ptr, num_groups, num_rows)
+    in_tile, out_tile = tile_of(tl.program_id(0), in_size, out_size, GROUP_M, BLOCK_M, BLOCK_N)
+    i = in_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    j = out_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    i_read = tl.where(i < in_size, i, 0).to(tl.int64)
+    j_read = tl.where(j < out_size, j, 0).to(tl.int64)
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for first in range(begin, end, BLOCK_K):
+        row = first + tl.arange(0, BLOCK_K)
+        mask = row < end
+        x_row, y_row = row, row
+        if GATHERS_X:
+            x_row = tl.load(x_rows_ptr + row, mask=mask, other=0)
+        if GATHERS_Y:
+            y_row = tl.load(dy_rows_ptr + row, mask=mask, other=0)
+        x_offset = x_row.to(tl.int64)[None, :] * stride_xm + i_read[:, None] * stride_xk
+        y_offset = y_row.to(tl.int64)[:, None] * stride_ym + j_read[None, :] * stride_yn
+        x = tl.load(x_ptr + x_offset, mask=mask[None, :], other=0.0)
+        dy = tl.load(dy_ptr + y_offset, mask=mask[:, None], other=0.0)
+        total = tl.dot(x, dy, total, input_precision=PRECISION)
+    out_ptr += group.to(tl.int64) * stride_og
+    PART: tl.constexpr = BLOCK_N // EPILOGUE_PARTS
+    parts = split(total, BLOCK_M, BLOCK_N, EPILOGUE_PARTS)
+    for part in tl.static_range(EPILOGUE_PARTS):
+        part_j = out_tile * BLOCK_N + part * PART + tl.arange(0, PART)
+        out_mask = (i < in_size)[:, None] & (part_j < out_size)[None, :]
+        offset = i_read[:, None] * stride_ok + part_j.to(tl.int64)[None, :] * stride_on
+        value = parts[part]
+        if ADDS:
+            value += tl.load(out_ptr + offset, mask=out_mask, other=0.0)
+        tl.store(out_ptr + offset, value.to(out_ptr.dtype.element_ty), mask=out_mask)
+
+
+@triton.jit
+def _row_sums_kernel(
+    values_ptr,
+    rows_ptr,
+    scale_ptr,
+    offsets_ptr,
+    out_ptr,
+    num_rows,
+    num_groups,
+    num_cols,
+    GATHERS: tl.constexpr,
+    SCALES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    group = tl.program_id(1)
+    begin, end = group_bounds(group, offsets_ptr, num_groups, num_rows)
+    col = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for first in range(begin, end, BLOCK_M):
+        row = first + tl.arange(0, BLOCK_M)
+        mask = row < end
+        row_read = row
+        if GATHERS:
+            row_read = tl.load(rows_ptr + row, mask=mask, other=0)
+        offset = row_read.to(tl.int64)[:, None] * num_cols + col[None, :]
+        both = mask[:, None] & (col < num_cols)[None, :]
+        value = tl.load(values_ptr + offset, mask=both, other=0.0).to(tl.float32)
+        if SCALES:
+            value *= tl.load(scale_ptr + row, mask=mask, other=0.0).to(tl.float32)[:, None]
+        total += value
+    out = out_ptr + group.to(tl.int64) * num_cols + col
+    tl.store(out, tl.sum(total, axis=0).to(out_ptr.dtype.element_ty), mask=col < num_cols)
+
+
+def groups_block(num_groups: int) -> int:
+    """Return the block that holds all groups and that of nobody."""
+    return triton.next_power_of_2(num_groups + 1)
+
+
+def row_tiles_of(num_rows: int, num_groups: int, block_m: int) -> int:
+    """Return the most row tiles that the groups, and the rows of nobody, can have."""
+    return num_rows // block_m + min(num_rows, num_groups + 1)
+
+
+def product(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    offsets: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str = "identity",
+    *,
+    keeps: bool = False,
+    rows: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``act(x W + b)`` per group and the pre-activation (or an empty tensor).
+
+    Args:
+        input: ``[rows, K]``, or with ``rows`` any number of rows.
+        weight: ``[groups, K, N]``, any strides.
+        offsets: ``[groups]`` int32.
+        bias: ``[groups, N]``.
+        activation: its name.
+        keeps: whether the pre-activation is wanted.
+        rows: int32, dense: row ``r`` of the product is row ``rows[r]`` of ``input``.
+    """
+    num_rows = input.shape[0] if rows is None else rows.shape[0]
+    num_groups, depth, num_cols = weight.shape
+    output = input.new_empty((num_rows, num_cols))
+    kept = input.new_empty((num_rows, num_cols) if keeps else (0,))
+    if output.numel() == 0:
+        return output, kept
+    blocks, options = blocks_of(input.dtype, num_rows // max(1, num_groups))
+    row_tiles = row_tiles_of(num_rows, num_groups, blocks["BLOCK_M"])
+    with _launch.device_of(input):
+        _product_kernel[(row_tiles * triton.cdiv(num_cols, blocks["BLOCK_N"]),)](
+            input,
+            offsets if rows is None else rows,
+            weight,
+            _launch.dense(bias, input),
+            offsets.contiguous(),
+            kept if keeps else output,
+            output,
+            num_rows,
+            row_tiles,
+            num_groups,
+            num_cols,
+            depth,
+            *input.stride(),
+            *weight.stride(),
+            GATHERS=rows is not None,
+            HAS_BIAS=bias is not None,
+            KEEPS=keeps,
+            ACTIVATION=activation,
+            PRECISION=_launch.precision(),
+            GROUPS=groups_block(num_groups),
+            GROUP_M=GROUP_M,
+            **blocks,
+            **options,
+        )
+    return output, kept
+
+
+def add_weight_gradient(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    dy: torch.Tensor,
+    offsets: torch.Tensor,
+    *,
+    adds: bool = True,
+    x_rows: torch.Tensor | None = None,
+    dy_rows: torch.Tensor | None = None,
+) -> None:
+    """Add ``x^T dy`` over the rows of each group to ``out`` ``[groups, K, N]``, or write it there.
+
+    Args:
+        out: any strides; float32 where it is added to.
+        x: ``[rows, K]``, or what ``x_rows`` gathers.
+        dy: ``[rows, N]``, or what ``dy_rows`` gathers.
+        offsets: ``[groups]`` int32.
+        adds: whether to add.
+        x_rows: int32, dense, as ``rows`` of ``product``.
+        dy_rows: the same for ``dy``.
+    """
+    if out.numel() == 0:
+        return
+    num_groups, in_size, out_size = out.shape
+    lists = [each for each in (x_rows, dy_rows) if each is not None]
+    num_rows = lists[0].shape[0] if lists else x.shape[0]
+    blocks, options = blocks_of(x.dtype, 4096)
+    tiles = triton.cdiv(in_size, blocks["BLOCK_M"]) * triton.cdiv(out_size, blocks["BLOCK_N"])
+    ends = offsets.contiguous()
+    with _launch.device_of(x):
+        _weight_gradient_kernel[(tiles, num_groups)](
+            x,
+            ends if x_rows is None else x_rows,
+            dy,
+            ends if dy_rows is None else dy_rows,
+            ends,
+            out,
+            num_rows,
+            num_groups,
+            in_size,
+            out_size,
+            *x.stride(),
+            *dy.stride(),
+            *out.stride(),
+            GATHERS_X=x_rows is not None,
+            GATHERS_Y=dy_rows is not None,
+            ADDS=adds,
+            PRECISION=_launch.precision(),
+            GROUP_M=GROUP_M,
+            **blocks,
+            **options,
+        )
+
+
+def weight_gradient(
+    x: torch.Tensor,
+    dy: torch.Tensor,
+    offsets: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    x_rows: torch.Tensor | None = None,
+    dy_rows: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return ``x^T dy`` over the rows of each group, laid out as ``weight`` is."""
+    groups, rows, columns = weight.shape
+    if not weight.is_contiguous() and weight.mT.is_contiguous():
+        out = weight.new_empty((groups, columns, rows)).mT
+    else:
+        out = weight.new_empty((groups, rows, columns))
+    add_weight_gradient(out, x, dy, offsets, adds=False, x_rows=x_rows, dy_rows=dy_rows)
+    return out
+
+
+def row_sums(
+    values: torch.Tensor,
+    offsets: torch.Tensor,
+    *,
+    rows: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the float32 sums of the (scaled, gathered) rows of each group in the values' dtype."""
+    num_groups, num_cols = offsets.shape[0], values.shape[1]
+    out = values.new_empty((num_groups, num_cols))
+    if out.numel() == 0:
+        return out
+    num_rows = values.shape[0] if rows is None else rows.shape[0]
+    ends = offsets.contiguous()
+    with _launch.device_of(values):
+        _row_sums_kernel[(triton.cdiv(num_cols, _SUM_TILE["BLOCK_N"]), num_groups)](
+            values.contiguous(),
+            ends if rows is None else rows,
+            ends if scale is None else scale,
+            ends,
+            out,
+            num_rows,
+            num_groups,
+            num_cols,
+            GATHERS=rows is not None,
+            SCALES=scale is not None,
+            **_SUM_TILE,
+            **_SUM_OPTIONS,
+        )
+    return out
+
+
+def report_types(name: str) -> dict[str, str]:
+    """Return the argument types of these kernels for the static report."""
+    pointers = ("x_ptr", "weight_ptr", "bias_ptr", "kept_ptr", "y_ptr", "dy_ptr", "values_ptr")
+    types = dict.fromkeys((*pointers, "out_ptr"), f"*{name}") | {"scale_ptr": "*fp32"}
+    lists = ("rows_ptr", "x_rows_ptr", "dy_rows_ptr", "offsets_ptr")
+    types |= dict.fromkeys(lists, "*i32")
+    sizes = ("num_rows", "row_tiles", "num_groups", "num_cols", "depth", "in_size", "out_size")
+    strides = ("stride_xm", "stride_wg", "stride_wk", "stride_wn", "stride_ym", "stride_og")
+    return types | dict.fromkeys((*sizes, *strides, "stride_ok"), "i32")
+
+
+def static_report_cases(*, gathers: bool) -> list[dict[str, Any]]:
+    """Return the configurations whose registers, spills and instructions are kept on record."""
+    cases = []
+    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
+        types, matrix = report_types(name), dtype == torch.bfloat16
+        common: dict[str, Any] = {"PRECISION": "ieee", "GROUP_M": GROUP_M, "GROUPS": 128}
+        flags = common | {"GATHERS": gathers, "HAS_BIAS": True, "KEEPS": not gathers}
+        flags |= {"ACTIVATION": "identity" if gathers else "gelu", "stride_xk": 1, "stride_wk": 1}
+        for num_rows in (16, 64, 4096) if matrix else (4096,):
+            blocks, options = blocks_of(dtype, num_rows)
+            cases.append(
+                _launch.report_case(_product_kernel, types, flags | blocks, options, matrix=matrix)
+            )
+        blocks, options = blocks_of(dtype, 4096)
+        flags = common | {"GATHERS_X": gathers, "GATHERS_Y": False, "ADDS": not gathers}
+        flags |= {"stride_xk": 1, "stride_yn": 1, "stride_on": 1}
+        out = types if gathers else types | {"out_ptr": "*fp32"}
+        cases.append(
+            _launch.report_case(
+                _weight_gradient_kernel, out, flags | blocks, options, matrix=matrix
+            )
+        )
+        flags = {"GATHERS": gathers, "SCALES": gathers} | _SUM_TILE
+        cases.append(_launch.report_case(_row_sums_kernel, types, flags, _SUM_OPTIONS))
+    return cases

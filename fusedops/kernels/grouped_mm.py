@@ -1,0 +1,73 @@
+"""grouped_mm in Triton: launchers of the kernels in ``_grouped.py``.
+
+Backward: one pass makes the gradient of the pre-activation; the input's gradient is the forward
+kernel with the transposed weights, the weights' a kernel of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fusedops.kernels import _grouped
+from fusedops.kernels.linear_act import activation_gradient
+
+_MAX_GROUPS = 4096
+
+
+def supports(input: torch.Tensor, weight: torch.Tensor, *_: Any) -> str | None:
+    """Return why the kernels cannot run these arguments, or ``None``."""
+    if weight.shape[0] > _MAX_GROUPS:
+        return f"at most {_MAX_GROUPS} groups, got {weight.shape[0]}"
+    return None
+
+
+def supports_backward(
+    grad: torch.Tensor, input: torch.Tensor, weight: torch.Tensor, *_: Any
+) -> str | None:
+    """Return why the kernels cannot run these arguments, or ``None``."""
+    return supports(input, weight)
+
+
+def forward(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    offsets: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str,
+    keep_preactivation: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launch the forward; arguments and results are those of ``fusedops::grouped_mm``."""
+    keeps = keep_preactivation and activation != "identity"
+    return _grouped.product(input, weight, offsets, bias, activation, keeps=keeps)
+
+
+def backward(
+    grad_output: torch.Tensor,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    offsets: torch.Tensor,
+    bias: torch.Tensor | None,
+    preactivation: torch.Tensor,
+    activation: str,
+    keep_preactivation: bool,
+    output_mask: Sequence[bool],
+) -> tuple[torch.Tensor | None, ...]:
+    """Launch the backward; arguments and results are those of ``fusedops::grouped_mm_backward``."""
+    dz, kept = grad_output.contiguous(), preactivation
+    if activation != "identity":
+        if kept.numel() == 0:
+            kept, _ = _grouped.product(input, weight, offsets, bias)
+        dz, _, _ = activation_gradient(dz, kept, activation, wants_grad=True, wants_bias=False)
+    return (
+        _grouped.product(dz, weight.mT, offsets)[0] if output_mask[0] else None,
+        _grouped.weight_gradient(input, dz, offsets, weight) if output_mask[1] else None,
+        _grouped.row_sums(dz, offsets) if output_mask[2] else None,
+    )
+
+
+def static_report_cases() -> list[dict[str, Any]]:
+    """Return the configurations whose registers, spills and instructions are kept on record."""
+    return _grouped.static_report_cases(gathers=False)

@@ -1,0 +1,402 @@
+"""Matrix products of groups of rows, each with a weight of its own: the experts of a MoE layer.
+
+    y[r] = act(x[r] W[g] + b[g])   for the rows r of group g
+
+with the convention of ``torch.nn.functional.grouped_mm``: rows are sorted by group and ``offsets``
+says where each group ends. Rows after the last group are zeros, forward and backward, and are never
+read. Kernels: ``csrc/cpu/grouped_mm.*`` and ``csrc/cpu/gemm.*``, ``kernels/grouped_mm.py``; here are
+the public function, the specification and the registration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from fusedops._core import checks, dtypes
+from fusedops._core.activation import ACTIVATIONS
+from fusedops._core.library import Gradient, define_op
+from fusedops._core.sharding import PARTIAL, REPLICATE, Placement
+from fusedops.ops.linear_act import activate, activation_gradient, check_parameter, wants_gradient
+
+
+def grouped_mm(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    offsets: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    activation: str = "identity",
+    grad_weight_into: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Multiply groups of rows by a matrix per group.
+
+    ``y[r] = act(x[r] W[g] + b[g])`` for the rows ``offsets[g-1] <= r < offsets[g]`` of group ``g``.
+
+    Args:
+        input: ``[rows, K]``, any floating dtype, any strides; rows sorted by group.
+        weight: ``[groups, K, N]``, dtype of ``input``, any sizes and strides: the transposed view
+            of a weight ``[groups, N, K]`` is not copied.
+        offsets: ``[groups]`` int32, where each group ends (inclusive sums of the group sizes).
+            Groups may be empty. Rows from ``offsets[-1]`` on belong to nobody.
+        bias: ``[groups, N]``, dtype of ``input``.
+        activation: as for ``linear_act``.
+        grad_weight_into: a float32 tensor (float64 for float64) of the shape of ``weight``, dense
+            or a transposed view. The backward then adds the weight's gradient to it, unrounded,
+            and ``weight`` itself gets none.
+
+    Returns:
+        ``[rows, N]``, dtype of ``input``, contiguous; zeros from row ``offsets[-1]`` on.
+
+    Raises:
+        ValueError: a shape or device does not fit, ``activation`` is unknown, or (on the CPU, where
+            their values can be seen without waiting) ``offsets`` decrease or exceed the rows.
+        TypeError: an argument is no tensor, or its dtype does not fit.
+
+    Note:
+        Products accumulate in float32 (float64 for float64), also over the rows of a weight
+        gradient; bias and activation act on the sums, which are rounded once. An empty group has a
+        zero weight gradient; rows of nobody are never read, also of the incoming gradient, and get
+        a zero gradient. Nothing waits for a GPU: offsets that decrease or are too large there lead
+        to unspecified values, never to memory outside of the tensors. On the CPU a row's
+        result depends on the row and its weight alone. Saves ``input``, the parameters and, with
+        an activation, the pre-activation. Backends: cpp, triton, torch. Under autocast all
+        floating arguments are cast. With ``grad_weight_into`` differentiable once.
+
+    Reference:
+        Gale, Narayanan, Young, Zaharia: MegaBlocks, arXiv:2211.15841.
+
+    Example:
+        >>> import torch, fusedops
+        >>> x, weight = torch.ones(3, 1), torch.tensor([[[2.0]], [[5.0]]])
+        >>> fusedops.grouped_mm(x, weight, torch.tensor([1, 2], dtype=torch.int32))
+        tensor([[2.],
+                [5.],
+                [0.]])
+    """
+    op = "grouped_mm"
+    _check(op, input, weight, offsets, bias)
+    checks.choice(op, "activation", activation, ACTIVATIONS)
+    keep = wants_gradient(input, weight, bias)
+    if grad_weight_into is None:
+        return _OP(input, weight, offsets, bias, activation, keep)[0]
+    _check_into(op, grad_weight_into, weight)
+    device = input.device.type
+    if torch.is_autocast_enabled(device) and input.dtype != torch.float64:
+        # Outside of the function that the engine sees: gradients are then cast back.
+        lower = torch.get_autocast_dtype(device)
+        input, weight = input.to(lower), weight.to(lower)
+        bias = None if bias is None else bias.to(lower)
+    return _AddedGradient.apply(input, weight, offsets, bias, activation, grad_weight_into)
+
+
+def _check(op: str, input: Any, weight: Any, offsets: Any, bias: Any) -> None:
+    checks.tensor(op, "input", input)
+    if input.dim() != 2:
+        checks.fail(op, "input", "a matrix [rows, K]", f"shape {list(input.shape)}")
+    check_parameter(op, "weight", weight, input)
+    if weight.dim() != 3 or weight.shape[1] != input.shape[1]:
+        wanted = f"of shape [groups, {input.shape[1]}, N] (input has {input.shape[1]} columns)"
+        checks.fail(op, "weight", wanted, list(weight.shape))
+    check_offsets(op, offsets, input, weight.shape[0])
+    if bias is not None:
+        check_parameter(op, "bias", bias, input)
+        checks.shape(op, "bias", bias, (weight.shape[0], weight.shape[2]), "as weight's")
+
+
+def check_offsets(op: str, offsets: Any, input: torch.Tensor, groups: int) -> None:
+    """Raise unless ``offsets`` may say where each of ``groups`` groups of rows ends."""
+    checks.tensor(op, "offsets", offsets, floating=False)
+    if offsets.dtype != torch.int32:
+        raise TypeError(f"{op}: offsets must have dtype int32, got {str(offsets.dtype)[6:]}")
+    checks.shape(op, "offsets", offsets, (groups,), "one end per group")
+    if offsets.device != input.device:
+        wanted = f"on {input.device}, the device of input"
+        checks.fail(op, "offsets", wanted, offsets.device)
+
+
+def _check_into(op: str, into: Any, weight: torch.Tensor) -> None:
+    name = "grad_weight_into"
+    checks.like(op, name, into, "weight", weight)
+    wide = dtypes.statistics_dtype(weight.dtype)
+    if into.dtype != wide:
+        wanted, got = str(wide)[6:], str(into.dtype)[6:]
+        raise TypeError(f"{op}: {name} must have dtype {wanted}, got {got}")
+    checks.shape(op, name, into, weight.shape, "that of weight")
+    if not (into.is_contiguous() or into.mT.is_contiguous()):
+        checks.fail(op, name, "dense, or a transposed view of dense memory", into.stride())
+    if into.requires_grad:
+        checks.fail(op, name, "a tensor that requires no gradient", "one that does")
+
+
+def bounds(op: str, offsets: torch.Tensor, rows: int) -> list[tuple[int, int]]:
+    """Return begin and end of each group as numbers (the reference alone does so)."""
+    ends = offsets.tolist()
+    begins = [0, *ends[:-1]]
+    for index, (begin, end) in enumerate(zip(begins, ends, strict=True)):
+        if end < begin:
+            checks.fail(op, "offsets", "non-decreasing", f"{end} after {begin} at index {index}")
+    if ends and ends[-1] > rows:
+        checks.fail(op, "offsets", f"at most the {rows} rows of input", ends[-1])
+    return list(zip(begins, ends, strict=True))
+
+
+def grouped_product(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    groups: list[tuple[int, int]],
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the product of each group in differentiable torch operations, and zeros after them."""
+    parts = []
+    for group, (begin, end) in enumerate(groups):
+        rows = input[begin:end]
+        parts.append(
+            rows @ weight[group]
+            if bias is None
+            else torch.addmm(bias[group], rows, weight[group])
+        )
+    last = groups[-1][1] if groups else 0
+    parts.append(input.new_zeros(input.shape[0] - last, weight.shape[2]))
+    return torch.cat(parts)
+
+
+def grouped_weight_gradient(
+    input: torch.Tensor, grad: torch.Tensor, groups: list[tuple[int, int]], weight: torch.Tensor
+) -> torch.Tensor:
+    """Return ``input^T grad`` over the rows of each group, laid out as ``weight`` is."""
+    pairs = [(input[begin:end], grad[begin:end]) for begin, end in groups]
+    if not pairs:
+        return torch.zeros_like(weight)
+    if is_stack_transposed(weight):
+        return torch.stack([dy.t() @ x for x, dy in pairs]).mT
+    return torch.stack([x.t() @ dy for x, dy in pairs])
+
+
+def is_stack_transposed(stack: torch.Tensor) -> bool:
+    """Return whether the matrices are transposed views of dense ones: so is the gradient then."""
+    return not stack.is_contiguous() and stack.mT.is_contiguous()
+
+
+def empty_stack_gradient(weight: torch.Tensor) -> torch.Tensor:
+    """Return an empty tensor in the layout that ``grouped_weight_gradient`` gives."""
+    groups, rows, columns = weight.shape
+    if is_stack_transposed(weight):
+        return weight.new_empty((groups, columns, rows)).mT
+    return weight.new_empty((groups, rows, columns))
+
+
+def grouped_sum(grad: torch.Tensor, groups: list[tuple[int, int]]) -> torch.Tensor:
+    """Return the sum of the rows of each group, accumulated wide and rounded once."""
+    wide = dtypes.statistics_dtype(grad.dtype)
+    sums = [grad[begin:end].sum(0, dtype=wide) for begin, end in groups]
+    return torch.stack(sums).to(grad.dtype) if sums else grad.new_zeros(0, grad.shape[1])
+
+
+def _keeps(activation: str, keep_preactivation: bool) -> bool:
+    return keep_preactivation and activation != "identity"
+
+
+def _reference(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    offsets: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str,
+    keep_preactivation: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    groups = bounds("grouped_mm", offsets, input.shape[0])
+    preactivation = grouped_product(input, weight, groups, bias)
+    if activation == "identity":
+        return preactivation, input.new_empty(0)
+    kept = preactivation if keep_preactivation else input.new_empty(0)
+    return activate(preactivation, activation), kept
+
+
+def _fake(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    offsets: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str,
+    keep_preactivation: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = (input.shape[0], weight.shape[2])
+    kept = shape if _keeps(activation, keep_preactivation) else (0,)
+    return input.new_empty(shape), input.new_empty(kept)
+
+
+def _backward_reference(
+    grad_output: torch.Tensor,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    offsets: torch.Tensor,
+    bias: torch.Tensor | None,
+    preactivation: torch.Tensor,
+    activation: str,
+    keep_preactivation: bool,
+    output_mask: Sequence[bool],
+) -> tuple[torch.Tensor | None, ...]:
+    groups = bounds("grouped_mm", offsets, input.shape[0])
+    grad = grad_output
+    if activation != "identity":
+        z = preactivation
+        # Under a second derivative it is made again: it is then a function of the inputs.
+        if torch.is_grad_enabled() or z.numel() == 0:
+            z = grouped_product(input, weight, groups, bias)
+        grad = activation_gradient(grad_output, z, activation)
+    return (
+        grouped_product(grad, weight.mT, groups) if output_mask[0] else None,
+        grouped_weight_gradient(input, grad, groups, weight) if output_mask[1] else None,
+        grouped_sum(grad, groups) if output_mask[2] else None,
+    )
+
+
+def _backward_fake(
+    grad_output: torch.Tensor,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    offsets: torch.Tensor,
+    bias: torch.Tensor | None,
+    preactivation: torch.Tensor,
+    activation: str,
+    keep_preactivation: bool,
+    output_mask: Sequence[bool],
+) -> tuple[torch.Tensor | None, ...]:
+    return (
+        input.new_empty(input.shape) if output_mask[0] else None,
+        empty_stack_gradient(weight) if output_mask[1] else None,
+        weight.new_empty((weight.shape[0], weight.shape[2])) if output_mask[2] else None,
+    )
+
+
+def _shard(
+    input: Any, weight: Any, offsets: Any, bias: Any, activation: str, keep_preactivation: bool
+) -> list[tuple[list[Placement], list[Placement]]]:
+    """Shard the columns of the weights; or, where it is linear, the sum."""
+    keeps = _keeps(activation, keep_preactivation)
+
+    def rule(
+        output: Placement, x: Placement, w: Placement, b: Placement
+    ) -> tuple[list[Placement], list[Placement]]:
+        kept = output if keeps else REPLICATE
+        return [output, kept], [x, w, REPLICATE, b if bias is not None else None, None, None]
+
+    rules = [rule(*(REPLICATE,) * 4), rule(1, REPLICATE, 2, 1)]
+    if activation == "identity" and bias is None:
+        rules.append(rule(PARTIAL, 1, 1, None))
+    return rules
+
+
+def _shard_backward(
+    grad_output: Any,
+    input: Any,
+    weight: Any,
+    offsets: Any,
+    bias: Any,
+    preactivation: Any,
+    activation: str,
+    keep_preactivation: bool,
+    output_mask: Sequence[bool],
+) -> list[tuple[list[Placement], list[Placement]]]:
+    keeps = _keeps(activation, keep_preactivation)
+
+    def rule(
+        results: tuple[Placement, Placement, Placement],
+        grad: Placement,
+        x: Placement,
+        w: Placement,
+        b: Placement,
+    ) -> tuple[list[Placement], list[Placement]]:
+        wanted = [each if on else None for each, on in zip(results, output_mask, strict=True)]
+        kept = grad if keeps else REPLICATE
+        first_bias = b if bias is not None else None
+        return wanted, [grad, x, w, REPLICATE, first_bias, kept, None, None, None]
+
+    rules = [rule((REPLICATE,) * 3, *(REPLICATE,) * 4)]
+    rules.append(rule((PARTIAL, 2, 1), 1, REPLICATE, 2, 1))
+    if activation == "identity":
+        rules.append(rule((1, 1, REPLICATE), REPLICATE, 1, 1, REPLICATE))
+    return rules
+
+
+_OP = define_op(
+    "grouped_mm",
+    "(Tensor input, Tensor weight, Tensor offsets, Tensor? bias, str activation,"
+    " bool keep_preactivation) -> (Tensor output, Tensor preactivation)",
+    reference=_reference,
+    fake=_fake,
+    gradient=Gradient(
+        inputs=("input", "weight", "bias"),
+        outputs=("output",),
+        saves=("input", "weight", "offsets", "bias", "preactivation"),
+        reference=_backward_reference,
+        fake=_backward_fake,
+    ),
+    autocast="lower",
+    triton="fusedops.kernels.grouped_mm",
+    shard=_shard,
+    shard_backward=_shard_backward,
+)
+
+
+def _add_gradient_reference(
+    into: torch.Tensor, input: torch.Tensor, grad: torch.Tensor, offsets: torch.Tensor
+) -> None:
+    for group, (begin, end) in enumerate(bounds("grouped_mm", offsets, input.shape[0])):
+        wide = input[begin:end].to(into.dtype), grad[begin:end].to(into.dtype)
+        into[group].addmm_(wide[0].t(), wide[1])
+
+
+def _add_gradient_fake(
+    into: torch.Tensor, input: torch.Tensor, grad: torch.Tensor, offsets: torch.Tensor
+) -> None:
+    return None
+
+
+_ADD_GRADIENT = define_op(
+    "grouped_mm_add_gradient",
+    "(Tensor(a!) into, Tensor input, Tensor grad, Tensor offsets) -> ()",
+    reference=_add_gradient_reference,
+    fake=_add_gradient_fake,
+    triton="fusedops.kernels.grouped_mm_add_gradient",
+    part_of="grouped_mm",
+)
+
+
+class _AddedGradient(torch.autograd.Function):
+    """grouped_mm whose weight gradient is added to a buffer."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        offsets: torch.Tensor,
+        bias: torch.Tensor | None,
+        activation: str,
+        into: torch.Tensor,
+    ) -> torch.Tensor:
+        output, kept = _OP(input, weight, offsets, bias, activation, True)
+        ctx.save_for_backward(input, weight, offsets, bias, kept)
+        ctx.activation, ctx.into = activation, into
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        input, weight, offsets, bias, kept = ctx.saved_tensors
+        grad = activation_gradient(grad, kept, ctx.activation)
+        wants_input, wants_weight, _, wants_bias = ctx.needs_input_grad[:4]
+        grad_input = grad_bias = None
+        if wants_input or wants_bias:
+            mask = [wants_input, False, wants_bias]
+            grad_input, _, grad_bias = torch.ops.fusedops.grouped_mm_backward(
+                grad, input, weight, offsets, bias, kept, "identity", True, mask
+            )
+        if wants_weight:
+            _ADD_GRADIENT(ctx.into, input, grad, offsets)
+        return grad_input, None, None, grad_bias, None, None
