@@ -8,10 +8,10 @@
 // product), are limited by memory: they read B where it lies, without packing.
 // One Zen 5 core reaches 80 to 90 % of its peak, float32 and bfloat16, level with oneDNN.
 //
-// A batch (experts, each with its own B and few rows) turns this around: the threads pack the rows of
-// many products into the shared cache, then each takes some columns of a product, packs those of B
-// into its own L2 and multiplies them by all rows. A weight goes from memory to registers through one
-// core only, and there are two barriers per kSharedBytes of packed rows, not two per product.
+// A batch (experts, each with its own B and few rows) turns this around: the threads pack the rows
+// of many products into the shared cache, then each takes some columns of a product, packs those of
+// B into its own L2 and multiplies them by all rows. A weight goes from memory to registers through
+// one core only, and there are two barriers per kSharedBytes of packed rows, not two per product.
 //
 // Sums. float32 accumulation (float64 for float64). k is cut into blocks of kBlockSteps steps; each
 // block is one chain of multiply-adds from zero, and the blocks' sums are added in order. This does
@@ -433,7 +433,8 @@ class Batch {
       products_.push_back(product);
       const int64_t row_size = std::max<int64_t>(1, product.blocks_) * Product::kPanelA;
       const int64_t height =
-          std::clamp<int64_t>(kBlockBytes / sizeof(Packed) / row_size, 1, kMaxTiles) * Product::kRows;
+          std::clamp<int64_t>(kBlockBytes / sizeof(Packed) / row_size, 1, kMaxTiles) *
+          Product::kRows;
       // Rows whose panels fit the shared cache, in whole blocks.
       const int64_t most =
           std::max<int64_t>(1, room / (height / Product::kRows * row_size)) * height;
@@ -496,9 +497,8 @@ class Batch {
       for (int64_t task; (task = next()) >= 0;) {
         const Piece& piece = piece_of(task, current, last);
         const int64_t block = task - piece.first_task, row = block * piece.height;
-        products_[piece.product].pack_rows(piece.row + row,
-                                           std::min(piece.height, piece.rows - row),
-                                           a + piece.place_of(block));
+        products_[piece.product].pack_rows(
+            piece.row + row, std::min(piece.height, piece.rows - row), a + piece.place_of(block));
       }
     });
     tasks = 0;
@@ -533,8 +533,8 @@ class Batch {
     const int64_t column = task * most * Product::kColumns;
     const int64_t columns = std::min(most * Product::kColumns, product.n_ - column);
     const int64_t panels = ceil_div(columns, Product::kColumns);
-    auto* b = static_cast<Packed*>(
-        workspace(Workspace::panel_b, most * panel_size * sizeof(Packed)));
+    auto* b =
+        static_cast<Packed*>(workspace(Workspace::panel_b, most * panel_size * sizeof(Packed)));
     for (int side = 0; side < sides; ++side) {
       for (int64_t block = 0; block < blocks; ++block) {
         product.pack_columns_of_b(side, column, columns, block,
@@ -580,8 +580,7 @@ void gemm(const GemmCall& call) {
 
 void gemm_batch(const GemmCall* calls, int64_t count) {
   if (count == 0) return;
-  with_policy(calls[0].dtype,
-              [&](auto policy) { Batch<decltype(policy)>(calls, count).run(); });
+  with_policy(calls[0].dtype, [&](auto policy) { Batch<decltype(policy)>(calls, count).run(); });
 }
 
 }  // namespace fusedops::CPU_CAPABILITY

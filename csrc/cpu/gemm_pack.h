@@ -229,10 +229,10 @@ void pack(const Lines<typename Policy::T>& source, int64_t lines, int64_t readab
       for (int i = 0; i < kPair; ++i) later[i] = source.at(0, std::min(k + kAhead + i, count - 1));
       for (int64_t line = 0; line < lines; line += kWidth) {
         for (int i = 0; i < kPair; ++i) __builtin_prefetch(later[i] + line);
-        pack_step<Policy, kWidth>(
-            row + line, row_after == nullptr ? nullptr : row_after + line,
-            static_cast<int>(std::min<int64_t>(kWidth, lines - line)), readable - line >= kReach,
-            panels + line / kWidth * panel_stride + k / kPair * kWidth);
+        pack_step<Policy, kWidth>(row + line, row_after == nullptr ? nullptr : row_after + line,
+                                  static_cast<int>(std::min<int64_t>(kWidth, lines - line)),
+                                  readable - line >= kReach,
+                                  panels + line / kWidth * panel_stride + k / kPair * kWidth);
       }
     }
     return;

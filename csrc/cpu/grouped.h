@@ -80,8 +80,7 @@ inline void grouped_product(const Groups& groups, Matrix x, const at::Tensor& we
     products.push_back({call, rows_from(bias, g), mutable_rows_from(preactivation, first),
                         mutable_rows_from(output, first), activation});
   }
-  FUSEDOPS_CALL_ISA(linear_forward_batch, products.data(),
-                    static_cast<int64_t>(products.size()));
+  FUSEDOPS_CALL_ISA(linear_forward_batch, products.data(), static_cast<int64_t>(products.size()));
   zero_rows_from(output, groups.rows());
   if (preactivation.defined()) zero_rows_from(preactivation, groups.rows());
 }
@@ -103,8 +102,7 @@ inline void grouped_weight_gradient(const Groups& groups, const Matrix& x, const
     products.push_back(
         {call, nullptr, nullptr, mutable_rows_from(gradient, g * in), Activation::identity});
   }
-  FUSEDOPS_CALL_ISA(linear_forward_batch, products.data(),
-                    static_cast<int64_t>(products.size()));
+  FUSEDOPS_CALL_ISA(linear_forward_batch, products.data(), static_cast<int64_t>(products.size()));
 }
 
 // The same as a new tensor that is laid out in memory as `weight` is.

@@ -42,9 +42,9 @@ at::Tensor sums_gradient(const Groups& groups, const at::Tensor& grad, const at:
                     kept);
   }
   const auto dz = at::empty_like(grad);
-  const ActivationGradient arguments{
-      data(grad),    data(kept),   mutable_data(dz), nullptr, nullptr,
-      groups.rows(), grad.size(1), act,              dtype_of(grad)};
+  const ActivationGradient arguments{data(grad),   data(kept), mutable_data(dz),
+                                     nullptr,      nullptr,    groups.rows(),
+                                     grad.size(1), act,        dtype_of(grad)};
   FUSEDOPS_CALL_ISA(activation_gradient, arguments);
   return dz;
 }
@@ -67,7 +67,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(
   return {dx, dweight, dbias};
 }
 
-// into[g] += input[rows of g]^T * grad[rows of g], for a dense `into` or the transposed view of one.
+// into[g] += input[rows of g]^T * grad[rows of g], for a dense `into` or the transposed view of
+// one.
 void add_gradient(const at::Tensor& into, const at::Tensor& input, const at::Tensor& grad,
                   const at::Tensor& offsets) {
   const Groups groups(kOp, offsets, input.size(0));
@@ -79,8 +80,9 @@ void add_gradient(const at::Tensor& into, const at::Tensor& input, const at::Ten
   std::vector<AddedProduct> products;
   for (int64_t g = 0; g < groups.count(); ++g) {
     const int64_t first = groups.begin(g);
-    const auto call = product_of(rows, columns, groups.size(g), transposed(from_row(x, first, size)),
-                                 from_row(dy, first, size), input);
+    const auto call =
+        product_of(rows, columns, groups.size(g), transposed(from_row(x, first, size)),
+                   from_row(dy, first, size), input);
     if (call.k > 0) products.push_back({call, mutable_rows_from(gradient, g * rows), columns});
   }
   FUSEDOPS_CALL_ISA(add_products, products.data(), static_cast<int64_t>(products.size()));

@@ -1,8 +1,8 @@
 // Sums over the rows of a group, and products that are added to a buffer (interface: grouped_mm.h).
 //
 // A task of the sums is a piece of the columns of one group, whose sums stay in L1 while its rows
-// are read once. Rows are added in pieces of kRowsTogether, and these in order: long sums keep their
-// precision, and nothing depends on the threads.
+// are read once. Rows are added in pieces of kRowsTogether, and these in order: long sums keep
+// their precision, and nothing depends on the threads.
 #include "grouped_mm.h"
 
 #include <algorithm>
@@ -30,7 +30,8 @@ void sum_piece(const GroupSums& a, int64_t group, int64_t first, int64_t count) 
       const T* row = at<T>(a.values, a.places == nullptr ? r : a.places[r], a.columns, first);
       const V scale(a.scale == nullptr ? S(1) : static_cast<const S*>(a.scale)[r]);
       for_each_vector<V::size()>(count, [&](int64_t c, int64_t n, auto full) {
-        const V sum = at::vec::fmadd(scale, load_vec(row + c, n, full), load_vec(part + c, n, full));
+        const V sum =
+            at::vec::fmadd(scale, load_vec(row + c, n, full), load_vec(part + c, n, full));
         store_vec(part + c, sum, n, full);
       });
     }

@@ -122,9 +122,7 @@ def define_op(
     op = _define(name, schema, fake)
     native = extension.cpu_library() is None
     backends.register(
-        backends.Kernels(
-            name, reference, gradient.reference if gradient else None, triton, part_of
-        )
+        backends.Kernels(name, reference, gradient.reference if gradient else None, triton, part_of)
     )
     _route(name, backward=False, native=native, schema=schema)
     if gradient is not None:

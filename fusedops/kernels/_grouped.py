@@ -91,20 +91,21 @@ def _product_kernel(
     row = first_row + tl.arange(0, BLOCK_M)
     col = col_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
-    # Rows past the edge read the tile's first row: loads of x need a mask along k only.
+    # Rows past the edge read the tile's first row; columns are masked, so that a row of weights whose
+    # columns are neighbours in memory is read in whole vectors.
     row_read = tl.where(row < end, row, first_row)
     if GATHERS:
         row_read = tl.load(rows_ptr + row_read)
-    col_read = tl.where(col < num_cols, col, 0).to(tl.int64)
     x_ptrs = x_ptr + row_read.to(tl.int64)[:, None] * stride_xm + k[None, :] * stride_xk
     weight_ptr += group.to(tl.int64) * stride_wg
-    w_ptrs = weight_ptr + col_read[None, :] * stride_wn + k[:, None].to(tl.int64) * stride_wk
+    w_ptrs = weight_ptr + col.to(tl.int64)[None, :] * stride_wn + k[:, None] * stride_wk
+    in_cols = (col < num_cols)[None, :]
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     depth_here = tl.where(group < num_groups, depth, 0)
     for first in range(0, depth_here, BLOCK_K):
         left = depth - first
         x = tl.load(x_ptrs, mask=k[None, :] < left, other=0.0)
-        w = tl.load(w_ptrs, mask=k[:, None] < left, other=0.0)
+        w = tl.load(w_ptrs, mask=(k[:, None] < left) & in_cols, other=0.0)
         total = tl.dot(x, w, total, input_precision=PRECISION)
         x_ptrs += BLOCK_K * stride_xk
         w_ptrs += BLOCK_K * stride_wk
@@ -161,8 +162,7 @@ def _weight_gradient_kernel(
     in_tile, out_tile = tile_of(tl.program_id(0), in_size, out_size, GROUP_M, BLOCK_M, BLOCK_N)
     i = in_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     j = out_tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    i_read = tl.where(i < in_size, i, 0).to(tl.int64)
-    j_read = tl.where(j < out_size, j, 0).to(tl.int64)
+    in_i, in_j = (i < in_size)[:, None], (j < out_size)[None, :]
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for first in range(begin, end, BLOCK_K):
         row = first + tl.arange(0, BLOCK_K)
@@ -172,18 +172,18 @@ def _weight_gradient_kernel(
             x_row = tl.load(x_rows_ptr + row, mask=mask, other=0)
         if GATHERS_Y:
             y_row = tl.load(dy_rows_ptr + row, mask=mask, other=0)
-        x_offset = x_row.to(tl.int64)[None, :] * stride_xm + i_read[:, None] * stride_xk
-        y_offset = y_row.to(tl.int64)[:, None] * stride_ym + j_read[None, :] * stride_yn
-        x = tl.load(x_ptr + x_offset, mask=mask[None, :], other=0.0)
-        dy = tl.load(dy_ptr + y_offset, mask=mask[:, None], other=0.0)
+        x_ptrs = (x_ptr + x_row.to(tl.int64) * stride_xm)[None, :] + i[:, None] * stride_xk
+        y_ptrs = (dy_ptr + y_row.to(tl.int64) * stride_ym)[:, None] + j[None, :] * stride_yn
+        x = tl.load(x_ptrs, mask=mask[None, :] & in_i, other=0.0)
+        dy = tl.load(y_ptrs, mask=mask[:, None] & in_j, other=0.0)
         total = tl.dot(x, dy, total, input_precision=PRECISION)
     out_ptr += group.to(tl.int64) * stride_og
     PART: tl.constexpr = BLOCK_N // EPILOGUE_PARTS
     parts = split(total, BLOCK_M, BLOCK_N, EPILOGUE_PARTS)
     for part in tl.static_range(EPILOGUE_PARTS):
         part_j = out_tile * BLOCK_N + part * PART + tl.arange(0, PART)
-        out_mask = (i < in_size)[:, None] & (part_j < out_size)[None, :]
-        offset = i_read[:, None] * stride_ok + part_j.to(tl.int64)[None, :] * stride_on
+        out_mask = in_i & (part_j < out_size)[None, :]
+        offset = i.to(tl.int64)[:, None] * stride_ok + part_j.to(tl.int64)[None, :] * stride_on
         value = parts[part]
         if ADDS:
             value += tl.load(out_ptr + offset, mask=out_mask, other=0.0)

@@ -155,9 +155,7 @@ def grouped_product(
     for group, (begin, end) in enumerate(groups):
         rows = input[begin:end]
         parts.append(
-            rows @ weight[group]
-            if bias is None
-            else torch.addmm(bias[group], rows, weight[group])
+            rows @ weight[group] if bias is None else torch.addmm(bias[group], rows, weight[group])
         )
     last = groups[-1][1] if groups else 0
     parts.append(input.new_zeros(input.shape[0] - last, weight.shape[2]))

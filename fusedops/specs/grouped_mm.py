@@ -110,7 +110,12 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
 
 
 def _case(
-    rows: int, groups: int, depth: int, columns: int, transposed: bool = True, headline: bool = False
+    rows: int,
+    groups: int,
+    depth: int,
+    columns: int,
+    transposed: bool = True,
+    headline: bool = False,
 ) -> BenchCase:
     # Uneven groups: sizes grow to three times the smallest.
     weights = [1 + 2 * group / max(1, groups - 1) for group in range(groups)]

@@ -57,9 +57,7 @@ def test_a_group_has_the_bits_of_linear_act_alone(dtype: torch.dtype) -> None:
     output = fusedops.grouped_mm(x, weight, _ends(sizes), bias, activation="gelu")
     begin = 0
     for group, end in enumerate(_ends(sizes).tolist()):
-        alone = fusedops.linear_act(
-            x[begin:end], weight[group].t(), bias[group], activation="gelu"
-        )
+        alone = fusedops.linear_act(x[begin:end], weight[group].t(), bias[group], activation="gelu")
         assert torch.equal(output[begin:end], alone), f"group {group}"
         begin = end
 
