@@ -1,9 +1,9 @@
 """Products of groups of rows in Triton: what grouped_mm and moe_mlp share.
 
 A program makes one tile of the rows of one group. Which one it finds itself, from the offsets on
-the device: nothing waits for the host. The grid covers the most tiles that any offsets can need, and
-programs without a tile end at once; rows of nobody form a last group, whose tiles are zeros. Rows may
-be gathered by a list, so that the experts' rows are read where the tokens lie.
+the device: nothing waits for the host. The grid covers the most tiles that any offsets can need,
+and programs without a tile end at once; rows of nobody form a last group, whose tiles are zeros.
+Rows may be gathered by a list, so that the experts' rows are read where the tokens lie.
 
 A weight gradient is a tile per group, summed over the group's rows in float32 in one program: the
 same bits in every run, and it may be added to what is already there.
@@ -27,7 +27,7 @@ _SUM_OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
 
 @triton.jit
 def group_bounds(group, offsets_ptr, num_groups, num_rows):
-    """Return begin and end of groups; group ``num_groups`` is the rows of nobody, later ones none."""
+    """Return begin and end of groups; group ``num_groups`` is nobody's rows, later ones none."""
     end = tl.load(offsets_ptr + group, mask=group < num_groups, other=num_rows)
     inner = (group > 0) & (group <= num_groups)
     begin = tl.load(offsets_ptr + group - 1, mask=inner, other=0)
@@ -91,8 +91,8 @@ def _product_kernel(
     row = first_row + tl.arange(0, BLOCK_M)
     col = col_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
-    # Rows past the edge read the tile's first row; columns are masked, so that a row of weights whose
-    # columns are neighbours in memory is read in whole vectors.
+    # Rows past the edge read the tile's first row; columns are masked, so that a row of weights
+    # whose columns are neighbours in memory is read in whole vectors.
     row_read = tl.where(row < end, row, first_row)
     if GATHERS:
         row_read = tl.load(rows_ptr + row_read)

@@ -3,9 +3,9 @@
     y[r] = act(x[r] W[g] + b[g])   for the rows r of group g
 
 with the convention of ``torch.nn.functional.grouped_mm``: rows are sorted by group and ``offsets``
-says where each group ends. Rows after the last group are zeros, forward and backward, and are never
-read. Kernels: ``csrc/cpu/grouped_mm.*`` and ``csrc/cpu/gemm.*``, ``kernels/grouped_mm.py``; here are
-the public function, the specification and the registration.
+says where each group ends. Rows after the last group are zeros, forward and backward, and are
+never read. Kernels: ``csrc/cpu/grouped_mm.*`` and ``csrc/cpu/gemm.*``, ``kernels/grouped_mm.py``;
+here are the public function, the specification and the registration.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is special about grouped_mm: rows of nobody, rows alone, blocked sizes, gradients in place."""
+"""What is special about grouped_mm: rows of nobody, blocked sizes, gradients in a buffer."""
 
 from __future__ import annotations
 
