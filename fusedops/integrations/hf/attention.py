@@ -89,12 +89,13 @@ def attend_as_eager(
     scaling: float | None = None,
     dropout: float = 0.0,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Compute attention as the decoder families' ``eager_attention_forward``, with the fused op.
 
-    The mask is always added and says all: causality and the window are in it. ``sdpa`` knows no
-    ``softcap``; this one does.
+    The mask is always added and says all: causality and the window are in it. ``sdpa`` knows
+    neither ``softcap`` nor sinks; this one does.
 
     Args:
         module: the attention module.
@@ -105,6 +106,7 @@ def attend_as_eager(
         scaling: factor of the scores.
         dropout: probability, of which evaluation makes 0.
         softcap: bound of the scores (Gemma 2).
+        s_aux: ``[H]``, the sinks (GPT-OSS).
         **kwargs: what other implementations take.
 
     Returns:
@@ -121,6 +123,7 @@ def attend_as_eager(
         scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],
         softcap=softcap,
+        sinks=s_aux,
     )
     return output.transpose(1, 2).contiguous(), None
 
@@ -188,6 +191,7 @@ def attention_rule(
     *,
     eager: bool = False,
     rotary: bool = False,
+    half_tables: bool = False,
 ) -> Rule:
     """Return the rule for an attention class that asks ``self.config`` for its implementation.
 
@@ -198,8 +202,11 @@ def attention_rule(
         eager: whether the class's ``eager`` is ``attend_as_eager``, and its caller drops the
             weights.
         rotary: whether its ``apply_rotary_pos_emb`` is Llama's or GPT-NeoX's: pairs are halves.
+        half_tables: as in ``forward_with_rotary``.
     """
-    forward = forward_with_rotary(original, module_name) if rotary else None
+    forward = (
+        forward_with_rotary(original, module_name, half_tables=half_tables) if rotary else None
+    )
     methods = {} if forward is None else {"forward": forward}
     return Rule(
         original,

@@ -26,7 +26,23 @@ from fusedops.integrations.hf.rms_norms import (
 from fusedops.integrations.hf.rules import Rule, global_hooks, runs_here, subclass
 
 
-class _DecoderLayer(nn.Module):
+class _Layer(nn.Module):
+    """A decoder layer's work, whatever the order of its arguments."""
+
+    def _steps_aside(self, hidden_states: torch.Tensor) -> bool:
+        return not runs_here(hidden_states) or _layer_obstacle(self) is not None
+
+    def _residuals(self, hidden_states: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+        module: Any = self
+        normed = module.input_layernorm(hidden_states)
+        attended, _ = module.self_attn(hidden_states=normed, **options)
+        normed, residual = add_norm(attended, hidden_states, module.post_attention_layernorm)
+        output = module.mlp(normed)
+        # A layer of experts may give its router's scores beside.
+        return residual + (output[0] if isinstance(output, tuple) else output)
+
+
+class DecoderLayer(_Layer):
     """Llama's decoder layer with the first residual sum and the norm after it in one pass."""
 
     def forward(
@@ -48,13 +64,34 @@ class _DecoderLayer(nn.Module):
             position_embeddings=position_embeddings,
             **kwargs,
         )
-        module: Any = self
-        if not runs_here(hidden_states) or _layer_obstacle(self) is not None:
+        if self._steps_aside(hidden_states):
             return super().forward(hidden_states, **options)
-        normed = module.input_layernorm(hidden_states)
-        attended, _ = module.self_attn(hidden_states=normed, **options)
-        normed, residual = add_norm(attended, hidden_states, module.post_attention_layernorm)
-        return residual + module.mlp(normed)
+        return self._residuals(hidden_states, options)
+
+
+class PositionsFirst(_Layer):
+    """The same layer where the rotary tables are the second argument (Mixtral)."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Return the residual stream after the layer."""
+        options = dict(
+            position_embeddings=position_embeddings,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            **kwargs,
+        )
+        if self._steps_aside(hidden_states):
+            return super().forward(hidden_states, **options)
+        return self._residuals(hidden_states, options)
 
 
 def _layer_obstacle(layer: Any) -> str | None:
@@ -66,8 +103,8 @@ def layer_rule(
     original: type[nn.Module],
     forward: type[nn.Module],
     module_name: str,
-    obstacle: Callable[[Any], str | None],
-    absorbs: tuple[str, ...],
+    obstacle: Callable[[Any], str | None] = _layer_obstacle,
+    absorbs: tuple[str, ...] = ("post_attention_layernorm",),
 ) -> Rule:
     """Return the rule for a decoder layer, which refuses where this transformers has another.
 
@@ -103,13 +140,7 @@ def rules(
     """
     return (
         *rules_inside(family, prefix, module_name, norm=norm),
-        layer_rule(
-            getattr(family, f"{prefix}DecoderLayer"),
-            _DecoderLayer,
-            module_name,
-            _layer_obstacle,
-            ("post_attention_layernorm",),
-        ),
+        layer_rule(getattr(family, f"{prefix}DecoderLayer"), DecoderLayer, module_name),
     )
 
 

@@ -20,6 +20,9 @@ from fusedops.ops.add_layer_norm import add_layer_norm
 
 _NORMS = (nn.LayerNorm, LayerNorm)
 
+# What a forward calls torch's functions by, and these.
+_TORCH = {"torch", "nn", "functional", "F", "linear", *dir(torch)}
+
 
 def add_norm(
     branch: torch.Tensor, residual: torch.Tensor, norm: Any, dropout_p: float = 0.0
@@ -100,16 +103,19 @@ def unknown_forward(patched: type[nn.Module], original: type[nn.Module]) -> str 
     return f"this transformers has another {original.__name__}.forward({', '.join(found[1:])})"
 
 
-def unknown_names(patched: type[nn.Module], original: type[nn.Module]) -> str | None:
+def unknown_names(
+    patched: type[nn.Module], original: type[nn.Module], also: Iterable[str] = ()
+) -> str | None:
     """Return which names ``original.forward`` uses that no method of ``patched`` does, as a reason.
 
     Where the fused forward uses every child and attribute that the original does, a later
     transformers that does more than this one is known by it. Tensors' methods do not count.
     """
-    methods = [each for each in vars(patched).values() if inspect.isfunction(each)]
+    ours = patched.__mro__[: patched.__mro__.index(nn.Module)]
+    methods = [each for cls in ours for each in vars(cls).values() if inspect.isfunction(each)]
     known = {name for method in methods for name in method.__code__.co_names}
     used = set(inspect.unwrap(original.forward).__code__.co_names)
-    unknown = used - known - set(dir(torch.Tensor)) - {"nn", "functional"}
+    unknown = used - known - set(also) - set(dir(torch.Tensor)) - _TORCH
     if unknown:
         return f"{original.__name__}.forward of this transformers uses {', '.join(sorted(unknown))}"
     return None

@@ -1,7 +1,7 @@
 """Root-mean-square norms of transformers' families: alone, and with the residual sum before them.
 
-Their code is the same under a name for each family, in two kinds: Llama's rounds the normalised row
-before it scales, Gemma's after, and keeps the weight minus one.
+Their code is the same under a name for each family, in three kinds: Llama's rounds the normalised
+row before it scales, Gemma's after, and keeps the weight minus one, GPT-OSS's after as well.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class Kind:
 
 LLAMA = Kind("variance_epsilon", 0.0, "hf")
 GEMMA = Kind("eps", 1.0, "torch")
+GPT_OSS = Kind("variance_epsilon", 0.0, "torch")
 
 # Every class that has a rule and every patched one.
 _KINDS: dict[type, Kind] = {}

@@ -21,15 +21,19 @@ from fusedops.integrations.hf.rules import runs_here
 from fusedops.ops.rotary_embedding import rotary_embedding
 
 _NAME = "apply_rotary_pos_emb"
+_INTERLEAVED = "apply_rotary_pos_emb_interleave"
 
 
-def forward_with_rotary(original: type[nn.Module], module_name: str) -> FunctionType | None:
+def forward_with_rotary(
+    original: type[nn.Module], module_name: str, *, half_tables: bool = False
+) -> FunctionType | None:
     """Return ``original.forward`` with the fused op for its ``apply_rotary_pos_emb``.
 
     Args:
         original: an attention class.
         module_name: name of the module that will hold the patched class; the globals that the
             code reads are put there. torch.compile looks for them under that name.
+        half_tables: whether its cosines and sines hold each angle once (GPT-OSS), not twice.
 
     Returns:
         ``None`` where the forward does not call the function, or is a wrapper of it.
@@ -42,7 +46,9 @@ def forward_with_rotary(original: type[nn.Module], module_name: str) -> Function
         return None
     ours, theirs = vars(sys.modules[module_name]), forward.__globals__
     ours.update({name: theirs[name] for name in names & theirs.keys()})
-    ours[_NAME] = _fused(theirs[_NAME])
+    ours[_NAME] = _fused(theirs[_NAME], half_tables)
+    if _INTERLEAVED in names:
+        ours[_INTERLEAVED] = _fused_interleaved(theirs[_INTERLEAVED])
     same = FunctionType(
         forward.__code__, ours, forward.__name__, forward.__defaults__, forward.__closure__
     )
@@ -60,7 +66,7 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def _fused(original: Callable[..., Any]) -> Callable[..., Any]:
+def _fused(original: Callable[..., Any], half_tables: bool) -> Callable[..., Any]:
     """Return a function with the fused op for arguments that it takes, else ``original``."""
 
     @wraps(original)
@@ -69,9 +75,30 @@ def _fused(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if options or not _fits(q, k, cos, sin):
             return original(q, k, cos, sin, **options)
+        if half_tables:
+            cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
         return rotary_embedding(q, k, cos, sin)
 
     return apply_rotary_pos_emb
+
+
+def _fused_interleaved(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the same for DeepSeek's function: pairs are neighbours before, halves afterwards."""
+
+    @wraps(original)
+    def apply_rotary_pos_emb_interleave(
+        q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if options or not _fits(q, k, cos, sin):
+            return original(q, k, cos, sin, **options)
+        return rotary_embedding(_halves(q), _halves(k), cos, sin)
+
+    return apply_rotary_pos_emb_interleave
+
+
+def _halves(x: torch.Tensor) -> torch.Tensor:
+    """Return ``x`` with the first elements of all pairs before the second ones."""
+    return torch.cat((x[..., 0::2], x[..., 1::2]), -1)
 
 
 def _fits(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:

@@ -1,0 +1,15 @@
+"""Rules for DeepSeek-V3: latent attention, experts chosen by groups, and shared ones."""
+
+from __future__ import annotations
+
+from transformers.models.deepseek_v3 import modeling_deepseek_v3
+
+from fusedops.integrations.hf import moe_like
+from fusedops.integrations.hf.rules import by_name
+
+RULES = moe_like.rules(
+    modeling_deepseek_v3,
+    "DeepseekV3",
+    __name__,
+)
+globals().update(by_name(RULES))

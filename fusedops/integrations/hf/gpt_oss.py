@@ -1,0 +1,18 @@
+"""Rules for GPT-OSS: attention with sinks, experts with biases and a clamped gate in columns."""
+
+from __future__ import annotations
+
+from transformers.models.gpt_oss import modeling_gpt_oss
+
+from fusedops.integrations.hf import moe_like, rms_norms
+from fusedops.integrations.hf.rules import by_name
+
+RULES = moe_like.rules(
+    modeling_gpt_oss,
+    "GptOss",
+    __name__,
+    norm=rms_norms.GPT_OSS,
+    dense_mlp=False,
+    half_tables=True,
+)
+globals().update(by_name(RULES))

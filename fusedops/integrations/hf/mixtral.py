@@ -1,0 +1,17 @@
+"""Rules for Mixtral."""
+
+from __future__ import annotations
+
+from transformers.models.mixtral import modeling_mixtral
+
+from fusedops.integrations.hf import llama_like, moe_like
+from fusedops.integrations.hf.rules import by_name
+
+RULES = moe_like.rules(
+    modeling_mixtral,
+    "Mixtral",
+    __name__,
+    layer=llama_like.PositionsFirst,
+    dense_mlp=False,
+)
+globals().update(by_name(RULES))

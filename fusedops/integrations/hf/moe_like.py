@@ -1,0 +1,48 @@
+"""Rules for the families that are Llama with experts in the feed-forward layer's place."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from torch import nn
+
+from fusedops.integrations.hf import llama_like, rms_norms
+from fusedops.integrations.hf.attention import attention_rule
+from fusedops.integrations.hf.gated_mlp import gated_mlp_rule
+from fusedops.integrations.hf.rms_norms import rms_norm_rule
+from fusedops.integrations.hf.rules import Rule
+
+
+def rules(
+    family: ModuleType,
+    prefix: str,
+    module_name: str,
+    *,
+    norm: rms_norms.Kind = rms_norms.LLAMA,
+    layer: type[nn.Module] = llama_like.DecoderLayer,
+    dense_mlp: bool = True,
+    half_tables: bool = False,
+) -> tuple[Rule, ...]:
+    """Return the rules for a family's norm, attention and decoder layer.
+
+    Args:
+        family: the modeling file.
+        prefix: what the classes' names begin with there, as ``"Mixtral"``.
+        module_name: name of the module that will hold the patched classes (``by_name``).
+        norm: what its norms compute.
+        layer: its decoder layer's forward: a class of ``llama_like``.
+        dense_mlp: whether it has gated layers too: without experts, or shared by all tokens.
+        half_tables: as in ``attention_rule``.
+    """
+    return (
+        rms_norm_rule(getattr(family, f"{prefix}RMSNorm"), module_name, norm),
+        attention_rule(
+            getattr(family, f"{prefix}Attention"),
+            module_name,
+            eager=True,
+            rotary=True,
+            half_tables=half_tables,
+        ),
+        llama_like.layer_rule(getattr(family, f"{prefix}DecoderLayer"), layer, module_name),
+        *([gated_mlp_rule(getattr(family, f"{prefix}MLP"), module_name)] if dense_mlp else []),
+    )

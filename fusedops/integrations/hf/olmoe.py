@@ -1,0 +1,15 @@
+"""Rules for OLMoE."""
+
+from __future__ import annotations
+
+from transformers.models.olmoe import modeling_olmoe
+
+from fusedops.integrations.hf import moe_like
+from fusedops.integrations.hf.rules import by_name
+
+RULES = moe_like.rules(
+    modeling_olmoe,
+    "Olmoe",
+    __name__,
+)
+globals().update(by_name(RULES))

@@ -1,0 +1,15 @@
+"""Rules for Qwen2-MoE: some experts are shared, behind a gate of their own."""
+
+from __future__ import annotations
+
+from transformers.models.qwen2_moe import modeling_qwen2_moe
+
+from fusedops.integrations.hf import moe_like
+from fusedops.integrations.hf.rules import by_name
+
+RULES = moe_like.rules(
+    modeling_qwen2_moe,
+    "Qwen2Moe",
+    __name__,
+)
+globals().update(by_name(RULES))

@@ -1,0 +1,247 @@
+"""Families with experts: a patched model trains and generates as the stock one.
+
+What decoder families share with these (hooks, pickling, levels) is tested with them.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from patch_testing import assert_close, assert_same_training, counted, gradients
+from torch import nn
+
+import fusedops
+
+pytest.importorskip("transformers")
+
+import transformers
+
+IDS = torch.arange(2 * 12).mul(7).remainder(97).view(2, 12)
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 40,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 32,
+    "initializer_range": 0.1,
+    "experts_implementation": "eager",  # the one that runs in float64 and under autocast
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family in a size that runs in milliseconds.
+
+    Attributes:
+        name: what its classes begin with.
+        options: of the configuration, beside ``SIZES``.
+        ops: how often each op runs in a step of training.
+    """
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+    ops: dict[str, int] = field(default_factory=dict)
+
+    def model(self, **options: Any) -> nn.Module:
+        # Not every seed will do under autocast: where gradients of a bias nearly cancel, eager's
+        # error is once in a while far below its usual one, and the budget with it.
+        torch.manual_seed(1)
+        config_class = getattr(transformers, f"{self.name}Config")
+        config = config_class(**(SIZES | self.options | options))
+        model = getattr(transformers, f"{self.name}ForCausalLM")(config).train()
+        with torch.no_grad():
+            for name, each in [*model.named_parameters(), *model.named_buffers()]:
+                if "norm" in name or "bias" in name:  # ones and zeros hide which is which
+                    each.add_(torch.randn_like(each), alpha=0.1)
+        return model
+
+    def pair(self, **options: Any) -> tuple[nn.Module, nn.Module]:
+        stock = self.model(**options)
+        patched = copy.deepcopy(stock)
+        fusedops.patch(patched)
+        return patched, stock
+
+
+OPS = {
+    "attention": 2,
+    "rotary_embedding": 2,
+    "rms_norm": 3,
+    "add_rms_norm": 2,
+}
+QWEN = {"num_experts": 6, "moe_intermediate_size": 24}
+LATENT = {
+    "n_routed_experts": 8,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 24,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 1,
+    "num_mtp_layers": 0,
+}
+SHARED = {"linear_glu": 2}
+GPT_OSS = {"num_local_experts": 6, "head_dim": 8, "sliding_window": 5}
+FAMILIES = {
+    each.name: each
+    for each in (
+        Family("Mixtral", {"num_local_experts": 6, "sliding_window": 5}, OPS),
+        Family("Qwen2Moe", QWEN | {"shared_expert_intermediate_size": 28}, OPS | SHARED),
+        Family("Qwen3Moe", QWEN | {"head_dim": 16, "norm_topk_prob": True}, OPS | {"rms_norm": 7}),
+        Family("Olmoe", {"num_experts": 6, "clip_qkv": 0.5}, OPS | {"rms_norm": 7}),
+        Family(
+            "DeepseekV3",
+            LATENT,
+            OPS | SHARED | {"rms_norm": 7},
+        ),
+        Family("GptOss", GPT_OSS, OPS),
+    )
+}
+of_each_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+
+
+def loss(model: nn.Module) -> torch.Tensor:
+    return model(IDS, labels=IDS).loss
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
+@of_each_family
+def test_training_matches_stock(family: Family, autocast: bool) -> None:
+    patched, stock = family.pair()
+    assert_same_training(patched, stock, loss, autocast=autocast)
+
+
+@of_each_family
+def test_norms_alone_match_stock(family: Family) -> None:
+    stock = family.model()
+    patched = copy.deepcopy(stock)
+    report = fusedops.patch(patched, level="O1")
+    assert {"rms_norm", "add_rms_norm"} <= set(report.counts)
+    assert_same_training(patched, stock, loss)
+
+
+@of_each_family
+def test_state_dict_and_unpatch(family: Family) -> None:
+    patched, stock = family.pair()
+    assert list(patched.state_dict()) == list(stock.state_dict())
+    stock.load_state_dict(patched.state_dict())
+    fusedops.unpatch(patched)
+    assert [type(each) for each in patched.modules()] == [type(each) for each in stock.modules()]
+    before, after = gradients(stock, loss), gradients(patched, loss)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@of_each_family
+def test_padding_and_generation(family: Family) -> None:
+    patched, stock = (model.eval() for model in family.pair())
+    mask = torch.ones_like(IDS)
+    mask[0, :3] = 0
+    found, expected = (model(IDS, attention_mask=mask).logits for model in (patched, stock))
+    assert_close(found[mask.bool()], expected[mask.bool()])
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    with counted() as calls:
+        tokens, wanted = (
+            model.generate(IDS, attention_mask=mask, **options) for model in (patched, stock)
+        )
+    assert torch.equal(tokens, wanted)
+    assert calls["rms_norm"] == 6 * family.ops["rms_norm"]
+
+
+@of_each_family
+def test_gradient_checkpointing(family: Family) -> None:
+    patched, _ = family.pair()
+    whole = gradients(patched, loss)
+    patched.gradient_checkpointing_enable({"use_reentrant": False})
+    with counted() as calls:
+        recomputed = gradients(patched, loss)
+    assert calls["attention"] == 2 * family.ops["attention"]
+    for name, expected in whole.items():
+        assert_close(recomputed[name], expected)
+
+
+@of_each_family
+def test_bfloat16_parameters(family: Family) -> None:
+    patched, stock = (model.to(torch.bfloat16) for model in family.pair())
+    with counted() as calls:
+        value = loss(patched)
+    assert set(family.ops) <= set(calls)
+    error = (loss(stock) - loss(family.model())).abs()
+    assert (value - loss(family.model())).abs() <= 2 * error + 1e-2
+    assert value.dtype == loss(stock).dtype
+
+
+@of_each_family
+def test_pickles(family: Family) -> None:
+    patched, _ = family.pair()
+    twin = pickle.loads(pickle.dumps(patched))
+    assert [type(each) for each in twin.modules()] == [type(each) for each in patched.modules()]
+    assert torch.equal(twin(IDS).logits, patched(IDS).logits)
+
+
+@of_each_family
+def test_hooks_see_the_stock_values(family: Family) -> None:
+    patched, stock = family.pair()
+    seen: list[list[torch.Tensor]] = [[], []]
+    for model, found in zip((patched, stock), seen, strict=True):
+        for module in model.modules():
+            if type(module).__name__.endswith(("Experts", "Router", "RMSNorm", "Linear")):
+                module.register_forward_hook(
+                    lambda module, args, output, found=found: found.append(output)
+                )
+        loss(model)
+    for actual, expected in zip(*seen, strict=True):
+        if isinstance(expected, tuple):
+            logits, weights, indices = actual
+            assert_close(logits, expected[0])
+            # DeepSeek's choice is not sorted: the weights belong to indices, not to slots.
+            table = torch.zeros_like(logits, dtype=weights.dtype)
+            wanted = torch.zeros_like(table).scatter_(1, expected[2], expected[1])
+            assert_close(table.scatter_(1, indices, weights), wanted)
+        else:
+            assert_close(actual, expected)
+
+
+def test_rotary_of_deepseek_in_halves_too() -> None:
+    patched, stock = FAMILIES["DeepseekV3"].pair(rope_interleave=False)
+    with counted() as calls:
+        assert_same_training(patched, stock, loss)
+    assert calls["rotary_embedding"] == 2
+
+
+def test_sinks_of_gpt_oss_take_their_share() -> None:
+    patched, stock = FAMILIES["GptOss"].pair()
+    with torch.no_grad():
+        for model in (patched, stock):
+            for layer in model.model.layers:
+                layer.self_attn.sinks.fill_(5.0)
+    assert_same_training(patched, stock, loss)
+    with torch.no_grad():
+        patched.model.layers[0].self_attn.sinks.fill_(-5.0)
+    assert not torch.equal(patched(IDS).logits, stock(IDS).logits)
+
+
+def test_norms_of_gpt_oss_stay_float32_in_bfloat16() -> None:
+    patched, stock = (model.to(torch.bfloat16) for model in FAMILIES["GptOss"].pair())
+    for model in (patched, stock):
+        for name, module in model.named_modules():
+            if name.endswith("norm"):
+                module.float()
+    with counted() as calls:
+        found = loss(patched)
+    assert (calls["rms_norm"], calls["add_rms_norm"]) == (3, 2)
+    truth = loss(FAMILIES["GptOss"].model())
+    assert (found - truth).abs() <= 2 * (loss(stock) - truth).abs() + 1e-2
