@@ -32,6 +32,7 @@ struct Description {
   Indices saves;      // what the backward receives, in order: i for argument i, -1-j for return j
   Indices others;     // non-tensor arguments, all handed to the backward
   Indices stand_ins;  // per input: i for the gradient of input i, -2-j for that of output j, -1
+  Indices saved_for;  // per save: the argument without whose gradient it is not needed, or -1
   c10::OperatorHandle backward;
 };
 
@@ -69,7 +70,10 @@ class OpNode : public torch::autograd::Node {
     saved_.resize(description_->saves.size());
     for (size_t i = 0; i < saved_.size(); ++i) {
       const auto index = description_->saves[i];
-      if (index >= 0) saved_[i] = SavedVariable(tensor_or_undefined(arguments[index]), false);
+      if (index < 0) continue;
+      const auto reason = description_->saved_for[i];
+      if (reason >= 0 && !requires_grad(arguments[reason])) continue;
+      saved_[i] = SavedVariable(tensor_or_undefined(arguments[index]), false);
     }
     for (auto index : description_->others) others_.push_back(arguments[index]);
   }
@@ -121,6 +125,10 @@ class OpNode : public torch::autograd::Node {
     return value.isTensor() ? value.toTensor() : undefined;
   }
 
+  static bool requires_grad(const c10::IValue& value) {
+    return value.isTensor() && value.toTensor().defined() && value.toTensor().requires_grad();
+  }
+
  private:
   std::shared_ptr<const Description> description_;
   std::vector<SavedVariable> saved_;
@@ -129,9 +137,7 @@ class OpNode : public torch::autograd::Node {
 
 bool any_requires_grad(at::ArrayRef<c10::IValue> values) {
   for (const auto& value : values) {
-    if (value.isTensor() && value.toTensor().defined() && value.toTensor().requires_grad()) {
-      return true;
-    }
+    if (OpNode::requires_grad(value)) return true;
   }
   return false;
 }
@@ -204,11 +210,12 @@ class BackwardAutograd : public c10::OperatorKernel {
 
 void differentiate(std::string name, std::vector<int64_t> inputs, std::vector<int64_t> outputs,
                    std::vector<int64_t> saves, std::vector<int64_t> others,
-                   std::vector<int64_t> stand_ins) {
+                   std::vector<int64_t> stand_ins, std::vector<int64_t> saved_for) {
   stand_ins.resize(inputs.size(), -1);
-  auto description = std::make_shared<const Description>(
-      Description{name, std::move(inputs), std::move(outputs), std::move(saves), std::move(others),
-                  std::move(stand_ins), find_operator("fusedops", name + "_backward")});
+  saved_for.resize(saves.size(), -1);
+  auto description = std::make_shared<const Description>(Description{
+      name, std::move(inputs), std::move(outputs), std::move(saves), std::move(others),
+      std::move(stand_ins), std::move(saved_for), find_operator("fusedops", name + "_backward")});
   install(name, c10::DispatchKey::Autograd, std::make_unique<ForwardAutograd>(description));
   install(
       name + "_backward", c10::DispatchKey::Autograd,
@@ -221,10 +228,12 @@ void differentiate(std::string name, std::vector<int64_t> inputs, std::vector<in
 TORCH_LIBRARY_FRAGMENT(fusedops_native, m) {
   m.def(
       "differentiate(str name, int[] inputs, int[] outputs, int[] saves, "
-      "int[] others, int[] stand_ins=[]) -> ()",
+      "int[] others, int[] stand_ins=[], int[] saved_for=[]) -> ()",
       [](std::string name, std::vector<int64_t> inputs, std::vector<int64_t> outputs,
-         std::vector<int64_t> saves, std::vector<int64_t> others, std::vector<int64_t> stand_ins) {
+         std::vector<int64_t> saves, std::vector<int64_t> others, std::vector<int64_t> stand_ins,
+         std::vector<int64_t> saved_for) {
         fusedops::differentiate(std::move(name), std::move(inputs), std::move(outputs),
-                                std::move(saves), std::move(others), std::move(stand_ins));
+                                std::move(saves), std::move(others), std::move(stand_ins),
+                                std::move(saved_for));
       });
 }

@@ -155,6 +155,20 @@ TORCH_LIBRARY(fusedops_cpp, m) {
       "cache_seqlens,"
       " Tensor? alibi_slopes, Tensor? sinks, float scale, SymInt window_left, float softcap)"
       " -> (Tensor output, Tensor lse)");
+  m.def("moe_permute(Tensor input, Tensor positions, Tensor offsets) -> (Tensor output)");
+  m.def(
+      "moe_permute_backward(Tensor? grad_output, Tensor positions, Tensor offsets,"
+      " bool[] output_mask) -> Tensor");
+  m.def("moe_relayout(Tensor input, Tensor index, Tensor inverse) -> (Tensor output)");
+  m.def(
+      "moe_relayout_backward(Tensor? grad_output, Tensor index, Tensor inverse,"
+      " bool[] output_mask) -> Tensor");
+  m.def(
+      "moe_unpermute(Tensor input, Tensor? probs, Tensor positions, Tensor offsets)"
+      " -> (Tensor output)");
+  m.def(
+      "moe_unpermute_backward(Tensor? grad_output, Tensor? input, Tensor? probs,"
+      " Tensor positions, Tensor offsets, bool[] output_mask) -> (Tensor, Tensor)");
   m.def(
       "moe_sort(Tensor expert_ids, Tensor? kept, SymInt num_experts)"
       " -> (Tensor permutation, Tensor positions, Tensor tokens_per_expert, Tensor offsets)");

@@ -49,6 +49,8 @@ class Gradient:
             returns ``None`` for an input that was asked for, its gradient is that of the other
             input, or that incoming gradient, unchanged. An op must not return one tensor twice or
             an argument; autograd may, and saves the pass over memory that a copy would cost.
+        saved_for: saved input -> the differentiable input whose gradient alone needs it. It is
+            saved only where that one requires a gradient; else the backward receives ``None``.
     """
 
     inputs: tuple[str, ...]
@@ -57,6 +59,7 @@ class Gradient:
     reference: Callable[..., Any]
     fake: Callable[..., Any]
     same: Mapping[str, str] = field(default_factory=dict)
+    saved_for: Mapping[str, str] = field(default_factory=dict)
 
     def stand_ins(self) -> list[int]:
         """Return per input: i for the gradient of input i, -2 - j for that of output j, or -1."""
@@ -191,7 +194,11 @@ def _differentiate_native(name: str, schema: _Schema, gradient: Gradient) -> Non
             for each in gradient.saves
         ],
         [arguments.index(each) for _, each in schema.others],
-        *([gradient.stand_ins()] if gradient.same else []),
+        gradient.stand_ins(),
+        [
+            arguments.index(gradient.saved_for[each]) if each in gradient.saved_for else -1
+            for each in gradient.saves
+        ],
     )
 
 
@@ -208,7 +215,10 @@ def _differentiate_python(name: str, schema: _Schema, gradient: Gradient) -> Non
         by_name = dict(zip(arguments, inputs, strict=True)) | dict(
             zip(returns, outputs, strict=True)
         )
-        ctx.save_for_backward(*(by_name[each] for each in gradient.saves))
+        needed = dict.fromkeys(gradient.saves, True)
+        for each, reason in gradient.saved_for.items():
+            needed[each] = ctx.needs_input_grad[arguments.index(reason)]
+        ctx.save_for_backward(*(by_name[each] if needed[each] else None for each in needed))
         ctx.others = [inputs[index] for index in others]
         ctx.mark_non_differentiable(
             *(out for index, out in enumerate(outputs) if index not in differentiable)
@@ -310,6 +320,7 @@ def _widest(given: Sequence[torch.dtype]) -> torch.dtype:
 def _backward_schema(schema: _Schema, gradient: Gradient) -> str:
     kinds = {name: kind for kind, name in (*schema.arguments, *schema.returns)}
     grads = [f"Tensor? grad_{name}" for name in gradient.outputs]
+    kinds |= dict.fromkeys(gradient.saved_for, "Tensor?")
     saved = [f"{kinds[name]} {name}" for name in gradient.saves]
     others = [f"{kind} {name}" for kind, name in schema.others]
     returns = ", ".join("Tensor" for _ in gradient.inputs)

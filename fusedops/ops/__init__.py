@@ -19,8 +19,10 @@ from fusedops.ops.linear_cross_entropy import linear_cross_entropy
 from fusedops.ops.linear_glu import linear_glu
 from fusedops.ops.mlp import mlp
 from fusedops.ops.moe_pack import moe_pack
+from fusedops.ops.moe_permute import moe_permute
 from fusedops.ops.moe_sort import moe_sort
 from fusedops.ops.moe_unpack import moe_unpack
+from fusedops.ops.moe_unpermute import moe_unpermute
 from fusedops.ops.rms_norm import rms_norm
 from fusedops.ops.rotary_embedding import rotary_embedding
 from fusedops.ops.scaled_masked_softmax import scaled_masked_softmax
@@ -47,8 +49,10 @@ __all__ = [
     "merge_attention",
     "mlp",
     "moe_pack",
+    "moe_permute",
     "moe_sort",
     "moe_unpack",
+    "moe_unpermute",
     "rms_norm",
     "rotary_embedding",
     "scaled_masked_softmax",

@@ -122,8 +122,7 @@ class RoutingPlan:
             TypeError: ``probs`` is no floating tensor.
         """
         op = "RoutingPlan.with_probs"
-        checks.like(op, "probs", probs, "the plan", self.positions)
-        checks.shape(op, "probs", probs, self.positions.shape, "that of expert_ids")
+        check_probs(op, "probs", probs, self)
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return RoutingPlan(**{**values, "probs": probs})
 
@@ -143,6 +142,12 @@ def check_plan(op: str, plan: Any, argument: str = "plan") -> None:
     """Raise unless ``plan`` is a RoutingPlan."""
     if not isinstance(plan, RoutingPlan):
         raise TypeError(f"{op}: {argument} must be a RoutingPlan, got {type(plan).__name__}")
+
+
+def check_probs(op: str, argument: str, probs: Any, plan: RoutingPlan) -> None:
+    """Raise unless ``probs`` holds one weight per slot of the plan."""
+    checks.like(op, argument, probs, "the plan", plan.positions)
+    checks.shape(op, argument, probs, plan.positions.shape, "[tokens, top_k] of the plan")
 
 
 # A pytree's children are its tensors alone: what maps a function over them meets no None.

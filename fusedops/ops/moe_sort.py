@@ -137,5 +137,6 @@ _OP = define_op(
     " -> (Tensor permutation, Tensor positions, Tensor tokens_per_expert, Tensor offsets)",
     reference=_reference,
     fake=_fake,
+    triton="fusedops.kernels.moe_sort",
     shard=_shard,
 )

@@ -6,6 +6,7 @@ tensors as those of any other argument, and ``plan.probs`` is a leaf like ``inpu
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from fusedops._core import dtypes
 from fusedops.ops import RoutingPlan
 from fusedops.specs.make import randint, randn
+from fusedops.specs.spec import BadInput
 
 # name -> (expert ids, kept) for given tokens, choices and experts: what routing must survive.
 Pattern = Callable[[int, int, int], tuple[torch.Tensor, torch.Tensor | None]]
@@ -97,3 +99,32 @@ def plans(
         for tokens, top_k, experts in shapes
         for pattern in patterns
     }
+
+
+def bad_plans(input: torch.Tensor, plan: RoutingPlan) -> list[BadInput]:
+    """Return calls ``op(input, plan)`` that must raise, from one that is right."""
+    rows = input.shape[0]
+    far, below = plan.positions.clone(), plan.positions.clone()
+    far[1, 1], below[1, 1] = plan.positions.numel(), -1
+    long, ends = plan.positions.long(), plan.offsets.clone()
+    ends[-1] = plan.positions.numel() + 1
+
+    def bad(name: str, args: Any, *mentions: str, error: Any = ValueError) -> BadInput:
+        return BadInput(name, args, {}, error, mentions)
+
+    def other(**changes: Any) -> tuple[Any, ...]:
+        return input, dataclasses.replace(plan, **changes)
+
+    return [
+        bad("rows", (input[1:], plan), "input", "plan.num_tokens", f"{rows} rows", str(rows - 1)),
+        bad("dims", (input[0], plan), "input", "2 dims"),
+        bad("integers", (input.int(), plan), "input", "int32", error=TypeError),
+        bad("list", ([1.0], plan), "input", "list", error=TypeError),
+        bad("no_plan", (input, plan.positions), "plan", "RoutingPlan", "Tensor", error=TypeError),
+        bad("past_the_end", other(positions=far), "plan.positions", str(plan.positions.numel())),
+        bad("negative", other(positions=below), "plan.positions", "-1"),
+        bad("wide", other(positions=long), "plan.positions", "int32", "int64", error=TypeError),
+        bad("flat", other(positions=plan.positions[0]), "plan.positions", "2 dims"),
+        bad("ends", other(offsets=ends), "plan.offsets", str(plan.positions.numel() + 1)),
+        bad("no_experts", other(offsets=ends[:0]), "plan.offsets", "at least one expert"),
+    ]

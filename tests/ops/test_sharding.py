@@ -38,13 +38,14 @@ def _start(rank: int, world: int, port: int, worker: Any, args: tuple[Any, ...])
 
 
 def _distribute(sample: Sample, mesh: Any, placements: dict[tuple[int, ...], Any]) -> Sample:
-    from torch.distributed.tensor import Replicate, distribute_tensor
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     first = sample.args[0].shape
 
     def place(tensor: torch.Tensor) -> Any:
         # What holds one integer per row, as targets do, goes where the row goes.
-        of_rows = not tensor.is_floating_point() and tensor.shape == first[:-1]
+        by_rows = placements.get(tuple(first)) == Shard(0)
+        of_rows = by_rows and not tensor.is_floating_point() and tensor.shape == first[:-1]
         placement = placements.get(tuple(first if of_rows else tensor.shape), Replicate())
         placed = distribute_tensor(tensor.detach(), mesh, [placement])
         return placed.requires_grad_(tensor.requires_grad)
@@ -143,3 +144,39 @@ def _batch_worker(rank: int) -> None:
 @pytest.mark.distributed
 def test_baddbmm_shards_batch_heads_and_columns_without_communication() -> None:
     _on_all_ranks(_batch_worker)
+
+
+def _moe_worker(rank: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+    mesh = init_device_mesh("cpu", (WORLD,))
+    for name in ("moe_permute", "moe_unpermute"):
+        spec = all_specs()[name]
+        for sample in spec.samples(torch.device("cpu"), torch.float32):
+            rows, columns = sample.args[0].shape
+            if rows >= WORLD and columns >= WORLD and columns % WORLD == 0:
+                _check(spec, sample, mesh, {(rows, columns): Shard(1)}, Shard(1))
+            _check(spec, sample, mesh, {}, Replicate())
+
+    # Parts of the experts' results, as tensor parallel experts give them, are combined as parts.
+    spec = all_specs()["moe_unpermute"]
+    sample = fresh(spec.samples(torch.device("cpu"), torch.float32)[0])
+    parts = torch.randn(WORLD, *sample.args[0].shape)
+    placed = _distribute(sample, mesh, {})
+    rows = DTensor.from_local(parts[rank], mesh, [Partial()]).requires_grad_()
+    output = spec.op(rows, placed.args[1])
+    assert output.placements == (Partial(),)
+    leaves = [rows, placed.args[1].probs]
+    grads = torch.autograd.grad(output.full_tensor().square().sum(), leaves)
+    whole = parts.sum(0).requires_grad_()
+    alone = spec.op(whole, sample.args[1])
+    wanted = torch.autograd.grad(alone.square().sum(), [whole, sample.args[1].probs])
+    pairs = zip((output, *grads), (alone, *wanted), strict=True)
+    for i, (got, want) in enumerate(pairs):
+        assert_close(got.full_tensor(), want.double(), want, f"result {i}", 999)
+
+
+@pytest.mark.distributed
+def test_moe_rows_are_sharded_by_columns_and_summed_in_parts_without_communication() -> None:
+    _on_all_ranks(_moe_worker)

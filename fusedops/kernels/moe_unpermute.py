@@ -1,0 +1,121 @@
+"""moe_unpermute in Triton: the backward kernel and the launchers.
+
+The forward is ``_moe_rows.combine``. The backward of the weighted sum has a program per slot: it
+walks over the columns, writes ``probs * grad`` to the slot's row and keeps the product of row and
+gradient in registers. Unweighted it is ``_moe_rows.scatter``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from fusedops.kernels import _launch, _moe_rows
+
+_BLOCK = 1024
+_OPTIONS: dict[str, Any] = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
+
+
+@triton.jit
+def _backward_kernel(
+    dy_ptr,
+    x_ptr,
+    probs_ptr,
+    dx_ptr,
+    dprobs_ptr,
+    positions_ptr,
+    real_ptr,
+    stride_dy,
+    stride_x,
+    num_cols,
+    top_k,
+    WANTS_INPUT: tl.constexpr,
+    WANTS_PROBS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    slot = tl.program_id(0).to(tl.int64)
+    row = tl.load(positions_ptr + slot).to(tl.int64)
+    kept = row < tl.load(real_ptr)
+    dy_row = dy_ptr + slot // top_k * stride_dy
+    x_row = x_ptr + row * stride_x
+    dx_row = dx_ptr + row * num_cols
+    prob = tl.load(probs_ptr + slot, mask=kept, other=0.0)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, num_cols, BLOCK):
+        col = first + tl.arange(0, BLOCK)
+        mask = (col < num_cols) & kept
+        dy = tl.load(dy_row + col, mask=mask, other=0.0).to(tl.float32)
+        if WANTS_PROBS:
+            total += dy * tl.load(x_row + col, mask=mask, other=0.0).to(tl.float32)
+        if WANTS_INPUT:
+            dx = (prob * dy).to(dx_ptr.dtype.element_ty)
+            tl.store(dx_row + col, dx, mask=col < num_cols)
+    if WANTS_PROBS:
+        tl.store(dprobs_ptr + slot, tl.sum(total, axis=0))
+
+
+def forward(
+    input: torch.Tensor, probs: torch.Tensor | None, positions: torch.Tensor, offsets: torch.Tensor
+) -> torch.Tensor:
+    """Launch the forward; arguments and result are those of ``fusedops::moe_unpermute``."""
+    return _moe_rows.combine(input, probs, positions, offsets)
+
+
+def backward(
+    grad_output: torch.Tensor,
+    input: torch.Tensor | None,
+    probs: torch.Tensor | None,
+    positions: torch.Tensor,
+    offsets: torch.Tensor,
+    output_mask: Sequence[bool],
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Launch the backward; as ``fusedops::moe_unpermute_backward``."""
+    if probs is None:
+        wanted = output_mask[0]
+        return _moe_rows.scatter(grad_output, positions, offsets) if wanted else None, None
+    dy = _moe_rows.rows_of(grad_output)
+    slots, num_cols = positions.numel(), dy.shape[1]
+    dx = dy.new_empty(slots, num_cols) if output_mask[0] else None
+    dprobs = probs.new_empty(probs.shape) if output_mask[1] else None
+    if slots == 0 or (dx is None and dprobs is None):
+        return dx, dprobs
+    x = dy
+    if dprobs is not None:
+        assert input is not None
+        x = _moe_rows.rows_of(input)
+    with _launch.device_of(dy):
+        _backward_kernel[(slots,)](
+            dy,
+            x,
+            probs.contiguous(),
+            dy if dx is None else dx,
+            probs if dprobs is None else dprobs,
+            positions.contiguous(),
+            offsets[-1:],
+            dy.stride(0),
+            x.stride(0),
+            num_cols,
+            positions.shape[1],
+            WANTS_INPUT=dx is not None,
+            WANTS_PROBS=dprobs is not None,
+            BLOCK=_BLOCK,
+            **_OPTIONS,
+        )
+    return dx, dprobs
+
+
+def static_report_cases() -> list[dict[str, Any]]:
+    """Return the configurations whose registers, spills and instructions are kept on record."""
+    types = _moe_rows.report_types() | {f"{name}_ptr": "*bf16" for name in ("dy", "dx")}
+    types |= {"dprobs_ptr": "*fp32", "stride_dy": "i32"}
+    blocks = {"WANTS_INPUT": True, "WANTS_PROBS": True, "BLOCK": _BLOCK}
+    return [
+        _moe_rows.combine_report(2, weighted=True),
+        _moe_rows.combine_report(8, weighted=True),
+        _moe_rows.combine_report(0, weighted=True),
+        _launch.report_case(_backward_kernel, types, blocks, _OPTIONS),
+    ]

@@ -1,0 +1,123 @@
+"""moe_permute: each token's row to its experts, sorted by expert.
+
+    output[plan.positions[t, j]] = input[t]
+
+Kernels: ``csrc/cpu/moe_rows.*`` and ``kernels/_moe_rows.py``, which ``moe_unpermute`` shares: the
+backward of each is the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fusedops._core.library import Gradient, define_op
+from fusedops._core.sharding import PARTIAL, REPLICATE, Placement
+from fusedops.ops import _moe_math as math
+from fusedops.ops._routing_plan import RoutingPlan
+
+
+def moe_permute(input: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
+    """Copy each token's row to the places where its experts expect it.
+
+    ``output[r] = input[plan.permutation[r] // top_k]`` for the rows ``r < plan.offsets[-1]``, and
+    zeros behind. Rows are token-major: sorted by expert, within an expert by token
+    (``moe_relayout`` makes other layouts of them).
+
+    Args:
+        input: ``[tokens, hidden]``, any floating dtype; rows may be apart.
+        plan: of the same tokens.
+
+    Returns:
+        ``[tokens * top_k, hidden]``, dtype of ``input``, contiguous: expert ``e`` finds its rows in
+        ``output[offsets[e - 1] : offsets[e]]``.
+
+    Raises:
+        ValueError: plan and input do not fit; (CPU) a position of the plan is no row.
+        TypeError: an argument is no tensor or no plan, or its dtype does not fit.
+
+    Note:
+        Copies bits. The gradient of a token is the sum of its kept rows' gradients, in slot order,
+        in float32 (float64 for float64), rounded once; gradients of dropped rows are not read.
+        Reads a token once, writes its ``top_k`` rows. Saves index tensors only; twice
+        differentiable. Columns may be sharded. Backends: cpp, triton, torch. Autocast leaves it
+        alone.
+
+    Reference:
+        Gale et al.: MegaBlocks, arXiv:2211.15841.
+
+    Example:
+        >>> import torch, fusedops
+        >>> ids = torch.tensor([[1, 0], [1, 2]])
+        >>> plan = fusedops.RoutingPlan.from_choices(ids, torch.ones(2, 2), num_experts=3)
+        >>> fusedops.moe_permute(torch.tensor([[1.0], [2.0]]), plan).flatten()
+        tensor([1., 1., 2., 2.])
+    """
+    math.check("moe_permute", input, plan, of_tokens=True)
+    return _OP(input, plan.positions, plan.offsets)
+
+
+def _reference(input: torch.Tensor, positions: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    return math.scatter(input, None, positions, offsets)
+
+
+def _fake(input: torch.Tensor, positions: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    return input.new_empty(positions.shape[0] * positions.shape[1], input.shape[1])
+
+
+def _backward_reference(
+    grad_output: torch.Tensor,
+    positions: torch.Tensor,
+    offsets: torch.Tensor,
+    output_mask: Sequence[bool],
+) -> torch.Tensor | None:
+    return math.combine(grad_output, None, positions, offsets) if output_mask[0] else None
+
+
+def _backward_fake(
+    grad_output: torch.Tensor,
+    positions: torch.Tensor,
+    offsets: torch.Tensor,
+    output_mask: Sequence[bool],
+) -> torch.Tensor | None:
+    if not output_mask[0]:
+        return None
+    return grad_output.new_empty(positions.shape[0], grad_output.shape[1])
+
+
+_WORDS: tuple[Placement, ...] = (REPLICATE, 1, PARTIAL)
+
+
+def _shard(
+    input: Any, positions: Any, offsets: Any
+) -> list[tuple[list[Placement], list[Placement]]]:
+    """Columns are independent, and the op is linear; rows need the whole plan."""
+    return [([word], [word, REPLICATE, REPLICATE]) for word in _WORDS]
+
+
+def _shard_backward(
+    grad_output: Any, positions: Any, offsets: Any, output_mask: Sequence[bool]
+) -> list[tuple[list[Placement], list[Placement]]]:
+    return [
+        ([word if output_mask[0] else None], [word, REPLICATE, REPLICATE, None]) for word in _WORDS
+    ]
+
+
+_OP = define_op(
+    "moe_permute",
+    "(Tensor input, Tensor positions, Tensor offsets) -> (Tensor output)",
+    reference=_reference,
+    fake=_fake,
+    gradient=Gradient(
+        inputs=("input",),
+        outputs=("output",),
+        saves=("positions", "offsets"),
+        reference=_backward_reference,
+        fake=_backward_fake,
+    ),
+    triton="fusedops.kernels.moe_permute",
+    shard=_shard,
+    shard_backward=_shard_backward,
+)

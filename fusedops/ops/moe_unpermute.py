@@ -1,0 +1,169 @@
+"""moe_unpermute: the experts' rows back to their tokens, weighted and summed.
+
+    output[t] = sum_j probs[t, j] * input[plan.positions[t, j]]
+
+Kernels: ``csrc/cpu/moe_rows.*`` and ``kernels/_moe_rows.py``, which ``moe_permute`` shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fusedops._core import dtypes
+from fusedops._core.library import Gradient, define_op
+from fusedops._core.sharding import PARTIAL, REPLICATE, Placement
+from fusedops.ops import _moe_math as math
+from fusedops.ops._routing_plan import RoutingPlan, check_probs
+
+
+def moe_unpermute(input: torch.Tensor, plan: RoutingPlan, *, weighted: bool = True) -> torch.Tensor:
+    """Sum each token's rows, weighted by the router's probabilities.
+
+    ``output[t] = sum_j plan.probs[t, j] * input[plan.positions[t, j]]`` over the slots that were
+    kept, in the order ``j = 0, 1, ...``.
+
+    Args:
+        input: ``[tokens * top_k, hidden]``, the experts' results in the order of ``moe_permute``;
+            any floating dtype; rows may be apart. Rows behind ``plan.offsets[-1]`` are not read:
+            they may be uninitialised.
+        plan: the one that permuted.
+        weighted: multiply by ``plan.probs``; ``False`` where the experts did so already.
+
+    Returns:
+        ``[tokens, hidden]``, dtype of ``input``, contiguous. A token without a kept slot gets 0.
+
+    Raises:
+        ValueError: plan and input do not fit; (CPU) a position of the plan is no row.
+        TypeError: an argument is no tensor or no plan, or its dtype does not fit.
+
+    Note:
+        Products and sums are float32 (float64 for float64), rounded once. The order of the sum is
+        that of the slots, wherever the rows were computed: the same bits for any number of expert
+        parallel ranks and threads. Gradients: ``probs * grad`` into the kept rows, zeros into the
+        others; to ``plan.probs`` the product of row and gradient, 0 where dropped. Saves ``input``
+        only if ``plan.probs`` requires a gradient, else index tensors; twice differentiable.
+        Columns may be sharded; partial sums (of tensor-parallel experts) stay partial. Backends:
+        cpp, triton, torch. Autocast leaves it alone.
+
+    Reference:
+        Gale et al.: MegaBlocks, arXiv:2211.15841.
+
+    Example:
+        >>> import torch, fusedops
+        >>> ids, probs = torch.tensor([[1, 0], [1, 2]]), torch.tensor([[0.5, 0.5], [1.0, 0.0]])
+        >>> plan = fusedops.RoutingPlan.from_choices(ids, probs, num_experts=3)
+        >>> fusedops.moe_unpermute(torch.tensor([[1.0], [2.0], [3.0], [4.0]]), plan).flatten()
+        tensor([1.5000, 3.0000])
+    """
+    op = "moe_unpermute"
+    math.check(op, input, plan, of_tokens=False)
+    probs = None
+    if weighted:
+        check_probs(op, "plan.probs", plan.probs, plan)
+        probs = plan.probs.to(dtypes.statistics_dtype(input.dtype))
+    return _OP(input, probs, plan.positions, plan.offsets)
+
+
+def _reference(
+    input: torch.Tensor, probs: torch.Tensor | None, positions: torch.Tensor, offsets: torch.Tensor
+) -> torch.Tensor:
+    return math.combine(input, probs, positions, offsets)
+
+
+def _fake(
+    input: torch.Tensor, probs: torch.Tensor | None, positions: torch.Tensor, offsets: torch.Tensor
+) -> torch.Tensor:
+    return input.new_empty(positions.shape[0], input.shape[1])
+
+
+def _backward_reference(
+    grad_output: torch.Tensor,
+    input: torch.Tensor | None,
+    probs: torch.Tensor | None,
+    positions: torch.Tensor,
+    offsets: torch.Tensor,
+    output_mask: Sequence[bool],
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    grad_input = grad_probs = None
+    if output_mask[0]:
+        grad_input = math.scatter(grad_output, probs, positions, offsets)
+    if output_mask[1] and probs is not None:
+        assert input is not None
+        slots = math.slots_of(input, positions, offsets)
+        grad_probs = (slots * grad_output.to(probs.dtype).unsqueeze(1)).sum(2)
+    return grad_input, grad_probs
+
+
+def _backward_fake(
+    grad_output: torch.Tensor,
+    input: torch.Tensor | None,
+    probs: torch.Tensor | None,
+    positions: torch.Tensor,
+    offsets: torch.Tensor,
+    output_mask: Sequence[bool],
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    grad_input = grad_probs = None
+    if output_mask[0]:
+        rows = positions.shape[0] * positions.shape[1]
+        grad_input = grad_output.new_empty(rows, grad_output.shape[1])
+    if output_mask[1] and probs is not None:
+        grad_probs = probs.new_empty(probs.shape)
+    return grad_input, grad_probs
+
+
+def _shard(
+    input: Any, probs: Any, positions: Any, offsets: Any
+) -> list[tuple[list[Placement], list[Placement]]]:
+    """Columns are independent, and the sum is linear in ``input``; rows need the whole plan."""
+    weights = REPLICATE if probs is not None else None
+    words: tuple[Placement, ...] = (REPLICATE, 1, PARTIAL)
+    return [([word], [word, weights, REPLICATE, REPLICATE]) for word in words]
+
+
+def _shard_backward(
+    grad_output: Any,
+    input: Any,
+    probs: Any,
+    positions: Any,
+    offsets: Any,
+    output_mask: Sequence[bool],
+) -> list[tuple[list[Placement], list[Placement]]]:
+    weights = REPLICATE if probs is not None else None
+    # Gradient of the output, input -> gradients of input and probs. A product of row and gradient
+    # over a part of the columns, or with a part of the row, is a part of the sum.
+    cases: tuple[tuple[Placement, ...], ...] = (
+        (REPLICATE, REPLICATE, REPLICATE, REPLICATE),
+        (1, 1, 1, PARTIAL),
+        (REPLICATE, PARTIAL, REPLICATE, PARTIAL),
+    )
+    rules: list[tuple[list[Placement], list[Placement]]] = []
+    for grad, rows, grad_rows, grad_weights in cases:
+        outputs: list[Placement] = [
+            grad_rows if output_mask[0] else None,
+            grad_weights if output_mask[1] and probs is not None else None,
+        ]
+        given = rows if input is not None else None
+        rules.append((outputs, [grad, given, weights, REPLICATE, REPLICATE, None]))
+    return rules
+
+
+_OP = define_op(
+    "moe_unpermute",
+    "(Tensor input, Tensor? probs, Tensor positions, Tensor offsets) -> (Tensor output)",
+    reference=_reference,
+    fake=_fake,
+    gradient=Gradient(
+        inputs=("input", "probs"),
+        outputs=("output",),
+        saves=("input", "probs", "positions", "offsets"),
+        saved_for={"input": "probs"},
+        reference=_backward_reference,
+        fake=_backward_fake,
+    ),
+    triton="fusedops.kernels.moe_unpermute",
+    shard=_shard,
+    shard_backward=_shard_backward,
+)

@@ -1,0 +1,78 @@
+"""Description of moe_permute."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from fusedops.ops import RoutingPlan, moe_permute
+from fusedops.specs import _routing
+from fusedops.specs.make import randn
+from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec
+
+
+def _eager(input: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
+    rows = input[plan.permutation.long() // plan.top_k]
+    if plan.kept is None:
+        return rows
+    real = torch.arange(rows.shape[0], device=rows.device) < plan.offsets[-1]
+    return torch.where(real.unsqueeze(1), rows, 0.0)
+
+
+def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
+    options: dict[str, Any] = {"device": device, "dtype": dtype}
+
+    def call(name: str, size: int, plan: RoutingPlan) -> Sample:
+        return Sample(name, (randn(plan.num_tokens, size, **options), plan))
+
+    plans = _routing.plans(((12, 2, 4), (5, 3, 7)), grad=False, **options)
+    whole = _routing.plan(12, 2, 4, grad=False, **options)
+    return [
+        *(call(name, 8, plan) for name, plan in plans.items()),
+        call("without_mask", 8, dataclasses.replace(whole, kept=None)),
+        call("odd_size", 37, _routing.plan(9, 1, 3, grad=False, **options)),
+        call("long_rows", 1100, _routing.plan(3, 2, 2, grad=False, **options)),
+        call("many_choices", 5, _routing.plan(6, 12, 12, pattern="dropped", grad=False, **options)),
+        call("one", 1, _routing.plan(1, 1, 1, grad=False, **options)),
+        call("no_tokens", 8, _routing.plan(0, 2, 4, grad=False, **options)),
+        call("no_columns", 0, _routing.plan(4, 2, 4, grad=False, **options)),
+        call("no_choices", 8, _routing.plan(4, 0, 4, grad=False, **options)),
+    ]
+
+
+def _bad_inputs(device: torch.device) -> list[BadInput]:
+    options: dict[str, Any] = {"device": device, "dtype": torch.float32}
+    plan = _routing.plan(4, 2, 3, **options)
+    return _routing.bad_plans(torch.randn(4, 8, device=device), plan)
+
+
+def _case(tokens: int, size: int, top_k: int, experts: int) -> BenchCase:
+    def make(device: torch.device, dtype: torch.dtype) -> Sample:
+        plan = _routing.plan(tokens, top_k, experts, device=device, dtype=dtype, grad=False)
+        plan = dataclasses.replace(plan, kept=None)
+        return Sample("bench", (randn(tokens, size, device=device, dtype=dtype), plan))
+
+    # A token is read once and its rows are written; the backward the other way round.
+    return BenchCase(
+        label=f"{tokens}x{size}, {top_k} of {experts}",
+        make=make,
+        bytes_forward=lambda dtype: (1 + top_k) * tokens * size * dtype.itemsize,
+        bytes_backward=lambda dtype: (1 + top_k) * tokens * size * dtype.itemsize,
+        headline=top_k == 8,
+    )
+
+
+SPEC = Spec(
+    name="moe_permute",
+    op=moe_permute,
+    eager=_eager,
+    samples=_samples,
+    bad_inputs=_bad_inputs,
+    bench_cases=(_case(4096, 1024, 8, 64), _case(4096, 2048, 2, 8), _case(256, 1024, 8, 64)),
+    summary="each token's row to its experts, sorted by expert",
+    autocast="keep",
+    rows_are_independent=False,
+    limits=("On CUDA a plan whose positions are no rows is not reported.",),
+)

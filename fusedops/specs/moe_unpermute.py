@@ -1,0 +1,93 @@
+"""Description of moe_unpermute."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from fusedops.ops import RoutingPlan, moe_unpermute
+from fusedops.specs import _routing
+from fusedops.specs.make import randn
+from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec
+
+
+def _eager(input: torch.Tensor, plan: RoutingPlan, *, weighted: bool = True) -> torch.Tensor:
+    # As transformers' grouped path: weights in the dtype of the rows, a gather, a sum.
+    positions, probs = plan.positions, plan.probs.to(input.dtype)
+    if plan.kept is not None:
+        input = torch.where(plan.kept.flatten()[plan.permutation.long()].unsqueeze(1), input, 0.0)
+        probs = torch.where(plan.kept, probs, 0.0)
+    if weighted:
+        input = input * probs.flatten()[plan.permutation.long()].unsqueeze(1)
+    rows = input[positions.flatten().long()]
+    return rows.view(*positions.shape, input.shape[1]).sum(dim=1)
+
+
+def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
+    options: dict[str, Any] = {"device": device, "dtype": dtype}
+
+    def call(name: str, size: int, plan: RoutingPlan, **kwargs: Any) -> Sample:
+        rows = plan.num_tokens * plan.top_k
+        return Sample(name, (randn(rows, size, **options), plan), kwargs)
+
+    plans = _routing.plans(((12, 2, 4), (5, 3, 7)), **options)
+    whole, dropped = plans["random_12x2_of_4"], plans["dropped_12x2_of_4"]
+    frozen = dropped.with_probs(dropped.probs.detach())
+    return [
+        *(call(name, 8, plan) for name, plan in plans.items()),
+        call("without_mask", 8, dataclasses.replace(whole, kept=None)),
+        call("unweighted", 8, frozen, weighted=False),
+        call("frozen_router", 8, frozen),
+        call("odd_size", 37, _routing.plan(9, 1, 3, **options)),
+        call("long_rows", 1100, _routing.plan(3, 2, 2, **options)),
+        call("many_choices", 5, _routing.plan(6, 12, 12, pattern="dropped", **options)),
+        call("one", 1, _routing.plan(1, 1, 1, **options)),
+        call("no_tokens", 8, _routing.plan(0, 2, 4, **options)),
+        call("no_columns", 0, _routing.plan(4, 2, 4, **options)),
+        call("no_choices", 8, _routing.plan(4, 0, 4, **options)),
+    ]
+
+
+def _bad_inputs(device: torch.device) -> list[BadInput]:
+    options: dict[str, Any] = {"device": device, "dtype": torch.float32}
+    plan = _routing.plan(4, 2, 3, **options)
+    rows = torch.randn(8, 8, device=device)
+    narrow = dataclasses.replace(plan, probs=plan.probs[:, :1])
+    whole = dataclasses.replace(plan, probs=plan.probs.int())
+    return [
+        *_routing.bad_plans(rows, plan),
+        BadInput("probs", (rows, narrow), {}, ValueError, ("plan.probs", "[4, 2]", "[4, 1]")),
+        BadInput("probs_dtype", (rows, whole), {}, TypeError, ("plan.probs", "int32")),
+    ]
+
+
+def _case(tokens: int, size: int, top_k: int, experts: int) -> BenchCase:
+    def make(device: torch.device, dtype: torch.dtype) -> Sample:
+        plan = _routing.plan(tokens, top_k, experts, device=device, dtype=dtype)
+        plan = dataclasses.replace(plan, kept=None)
+        return Sample("bench", (randn(tokens * top_k, size, device=device, dtype=dtype), plan))
+
+    # The rows are read and the tokens written; the backward reads both and writes the rows.
+    return BenchCase(
+        label=f"{tokens}x{size}, {top_k} of {experts}",
+        make=make,
+        bytes_forward=lambda dtype: (1 + top_k) * tokens * size * dtype.itemsize,
+        bytes_backward=lambda dtype: (1 + 2 * top_k) * tokens * size * dtype.itemsize,
+        headline=top_k == 8,
+    )
+
+
+SPEC = Spec(
+    name="moe_unpermute",
+    op=moe_unpermute,
+    eager=_eager,
+    samples=_samples,
+    bad_inputs=_bad_inputs,
+    bench_cases=(_case(4096, 1024, 8, 64), _case(4096, 2048, 2, 8), _case(256, 1024, 8, 64)),
+    summary="the experts' rows back to their tokens: weighted sum in slot order",
+    autocast="keep",
+    rows_are_independent=False,
+    limits=("On CUDA a plan whose positions are no rows is not reported.",),
+)
