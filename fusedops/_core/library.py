@@ -154,6 +154,8 @@ def _check_names(op: str, schema: _Schema, gradient: Gradient) -> None:
         ("inputs", gradient.inputs, schema.tensors),
         ("outputs", gradient.outputs, returns),
         ("saves", gradient.saves, [*schema.tensors, *returns]),
+        ("saved_for", tuple(gradient.saved_for), gradient.saves),
+        ("saved_for", tuple(gradient.saved_for.values()), gradient.inputs),
     ):
         for name in names:
             checks.choice(f"define_op({op!r})", f"each of Gradient.{attribute}", name, known)

@@ -20,6 +20,7 @@ from fusedops.ops.linear_glu import linear_glu
 from fusedops.ops.mlp import mlp
 from fusedops.ops.moe_pack import moe_pack
 from fusedops.ops.moe_permute import moe_permute
+from fusedops.ops.moe_relayout import moe_relayout
 from fusedops.ops.moe_sort import moe_sort
 from fusedops.ops.moe_unpack import moe_unpack
 from fusedops.ops.moe_unpermute import moe_unpermute
@@ -50,6 +51,7 @@ __all__ = [
     "mlp",
     "moe_pack",
     "moe_permute",
+    "moe_relayout",
     "moe_sort",
     "moe_unpack",
     "moe_unpermute",

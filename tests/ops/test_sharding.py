@@ -148,7 +148,7 @@ def test_baddbmm_shards_batch_heads_and_columns_without_communication() -> None:
 
 def _moe_worker(rank: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
     mesh = init_device_mesh("cpu", (WORLD,))
     for name in ("moe_permute", "moe_unpermute"):
@@ -158,6 +158,16 @@ def _moe_worker(rank: int) -> None:
             if rows >= WORLD and columns >= WORLD and columns % WORLD == 0:
                 _check(spec, sample, mesh, {(rows, columns): Shard(1)}, Shard(1))
             _check(spec, sample, mesh, {}, Replicate())
+
+    gathered = torch.ops.fusedops.moe_relayout.default
+    wide = torch.randn(6, 8)
+    index, inverse = torch.tensor([[3, -1, 5], [-1, -1, -1]]).int().flatten(), torch.arange(6).int()
+    whole = gathered(wide, index, inverse)
+    for placement in (Shard(1), Replicate()):
+        placed_wide = distribute_tensor(wide, mesh, [placement])
+        maps = [distribute_tensor(each, mesh, [Replicate()]) for each in (index, inverse)]
+        moved = gathered(placed_wide, *maps)
+        assert moved.placements == (placement,) and torch.equal(moved.full_tensor(), whole)
 
     # Parts of the experts' results, as tensor parallel experts give them, are combined as parts.
     spec = all_specs()["moe_unpermute"]

@@ -1,0 +1,151 @@
+"""Description of moe_relayout."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from fusedops.ops import RoutingPlan, moe_relayout
+from fusedops.ops.moe_relayout import LAYOUTS
+from fusedops.specs import _routing
+from fusedops.specs.make import randn
+from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec
+
+
+def _eager(
+    input: torch.Tensor,
+    plan: RoutingPlan,
+    source: str,
+    target: str,
+    *,
+    capacity: int | None = None,
+) -> torch.Tensor:
+    # By slots: where each slot's row stands in either layout, then a gather and a scatter.
+    size = plan.capacity if capacity is None else capacity
+    kept = plan.positions.flatten() < plan.offsets[-1]
+    ids = torch.where(kept, plan.expert_ids.flatten(), plan.num_experts).long()
+
+    def places(layout: str) -> torch.Tensor:
+        row = plan.positions.flatten().long()
+        if layout == "k_major":
+            by_choice = ids.view(plan.positions.shape).t().flatten()
+            order = torch.argsort(torch.argsort(by_choice, stable=True))
+            row = order.view(plan.top_k, plan.num_tokens).t().flatten()
+        elif layout == "capacity":
+            assert size is not None
+            begin = torch.nn.functional.pad(plan.offsets - plan.tokens_per_expert, (0, 1))
+            within = row - begin[ids]
+            row = torch.where(within < size, ids * size + within, -1)
+        return torch.where(kept, row, -1)
+
+    rows = input.flatten(0, 1) if source == "capacity" else input
+    num_rows = plan.num_experts * (size or 0) if target == "capacity" else plan.positions.numel()
+    output = input.new_zeros(num_rows + 1, input.shape[-1])
+    taken, put = places(source), places(target)
+    moved = (taken >= 0) & (put >= 0)
+    output = output.index_put((torch.where(moved, put, num_rows)[moved],), rows[taken[moved]])
+    output = output[:num_rows]
+    if target == "capacity":
+        return output.unflatten(0, (plan.num_experts, size or 0))
+    return output
+
+
+def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
+    options: dict[str, Any] = {"device": device, "dtype": dtype, "grad": False}
+
+    def call(
+        name: str, size: int, plan: RoutingPlan, source: str, target: str, capacity: int = 5
+    ) -> Sample:
+        rows: tuple[int, ...] = (plan.positions.numel(),)
+        if source == "capacity":
+            rows = (plan.num_experts, capacity)
+        x = randn(*rows, size, device=device, dtype=dtype)
+        chosen = {"capacity": capacity} if "capacity" in (source, target) else {}
+        return Sample(name, (x, plan, source, target), chosen)
+
+    plans = {
+        pattern: _routing.plan(5, 3, 7, pattern=pattern, **options) for pattern in _routing.PATTERNS
+    }
+    whole = _routing.plan(12, 2, 4, **options)
+    pairs = [(source, target) for source in LAYOUTS for target in LAYOUTS]
+    padded = dataclasses.replace(whole, capacity=7)
+    return [
+        call("capacity", 8, whole, "token_major", "capacity"),
+        *(call("_".join(pair), 8, plans["dropped"], *pair) for pair in pairs),
+        *(call(name, 8, plan, "token_major", "capacity") for name, plan in plans.items()),
+        *(call(f"{name}_back", 8, plan, "capacity", "k_major") for name, plan in plans.items()),
+        Sample("plans_capacity", (randn(24, 8, device=device, dtype=dtype), padded, *pairs[2])),
+        call("odd_size", 37, whole, "token_major", "capacity"),
+        call("long_rows", 1100, _routing.plan(3, 2, 2, **options), "token_major", "k_major"),
+        call("one", 1, _routing.plan(1, 1, 1, **options), "token_major", "capacity", 1),
+        call("no_capacity", 8, whole, "token_major", "capacity", 0),
+        call("back_from_none", 8, whole, "capacity", "token_major", 0),
+        call("no_tokens", 8, _routing.plan(0, 2, 4, **options), "token_major", "k_major"),
+        call("padding_only", 8, _routing.plan(0, 2, 4, **options), "token_major", "capacity"),
+        call("no_columns", 0, whole, "token_major", "k_major"),
+    ]
+
+
+def _bad_inputs(device: torch.device) -> list[BadInput]:
+    options: dict[str, Any] = {"device": device, "dtype": torch.float32}
+    plan = _routing.plan(4, 2, 3, **options)
+    rows, padded = torch.randn(8, 8, device=device), torch.randn(3, 5, 8, device=device)
+
+    def bad(
+        name: str, *args: Any, mentions: tuple[str, ...], error: Any = ValueError, **kwargs: Any
+    ) -> BadInput:
+        return BadInput(name, args, kwargs, error, mentions)
+
+    major = ("token_major", "k_major")
+    pad, back = ("token_major", "capacity"), ("capacity", "token_major")
+    return [
+        bad("layout", rows, plan, "token", "k_major", mentions=("source", "token_major")),
+        bad("target", rows, plan, "k_major", "kmajor", mentions=("target", "k_major")),
+        bad("rows", rows[1:], plan, *major, mentions=("input", "8 rows")),
+        bad("no_plan", rows, rows, *major, error=TypeError, mentions=("plan", "RoutingPlan")),
+        bad("missing", rows, plan, *pad, mentions=("capacity", "given")),
+        bad("negative", rows, plan, *pad, capacity=-1, mentions=("capacity", "-1")),
+        bad("float", rows, plan, *pad, capacity=1.5, error=TypeError, mentions=("capacity",)),
+        bad("padded", padded, plan, *back, capacity=4, mentions=("input", "[3, 4, hidden]")),
+        bad("flat", rows, plan, *back, capacity=4, mentions=("input", "[3, 4, hidden]")),
+        bad("list", [1.0], plan, *back, capacity=4, error=TypeError, mentions=("input", "list")),
+    ]
+
+
+def _case(tokens: int, size: int, top_k: int, experts: int, target: str) -> BenchCase:
+    slots = tokens * top_k
+    capacity = slots // experts * 5 // 4
+
+    def make(device: torch.device, dtype: torch.dtype) -> Sample:
+        plan = _routing.plan(tokens, top_k, experts, device=device, dtype=dtype, grad=False)
+        chosen = {"capacity": capacity} if target == "capacity" else {}
+        x = randn(slots, size, device=device, dtype=dtype)
+        return Sample("bench", (x, plan, "token_major", target), chosen)
+
+    rows = slots + (experts * capacity if target == "capacity" else slots)
+    return BenchCase(
+        label=f"{tokens}x{size}, {top_k} of {experts}, {target}",
+        make=make,
+        bytes_forward=lambda dtype: rows * size * dtype.itemsize,
+        bytes_backward=lambda dtype: rows * size * dtype.itemsize,
+        headline=target == "capacity",
+    )
+
+
+SPEC = Spec(
+    name="moe_relayout",
+    op=moe_relayout,
+    eager=_eager,
+    samples=_samples,
+    bad_inputs=_bad_inputs,
+    bench_cases=(
+        _case(4096, 1024, 2, 8, "capacity"),
+        _case(4096, 1024, 2, 8, "k_major"),
+        _case(256, 1024, 2, 8, "capacity"),
+    ),
+    summary="the experts' rows in another layout: token-major, k-major, padded to a capacity",
+    autocast="keep",
+    rows_are_independent=False,
+)
