@@ -26,9 +26,9 @@ class RoutingPlan:
     ``T`` tokens choose ``k`` experts each of ``E``; choice ``j`` of token ``t`` is slot
     ``t * k + j``. Immutable, and a pytree of its tensors: it goes through ``torch.compile``,
     checkpointing and ``tree_map`` (``tree_map(lambda t: t.to(device), plan)``). Nothing here waits
-    for the device.
+    for the device. The constructor believes what it is given; ``from_choices`` checks.
 
-    Attributes:
+    Args:
         expert_ids: ``[T, k]`` int32; ``E`` is nobody's (dropped).
         probs: ``[T, k]`` float32 (float64 for float64), differentiable; 0 where dropped.
         permutation: ``[T * k]`` int32, the slot of each row. Rows are sorted by expert and, within
@@ -42,6 +42,9 @@ class RoutingPlan:
         kept: ``[T, k]`` bool, or ``None`` where nothing can be dropped.
         num_experts: ``E``.
         capacity: rows per expert in the padded layout, or ``None``.
+
+    Raises:
+        dataclasses.FrozenInstanceError: an attribute is assigned.
 
     Example:
         >>> import torch, fusedops

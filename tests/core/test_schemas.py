@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import fusedops  # noqa: F401 registers the ops
-from fusedops._core import backends
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 FILES = {"cpu": CSRC / "schemas.cpp", "cuda": CSRC / "cuda" / "schemas.cpp"}
@@ -57,7 +56,7 @@ def test_every_kernel_has_a_schema_line(device: str) -> None:
 def test_schema_lines_are_those_of_the_ops(device: str) -> None:
     for name, line in _lines(device).items():
         forward = name.removesuffix("_backward")
-        assert forward in backends.op_names(), f"no define_op for {forward!r}"
+        assert hasattr(torch.ops.fusedops, forward), f"no define_op for {forward!r}"
         op = getattr(torch.ops.fusedops, name, None)
         assert op is not None, f"define_op of {forward!r} was given no Gradient"
         schema = op.default._schema
