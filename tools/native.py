@@ -262,23 +262,28 @@ def sources(name: str = "cpu") -> list[Path]:
     return found
 
 
+def sources_digest() -> str:
+    """Return what identifies the sources as they are now; fusedops/_core/extension.py asks too."""
+    digest = hashlib.sha256()
+    for path in [Path(__file__), *sorted(CSRC.rglob("*"))]:
+        if path.is_file():
+            digest.update(str(path.name).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
 def stamp(name: str = "cpu") -> dict[str, str]:
     """Return what identifies a build of the sources as they are now: torch, flags and sources.
 
     ``isas`` is a list with blanks: the instruction sets in it.
     """
     torch = find_torch()
-    digest = hashlib.sha256()
-    for path in [Path(__file__), *sorted(CSRC.rglob("*"))]:
-        if path.is_file():
-            digest.update(str(path.name).encode() + b"\0" + path.read_bytes())
     return {
         "library": name,
         "torch": torch.version,
         "cuda": torch.cuda or "",
         "machine": platform.machine(),
         "flags": " ".join([os.environ.get("CXX", ""), os.environ.get("CXXFLAGS", "")]).strip(),
-        "sources": digest.hexdigest(),
+        "sources": sources_digest(),
         "isas": " ".join(isa_variants()) if name == "cpu" else "",
     }
 

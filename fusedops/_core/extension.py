@@ -9,8 +9,10 @@ installs for each op.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
 import logging
+import sys
 from pathlib import Path
 
 import torch
@@ -74,7 +76,35 @@ def _load(file_name: str) -> str | None:
         reason = f"{path} does not load with torch {torch.__version__} ({error}): {HOW_TO_BUILD}"
         _LOG.warning(reason)
         return reason
+    if _is_stale(path, stamp):
+        _LOG.warning(
+            "%s was built from other sources than those in csrc: what they added or changed since "
+            "runs on the reference or as it was; %s",
+            path,
+            HOW_TO_BUILD,
+        )
     return None
+
+
+def _is_stale(path: Path, stamp: dict[str, str]) -> bool:
+    """Return whether a library in a checkout was built from other sources than are there now.
+
+    Sources that are older than the library are not read: a look at their times takes 1 ms.
+    """
+    root = Path(__file__).resolve().parents[2]
+    tool = root / "tools" / "native.py"
+    if "sources" not in stamp or not tool.exists():
+        return False  # an installed package: no sources
+    built = path.stat().st_mtime
+    files = [tool, *(root / "csrc").rglob("*")]
+    if all(file.stat().st_mtime <= built for file in files):
+        return False
+    spec = importlib.util.spec_from_file_location("_fusedops_native_build", tool)
+    assert spec is not None and spec.loader is not None
+    native = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = native  # its dataclasses look themselves up there
+    spec.loader.exec_module(native)
+    return bool(native.sources_digest() != stamp["sources"])
 
 
 def _instruction_sets_missing(built: str) -> str | None:

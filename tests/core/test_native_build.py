@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import native
 import pytest
+
+from fusedops._core import extension
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="no compiler"),
@@ -227,3 +231,17 @@ def test_installation_without_compiler_succeeds_with_a_note(tmp_path: Path) -> N
     assert done.returncode == 0
     assert "the compiled kernels were not built" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_library_of_other_sources_is_told(tmp_path: Path) -> None:
+    library = tmp_path / "libfusedops_cpu.so"
+    library.touch()
+    current = native.sources_digest()
+    told = [
+        extension._is_stale(library, {"sources": sources})
+        for built in (0, time.time() + 60)
+        for sources in ("other", current)
+        if os.utime(library, (built, built)) is None
+    ]
+    assert told == [True, False, False, False]
+    assert not extension._is_stale(library, {})
