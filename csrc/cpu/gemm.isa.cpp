@@ -27,6 +27,7 @@
 #include <ATen/Parallel.h>
 
 #include "../common/parallel.h"
+#include "gemm_direct.h"
 #include "gemm_kernel.h"
 #include "gemm_pack.h"
 #include "workspace.h"
@@ -40,68 +41,10 @@ constexpr int64_t kPrivateBytes = int64_t{512} << 10;  // packed A of one thread
 constexpr int64_t kMaxTiles = 8;                       // tiles of C in L1
 constexpr int64_t kFewRows = 4 * kTileRows;            // up to here B is not packed ahead
 constexpr int64_t kFewTerms = 4;                       // up to here along k nothing is packed
-constexpr int kDirectVectors = 8;                      // accumulators of a product without packing
 constexpr int64_t kBlockBytes = int64_t{256} << 10;    // packed A that meets B at a time in a batch
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
-}
-
-// out[j] = sum over k of a[k * a_step] * b[k * b_step + j] for kVectors vectors of j, in the order
-// of the packed kernel: chains of kBlockSteps from zero, added in order.
-template <typename A, int kVectors>
-inline void multiply_row(int64_t count, const A* a, int64_t a_step, const A* b, int64_t b_step,
-                         A* out) {
-  using V = typename Lanes<A>::type;
-  constexpr int W = kLanes<A>;
-  const int64_t ahead = count > 16 ? 16 * b_step : 0;
-  for (int64_t first = 0; first < count; first += kBlockSteps) {
-    V sum[kVectors];
-    for (int j = 0; j < kVectors; ++j) sum[j] = V{};
-    for (int64_t k = first; k < std::min(count, first + kBlockSteps); ++k) {
-      const V factor = a[k * a_step] - V{};
-      const A* line = b + k * b_step;
-#pragma GCC unroll 8
-      for (int j = 0; j < kVectors; ++j) {
-        sum[j] += factor * *reinterpret_cast<const V*>(line + j * W);
-        __builtin_prefetch(line + ahead + j * W);
-      }
-    }
-    for (int j = 0; j < kVectors; ++j) {
-      V* to = reinterpret_cast<V*>(out + j * W);
-      *to = first > 0 ? *to + sum[j] : sum[j];
-    }
-  }
-}
-
-// The same for any number of columns.
-template <typename A>
-inline void multiply_row(int64_t count, const A* a, int64_t a_step, const A* b, int64_t b_step,
-                         int64_t columns, A* out) {
-  constexpr int W = kLanes<A>;
-  int64_t c = 0;
-  for (; c + kDirectVectors * W <= columns; c += kDirectVectors * W) {
-    multiply_row<A, kDirectVectors>(count, a, a_step, b + c, b_step, out + c);
-  }
-  for (; c + W <= columns; c += W) {
-    multiply_row<A, 1>(count, a, a_step, b + c, b_step, out + c);
-  }
-  if (c == columns) return;
-  // A vector here as well: the compiler would not contract a scalar loop to multiply-adds.
-  using V = typename Lanes<A>::type;
-  const size_t bytes = (columns - c) * sizeof(A);
-  V total{};
-  for (int64_t first = 0; first < count; first += kBlockSteps) {
-    V sum{};
-    for (int64_t k = first; k < std::min(count, first + kBlockSteps); ++k) {
-      V line{};
-      std::memcpy(&line, b + k * b_step + c, bytes);
-      const V factor = a[k * a_step] - V{};
-      sum += factor * line;
-    }
-    total = first > 0 ? total + sum : sum;
-  }
-  std::memcpy(out + c, &total, bytes);
 }
 
 template <typename Policy>
@@ -134,6 +77,10 @@ class Gemm {
       const bool short_sums = m_ == 1 || k_ <= kFewTerms;
       const bool plain = call_.b.column_stride == 1 && call_.b.columns == nullptr &&
                          call_.b.rows == nullptr && call_.a.columns == nullptr;
+      if (plain && call_.a.rows == nullptr && all_blocks_ == 1 && sides_ == 1 && m_ <= kRows &&
+          n_ <= kColumns && k_ <= kSmallSize) {
+        return run_small();
+      }
       if (short_sums && plain && all_blocks_ > 0 && sides_ == 1 && call_.num_further == 0) {
         return run_direct();
       }
@@ -200,17 +147,29 @@ class Gemm {
   bool is_first() const { return first_block_ == 0; }
   bool is_last() const { return first_block_ + blocks_ >= all_blocks_; }
 
-  // Tiles of rows [row, row + rows) and the columns of one panel, of both sides. a:
-  // [blocks][panels] panels; panel_of(side, block) gives the panel of B. tiles:
-  // [sides][rows][kColumns].
-  template <typename PanelOf>
-  void compute(int64_t row, int64_t rows, int64_t column, const Packed* a, Sum* tiles,
-               const PanelOf& panel_of) const {
+  // Tiles of rows [row, row + rows) and the columns of one panel, of both sides:
+  // [sides][rows][kColumns]. multiply(side, tiles) adds the blocks of one side, or is the first to
+  // write where is_first().
+  template <typename Multiply>
+  void compute(int64_t row, int64_t rows, int64_t column, Sum* tiles,
+               const Multiply& multiply) const {
     const int64_t panels = ceil_div(rows, kRows);
     const int64_t side_size = panels * kRows * kColumns;
     for (int side = 0; side < sides_; ++side) {
-      compute_side(side, row, rows, column, a, tiles + side * side_size,
-                   [&](int64_t block) { return panel_of(side, block); });
+      Sum* sums = tiles + side * side_size;
+      if (!is_first()) {
+        for_carried(side, row, rows, column, [&](Sum* carried, int64_t r, int64_t count) {
+          std::copy_n(carried, count, sums + r * kColumns);
+        });
+      } else if (blocks_ == 0) {
+        std::fill_n(sums, rows * kColumns, Sum(0));
+      }
+      multiply(side, sums);
+      if (!is_last()) {
+        for_carried(side, row, rows, column, [&](Sum* carried, int64_t r, int64_t count) {
+          std::copy_n(sums + r * kColumns, count, carried);
+        });
+      }
     }
     if (!is_last()) return;
     const int columns = static_cast<int>(std::min<int64_t>(kColumns, n_ - column));
@@ -224,40 +183,63 @@ class Gemm {
     }
   }
 
-  template <typename PanelOf>
-  void compute_side(int side, int64_t row, int64_t rows, int64_t column, const Packed* a,
-                    Sum* tiles, const PanelOf& panel_of) const {
-    const int64_t panels = ceil_div(rows, kRows);
-    const int columns = static_cast<int>(std::min<int64_t>(kColumns, n_ - column));
+  // Calls f(carried, r, count) for the carried sums of row r of a tile.
+  template <typename F>
+  void for_carried(int side, int64_t row, int64_t rows, int64_t column, const F& f) const {
     Sum* carried = carried_ + side * m_ * n_;
-    const auto rows_of = [&](int64_t p) {
-      return static_cast<int>(std::min<int64_t>(kRows, rows - p * kRows));
-    };
-    if (!is_first()) {
-      for (int64_t r = 0; r < rows; ++r) {
-        std::copy_n(carried + (row + r) * n_ + column, columns, tiles + r * kColumns);
-      }
-    } else if (blocks_ == 0) {
-      std::fill_n(tiles, rows * kColumns, Sum(0));
+    for (int64_t r = 0; r < rows; ++r) {
+      f(carried + (row + r) * n_ + column, r, std::min<int64_t>(kColumns, n_ - column));
     }
+  }
+
+  // Adds all blocks of packed rows, a: [blocks][panels] panels, times those of a packed panel of B,
+  // which panel_of(block) gives.
+  template <typename PanelOf>
+  void multiply_panels(int64_t rows, const Packed* a, Sum* tiles, const PanelOf& panel_of) const {
+    const int64_t panels = ceil_div(rows, kRows);
     for (int64_t block = 0; block < blocks_; ++block) {
       const Packed* b = panel_of(block);
+      const int64_t steps = steps_in(block);
       for (int64_t p = 0; p < panels; ++p) {
+        const int here = static_cast<int>(std::min<int64_t>(kRows, rows - p * kRows));
         const Packed* rows_of_a = a + (block * panels + p) * kPanelA;
         // What comes from the shared cache next: the panel of B after this one, of which half is
         // fetched by each tile, or in a batch the next rows of A.
         const char* ahead = reinterpret_cast<const char*>(rows_of_a + kPanelA);
-        if (!in_batch_) {
-          ahead = reinterpret_cast<const char*>(b + kPanelB) + p % 2 * steps_in(block) * 64;
-        }
-        run_kernel<Policy>(rows_of(p), steps_in(block), rows_of_a, b, tiles + p * kRows * kColumns,
+        if (!in_batch_) ahead = reinterpret_cast<const char*>(b + kPanelB) + p % 2 * steps * 64;
+        run_kernel<Policy>(here, steps, rows_of_a, b, tiles + p * kRows * kColumns,
                            block > 0 || !is_first(), ahead);
       }
     }
-    if (is_last()) return;
-    for (int64_t r = 0; r < rows; ++r) {
-      std::copy_n(tiles + r * kColumns, columns, carried + (row + r) * n_ + column);
+  }
+
+  // The same of compact rows (gemm_direct.h) and columns of B that lie along the sum.
+  void multiply_in_place(int side, int64_t column, const Packed* a, Sum* tiles) const {
+    // One row takes all columns of a tile at once, others a vector of them after the other.
+    constexpr int64_t n = kLanes<Sum>;
+    const int rows = padded_rows(m_);
+    const int64_t together = m_ == 1 ? kColumns : n, end = std::min(column + kColumns, n_);
+    for (int64_t c = column; c < end; c += together) {
+      const auto lines = static_cast<int>(std::min(together, end - c));
+      Ahead ahead(columns_of_b(stretch(0).product, side), c + lines, k_);
+      for (int64_t block = 0; block < blocks_; ++block) {
+        const Stretch part = stretch(block);
+        const Lines<T> b = columns_of_b(part.product, side);
+        multiply_lines<Policy>(rows, {b.at(c, part.k), b.line_stride, 1}, lines, part.count,
+                               a + block * kBlockSteps * rows, tiles + (c - column),
+                               block > 0 || !is_first(), ahead);
+      }
     }
+  }
+
+  // Whether all of B lies along the sum.
+  bool lies_along_sum() const {
+    const auto along = [](const Matrix& b) {
+      return b.row_stride == 1 && b.rows == nullptr && b.columns == nullptr;
+    };
+    bool all = along(call_.b) && (sides_ == 1 || along(*call_.beside));
+    for (int64_t i = 0; i < call_.num_further; ++i) all &= along(call_.further[i].b);
+    return all;
   }
 
   // Packs `rows` rows of A into this thread's buffer: [blocks][panels][steps][kRows].
@@ -284,7 +266,9 @@ class Gemm {
   }
 
   void run_few_rows() const {
-    const Packed* a = pack_rows(0, m_);
+    Packed* a = pack_rows(0, m_);
+    const bool in_place = m_ <= kMaxLinesRows && blocks_ > 0 && lies_along_sum();
+    if (in_place) compact_rows<kPanelA>(a, blocks_, padded_rows(m_));
     const int64_t panels = ceil_div(n_, kColumns);
     const int64_t together = panels_per_task();
     share_tasks(ceil_div(panels, together), [&](const auto& next) {
@@ -292,14 +276,28 @@ class Gemm {
       auto* panel = static_cast<Packed*>(workspace(Workspace::panel_b, kPanelB * sizeof(Packed)));
       for (int64_t task; (task = next()) >= 0;) {
         for (int64_t p = task * together; p < std::min(panels, (task + 1) * together); ++p) {
-          const int64_t columns = std::min<int64_t>(kColumns, n_ - p * kColumns);
-          compute(0, m_, p * kColumns, a, tiles, [&](int side, int64_t block) {
-            pack_columns_of_b(side, p * kColumns, columns, block, panel, kPanelB);
-            return panel;
+          const int64_t column = p * kColumns;
+          compute(0, m_, column, tiles, [&](int side, Sum* to) {
+            if (in_place) return multiply_in_place(side, column, a, to);
+            multiply_panels(m_, a, to, [&](int64_t block) {
+              pack_columns_of_b(side, column, std::min<int64_t>(kColumns, n_ - column), block,
+                                panel, kPanelB);
+              return panel;
+            });
           });
         }
       }
     });
+  }
+
+  // A product of one tile: thousands of them make a batch, so that every step counts.
+  void run_small() const {
+    const Lines<T> a = rows_of_a(0), b = columns_of_b(0, 0);
+    alignas(64) Sum sums[kRows * kColumns];
+    multiply_small<Sum>(m_, n_, k_, a.data, a.line_stride, a.k_stride, b.data, b.k_stride, sums,
+                        kColumns);
+    call_.store(call_.context,
+                {0, 0, static_cast<int>(m_), static_cast<int>(n_), sums, nullptr, kColumns});
   }
 
   // Tiles are wide, so that the output is written in long pieces of rows.
@@ -392,8 +390,10 @@ class Gemm {
         const Packed* a = pack_rows(row, rows);
         const int64_t from = task / row_blocks * part;
         for (int64_t p = from; p < std::min(from + part, count); ++p) {
-          compute(row, rows, (first + p) * kColumns, a, tiles, [&](int side, int64_t k_block) {
-            return b + ((p * sides_ + side) * blocks_ + k_block) * kPanelB;
+          compute(row, rows, (first + p) * kColumns, tiles, [&](int side, Sum* to) {
+            multiply_panels(rows, a, to, [&](int64_t k_block) {
+              return b + ((p * sides_ + side) * blocks_ + k_block) * kPanelB;
+            });
           });
         }
       }
@@ -545,10 +545,12 @@ class Batch {
     for (int64_t row = 0; row < piece.rows; row += piece.height) {
       const int64_t rows = std::min(piece.height, piece.rows - row);
       for (int64_t p = 0; p < panels; ++p) {
-        product.compute(piece.row + row, rows, column + p * Product::kColumns,
-                        a + piece.place_of(row / piece.height), tiles,
-                        [&](int side, int64_t block) {
-                          return b + p * panel_size + (side * blocks + block) * Product::kPanelB;
+        const Packed* rows_of_a = a + piece.place_of(row / piece.height);
+        product.compute(piece.row + row, rows, column + p * Product::kColumns, tiles,
+                        [&](int side, auto* to) {
+                          product.multiply_panels(rows, rows_of_a, to, [&](int64_t block) {
+                            return b + p * panel_size + (side * blocks + block) * Product::kPanelB;
+                          });
                         });
       }
     }

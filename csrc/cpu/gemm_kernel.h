@@ -150,6 +150,11 @@ struct Widened {
   using Packed = Sum;
   static constexpr int kPair = 1;
   static Packed pack(T value) { return static_cast<Packed>(value); }
+  // sum + row * column: the kernel's step.
+  template <typename V>
+  static V multiply_add(const V& sum, Packed row, const V& column) {
+    return sum + (row - V{}) * column;
+  }
   template <int kRows>
   static constexpr auto kernel = multiply_tile<Sum, kRows>;
 };
@@ -160,6 +165,12 @@ struct Bf16Dot {
   using Sum = float;
   using Packed = Bf16Pair;
   static constexpr int kPair = 2;
+  // As assembly, because what calls it is compiled for processors without the instruction too.
+  template <typename S, typename V>
+  static S multiply_add(S sum, const Packed& row, const V& column) {
+    asm("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(column), "m"(row));
+    return sum;
+  }
   template <int kRows>
   static constexpr auto kernel = multiply_tile_pairs<kRows>;
 };

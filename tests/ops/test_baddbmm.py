@@ -86,6 +86,21 @@ def test_a_matrix_has_the_same_bits_in_every_batch(dtype: torch.dtype) -> None:
         assert torch.equal(row, whole[index, 3:4])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("sizes", [(8, 8, 8), (5, 31, 17), (14, 32, 32), (1, 3, 1)])
+def test_small_matrices_have_the_bits_of_blocks(
+    dtype: torch.dtype, sizes: tuple[int, int, int]
+) -> None:
+    """A product of one tile is not packed; as rows and columns of a larger one it is."""
+    rows, depth, columns = sizes
+    addend, a = torch.randn(2, 60, 90).to(dtype), torch.randn(2, 60, depth).to(dtype)
+    for b in (torch.randn(2, depth, 90), torch.randn(2, 90, depth).mT):
+        b = b.to(dtype)
+        whole = fusedops.baddbmm(addend, a, b, beta=0.5)[:, :rows, :columns]
+        part = fusedops.baddbmm(addend[:, :rows, :columns], a[:, :rows], b[..., :columns], beta=0.5)
+        assert torch.equal(part, whole)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_same_bits_for_any_number_of_threads(dtype: torch.dtype) -> None:
     shapes = ((3, 1, 130), (2, 3, 200, 64), (3, 64, 130))

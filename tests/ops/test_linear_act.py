@@ -105,6 +105,18 @@ def test_a_row_has_the_same_bits_in_every_batch(dtype: torch.dtype) -> None:
         assert torch.equal(fusedops.linear_act(x[:count], weight), whole[:count])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("features", [1, 17, 399, 1601, 12503])
+def test_few_rows_without_packing_have_the_bits_of_many(dtype: torch.dtype, features: int) -> None:
+    """Blocks, what is left of one, and sums that are carried; lines that are no whole vectors."""
+    x = torch.randn(9, features).to(dtype)
+    weight = torch.randn(71, features + 2).to(dtype)[:, 1 : features + 1]
+    whole = fusedops.linear_act(x, weight, activation="identity")
+    for count in range(1, 9):
+        part = fusedops.linear_act(x[:count], weight, activation="identity")
+        assert torch.equal(part, whole[:count]), f"{count} rows"
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_same_bits_for_any_number_of_threads(dtype: torch.dtype) -> None:
     leaves = [

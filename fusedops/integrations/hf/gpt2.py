@@ -22,7 +22,7 @@ from fusedops.integrations.hf.residual import (
     unknown_forward,
 )
 from fusedops.integrations.hf.rules import Rule, global_hooks, runs_here
-from fusedops.integrations.hf.torch_modules import enough_rows
+from fusedops.integrations.hf.torch_modules import MIN_CONV1D_ROWS, enough_rows
 from fusedops.integrations.hf.transformers_modules import (
     activation_name,
     activation_obstacle,
@@ -39,7 +39,7 @@ class GPT2MLP(modeling_gpt2.GPT2MLP):
         """Return the dropped-out output of the layer."""
         if (
             not runs_here(hidden_states)
-            or not enough_rows(hidden_states)
+            or not enough_rows(hidden_states, MIN_CONV1D_ROWS)
             or mlp_obstacle(self) is not None
         ):
             return super().forward(hidden_states)

@@ -15,7 +15,7 @@ from transformers import activations, pytorch_utils
 
 from fusedops.integrations.hf import torch_modules
 from fusedops.integrations.hf.rules import Rule, bypass_obstacle, plain_weight, runs_here
-from fusedops.integrations.hf.torch_modules import MIN_ROWS, pays
+from fusedops.integrations.hf.torch_modules import MIN_CONV1D_ROWS, pays
 from fusedops.ops.gelu import gelu
 from fusedops.ops.linear_act import linear_act
 
@@ -104,7 +104,7 @@ class Conv1D(pytorch_utils.Conv1D):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x @ weight + bias``."""
-        if not pays(x) or not plain_weight(self.weight):
+        if not pays(x, MIN_CONV1D_ROWS) or not plain_weight(self.weight):
             return super().forward(x)
         return linear_act(x, self.weight.t(), self.bias, activation="identity")
 
@@ -127,7 +127,7 @@ def _conv1d_plain(module: Any) -> str | None:
 
 
 def _probe_conv1d(module: Any) -> None:
-    Conv1D.forward(module, module.weight.new_zeros(MIN_ROWS, module.weight.shape[0]))
+    Conv1D.forward(module, module.weight.new_zeros(MIN_CONV1D_ROWS, module.weight.shape[0]))
 
 
 RULES = (

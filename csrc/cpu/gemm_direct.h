@@ -1,0 +1,236 @@
+// Products that are limited by reading B: they read it where it lies, without packing it. Every
+// element is the chain of multiply-adds of the packed kernel (gemm_kernel.h), so it has the same
+// bits.
+//
+// B along the columns: a row of C is a sum of rows of B (multiply_row, and multiply_small for a
+// product of one tile). B along the sum, as the
+// weights of a linear layer lie: blocks of it are transposed in registers and used there by a few
+// rows (multiply_lines). On Zen 4 that takes 48 shuffles for 16 x 16 elements, which is about the
+// time that they take from the shared cache; packing, which also writes and reads them, took twice
+// as long as the product.
+//
+// Include from *.isa.cpp only.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#include "gemm_kernel.h"
+#include "gemm_pack.h"
+
+namespace fusedops::CPU_CAPABILITY {
+namespace {
+
+constexpr int kDirectVectors = 8;     // accumulators of multiply_row
+constexpr int64_t kMaxLinesRows = 8;  // rows of multiply_lines, with kLanes transposed vectors
+
+// out[j] = sum over k of a[k * a_step] * b[k * b_step + j] for kVectors vectors of j, in the order
+// of the packed kernel: chains of kBlockSteps from zero, added in order.
+template <typename A, int kVectors>
+inline void multiply_row(int64_t count, const A* a, int64_t a_step, const A* b, int64_t b_step,
+                         A* out) {
+  using V = typename Lanes<A>::type;
+  constexpr int W = kLanes<A>;
+  const int64_t ahead = count > 16 ? 16 * b_step : 0;
+  for (int64_t first = 0; first < count; first += kBlockSteps) {
+    V sum[kVectors];
+    for (int j = 0; j < kVectors; ++j) sum[j] = V{};
+    for (int64_t k = first; k < std::min(count, first + kBlockSteps); ++k) {
+      const V factor = a[k * a_step] - V{};
+      const A* line = b + k * b_step;
+#pragma GCC unroll 8
+      for (int j = 0; j < kVectors; ++j) {
+        sum[j] += factor * *reinterpret_cast<const V*>(line + j * W);
+        __builtin_prefetch(line + ahead + j * W);
+      }
+    }
+    for (int j = 0; j < kVectors; ++j) {
+      V* to = reinterpret_cast<V*>(out + j * W);
+      *to = first > 0 ? *to + sum[j] : sum[j];
+    }
+  }
+}
+
+// The same for any number of columns.
+template <typename A>
+inline void multiply_row(int64_t count, const A* a, int64_t a_step, const A* b, int64_t b_step,
+                         int64_t columns, A* out) {
+  constexpr int W = kLanes<A>;
+  int64_t c = 0;
+  for (; c + kDirectVectors * W <= columns; c += kDirectVectors * W) {
+    multiply_row<A, kDirectVectors>(count, a, a_step, b + c, b_step, out + c);
+  }
+  for (; c + W <= columns; c += W) {
+    multiply_row<A, 1>(count, a, a_step, b + c, b_step, out + c);
+  }
+  if (c == columns) return;
+  // A vector here as well: the compiler would not contract a scalar loop to multiply-adds.
+  using V = typename Lanes<A>::type;
+  const size_t bytes = (columns - c) * sizeof(A);
+  V total{};
+  for (int64_t first = 0; first < count; first += kBlockSteps) {
+    V sum{};
+    for (int64_t k = first; k < std::min(count, first + kBlockSteps); ++k) {
+      V line{};
+      std::memcpy(&line, b + k * b_step + c, bytes);
+      const V factor = a[k * a_step] - V{};
+      sum += factor * line;
+    }
+    total = first > 0 ? total + sum : sum;
+  }
+  std::memcpy(out + c, &total, bytes);
+}
+
+// The most that multiply_small takes: a tile of C whose operands are in L1 as they lie.
+constexpr int64_t kSmallSize = 32;
+
+// out[i][j] = sum over k of a[i * a_row + k * a_step] * b[k * b_step + j], kRows rows at a time,
+// for at most one block of k. Packing such a product takes longer than the product.
+template <typename A, int kRows = 4>
+inline void multiply_small(int64_t rows, int64_t columns, int64_t count, const A* a, int64_t a_row,
+                           int64_t a_step, const A* b, int64_t b_step, A* out, int64_t out_stride) {
+  using V = Vec<A>;
+  for (; rows >= kRows; rows -= kRows, a += kRows * a_row, out += kRows * out_stride) {
+    for_each_vector<V::size()>(columns, [&](int64_t c, int64_t here, auto full) {
+      V sum[kRows];
+#pragma GCC unroll 4
+      for (int i = 0; i < kRows; ++i) sum[i] = V(A(0));
+      for (int64_t k = 0; k < count; ++k) {
+        const V line = load_vec(b + k * b_step + c, here, full);
+#pragma GCC unroll 4
+        for (int i = 0; i < kRows; ++i) {
+          sum[i] = at::vec::fmadd(V(a[i * a_row + k * a_step]), line, sum[i]);
+        }
+      }
+#pragma GCC unroll 4
+      for (int i = 0; i < kRows; ++i) store_vec(out + i * out_stride + c, sum[i], here, full);
+    });
+  }
+  if constexpr (kRows > 1) {
+    if (rows > 0) {
+      multiply_small<A, 1>(rows, columns, count, a, a_row, a_step, b, b_step, out, out_stride);
+    }
+  }
+}
+
+// Walks over lines of memory in the order of addresses, ahead of those who read them: sixteen lines
+// that are read side by side are too many streams for the hardware, one is not.
+class Ahead {
+ public:
+  template <typename T>
+  Ahead(const Lines<T>& lines, int64_t line, int64_t length)
+      : line_(reinterpret_cast<const char*>(lines.at(line, 0))),
+        stride_(lines.line_stride * static_cast<int64_t>(sizeof(T))),
+        length_(length * static_cast<int64_t>(sizeof(T))) {}
+
+  template <int kCount>
+  void fetch() {
+#pragma GCC unroll 16
+    for (int i = 0; i < kCount; ++i) __builtin_prefetch(line_ + at_ + i * 64, 0, 2);
+    at_ += kCount * 64;
+    if (at_ >= length_) {
+      at_ = 0;
+      line_ += stride_;
+    }
+  }
+
+ private:
+  const char* line_;
+  int64_t stride_, length_;
+  int64_t at_ = 0;
+};
+
+// tile (+)= a * b for a, [steps][kRows] (see compact_rows), and `lines` columns of
+// B that are contiguous along k; `count` elements along k, at most one block. tile:
+// [rows][kTileColumns]. kGroups vectors of columns take turns, because a single chain of
+// multiply-adds would wait for itself: lines <= kGroups * kLanes.
+template <typename Policy, int kRows, int kGroups>
+__attribute__((noinline)) void multiply_lines(const Lines<typename Policy::T>& source, int lines,
+                                              int64_t count, const typename Policy::Packed* a,
+                                              typename Policy::Sum* tile, bool accumulate,
+                                              Ahead& ahead) {
+  using T = typename Policy::T;
+  using S = typename Lanes<typename Policy::Sum>::type;
+  constexpr int n = kLanes<typename Policy::Sum>;
+  constexpr int64_t kBlock = Policy::kPair * n;
+  const T* begin[kGroups][n];
+  for (int i = 0; i < kGroups * n; ++i) begin[i / n][i % n] = source.at(std::min(i, lines - 1), 0);
+  S sum[kGroups][kRows];
+  for (int i = 0; i < kGroups * kRows; ++i) sum[i / kRows][i % kRows] = S{};
+  PackedLanes<Policy> v[n];
+  int64_t k = 0;
+  for (; k + kBlock <= count; k += kBlock) {
+#pragma GCC unroll 2
+    for (int group = 0; group < kGroups; ++group) {
+      ahead.fetch<n>();
+      load_transposed<Policy, n>(begin[group], k, v);
+#pragma GCC unroll 16
+      for (int step = 0; step < n; ++step) {
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) {
+          auto& to = sum[group][r];
+          to = Policy::multiply_add(to, a[step * kRows + r], v[step]);
+        }
+      }
+    }
+    a += n * kRows;
+  }
+  if (k < count) {
+    for (int group = 0; group < kGroups; ++group) {
+      T rest[n][kBlock] = {};
+      for (int i = 0; i < n; ++i) {
+        std::memcpy(rest[i], begin[group][i] + k, (count - k) * sizeof(T));
+        begin[group][i] = rest[i];
+      }
+      load_transposed<Policy, n>(begin[group], 0, v);
+      for (int step = 0; step * Policy::kPair < count - k; ++step) {
+        for (int r = 0; r < kRows; ++r) {
+          auto& to = sum[group][r];
+          to = Policy::multiply_add(to, a[step * kRows + r], v[step]);
+        }
+      }
+    }
+  }
+  for (int group = 0; group < kGroups; ++group) {
+    for (int r = 0; r < kRows; ++r) {
+      S* out = reinterpret_cast<S*>(tile + (r * kTileVectors + group) * n);
+      *out = accumulate ? *out + sum[group][r] : sum[group][r];
+    }
+  }
+}
+
+// The rows that multiply_lines computes for `rows`, 1 <= rows <= kMaxLinesRows.
+inline int padded_rows(int64_t rows) {
+  return rows <= 2 ? static_cast<int>(rows) : rows <= 4 ? 4 : 8;
+}
+
+// Turns `blocks` panels of A of kPanel elements, where rows beyond those of the matrix are zero,
+// into dense [steps][rows] that follow each other: so that a row of A stays in L1.
+template <int64_t kPanel, typename Packed>
+inline void compact_rows(Packed* a, int64_t blocks, int rows) {
+  for (int64_t block = 0; block < blocks; ++block) {
+    for (int64_t step = 0; step < kBlockSteps; ++step) {
+      const Packed* from = a + block * kPanel + step * kTileRows;
+      std::copy_n(from, rows, a + (block * kBlockSteps + step) * rows);
+    }
+  }
+}
+
+// The same for a number of rows that padded_rows gives; lines <= kLanes, with one row twice as
+// many.
+template <typename Policy>
+inline void multiply_lines(int rows, const Lines<typename Policy::T>& source, int lines,
+                           int64_t count, const typename Policy::Packed* a,
+                           typename Policy::Sum* tile, bool accumulate, Ahead& ahead) {
+  const bool two = lines > kLanes<typename Policy::Sum>;
+  const auto run = rows == 1 && two ? multiply_lines<Policy, 1, 2>
+                   : rows == 1      ? multiply_lines<Policy, 1, 1>
+                   : rows == 2      ? multiply_lines<Policy, 2, 1>
+                   : rows == 4      ? multiply_lines<Policy, 4, 1>
+                                    : multiply_lines<Policy, 8, 1>;
+  run(source, lines, count, a, tile, accumulate, ahead);
+}
+
+}  // namespace
+}  // namespace fusedops::CPU_CAPABILITY
