@@ -179,7 +179,7 @@ def _result_lines(spec: Spec, rows: list[dict[str, str]]) -> list[str]:
             ours = _trusted(by_key.get((case, direction, "fusedops")))
             compiled = _trusted(by_key.get((case, direction, "compile")))
             text = f"{float(ours['speedup']):.2f}" if ours else ""
-            if compiled:
+            if ours and compiled:
                 text += f" ({float(compiled['speedup']):.2f})"
             cells.append(text)
         if any(cells):
