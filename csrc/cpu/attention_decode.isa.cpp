@@ -4,13 +4,13 @@
 //
 // The keys of a sequence are cut into chunks of kChunk whatever the number of threads; each gives a
 // maximum, a sum and an output of its own, and these are joined in order.
-#include <vector>
 
 #include <ATen/Parallel.h>
 
 #include "../common/parallel.h"
 #include "attention.h"
 #include "attention_tile.h"
+#include "scratch.h"
 #include "workspace.h"
 
 namespace fusedops::CPU_CAPABILITY {
@@ -37,7 +37,7 @@ class FewQueries {
     if (rows_ == 0) return;
     const int64_t units = call_.sequence_count * call_.key_heads;
     // Per line (query of a head): maximum, sum, output.
-    std::vector<A> partials(units * chunks_ * lines_ * (stride_ + n));
+    Scratch<A> partials(units * chunks_ * lines_ * (stride_ + n));
     partials_ = partials.data();
     const int64_t tasks = units * chunks_;
     const double bytes = static_cast<double>(tasks) * kChunk * sizeof(T) *
@@ -209,7 +209,7 @@ class FewQueries {
       for (int64_t c = 0; c < chunks; ++c) top = std::max(top, partial(unit, c, line)[0]);
       const A origin = top == forbidden ? A(0) : top;
       A total = sink ? std::exp2(bond - origin) : A(0);
-      std::vector<A> sum(stride_, A(0));
+      Scratch<A> sum(stride_, A(0));
       for (int64_t c = 0; c < chunks; ++c) {
         const A* part = partial(unit, c, line);
         const A weight = std::exp2(part[0] - origin);

@@ -11,11 +11,10 @@
 // parameter gradients into a partial row that stays in L1, and the partial rows are added in order.
 #include "norm.h"
 
-#include <vector>
-
 #include "../common/parallel.h"
 #include "dropout.h"
 #include "norm_rows.h"
+#include "scratch.h"
 #include "vec.h"
 
 namespace fusedops::CPU_CAPABILITY {
@@ -63,7 +62,7 @@ void forward(const NormForward& a) {
   parallel_rows(a.rows, bytes, [&](int64_t begin, int64_t end) {
     const Parameter<A> weight(a.weight, a.parameter_dtype, columns, A(a.weight_offset), A(1)),
         bias(a.bias, a.parameter_dtype, columns, A(0), A(-0.0));
-    std::vector<A> scratch(columns);
+    Scratch<A> scratch(columns);
     for (int64_t row = begin; row < end; ++row) {
       const int64_t start = row * columns;
       const T* x = static_cast<const T*>(a.input) + start;
@@ -150,7 +149,7 @@ void backward(const NormBackward& a) {
   const int64_t bytes_per_chunk = 3 * columns * sizeof(T) * chunks.rows_per_chunk;
   parallel_rows(chunks.count, bytes_per_chunk, [&](int64_t first, int64_t last) {
     const Parameter<A> weight(a.weight, a.parameter_dtype, columns, A(a.weight_offset), A(1));
-    std::vector<A> unwanted(a.partials == nullptr ? 2 * columns : 0);
+    Scratch<A> unwanted(a.partials == nullptr ? 2 * columns : 0);
     for (int64_t chunk = first; chunk < last; ++chunk) {
       A* dweight = a.partials == nullptr ? unwanted.data()
                                          : static_cast<A*>(a.partials) + chunk * 2 * columns;

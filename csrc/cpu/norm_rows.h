@@ -17,9 +17,9 @@
 
 #include <algorithm>
 #include <cmath>
-#include <vector>
 
 #include "norm.h"
+#include "scratch.h"
 #include "vec.h"
 
 namespace fusedops::CPU_CAPABILITY {
@@ -59,7 +59,7 @@ class Parameter {
       values_ = static_cast<const A*>(from);
       return;
     }
-    copy_.resize(columns, absent);
+    copy_ = Scratch<A>(columns, absent);
     values_ = copy_.data();
     if (from == nullptr) return;
     if (kDouble || dtype == DType::f32) {
@@ -72,7 +72,7 @@ class Parameter {
   const A* get() const { return values_; }
 
  private:
-  std::vector<A> copy_;
+  Scratch<A> copy_;
   const A* values_;
 };
 

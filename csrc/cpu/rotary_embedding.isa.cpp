@@ -11,9 +11,9 @@
 #include "rotary_embedding.h"
 
 #include <algorithm>
-#include <vector>
 
 #include "../common/parallel.h"
+#include "scratch.h"
 #include "vec.h"
 
 namespace fusedops::CPU_CAPABILITY {
@@ -148,7 +148,7 @@ void run(const RotaryEmbedding& a) {
   const int64_t blocks = (a.length + positions - 1) / positions;
   const int64_t bytes = 2 * positions * heads * a.head_dim * sizeof(T);
   parallel_rows(a.batch * blocks, bytes, [&](int64_t begin, int64_t end) {
-    std::vector<Acc<T>> tables(2 * positions * a.rotary_dim);
+    Scratch<Acc<T>> tables(2 * positions * a.rotary_dim);
     for (int64_t task = begin; task < end; ++task) {
       const int64_t entry = task / blocks;
       const int64_t first = task % blocks * positions;

@@ -15,10 +15,10 @@
 
 #include <algorithm>
 #include <limits>
-#include <vector>
 
 #include "../common/parallel.h"
 #include "exp2_vec.h"
+#include "scratch.h"
 #include "vec.h"
 
 namespace fusedops::CPU_CAPABILITY {
@@ -101,7 +101,7 @@ void forward(const ScaledMaskedSoftmaxForward& a) {
   const bool stream = should_stream(static_cast<const T*>(a.output), a.rows.count, a.columns);
   const V scale(static_cast<A>(a.scale));
   parallel_rows(a.rows.count, 3 * a.columns * sizeof(T), [&](int64_t begin, int64_t end) {
-    std::vector<A> scratch(a.columns);
+    Scratch<A> scratch(a.columns);
     for (int64_t index = begin; index < end; ++index) {
       const Place place = place_of(a.rows, index);
       const T* x = static_cast<const T*>(a.input) + place.row * a.columns;
@@ -213,7 +213,7 @@ void backward(const ScaledMaskedSoftmaxBackward& a) {
   const int64_t groups = a.rows.count / a.rows.sharing;
   const int64_t rows_per_task = std::min(a.rows.sharing, chunks.rows_per_chunk);
   parallel_rows(groups * chunks.count, bytes * rows_per_task, [&](int64_t begin, int64_t end) {
-    std::vector<A> scratch(a.partials == nullptr ? a.columns : 0);
+    Scratch<A> scratch(a.partials == nullptr ? a.columns : 0);
     for (int64_t task = begin; task < end; ++task) {
       const int64_t group = task / chunks.count, chunk = task % chunks.count;
       A* dmask =
