@@ -20,33 +20,63 @@
 namespace fusedops::CPU_CAPABILITY {
 namespace {
 
-// summed = residual + dropout(input), rounded to T; it stands wide in `wide` too.
-template <typename I, typename T, bool kDropout>
-void add_row(const NormForward& a, bool stream, int64_t start, Acc<T>* wide) {
+// summed = residual + dropout(input), rounded to T. When kCentred, `wide` becomes summed - pivot,
+// of which the sums are returned; else it becomes summed.
+template <typename I, typename T, bool kDropout, bool kCentred>
+PivotSums<Acc<T>> add_row(const NormForward& a, bool stream, int64_t start, Acc<T>* wide) {
   using V = Vec<T>;
   const I* x = static_cast<const I*>(a.input) + start;
   const T* r = static_cast<const T*>(a.residual) + start;
   T* summed = static_cast<T*>(a.summed) + start;
+  PivotSums<Acc<T>> sums;
+  if constexpr (kCentred) sums.pivot = pivot_of(x, a.columns) + pivot_of(r, a.columns);
+  const V pivot(sums.pivot);
   for_each_dropped<T, kDropout>(a.dropout, start, a.columns,
                                 [&](int64_t c, int64_t count, auto full, const auto& dropped) {
                                   const V added = dropped(load_vec(x + c, count, full));
                                   const V sum = rounded<T>(load_vec(r + c, count, full) + added);
                                   store_or_stream(stream, summed + c, sum, count, full);
-                                  store_vec(wide + c, sum, count, full);
+                                  if constexpr (kCentred) {
+                                    const V distance = sum - pivot;
+                                    store_vec(wide + c, distance, count, full);
+                                    if constexpr (full) sums.add(distance);
+                                  } else {
+                                    store_vec(wide + c, sum, count, full);
+                                  }
                                 });
+  return sums;
 }
 
-template <typename T>
-void add_row(const NormForward& a, bool stream, int64_t start, Acc<T>* wide) {
+template <typename T, bool kCentred>
+PivotSums<Acc<T>> add_row(const NormForward& a, bool stream, int64_t start, Acc<T>* wide) {
   const auto add = [&](auto input) {
     using I = decltype(input);
-    a.dropout.active() ? add_row<I, T, true>(a, stream, start, wide)
-                       : add_row<I, T, false>(a, stream, start, wide);
+    return a.dropout.active() ? add_row<I, T, true, kCentred>(a, stream, start, wide)
+                              : add_row<I, T, false, kCentred>(a, stream, start, wide);
   };
   if constexpr (std::is_same_v<T, float>) {
     if (a.input_dtype == DType::bf16) return add(c10::BFloat16());
   }
-  add(T());
+  return add(T());
+}
+
+// Writes a row, centred, to `centred_row` (after the sum with the residual, if there is one, to
+// summed) and returns its statistics.
+template <typename T>
+Moments<Acc<T>> centred_moments(const NormForward& a, bool stream, int64_t start,
+                                Acc<T>* centred_row) {
+  using A = Acc<T>;
+  const T* x = static_cast<const T*>(a.input) + start;
+  const T* source = a.residual != nullptr ? static_cast<const T*>(a.summed) + start : x;
+  const A eps = static_cast<A>(a.eps);
+  const PivotSums<A> sums = a.residual != nullptr ? add_row<T, true>(a, stream, start, centred_row)
+                                                  : centre_on_pivot(x, a.columns, centred_row);
+  Moments<A> moments;
+  if (pivoted_moments(sums, centred_row, a.columns, eps, moments)) return moments;
+  const A total = widen_and_sum(source, centred_row, a.columns);
+  const A* wide = centred_row;
+  if constexpr (std::is_same_v<T, A>) wide = source;
+  return centre_row(wide, total, a.columns, eps, centred_row);
 }
 
 template <typename T>
@@ -67,17 +97,17 @@ void forward(const NormForward& a) {
       const int64_t start = row * columns;
       const T* x = static_cast<const T*>(a.input) + start;
       const A* wide = scratch.data();
-      if constexpr (std::is_same_v<T, A>) wide = adds ? wide : x;
-      if (adds) add_row<T>(a, stream, start, scratch.data());
-      Moments<A> m;
       const A eps = static_cast<A>(a.eps);
+      Moments<A> m;
       if (a.mean != nullptr) {
-        const A total = adds ? widen_and_sum(wide, scratch.data(), columns)
-                             : widen_and_sum(x, scratch.data(), columns);
-        m = centre_row(wide, total, columns, eps, scratch.data());
-        wide = scratch.data();
+        m = centred_moments<T>(a, stream, start, scratch.data());
         static_cast<A*>(a.mean)[row] = m.mean + m.correction;
       } else {
+        if (adds) {
+          add_row<T, false>(a, stream, start, scratch.data());
+        } else if constexpr (std::is_same_v<T, A>) {
+          wide = x;
+        }
         const A squares = adds ? widen_and_sum_squares(wide, scratch.data(), columns)
                                : widen_and_sum_squares(x, scratch.data(), columns);
         m = mean_square_moments(squares, columns, eps);

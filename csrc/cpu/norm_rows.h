@@ -1,10 +1,12 @@
 // What the norms do to a row: its statistics, its normalisation, its gradient. Include from
 // *.isa.cpp only.
 //
-// A row of half precision stands widened in a scratch row that stays in L1. Centred statistics are
-// two-pass: mean, then centred sums; the second pass also sums the deviations themselves, which
-// corrects the rounding of the mean: a mean of 1e4 with deviation 1 stays right. The mean square
-// is summed in the order in which torch sums a contiguous row, so that RMS norms are torch's bits.
+// A row of half precision stands widened in a scratch row that stays in L1. Centred statistics take
+// one pass: sums of the distances from a pivot, the mean of the row's beginning, and of their
+// squares. Where the pivot turns out to be farther from the mean than the deviation, the squares
+// would lose digits, and the row is read again in two passes: mean, then centred sums. Either way a
+// mean of 1e4 with deviation 1 stays right. The mean square is summed in the order in which torch
+// sums a contiguous row, so that RMS norms are torch's bits.
 //
 // Backward, with xhat = (x - mean) * rstd and h = dy * weight:
 //   dx      = rstd * (h - mean(h) - xhat * mean(h * xhat))
@@ -27,10 +29,74 @@ namespace {
 
 template <typename A>
 struct Moments {
-  A mean;        // rounded mean, which the centred row lacks
-  A correction;  // true mean - rounded mean
+  A mean;        // what the centred row lacks: rounded mean, or pivot
+  A correction;  // true mean - that
   A rstd;
 };
+
+// Sums over a row of x - pivot and of its square.
+template <typename A>
+struct PivotSums {
+  A pivot = A(0);
+  at::vec::Vectorized<A> distances{A(0)};
+  at::vec::Vectorized<A> squares{A(0)};
+
+  void add(const at::vec::Vectorized<A>& distance) {
+    distances = distances + distance;
+    squares = at::vec::fmadd(distance, distance, squares);
+  }
+};
+
+// The mean of the first elements: near the mean of the row, as a rule.
+template <typename T>
+inline Acc<T> pivot_of(const T* x, int64_t columns) {
+  constexpr int W = Vec<T>::size();
+  if (columns < 4 * W) return static_cast<Acc<T>>(x[0]);
+  const Vec<T> sum = (load_vec(x) + load_vec(x + W)) + (load_vec(x + 2 * W) + load_vec(x + 3 * W));
+  return sum_lanes(sum) / static_cast<Acc<T>>(4 * W);
+}
+
+// Statistics from the sums over the whole vectors of a row; `centred_row` is x - pivot. False when
+// the pivot is too far from the mean.
+template <typename A>
+inline bool pivoted_moments(const PivotSums<A>& sums, const A* centred_row, int64_t columns, A eps,
+                            Moments<A>& moments) {
+  A distances = sum_lanes(sums.distances), squares = sum_lanes(sums.squares);
+  for (int64_t c = columns - columns % at::vec::Vectorized<A>::size(); c < columns; ++c) {
+    distances += centred_row[c];
+    squares += centred_row[c] * centred_row[c];
+  }
+  const A correction = distances / static_cast<A>(columns);
+  const A variance = squares / static_cast<A>(columns) - correction * correction;
+  moments = {sums.pivot, correction, A(1) / std::sqrt(variance + eps)};
+  return !(correction * correction > variance);
+}
+
+// Writes x - pivot to `centred_row`. Two accumulators hide the latency.
+template <typename T>
+inline PivotSums<Acc<T>> centre_on_pivot(const T* x, int64_t columns, Acc<T>* centred_row) {
+  using V = Vec<T>;
+  constexpr int W = V::size();
+  PivotSums<Acc<T>> even, odd;
+  even.pivot = pivot_of(x, columns);
+  const V pivot(even.pivot);
+  int64_t column = 0;
+  for (; column + 2 * W <= columns; column += 2 * W) {
+    const V first = load_vec(x + column) - pivot, second = load_vec(x + column + W) - pivot;
+    first.store(centred_row + column);
+    second.store(centred_row + column + W);
+    even.add(first);
+    odd.add(second);
+  }
+  for_each_vector<W>(columns - column, [&](int64_t c, int64_t count, auto full) {
+    const V distance = load_vec(x + column + c, count, full) - pivot;
+    store_vec(centred_row + column + c, distance, count, full);
+    if constexpr (full) even.add(distance);
+  });
+  even.distances = even.distances + odd.distances;
+  even.squares = even.squares + odd.squares;
+  return even;
+}
 
 // The vector rounded to T, in the accumulation dtype.
 template <typename T>
@@ -281,7 +347,7 @@ inline void normalize_row(const NormForward& a, bool stream, const Acc<T>* row,
 // Rows that the backward takes at once: the sums of the parameter gradients are then read and
 // written once for all of them (each row is still added in its turn).
 #if defined(CPU_CAPABILITY_AVX512)
-constexpr int kRows = 4;
+constexpr int kRows = 1;
 #else
 constexpr int kRows = 2;
 #endif
@@ -350,7 +416,7 @@ inline __attribute__((always_inline)) void with_row_gradient(const NormBackward&
   using V = Vec<T>;
   const T* dy = static_cast<const T*>(a.grad_output) + row * a.columns;
   const T* x = static_cast<const T*>(a.input) + row * a.columns;
-  const int64_t ahead = kRows * a.columns;
+  const int64_t ahead = 4 * a.columns;
   const V mean(gradient.mean), rstd(gradient.rstd);
   const V across(gradient.across), along(gradient.along);
   write([&](int64_t c, int64_t count, auto full) {
