@@ -25,6 +25,8 @@ _NEVER_TRIM = -1
 
 _OTHER_ALLOCATORS = ("jemalloc", "tcmalloc", "mimalloc")
 _THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+# torch's own, read at its first allocation.
+_THP_VARIABLE = "THP_MEM_ALLOC_ENABLE"
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,9 @@ def tune_host(*, threads: int | None = None) -> HostTuning:
       process. By default each large result is a fresh mapping whose pages the kernel zeroes on
       first touch: ``x + 1`` on 64 MiB takes 31 ms instead of 9 (two Zen 5 cores), a bfloat16
       GPT training step 1.55 to 1.78 times as long.
+    * Huge pages (Linux): torch asks for them for results of 2 MiB and more. It reads that setting
+      at its first allocation: call this before the first CPU tensor is made. On pages of 4 KiB
+      ``add_layer_norm`` of 8 MiB takes 0.80 ms instead of 0.70 (two Zen 4 cores).
     * Threads: one per physical core that this process may use.
 
     Args:
@@ -102,12 +107,14 @@ def tune_host(*, threads: int | None = None) -> HostTuning:
         of the main thread; other threads' large blocks are still mapped one by one.
 
     Example:
-        >>> [line.split(": ")[1] for line in str(fusedops.tune_host()).splitlines()]
+        >>> [change.setting for change in fusedops.tune_host().changes][-2:]
         ['allocator', 'threads']
     """
     if threads is not None and threads < 1:
         raise ValueError(f"tune_host: threads must be at least 1, got {threads}")
-    return HostTuning((_tune_allocator(), _tune_threads(threads)))
+    # Huge pages first: their trial block is then mapped and given back.
+    changes = (_tune_huge_pages(), _tune_allocator(), _tune_threads(threads))
+    return HostTuning(tuple(change for change in changes if change is not None))
 
 
 def inspect_host() -> list[Finding]:
@@ -165,6 +172,21 @@ def maps_large_blocks(size: int = 64 << 20) -> bool | None:
     return after is not None and after > before
 
 
+def _tune_huge_pages() -> Change | None:
+    mode = _huge_page_mode()
+    if mode is None:
+        return None
+    if mode == "never":
+        return Change("huge pages", False, "switched off in the kernel")
+    asked = os.environ.setdefault(_THP_VARIABLE, "1")
+    if mode == "always" or _gets_huge_pages():
+        return Change("huge pages", True, "tensors of 2 MiB and more sit on them")
+    if asked == "1":
+        del os.environ[_THP_VARIABLE]
+    note = f"torch had allocated before; start with {_THP_VARIABLE}=1"
+    return Change("huge pages", False, note)
+
+
 def _tune_allocator() -> Change:
     other = other_allocator()
     if other is not None:
@@ -211,11 +233,9 @@ def _look_at_allocator() -> Finding:
 
 
 def _look_at_huge_pages() -> Finding | None:
-    try:
-        words = _THP.read_text()
-    except OSError:
+    mode = _huge_page_mode()
+    if mode is None:
         return None
-    mode = words[words.index("[") + 1 : words.index("]")]
     if mode == "never":
         return Finding(
             "huge pages",
@@ -231,7 +251,7 @@ def _look_at_huge_pages() -> Finding | None:
         False,
         f"{mode}, and tensors do not ask for them",
         "large tensors sit on 4 KiB pages; with fresh mappings about twice the page-fault time",
-        "start with THP_MEM_ALLOC_ENABLE=1",
+        f"fusedops.tune_host() before the first tensor, or start with {_THP_VARIABLE}=1",
     )
 
 
@@ -365,6 +385,14 @@ def _mapped_blocks(libc: ctypes.CDLL) -> int | None:
     read: Callable[[], _MallInfo2] = libc.mallinfo2
     libc.mallinfo2.restype = _MallInfo2
     return int(read().hblks)
+
+
+def _huge_page_mode() -> str | None:
+    try:
+        words = _THP.read_text()
+    except OSError:
+        return None
+    return words[words.index("[") + 1 : words.index("]")]
 
 
 def _gets_huge_pages() -> bool:

@@ -47,6 +47,20 @@ def test_inspection_sees_the_tuning() -> None:
     assert out.split() == ["False", "True", "True"]
 
 
+@pytest.mark.skipif(host._huge_page_mode() != "madvise", reason="not this kernel's mode")
+@pytest.mark.parametrize("early", [True, False])
+def test_huge_pages_need_an_early_call(early: bool) -> None:
+    first = "" if early else "torch.ones(1)\n"
+    out = run(
+        "import os, torch, fusedops\n"
+        "os.environ.pop('THP_MEM_ALLOC_ENABLE', None)\n"
+        f"{first}"
+        "change = fusedops.tune_host().changes[0]\n"
+        "print(change.setting, change.applied, 'THP_MEM_ALLOC_ENABLE' in os.environ)\n"
+    )
+    assert out.split() == ["huge", "pages", str(early), str(early)]
+
+
 def test_threads_are_set_as_asked() -> None:
     before = torch.get_num_threads()
     try:
