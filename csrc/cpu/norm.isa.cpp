@@ -21,29 +21,43 @@ namespace fusedops::CPU_CAPABILITY {
 namespace {
 
 // summed = residual + dropout(input), rounded to T. When kCentred, `wide` becomes summed - pivot,
-// of which the sums are returned; else it becomes summed.
+// of which the sums are returned, as centre_on_pivot would do it; else it becomes summed.
 template <typename I, typename T, bool kDropout, bool kCentred>
 PivotSums<Acc<T>> add_row(const NormForward& a, bool stream, int64_t start, Acc<T>* wide) {
   using V = Vec<T>;
+  constexpr int W = V::size();
   const I* x = static_cast<const I*>(a.input) + start;
   const T* r = static_cast<const T*>(a.residual) + start;
   T* summed = static_cast<T*>(a.summed) + start;
   PivotSums<Acc<T>> sums;
-  if constexpr (kCentred) sums.pivot = pivot_of(x, a.columns) + pivot_of(r, a.columns);
-  const V pivot(sums.pivot);
-  for_each_dropped<T, kDropout>(a.dropout, start, a.columns,
-                                [&](int64_t c, int64_t count, auto full, const auto& dropped) {
-                                  const V added = dropped(load_vec(x + c, count, full));
-                                  const V sum = rounded<T>(load_vec(r + c, count, full) + added);
-                                  store_or_stream(stream, summed + c, sum, count, full);
-                                  if constexpr (kCentred) {
-                                    const V distance = sum - pivot;
-                                    store_vec(wide + c, distance, count, full);
-                                    if constexpr (full) sums.add(distance);
-                                  } else {
-                                    store_vec(wide + c, sum, count, full);
-                                  }
-                                });
+  const auto add = [&](int64_t from, int64_t to, const auto& keep) {
+    for_each_dropped<T, kDropout>(
+        a.dropout, start + from, to - from,
+        [&](int64_t column, int64_t count, auto full, const auto& dropped) {
+          const int64_t c = from + column;
+          const V added = dropped(load_vec(x + c, count, full));
+          const V sum = rounded<T>(load_vec(r + c, count, full) + added);
+          store_or_stream(stream, summed + c, sum, count, full);
+          keep(c, sum, count, full);
+        });
+  };
+  const auto store = [&](int64_t c, const V& sum, int64_t count, auto full) {
+    store_vec(wide + c, sum, count, full);
+  };
+  if constexpr (!kCentred) {
+    add(0, a.columns, store);
+  } else {
+    // The pivot is known once its columns are.
+    const int64_t head = std::min(kPivotColumns<T>, a.columns);
+    add(0, head, store);
+    sums = centre_on_pivot(wide, head, wide);
+    const V pivot(sums.pivot);
+    add(head, a.columns, [&](int64_t c, const V& sum, int64_t count, auto full) {
+      const V distance = sum - pivot;
+      store_vec(wide + c, distance, count, full);
+      if constexpr (full) sums.add(c / W % 2 != 0, distance);
+    });
+  }
   return sums;
 }
 

@@ -34,34 +34,47 @@ struct Moments {
   A rstd;
 };
 
-// Sums over a row of x - pivot and of its square.
+// Sums over the whole vectors of a row of x - pivot and of its square; those of even and of odd
+// number apart, which hides the latency.
 template <typename A>
 struct PivotSums {
+  using V = at::vec::Vectorized<A>;
   A pivot = A(0);
-  at::vec::Vectorized<A> distances{A(0)};
-  at::vec::Vectorized<A> squares{A(0)};
+  V distances[2] = {V(A(0)), V(A(0))};
+  V squares[2] = {V(A(0)), V(A(0))};
 
-  void add(const at::vec::Vectorized<A>& distance) {
-    distances = distances + distance;
-    squares = at::vec::fmadd(distance, distance, squares);
+  // Branches instead of indices keep the sums in registers.
+  inline __attribute__((always_inline)) void add(bool odd, const V& distance) {
+    if (odd) {
+      distances[1] = distances[1] + distance;
+      squares[1] = at::vec::fmadd(distance, distance, squares[1]);
+    } else {
+      distances[0] = distances[0] + distance;
+      squares[0] = at::vec::fmadd(distance, distance, squares[0]);
+    }
   }
 };
+
+// How many elements at the beginning of a row give its pivot.
+template <typename T>
+constexpr int64_t kPivotColumns = 4 * Vec<T>::size();
 
 // The mean of the first elements: near the mean of the row, as a rule.
 template <typename T>
 inline Acc<T> pivot_of(const T* x, int64_t columns) {
   constexpr int W = Vec<T>::size();
-  if (columns < 4 * W) return static_cast<Acc<T>>(x[0]);
+  if (columns < kPivotColumns<T>) return static_cast<Acc<T>>(x[0]);
   const Vec<T> sum = (load_vec(x) + load_vec(x + W)) + (load_vec(x + 2 * W) + load_vec(x + 3 * W));
-  return sum_lanes(sum) / static_cast<Acc<T>>(4 * W);
+  return sum_lanes(sum) / static_cast<Acc<T>>(kPivotColumns<T>);
 }
 
-// Statistics from the sums over the whole vectors of a row; `centred_row` is x - pivot. False when
+// Statistics from the sums of a row; `centred_row` is x - pivot. False when
 // the pivot is too far from the mean.
 template <typename A>
 inline bool pivoted_moments(const PivotSums<A>& sums, const A* centred_row, int64_t columns, A eps,
                             Moments<A>& moments) {
-  A distances = sum_lanes(sums.distances), squares = sum_lanes(sums.squares);
+  A distances = sum_lanes(sums.distances[0] + sums.distances[1]);
+  A squares = sum_lanes(sums.squares[0] + sums.squares[1]);
   for (int64_t c = columns - columns % at::vec::Vectorized<A>::size(); c < columns; ++c) {
     distances += centred_row[c];
     squares += centred_row[c] * centred_row[c];
@@ -72,30 +85,28 @@ inline bool pivoted_moments(const PivotSums<A>& sums, const A* centred_row, int6
   return !(correction * correction > variance);
 }
 
-// Writes x - pivot to `centred_row`. Two accumulators hide the latency.
+// Writes x - pivot to `centred_row`.
 template <typename T>
 inline PivotSums<Acc<T>> centre_on_pivot(const T* x, int64_t columns, Acc<T>* centred_row) {
   using V = Vec<T>;
   constexpr int W = V::size();
-  PivotSums<Acc<T>> even, odd;
-  even.pivot = pivot_of(x, columns);
-  const V pivot(even.pivot);
+  PivotSums<Acc<T>> sums;
+  sums.pivot = pivot_of(x, columns);
+  const V pivot(sums.pivot);
+  const auto centre = [&](int64_t column, int64_t count, bool odd, auto full) {
+    const V distance = load_vec(x + column, count, full) - pivot;
+    store_vec(centred_row + column, distance, count, full);
+    if constexpr (full) sums.add(odd, distance);
+  };
   int64_t column = 0;
   for (; column + 2 * W <= columns; column += 2 * W) {
-    const V first = load_vec(x + column) - pivot, second = load_vec(x + column + W) - pivot;
-    first.store(centred_row + column);
-    second.store(centred_row + column + W);
-    even.add(first);
-    odd.add(second);
+    centre(column, W, false, std::true_type());
+    centre(column + W, W, true, std::true_type());
   }
   for_each_vector<W>(columns - column, [&](int64_t c, int64_t count, auto full) {
-    const V distance = load_vec(x + column + c, count, full) - pivot;
-    store_vec(centred_row + column + c, distance, count, full);
-    if constexpr (full) even.add(distance);
+    centre(column + c, count, false, full);
   });
-  even.distances = even.distances + odd.distances;
-  even.squares = even.squares + odd.squares;
-  return even;
+  return sums;
 }
 
 // The vector rounded to T, in the accumulation dtype.

@@ -155,3 +155,16 @@ def test_a_large_mean_keeps_its_statistics() -> None:
     normed, summed = fusedops.add_layer_norm(x, residual, (1024,))
     want = F.layer_norm(summed.double(), (1024,))
     assert_close(normed, want, F.layer_norm(summed, (1024,)), "normed")
+
+
+@pytest.mark.parametrize("beginning", [1e4, -300.0, 30.0, 1.0])
+@pytest.mark.parametrize("cols", [1024, 70, 5])
+def test_a_row_that_begins_far_from_its_mean_keeps_its_statistics(
+    beginning: float, cols: int
+) -> None:
+    residual = torch.randn(4, cols)
+    residual[:, : min(64, cols // 4)] += beginning
+    normed, summed = fusedops.add_layer_norm(torch.randn(4, cols), residual, (cols,))
+    want = F.layer_norm(summed.double(), (cols,))
+    assert_close(normed, want, F.layer_norm(summed, (cols,)), "normed")
+    assert torch.equal(normed, fusedops.layer_norm(summed, (cols,)))
