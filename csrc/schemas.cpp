@@ -170,6 +170,16 @@ TORCH_LIBRARY(fusedops_cpp, m) {
       "moe_unpermute_backward(Tensor? grad_output, Tensor? input, Tensor? probs,"
       " Tensor positions, Tensor offsets, bool[] output_mask) -> (Tensor, Tensor)");
   m.def(
+      "moe_route(Tensor logits, Tensor? bias, Tensor? seed, Tensor? chosen, Tensor? chosen_kept,"
+      " SymInt top_k, str score, bool normalize, float scaling, int num_groups, int topk_groups,"
+      " str group_score, float jitter, SymInt capacity, str drop_policy)"
+      " -> (Tensor probs, Tensor expert_ids, Tensor kept)");
+  m.def(
+      "moe_route_backward(Tensor? grad_probs, Tensor logits, Tensor? seed, Tensor expert_ids,"
+      " Tensor kept, SymInt top_k, str score, bool normalize, float scaling, int num_groups,"
+      " int topk_groups, str group_score, float jitter, SymInt capacity, str drop_policy,"
+      " bool[] output_mask) -> Tensor");
+  m.def(
       "moe_sort(Tensor expert_ids, Tensor? kept, SymInt num_experts)"
       " -> (Tensor permutation, Tensor positions, Tensor tokens_per_expert, Tensor offsets)");
   m.def(

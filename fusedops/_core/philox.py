@@ -73,14 +73,17 @@ def _multiply(factor: int, value: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     return upper >> 16, ((upper & 0xFFFF) << 16) | (lower & 0xFFFF)
 
 
-def keep_mask(shape: Sequence[int], seed: torch.Tensor, p: float) -> torch.Tensor:
-    """Return the bool mask of the kept elements of a tensor of ``shape``."""
-    count = math.prod(shape)
+def words(count: int, seed: torch.Tensor) -> torch.Tensor:
+    """Return the random words of elements 0 .. ``count - 1``, int64 values below 2**32."""
     counter = torch.arange((count + 3) // 4, dtype=torch.int64, device=seed.device)
     key, offset = ((seed[i] & _LOW, (seed[i] >> 32) & _LOW) for i in (0, 1))
-    words = philox4x32((counter & _LOW, counter >> 32, *offset), key)
-    drawn = torch.stack(torch.broadcast_tensors(*words), dim=-1).reshape(-1)
-    return (drawn[:count] >= threshold(p)).reshape(shape)
+    drawn = philox4x32((counter & _LOW, counter >> 32, *offset), key)
+    return torch.stack(torch.broadcast_tensors(*drawn), dim=-1).reshape(-1)[:count]
+
+
+def keep_mask(shape: Sequence[int], seed: torch.Tensor, p: float) -> torch.Tensor:
+    """Return the bool mask of the kept elements of a tensor of ``shape``."""
+    return (words(math.prod(shape), seed) >= threshold(p)).reshape(shape)
 
 
 def dropout(x: torch.Tensor, seed: torch.Tensor | None, p: float) -> torch.Tensor:

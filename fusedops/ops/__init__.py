@@ -1,6 +1,7 @@
 """The ops: one file each, with the public function, the specification and the registration."""
 
 from fusedops.ops._routing_plan import RoutingPlan
+from fusedops.ops._routing_reuse import keep_routing, routing_contexts
 from fusedops.ops.add_layer_norm import add_layer_norm
 from fusedops.ops.add_rms_norm import add_rms_norm
 from fusedops.ops.attention import attention, merge_attention
@@ -21,6 +22,7 @@ from fusedops.ops.mlp import mlp
 from fusedops.ops.moe_pack import moe_pack
 from fusedops.ops.moe_permute import moe_permute
 from fusedops.ops.moe_relayout import moe_relayout
+from fusedops.ops.moe_route import moe_capacity, moe_route
 from fusedops.ops.moe_sort import moe_sort
 from fusedops.ops.moe_unpack import moe_unpack
 from fusedops.ops.moe_unpermute import moe_unpermute
@@ -44,6 +46,7 @@ __all__ = [
     "gelu",
     "grouped_mm",
     "layer_norm",
+    "keep_routing",
     "linear_act",
     "linear_cross_entropy",
     "linear_glu",
@@ -52,11 +55,14 @@ __all__ = [
     "moe_pack",
     "moe_permute",
     "moe_relayout",
+    "moe_capacity",
+    "moe_route",
     "moe_sort",
     "moe_unpack",
     "moe_unpermute",
     "rms_norm",
     "rotary_embedding",
+    "routing_contexts",
     "scaled_masked_softmax",
     "swiglu",
 ]

@@ -384,7 +384,8 @@ def test_float16_on_the_cpu_steps_down_to_the_reference(spec: Spec) -> None:
         pytest.skip("the op takes no floating tensor")
     fusedops.reset_counters()
     run(spec.op, sample)
-    assert {backend for _, backend in fusedops.counters()} == {"torch"}
+    used = {backend for op, backend in fusedops.counters() if op.startswith(spec.name)}
+    assert used == {"torch"}
 
 
 def each_opinfo() -> Any:

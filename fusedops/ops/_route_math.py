@@ -1,0 +1,191 @@
+"""The mathematics of routing in eager torch: scores, the choice, dropping, and the gradient.
+
+This is the specification of ``moe_route``. Dropping is also what the Triton backend runs on a GPU:
+sorts on the device, which wait for nothing. Everything works on logits that ``prepare`` has
+widened.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from fusedops._core import dtypes, philox
+
+
+class Rule(NamedTuple):
+    """How one token chooses, in the order of the arguments of ``fusedops::moe_route``."""
+
+    score: str
+    normalize: bool
+    scaling: float
+    num_groups: int
+    topk_groups: int
+    group_score: str
+    jitter: float
+    capacity: int
+    drop_policy: str
+
+
+def jitter_factors(logits: torch.Tensor, seed: torch.Tensor, jitter: float) -> torch.Tensor:
+    """Return factors in [1 - jitter, 1 + jitter), one per element, of the statistics dtype."""
+    uniform = (philox.words(logits.numel(), seed) >> 8).to(dtypes.statistics_dtype(logits.dtype))
+    return (1.0 + jitter * (uniform * 2.0**-23 - 1.0)).view(logits.shape)
+
+
+def prepare(logits: torch.Tensor, seed: torch.Tensor | None, jitter: float) -> torch.Tensor:
+    """Widen the logits and apply the jitter; NaN becomes -inf, +inf the largest finite number."""
+    wide = logits.to(dtypes.statistics_dtype(logits.dtype))
+    wide = wide.masked_fill(wide.isnan(), -torch.inf)
+    if seed is not None:
+        wide = wide * jitter_factors(logits, seed, jitter)
+    return wide.clamp(max=torch.finfo(wide.dtype).max)
+
+
+def softmax(x: torch.Tensor) -> torch.Tensor:
+    """Return softmax over the last dim, 0 where nothing is left."""
+    if x.shape[-1] == 0:
+        return x
+    dead = (x == -torch.inf).all(-1, keepdim=True)
+    return torch.softmax(x.masked_fill(dead, 0.0), -1).masked_fill(dead, 0.0)
+
+
+def scores(x: torch.Tensor, score: str) -> torch.Tensor:
+    """Return the score of each expert."""
+    return torch.sigmoid(x) if score == "sigmoid" else softmax(x)
+
+
+def choose(x: torch.Tensor, bias: torch.Tensor | None, top_k: int, rule: Rule) -> torch.Tensor:
+    """Return the int32 ids ``[T, top_k]`` of the best experts, best first.
+
+    Scores rise with the logits: unless something is added to them the logits decide, which makes
+    different logits of equal rounded score no tie.
+    """
+    keys = x
+    if by_score(bias is not None, rule):
+        keys = scores(x, rule.score)
+        if bias is not None:
+            keys = keys + bias.to(keys.dtype)
+            keys = keys.masked_fill(keys.isnan(), -torch.inf)
+    order = keys.sort(dim=-1, descending=True, stable=True).indices
+    if rule.topk_groups < rule.num_groups:
+        allowed = _allowed(keys, rule).gather(-1, order)
+        first = allowed.to(torch.uint8).sort(dim=-1, descending=True, stable=True).indices
+        order = order.gather(-1, first)
+    return order[:, :top_k].to(torch.int32).contiguous()
+
+
+def by_score(has_bias: bool, rule: Rule) -> bool:
+    """Return whether scores decide, not logits."""
+    sums = rule.topk_groups < rule.num_groups and rule.group_score == "top2_sum"
+    return has_bias or sums
+
+
+def _allowed(keys: torch.Tensor, rule: Rule) -> torch.Tensor:
+    """Return which experts stand in the best groups, ``[T, E]`` bool."""
+    tokens, experts = keys.shape
+    groups = keys.view(tokens, rule.num_groups, experts // rule.num_groups)
+    if rule.group_score == "max":
+        group_keys = groups.amax(-1)
+    else:
+        group_keys = groups.topk(2, dim=-1).values.sum(-1)
+        group_keys = group_keys.masked_fill(group_keys.isnan(), -torch.inf)
+    best = group_keys.sort(dim=-1, descending=True, stable=True).indices[:, : rule.topk_groups]
+    allowed = torch.zeros_like(group_keys, dtype=torch.bool).scatter_(1, best, True)
+    return allowed.repeat_interleave(groups.shape[-1], dim=1)
+
+
+def probabilities(x: torch.Tensor, expert_ids: torch.Tensor, rule: Rule) -> torch.Tensor:
+    """Return the weight of each choice before dropping."""
+    ids = expert_ids.long()
+    if rule.score == "sigmoid":
+        chosen = torch.sigmoid(x.gather(1, ids))
+        if rule.normalize:
+            chosen = chosen / (chosen.sum(-1, keepdim=True) + 1e-20)
+    elif rule.normalize:
+        # softmax over all, divided by its sum over the chosen: softmax over the chosen.
+        chosen = softmax(x.gather(1, ids))
+    else:
+        chosen = softmax(x).gather(1, ids)
+    return chosen * rule.scaling
+
+
+def drop(
+    expert_ids: torch.Tensor, probs: torch.Tensor, num_experts: int, rule: Rule
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keep at most ``capacity`` slots of each expert: return the ids, and which are kept.
+
+    The ids change in the policy ``"rounds"`` alone.
+    """
+    if rule.drop_policy in ("probability", "expert_choice"):
+        order = probs.reshape(-1).sort(descending=True, stable=True).indices
+        ranks = torch.empty_like(order)
+        ranks[order] = _ranks(expert_ids.reshape(-1)[order], num_experts)
+        return expert_ids, (ranks < rule.capacity).view(expert_ids.shape)
+    rounds = expert_ids.t()
+    if rule.drop_policy == "position":
+        # All first choices stand before all second ones.
+        ranks = _ranks(rounds.reshape(-1), num_experts).view(rounds.shape)
+        return expert_ids, (ranks < rule.capacity).t().contiguous()
+    ids: list[torch.Tensor] = []
+    kept: list[torch.Tensor] = []
+    taken = torch.zeros(num_experts + 1, dtype=torch.int64, device=expert_ids.device)
+    stuck = torch.zeros_like(rounds[0], dtype=torch.bool) if len(rounds) else None
+    for number, choice in enumerate(rounds):
+        assert stuck is not None
+        now = torch.where(stuck, ids[-1], choice) if number else choice
+        counted = torch.where(stuck, num_experts, now)
+        ranks = _ranks(counted, num_experts + 1) + taken[counted.long()]
+        fits = (ranks < rule.capacity) & ~stuck
+        taken = taken.scatter_add(0, counted.long(), fits.long())
+        ids.append(now)
+        kept.append(fits)
+        stuck = ~fits
+    if not ids:
+        return expert_ids, torch.zeros_like(expert_ids, dtype=torch.bool)
+    return torch.stack(ids, 1), torch.stack(kept, 1)
+
+
+def _ranks(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """Return how many earlier elements of a vector have the same id."""
+    wide = ids.long()
+    order = wide.sort(stable=True).indices
+    counts = torch.zeros(num_experts, dtype=torch.int64, device=ids.device)
+    counts = counts.scatter_add(0, wide, torch.ones_like(wide))
+    begins = counts.cumsum(0) - counts
+    ranks = torch.empty_like(wide)
+    ranks[order] = torch.arange(wide.numel(), device=ids.device) - begins[wide[order]]
+    return ranks
+
+
+def gradient(
+    grad_probs: torch.Tensor, x: torch.Tensor, expert_ids: torch.Tensor, rule: Rule
+) -> torch.Tensor:
+    """Return the gradient of the prepared logits ``x`` from that of undropped weights.
+
+    With s the score and g the incoming gradient times the scaling:
+
+        softmax over the chosen   dx_i = s_i (g_i - sum_chosen g s)
+        softmax over all          dx_i = s_i ([i chosen] g_i - sum_chosen g s)
+        sigmoid                   dx_i = s_i (1 - s_i) g_i
+        sigmoid, normalised       dx_i = s_i (1 - s_i) / S (g_i - sum_chosen g s / S),  S = sum s
+    """
+    ids = expert_ids.long()
+    g = grad_probs.to(x.dtype) * rule.scaling
+    zeros = torch.zeros_like(x)
+    if rule.score == "softmax" and not rule.normalize:
+        s = softmax(x)
+        along = (g * s.gather(1, ids)).sum(-1, keepdim=True)
+        return s * (zeros.scatter_add(1, ids, g) - along)
+    chosen = x.gather(1, ids)
+    if rule.score == "softmax":
+        s = softmax(chosen)
+        dx = s * (g - (g * s).sum(-1, keepdim=True))
+    else:
+        s = torch.sigmoid(chosen)
+        if rule.normalize:
+            total = s.sum(-1, keepdim=True) + 1e-20
+            g = (g - (g * s).sum(-1, keepdim=True) / total) / total
+        dx = s * (1.0 - s) * g
+    return zeros.scatter_add(1, ids, dx)

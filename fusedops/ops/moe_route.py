@@ -1,0 +1,426 @@
+"""moe_route: which experts compute a token, and with which weight; a RoutingPlan.
+
+One operator takes the logits to ids, weights and the mask of what a capacity keeps; the counting
+sort ``moe_sort`` then orders the rows. Kernels: ``csrc/cpu/moe_route.*`` and
+``kernels/moe_route.py``; the specification is in ``_route_math.py``; what makes a recomputation
+choose as the first pass did is in ``_routing_reuse.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fusedops._core import checks, dtypes, philox
+from fusedops._core.library import Gradient, define_op
+from fusedops._core.sharding import REPLICATE, Placement
+from fusedops.ops import _route_math as math
+from fusedops.ops import _routing_reuse
+from fusedops.ops._route_math import Rule
+from fusedops.ops._routing_plan import RoutingPlan
+from fusedops.ops.moe_sort import moe_sort
+
+_SCORES = ("softmax", "sigmoid")
+_GROUP_SCORES = ("max", "top2_sum")
+_DROP_POLICIES = ("position", "probability", "rounds")
+
+
+def moe_route(
+    logits: torch.Tensor,
+    top_k: int,
+    *,
+    score: str = "softmax",
+    normalize: bool = False,
+    bias: torch.Tensor | None = None,
+    num_groups: int | None = None,
+    topk_groups: int | None = None,
+    group_score: str = "max",
+    scaling: float = 1.0,
+    capacity_factor: float | None = None,
+    drop_policy: str = "position",
+    jitter: float = 0.0,
+    softmax_after: bool = False,
+    expert_choice: bool = False,
+) -> RoutingPlan:
+    """Choose ``top_k`` of ``E`` experts for each of ``T`` tokens.
+
+    ``s = score(logits)``; ``ids`` are the best experts by ``s + bias``, best first; ``probs = s``
+    of those, with ``normalize`` divided by their sum, times ``scaling``.
+
+    Args:
+        logits: ``[T, E]``, any floating dtype, any strides.
+        top_k: experts of a token; 1 is Switch. In ``expert_choice`` the experts of a token on
+            average.
+        score: ``"softmax"`` (over all experts) or ``"sigmoid"``.
+        normalize: divide the weights of the chosen by their sum. Of a softmax that is the softmax
+            over the chosen.
+        bias: ``[E]`` floating, added to the scores for the choice alone: it is in no weight and
+            has no gradient (loss-free balancing, see ``update_balancing_bias``).
+        num_groups: cut the experts into so many groups of neighbours (it must divide ``E``) and
+            choose inside the best ``topk_groups`` of them only.
+        topk_groups: required beside ``num_groups``.
+        group_score: what ranks a group: its ``"max"``, or ``"top2_sum"``, the sum of its two best.
+        scaling: factor of the weights.
+        capacity_factor: at most ``C = ceil(top_k * T * capacity_factor / E)`` slots of an expert
+            are kept (``moe_capacity``); ``None`` drops nothing.
+        drop_policy: which slots stay: ``"position"``, the first tokens, every token's first choice
+            before any second one; ``"probability"``, those of highest weight; ``"rounds"``, as
+            ``"position"``, but a token whose choice was dropped chooses the same expert again, in
+            vain: only *kept* choices are masked between rounds, as in PanGu's router.
+        jitter: multiply each logit by a random factor of ``[1 - jitter, 1 + jitter)``.
+        softmax_after: softmax over the chosen logits (GPT-OSS): ``normalize`` by its other name.
+        expert_choice: each expert takes the ``C`` tokens of highest score instead (``k`` is ``E``:
+            slot ``e`` of a token belongs to expert ``e``, ``kept`` tells whether it was taken).
+            ``capacity_factor`` is 1 by default.
+
+    Returns:
+        The plan, with ``probs`` in float32 (float64 for float64), 0 where dropped; ``kept`` is
+        ``None`` where nothing can be dropped, and ``capacity`` is ``C``.
+
+    Raises:
+        ValueError: a shape, device or option does not fit; ``top_k`` is above the experts.
+        TypeError: an argument is no tensor or number, or its dtype does not fit.
+
+    Note:
+        Ties go to the lower expert index (between tokens: to the earlier one) on every backend and
+        instruction set. Softmax and sigmoid rise with the logit: without a bias (or a sum of two
+        scores) the logits themselves are compared. NaN logits are taken for -inf: such an expert
+        comes last, with weight and gradient 0, and a row of them goes to experts ``0 .. top_k - 1``
+        with weights 0. +inf is taken for the largest finite number. Arithmetic is float32 (float64
+        for float64). Nothing waits for the device, and shapes depend on shapes alone. Saves the
+        logits and the ids. Jitter is drawn by a counter: the same on every backend and in the
+        backward. Under ``keep_routing`` a recomputation takes the ids of the first pass.
+        Backends: cpp, triton, torch. Autocast leaves it alone.
+
+    Reference:
+        Fedus et al.: Switch Transformers, arXiv:2101.03961; Lepikhin et al.: GShard,
+        arXiv:2006.16668; Zhou et al.: Expert Choice Routing, arXiv:2202.09368; DeepSeek-V3,
+        arXiv:2412.19437; Wang et al.: Auxiliary-Loss-Free Load Balancing, arXiv:2408.15664.
+
+    Example:
+        >>> import torch, fusedops
+        >>> logits = torch.tensor([[0.0, 2.0, 1.0], [3.0, 3.0, 0.0]])
+        >>> plan = fusedops.moe_route(logits, 2, normalize=True)
+        >>> plan.expert_ids.tolist(), plan.tokens_per_expert.tolist()
+        ([[1, 2], [0, 1]], [1, 2, 1])
+        >>> plan.probs
+        tensor([[0.7311, 0.2689],
+                [0.5000, 0.5000]])
+    """
+    rule, seeded = _check(
+        logits,
+        top_k,
+        score,
+        normalize,
+        bias,
+        num_groups,
+        topk_groups,
+        group_score,
+        scaling,
+        capacity_factor,
+        drop_policy,
+        jitter,
+        softmax_after,
+        expert_choice,
+    )
+    seed = philox.new_seed(logits.device) if seeded else None
+    first = _routing_reuse.recall(logits, seed)
+    ids = kept = None
+    if first is not None:
+        ids, kept, seed = first
+    probs, ids, kept = _OP(logits, bias, seed, ids, kept, top_k, *rule)
+    mask = kept if rule.capacity >= 0 else None
+    _routing_reuse.record(ids, mask, seed)
+    order = moe_sort(ids, logits.shape[1], kept=mask)
+    capacity = rule.capacity if mask is not None else None
+    return RoutingPlan(ids, probs, *order, mask, logits.shape[1], capacity)
+
+
+def moe_capacity(top_k: int, num_tokens: int, capacity_factor: float, num_experts: int) -> int:
+    """Return how many slots an expert keeps.
+
+    ``C = ceil(top_k * num_tokens * capacity_factor / num_experts)``
+
+    Args:
+        top_k: experts of a token.
+        num_tokens: tokens that are routed together.
+        capacity_factor: 1.0 has just room for balanced routing. Taken to nine decimals, as it is
+            written: ``1 * 100 * 1.1 / 10`` is 11, not the 12 that its binary rounding gives.
+        num_experts: experts.
+
+    Returns:
+        ``C``.
+
+    Raises:
+        ValueError: a number is not positive (``num_tokens`` may be 0).
+
+    Example:
+        >>> import fusedops
+        >>> fusedops.moe_capacity(2, 1024, 1.25, 8)
+        320
+    """
+    op = "moe_capacity"
+    checks.number(op, "capacity_factor", capacity_factor)
+    if not 0 < capacity_factor < float("inf"):
+        checks.fail(op, "capacity_factor", "positive and finite", capacity_factor)
+    for name, value, least in (
+        ("top_k", top_k, 1),
+        ("num_tokens", num_tokens, 0),
+        ("num_experts", num_experts, 1),
+    ):
+        if value < least:
+            checks.fail(op, name, f"at least {least}", value)
+    billionths = int(capacity_factor * 1e9 + 0.5)
+    return -(-top_k * num_tokens * billionths // (10**9 * num_experts))
+
+
+def _check(
+    logits: Any,
+    top_k: Any,
+    score: Any,
+    normalize: bool,
+    bias: Any,
+    num_groups: Any,
+    topk_groups: Any,
+    group_score: Any,
+    scaling: Any,
+    capacity_factor: Any,
+    drop_policy: Any,
+    jitter: Any,
+    softmax_after: bool,
+    expert_choice: bool,
+) -> tuple[Rule, bool]:
+    """Raise unless the arguments fit; return the rule, and whether it draws random numbers."""
+    op = "moe_route"
+    checks.tensor(op, "logits", logits)
+    if logits.dim() != 2:
+        checks.fail(op, "logits", "of 2 dims, [tokens, experts]", list(logits.shape))
+    tokens, experts = logits.shape
+    checks.choice(op, "score", score, _SCORES)
+    checks.choice(op, "group_score", group_score, _GROUP_SCORES)
+    checks.choice(op, "drop_policy", drop_policy, _DROP_POLICIES)
+    checks.number(op, "scaling", scaling)
+    checks.number(op, "jitter", jitter)
+    if not 0.0 <= jitter < 1.0:
+        checks.fail(op, "jitter", "in [0, 1)", jitter)
+    _check_int("top_k", top_k)
+    if bias is not None:
+        checks.like(op, "bias", bias, "logits", logits)
+        checks.shape(op, "bias", bias, (experts,), "one per expert")
+    if softmax_after and score != "softmax":
+        checks.fail(op, "score", "'softmax' beside softmax_after", repr(score))
+    groups, best = _check_groups(experts, num_groups, topk_groups, group_score)
+    within = experts if best == groups else experts // groups * best
+    if not 1 <= top_k <= within:
+        which = "the number of experts" if within == experts else "the experts of the best groups"
+        checks.fail(op, "top_k", f"from 1 to {within}, {which}", top_k)
+    if drop_policy == "rounds" and (normalize or softmax_after) and capacity_factor is not None:
+        checks.fail(op, "drop_policy", "another one beside normalize or softmax_after", "'rounds'")
+    if expert_choice:
+        for name, given in (
+            ("bias", bias is not None),
+            ("num_groups", num_groups is not None),
+            ("normalize", normalize),
+            ("softmax_after", softmax_after),
+        ):
+            if given:
+                checks.fail(op, name, "left out beside expert_choice", "it")
+        capacity_factor = 1.0 if capacity_factor is None else capacity_factor
+        drop_policy = "expert_choice"
+    capacity = -1
+    if capacity_factor is not None:
+        checks.number(op, "capacity_factor", capacity_factor)
+        if not 0 < capacity_factor < float("inf"):
+            checks.fail(op, "capacity_factor", "positive and finite", capacity_factor)
+        capacity = moe_capacity(top_k, tokens, capacity_factor, experts)
+    normalize = bool(normalize or softmax_after)
+    rule = Rule(
+        score,
+        normalize,
+        float(scaling),
+        groups,
+        best,
+        group_score,
+        float(jitter),
+        capacity,
+        drop_policy,
+    )
+    return rule, jitter > 0
+
+
+def _check_int(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise TypeError(f"moe_route: {name} must be an int, got {type(value).__name__}")
+
+
+def _check_groups(
+    experts: int, num_groups: Any, topk_groups: Any, group_score: str
+) -> tuple[int, int]:
+    op = "moe_route"
+    if num_groups is None and topk_groups is None:
+        return 1, 1
+    if num_groups is None or topk_groups is None:
+        missing = "num_groups" if num_groups is None else "topk_groups"
+        checks.fail(op, missing, "given beside num_groups or topk_groups", None)
+    _check_int("num_groups", num_groups)
+    _check_int("topk_groups", topk_groups)
+    if num_groups < 1 or experts % num_groups != 0:
+        checks.fail(op, "num_groups", f"a divisor of {experts}, the experts", num_groups)
+    if not 1 <= topk_groups <= num_groups:
+        checks.fail(op, "topk_groups", f"from 1 to {num_groups}, the groups", topk_groups)
+    if group_score == "top2_sum" and experts // num_groups < 2 and topk_groups < num_groups:
+        checks.fail(op, "group_score", "'max' for groups of one expert", repr(group_score))
+    return num_groups, topk_groups
+
+
+Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _reference(
+    logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    chosen: torch.Tensor | None,
+    chosen_kept: torch.Tensor | None,
+    top_k: int,
+    *options: Any,
+) -> Outputs:
+    rule = Rule(*options)
+    tokens, experts = logits.shape
+    x = math.prepare(logits, seed, rule.jitter)
+    if chosen is not None:
+        ids = torch.clone(chosen, memory_format=torch.contiguous_format)
+    elif rule.drop_policy == "expert_choice":
+        ids = torch.arange(experts, dtype=torch.int32, device=x.device).repeat(tokens, 1)
+    else:
+        ids = math.choose(x, bias, top_k, rule)
+    probs = math.probabilities(x, ids, rule)
+    kept = _no_mask(ids)
+    if chosen_kept is not None:
+        kept = torch.clone(chosen_kept, memory_format=torch.contiguous_format)
+    elif rule.capacity >= 0:
+        ids, kept = math.drop(ids, probs, experts, rule)
+    if rule.capacity >= 0:
+        probs = torch.where(kept, probs, 0.0)
+    return probs.contiguous(), ids, kept
+
+
+def _no_mask(ids: torch.Tensor) -> torch.Tensor:
+    return ids.new_empty((0, ids.shape[1]), dtype=torch.bool)
+
+
+def _fake(
+    logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    chosen: torch.Tensor | None,
+    chosen_kept: torch.Tensor | None,
+    top_k: int,
+    *options: Any,
+) -> Outputs:
+    rule = Rule(*options)
+    tokens, experts = logits.shape
+    slots = experts if rule.drop_policy == "expert_choice" else top_k
+    ids = logits.new_empty((tokens, slots), dtype=torch.int32)
+    probs = logits.new_empty((tokens, slots), dtype=dtypes.statistics_dtype(logits.dtype))
+    kept = _no_mask(ids) if rule.capacity < 0 else torch.empty_like(ids, dtype=torch.bool)
+    return probs, ids, kept
+
+
+def _backward_reference(
+    grad_probs: torch.Tensor,
+    logits: torch.Tensor,
+    seed: torch.Tensor | None,
+    expert_ids: torch.Tensor,
+    kept: torch.Tensor,
+    top_k: int,
+    *options: Any,
+) -> torch.Tensor | None:
+    *given, output_mask = options
+    if not output_mask[0]:
+        return None
+    rule = Rule(*given)
+    if rule.capacity >= 0:
+        grad_probs = torch.where(kept, grad_probs, 0.0)
+    x = math.prepare(logits, seed, rule.jitter)
+    grad = math.gradient(grad_probs, x, expert_ids, rule)
+    if seed is not None:
+        grad = grad * math.jitter_factors(logits, seed, rule.jitter)
+    return grad.to(logits.dtype).contiguous()
+
+
+def _backward_fake(
+    grad_probs: torch.Tensor,
+    logits: torch.Tensor,
+    seed: torch.Tensor | None,
+    expert_ids: torch.Tensor,
+    kept: torch.Tensor,
+    top_k: int,
+    *options: Any,
+) -> torch.Tensor | None:
+    return logits.new_empty(logits.shape) if options[-1][0] else None
+
+
+def _splits(seed: Any, rule: Rule) -> list[Placement]:
+    """Tokens are independent, unless jitter counts them or a capacity is shared among them."""
+    return [REPLICATE] if seed is not None or rule.capacity >= 0 else [REPLICATE, 0]
+
+
+def _shard(
+    logits: Any, bias: Any, seed: Any, chosen: Any, chosen_kept: Any, top_k: int, *options: Any
+) -> list[tuple[list[Placement], list[Placement]]]:
+    rule = Rule(*options)
+    rules: list[tuple[list[Placement], list[Placement]]] = []
+    for word in _splits(seed, rule):
+        inputs: list[Placement] = [
+            word,
+            None if bias is None else REPLICATE,
+            None if seed is None else REPLICATE,
+            None if chosen is None else word,
+            None if chosen_kept is None else word,
+            None,
+            *[None] * len(options),
+        ]
+        rules.append(([word, word, word], inputs))
+    return rules
+
+
+def _shard_backward(
+    grad_probs: Any,
+    logits: Any,
+    seed: Any,
+    expert_ids: Any,
+    kept: Any,
+    top_k: int,
+    *options: Any,
+) -> list[tuple[list[Placement], list[Placement]]]:
+    *given, output_mask = options
+    rule = Rule(*given)
+    return [
+        (
+            [word if output_mask[0] else None],
+            [word, word, None if seed is None else REPLICATE, word, word, *[None] * (10 + 1)],
+        )
+        for word in _splits(seed, rule)
+    ]
+
+
+_OP = define_op(
+    "moe_route",
+    "(Tensor logits, Tensor? bias, Tensor? seed, Tensor? chosen, Tensor? chosen_kept,"
+    " SymInt top_k, str score, bool normalize, float scaling, int num_groups, int topk_groups,"
+    " str group_score, float jitter, SymInt capacity, str drop_policy)"
+    " -> (Tensor probs, Tensor expert_ids, Tensor kept)",
+    reference=_reference,
+    fake=_fake,
+    gradient=Gradient(
+        inputs=("logits",),
+        outputs=("probs",),
+        saves=("logits", "seed", "expert_ids", "kept"),
+        reference=_backward_reference,
+        fake=_backward_fake,
+    ),
+    shard=_shard,
+    shard_backward=_shard_backward,
+)

@@ -1,0 +1,293 @@
+"""What tests, benchmarks and documentation need to know of ``moe_route``."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from fusedops.ops import RoutingPlan, moe_capacity, moe_route
+from fusedops.specs.make import randn
+from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec
+
+
+def _eager(
+    logits: torch.Tensor,
+    top_k: int,
+    *,
+    score: str = "softmax",
+    normalize: bool = False,
+    bias: torch.Tensor | None = None,
+    num_groups: int | None = None,
+    topk_groups: int | None = None,
+    group_score: str = "max",
+    scaling: float = 1.0,
+    capacity_factor: float | None = None,
+    drop_policy: str = "position",
+    jitter: float = 0.0,
+    softmax_after: bool = False,
+    expert_choice: bool = False,
+) -> RoutingPlan:
+    """Route as models do today: softmax, topk, and one_hot with cumsum for the order of the rows.
+
+    Ties are broken as ``topk`` happens to: samples have none.
+    """
+    tokens, experts = logits.shape
+    wide = logits.double() if logits.dtype == torch.float64 else logits.float()
+    scores = wide.sigmoid() if score == "sigmoid" else wide.softmax(-1)
+    capacity = None
+    if expert_choice:
+        ids = torch.arange(experts, device=logits.device).expand(tokens, experts)
+        probs = scores * scaling
+        capacity = moe_capacity(top_k, tokens, capacity_factor or 1.0, experts)
+        best = scores.detach().topk(min(capacity, tokens), dim=0).indices
+        kept = torch.zeros_like(scores, dtype=torch.bool).scatter_(0, best, True)
+        return _plan(ids, probs, experts, kept, capacity)
+    keys = scores if bias is None else scores + bias.to(scores.dtype)
+    if num_groups is not None:
+        groups = keys.view(tokens, num_groups, -1)
+        ranks = groups.amax(-1) if group_score == "max" else groups.topk(2, dim=-1)[0].sum(-1)
+        best = ranks.topk(topk_groups or 1, dim=-1).indices
+        inside = torch.zeros_like(ranks, dtype=torch.bool).scatter_(1, best, True)
+        keys = groups.masked_fill(~inside[..., None], -torch.inf).view(tokens, experts)
+    ids = keys.topk(top_k, dim=-1).indices
+    probs = wide.gather(1, ids).softmax(-1) if softmax_after else scores.gather(1, ids)
+    if normalize:
+        probs = probs / probs.sum(-1, keepdim=True)
+    probs = probs * scaling
+    if capacity_factor is None:
+        return _plan(ids, probs, experts, None, None)
+    capacity = moe_capacity(top_k, tokens, capacity_factor, experts)
+    if drop_policy == "probability":
+        weights = torch.zeros_like(scores).scatter_(1, ids, probs.detach())
+        best = weights.topk(min(capacity, tokens), dim=0).indices
+        kept = torch.zeros_like(weights, dtype=torch.bool).scatter_(0, best, True).gather(1, ids)
+        return _plan(ids, probs, experts, kept, capacity)
+    taken = torch.zeros(experts, dtype=torch.int64, device=logits.device)
+    alive = torch.ones(tokens, dtype=torch.bool, device=logits.device)
+    chosen: list[torch.Tensor] = []
+    masks: list[torch.Tensor] = []
+    for number, choice in enumerate(ids.t()):
+        if drop_policy == "rounds" and number:
+            choice = torch.where(alive, choice, chosen[-1])
+        hot = F.one_hot(choice, experts) * alive[:, None]
+        place = (hot.cumsum(0) + taken).gather(1, choice[:, None])[:, 0]
+        fits = (place <= capacity) & alive
+        taken = taken + (hot * fits[:, None]).sum(0)
+        if drop_policy == "rounds":
+            alive = fits
+        chosen.append(choice)
+        masks.append(fits)
+    return _plan(torch.stack(chosen, 1), probs, experts, torch.stack(masks, 1), capacity)
+
+
+def _plan(
+    ids: torch.Tensor,
+    probs: torch.Tensor,
+    experts: int,
+    kept: torch.Tensor | None,
+    capacity: int | None,
+) -> RoutingPlan:
+    """Order the rows by ``one_hot`` and ``cumsum``, dropped ones behind."""
+    groups, places = (ids, experts) if kept is None else (ids.where(kept, experts), experts + 1)
+    flat = groups.reshape(-1)
+    hot = F.one_hot(flat, places)
+    totals = hot.sum(0)
+    rank = (hot.cumsum(0) * hot).sum(-1) - 1
+    positions = rank + (totals.cumsum(0) - totals)[flat]
+    permutation = torch.empty_like(positions)
+    permutation[positions] = torch.arange(flat.numel(), device=flat.device)
+    if kept is not None:
+        probs = torch.where(kept, probs, 0.0)
+    counts = totals[:experts]
+    return RoutingPlan(
+        ids.int(),
+        probs,
+        permutation.int(),
+        positions.view(ids.shape).int(),
+        counts.int(),
+        counts.cumsum(0).int(),
+        kept,
+        experts,
+        capacity,
+    )
+
+
+def distinct(
+    tokens: int, experts: int, *, device: torch.device, dtype: torch.dtype, grad: bool = True
+) -> torch.Tensor:
+    """Return logits without ties in any dtype: a permutation per row, each row of its own slope.
+
+    Multiples of 1/64 of at most 8 bits are exact in bfloat16; 0 would be a tie between rows.
+    """
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{tokens}x{experts}".encode()))
+    ranks = torch.rand(tokens, experts, generator=generator).argsort(-1) - experts // 2
+    ranks = ranks + (ranks >= 0)
+    most = 255 // (experts // 2 + 1)
+    slopes = most - torch.arange(tokens) % max(1, most // 2)
+    values = ranks * slopes[:, None] / 64
+    return values.to(device=device, dtype=dtype).requires_grad_(grad)
+
+
+def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
+    def new(tokens: int, experts: int) -> torch.Tensor:
+        return distinct(tokens, experts, device=device, dtype=dtype)
+
+    def bias(experts: int) -> torch.Tensor:
+        return randn(experts, device=device, dtype=torch.float32, scale=0.1, grad=False, key="bias")
+
+    sigmoid: dict[str, Any] = {"score": "sigmoid", "normalize": True, "scaling": 2.5}
+    groups: dict[str, Any] = {"num_groups": 4, "topk_groups": 2}
+    capacity: dict[str, Any] = {"capacity_factor": 0.75}
+    by_weight: dict[str, Any] = {**capacity, "drop_policy": "probability"}
+    rounds: dict[str, Any] = {**capacity, "drop_policy": "rounds"}
+    return [
+        Sample("plain", (new(12, 5), 2)),
+        Sample("normalized", (new(33, 8), 2), {"normalize": True}),
+        Sample("switch", (new(7, 4), 1)),
+        Sample("softmax_after", (new(19, 32), 4), {"softmax_after": True}),
+        Sample("all_experts", (new(6, 7), 7), {"scaling": 0.5}),
+        Sample("many_choices", (new(5, 61), 40), {"normalize": True}),
+        Sample("sigmoid", (new(17, 9), 3), {"score": "sigmoid"}),
+        Sample("sigmoid_bias", (new(17, 16), 3), {**sigmoid, "bias": bias(16)}),
+        Sample("softmax_bias", (new(9, 6), 2), {"bias": bias(6)}),
+        Sample("softmax_bias_normalized", (new(9, 6), 2), {"bias": bias(6), "normalize": True}),
+        Sample("groups", (new(21, 16), 3), {**groups}),
+        Sample(
+            "deepseek_v3",
+            (new(21, 32), 6),
+            {**sigmoid, **groups, "group_score": "top2_sum", "bias": bias(32)},
+        ),
+        Sample("groups_of_many_choices", (new(3, 80), 36), {**groups, "normalize": True}),
+        Sample("capacity", (new(20, 4), 2), capacity),
+        Sample("capacity_normalized", (new(20, 4), 2), {**capacity, "normalize": True}),
+        Sample("capacity_sigmoid", (new(18, 6), 3), {**capacity, **sigmoid}),
+        Sample("capacity_above_all", (new(5, 3), 2), {"capacity_factor": 9.0}),
+        Sample("capacity_by_probability", (new(12, 6), 2), by_weight),
+        Sample("capacity_in_rounds", (new(20, 4), 2), rounds),
+        Sample("rounds_sigmoid", (new(18, 6), 3), {**rounds, "score": "sigmoid"}),
+        Sample("expert_choice", (new(12, 6), 2), {"expert_choice": True}),
+        Sample(
+            "expert_choice_sigmoid",
+            (new(11, 5), 1),
+            {"expert_choice": True, "capacity_factor": 2.0, "score": "sigmoid"},
+        ),
+        Sample("jitter", (new(9, 7), 2), {"jitter": 0.01}, random=True),
+        Sample("jitter_chosen", (new(9, 8), 2), {"jitter": 0.01, "normalize": True}, random=True),
+        Sample("one_expert", (new(5, 1), 1)),
+        Sample("one_token", (new(1, 6), 2)),
+        Sample("no_tokens", (new(0, 6), 2), capacity),
+        Sample("several_blocks", (new(130, 37), 5), {"normalize": True}),
+    ]
+
+
+def _bad_inputs(device: torch.device) -> list[BadInput]:
+    x = torch.randn(6, 8, device=device)
+
+    def bad(
+        name: str, *args: Any, mentions: tuple[str, ...], error: Any = ValueError, **kwargs: Any
+    ) -> BadInput:
+        return BadInput(name, args, kwargs, error, mentions)
+
+    grouped = {"num_groups": 4, "topk_groups": 1}
+    return [
+        bad("top_k_above", x, 9, mentions=("top_k", "from 1 to 8", "9")),
+        bad("top_k_zero", x, 0, mentions=("top_k", "from 1", "0")),
+        bad("top_k_float", x, 2.0, error=TypeError, mentions=("top_k", "float")),
+        bad("no_experts", x[:, :0], 1, mentions=("top_k", "from 1 to 0")),
+        bad("dims", x[None], 2, mentions=("logits", "[tokens, experts]", "[1, 6, 8]")),
+        bad("no_tensor", [[1.0]], 1, error=TypeError, mentions=("logits", "list")),
+        bad("integers", x.long(), 2, error=TypeError, mentions=("logits", "int64")),
+        bad("score", x, 2, score="sigmoidal", mentions=("score", "sigmoid")),
+        bad("group_score", x, 2, group_score="sum", mentions=("group_score", "top2_sum")),
+        bad("drop_policy", x, 2, drop_policy="last", mentions=("drop_policy", "position")),
+        bad("bias_shape", x, 2, bias=x[0, :7], mentions=("bias", "[8]", "[7]")),
+        bad("bias_device", x, 2, bias=x[0].to("meta"), mentions=("bias", "meta")),
+        bad("groups_alone", x, 2, num_groups=4, mentions=("topk_groups", "None")),
+        bad("best_groups_alone", x, 2, topk_groups=1, mentions=("num_groups", "None")),
+        bad("groups_divide", x, 1, num_groups=3, topk_groups=1, mentions=("num_groups", "3")),
+        bad("groups_above", x, 1, num_groups=4, topk_groups=5, mentions=("topk_groups", "5")),
+        bad("top_k_in_groups", x, 3, **grouped, mentions=("top_k", "from 1 to 2", "3")),
+        bad(
+            "groups_of_one",
+            x,
+            1,
+            num_groups=8,
+            topk_groups=2,
+            group_score="top2_sum",
+            mentions=("group_score", "max"),
+        ),
+        bad("capacity_zero", x, 2, capacity_factor=0.0, mentions=("capacity_factor", "0.0")),
+        bad("capacity", x, 2, capacity_factor="1", error=TypeError, mentions=("capacity_factor",)),
+        bad("jitter", x, 2, jitter=1.0, mentions=("jitter", "[0, 1)", "1.0")),
+        bad("scaling", x, 2, scaling=None, error=TypeError, mentions=("scaling", "NoneType")),
+        bad("after", x, 2, softmax_after=True, score="sigmoid", mentions=("score", "sigmoid")),
+        bad(
+            "rounds",
+            x,
+            2,
+            drop_policy="rounds",
+            normalize=True,
+            capacity_factor=1.0,
+            mentions=("drop_policy", "normalize"),
+        ),
+        bad("expert_choice", x, 2, expert_choice=True, bias=x[0], mentions=("bias",)),
+    ]
+
+
+def _case(
+    tokens: int, experts: int, top_k: int, *, headline: bool = True, **options: Any
+) -> BenchCase:
+    def make(device: torch.device, dtype: torch.dtype) -> Sample:
+        x = randn(tokens, experts, device=device, dtype=dtype)
+        if options.get("score") == "sigmoid":
+            bias = randn(experts, device=device, dtype=torch.float32, scale=0.01, grad=False)
+            return Sample("bench", (x, top_k), {**options, "bias": bias})
+        return Sample("bench", (x, top_k), options)
+
+    slots = tokens * top_k
+    kind = " sigmoid groups" if options.get("score") == "sigmoid" else ""
+    return BenchCase(
+        label=f"{tokens}x{experts} top{top_k}{kind}",
+        make=make,
+        # Ids, weights, permutation and positions.
+        bytes_forward=lambda dtype: tokens * experts * dtype.itemsize + 16 * slots,
+        bytes_backward=lambda dtype: 2 * tokens * experts * dtype.itemsize + 8 * slots,
+        headline=headline,
+    )
+
+
+SPEC = Spec(
+    name="moe_route",
+    op=moe_route,
+    eager=_eager,
+    samples=_samples,
+    bad_inputs=_bad_inputs,
+    bench_cases=(
+        _case(4096, 8, 2, normalize=True),
+        _case(4096, 8, 8, normalize=True, headline=False),
+        _case(4096, 64, 2, normalize=True, headline=False),
+        _case(4096, 64, 8, normalize=True),
+        _case(
+            4096,
+            256,
+            8,
+            headline=False,
+            score="sigmoid",
+            normalize=True,
+            num_groups=8,
+            topk_groups=4,
+            group_score="top2_sum",
+        ),
+        _case(4096, 64, 8, headline=False),
+    ),
+    summary="experts and weights of each token: top-k, groups, bias, capacity, expert choice",
+    autocast="keep",
+    rows_are_independent=False,
+    limits=(
+        "Scores with a bias are rounded to float32: two that differ by a unit in the last place "
+        "may compare differently on different backends. Equal ones never do.",
+    ),
+)
