@@ -1,8 +1,7 @@
-"""The mathematics of routing in eager torch: scores, the choice, dropping, and the gradient.
+"""The mathematics of routing in eager torch: scores, the choice, the weights and their gradient.
 
-This is the specification of ``moe_route``. Dropping is also what the Triton backend runs on a GPU:
-sorts on the device, which wait for nothing. Everything works on logits that ``prepare`` has
-widened.
+This is the specification of ``moe_route``; what a capacity drops is in ``kernels/_moe_drop.py``.
+Everything works on logits that ``prepare`` has widened.
 """
 
 from __future__ import annotations
@@ -109,54 +108,6 @@ def probabilities(x: torch.Tensor, expert_ids: torch.Tensor, rule: Rule) -> torc
     else:
         chosen = softmax(x).gather(1, ids)
     return chosen * rule.scaling
-
-
-def drop(
-    expert_ids: torch.Tensor, probs: torch.Tensor, num_experts: int, rule: Rule
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keep at most ``capacity`` slots of each expert: return the ids, and which are kept.
-
-    The ids change in the policy ``"rounds"`` alone.
-    """
-    if rule.drop_policy in ("probability", "expert_choice"):
-        order = probs.reshape(-1).sort(descending=True, stable=True).indices
-        ranks = torch.empty_like(order)
-        ranks[order] = _ranks(expert_ids.reshape(-1)[order], num_experts)
-        return expert_ids, (ranks < rule.capacity).view(expert_ids.shape)
-    rounds = expert_ids.t()
-    if rule.drop_policy == "position":
-        # All first choices stand before all second ones.
-        ranks = _ranks(rounds.reshape(-1), num_experts).view(rounds.shape)
-        return expert_ids, (ranks < rule.capacity).t().contiguous()
-    ids: list[torch.Tensor] = []
-    kept: list[torch.Tensor] = []
-    taken = torch.zeros(num_experts + 1, dtype=torch.int64, device=expert_ids.device)
-    stuck = torch.zeros_like(rounds[0], dtype=torch.bool) if len(rounds) else None
-    for number, choice in enumerate(rounds):
-        assert stuck is not None
-        now = torch.where(stuck, ids[-1], choice) if number else choice
-        counted = torch.where(stuck, num_experts, now)
-        ranks = _ranks(counted, num_experts + 1) + taken[counted.long()]
-        fits = (ranks < rule.capacity) & ~stuck
-        taken = taken.scatter_add(0, counted.long(), fits.long())
-        ids.append(now)
-        kept.append(fits)
-        stuck = ~fits
-    if not ids:
-        return expert_ids, torch.zeros_like(expert_ids, dtype=torch.bool)
-    return torch.stack(ids, 1), torch.stack(kept, 1)
-
-
-def _ranks(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Return how many earlier elements of a vector have the same id."""
-    wide = ids.long()
-    order = wide.sort(stable=True).indices
-    counts = torch.zeros(num_experts, dtype=torch.int64, device=ids.device)
-    counts = counts.scatter_add(0, wide, torch.ones_like(wide))
-    begins = counts.cumsum(0) - counts
-    ranks = torch.empty_like(wide)
-    ranks[order] = torch.arange(wide.numel(), device=ids.device) - begins[wide[order]]
-    return ranks
 
 
 def gradient(

@@ -15,6 +15,7 @@ import torch
 from fusedops._core import checks, dtypes, philox
 from fusedops._core.library import Gradient, define_op
 from fusedops._core.sharding import REPLICATE, Placement
+from fusedops.kernels._moe_drop import drop
 from fusedops.ops import _route_math as math
 from fusedops.ops import _routing_reuse
 from fusedops.ops._route_math import Rule
@@ -300,7 +301,7 @@ def _reference(
     if chosen_kept is not None:
         kept = torch.clone(chosen_kept, memory_format=torch.contiguous_format)
     elif rule.capacity >= 0:
-        ids, kept = math.drop(ids, probs, experts, rule)
+        ids, kept = drop(ids, probs, experts, rule.capacity, rule.drop_policy)
     if rule.capacity >= 0:
         probs = torch.where(kept, probs, 0.0)
     return probs.contiguous(), ids, kept
@@ -421,6 +422,7 @@ _OP = define_op(
         reference=_backward_reference,
         fake=_backward_fake,
     ),
+    triton="fusedops.kernels.moe_route",
     shard=_shard,
     shard_backward=_shard_backward,
 )
