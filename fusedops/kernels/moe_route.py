@@ -124,7 +124,7 @@ def _close_groups(
     return tl.where(open_ != 0, keys, nothing)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "top_k", "num_groups", "topk_groups"])
 def _forward_kernel(
     x_ptr,
     bias_ptr,
@@ -211,7 +211,7 @@ def _forward_kernel(
     tl.store(probs_ptr + slots, weights * scaling, mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "top_k"])
 def _backward_kernel(
     grad_ptr,
     x_ptr,
@@ -417,3 +417,42 @@ def supports(logits: torch.Tensor, *args: Any) -> str | None:
     if logits.shape[1] > _MAX_EXPERTS:
         return f"a program holds at most {_MAX_EXPERTS} experts"
     return None
+
+
+def static_report_cases() -> list[dict[str, Any]]:
+    """Return the configurations whose registers, spills and instructions are kept on record."""
+    types = dict.fromkeys(("bias_ptr", "probs_ptr", "grad_ptr"), "*fp32")
+    types |= dict.fromkeys(("x_ptr", "dx_ptr"), "*bf16")
+    types |= dict.fromkeys(("ids_ptr", "given_ptr"), "*i32")
+    types |= {"seed_ptr": "*i64", "kept_ptr": "*u8", "scaling": "fp32", "jitter": "fp32"}
+    counts = ("num_tokens", "num_experts", "top_k", "num_groups", "topk_groups")
+    types |= dict.fromkeys(counts, "i32")
+    plain = {
+        "SIGMOID": False,
+        "NORMALIZE": True,
+        "BIAS": False,
+        "GROUPS": False,
+        "TOP2": False,
+        "CHOICE": "best",
+        "JITTER": False,
+        "KEPT": False,
+        "BLOCK_G": 2,
+    }
+    deepseek = {"SIGMOID": True, "BIAS": True, "GROUPS": True, "TOP2": True, "BLOCK_G": 8}
+    kinds: list[tuple[str, int, int, dict[str, Any]]] = [
+        ("softmax", 8, 2, {}),
+        ("softmax", 128, 8, {"NORMALIZE": False, "KEPT": True}),
+        ("softmax, jitter", 64, 8, {"JITTER": True}),
+        ("softmax over the chosen", 256, 8, {}),
+        ("sigmoid, bias, groups", 256, 8, deepseek),
+        ("expert choice", 64, 64, {"NORMALIZE": False, "CHOICE": "all", "KEPT": True}),
+        ("softmax", _MAX_EXPERTS, 8, {"NORMALIZE": False}),
+    ]
+    cases = []
+    for label, num_experts, top_k, differing in kinds:
+        blocks, options = _tile(num_experts, top_k)
+        chosen = plain | differing | blocks
+        for kernel in (_forward_kernel, _backward_kernel):
+            case = _launch.report_case(kernel, types, chosen, options)
+            cases.append(case | {"label": f"{label}, {case['label']}"})
+    return cases
