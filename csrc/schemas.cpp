@@ -180,6 +180,12 @@ TORCH_LIBRARY(fusedops_cpp, m) {
       " int topk_groups, str group_score, float jitter, SymInt capacity, str drop_policy,"
       " bool[] output_mask) -> Tensor");
   m.def(
+      "moe_router_loss(Tensor logits, Tensor? weights, Tensor? z_weight, Tensor? mask, str score)"
+      " -> (Tensor loss)");
+  m.def(
+      "moe_router_loss_backward(Tensor? grad_loss, Tensor logits, Tensor? weights,"
+      " Tensor? z_weight, Tensor? mask, str score, bool[] output_mask) -> Tensor");
+  m.def(
       "moe_sort(Tensor expert_ids, Tensor? kept, SymInt num_experts)"
       " -> (Tensor permutation, Tensor positions, Tensor tokens_per_expert, Tensor offsets)");
   m.def(

@@ -23,6 +23,7 @@ from fusedops.ops.moe_pack import moe_pack
 from fusedops.ops.moe_permute import moe_permute
 from fusedops.ops.moe_relayout import moe_relayout
 from fusedops.ops.moe_route import moe_capacity, moe_route
+from fusedops.ops.moe_router_loss import moe_router_loss
 from fusedops.ops.moe_sort import moe_sort
 from fusedops.ops.moe_unpack import moe_unpack
 from fusedops.ops.moe_unpermute import moe_unpermute
@@ -57,6 +58,7 @@ __all__ = [
     "moe_relayout",
     "moe_capacity",
     "moe_route",
+    "moe_router_loss",
     "moe_sort",
     "moe_unpack",
     "moe_unpermute",

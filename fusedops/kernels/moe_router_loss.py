@@ -1,0 +1,264 @@
+"""moe_router_loss in Triton: forward, backward, launchers.
+
+A program holds a tile of a few tokens by all experts in registers; the logits are read once. The
+forward adds the tokens of a program and writes one number, and torch adds the programs' in a fixed
+order: no atomics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from fusedops.kernels import _launch
+
+_MAX_EXPERTS = 4096
+
+
+@triton.jit
+def _sigmoid(x):
+    t = tl.exp(-tl.abs(x))
+    large = 1.0 / (1.0 + t)
+    return tl.where(x < 0.0, t * large, large)
+
+
+@triton.jit
+def _tile(
+    x_ptr,
+    w_ptr,
+    mask_ptr,
+    num_tokens,
+    num_experts,
+    tokens_per_weight,
+    BALANCE: tl.constexpr,
+    MASK: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """Return logits, weights, offsets, what may be stored, which columns exist, who counts."""
+    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    col = tl.arange(0, BLOCK_E)[None, :]
+    real = (token < num_tokens)[:, None] & (col < num_experts)
+    offset = token[:, None].to(tl.int64) * num_experts + col
+    # Tokens past the last are rows of zeros: they count for nothing, and divide by no zero.
+    there = tl.broadcast_to(col < num_experts, (BLOCK_T, BLOCK_E))
+    x = tl.load(x_ptr + offset, mask=real, other=0.0).to(tl.float32)
+    x = tl.where(there, x, float("-inf"))
+    w = tl.zeros((BLOCK_T, BLOCK_E), tl.float32)
+    if BALANCE:
+        row = (token // tokens_per_weight)[:, None].to(tl.int64) * num_experts
+        w = tl.load(w_ptr + row + col, mask=real, other=0.0)
+    counts = token < num_tokens
+    if MASK:
+        counts = counts & (tl.load(mask_ptr + token, mask=counts, other=0) != 0)
+    return x, w, offset, real, there, counts
+
+
+@triton.jit
+def _softmax(x, there):
+    peak = tl.max(x, axis=1)
+    e = tl.where(there, tl.exp(x - peak[:, None]), 0.0)
+    total = tl.sum(e, axis=1)
+    return e / total[:, None], peak + tl.log(total)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "tokens_per_weight"])
+def _forward_kernel(
+    x_ptr,
+    w_ptr,
+    z_ptr,
+    mask_ptr,
+    sums_ptr,
+    num_tokens,
+    num_experts,
+    tokens_per_weight,
+    SIGMOID: tl.constexpr,
+    BALANCE: tl.constexpr,
+    Z: tl.constexpr,
+    MASK: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    x, w, _, _, there, counts = _tile(
+        x_ptr,
+        w_ptr,
+        mask_ptr,
+        num_tokens,
+        num_experts,
+        tokens_per_weight,
+        BALANCE,
+        MASK,
+        BLOCK_T,
+        BLOCK_E,
+    )
+    loss = tl.zeros((BLOCK_T,), tl.float32)
+    p, lse = _softmax(x, there)
+    if BALANCE:
+        if SIGMOID:
+            p = tl.where(there, _sigmoid(x), 0.0)
+            p = p / tl.sum(p, axis=1)[:, None]
+        loss += tl.sum(p * w, axis=1)
+    if Z:
+        loss += tl.load(z_ptr) * lse * lse
+    tl.store(sums_ptr + tl.program_id(0), tl.sum(tl.where(counts, loss, 0.0), axis=0))
+
+
+@triton.jit(do_not_specialize=["num_tokens", "tokens_per_weight"])
+def _backward_kernel(
+    grad_ptr,
+    x_ptr,
+    w_ptr,
+    z_ptr,
+    mask_ptr,
+    dx_ptr,
+    num_tokens,
+    num_experts,
+    tokens_per_weight,
+    SIGMOID: tl.constexpr,
+    BALANCE: tl.constexpr,
+    Z: tl.constexpr,
+    MASK: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    x, w, offset, real, there, counts = _tile(
+        x_ptr,
+        w_ptr,
+        mask_ptr,
+        num_tokens,
+        num_experts,
+        tokens_per_weight,
+        BALANCE,
+        MASK,
+        BLOCK_T,
+        BLOCK_E,
+    )
+    dx = tl.zeros((BLOCK_T, BLOCK_E), tl.float32)
+    p, lse = _softmax(x, there)
+    if Z:
+        dx += p * (2.0 * tl.load(z_ptr) * lse)[:, None]
+    if BALANCE:
+        slope = p
+        if SIGMOID:
+            s = tl.where(there, _sigmoid(x), 0.0)
+            p = s / tl.sum(s, axis=1)[:, None]
+            slope = p * (1.0 - s)
+        dx += slope * (w - tl.sum(p * w, axis=1)[:, None])
+    dx = tl.where(counts[:, None], dx * tl.load(grad_ptr), 0.0)
+    tl.store(dx_ptr + offset, dx.to(dx_ptr.dtype.element_ty), mask=real)
+
+
+def _blocks(num_experts: int) -> tuple[dict[str, int], dict[str, Any]]:
+    block_e = max(2, triton.next_power_of_2(num_experts))
+    block_t = max(1, min(64, 2048 // block_e))
+    num_warps = max(1, min(16, block_t * block_e // 512))
+    options = {"num_warps": num_warps, "num_stages": 1, "enable_fp_fusion": True}
+    return {"BLOCK_T": block_t, "BLOCK_E": block_e}, options
+
+
+def _arguments(
+    x: torch.Tensor,
+    weights: torch.Tensor | None,
+    z_weight: torch.Tensor | None,
+    mask: torch.Tensor | None,
+) -> list[torch.Tensor]:
+    wide = None if weights is None else weights.float()
+    z = None if z_weight is None else z_weight.float()
+    masked = None if mask is None else mask.contiguous().view(torch.uint8)
+    return [x, *(_launch.dense(each, x) for each in (wide, z, masked))]
+
+
+def _sizes(x: torch.Tensor, weights: torch.Tensor | None) -> tuple[int, int, int]:
+    tokens, experts = x.shape
+    return tokens, experts, max(1, tokens // (1 if weights is None else weights.shape[0]))
+
+
+def forward(
+    logits: torch.Tensor,
+    weights: torch.Tensor | None,
+    z_weight: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    score: str,
+) -> torch.Tensor:
+    """Launch the forward, arguments and result those of ``fusedops::moe_router_loss``."""
+    x = logits.contiguous()
+    blocks, options = _blocks(x.shape[1])
+    programs = triton.cdiv(x.shape[0], blocks["BLOCK_T"])
+    sums = x.new_empty(programs, dtype=torch.float32)
+    if programs == 0:
+        return sums.sum()
+    with _launch.device_of(x):
+        _forward_kernel[(programs,)](
+            *_arguments(x, weights, z_weight, mask),
+            sums,
+            *_sizes(x, weights),
+            SIGMOID=score == "sigmoid",
+            BALANCE=weights is not None,
+            Z=z_weight is not None,
+            MASK=mask is not None,
+            **blocks,
+            **options,
+        )
+    return sums.sum()
+
+
+def backward(
+    grad_loss: torch.Tensor,
+    logits: torch.Tensor,
+    weights: torch.Tensor | None,
+    z_weight: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    score: str,
+    output_mask: Sequence[bool],
+) -> torch.Tensor | None:
+    """Launch the backward, arguments and result those of ``moe_router_loss_backward``."""
+    if not output_mask[0]:
+        return None
+    x = logits.contiguous()
+    dx = torch.empty_like(x)
+    if x.numel() == 0:
+        return dx
+    blocks, options = _blocks(x.shape[1])
+    with _launch.device_of(x):
+        _backward_kernel[(triton.cdiv(x.shape[0], blocks["BLOCK_T"]),)](
+            grad_loss.float().contiguous(),
+            *_arguments(x, weights, z_weight, mask),
+            dx,
+            *_sizes(x, weights),
+            SIGMOID=score == "sigmoid",
+            BALANCE=weights is not None,
+            Z=z_weight is not None,
+            MASK=mask is not None,
+            **blocks,
+            **options,
+        )
+    return dx
+
+
+def supports(logits: torch.Tensor, *_: Any) -> str | None:
+    """Return why Triton cannot run on these logits, or ``None``."""
+    if logits.dtype == torch.float64:
+        return "Triton's kernels take float32, bfloat16 and float16"
+    if logits.shape[1] > _MAX_EXPERTS:
+        return f"a program holds at most {_MAX_EXPERTS} experts"
+    return None
+
+
+def static_report_cases() -> list[dict[str, Any]]:
+    """Return the configurations whose registers, spills and instructions are kept on record."""
+    types = dict.fromkeys(("w_ptr", "z_ptr", "sums_ptr", "grad_ptr"), "*fp32")
+    types |= dict.fromkeys(("x_ptr", "dx_ptr"), "*bf16") | {"mask_ptr": "*u8"}
+    types |= dict.fromkeys(("num_tokens", "num_experts", "tokens_per_weight"), "i32")
+    cases = []
+    for sigmoid, experts in ((False, 8), (False, 64), (True, 256), (True, _MAX_EXPERTS)):
+        blocks, options = _blocks(experts)
+        chosen = {"SIGMOID": sigmoid, "BALANCE": True, "Z": True, "MASK": True} | blocks
+        for kernel in (_forward_kernel, _backward_kernel):
+            case = _launch.report_case(kernel, types, chosen, options)
+            label = "sigmoid" if sigmoid else "softmax"
+            cases.append(case | {"label": f"{label}, {case['label']}"})
+    return cases

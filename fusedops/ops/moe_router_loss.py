@@ -1,0 +1,332 @@
+"""The losses of a router: load balance and z-loss, in one pass over the logits.
+
+    loss = sum_t m_t (sum_e w[s(t), e] p[t, e] + z lse_t^2)
+
+with p the scores of a token (they sum to 1), lse the log-sum-exp of its logits, m the mask. All
+forms of the balance loss are this with other weights ``w``, which hold the counts of the choices:
+constants. No probabilities are stored. Kernels: ``csrc/cpu/moe_router_loss.*`` and
+``kernels/moe_router_loss.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fusedops._core import checks, dtypes
+from fusedops._core.library import Gradient, define_op
+from fusedops._core.sharding import PARTIAL, REPLICATE, Placement
+from fusedops.ops._routing_plan import RoutingPlan
+
+_FORMS = ("switch", "squared")
+_SCORES = ("softmax", "sigmoid")
+
+
+def moe_router_loss(
+    logits: torch.Tensor,
+    choices: RoutingPlan | torch.Tensor | None = None,
+    *,
+    balance: float = 1.0,
+    z: float = 0.0,
+    form: str = "switch",
+    score: str = "softmax",
+    num_sequences: int = 1,
+    mask: torch.Tensor | None = None,
+    group: Any = None,
+) -> torch.Tensor:
+    """Return ``balance * (load balance loss) + z * (z-loss)`` of a router.
+
+    ``balance loss = E sum_e f_e P_e`` and ``z-loss = mean_t logsumexp(logits_t)^2``
+
+    where ``f_e`` is the share of the choices that expert ``e`` has, before anything is dropped, and
+    ``P_e`` the mean over the tokens of its score. Uniform routing gives a balance loss of 1.
+
+    Args:
+        logits: ``[T, E]``, any floating dtype, any strides.
+        choices: the plan that ``moe_route`` made of them, or its ``expert_ids`` ``[T, k]``, int32
+            or int64 (``E`` is nobody's); may be left out where ``balance`` is 0.
+        balance: coefficient of the balance loss.
+        z: coefficient of the z-loss.
+        form: ``"switch"``: ``f`` is a share of the ``k T`` choices. ``"squared"``: of the ``T``
+            tokens, so that the loss is ``k`` times as large: ``E^2 mean_e(mean_t onehot mean_t p)``
+            as PanGu's router has it (uniform top-1 gives 1.0), and transformers'
+            ``load_balancing_loss_func``.
+        score: ``"softmax"``, or ``"sigmoid"``, divided by its sum (DeepSeek-V3).
+        num_sequences: the tokens are so many sequences of equal length, each balanced for itself;
+            the loss is their mean. It must divide ``T``.
+        mask: ``[T]`` bool; other tokens (padding) count nowhere.
+        group: a process group: ``f`` is taken over the tokens of all its ranks, by one all-reduce
+            of ``E + 1`` integers. The mean of the result over the ranks is then the loss of the
+            whole batch, and the mean of gradients over ranks, as DDP takes it, its gradient.
+
+    Returns:
+        A scalar, float32 (float64 for float64).
+
+    Raises:
+        ValueError: a shape, device or option does not fit.
+        TypeError: an argument is no tensor or number, or its dtype does not fit.
+
+    Note:
+        The gradient is the closed form, for the logits alone: counts are constants. Saves the
+        logits and the weights ``[num_sequences, E]``. Float32 arithmetic; sums in a fixed order.
+        Nothing waits for the device. NaN stays NaN. Backends: cpp, triton, torch. Autocast leaves
+        it alone.
+
+    Reference:
+        Fedus et al.: Switch Transformers, arXiv:2101.03961; Zoph et al.: ST-MoE, arXiv:2202.08906;
+        Qiu et al.: Demons in the Detail (global balance), arXiv:2501.11873.
+
+    Example:
+        >>> import torch, fusedops
+        >>> logits = torch.zeros(8, 4)
+        >>> ids = torch.arange(8).remainder(4)[:, None]
+        >>> fusedops.moe_router_loss(logits, ids)
+        tensor(1.)
+        >>> fusedops.moe_router_loss(logits, balance=0.0, z=1.0)  # log(4)^2
+        tensor(1.9218)
+    """
+    ids = _check(logits, choices, balance, z, form, score, num_sequences, mask, group)
+    tokens, experts = logits.shape
+    wide = dtypes.statistics_dtype(logits.dtype)
+    totals = _totals(tokens, num_sequences, mask, logits.device)
+    weights = None
+    ranks = 1
+    if balance != 0.0:
+        assert ids is not None
+        counts = _counts(ids, experts, num_sequences, mask)
+        if group is not None:
+            counts, totals, ranks = _sum_over_ranks(counts, totals, group)
+        # A sequence without tokens has no choices either.
+        lengths = totals.clamp_min(1).to(wide)[:, None]
+        shares = counts.to(wide) / (lengths * (ids.shape[1] if form == "switch" else 1))
+        weights = shares * (balance * experts * ranks / num_sequences) / lengths
+    elif group is not None:
+        _, totals, ranks = _sum_over_ranks(totals[:0], totals, group)
+    z_weight = z * ranks / totals.sum().clamp_min(1).to(wide) if z != 0.0 else None
+    return _OP(logits, weights, z_weight, mask, score)
+
+
+def _totals(
+    tokens: int, sequences: int, mask: torch.Tensor | None, device: torch.device
+) -> torch.Tensor:
+    """Return the tokens of each sequence, int64 ``[num_sequences]``."""
+    if mask is None:
+        return torch.full((sequences,), tokens // sequences, dtype=torch.int64, device=device)
+    return mask.view(sequences, -1).sum(1)
+
+
+def _counts(
+    ids: torch.Tensor, experts: int, sequences: int, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """Return how often each sequence chose each expert, int64 ``[num_sequences, E]``."""
+    rows = ids.to(torch.int64)
+    if mask is not None:
+        rows = torch.where(mask[:, None], rows, experts)
+    rows = rows.reshape(sequences, -1)
+    counts = torch.zeros(sequences, experts + 1, dtype=torch.int64, device=ids.device)
+    return counts.scatter_add(1, rows, torch.ones_like(rows))[:, :experts]
+
+
+def _sum_over_ranks(
+    counts: torch.Tensor, totals: torch.Tensor, group: Any
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    import torch.distributed as dist
+    from torch.distributed import _functional_collectives as collectives
+
+    both = torch.cat([counts.reshape(-1), totals])
+    summed = collectives.all_reduce(both, "sum", group)
+    return (
+        summed[: counts.numel()].view(counts.shape),
+        summed[counts.numel() :],
+        dist.get_world_size(group),
+    )
+
+
+def _check(
+    logits: Any,
+    choices: Any,
+    balance: Any,
+    z: Any,
+    form: Any,
+    score: Any,
+    num_sequences: Any,
+    mask: Any,
+    group: Any,
+) -> torch.Tensor | None:
+    op = "moe_router_loss"
+    checks.tensor(op, "logits", logits)
+    if logits.dim() != 2:
+        checks.fail(op, "logits", "of 2 dims, [tokens, experts]", list(logits.shape))
+    if logits.shape[1] < 1:
+        checks.fail(op, "logits", "of at least one expert", list(logits.shape))
+    checks.number(op, "balance", balance)
+    checks.number(op, "z", z)
+    checks.choice(op, "form", form, _FORMS)
+    checks.choice(op, "score", score, _SCORES)
+    if isinstance(num_sequences, bool) or not isinstance(num_sequences, (int, torch.SymInt)):
+        kind = type(num_sequences).__name__
+        raise TypeError(f"{op}: num_sequences must be an int, got {kind}")
+    if num_sequences < 1 or logits.shape[0] % num_sequences != 0:
+        wanted = f"a divisor of {logits.shape[0]}, the tokens"
+        checks.fail(op, "num_sequences", wanted, num_sequences)
+    if group is not None and num_sequences != 1:
+        checks.fail(op, "group", "left out beside num_sequences", "it")
+    if mask is not None:
+        checks.tensor(op, "mask", mask, floating=False)
+        if mask.dtype != torch.bool:
+            raise TypeError(f"{op}: mask must be bool, got {mask.dtype}")
+        checks.shape(op, "mask", mask, logits.shape[:1], "one per token")
+        if mask.device != logits.device:
+            checks.fail(op, "mask", f"on {logits.device}, the device of logits", mask.device)
+    if balance == 0.0:
+        return None
+    ids = choices.expert_ids if isinstance(choices, RoutingPlan) else choices
+    if not isinstance(ids, torch.Tensor):
+        kind = type(choices).__name__
+        raise TypeError(f"{op}: choices must be a RoutingPlan or a torch.Tensor, got {kind}")
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{op}: choices must be int32 or int64, got {ids.dtype}")
+    if ids.dim() != 2 or ids.shape[0] != logits.shape[0]:
+        checks.fail(op, "choices", f"of shape [{logits.shape[0]}, top_k]", list(ids.shape))
+    if ids.device != logits.device:
+        checks.fail(op, "choices", f"on {logits.device}, the device of logits", ids.device)
+    return ids
+
+
+def _scores(x: torch.Tensor, score: str) -> torch.Tensor:
+    if score == "softmax":
+        return torch.softmax(x, -1)
+    s = torch.sigmoid(x)
+    return s / s.sum(-1, keepdim=True)
+
+
+def _per_token(weights: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Return the weights of each token; [T, E], or [1, E] for all."""
+    sequences = weights.shape[0]
+    return weights if sequences == 1 else weights.repeat_interleave(tokens // sequences, 0)
+
+
+def _reference(
+    logits: torch.Tensor,
+    weights: torch.Tensor | None,
+    z_weight: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    score: str,
+) -> torch.Tensor:
+    x = logits.to(dtypes.statistics_dtype(logits.dtype))
+    rows = x.new_zeros(x.shape[0])
+    if weights is not None:
+        rows = rows + (_scores(x, score) * _per_token(weights, len(x))).sum(-1)
+    if z_weight is not None:
+        rows = rows + z_weight * x.logsumexp(-1).square()
+    if mask is not None:
+        rows = rows.masked_fill(~mask, 0.0)
+    return rows.sum()
+
+
+def _fake(
+    logits: torch.Tensor,
+    weights: torch.Tensor | None,
+    z_weight: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    score: str,
+) -> torch.Tensor:
+    return logits.new_empty((), dtype=dtypes.statistics_dtype(logits.dtype))
+
+
+def _backward_reference(
+    grad_loss: torch.Tensor,
+    logits: torch.Tensor,
+    weights: torch.Tensor | None,
+    z_weight: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    score: str,
+    output_mask: Sequence[bool],
+) -> torch.Tensor | None:
+    """Softmax: dx = p (w - sum w p); sigmoid: dx = s (1 - s) / S (w - sum w p), S = sum s."""
+    if not output_mask[0]:
+        return None
+    x = logits.to(dtypes.statistics_dtype(logits.dtype))
+    grad = torch.zeros_like(x)
+    if weights is not None:
+        p, w = _scores(x, score), _per_token(weights, len(x))
+        slope = p if score == "softmax" else p * (1.0 - torch.sigmoid(x))
+        grad = grad + slope * (w - (w * p).sum(-1, keepdim=True))
+    if z_weight is not None:
+        lse = x.logsumexp(-1, keepdim=True)
+        grad = grad + 2.0 * z_weight * lse * torch.exp(x - lse)
+    if mask is not None:
+        grad = grad.masked_fill(~mask[:, None], 0.0)
+    return (grad * grad_loss).to(logits.dtype).contiguous()
+
+
+def _backward_fake(
+    grad_loss: torch.Tensor,
+    logits: torch.Tensor,
+    weights: torch.Tensor | None,
+    z_weight: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    score: str,
+    output_mask: Sequence[bool],
+) -> torch.Tensor | None:
+    return logits.new_empty(logits.shape) if output_mask[0] else None
+
+
+def _placements(weights: Any, z_weight: Any, mask: Any) -> list[list[Placement]]:
+    """Return placements of logits, weights, z_weight and mask: tokens may be sharded."""
+    words: list[Placement] = [REPLICATE]
+    if weights is None or weights.shape[0] == 1:
+        words.append(0)
+    return [
+        [
+            word,
+            None if weights is None else REPLICATE,
+            None if z_weight is None else REPLICATE,
+            None if mask is None else word,
+        ]
+        for word in words
+    ]
+
+
+def _shard(
+    logits: Any, weights: Any, z_weight: Any, mask: Any, score: str
+) -> list[tuple[list[Placement], list[Placement]]]:
+    return [
+        ([PARTIAL if inputs[0] == 0 else REPLICATE], [*inputs, None])
+        for inputs in _placements(weights, z_weight, mask)
+    ]
+
+
+def _shard_backward(
+    grad_loss: Any,
+    logits: Any,
+    weights: Any,
+    z_weight: Any,
+    mask: Any,
+    score: str,
+    output_mask: Sequence[bool],
+) -> list[tuple[list[Placement], list[Placement]]]:
+    return [
+        ([inputs[0] if output_mask[0] else None], [REPLICATE, *inputs, None, None])
+        for inputs in _placements(weights, z_weight, mask)
+    ]
+
+
+_OP = define_op(
+    "moe_router_loss",
+    "(Tensor logits, Tensor? weights, Tensor? z_weight, Tensor? mask, str score) -> (Tensor loss)",
+    reference=_reference,
+    fake=_fake,
+    gradient=Gradient(
+        inputs=("logits",),
+        outputs=("loss",),
+        saves=("logits", "weights", "z_weight", "mask"),
+        reference=_backward_reference,
+        fake=_backward_fake,
+    ),
+    triton="fusedops.kernels.moe_router_loss",
+    shard=_shard,
+    shard_backward=_shard_backward,
+)

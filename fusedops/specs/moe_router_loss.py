@@ -1,0 +1,142 @@
+"""What tests, benchmarks and documentation need to know of ``moe_router_loss``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from fusedops.ops import RoutingPlan, moe_router_loss
+from fusedops.specs import _routing
+from fusedops.specs.make import randint, randn
+from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec
+
+
+def _eager(
+    logits: torch.Tensor,
+    choices: RoutingPlan | torch.Tensor | None = None,
+    *,
+    balance: float = 1.0,
+    z: float = 0.0,
+    form: str = "switch",
+    score: str = "softmax",
+    num_sequences: int = 1,
+    mask: torch.Tensor | None = None,
+    group: Any = None,
+) -> torch.Tensor:
+    """Write the losses as models do, with one_hot and means (of one process)."""
+    x = logits.double() if logits.dtype == torch.float64 else logits.float()
+    tokens, experts = x.shape
+    there = torch.ones(tokens, dtype=torch.bool, device=x.device) if mask is None else mask
+    loss = x.new_zeros(())
+    if balance != 0.0:
+        ids = choices.expert_ids if isinstance(choices, RoutingPlan) else choices
+        assert ids is not None
+        scores = x.softmax(-1) if score == "softmax" else x.sigmoid()
+        scores = scores / scores.sum(-1, keepdim=True)
+        hot = F.one_hot(ids.long(), experts + 1).sum(1)[:, :experts] * there[:, None]
+        lengths = there.view(num_sequences, -1).sum(1, keepdim=True).clamp_min(1)
+        shares = hot.view(num_sequences, -1, experts).sum(1) / lengths.to(x.dtype)
+        kept = (scores * there[:, None]).view(num_sequences, -1, experts)
+        per_sequence = experts * (shares * kept.sum(1) / lengths).sum(-1)
+        factor = 1.0 / ids.shape[1] if form == "switch" else 1.0
+        loss = loss + balance * factor * per_sequence.mean()
+    if z != 0.0:
+        squares = x.logsumexp(-1).square() * there
+        loss = loss + z * squares.sum() / there.sum().clamp_min(1)
+    return loss
+
+
+def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
+    def new(tokens: int, experts: int) -> torch.Tensor:
+        return randn(tokens, experts, device=device, dtype=dtype)
+
+    def ids(tokens: int, top_k: int, experts: int) -> torch.Tensor:
+        return _routing.choices("random", tokens, top_k, experts, device)[0]
+
+    def mask(tokens: int) -> torch.Tensor:
+        return randint(tokens, high=3, device=device, key="mask") > 0
+
+    plan = _routing.plan(18, 2, 6, device=device, dtype=dtype, pattern="dropped", grad=False)
+    return [
+        Sample("balance", (new(12, 5), ids(12, 2, 5))),
+        Sample("both", (new(33, 8), ids(33, 2, 8)), {"balance": 0.01, "z": 0.1}),
+        Sample("z_loss", (new(17, 9),), {"balance": 0.0, "z": 1.0}),
+        Sample("squared", (new(12, 4), ids(12, 2, 4)), {"form": "squared"}),
+        Sample("plan_with_dropped_slots", (new(18, 6), plan)),
+        Sample(
+            "sigmoid", (new(20, 16), ids(20, 4, 16)), {"score": "sigmoid", "balance": 0.5, "z": 0.1}
+        ),
+        Sample("sequences", (new(24, 7), ids(24, 2, 7)), {"num_sequences": 4}),
+        Sample(
+            "sequences_masked",
+            (new(24, 7), ids(24, 2, 7)),
+            {"num_sequences": 4, "mask": mask(24), "z": 0.5},
+        ),
+        Sample("masked", (new(40, 33), ids(40, 3, 33)), {"mask": mask(40), "z": 1e-3}),
+        Sample("all_masked", (new(4, 3), ids(4, 1, 3)), {"mask": mask(4) & False, "z": 1.0}),
+        Sample("sentinels", (new(6, 4), ids(6, 2, 4).masked_fill(ids(6, 2, 4) == 1, 4))),
+        Sample("one_expert", (new(5, 1), ids(5, 1, 1)), {"z": 1.0}),
+        Sample("no_tokens", (new(0, 4), ids(1, 2, 4)[:0]), {"z": 1.0}),
+        Sample("several_chunks", (new(130, 37), ids(130, 5, 37)), {"z": 1e-2}),
+    ]
+
+
+def _bad_inputs(device: torch.device) -> list[BadInput]:
+    x = torch.randn(6, 4, device=device)
+    ids = torch.zeros(6, 2, dtype=torch.int64, device=device)
+    mask = ids[:, 0] == 0
+
+    def bad(
+        name: str, *args: Any, mentions: tuple[str, ...], error: Any = ValueError, **kwargs: Any
+    ) -> BadInput:
+        return BadInput(name, args, kwargs, error, mentions)
+
+    return [
+        bad("dims", x[None], ids, mentions=("logits", "[tokens, experts]", "[1, 6, 4]")),
+        bad("no_experts", x[:, :0], ids, mentions=("logits", "[6, 0]")),
+        bad("integers", x.long(), ids, error=TypeError, mentions=("logits", "int64")),
+        bad("no_choices", x, error=TypeError, mentions=("choices", "RoutingPlan", "NoneType")),
+        bad("choices_dtype", x, x, error=TypeError, mentions=("choices", "float32")),
+        bad("choices_shape", x, ids[:5], mentions=("choices", "[6, top_k]", "[5, 2]")),
+        bad("choices_device", x, ids.to("meta"), mentions=("choices", "meta")),
+        bad("form", x, ids, form="square", mentions=("form", "squared")),
+        bad("score", x, ids, score="relu", mentions=("score", "softmax")),
+        bad("balance", x, ids, balance="1", error=TypeError, mentions=("balance", "str")),
+        bad("z", x, ids, z=None, error=TypeError, mentions=("z", "NoneType")),
+        bad("sequences", x, ids, num_sequences=4, mentions=("num_sequences", "6", "4")),
+        bad("sequences_type", x, ids, num_sequences=2.0, error=TypeError, mentions=("float",)),
+        bad("group", x, ids, num_sequences=2, group=object(), mentions=("group",)),
+        bad("mask_dtype", x, ids, mask=ids[:, 0], error=TypeError, mentions=("mask", "int64")),
+        bad("mask_shape", x, ids, mask=mask[:5], mentions=("mask", "[6]", "[5]")),
+        bad("mask_device", x, ids, mask=mask.to("meta"), mentions=("mask", "meta")),
+    ]
+
+
+def _case(tokens: int, experts: int, top_k: int, *, headline: bool = True) -> BenchCase:
+    def make(device: torch.device, dtype: torch.dtype) -> Sample:
+        x = randn(tokens, experts, device=device, dtype=dtype)
+        ids = randint(tokens, top_k, high=experts, device=device).int()
+        return Sample("bench", (x, ids), {"balance": 1e-2, "z": 1e-3})
+
+    return BenchCase(
+        label=f"{tokens}x{experts} top{top_k}",
+        make=make,
+        bytes_forward=lambda dtype: tokens * (experts * dtype.itemsize + 4 * top_k),
+        bytes_backward=lambda dtype: 2 * tokens * experts * dtype.itemsize,
+        headline=headline,
+    )
+
+
+SPEC = Spec(
+    name="moe_router_loss",
+    op=moe_router_loss,
+    eager=_eager,
+    samples=_samples,
+    bad_inputs=_bad_inputs,
+    bench_cases=(_case(4096, 8, 2), _case(4096, 64, 8)),
+    summary="load balance (batch, sequence, group) and z-loss of a router",
+    autocast="keep",
+    rows_are_independent=False,
+)
