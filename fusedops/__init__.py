@@ -19,7 +19,7 @@ from fusedops._core.checks import UnsupportedError
 from fusedops.ops import *  # noqa: F403
 
 if TYPE_CHECKING:
-    from fusedops import nn
+    from fusedops import nn, parallel
     from fusedops._core.host import tune_host
     from fusedops.integrations import PatchReport, patch, unpatch
 
@@ -28,6 +28,7 @@ __version__ = "0.1.0"
 # Imported when first used: the rest of the package does without them.
 _LAZY = {
     "nn": "fusedops.nn",
+    "parallel": "fusedops.parallel",
     "tune_host": "fusedops._core.host",
     "patch": "fusedops.integrations",
     "unpatch": "fusedops.integrations",
@@ -39,6 +40,7 @@ __all__ = [
     "UnsupportedError",
     "counters",
     "nn",
+    "parallel",
     "patch",
     "reset_counters",
     "resolve",
@@ -54,7 +56,7 @@ _backends.start()
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         module = importlib.import_module(_LAZY[name])
-        return module if name == "nn" else getattr(module, name)
+        return module if name in ("nn", "parallel") else getattr(module, name)
     raise AttributeError(f"module 'fusedops' has no attribute {name!r}")
 
 

@@ -11,7 +11,9 @@ import fusedops
 
 
 def _public() -> list[str]:
-    return sorted(set(fusedops.__all__) - {"nn"}) + [f"nn.{name}" for name in fusedops.nn.__all__]
+    modules = ("nn", "parallel")
+    inside = [f"{each}.{name}" for each in modules for name in getattr(fusedops, each).__all__]
+    return sorted(set(fusedops.__all__) - {"nn", "parallel"}) + inside
 
 
 def _get(name: str) -> object:

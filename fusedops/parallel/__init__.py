@@ -1,0 +1,5 @@
+"""Parallelism on torch.distributed. A process group or device mesh is always an argument."""
+
+from fusedops.parallel.expert import expert_parallel, moe_combine, moe_dispatch
+
+__all__ = ["expert_parallel", "moe_combine", "moe_dispatch"]

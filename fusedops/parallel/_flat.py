@@ -1,0 +1,201 @@
+"""Tokens straight to the ranks of their experts, and the results straight back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fusedops._core import checks
+from fusedops.ops import RoutingPlan, moe_sort, moe_unpermute
+from fusedops.parallel._agreement import Agreement, Beliefs, Rows, Verdict
+from fusedops.parallel._exchange import begin, end
+from fusedops.parallel._hops import FromExperts, Route, ToExperts
+
+
+@dataclass(frozen=True)
+class Departure:
+    """One chunk of tokens that is about to leave: the plan, and which packed rows follow from it.
+
+    Attributes:
+        input: ``[T, H]``.
+        plan: the routing of its tokens.
+        route: the rows that are sent, in the order of their destinations.
+        slots: int32 ``[ranks]``, slots for each destination where a row may carry several.
+    """
+
+    input: torch.Tensor
+    plan: RoutingPlan
+    route: Route
+    slots: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Travel:
+    """One chunk on its way over one group."""
+
+    departure: Departure
+    to: ToExperts
+    ticket: torch.Tensor
+    agreement: Agreement
+    chunk: int
+    group: dist.ProcessGroup
+    row_bytes: int
+
+    @property
+    def rows(self) -> Rows:
+        """How many rows go where."""
+        return self.to.rows
+
+    @property
+    def slots(self) -> Rows:
+        """How many slots they carry."""
+        return self.agreement.wait()[1][self.chunk]
+
+    @property
+    def empty(self) -> torch.Tensor:
+        """No rows, of the dtype, device and width of the tokens."""
+        return self.departure.input.detach()[:0]
+
+
+def depart(
+    op: str,
+    departures: Sequence[Departure],
+    group: dist.ProcessGroup,
+    *,
+    quantized: bool,
+    num_experts: int,
+    dropped: torch.Tensor,
+    faults: torch.Tensor,
+    anchor: torch.Tensor | None = None,
+) -> list[Travel]:
+    """Agree once, then pack and send each chunk; all are on their way when this returns."""
+    first = departures[0]
+    layout = first.route.layout(first.input, quantized=quantized)
+    grads = torch.is_grad_enabled() and (
+        first.input.requires_grad or first.plan.probs.requires_grad
+    )
+    agreement = Agreement(
+        op,
+        group,
+        first.input.device,
+        beliefs=Beliefs(
+            num_experts,
+            first.input.shape[1],
+            first.input.dtype,
+            layout.stride,
+            grads,
+            len(departures),
+        ),
+        rows=[rows_per_destination(each.route.order, group.size()) for each in departures],
+        slots=[each.slots for each in departures if each.slots is not None],
+        dropped=dropped,
+        faults=faults,
+    )
+    travels = []
+    for chunk, each in enumerate(departures):
+        to = ToExperts(each.route, layout, agreement, chunk, group)
+        ticket = begin(to, each.input, each.plan.probs, anchor=anchor)
+        travels.append(Travel(each, to, ticket, agreement, chunk, group, layout.stride))
+    return travels
+
+
+class Flat:
+    """One chunk of tokens, from a group of ranks to their experts and back."""
+
+    def __init__(self, travel: Travel) -> None:
+        self.travel = travel
+        self._anchor: Any = None
+
+    @property
+    def num_dropped(self) -> tuple[int, int]:
+        """Dropped slots of this rank and of the group."""
+        dropped = self.travel.agreement.dropped
+        return dropped[self.travel.group.rank()], sum(dropped)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows for the experts here."""
+        return sum(self.travel.rows.receive)
+
+    def relay(self) -> None:
+        """Do nothing: the tokens go straight."""
+
+    def arrive(self) -> tuple[torch.Tensor, RoutingPlan]:
+        """Wait for the rows; returns them and their routing over the experts here."""
+        travel = self.travel
+        rows, probs, self._anchor = end(travel.to, travel.ticket)
+        experts = travel.departure.plan.num_experts // travel.group.size()
+        ids = travel.to.ids - travel.group.rank() * experts
+        return rows, RoutingPlan(ids, probs, *moe_sort(ids, experts), None, experts)
+
+    def send_back(self, output: Any) -> FlatReturn:
+        """Begin to send the experts' results."""
+        problem = promised(output, self.num_rows, self.travel.empty)
+        return FlatReturn(self.travel, output, problem, self._anchor)
+
+
+class FlatReturn:
+    """Results on their way home."""
+
+    def __init__(
+        self, travel: Travel, output: Any, problem: Exception | None, anchor: torch.Tensor
+    ) -> None:
+        self._plan = travel.departure.plan
+        empty, rows = travel.empty, travel.rows
+        self._verdict = verdict(travel.group, empty, problem)
+        if problem is not None:
+            output = empty.new_zeros((sum(rows.receive), empty.shape[1]))  # what others wait for
+        self.back = FromExperts(rows, self._plan.permutation.numel(), travel.group)
+        self._ticket = begin(self.back, output, anchor=anchor)
+
+    def relay(self, *, weighted: bool, in_node: bool) -> None:
+        """Do nothing: the results come straight."""
+
+    def arrive(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Wait for the results in the order in which the rows left; also returns the anchor."""
+        rows, anchor = end(self.back, self._ticket)
+        return rows, anchor
+
+    def agree(self) -> None:
+        """Raise on every rank when one could not send what it promised."""
+        if self._verdict is not None:
+            self._verdict.wait()
+
+    def come_home(self, *, weighted: bool, in_node: bool) -> torch.Tensor:
+        """Wait, and sum the slots of each token."""
+        rows, _ = self.arrive()
+        self.agree()
+        return moe_unpermute(rows, self._plan, weighted=weighted)
+
+
+def promised(output: Any, num_rows: int, empty: torch.Tensor) -> Exception | None:
+    """Return what is wrong with the experts' result, or ``None``."""
+    try:
+        checks.like("moe_combine", "output", output, "the rows", empty, dtype=True)
+        wanted = (num_rows, empty.shape[1])
+        checks.shape("moe_combine", "output", output, wanted, "that of the rows")
+    except (TypeError, ValueError) as problem:
+        return problem
+    return None
+
+
+def verdict(
+    group: dist.ProcessGroup, empty: torch.Tensor, problem: Exception | None
+) -> Verdict | None:
+    """Tell the group; where that would wait for the device, raise here alone."""
+    if empty.device.type == "cpu":
+        return Verdict("moe_combine", group, problem)
+    if problem is not None:
+        raise problem
+    return None
+
+
+def rows_per_destination(order: RoutingPlan, size: int) -> torch.Tensor:
+    """Return how many rows of a plan go to each of ``size`` ranks, int32."""
+    per_rank = order.num_experts // size
+    ends = order.offsets[per_rank - 1 :: per_rank]
+    return torch.diff(ends, prepend=ends.new_zeros(1))

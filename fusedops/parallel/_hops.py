@@ -1,0 +1,150 @@
+"""The exchanges of expert parallelism: tokens to the experts, and results on their way back.
+
+A hop to the experts sends packed rows in the order of a plan whose "experts" are destinations. Its
+backward sends gradients of rows and probabilities back, packed likewise, and adds them up at home
+in the order of the slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fusedops.ops import moe_pack, moe_unpack, moe_unpermute
+from fusedops.ops._moe_payload import PayloadLayout
+from fusedops.ops._routing_plan import RoutingPlan
+from fusedops.parallel._agreement import Agreement, Rows
+from fusedops.parallel._exchange import Transfer
+
+
+@dataclass(frozen=True)
+class Route:
+    """Which packed rows a rank sends, and where.
+
+    Attributes:
+        order: a plan whose rows, in order, are the packed rows.
+        row_of_slot: ``[T, k]`` int32, the packed row that carries each slot; beyond the last row
+            where none does.
+        expert_ids: ``[T, k]`` int32, what is packed beside the rows.
+        span: 0: a row carries one slot. Above 0: all slots of its token on ``span`` experts.
+    """
+
+    order: RoutingPlan
+    row_of_slot: torch.Tensor
+    expert_ids: torch.Tensor
+    span: int = 0
+
+    def layout(self, input: torch.Tensor, *, quantized: bool) -> PayloadLayout:
+        """Return the layout of its packed rows."""
+        pairs = self.order.top_k if self.span > 0 else 1
+        dtype = self.order.probs.dtype
+        return PayloadLayout(input.shape[1], input.dtype, dtype, pairs, quantized)
+
+
+class ToExperts:
+    """The exchange of one chunk of tokens towards the experts."""
+
+    def __init__(
+        self,
+        route: Route,
+        layout: PayloadLayout,
+        agreement: Agreement,
+        chunk: int,
+        group: dist.ProcessGroup,
+    ) -> None:
+        self._route, self._layout = route, layout
+        self._agreement, self._chunk, self._group = agreement, chunk, group
+        self._transfer: Any = None
+        self._like: Any = None
+        self.ids: Any = None  # int32 [rows, pairs], once finished
+
+    @property
+    def rows(self) -> Rows:
+        """How many rows go where; known once the ranks have agreed."""
+        return self._agreement.wait()[0][self._chunk]
+
+    def start(self, *tensors: torch.Tensor) -> None:
+        """Pack ``input`` and ``probs`` while the notes travel, then send."""
+        input, probs = tensors
+        order = self._route.order
+        payload = moe_pack(
+            input,
+            probs,
+            self._route.expert_ids,
+            index=order.permutation,
+            num_rows=order.offsets[-1:],
+            span=self._route.span,
+            quantized=self._layout.quantized,
+        )
+        self._like = input.new_empty((0, input.shape[1]))
+        rows = self.rows
+        self._transfer = Transfer(payload[: sum(rows.send)], rows.send, rows.receive, self._group)
+
+    def finish(self) -> tuple[torch.Tensor, ...]:
+        """Return rows ``[R, H]`` and probabilities ``[R, pairs]`` as they arrived."""
+        payload, layout = self._transfer.wait(), self._layout
+        self._transfer = None
+        self.ids = layout.ids(payload).contiguous()
+        probs = layout.probs(payload).contiguous()
+        if layout.quantized:
+            return moe_unpack(payload, probs, self._like), probs
+        return layout.rows(payload), probs
+
+    def start_backward(self, *grads: torch.Tensor) -> None:
+        """Send the gradients of rows and probabilities home."""
+        grad_rows, grad_probs = grads
+        payload = moe_pack(grad_rows, grad_probs.to(self._layout.prob_dtype))
+        rows = self.rows
+        room = self._route.order.permutation.numel()
+        self._transfer = Transfer(payload, rows.receive, rows.send, self._group, room)
+
+    def finish_backward(self) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients of ``input`` and ``probs``."""
+        payload = self._transfer.wait()
+        self._transfer = None
+        route, full = self._route, self._layout
+        layout = PayloadLayout(full.hidden_size, full.dtype, full.prob_dtype, full.pairs)
+        grad_input = moe_unpermute(layout.rows(payload), route.order, weighted=False)
+        probs = layout.probs(payload)
+        row = route.row_of_slot.long()
+        pair = torch.arange(row.shape[1], device=row.device) if full.pairs > 1 else 0
+        carried = row < route.order.offsets[-1]
+        row = torch.where(carried, row, 0)
+        if probs.shape[0] == 0:
+            return grad_input, probs.new_zeros(row.shape)
+        return grad_input, torch.where(carried, probs[row, pair], 0.0)
+
+
+class FromExperts:
+    """The exchange of results, row for row the way back of rows that came."""
+
+    def __init__(self, came: Rows, room: int, group: dist.ProcessGroup) -> None:
+        self._came, self._room, self._group = came, room, group
+        self._transfer: Any = None
+
+    def start(self, *tensors: torch.Tensor) -> None:
+        """Send the results."""
+        (rows,) = tensors
+        came = self._came
+        self._transfer = Transfer(rows, came.receive, came.send, self._group, self._room)
+
+    def finish(self) -> tuple[torch.Tensor, ...]:
+        """Return them in the order in which the rows were sent; rows behind them are garbage."""
+        rows = self._transfer.wait()
+        self._transfer = None
+        return (rows,)
+
+    def start_backward(self, *grads: torch.Tensor) -> None:
+        """Send the gradients of the results to where they were computed."""
+        came = self._came
+        grad = grads[0][: sum(came.send)]
+        self._transfer = Transfer(grad, came.send, came.receive, self._group)
+
+    def finish_backward(self) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradient of the results."""
+        grad = self._transfer.wait()
+        self._transfer = None
+        return (grad,)

@@ -1,0 +1,198 @@
+"""A small layer of experts for the tests: on one process with all tokens, and sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+import fusedops
+from fusedops import RoutingPlan
+from fusedops._core import dtypes
+
+NUM_EXPERTS, TOP_K, HIDDEN, INNER = 8, 3, 24, 20
+
+
+@dataclass(frozen=True)
+class Case:
+    """Tokens per rank and choices: what an exchange must survive.
+
+    Attributes:
+        tokens: ``tokens(ranks) -> tokens of each rank``.
+        choose: ``choose(tokens, num_experts) -> (expert_ids [tokens, k], kept or None)``.
+    """
+
+    tokens: Callable[[int], list[int]]
+    choose: Callable[[int, int], tuple[torch.Tensor, torch.Tensor | None]]
+
+
+def _even(ranks: int) -> list[int]:
+    return [48 // ranks] * ranks
+
+
+def _uneven(ranks: int) -> list[int]:
+    return [5 + 3 * (rank % 3) for rank in range(ranks)]
+
+
+def _some_empty(ranks: int) -> list[int]:
+    return [0 if rank % 2 else 7 for rank in range(ranks)]
+
+
+def _random(tokens: int, experts: int) -> tuple[torch.Tensor, None]:
+    generator = torch.Generator().manual_seed(tokens)
+    return torch.rand(tokens, experts, generator=generator).topk(TOP_K).indices, None
+
+
+def _capacity_one(tokens: int, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    ids, _ = _random(tokens, experts)
+    kept = torch.zeros(ids.numel(), dtype=torch.bool)
+    for expert in range(experts):
+        kept[(ids.flatten() == expert).nonzero()[:1]] = True
+    return ids, kept.view_as(ids)
+
+
+def _sentinels(tokens: int, experts: int) -> tuple[torch.Tensor, None]:
+    ids, _ = _random(tokens, experts)
+    ids[::2, 1] = experts
+    return ids, None
+
+
+CASES = {
+    "random": Case(_even, _random),
+    "uneven": Case(_uneven, _random),
+    "ranks_without_tokens": Case(_some_empty, _random),
+    "no_tokens": Case(lambda ranks: [0] * ranks, _random),
+    "one_token": Case(lambda ranks: [1] + [0] * (ranks - 1), _random),
+    "one_expert": Case(_uneven, lambda t, e: (torch.full((t, TOP_K), e - 1), None)),
+    # All logits equal: every token takes the experts of the lowest indices.
+    "ties": Case(_even, lambda t, e: (torch.arange(TOP_K).repeat(t, 1), None)),
+    "same_expert_twice": Case(
+        _even, lambda t, e: (torch.arange(t)[:, None] % e // 2 + 0 * _k(), None)
+    ),
+    "capacity_one": Case(_uneven, _capacity_one),
+    "all_dropped": Case(_uneven, lambda t, e: (torch.full((t, TOP_K), e), None)),
+    "sentinels": Case(_uneven, _sentinels),
+}
+
+
+def _k() -> torch.Tensor:
+    return torch.arange(TOP_K)[None]
+
+
+@dataclass
+class Problem:
+    """All tokens of a case, their routing, the experts and the incoming gradient."""
+
+    counts: list[int]
+    input: torch.Tensor
+    ids: torch.Tensor
+    kept: torch.Tensor | None
+    probs: torch.Tensor
+    w1: torch.Tensor
+    w2: torch.Tensor
+    grad: torch.Tensor
+
+    def to(self, dtype: torch.dtype) -> Problem:
+        """Return it with fresh leaves in another dtype."""
+        wide = dtypes.statistics_dtype(dtype)
+        return Problem(
+            self.counts,
+            _leaf(self.input, dtype),
+            self.ids,
+            self.kept,
+            _leaf(self.probs, wide),
+            _leaf(self.w1, dtype),
+            _leaf(self.w2, dtype),
+            self.grad.to(dtype),
+        )
+
+    def part(self, rank: int, ranks: int) -> Problem:
+        """Return the tokens and the experts of one rank, with fresh leaves."""
+        first = sum(self.counts[:rank])
+        tokens = slice(first, first + self.counts[rank])
+        per_rank = self.w1.shape[0] // ranks
+        experts = slice(rank * per_rank, (rank + 1) * per_rank)
+        return Problem(
+            self.counts,
+            _leaf(self.input[tokens]),
+            self.ids[tokens],
+            None if self.kept is None else self.kept[tokens],
+            _leaf(self.probs[tokens]),
+            _leaf(self.w1[experts]),
+            _leaf(self.w2[experts]),
+            self.grad[tokens],
+        )
+
+    def plan(self, num_experts: int = NUM_EXPERTS) -> RoutingPlan:
+        """Return the routing of its tokens."""
+        return RoutingPlan.from_choices(self.ids, self.probs, num_experts, kept=self.kept)
+
+    @property
+    def leaves(self) -> list[torch.Tensor]:
+        """What is differentiated."""
+        return [self.input, self.probs, self.w1, self.w2]
+
+
+def _leaf(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    return tensor.detach().clone().to(dtype or tensor.dtype).requires_grad_()
+
+
+def problem(name: str, ranks: int, dtype: torch.dtype) -> Problem:
+    """Return a case: the same values on every rank, representable in bfloat16."""
+    case = CASES[name]
+    counts = case.tokens(ranks)
+    tokens = sum(counts)
+    ids, kept = case.choose(tokens, NUM_EXPERTS)
+    generator = torch.Generator().manual_seed(3)
+
+    def new(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).bfloat16().to(dtype)
+
+    return Problem(
+        counts,
+        new(tokens, HIDDEN),
+        ids,
+        kept,
+        torch.rand(tokens, TOP_K, generator=generator).to(dtypes.statistics_dtype(dtype)),
+        new(NUM_EXPERTS, INNER, HIDDEN) * 0.25,
+        new(NUM_EXPERTS, HIDDEN, INNER) * 0.25,
+        new(tokens, HIDDEN),
+    ).to(dtype)
+
+
+def experts(
+    rows: torch.Tensor, plan: RoutingPlan, w1: torch.Tensor, w2: torch.Tensor
+) -> torch.Tensor:
+    """Return the experts' result for each slot of ``plan``, in the order of the slots."""
+    slots = plan.permutation.long()
+    begin, parts = 0, []
+    for expert, end in enumerate(plan.offsets.tolist()):
+        mine = rows[slots[begin:end] // plan.top_k]
+        hidden = fusedops.linear_act(mine, w1[expert], activation="silu")
+        parts.append(fusedops.linear_act(hidden, w2[expert], activation="identity"))
+        begin = end
+    parts.append(rows.new_zeros(len(slots) - begin, w2.shape[1]))
+    return torch.zeros_like(torch.cat(parts)).index_copy(0, slots, torch.cat(parts))
+
+
+def on_one_process(p: Problem) -> torch.Tensor:
+    """Run the layer with all tokens and all experts."""
+    plan = p.plan()
+    slots = experts(p.input, plan, p.w1, p.w2)
+    return fusedops.moe_unpermute(slots[plan.permutation.long()], plan)
+
+
+def gradients(output: torch.Tensor, p: Problem) -> list[torch.Tensor]:
+    """Return the gradients of the leaves."""
+    return list(torch.autograd.grad(output, p.leaves, p.grad))
+
+
+def assert_within_budget(
+    got: torch.Tensor, truth: torch.Tensor, eager: torch.Tensor, name: str, depth: int
+) -> None:
+    """Compare with float64 as the op tests do."""
+    budget = dtypes.error_budget(eager, truth, got.dtype, depth=depth)
+    excess = (got.double() - truth).abs() - budget
+    assert not (excess > 0).any(), f"{name}: over the budget by {excess.max():.3g}"
+    assert not got.isnan().any(), f"{name}: NaN"

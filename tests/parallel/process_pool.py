@@ -1,0 +1,124 @@
+"""Eight gloo processes that stay for the whole test session, and run what the tests send them.
+
+Starting a process means importing torch, which takes longer than most tests: a fork server imports
+it once. Tests on fewer ranks use the first ones. What a test sends must be a function of a module;
+it is called with the rank's ``World`` and returns something that pickles.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+RANKS = 8
+SIZES = (1, 2, 4, 8)
+TIMEOUT = 120.0
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(
+    ["torch", "torch.distributed.device_mesh", "torch.distributed.tensor.debug"]
+)
+
+
+class World:
+    """What a rank knows: its number and its groups."""
+
+    def __init__(self, rank: int) -> None:
+        from torch import distributed as dist
+
+        self.rank = rank
+        self.groups = {size: dist.new_group(list(range(size))) for size in SIZES}
+
+    def member(self, size: int) -> bool:
+        """Whether this rank belongs to the group of that size."""
+        return self.rank < size
+
+
+class Pool:
+    """The processes, and a connection to each."""
+
+    def __init__(self, folder: Path, ranks: int = RANKS) -> None:
+        self._ranks = ranks
+        self.processes, self._connections = [], []
+        for rank in range(ranks):
+            mine, theirs = CONTEXT.Pipe()
+            process = CONTEXT.Process(
+                target=_serve, args=(rank, ranks, str(folder / "store"), theirs), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self._connections.append(mine)
+        self._collect()
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call ``function(world, *args)`` on every rank; returns the results by rank."""
+        for connection in self._connections:
+            connection.send((function, args))
+        return self._collect()
+
+    def _collect(self) -> list[Any]:
+        """Wait for an answer of every rank; raise if one failed."""
+        deadline = time.monotonic() + TIMEOUT
+        results, failures = [], []
+        for rank, connection in enumerate(self._connections):
+            try:
+                if not connection.poll(max(0.0, deadline - time.monotonic())):
+                    failures.append(f"rank {rank}: no answer in {TIMEOUT} s")
+                    continue
+                failed, value = connection.recv()
+            except EOFError:
+                failed, value = True, "the process has ended"
+            results.append(value)
+            if failed:
+                failures.append(f"rank {rank}:\n{value}")
+        if failures:
+            self.close()
+            raise AssertionError("\n".join(failures))
+        return results
+
+    @property
+    def alive(self) -> bool:
+        """Whether the pool can take another call."""
+        return bool(self.processes)
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in self.processes:
+            process.kill()
+            process.join()
+        self.processes, self._connections = [], []
+
+
+def _serve(rank: int, ranks: int, store: str, connection: Connection) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+    from torch import distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, ranks),
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=TIMEOUT / 2),
+    )
+    world = World(rank)
+    connection.send((False, None))
+    while True:
+        try:
+            function, args = connection.recv()
+        except EOFError:
+            return
+        try:
+            torch.manual_seed(0)
+            connection.send((False, function(world, *args)))
+        except BaseException:
+            connection.send((True, traceback.format_exc()))

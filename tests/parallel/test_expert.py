@@ -1,0 +1,459 @@
+"""Experts sharded over 1, 2, 4 and 8 processes: same bits, gradients, collectives, bad input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from expert_layer import (
+    CASES,
+    NUM_EXPERTS,
+    Problem,
+    assert_within_budget,
+    experts,
+    gradients,
+    on_one_process,
+    problem,
+)
+from process_pool import SIZES, World
+from torch import distributed as dist
+
+from fusedops import RoutingPlan, moe_mlp
+from fusedops.parallel import _hops, expert_parallel, moe_combine, moe_dispatch
+from fusedops.parallel._exchange import Transfer
+
+pytestmark = pytest.mark.distributed
+OnRanks = Callable[..., list[Any]]
+
+
+def _layer(p: Problem, group: Any, **options: Any) -> torch.Tensor:
+    """Run the sharded layer on this rank's part."""
+
+    def here(rows: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
+        return experts(rows, plan, p.w1, p.w2)
+
+    return expert_parallel(p.input, p.plan(), here, group, weighted=True, **options)
+
+
+def _check_case(world: World, name: str, size: int, dtype: torch.dtype, **options: Any) -> None:
+    whole = problem(name, size, dtype)
+    expected = on_one_process(whole)
+    alone = gradients(expected, whole)
+    exact = whole.to(torch.float64)
+    truth = gradients(on_one_process(exact), exact)
+    mine = whole.part(world.rank, size)
+    output = _layer(mine, world.groups[size], **options)
+    first = sum(whole.counts[: world.rank])
+    tokens = slice(first, first + whole.counts[world.rank])
+    where = f"{name} on {size}, {dtype}"
+    assert torch.equal(output, expected[tokens]), f"{where}: other bits"
+    per_rank = NUM_EXPERTS // size
+    shard = slice(world.rank * per_rank, (world.rank + 1) * per_rank)
+    grads = gradients(output, mine)
+    parts = (tokens, tokens, shard, shard)
+    for i, (grad, part) in enumerate(zip(grads, parts, strict=True)):
+        label = f"{where}: gradient {i}"
+        assert_within_budget(grad, truth[i][part], alone[i][part], label, len(whole.input))
+
+
+def _same_bits(world: World, size: int, dtype: torch.dtype) -> None:
+    if world.member(size):
+        for name in CASES:
+            _check_case(world, name, size, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("size", SIZES)
+def test_sharded_experts_give_the_bits_of_one_process(
+    on_ranks: OnRanks, size: int, dtype: torch.dtype
+) -> None:
+    on_ranks(_same_bits, size, dtype)
+
+
+def _in_chunks(world: World, chunks: int) -> None:
+    for name in CASES:
+        if world.member(4):
+            _check_case(world, name, 4, torch.bfloat16, chunks=chunks)
+
+
+@pytest.mark.parametrize("chunks", [2, 3, 8])
+def test_chunks_give_the_same_bits(on_ranks: OnRanks, chunks: int) -> None:
+    on_ranks(_in_chunks, chunks)
+
+
+def _counted(world: World, size: int) -> dict[str, dict[str, int]]:
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    mine = problem("uneven", size, torch.float32).part(world.rank, size)
+    group, counts = world.groups[size], {}
+
+    def count(name: str, function: Callable[[], Any]) -> Any:
+        with CommDebugMode() as mode:
+            result = function()
+        counts[name] = {str(op): times for op, times in mode.get_comm_counts().items()}
+        return result
+
+    rows, plan, handle = count("dispatch", lambda: moe_dispatch(mine.input, mine.plan(), group))
+    results = experts(rows, plan, mine.w1, mine.w2)
+    output = count("combine", lambda: moe_combine(results, handle, weighted=True))
+    count("backward", lambda: gradients(output, mine))
+    return counts
+
+
+def _two_counted(world: World) -> Any:
+    return _counted(world, 2) if world.member(2) else None
+
+
+def test_at_most_two_collectives_per_direction(on_ranks: OnRanks) -> None:
+    for counts in on_ranks(_two_counted)[:2]:
+        totals = {name: sum(each.values()) for name, each in counts.items()}
+        # Forwards counts and payload, rows and verdict; backwards only what carries gradients.
+        assert totals == {"dispatch": 2, "combine": 2, "backward": 2}, counts
+
+
+def _mesh(world: World) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    whole = problem("uneven", 8, torch.float32)
+    mine = whole.part(world.rank, 8)
+    mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("expert",))
+    first = sum(whole.counts[: world.rank])
+    expected = on_one_process(whole)[first : first + len(mine.input)]
+    assert torch.equal(_layer(mine, mesh), expected)
+
+
+def test_a_mesh_serves_as_group(on_ranks: OnRanks) -> None:
+    on_ranks(_mesh)
+
+
+def _order_of_rows(world: World) -> None:
+    """Sorted by the local plan, the rows stand as those of one process with all tokens."""
+    whole = problem("uneven", 8, torch.float32)
+    mine = whole.part(world.rank, 8)
+    rows, plan, handle = moe_dispatch(mine.input, mine.plan(), world.groups[8])
+    everything = whole.plan()
+    begin = 0 if world.rank == 0 else int(everything.offsets[world.rank - 1])
+    end = int(everything.offsets[world.rank])
+    slots = everything.permutation[begin:end].long()
+    assert plan.num_experts == 1 and rows.shape[0] == end - begin == sum(handle.rows_received)
+    assert torch.equal(rows[plan.permutation.long()], whole.input[slots // 3])
+    assert torch.equal(plan.probs.flatten(), whole.probs.flatten()[slots])
+
+
+def test_rows_arrive_in_the_order_of_one_process(on_ranks: OnRanks) -> None:
+    on_ranks(_order_of_rows)
+
+
+def _drops(world: World) -> tuple[int, int]:
+    mine = problem("capacity_one", 8, torch.float32).part(world.rank, 8)
+    handle = moe_dispatch(mine.input, mine.plan(), world.groups[8])[2]
+    return handle.num_dropped, handle.num_dropped_in_group
+
+
+def test_dropped_slots_are_counted(on_ranks: OnRanks) -> None:
+    counts = on_ranks(_drops)
+    whole = problem("capacity_one", 8, torch.float32)
+    assert whole.kept is not None
+    dropped = [int((~part).sum()) for part in whole.kept.split(whole.counts)]
+    assert counts == [(mine, sum(dropped)) for mine in dropped]
+    assert sum(dropped) == whole.ids.numel() - NUM_EXPERTS
+
+
+def _float8(world: World) -> None:
+    from fusedops.ops._moe_payload import dequantize, quantize
+
+    for dtype in (torch.bfloat16, torch.float32):
+        whole = problem("uneven", 8, dtype)
+        mine = whole.part(world.rank, 8)
+        exchanged = []
+        for payload in ("float8", None):
+            rows, _, handle = moe_dispatch(
+                mine.input, mine.plan(), world.groups[8], payload=payload
+            )
+            output = moe_combine(rows, handle, weighted=True)
+            grads = torch.autograd.grad(output, [mine.input, mine.probs], mine.grad)
+            exchanged.append((rows, handle.row_bytes, grads))
+        (narrow, few, grads), (wide, many, exact) = exchanged
+        assert torch.equal(narrow, dequantize(*quantize(wide), dtype))
+        assert few < many
+        # Rounding counts as the identity: the gradient of the tokens is the exact one.
+        assert torch.equal(grads[0], exact[0])
+
+
+def test_float8_payload_rounds_rows_and_keeps_gradients(on_ranks: OnRanks) -> None:
+    on_ranks(_float8)
+
+
+def _one_is_wrong(world: World, fault: str) -> str:
+    """Call with something wrong on rank 2 (or with ranks that disagree) and return the error."""
+    mine = problem("uneven", 8, torch.float32).part(world.rank, 8)
+    input, plan, chunks = mine.input, mine.plan(), 1
+    if world.rank == 2:
+        if fault == "mismatch":
+            input = input[:-1]
+        elif fault == "type":
+            input = [1.0]
+        elif fault == "ids":
+            plan = _with(plan, expert_ids=plan.expert_ids + 7)
+        elif fault == "offsets":
+            plan = _with(plan, offsets=plan.offsets.flip(0))
+        elif fault == "permutation":
+            plan = _with(plan, permutation=plan.permutation + 1)
+        elif fault == "experts":
+            plan = RoutingPlan.from_choices(mine.ids, mine.probs, 16)
+        elif fault == "hidden":
+            input = input[:, :20]
+        elif fault == "dtype":
+            input = input.double()
+        elif fault == "grad":
+            input, plan = input.detach(), plan.with_probs(plan.probs.detach())
+        elif fault == "chunks":
+            chunks = 9
+    if fault == "divides":
+        plan = RoutingPlan.from_choices(mine.ids, mine.probs, 12)
+    try:
+        expert_parallel(input, plan, lambda rows, _: rows, world.groups[8], chunks=chunks)
+    except (TypeError, ValueError) as error:
+        # The group still works: nobody is left in a collective.
+        dist.barrier(world.groups[8])
+        _check_case(world, "uneven", 8, torch.float32)
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def _with(plan: RoutingPlan, **fields: torch.Tensor) -> RoutingPlan:
+    return RoutingPlan(**{**vars(plan), **fields})
+
+
+@pytest.mark.parametrize(
+    ("fault", "own", "others"),
+    [
+        ("mismatch", "ValueError: expert_parallel: plan must be of the", "do not fit"),
+        ("type", "TypeError: expert_parallel: input must be a torch.Tensor", "wrong type"),
+        ("ids", "ValueError: expert_parallel: plan must have expert_ids in", "out of range"),
+        ("offsets", "ValueError: expert_parallel: plan must have", "out of range"),
+        ("permutation", "ValueError: expert_parallel: plan must have", "out of range"),
+        ("chunks", "ValueError: expert_parallel: chunks must be from 1 to 8, got 9", "do not fit"),
+    ],
+)
+def test_bad_input_on_one_rank_raises_on_all(
+    on_ranks: OnRanks, fault: str, own: str, others: str
+) -> None:
+    for rank, error in enumerate(on_ranks(_one_is_wrong, fault)):
+        if rank == 2:
+            assert error.startswith(own), error
+        else:
+            assert error.startswith("ValueError") and "rank 2" in error and others in error, error
+
+
+@pytest.mark.parametrize(
+    ("fault", "names"),
+    [
+        ("experts", "num_experts, got [8, 8, 16, 8"),
+        ("hidden", "hidden size, got [24, 24, 20, 24"),
+        ("dtype", "dtype, got [torch.float32, torch.float32, torch.float64"),
+        ("grad", "requires_grad, got [1, 1, 0, 1"),
+        ("divides", "size that divides the plan's 12 experts, got 8"),
+    ],
+)
+def test_ranks_that_disagree_all_raise(on_ranks: OnRanks, fault: str, names: str) -> None:
+    for error in on_ranks(_one_is_wrong, fault):
+        assert error.startswith("ValueError") and names in error, error
+
+
+def _bad_result(world: World, fault: str) -> str:
+    mine = problem("uneven", 8, torch.float32).part(world.rank, 8)
+    rows, _, handle = moe_dispatch(mine.input, mine.plan(), world.groups[8])
+    results: Any = rows
+    if world.rank == 5:
+        results = {"shape": rows[:-1], "dtype": rows.double(), "type": None}[fault]
+    try:
+        moe_combine(results, handle)
+    except (TypeError, ValueError) as error:
+        dist.barrier(world.groups[8])
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("fault", "own"),
+    [
+        ("shape", "ValueError: moe_combine: output must be of shape"),
+        ("dtype", "TypeError: moe_combine: output must have the dtype of the rows"),
+        ("type", "TypeError: moe_combine: output must be a torch.Tensor"),
+    ],
+)
+def test_bad_results_on_one_rank_raise_on_all(on_ranks: OnRanks, fault: str, own: str) -> None:
+    for rank, error in enumerate(on_ranks(_bad_result, fault)):
+        if rank == 5:
+            assert error.startswith(own), error
+        else:
+            assert error.startswith("ValueError: moe_combine: rank 5"), error
+
+
+def test_a_group_of_another_kind_is_refused() -> None:
+    plan = RoutingPlan.from_choices(torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1), 2)
+    with pytest.raises(TypeError, match="moe_dispatch: group must be a ProcessGroup"):
+        moe_dispatch(torch.ones(2, 4), plan, None)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="moe_combine: handle must be of moe_dispatch"):
+        moe_combine(torch.ones(2, 4), plan)  # type: ignore[arg-type]
+
+
+def _ignored(world: World) -> None:
+    """Experts without parameters that ignore their rows, on some ranks: the graph still holds."""
+    mine = problem("uneven", 8, torch.float32).part(world.rank, 8)
+
+    def here(rows: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
+        return rows.new_ones(rows.shape) if world.rank % 2 else rows * 2
+
+    for chunks in (1, 3):
+        output = expert_parallel(
+            mine.input, mine.plan(), here, world.groups[8], weighted=True, chunks=chunks
+        )
+        grads = torch.autograd.grad(output.sum(), [mine.input, mine.probs])
+        weight = torch.where(mine.ids % 2 == 0, 2.0, 0.0) * mine.probs
+        expected = weight.sum(1, keepdim=True).expand_as(mine.input)
+        torch.testing.assert_close(grads[0], expected)
+
+
+def test_experts_that_ignore_their_rows_do_not_hang_the_backward(on_ranks: OnRanks) -> None:
+    on_ranks(_ignored)
+
+
+def _checkpointed(world: World) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    mine = problem("uneven", 8, torch.float32).part(world.rank, 8)
+    plain = gradients(_layer(mine, world.groups[8]), mine)
+    output = checkpoint(_layer, mine, world.groups[8], use_reentrant=False)
+    for got, want in zip(gradients(output, mine), plain, strict=True):
+        assert torch.equal(got, want)
+
+
+def test_checkpointing_gives_the_same_gradients(on_ranks: OnRanks) -> None:
+    on_ranks(_checkpointed)
+
+
+def _twice(world: World) -> None:
+    mine = problem("uneven", 8, torch.float32).part(world.rank, 8)
+    output = _layer(mine, world.groups[8])
+    first = torch.autograd.grad(output, mine.leaves, mine.grad, retain_graph=True)
+    for got, want in zip(gradients(output, mine), first, strict=True):
+        assert torch.equal(got, want)
+
+
+def test_a_graph_can_be_differentiated_again(on_ranks: OnRanks) -> None:
+    on_ranks(_twice)
+
+
+def _compiled(world: World) -> None:
+    if not world.member(2):
+        return
+    mine = problem("uneven", 2, torch.float32).part(world.rank, 2)
+
+    def model(input: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+        plan = RoutingPlan.from_choices(mine.ids, probs * 1.0, NUM_EXPERTS)
+        rows, local_plan, handle = moe_dispatch(input + 0.0, plan, world.groups[2])
+        results = experts(rows, local_plan, mine.w1, mine.w2)
+        return moe_combine(results, handle, weighted=True) * 2.0
+
+    eager = model(mine.input, mine.probs)
+    compiled = torch.compile(model, backend="aot_eager")(mine.input, mine.probs)
+    assert torch.equal(eager, compiled)
+    for got, want in zip(gradients(compiled, mine), gradients(eager, mine), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_compile_does_not_break_around_it(on_ranks: OnRanks) -> None:
+    on_ranks(_compiled)
+
+
+class _Recorded(Transfer):
+    """Writes down when an exchange starts and when it is waited for."""
+
+    events: list[str] = []
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.name = f"exchange {sum(each.startswith('start') for each in self.events)}"
+        self.events.append(f"start {self.name}")
+        super().__init__(*args, **kwargs)
+
+    def wait(self) -> torch.Tensor:
+        self.events.append(f"wait {self.name}")
+        return super().wait()
+
+
+class _Compute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor) -> torch.Tensor:
+        _Recorded.events.append("experts")
+        return 2 * rows
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        _Recorded.events.append("experts backward")
+        return 2 * grad
+
+
+def _timeline(world: World) -> list[str]:
+    mine = problem("random", 8, torch.float32).part(world.rank, 8)
+    _Recorded.events.clear()
+    before, _hops.Transfer = _hops.Transfer, _Recorded
+    try:
+        output = expert_parallel(
+            mine.input, mine.plan(), lambda rows, _: _Compute.apply(rows), world.groups[8], chunks=2
+        )
+        output.sum().backward()
+    finally:
+        _hops.Transfer = before
+    return list(_Recorded.events)
+
+
+def test_exchanges_overlap_with_the_experts(on_ranks: OnRanks) -> None:
+    for events in on_ranks(_timeline):
+        first, second = (i for i, event in enumerate(events) if event == "experts")
+        # Exchange 1 (tokens of the second chunk) and 2 (results of the first) run meanwhile.
+        assert events.index("start exchange 1") < first < events.index("wait exchange 1")
+        assert events.index("start exchange 2") < second < events.index("wait exchange 2")
+        first, second = (i for i, event in enumerate(events) if event == "experts backward")
+        # 4 and 5 bring the gradients of the results, 6 and 7 those of the tokens.
+        assert events.index("start exchange 5") < first < events.index("wait exchange 5")
+        assert events.index("start exchange 6") < second < events.index("wait exchange 6")
+
+
+def _fused_experts(world: World, size: int, dtype: torch.dtype) -> None:
+    """The whole layer with moe_mlp, which multiplies by the probabilities where it computes."""
+    if not world.member(size):
+        return
+    for name in CASES:
+        whole = problem(name, size, dtype)
+        w1 = torch.cat([whole.w1, whole.w1.flip(0)], 1).detach().mT  # gate and up
+        per_rank = NUM_EXPERTS // size
+        shard = slice(world.rank * per_rank, (world.rank + 1) * per_rank)
+        expected = moe_mlp(whole.input, whole.plan(), w1, whole.w2.mT)
+        mine = whole.part(world.rank, size)
+
+        def here(
+            rows: torch.Tensor, plan: RoutingPlan, first: Any = w1[shard], second: Any = mine.w2.mT
+        ) -> torch.Tensor:
+            return moe_mlp(rows, plan, first, second)
+
+        output = expert_parallel(mine.input, mine.plan(), here, world.groups[size], chunks=2)
+        begin = sum(whole.counts[: world.rank])
+        tokens = slice(begin, begin + len(mine.input))
+        assert torch.equal(output, expected[tokens]), f"{name} on {size}, {dtype}: other bits"
+        alone = torch.autograd.grad(expected, [whole.input, whole.probs], whole.grad)
+        grads = torch.autograd.grad(output, [mine.input, mine.probs], mine.grad)
+        for i, (got, want) in enumerate(zip(grads, alone, strict=True)):
+            # Rows and slots are summed in the same order: these gradients have the same bits too.
+            assert torch.equal(got, want[tokens]), f"{name} on {size}, {dtype}: gradient {i}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("size", [1, 4, 8])
+def test_moe_mlp_gives_the_bits_of_one_process(
+    on_ranks: OnRanks, size: int, dtype: torch.dtype
+) -> None:
+    on_ranks(_fused_experts, size, dtype)

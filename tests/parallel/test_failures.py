@@ -1,0 +1,95 @@
+"""A rank that dies, or stops answering, raises an error on every other rank within the timeout."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from expert_layer import experts, gradients, problem
+from process_pool import CONTEXT
+from torch import distributed as dist
+
+from fusedops.parallel import expert_parallel
+
+pytestmark = pytest.mark.distributed
+
+RANKS, GROUP_TIMEOUT = 3, 3.0
+LOST = 1
+
+
+def _work(rank: int, store: str, step: str, connection: Any) -> None:
+    """Run layers until a rank is lost; tell what happened and how long it took."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, RANKS),
+        rank=rank,
+        world_size=RANKS,
+        timeout=timedelta(seconds=GROUP_TIMEOUT),
+    )
+    whole = problem("uneven", 1, torch.float32)
+    whole.w1, whole.w2 = whole.w1[:6], whole.w2[:6]
+    whole.ids, whole.counts = whole.ids % 6, [len(whole.input)] * RANKS
+    mine = whole.part(0, 1)
+    mine.w1 = mine.w1[2 * rank : 2 * rank + 2].detach().requires_grad_()
+    mine.w2 = mine.w2[2 * rank : 2 * rank + 2].detach().requires_grad_()
+
+    def layer() -> torch.Tensor:
+        def here(rows: torch.Tensor, plan: Any) -> torch.Tensor:
+            return experts(rows, plan, mine.w1, mine.w2)
+
+        return expert_parallel(mine.input, mine.plan(6), here, dist.group.WORLD, weighted=True)
+
+    gradients(layer(), mine)
+    output = layer() if step == "backward" else None
+    connection.send("ready")
+    if rank == LOST:
+        time.sleep(10 * GROUP_TIMEOUT)
+    connection.recv()  # the lost rank is gone
+    begin = time.monotonic()
+    try:
+        if output is None:
+            layer()
+        else:
+            gradients(output, mine)
+        connection.send(("no error", 0.0))
+    except RuntimeError as error:
+        connection.send((f"RuntimeError: {error}", time.monotonic() - begin))
+
+
+@pytest.mark.parametrize("step", ["forward", "backward"])
+@pytest.mark.parametrize("way", ["killed", "stopped"])
+def test_a_lost_rank_raises_on_all_others(tmp_path: Path, way: str, step: str) -> None:
+    """Killed: the process is gone. Stopped: it is there but silent, as behind a cut link."""
+    pipes = [CONTEXT.Pipe() for _ in range(RANKS)]
+    store = str(tmp_path / "store")
+    processes = [
+        CONTEXT.Process(target=_work, args=(rank, store, step, pipes[rank][1]), daemon=True)
+        for rank in range(RANKS)
+    ]
+    try:
+        for process in processes:
+            process.start()
+        for mine, _ in pipes:
+            assert mine.poll(60.0) and mine.recv() == "ready"
+        lost = processes[LOST].pid
+        assert lost is not None
+        os.kill(lost, signal.SIGKILL if way == "killed" else signal.SIGSTOP)
+        others = [rank for rank in range(RANKS) if rank != LOST]
+        for rank in others:
+            pipes[rank][0].send("go")
+        for rank in others:
+            assert pipes[rank][0].poll(4 * GROUP_TIMEOUT), f"rank {rank} hangs"
+            error, seconds = pipes[rank][0].recv()
+            assert error.startswith("RuntimeError"), error
+            assert seconds < 2 * GROUP_TIMEOUT, f"rank {rank} took {seconds} s"
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
