@@ -55,6 +55,16 @@ TORCH_LIBRARY(fusedops_cpp, m) {
   m.def(
       "grouped_mm_add_gradient(Tensor(a!) into, Tensor input, Tensor grad, Tensor offsets) -> ()");
   m.def(
+      "moe_mlp(Tensor input, Tensor probs, Tensor permutation, Tensor positions, Tensor offsets,"
+      " Tensor w1, Tensor w2, Tensor? b1, Tensor? b2, str activation, bool gated,"
+      " bool interleaved, bool keep_preactivation) -> (Tensor output, Tensor preactivation)");
+  m.def(
+      "moe_mlp_backward(Tensor? grad_output, Tensor input, Tensor probs, Tensor permutation,"
+      " Tensor positions, Tensor offsets, Tensor w1, Tensor w2, Tensor? b1, Tensor? b2,"
+      " Tensor preactivation, str activation, bool gated, bool interleaved,"
+      " bool keep_preactivation, bool[] output_mask)"
+      " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def(
       "mlp(Tensor input, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, str activation,"
       " bool keep_preactivation) -> (Tensor output, Tensor preactivation)");
   m.def(

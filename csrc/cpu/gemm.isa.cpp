@@ -85,6 +85,11 @@ class Gemm {
         return run_direct();
       }
     }
+    run_packed();
+  }
+
+ private:
+  void run_packed() {
     if (all_blocks_ > kOuterBlocks) {
       carried_ =
           static_cast<Sum*>(workspace(Workspace::partial_sums, sides_ * m_ * n_ * sizeof(Sum)));
@@ -100,7 +105,6 @@ class Gemm {
     }
   }
 
- private:
   // Block `block` of those packed now: of which product, from where along k, how much.
   struct Stretch {
     int64_t product;
@@ -425,7 +429,7 @@ class Batch {
       Product product(calls[i]);
       if (product.m_ == 0 || product.n_ == 0) continue;
       if (product.all_blocks_ > kOuterBlocks) {
-        product.run();
+        product.run_packed();
         continue;
       }
       product.blocks_ = product.all_blocks_;

@@ -11,13 +11,15 @@
 
 namespace fusedops {
 
-// Epilogue of a forward product: z = sums + bias, output = act(z). Row-major results.
+// Epilogue of a forward product: z = sums + bias, or + bias_scale[row] * bias; output = act(z).
+// Row-major results.
 struct LinearForward {
   GemmCall product;     // m = rows, n = columns; store and context are filled in by the kernel
   const void* bias;     // [columns] or null
   void* preactivation;  // [rows, columns] or null
   void* output;         // [rows, columns] or null
   Activation activation;
+  const void* bias_scale = nullptr;  // [rows] of the accumulation dtype, or null
 };
 
 // grad_preactivation = grad_output * act'(preactivation), and its sums over the rows.

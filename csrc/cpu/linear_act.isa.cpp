@@ -32,9 +32,11 @@ void store_forward(const void* context, const Tile& tile) {
     const auto* sums = static_cast<const Acc<T>*>(tile.sums) + i * tile.stride;
     T* kept = at<T>(a.preactivation, tile.row + i, n, tile.column);
     T* output = at<T>(a.output, tile.row + i, n, tile.column);
+    const V scale(a.bias_scale == nullptr ? Acc<T>(1)
+                                          : static_cast<const Acc<T>*>(a.bias_scale)[tile.row + i]);
     for_each_vector<V::size()>(tile.columns, [&](int64_t c, int64_t count, auto full) {
       V z = load_vec(sums + c, count, full);
-      if (bias != nullptr) z = z + load_vec(bias + c, count, full);
+      if (bias != nullptr) z = at::vec::fmadd(scale, load_vec(bias + c, count, full), z);
       if (kept != nullptr) store_vec(kept + c, z, count, full);
       if (output != nullptr) store_vec(output + c, activated<T, A>(z), count, full);
     });

@@ -57,6 +57,7 @@ def _product_kernel(
     rows_ptr,
     weight_ptr,
     bias_ptr,
+    scale_ptr,
     offsets_ptr,
     kept_ptr,
     y_ptr,
@@ -72,6 +73,7 @@ def _product_kernel(
     stride_wn,
     GATHERS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    SCALES: tl.constexpr,
     KEEPS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -119,7 +121,10 @@ def _product_kernel(
         if HAS_BIAS:
             valid = (part_col < num_cols) & (group < num_groups)
             bias = tl.load(bias_ptr + group.to(tl.int64) * num_cols + part_col, mask=valid, other=0)
-            z += bias.to(tl.float32)[None, :]
+            bias = bias.to(tl.float32)[None, :]
+            if SCALES:
+                bias = bias * tl.load(scale_ptr + row, mask=row < end, other=0.0)[:, None]
+            z += bias
         mask = (row < end)[:, None] & (part_col < num_cols)[None, :]
         offset = tl.arange(0, BLOCK_M)[:, None] * num_cols + part_col[None, :]
         if KEEPS:
@@ -244,6 +249,8 @@ def product(
     *,
     keeps: bool = False,
     rows: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``act(x W + b)`` per group and the pre-activation (or an empty tensor).
 
@@ -255,10 +262,12 @@ def product(
         activation: its name.
         keeps: whether the pre-activation is wanted.
         rows: int32, dense: row ``r`` of the product is row ``rows[r]`` of ``input``.
+        scale: float32 ``[rows]``, dense: what the bias is multiplied by.
+        dtype: of the result: that of ``input``, unless the sums are wanted as they are.
     """
     num_rows = input.shape[0] if rows is None else rows.shape[0]
     num_groups, depth, num_cols = weight.shape
-    output = input.new_empty((num_rows, num_cols))
+    output = input.new_empty((num_rows, num_cols), dtype=dtype or input.dtype)
     kept = input.new_empty((num_rows, num_cols) if keeps else (0,))
     if output.numel() == 0:
         return output, kept
@@ -270,6 +279,7 @@ def product(
             offsets if rows is None else rows,
             weight,
             _launch.dense(bias, input),
+            offsets if scale is None else scale,
             offsets.contiguous(),
             kept if keeps else output,
             output,
@@ -282,6 +292,7 @@ def product(
             *weight.stride(),
             GATHERS=rows is not None,
             HAS_BIAS=bias is not None,
+            SCALES=scale is not None,
             KEEPS=keeps,
             ACTIVATION=activation,
             PRECISION=_launch.precision(),
@@ -415,7 +426,12 @@ def static_report_cases(*, gathers: bool) -> list[dict[str, Any]]:
     for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
         types, matrix = report_types(name), dtype == torch.bfloat16
         common: dict[str, Any] = {"PRECISION": "ieee", "GROUP_M": GROUP_M, "GROUPS": 128}
-        flags = common | {"GATHERS": gathers, "HAS_BIAS": True, "KEEPS": not gathers}
+        flags = common | {
+            "GATHERS": gathers,
+            "HAS_BIAS": True,
+            "KEEPS": not gathers,
+            "SCALES": gathers,
+        }
         flags |= {"ACTIVATION": "identity" if gathers else "gelu", "stride_xk": 1, "stride_wk": 1}
         for num_rows in (16, 64, 4096) if matrix else (4096,):
             blocks, options = blocks_of(dtype, num_rows)

@@ -19,6 +19,7 @@ from fusedops.ops.linear_act import linear_act
 from fusedops.ops.linear_cross_entropy import linear_cross_entropy
 from fusedops.ops.linear_glu import linear_glu
 from fusedops.ops.mlp import mlp
+from fusedops.ops.moe_mlp import moe_mlp
 from fusedops.ops.moe_pack import moe_pack
 from fusedops.ops.moe_permute import moe_permute
 from fusedops.ops.moe_relayout import moe_relayout
@@ -53,6 +54,7 @@ __all__ = [
     "linear_glu",
     "merge_attention",
     "mlp",
+    "moe_mlp",
     "moe_pack",
     "moe_permute",
     "moe_relayout",

@@ -84,13 +84,21 @@ def grouped_mm(
     if grad_weight_into is None:
         return _OP(input, weight, offsets, bias, activation, keep)[0]
     _check_into(op, grad_weight_into, weight)
-    device = input.device.type
-    if torch.is_autocast_enabled(device) and input.dtype != torch.float64:
-        # Outside of the function that the engine sees: gradients are then cast back.
-        lower = torch.get_autocast_dtype(device)
-        input, weight = input.to(lower), weight.to(lower)
-        bias = None if bias is None else bias.to(lower)
+    input, weight, bias = lowered(input, weight, bias)
     return _AddedGradient.apply(input, weight, offsets, bias, activation, grad_weight_into)
+
+
+def lowered(input: torch.Tensor, *others: torch.Tensor | None) -> list[Any]:
+    """Return the tensors in autocast's dtype, where it is enabled; absent ones stay so.
+
+    For functions of which autocast must cast some arguments only.
+    """
+    tensors = [input, *others]
+    device = input.device.type
+    if not torch.is_autocast_enabled(device) or input.dtype == torch.float64:
+        return tensors
+    lower = torch.get_autocast_dtype(device)
+    return [None if each is None else each.to(lower) for each in tensors]
 
 
 def _check(op: str, input: Any, weight: Any, offsets: Any, bias: Any) -> None:

@@ -1,0 +1,438 @@
+"""moe_mlp in Triton: the experts' first product with gate and probability, and the backward's pass.
+
+Forward: the first product gathers the tokens' rows, and its tiles of sums become the hidden layer
+before they are stored: half of a tile's columns are gates and half the factors of the same hidden
+columns, or they alternate as they lie in memory. The second product is grouped_mm's kernel; the sum
+over a token's rows is moe_unpermute's.
+
+Backward: the gradient of the hidden layer is a product; one pass, a program per row, makes of it
+the gradient of the pre-activation, the hidden layer again and that of the row's probability.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from fusedops.kernels import _grouped, _launch, _moe_rows
+from fusedops.kernels._device import act_slope, act_value, clamp
+from fusedops.kernels._grouped import find_group
+from fusedops.kernels.grouped_mm import supports as _supports_groups
+from fusedops.kernels.linear_act import GROUP_M, blocks_of, halves, split, tile_of
+
+_PASS_BLOCK = {"BLOCK": 512}
+_PASS_OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
+
+
+@triton.jit
+def _gated_value(gate, up, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "swiglu_oai":
+        bounded = tl.minimum(gate, 7.0, propagate_nan=tl.PropagateNan.ALL)
+        return act_value(bounded, "fast_gelu") * (clamp(up, -7.0, 7.0) + 1.0)
+    else:
+        return act_value(gate, ACTIVATION) * up
+
+
+@triton.jit
+def _gated_slopes(gate, up, ACTIVATION: tl.constexpr):
+    """Return the derivatives of the gated value after gate and up."""
+    if ACTIVATION == "swiglu_oai":
+        bounded = tl.minimum(gate, 7.0, propagate_nan=tl.PropagateNan.ALL)
+        factor = clamp(up, -7.0, 7.0) + 1.0
+        grad_gate = tl.where(gate > 7.0, 0.0, act_slope(bounded, "fast_gelu") * factor)
+        grad_up = tl.where(tl.abs(up) > 7.0, 0.0, act_value(bounded, "fast_gelu"))
+        return grad_gate, grad_up
+    else:
+        return act_slope(gate, ACTIVATION) * up, act_value(gate, ACTIVATION)
+
+
+@triton.jit
+def _add_bias(z, bias_ptr, col, num_cols):
+    return z + tl.load(bias_ptr + col, mask=col < num_cols, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def _expert_kernel(
+    x_ptr,
+    rows_ptr,
+    scale_ptr,
+    weight_ptr,
+    bias_ptr,
+    offsets_ptr,
+    kept_ptr,
+    y_ptr,
+    num_rows,
+    row_tiles,
+    num_groups,
+    width,
+    inner,
+    depth,
+    stride_xm,
+    stride_xk,
+    stride_wg,
+    stride_wk,
+    stride_wn,
+    HAS_BIAS: tl.constexpr,
+    KEEPS: tl.constexpr,
+    GATE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    PRECISION: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    EPILOGUE_PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    HALF: tl.constexpr = BLOCK_N // 2
+    tile, col_tile = tile_of(
+        tl.program_id(0), row_tiles * BLOCK_M, width, GROUP_M, BLOCK_M, BLOCK_N
+    )
+    group, first_row, end = find_group(tile, offsets_ptr, num_groups, num_rows, GROUPS, BLOCK_M)
+    if group >= num_groups:  # nobody's rows are not read by the second product
+        return
+    row = first_row + tl.arange(0, BLOCK_M)
+    k = tl.arange(0, BLOCK_K)
+    row_read = tl.where(row < end, row, first_row)
+    x_row = tl.load(rows_ptr + row_read).to(tl.int64)
+    x_ptrs = x_ptr + x_row[:, None] * stride_xm + k[None, :] * stride_xk
+    lane = tl.arange(0, BLOCK_N)
+    if GATE == "halves":
+        hidden_col = col_tile * HALF + lane % HALF
+        col = hidden_col + tl.where(lane < HALF, 0, inner)
+        in_cols = (hidden_col < inner)[None, :]
+    else:
+        col = col_tile * BLOCK_N + lane
+        in_cols = (col < width)[None, :]
+    weight_ptr += group.to(tl.int64) * stride_wg
+    w_ptrs = weight_ptr + col.to(tl.int64)[None, :] * stride_wn + k[:, None] * stride_wk
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for first in range(0, depth, BLOCK_K):
+        left = depth - first
+        x = tl.load(x_ptrs, mask=k[None, :] < left, other=0.0)
+        w = tl.load(w_ptrs, mask=(k[:, None] < left) & in_cols, other=0.0)
+        total = tl.dot(x, w, total, input_precision=PRECISION)
+        x_ptrs += BLOCK_K * stride_xk
+        w_ptrs += BLOCK_K * stride_wk
+    # The tile is finished in parts: all of it at once would not leave registers for the epilogue.
+    scale = tl.load(scale_ptr + row_read).to(tl.float32)[:, None]
+    bias_ptr += group.to(tl.int64) * width
+    z_corner = first_row.to(tl.int64) * width
+    y_corner = first_row.to(tl.int64) * inner
+    line = tl.arange(0, BLOCK_M)[:, None]
+    in_rows = (row < end)[:, None]
+    if GATE == "none":
+        PART: tl.constexpr = BLOCK_N // EPILOGUE_PARTS
+        parts = split(total, BLOCK_M, BLOCK_N, EPILOGUE_PARTS)
+        for part in tl.static_range(EPILOGUE_PARTS):
+            z = parts[part]
+            c = col_tile * BLOCK_N + part * PART + tl.arange(0, PART)
+            if HAS_BIAS:
+                z = _add_bias(z, bias_ptr, c, width)
+            mask = in_rows & (c < width)[None, :]
+            if KEEPS:
+                z_offset = z_corner + line * width + c[None, :]
+                tl.store(kept_ptr + z_offset, z.to(kept_ptr.dtype.element_ty), mask=mask)
+            y = (act_value(z, ACTIVATION) * scale).to(y_ptr.dtype.element_ty)
+            tl.store(y_ptr + y_corner + line * inner + c[None, :], y, mask=mask)
+    else:
+        HALF_PART: tl.constexpr = HALF // EPILOGUE_PARTS
+        if GATE == "halves":
+            gate_sum, up_sum = halves(total, BLOCK_M, BLOCK_N)
+            gates = split(gate_sum, BLOCK_M, HALF, EPILOGUE_PARTS)
+            ups = split(up_sum, BLOCK_M, HALF, EPILOGUE_PARTS)
+        else:
+            gates = split(total, BLOCK_M, BLOCK_N, EPILOGUE_PARTS)
+            ups = gates
+        for part in tl.static_range(EPILOGUE_PARTS):
+            if GATE == "halves":
+                gate, up = gates[part], ups[part]
+            else:
+                gate, up = tl.split(tl.reshape(gates[part], (BLOCK_M, HALF_PART, 2)))
+            c = col_tile * HALF + part * HALF_PART + tl.arange(0, HALF_PART)
+            mask = in_rows & (c < inner)[None, :]
+            if GATE == "halves":
+                gate_col = c
+                up_col = inner + c
+            else:
+                gate_col = 2 * c
+                up_col = 2 * c + 1
+            if HAS_BIAS:
+                gate = _add_bias(gate, bias_ptr, gate_col, width)
+                up = _add_bias(up, bias_ptr, up_col, width)
+            if KEEPS:
+                z_row = kept_ptr + z_corner + line * width
+                tl.store(z_row + gate_col[None, :], gate.to(kept_ptr.dtype.element_ty), mask=mask)
+                tl.store(z_row + up_col[None, :], up.to(kept_ptr.dtype.element_ty), mask=mask)
+            y = (_gated_value(gate, up, ACTIVATION) * scale).to(y_ptr.dtype.element_ty)
+            tl.store(y_ptr + y_corner + line * inner + c[None, :], y, mask=mask)
+
+
+@triton.jit
+def _pass_kernel(
+    d_ptr,
+    z_ptr,
+    scale_ptr,
+    permutation_ptr,
+    rows_ptr,
+    offsets_ptr,
+    dy_ptr,
+    b2_ptr,
+    dz_ptr,
+    hidden_ptr,
+    dprobs_ptr,
+    num_groups,
+    width,
+    inner,
+    out_size,
+    GATE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    WANTS_GRAD: tl.constexpr,
+    WANTS_HIDDEN: tl.constexpr,
+    WANTS_PROBS: tl.constexpr,
+    HAS_B2: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    group_index = tl.arange(0, GROUPS)
+    ends = tl.load(offsets_ptr + group_index, mask=group_index < num_groups, other=2147483647)
+    group = tl.sum((ends <= row).to(tl.int32), 0)
+    slot = tl.load(permutation_ptr + row)
+    if group >= num_groups:
+        if WANTS_PROBS:
+            tl.store(dprobs_ptr + slot, 0.0)
+        return
+    scale = tl.load(scale_ptr + row).to(tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, inner, BLOCK):
+        c = first + tl.arange(0, BLOCK)
+        mask = c < inner
+        d = tl.load(d_ptr + row * inner + c, mask=mask, other=0.0).to(tl.float32)
+        if GATE == "none":
+            z = tl.load(z_ptr + row * width + c, mask=mask, other=0.0).to(tl.float32)
+            value = act_value(z, ACTIVATION)
+            if WANTS_GRAD:
+                dz = (d * scale * act_slope(z, ACTIVATION)).to(dz_ptr.dtype.element_ty)
+                tl.store(dz_ptr + row * width + c, dz, mask=mask)
+        else:
+            if GATE == "halves":
+                gate_col = c
+                up_col = inner + c
+            else:
+                gate_col = 2 * c
+                up_col = 2 * c + 1
+            z_row = z_ptr + row * width
+            gate = tl.load(z_row + gate_col, mask=mask, other=0.0).to(tl.float32)
+            up = tl.load(z_row + up_col, mask=mask, other=0.0).to(tl.float32)
+            value = _gated_value(gate, up, ACTIVATION)
+            if WANTS_GRAD:
+                gate_slope, up_slope = _gated_slopes(gate, up, ACTIVATION)
+                dz_row = dz_ptr + row * width
+                dgate = (d * scale * gate_slope).to(dz_ptr.dtype.element_ty)
+                dup = (d * scale * up_slope).to(dz_ptr.dtype.element_ty)
+                tl.store(dz_row + gate_col, dgate, mask=mask)
+                tl.store(dz_row + up_col, dup, mask=mask)
+        if WANTS_HIDDEN:
+            hidden = (value * scale).to(hidden_ptr.dtype.element_ty)
+            tl.store(hidden_ptr + row * inner + c, hidden, mask=mask)
+        if WANTS_PROBS:
+            total += tl.where(mask, d * value, 0.0)
+    if WANTS_PROBS:
+        if HAS_B2:
+            dy_row = dy_ptr + tl.load(rows_ptr + row).to(tl.int64) * out_size
+            b2_row = b2_ptr + group.to(tl.int64) * out_size
+            for first in range(0, out_size, BLOCK):
+                c = first + tl.arange(0, BLOCK)
+                mask = c < out_size
+                dy = tl.load(dy_row + c, mask=mask, other=0.0).to(tl.float32)
+                total += dy * tl.load(b2_row + c, mask=mask, other=0.0).to(tl.float32)
+        tl.store(dprobs_ptr + slot, tl.sum(total, 0))
+
+
+def supports(input: torch.Tensor, *arguments: Any) -> str | None:
+    """Return why the kernels cannot run these arguments, or ``None``."""
+    return _supports_groups(input, arguments[4])
+
+
+def supports_backward(grad: torch.Tensor, *arguments: Any) -> str | None:
+    """Return why the kernels cannot run these arguments, or ``None``."""
+    return supports(*arguments)
+
+
+def forward(
+    input: torch.Tensor,
+    probs: torch.Tensor,
+    permutation: torch.Tensor,
+    positions: torch.Tensor,
+    offsets: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    b1: torch.Tensor | None,
+    b2: torch.Tensor | None,
+    activation: str,
+    gated: bool,
+    interleaved: bool,
+    keep_preactivation: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launch the forward; arguments and results are those of ``fusedops::moe_mlp``."""
+    tokens, scale = _rows_of(probs, permutation)
+    num_rows, num_groups = permutation.shape[0], w1.shape[0]
+    width, inner = w1.shape[2], w2.shape[1]
+    kept = input.new_empty(num_rows if keep_preactivation else 0, width)
+    hidden = input.new_empty(num_rows, inner)
+    if num_rows == 0:
+        return input.new_zeros(positions.shape[0], w2.shape[2]), kept
+    if hidden.numel() > 0:
+        blocks, options = blocks_of(input.dtype, num_rows // num_groups)
+        row_tiles = _grouped.row_tiles_of(num_rows, num_groups, blocks["BLOCK_M"])
+        with _launch.device_of(input):
+            _expert_kernel[(row_tiles * triton.cdiv(width, blocks["BLOCK_N"]),)](
+                input,
+                tokens,
+                scale,
+                w1,
+                _launch.dense(b1, input),
+                offsets.contiguous(),
+                kept if keep_preactivation else hidden,
+                hidden,
+                num_rows,
+                row_tiles,
+                num_groups,
+                width,
+                inner,
+                input.shape[1],
+                *input.stride(),
+                *w1.stride(),
+                HAS_BIAS=b1 is not None,
+                KEEPS=keep_preactivation,
+                GATE=_gate(gated, interleaved),
+                ACTIVATION=activation,
+                PRECISION=_launch.precision(),
+                GROUPS=_grouped.groups_block(num_groups),
+                GROUP_M=GROUP_M,
+                **blocks,
+                **options,
+            )
+    output, _ = _grouped.product(hidden, w2, offsets, b2, scale=scale)
+    return _moe_rows.combine(output, None, positions, offsets), kept
+
+
+def backward(
+    grad_output: torch.Tensor,
+    input: torch.Tensor,
+    probs: torch.Tensor,
+    permutation: torch.Tensor,
+    positions: torch.Tensor,
+    offsets: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    b1: torch.Tensor | None,
+    b2: torch.Tensor | None,
+    preactivation: torch.Tensor,
+    activation: str,
+    gated: bool,
+    interleaved: bool,
+    keep_preactivation: bool,
+    output_mask: Sequence[bool],
+) -> tuple[torch.Tensor | None, ...]:
+    """Launch the backward; arguments and results are those of ``fusedops::moe_mlp_backward``."""
+    wants_input, wants_probs, wants_w1, wants_w2, wants_b1, wants_b2 = output_mask
+    tokens, scale = _rows_of(probs, permutation)
+    num_rows, width, inner = permutation.shape[0], w1.shape[2], w2.shape[1]
+    dy = grad_output.contiguous()
+    dx = dprobs = dw1 = dw2 = db1 = db2 = None
+    wants_grad = wants_input or wants_w1 or wants_b1
+    if wants_grad or wants_probs or wants_w2:
+        kept = preactivation
+        if not keep_preactivation:
+            kept, _ = _grouped.product(input, w1, offsets, b1, rows=tokens)
+        # Unrounded: the gradient of a probability is a sum over it that may cancel.
+        d, _ = _grouped.product(dy, w2.mT, offsets, rows=tokens, dtype=torch.float32)
+        dz = torch.empty_like(kept) if wants_grad else kept
+        hidden = kept.new_empty(d.shape) if wants_w2 else kept
+        dprobs = probs.new_empty(probs.shape) if wants_probs else None
+        if num_rows > 0:
+            with _launch.device_of(dy):
+                _pass_kernel[(num_rows,)](
+                    d,
+                    kept,
+                    scale,
+                    permutation.contiguous(),
+                    tokens,
+                    offsets.contiguous(),
+                    dy,
+                    _launch.dense(b2, dy),
+                    dz,
+                    hidden,
+                    scale if dprobs is None else dprobs,
+                    w1.shape[0],
+                    width,
+                    inner,
+                    dy.shape[1],
+                    GATE=_gate(gated, interleaved),
+                    ACTIVATION=activation,
+                    WANTS_GRAD=wants_grad,
+                    WANTS_HIDDEN=wants_w2,
+                    WANTS_PROBS=wants_probs,
+                    HAS_B2=b2 is not None,
+                    GROUPS=_grouped.groups_block(w1.shape[0]),
+                    **_PASS_BLOCK,
+                    **_PASS_OPTIONS,
+                )
+        if wants_w2:
+            dw2 = _grouped.weight_gradient(hidden, dy, offsets, w2, dy_rows=tokens)
+        if wants_w1:
+            dw1 = _grouped.weight_gradient(input, dz, offsets, w1, x_rows=tokens)
+        if wants_b1:
+            db1 = _grouped.row_sums(dz, offsets)
+        if wants_input:
+            grads, _ = _grouped.product(dz, w1.mT, offsets)
+            dx = _moe_rows.combine(grads, None, positions, offsets)
+    if wants_b2:
+        db2 = _grouped.row_sums(dy, offsets, rows=tokens, scale=scale)
+    return dx, dprobs, dw1, dw2, db1, db2
+
+
+def _rows_of(probs: torch.Tensor, permutation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return token (int32) and probability of each row."""
+    slots = permutation.contiguous()
+    tokens = torch.div(slots, max(1, probs.shape[1]), rounding_mode="floor")
+    return tokens, probs.flatten().index_select(0, slots)
+
+
+def _gate(gated: bool, interleaved: bool) -> str:
+    if not gated:
+        return "none"
+    return "pairs" if interleaved else "halves"
+
+
+def static_report_cases() -> list[dict[str, Any]]:
+    """Return the configurations whose registers, spills and instructions are kept on record."""
+    cases = _grouped.static_report_cases(gathers=True)
+    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
+        matrix = dtype == torch.bfloat16
+        types = _grouped.report_types(name) | {"permutation_ptr": "*i32", "dprobs_ptr": "*fp32"}
+        types |= {"d_ptr": "*fp32"} | dict.fromkeys(
+            ("z_ptr", "b2_ptr", "dz_ptr", "hidden_ptr"), f"*{name}"
+        )
+        types |= dict.fromkeys(("width", "inner"), "i32")
+        flags: dict[str, Any] = {"HAS_BIAS": True, "KEEPS": True, "PRECISION": "ieee"}
+        flags |= {"GROUP_M": GROUP_M, "GROUPS": 128, "stride_xk": 1}
+        forms = (("halves", "silu", "stride_wk"), ("pairs", "swiglu_oai", "stride_wn"))
+        for gate, activation, dense in forms:
+            form = {"GATE": gate, "ACTIVATION": activation}
+            for num_rows in (16, 64, 4096) if matrix else (4096,):
+                blocks, options = blocks_of(dtype, num_rows)
+                values = flags | form | {dense: 1} | blocks
+                cases.append(
+                    _launch.report_case(_expert_kernel, types, values, options, matrix=matrix)
+                )
+            wants = dict.fromkeys(("WANTS_GRAD", "WANTS_HIDDEN", "WANTS_PROBS", "HAS_B2"), True)
+            values = form | wants | {"GROUPS": 128} | _PASS_BLOCK
+            cases.append(_launch.report_case(_pass_kernel, types, values, _PASS_OPTIONS))
+    return cases

@@ -1,0 +1,398 @@
+"""The experts of a mixture-of-experts layer: two products with a gate between, per expert.
+
+    z[r] = x[token(r)] W1[e] + b1[e],   h[r] = p[r] act(gate(z[r])) * up(z[r])
+    y[t] = sum over the rows r of token t of (h[r] W2[e] + p[r] b2[e])
+
+No permuted copy of the input is made or kept: tokens are gathered inside of the first product, and
+the backward needs the input and the plan alone. Kernels: ``csrc/cpu/moe_mlp.*`` on
+``csrc/cpu/gemm.*``, ``kernels/moe_mlp.py``; here are the public function, the specification and the
+registration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fusedops._core import checks, dtypes
+from fusedops._core.activation import ACTIVATIONS
+from fusedops._core.library import Gradient, define_op
+from fusedops._core.sharding import PARTIAL, REPLICATE, Placement
+from fusedops.ops import _moe_math
+from fusedops.ops._moe_gate import GATES, hidden_of, preactivation_gradient
+from fusedops.ops._routing_plan import RoutingPlan, check_probs
+from fusedops.ops.grouped_mm import (
+    bounds,
+    empty_stack_gradient,
+    grouped_product,
+    grouped_sum,
+    grouped_weight_gradient,
+    lowered,
+)
+from fusedops.ops.linear_act import check_parameter, wants_gradient
+
+
+def moe_mlp(
+    input: torch.Tensor,
+    plan: RoutingPlan,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    b1: torch.Tensor | None = None,
+    b2: torch.Tensor | None = None,
+    *,
+    activation: str = "silu",
+    gated: bool = True,
+    interleaved: bool = False,
+    recompute: bool = True,
+) -> torch.Tensor:
+    """Apply each token's experts and sum what they give, weighted by the router.
+
+    ``y[t] = sum_j p[t, j] * (act(x[t] W1g[e] + b1g[e]) * (x[t] W1u[e] + b1u[e]) W2[e] + b2[e])``
+    over the kept slots ``j`` of token ``t``, where ``e`` is the expert of the slot.
+
+    Args:
+        input: ``[tokens, hidden]``, any floating dtype, any strides.
+        plan: of ``tokens`` tokens: from ``moe_route`` or ``RoutingPlan.from_choices``.
+        w1: ``[experts, hidden, 2 * inner]``, gate and up; ``[experts, hidden, inner]`` if not
+            ``gated``. Dtype of ``input``, any strides: the transposed view of a weight
+            ``[experts, 2 * inner, hidden]`` is not copied.
+        w2: ``[experts, inner, hidden_out]``, any strides.
+        b1: ``[experts, 2 * inner]`` (``inner``), or ``None``.
+        b2: ``[experts, hidden_out]``, or ``None``.
+        activation: of the gate: as for ``linear_act``, or ``"swiglu_oai"``, that of GPT-OSS:
+            ``(clamp(up, -7, 7) + 1) * g * sigmoid(1.702 g)`` with ``g = min(gate, 7)``.
+        gated: whether ``w1`` makes a gate and a factor, else ``h = act(z)``.
+        interleaved: columns of ``w1`` are ``gate 0, up 0, gate 1, ...`` (GPT-OSS), else the gates
+            come first (the field's ``gate_up_proj``).
+        recompute: make the first product again in the backward and keep nothing but the input and
+            the plan; ``False`` keeps the pre-activation ``[tokens * top_k, 2 * inner]`` as well.
+
+    Returns:
+        ``[tokens, hidden_out]``, dtype of ``input``, contiguous. A token without a kept slot: 0.
+
+    Raises:
+        ValueError: a shape or device does not fit, ``activation`` is unknown, or (CPU) the plan's
+            indices are out of range.
+        TypeError: an argument is no tensor or no plan, or its dtype does not fit.
+
+    Note:
+        Products accumulate in float32 (float64 for float64); activation, gate and probability act
+        on the sums, and the hidden layer is rounded once. The sum over a token's slots is float32
+        in the order of the slots: that of ``moe_unpermute``, the same bits for any number of
+        threads. Gradients to ``input``, ``plan.probs``, weights and biases; the weights' are laid
+        out as the weights are. Twice differentiable. Backends: cpp, triton, torch. Under autocast
+        all but the probabilities are cast.
+
+    Reference:
+        Shazeer et al.: Outrageously Large Neural Networks, arXiv:1701.06538; Tan et al.:
+        ScatterMoE, arXiv:2403.08245.
+
+    Example:
+        >>> import torch, fusedops
+        >>> plan = fusedops.RoutingPlan.from_choices(
+        ...     torch.tensor([[1], [0]]), torch.tensor([[1.0], [0.5]]), num_experts=2)
+        >>> w1, w2 = torch.tensor([[[1.0]], [[10.0]]]), torch.ones(2, 1, 1)
+        >>> fusedops.moe_mlp(torch.tensor([[3.0], [4.0]]), plan, w1, w2, activation="relu",
+        ...     gated=False)
+        tensor([[30.],
+                [ 2.]])
+    """
+    op = "moe_mlp"
+    for name, value in (("gated", gated), ("interleaved", interleaved), ("recompute", recompute)):
+        if not isinstance(value, bool):
+            raise TypeError(f"{op}: {name} must be a bool, got {type(value).__name__}")
+    checks.choice(op, "activation", activation, GATES if gated else ACTIVATIONS)
+    _check(op, input, plan, w1, w2, b1, b2, gated)
+    probs = plan.probs.to(dtypes.statistics_dtype(input.dtype))
+    keep = not recompute and wants_gradient(input, probs, w1, w2, b1, b2)
+    input, w1, w2, b1, b2 = lowered(input, w1, w2, b1, b2)
+    order = plan.permutation, plan.positions, plan.offsets
+    return _OP(input, probs, *order, w1, w2, b1, b2, activation, gated, interleaved, keep)[0]
+
+
+def _check(op: str, input: Any, plan: Any, w1: Any, w2: Any, b1: Any, b2: Any, gated: bool) -> None:
+    _moe_math.check(op, input, plan, of_tokens=True)
+    check_probs(op, "plan.probs", plan.probs, plan)
+    check_parameter(op, "w1", w1, input)
+    check_parameter(op, "w2", w2, input)
+    experts, hidden = plan.num_experts, input.shape[1]
+    if w1.dim() != 3 or w1.shape[:2] != (experts, hidden) or (gated and w1.shape[2] % 2):
+        columns = "2 * inner" if gated else "inner"
+        wanted = f"of shape [{experts}, {hidden}, {columns}] (the plan's experts, input's columns)"
+        checks.fail(op, "w1", wanted, list(w1.shape))
+    inner = w1.shape[2] // 2 if gated else w1.shape[2]
+    if w2.dim() != 3 or w2.shape[:2] != (experts, inner):
+        wanted = f"of shape [{experts}, {inner}, hidden_out] (as w1's)"
+        checks.fail(op, "w2", wanted, list(w2.shape))
+    for name, bias, weight in (("b1", b1, w1), ("b2", b2, w2)):
+        if bias is not None:
+            check_parameter(op, name, bias, input)
+            checks.shape(op, name, bias, (experts, weight.shape[2]), f"the columns of w{name[1]}")
+
+
+class _Rows:
+    """The rows of a plan, as the reference uses them: their tokens, groups and probabilities."""
+
+    def __init__(
+        self,
+        probs: torch.Tensor,
+        permutation: torch.Tensor,
+        positions: torch.Tensor,
+        offsets: torch.Tensor,
+    ) -> None:
+        self.groups = bounds("moe_mlp", offsets, permutation.shape[0])
+        self.count = self.groups[-1][1] if self.groups else 0
+        self.slots = permutation[: self.count].long()
+        self.tokens = self.slots // max(1, positions.shape[1])
+        self.probs = probs.flatten()[self.slots].unsqueeze(1)
+        self.positions, self.offsets = positions, offsets
+
+    def wide_product(
+        self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the product in the accumulation dtype: what the kernels' epilogues see."""
+        wide = self.probs.dtype
+        bias = None if bias is None else bias.to(wide)
+        return grouped_product(rows.to(wide), weight.to(wide), self.groups, bias)
+
+    def combine(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return each token's sum of its rows, in the order of the slots."""
+        tail = rows.new_zeros(self.positions.numel() - self.count, rows.shape[1])
+        return _moe_math.combine(torch.cat([rows, tail]), None, self.positions, self.offsets)
+
+    def bias(self, bias: torch.Tensor) -> torch.Tensor:
+        """Return the bias of each row's expert."""
+        sizes = [end - begin for begin, end in self.groups]
+        return torch.cat([row.expand(size, -1) for row, size in zip(bias, sizes, strict=True)])
+
+
+def _reference(
+    input: torch.Tensor,
+    probs: torch.Tensor,
+    permutation: torch.Tensor,
+    positions: torch.Tensor,
+    offsets: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    b1: torch.Tensor | None,
+    b2: torch.Tensor | None,
+    activation: str,
+    gated: bool,
+    interleaved: bool,
+    keep_preactivation: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = _Rows(probs, permutation, positions, offsets)
+    z = rows.wide_product(input[rows.tokens], w1, b1)
+    value = hidden_of(z, activation, gated, interleaved)
+    output = grouped_product((value * rows.probs).to(input.dtype), w2, rows.groups)
+    if b2 is not None:
+        output = (output + rows.bias(b2) * rows.probs).to(input.dtype)
+    kept = input.new_zeros(permutation.shape[0] if keep_preactivation else 0, z.shape[1])
+    if keep_preactivation:
+        kept[: rows.count] = z
+    return rows.combine(output), kept
+
+
+def _fake(
+    input: torch.Tensor,
+    probs: torch.Tensor,
+    permutation: torch.Tensor,
+    positions: torch.Tensor,
+    offsets: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    b1: torch.Tensor | None,
+    b2: torch.Tensor | None,
+    activation: str,
+    gated: bool,
+    interleaved: bool,
+    keep_preactivation: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = permutation.shape[0] if keep_preactivation else 0
+    output = input.new_empty(positions.shape[0], w2.shape[2])
+    return output, input.new_empty(rows, w1.shape[2])
+
+
+def _backward_reference(
+    grad_output: torch.Tensor,
+    input: torch.Tensor,
+    probs: torch.Tensor,
+    permutation: torch.Tensor,
+    positions: torch.Tensor,
+    offsets: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    b1: torch.Tensor | None,
+    b2: torch.Tensor | None,
+    preactivation: torch.Tensor,
+    activation: str,
+    gated: bool,
+    interleaved: bool,
+    keep_preactivation: bool,
+    output_mask: Sequence[bool],
+) -> tuple[torch.Tensor | None, ...]:
+    wants_input, wants_probs, wants_w1, wants_w2, wants_b1, wants_b2 = output_mask
+    rows = _Rows(probs, permutation, positions, offsets)
+    x, dy = input[rows.tokens], grad_output[rows.tokens]
+    z = preactivation[: rows.count]
+    # Under a second derivative it is made again: it is then a function of the inputs.
+    if torch.is_grad_enabled() or not keep_preactivation:
+        z = rows.wide_product(x, w1, b1)
+    form = activation, gated, interleaved
+    z = z.to(probs.dtype)
+    value = hidden_of(z, *form)
+    grad = rows.wide_product(dy, w2.mT)
+    grad_input = grad_probs = grad_w1 = grad_w2 = grad_b1 = grad_b2 = None
+    if wants_input or wants_w1 or wants_b1:
+        dz = preactivation_gradient(grad * rows.probs, z, *form).to(input.dtype)
+        grad_b1 = grouped_sum(dz, rows.groups) if wants_b1 else None
+        grad_w1 = grouped_weight_gradient(x, dz, rows.groups, w1) if wants_w1 else None
+        if wants_input:
+            grad_input = rows.combine(grouped_product(dz, w1.mT, rows.groups))
+    if wants_w2:
+        hidden = (value * rows.probs).to(input.dtype)
+        grad_w2 = grouped_weight_gradient(hidden, dy, rows.groups, w2)
+    if wants_b2:
+        assert b2 is not None
+        grad_b2 = grouped_sum(dy * rows.probs, rows.groups).to(b2.dtype)
+    if wants_probs:
+        dots = (grad * value).sum(1)
+        if b2 is not None:
+            dots = dots + (dy.to(probs.dtype) * rows.bias(b2).to(probs.dtype)).sum(1)
+        slots = probs.new_zeros(probs.numel()).index_copy(0, rows.slots, dots)
+        grad_probs = slots.view(probs.shape)
+    return grad_input, grad_probs, grad_w1, grad_w2, grad_b1, grad_b2
+
+
+def _backward_fake(
+    grad_output: torch.Tensor,
+    input: torch.Tensor,
+    probs: torch.Tensor,
+    permutation: torch.Tensor,
+    positions: torch.Tensor,
+    offsets: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    b1: torch.Tensor | None,
+    b2: torch.Tensor | None,
+    preactivation: torch.Tensor,
+    activation: str,
+    gated: bool,
+    interleaved: bool,
+    keep_preactivation: bool,
+    output_mask: Sequence[bool],
+) -> tuple[torch.Tensor | None, ...]:
+    return (
+        input.new_empty(input.shape) if output_mask[0] else None,
+        probs.new_empty(probs.shape) if output_mask[1] else None,
+        empty_stack_gradient(w1) if output_mask[2] else None,
+        empty_stack_gradient(w2) if output_mask[3] else None,
+        w1.new_empty((w1.shape[0], w1.shape[2])) if output_mask[4] else None,
+        w2.new_empty((w2.shape[0], w2.shape[2])) if output_mask[5] else None,
+    )
+
+
+def _splits(gated: bool, interleaved: bool, b2: Any) -> bool:
+    """Whether the hidden layer can be sharded: gate and up on one rank, no bias added twice."""
+    return (interleaved or not gated) and b2 is None
+
+
+def _shard(
+    input: Any,
+    probs: Any,
+    permutation: Any,
+    positions: Any,
+    offsets: Any,
+    w1: Any,
+    w2: Any,
+    b1: Any,
+    b2: Any,
+    activation: str,
+    gated: bool,
+    interleaved: bool,
+    keep_preactivation: bool,
+) -> list[tuple[list[Placement], list[Placement]]]:
+    """Replicate; or shard the hidden layers (a sum), or the columns of the output."""
+
+    def rule(
+        output: Placement, kept: Placement, first: Placement, second: Placement
+    ) -> tuple[list[Placement], list[Placement]]:
+        biases: list[Placement] = [
+            (REPLICATE if first == REPLICATE else 1) if b1 is not None else None,
+            (1 if second == 2 else REPLICATE) if b2 is not None else None,
+        ]
+        return [output, kept], [*([REPLICATE] * 5), first, second, *biases, *([None] * 4)]
+
+    rules = [rule(REPLICATE, REPLICATE, REPLICATE, REPLICATE), rule(1, REPLICATE, REPLICATE, 2)]
+    if _splits(gated, interleaved, b2):
+        rules.append(rule(PARTIAL, 1, 2, 1))
+    return rules
+
+
+def _shard_backward(
+    grad_output: Any,
+    input: Any,
+    probs: Any,
+    permutation: Any,
+    positions: Any,
+    offsets: Any,
+    w1: Any,
+    w2: Any,
+    b1: Any,
+    b2: Any,
+    preactivation: Any,
+    activation: str,
+    gated: bool,
+    interleaved: bool,
+    keep_preactivation: bool,
+    output_mask: Sequence[bool],
+) -> list[tuple[list[Placement], list[Placement]]]:
+    def rule(
+        results: Sequence[Placement],
+        grad: Placement,
+        kept: Placement,
+        first: Placement,
+        second: Placement,
+    ) -> tuple[list[Placement], list[Placement]]:
+        wanted = [each if on else None for each, on in zip(results, output_mask, strict=True)]
+        biases: list[Placement] = [
+            (REPLICATE if first == REPLICATE else 1) if b1 is not None else None,
+            (1 if second == 2 else REPLICATE) if b2 is not None else None,
+        ]
+        given = [grad, *([REPLICATE] * 5), first, second, *biases, kept, *([None] * 5)]
+        return wanted, given
+
+    columns: list[Placement] = [PARTIAL, PARTIAL, PARTIAL, 2, PARTIAL, 1]
+    rules = [
+        rule([REPLICATE] * 6, REPLICATE, REPLICATE, REPLICATE, REPLICATE),
+        rule(columns, 1, REPLICATE, REPLICATE, 2),
+    ]
+    if _splits(gated, interleaved, b2):
+        results: list[Placement] = [PARTIAL, PARTIAL, 2, 1, 1, REPLICATE]
+        rules.append(rule(results, REPLICATE, 1, 2, 1))
+    return rules
+
+
+_OP = define_op(
+    "moe_mlp",
+    "(Tensor input, Tensor probs, Tensor permutation, Tensor positions, Tensor offsets, Tensor w1,"
+    " Tensor w2, Tensor? b1, Tensor? b2, str activation, bool gated, bool interleaved,"
+    " bool keep_preactivation) -> (Tensor output, Tensor preactivation)",
+    reference=_reference,
+    fake=_fake,
+    gradient=Gradient(
+        inputs=("input", "probs", "w1", "w2", "b1", "b2"),
+        outputs=("output",),
+        saves=(
+            *("input", "probs", "permutation", "positions", "offsets"),
+            *("w1", "w2", "b1", "b2", "preactivation"),
+        ),
+        reference=_backward_reference,
+        fake=_backward_fake,
+    ),
+    triton="fusedops.kernels.moe_mlp",
+    shard=_shard,
+    shard_backward=_shard_backward,
+)
