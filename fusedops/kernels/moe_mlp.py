@@ -288,7 +288,7 @@ def forward(
     if num_rows == 0:
         return input.new_zeros(positions.shape[0], w2.shape[2]), kept
     if hidden.numel() > 0:
-        blocks, options = blocks_of(input.dtype, num_rows // num_groups)
+        blocks, options = _blocks(input.dtype, num_rows // num_groups, _gate(gated, interleaved))
         row_tiles = _grouped.row_tiles_of(num_rows, num_groups, blocks["BLOCK_M"])
         with _launch.device_of(input):
             _expert_kernel[(row_tiles * triton.cdiv(width, blocks["BLOCK_N"]),)](
@@ -405,6 +405,14 @@ def _rows_of(probs: torch.Tensor, permutation: torch.Tensor) -> tuple[torch.Tens
     return tokens, probs.flatten().index_select(0, slots)
 
 
+def _blocks(dtype: torch.dtype, num_rows: int, gate: str) -> tuple[dict[str, int], dict[str, Any]]:
+    """Return tile sizes and launch options; taking pairs apart needs registers of its own."""
+    blocks, options = blocks_of(dtype, num_rows)
+    if gate == "pairs" and dtype != torch.float32:
+        blocks = blocks | {"BLOCK_N": 128, "EPILOGUE_PARTS": 4}
+    return blocks, options
+
+
 def _gate(gated: bool, interleaved: bool) -> str:
     if not gated:
         return "none"
@@ -427,7 +435,7 @@ def static_report_cases() -> list[dict[str, Any]]:
         for gate, activation, dense in forms:
             form = {"GATE": gate, "ACTIVATION": activation}
             for num_rows in (16, 64, 4096) if matrix else (4096,):
-                blocks, options = blocks_of(dtype, num_rows)
+                blocks, options = _blocks(dtype, num_rows, gate)
                 values = flags | form | {dense: 1} | blocks
                 cases.append(
                     _launch.report_case(_expert_kernel, types, values, options, matrix=matrix)

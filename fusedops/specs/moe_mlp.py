@@ -118,7 +118,7 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
         *(call(pattern, (8, 2, 4), pattern=pattern, bias=True) for pattern in patterns),
         call("interleaved", bias=True, interleaved=True),
         call("gpt_oss", (6, 2, 3), (6, 19, 5), "swiglu_oai", bias=True, interleaved=True),
-        call("oai_halves", activation="swiglu_oai", transposed=True, recompute=False),
+        call("oai_halves", (40, 2, 3), activation="swiglu_oai", transposed=True, recompute=False),
         call("plain", activation="gelu", bias=True, gated=False),
         *(call(name, (5, 1, 2), activation=name) for name in ("relu", "gelu_tanh", "identity")),
         call("relu2_plain", (5, 3, 4), activation="relu2", gated=False, recompute=False),
