@@ -21,7 +21,7 @@ from fusedops.ops import *  # noqa: F403
 if TYPE_CHECKING:
     from fusedops import nn, parallel
     from fusedops._core.host import tune_host
-    from fusedops.integrations import PatchReport, patch, unpatch
+    from fusedops.integrations import PatchReport, patch, register_experts, unpatch
 
 __version__ = "0.1.0"
 
@@ -33,6 +33,7 @@ _LAZY = {
     "patch": "fusedops.integrations",
     "unpatch": "fusedops.integrations",
     "PatchReport": "fusedops.integrations",
+    "register_experts": "fusedops.integrations",
 }
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "nn",
     "parallel",
     "patch",
+    "register_experts",
     "reset_counters",
     "resolve",
     "tune_host",

@@ -1,6 +1,13 @@
 """What puts the fused ops into other people's models and trainers."""
 
-from fusedops.integrations.hf.patch import describe, patch, unpatch
+from fusedops.integrations.hf.patch import describe, patch, register_experts, unpatch
 from fusedops.integrations.hf.report import ModuleReport, PatchReport
 
-__all__ = ["ModuleReport", "PatchReport", "describe", "patch", "unpatch"]
+__all__ = [
+    "ModuleReport",
+    "PatchReport",
+    "describe",
+    "patch",
+    "register_experts",
+    "unpatch",
+]

@@ -8,6 +8,7 @@ from fusedops.nn.layer_norm import LayerNorm
 from fusedops.nn.linear_act import LinearAct
 from fusedops.nn.linear_cross_entropy import LinearCrossEntropyLoss
 from fusedops.nn.mlp import MLP
+from fusedops.nn.moe import MoE
 from fusedops.nn.multihead_attention import MultiheadAttention
 from fusedops.nn.rms_norm import RMSNorm
 from fusedops.nn.transformer_layer import TransformerDecoderLayer, TransformerEncoderLayer
@@ -21,6 +22,7 @@ __all__ = [
     "LinearAct",
     "LinearCrossEntropyLoss",
     "MLP",
+    "MoE",
     "MultiheadAttention",
     "RMSNorm",
     "TransformerDecoderLayer",

@@ -16,6 +16,7 @@ from patch_testing import assert_close, assert_same_training, counted, gradients
 from torch import nn
 
 import fusedops
+from fusedops.integrations import describe
 
 pytest.importorskip("transformers")
 
@@ -78,6 +79,8 @@ OPS = {
     "rotary_embedding": 2,
     "rms_norm": 3,
     "add_rms_norm": 2,
+    "moe_route": 2,
+    "moe_mlp": 2,
 }
 QWEN = {"num_experts": 6, "moe_intermediate_size": 24}
 LATENT = {
@@ -106,7 +109,7 @@ FAMILIES = {
         Family(
             "DeepseekV3",
             LATENT,
-            OPS | SHARED | {"rms_norm": 7},
+            OPS | SHARED | {"rms_norm": 7, "moe_route": 1, "moe_mlp": 1},
         ),
         Family("GptOss", GPT_OSS, OPS),
     )
@@ -123,6 +126,23 @@ def loss(model: nn.Module) -> torch.Tensor:
 def test_training_matches_stock(family: Family, autocast: bool) -> None:
     patched, stock = family.pair()
     assert_same_training(patched, stock, loss, autocast=autocast)
+
+
+@of_each_family
+def test_every_op_of_the_family_runs(family: Family) -> None:
+    patched, _ = family.pair()
+    with counted() as calls:
+        loss(patched).backward()
+    found = {op: count for op, count in calls.items() if not op.startswith("linear_act")}
+    assert found == family.ops | {f"{op}_backward": count for op, count in family.ops.items()}
+
+
+@of_each_family
+def test_strict_accepts_the_family(family: Family) -> None:
+    report = fusedops.patch(family.model(), strict=True)
+    assert not report.failed
+    kept = {entry.cls.removeprefix(family.name) for entry in report.kept}
+    assert kept <= {"Embedding", "RotaryEmbedding"}
 
 
 @of_each_family
@@ -158,7 +178,7 @@ def test_padding_and_generation(family: Family) -> None:
             model.generate(IDS, attention_mask=mask, **options) for model in (patched, stock)
         )
     assert torch.equal(tokens, wanted)
-    assert calls["rms_norm"] == 6 * family.ops["rms_norm"]
+    assert calls["moe_mlp"] == 6 * family.ops["moe_mlp"]
 
 
 @of_each_family
@@ -168,7 +188,7 @@ def test_gradient_checkpointing(family: Family) -> None:
     patched.gradient_checkpointing_enable({"use_reentrant": False})
     with counted() as calls:
         recomputed = gradients(patched, loss)
-    assert calls["attention"] == 2 * family.ops["attention"]
+    assert calls["moe_mlp"] == 2 * family.ops["moe_mlp"]
     for name, expected in whole.items():
         assert_close(recomputed[name], expected)
 
@@ -182,6 +202,47 @@ def test_bfloat16_parameters(family: Family) -> None:
     error = (loss(stock) - loss(family.model())).abs()
     assert (value - loss(family.model())).abs() <= 2 * error + 1e-2
     assert value.dtype == loss(stock).dtype
+
+
+@of_each_family
+def test_other_implementations_are_served_and_match(family: Family) -> None:
+    for name in ("grouped_mm", "batched_mm"):
+        patched, stock = family.pair(experts_implementation=name)
+        with counted() as calls:
+            assert_close(patched(IDS).logits, stock(IDS).logits)
+        assert calls["moe_mlp"] == family.ops["moe_mlp"]
+
+
+@of_each_family
+def test_the_registered_implementation_needs_no_patch(family: Family) -> None:
+    fusedops.register_experts()
+    stock = family.model()
+    named = copy.deepcopy(stock)
+    named.set_experts_implementation("fusedops")
+    with counted() as calls:
+        assert_same_training(named, stock, loss)
+    assert calls["moe_mlp"] == family.ops["moe_mlp"]
+    assert calls["moe_route"] == 0
+
+
+@of_each_family
+def test_router_logits_are_recorded(family: Family) -> None:
+    if family.name == "DeepseekV3":
+        pytest.skip("transformers records no router logits of DeepSeek-V3")
+    patched, stock = family.pair()
+    with counted() as calls:
+        found, expected = (
+            model(IDS, output_router_logits=True, labels=IDS) for model in (patched, stock)
+        )
+    # The router is called for its hooks, and the experts sort the choices that it hands over.
+    assert calls["moe_route"] == calls["moe_sort"] == calls["moe_mlp"] == 2
+    note = describe(patched)["model.layers.0.mlp"].reason
+    assert note.startswith("router and experts apart: ") and note.endswith("has hooks")
+    assert len(found.router_logits) == len(expected.router_logits) == family.ops["moe_route"]
+    for actual, wanted in zip(found.router_logits, expected.router_logits, strict=True):
+        assert_close(actual, wanted)
+    assert_close(found.aux_loss, expected.aux_loss)
+    assert_close(found.loss, expected.loss)
 
 
 @of_each_family
@@ -215,6 +276,86 @@ def test_hooks_see_the_stock_values(family: Family) -> None:
             assert_close(actual, expected)
 
 
+def _experts(model: nn.Module) -> list[nn.Module]:
+    return [each for each in model.modules() if type(each).__name__.endswith("Experts")]
+
+
+def _choices(experts: Any, tokens: int = 9, k: int = 2) -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(2)
+    input = torch.randn(tokens, 32, requires_grad=True)
+    ids = torch.rand(tokens, experts.num_experts).topk(k)[1]
+    return input, ids, torch.rand(tokens, k).requires_grad_()
+
+
+@of_each_family
+def test_experts_of_another_process_are_left_out(family: Family) -> None:
+    """Expert parallelism names them by ``num_experts``; their weight is 0 or anything."""
+    patched, stock = family.pair(experts_implementation="grouped_mm")
+    ours, theirs = _experts(patched)[0], _experts(stock)[0]
+    input, ids, weights = _choices(theirs)
+    ids[::2, 0] = theirs.num_experts
+    ids[4] = theirs.num_experts
+    masked = weights.masked_fill(ids == theirs.num_experts, 0.0)
+    found, expected = ours(input, ids, weights), theirs(input, ids, masked)
+    assert_close(found, expected)
+    assert (found[4] == 0).all()
+    for actual, wanted in zip(
+        torch.autograd.grad(found.square().sum(), [input, weights, *ours.parameters()]),
+        torch.autograd.grad(expected.square().sum(), [input, weights, *theirs.parameters()]),
+        strict=True,
+    ):
+        assert_close(actual, wanted)
+
+
+def test_a_gate_of_its_own_is_called_between_two_products() -> None:
+    patched, stock = FAMILIES["GptOss"].pair()
+    for model in (patched, stock):
+        for experts in _experts(model):
+            experts.limit = 0.5
+    with counted() as calls:
+        assert_same_training(patched, stock, loss)
+    assert (calls["moe_mlp"], calls["grouped_mm"]) == (0, 4)
+    report = describe(patched)
+    assert report["model.layers.0.mlp"].reason == "its own gate between two grouped_mm"
+
+
+def test_a_hook_on_the_activation_is_called() -> None:
+    patched, stock = FAMILIES["Mixtral"].pair(experts_implementation="grouped_mm")
+    shapes: list[torch.Size] = []
+    for model in (patched, stock):
+        _experts(model)[0].act_fn.register_forward_hook(
+            lambda module, args, output: shapes.append(output.shape)
+        )
+    with counted() as calls:
+        assert_close(patched(IDS).logits, stock(IDS).logits)
+    assert calls["grouped_mm"] > 0
+    assert len(shapes) >= 2
+    assert shapes[0] == shapes[-1]
+
+
+def test_experts_without_a_gate_and_other_activations() -> None:
+    patched, stock = FAMILIES["Mixtral"].pair(hidden_act="gelu")
+    assert_same_training(patched, stock, loss)
+    patched, stock = FAMILIES["Mixtral"].pair(hidden_act="mish")
+    with counted() as calls:
+        assert_same_training(patched, stock, loss)
+    assert calls["grouped_mm"] == 4
+
+
+def test_an_implementation_for_a_device_is_kept() -> None:
+    patched, _ = FAMILIES["Mixtral"].pair()
+    patched.config._experts_implementation_internal = "sonicmoe"
+    report = describe(patched)
+    for name in ("model.layers.0.mlp", "model.layers.0.mlp.experts"):
+        assert "its experts are configured as 'sonicmoe'" in report[name].reason
+
+
+def test_jitter_of_mixtral_draws_the_same_numbers() -> None:
+    patched, stock = FAMILIES["Mixtral"].pair(router_jitter_noise=0.1)
+    assert_same_training(patched, stock, loss)
+    assert not torch.equal(patched(IDS).logits, patched.eval()(IDS).logits)
+
+
 def test_rotary_of_deepseek_in_halves_too() -> None:
     patched, stock = FAMILIES["DeepseekV3"].pair(rope_interleave=False)
     with counted() as calls:
@@ -245,3 +386,32 @@ def test_norms_of_gpt_oss_stay_float32_in_bfloat16() -> None:
     assert (calls["rms_norm"], calls["add_rms_norm"]) == (3, 2)
     truth = loss(FAMILIES["GptOss"].model())
     assert (found - truth).abs() <= 2 * (loss(stock) - truth).abs() + 1e-2
+
+
+def test_compiles_into_one_graph_with_every_op() -> None:
+    family = FAMILIES["Mixtral"]
+    patched, stock = family.pair()
+    torch._dynamo.reset()
+    compiled = torch.compile(patched, fullgraph=True, backend="aot_eager")
+    compiled(IDS)
+    with counted() as calls:
+        assert_close(compiled(IDS).logits, stock(IDS).logits)
+    assert {op: calls[op] for op in family.ops} == family.ops
+
+
+def test_checkpointing_keeps_a_routing_that_would_flip() -> None:
+    patched, _ = FAMILIES["Mixtral"].pair()
+    whole = gradients(patched, loss)
+    options = {"use_reentrant": False, "context_fn": fusedops.routing_contexts}
+    patched.gradient_checkpointing_enable(options)
+
+    def flip(layer: Any, args: Any, kwargs: Any) -> None:
+        if torch._C._current_graph_task_id() != -1:  # the backward recomputes
+            layer.mlp.gate.weight.data.neg_()  # now the worst experts are the best
+
+    for layer in patched.model.layers:
+        layer.register_forward_pre_hook(flip, with_kwargs=True)
+    found = gradients(patched, loss)
+    for name, expected in whole.items():
+        if "experts" in name:
+            assert torch.equal(found[name], expected), name

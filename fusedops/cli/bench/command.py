@@ -49,7 +49,10 @@ app = typer.Typer(
     "`fusedops bench tune` (a table of the fastest backends here); both have --help."
 )
 def run(
-    ops: Annotated[list[str] | None, typer.Argument(help="Ops to measure; none means all.")] = None,
+    ops: Annotated[
+        list[str] | None,
+        typer.Argument(help="Ops, moe_layer, or moe for all of both; none: every op."),
+    ] = None,
     every: Annotated[bool, typer.Option("--all", help="All ops.")] = False,
     dtype: Annotated[
         str, typer.Option(help=f"Comma-separated: {', '.join(_DTYPES)}.")
@@ -227,15 +230,18 @@ def _check_known(word: str, known: Iterable[str], what: str) -> None:
 
 
 def _specs(ops: list[str]) -> list[Spec]:
+    """Return the specs of ops, of layers, and of all in a group, in the order of the names."""
     from fusedops._core import backends
+    from fusedops.cli.bench.layers import GROUPS, LAYERS
     from fusedops.specs import all_specs
 
     known = all_specs()
     for name in ops:
         if name in backends.op_names() and name not in known:
             raise files.UserError(f"op {name!r} has no spec: write fusedops/specs/{name}.py")
-        _check_known(name, known, "op")
-    return [known[name] for name in dict.fromkeys(ops or known)]
+        _check_known(name, {**known, **LAYERS, **GROUPS}, "op")
+    members = [each for name in ops for each in GROUPS.get(name, (name,))]
+    return [{**known, **LAYERS}[name] for name in dict.fromkeys(members or known)]
 
 
 def _cases(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from transformers.models.deepseek_v3 import modeling_deepseek_v3
 
-from fusedops.integrations.hf import moe_like
+from fusedops.integrations.hf import moe_like, routers, sparse_blocks
 from fusedops.integrations.hf.rules import by_name
 
 RULES = moe_like.rules(
     modeling_deepseek_v3,
     "DeepseekV3",
     __name__,
+    routers.GroupedSigmoid,
+    ("MoE", sparse_blocks.SharedBlock),
 )
 globals().update(by_name(RULES))

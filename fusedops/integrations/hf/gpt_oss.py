@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from transformers.models.gpt_oss import modeling_gpt_oss
 
-from fusedops.integrations.hf import moe_like, rms_norms
+from fusedops.integrations.hf import moe_like, rms_norms, routers, sparse_blocks
 from fusedops.integrations.hf.rules import by_name
 
 RULES = moe_like.rules(
     modeling_gpt_oss,
     "GptOss",
     __name__,
+    routers.SoftmaxOfChosen,
+    ("MLP", sparse_blocks.ScoredBlock),
     norm=rms_norms.GPT_OSS,
     dense_mlp=False,
     half_tables=True,

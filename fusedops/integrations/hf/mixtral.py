@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from transformers.models.mixtral import modeling_mixtral
 
-from fusedops.integrations.hf import llama_like, moe_like
+from fusedops.integrations.hf import llama_like, moe_like, routers, sparse_blocks
 from fusedops.integrations.hf.rules import by_name
 
 RULES = moe_like.rules(
     modeling_mixtral,
     "Mixtral",
     __name__,
+    routers.Softmax,
+    ("SparseMoeBlock", sparse_blocks.NoisyBlock),
     layer=llama_like.PositionsFirst,
     dense_mlp=False,
 )

@@ -8,32 +8,43 @@ from torch import nn
 
 from fusedops.integrations.hf import llama_like, rms_norms
 from fusedops.integrations.hf.attention import attention_rule
+from fusedops.integrations.hf.experts import experts_rule
 from fusedops.integrations.hf.gated_mlp import gated_mlp_rule
 from fusedops.integrations.hf.rms_norms import rms_norm_rule
+from fusedops.integrations.hf.routers import Router, router_rule
 from fusedops.integrations.hf.rules import Rule
+from fusedops.integrations.hf.sparse_blocks import Block, block_rule
 
 
 def rules(
     family: ModuleType,
     prefix: str,
     module_name: str,
+    router: type[Router],
+    block: tuple[str, type[Block]],
     *,
     norm: rms_norms.Kind = rms_norms.LLAMA,
     layer: type[nn.Module] = llama_like.DecoderLayer,
     dense_mlp: bool = True,
     half_tables: bool = False,
 ) -> tuple[Rule, ...]:
-    """Return the rules for a family's norm, attention and decoder layer.
+    """Return the rules for a family's norm, attention, router, experts and decoder layer.
 
     Args:
         family: the modeling file.
         prefix: what the classes' names begin with there, as ``"Mixtral"``.
         module_name: name of the module that will hold the patched classes (``by_name``).
+        router: what its router computes: a class of ``routers``.
+        block: its sparse layer's name without the prefix, and a class of ``sparse_blocks``.
         norm: what its norms compute.
         layer: its decoder layer's forward: a class of ``llama_like``.
         dense_mlp: whether it has gated layers too: without experts, or shared by all tokens.
         half_tables: as in ``attention_rule``.
     """
+    named = {
+        each: getattr(family, f"{prefix}{each}", None) for each in ("TopKRouter", "TopkRouter")
+    }
+    (found,) = (each for each in named.values() if each is not None)
     return (
         rms_norm_rule(getattr(family, f"{prefix}RMSNorm"), module_name, norm),
         attention_rule(
@@ -44,5 +55,8 @@ def rules(
             half_tables=half_tables,
         ),
         llama_like.layer_rule(getattr(family, f"{prefix}DecoderLayer"), layer, module_name),
+        router_rule(found, router, module_name),
+        block_rule(getattr(family, f"{prefix}{block[0]}"), block[1], module_name),
+        experts_rule(getattr(family, f"{prefix}Experts"), module_name),
         *([gated_mlp_rule(getattr(family, f"{prefix}MLP"), module_name)] if dense_mlp else []),
     )

@@ -149,6 +149,20 @@ def describe(model: nn.Module) -> PatchReport:
     return _report(model, "-")
 
 
+def register_experts() -> None:
+    """Let transformers know ``experts_implementation="fusedops"``, for models that are not patched.
+
+    ``from_pretrained(..., experts_implementation="fusedops")`` and
+    ``model.set_experts_implementation("fusedops")`` then run the experts of any family that asks
+    transformers' registry on the fused ops, under its expert parallelism as well. Nothing else of
+    the model changes; ``patch`` does not need it.
+
+    Raises:
+        ImportError: transformers is not installed.
+    """
+    importlib.import_module("fusedops.integrations.hf.experts")
+
+
 def _check_model(op: str, model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"{op}: model must be a torch.nn.Module, got {type(model).__name__}")

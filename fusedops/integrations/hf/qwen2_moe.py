@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from transformers.models.qwen2_moe import modeling_qwen2_moe
 
-from fusedops.integrations.hf import moe_like
+from fusedops.integrations.hf import moe_like, routers, sparse_blocks
 from fusedops.integrations.hf.rules import by_name
 
 RULES = moe_like.rules(
     modeling_qwen2_moe,
     "Qwen2Moe",
     __name__,
+    routers.SoftmaxAsConfigured,
+    ("SparseMoeBlock", sparse_blocks.GatedSharedBlock),
 )
 globals().update(by_name(RULES))

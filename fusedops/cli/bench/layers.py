@@ -1,0 +1,174 @@
+"""Benchmark rows for layers: several ops together, beside what people write for the same today.
+
+A layer is described as an op is, by a ``Spec``, but it is not one: nothing is registered, and the
+generic tests do not know it. Groups are names for several rows: ``fusedops bench moe``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from fusedops.ops.moe_mlp import moe_mlp
+from fusedops.ops.moe_route import moe_route
+from fusedops.specs import BenchCase, Sample, Spec
+from fusedops.specs.make import randn
+
+GROUPS = {
+    "moe": (
+        "moe_route",
+        "moe_sort",
+        "moe_permute",
+        "moe_unpermute",
+        "grouped_mm",
+        "moe_mlp",
+        "moe_layer",
+    )
+}
+
+
+def _moe_layer(
+    input: torch.Tensor,
+    logits: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    *,
+    top_k: int,
+) -> torch.Tensor:
+    """Route and compute, weights ``[num_experts, out, in]``, as a Mixtral layer does."""
+    plan = moe_route(logits, top_k, normalize=True)
+    return moe_mlp(input, plan, gate_up.transpose(1, 2), down.transpose(1, 2))
+
+
+def _routing(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    dtype = logits.dtype if logits.dtype == torch.float64 else torch.float32
+    weights, ids = F.softmax(logits, -1, dtype=dtype).topk(top_k, -1)
+    return ids, weights / weights.sum(-1, keepdim=True)
+
+
+def _loop(
+    input: torch.Tensor,
+    logits: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    *,
+    top_k: int,
+) -> torch.Tensor:
+    """Visit the experts one after the other, as Hugging Face's eager layers do."""
+    ids, weights = _routing(logits, top_k)
+    output = torch.zeros_like(input)
+    for expert in ids.unique().tolist():
+        token, slot = torch.where(ids == expert)
+        gate, up = F.linear(input[token], gate_up[expert]).chunk(2, -1)
+        rows = F.linear(F.silu(gate) * up, down[expert])
+        output = output.index_add(0, token, (rows * weights[token, slot, None]).to(input.dtype))
+    return output
+
+
+def _einsum(
+    input: torch.Tensor,
+    logits: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    *,
+    top_k: int,
+) -> torch.Tensor:
+    """Let every expert compute every token, and weigh most of it by 0."""
+    ids, weights = _routing(logits, top_k)
+    dense = torch.zeros_like(logits, dtype=weights.dtype).scatter(1, ids, weights)
+    gate, up = torch.einsum("th,eoh->eto", input, gate_up).chunk(2, -1)
+    hidden = F.silu(gate) * up * dense.t().unsqueeze(-1).to(input.dtype)
+    return torch.einsum("eti,ehi->th", hidden, down)
+
+
+def _peers() -> dict[str, Callable[..., Any]]:
+    peers: dict[str, Callable[..., Any]] = {"einsum": _einsum}
+    try:
+        from transformers.integrations import moe
+    except ImportError:
+        return peers
+
+    def hf(function: Callable[..., Any]) -> Callable[..., Any]:
+        def layer(
+            input: torch.Tensor,
+            logits: torch.Tensor,
+            gate_up: torch.Tensor,
+            down: torch.Tensor,
+            *,
+            top_k: int,
+        ) -> torch.Tensor:
+            ids, weights = _routing(logits, top_k)
+            module = SimpleNamespace(
+                gate_up_proj=gate_up,
+                down_proj=down,
+                num_experts=logits.shape[1],
+                has_gate=True,
+                has_bias=False,
+                is_transposed=False,
+                act_fn=F.silu,
+            )
+            module._apply_gate = functools.partial(moe._default_apply_gate, module)
+            return function(module, input, ids, weights)
+
+        return layer
+
+    return peers | {"hf_grouped_mm": hf(moe.grouped_mm_experts_forward)}
+
+
+def _layer_case(
+    tokens: int, hidden: int, size: int, num_experts: int, top_k: int, *, headline: bool = True
+) -> BenchCase:
+    def make(device: torch.device, dtype: torch.dtype) -> Sample:
+        new = functools.partial(randn, device=device, dtype=dtype)
+        # Steps of 1/16 are numbers of every dtype, and no two of a row are equal: all variants
+        # choose the same experts.
+        order = torch.rand(tokens, num_experts, generator=torch.Generator().manual_seed(5))
+        logits = (order.argsort(1) / 16).to(device, dtype).requires_grad_()
+        args = (
+            new(tokens, hidden),
+            logits,
+            new(num_experts, 2 * size, hidden, scale=hidden**-0.5),
+            new(num_experts, hidden, size, scale=size**-0.5),
+        )
+        return Sample("bench", args, {"top_k": top_k})
+
+    weights, rows = 3 * num_experts * hidden * size, tokens * top_k
+    flops = 6 * rows * hidden * size
+    return BenchCase(
+        label=f"{tokens}x{hidden}, {num_experts} experts of {size}, top-{top_k}",
+        make=make,
+        bytes_forward=lambda dtype: (weights + 2 * tokens * hidden) * dtype.itemsize,
+        bytes_backward=lambda dtype: (2 * weights + 4 * tokens * hidden) * dtype.itemsize,
+        flops_forward=flops,
+        flops_backward=2 * flops,
+        headline=headline,
+    )
+
+
+def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
+    return [_layer_case(4, 16, 16, 4, 2).make(device, dtype)]
+
+
+MOE_LAYER = Spec(
+    name="moe_layer",
+    op=_moe_layer,
+    eager=_loop,
+    samples=_samples,
+    bad_inputs=lambda device: [],
+    bench_cases=(
+        _layer_case(2048, 1024, 1408, 8, 2),
+        _layer_case(2048, 1024, 512, 64, 8),
+        _layer_case(128, 1024, 1408, 8, 2, headline=False),
+        _layer_case(16, 1024, 512, 64, 8, headline=False),
+    ),
+    summary="a layer of experts: choice, products and combination",
+    autocast="lower",
+    peers=_peers,
+)
+
+LAYERS = {MOE_LAYER.name: MOE_LAYER}

@@ -1,0 +1,352 @@
+"""``MoE``: a mixture of experts, as the sparse layers of Hugging Face's families are.
+
+A router chooses ``top_k`` experts for each token (``fusedops.moe_route``), the experts compute
+(``fusedops.moe_mlp``), and experts that every token visits may stand beside them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fusedops._core import checks
+from fusedops.nn.gated_mlp import GatedMLP
+from fusedops.ops._routing_plan import RoutingPlan
+from fusedops.ops.moe_mlp import moe_mlp
+from fusedops.ops.moe_route import moe_route
+
+
+class MoE(nn.Module):
+    """Send each token through ``top_k`` of ``num_experts`` feed-forward layers.
+
+    ``y = sum over chosen e of p[e] * (act(x @ gate[e]) * (x @ up[e])) @ down[e]``, and the shared
+    experts' output.
+
+    The ``state_dict`` is that of Hugging Face's layers: ``gate.weight`` ``[num_experts,
+    hidden_size]``, ``experts.gate_up_proj`` ``[num_experts, 2 * intermediate_size, hidden_size]``,
+    ``experts.down_proj`` ``[num_experts, hidden_size, intermediate_size]``, and
+    ``shared_experts.*``. Their other names (``router.*``, ``shared_expert.*``) are read as well.
+
+    | Hugging Face | arguments beside the sizes |
+    |---|---|
+    | Mixtral | |
+    | Qwen2-MoE | ``normalize=norm_topk_prob, shared_intermediate_size=..., shared_gate=True`` |
+    | Qwen3-MoE, OLMoE | ``normalize=norm_topk_prob`` |
+    | DeepSeek-V3 | ``score="sigmoid", num_groups=n_group, topk_groups=topk_group,`` |
+    | | ``group_score="top2_sum", scaling=routed_scaling_factor, correction_bias=True,`` |
+    | | ``router_dtype=torch.float32, shared_intermediate_size=...`` |
+    | GPT-OSS | ``activation="swiglu_oai", interleaved=True, bias=True, router_bias=True,`` |
+    | | ``transposed=True, normalize=False, softmax_after=True`` |
+
+    Args:
+        hidden_size: size of the input's and the output's last dimension.
+        intermediate_size: of each expert.
+        num_experts: number of experts to choose from.
+        top_k: number of experts for each token.
+        activation: a name of ``fusedops.moe_mlp``.
+        gated: whether an expert has gate and up projection; else ``experts.up_proj`` alone.
+        interleaved: whether columns of gate and up take turns; else the gate's come first.
+        bias: whether the experts' projections have biases (``experts.gate_up_proj_bias`` ...).
+        router_bias: whether the router's has one.
+        transposed: whether weights lie as ``[num_experts, in, out]``.
+        score: ``"softmax"`` or ``"sigmoid"``, as all of the following in ``fusedops.moe_route``.
+        normalize: whether the weights of a token's experts add up to 1.
+        softmax_after: softmax over the chosen logits only.
+        num_groups: groups of experts of which a token chooses some, ``None`` for no groups.
+        topk_groups: number of groups that a token may choose from.
+        group_score: ``"max"`` or ``"top2_sum"``.
+        scaling: factor of the weights.
+        correction_bias: whether the choice (not the weights) adds the buffer
+            ``gate.e_score_correction_bias``, which balances without a loss.
+        capacity_factor: of the rows that an expert takes, ``None`` for all that come.
+        drop_policy: which rows are dropped beyond it: ``"position"``, ``"probability"`` ...
+        expert_choice: experts choose tokens.
+        jitter: width of the noise on the logits in training.
+        router_dtype: dtype of the router's product; ``None``: the input's.
+        shared_intermediate_size: size of the expert that every token visits, ``None`` for none.
+        shared_gate: whether a sigmoid of the token weighs it (``shared_expert_gate.weight``).
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Raises:
+        ValueError: an argument is out of range, or two do not fit together.
+
+    Note:
+        Numerics, determinism and backends are those of ``fusedops.moe_route`` and
+        ``fusedops.moe_mlp``. The choice is made once: a plan from ``route`` can be given to
+        ``forward``, and its ``expert_ids`` and ``probs`` serve the balancing losses.
+
+    Example:
+        >>> import torch, fusedops
+        >>> moe = fusedops.nn.MoE(8, 16, num_experts=4, top_k=2)
+        >>> moe(torch.ones(2, 3, 8)).shape
+        torch.Size([2, 3, 8])
+        >>> moe.route(torch.ones(2, 3, 8)).tokens_per_expert.sum()
+        tensor(12)
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        activation: str = "silu",
+        gated: bool = True,
+        interleaved: bool = False,
+        bias: bool = False,
+        router_bias: bool = False,
+        transposed: bool = False,
+        score: str = "softmax",
+        normalize: bool = True,
+        softmax_after: bool = False,
+        num_groups: int | None = None,
+        topk_groups: int | None = None,
+        group_score: str = "max",
+        scaling: float = 1.0,
+        correction_bias: bool = False,
+        capacity_factor: float | None = None,
+        drop_policy: str = "position",
+        expert_choice: bool = False,
+        jitter: float = 0.0,
+        router_dtype: torch.dtype | None = None,
+        shared_intermediate_size: int | None = None,
+        shared_gate: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if not 1 <= top_k <= num_experts:
+            checks.fail("MoE", "top_k", f"from 1 to num_experts, {num_experts}", top_k)
+        if shared_gate and shared_intermediate_size is None:
+            checks.fail("MoE", "shared_gate", "False without shared_intermediate_size", shared_gate)
+        self.hidden_size = hidden_size
+        options = {
+            "score": score,
+            "normalize": normalize,
+            "softmax_after": softmax_after,
+            "num_groups": num_groups,
+            "topk_groups": topk_groups,
+            "group_score": group_score,
+            "scaling": scaling,
+            "capacity_factor": capacity_factor,
+            "drop_policy": drop_policy,
+            "expert_choice": expert_choice,
+        }
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.gate = _Router(
+            hidden_size,
+            num_experts,
+            top_k,
+            options,
+            jitter,
+            router_dtype,
+            router_bias,
+            correction_bias,
+            **place,
+        )
+        self.experts = _Experts(
+            hidden_size,
+            intermediate_size,
+            num_experts,
+            activation,
+            gated,
+            interleaved,
+            bias,
+            transposed,
+            **place,
+        )
+        self.shared_experts: GatedMLP | None = None
+        self.shared_expert_gate: nn.Linear | None = None
+        if shared_intermediate_size is not None:
+            self.shared_experts = GatedMLP(hidden_size, shared_intermediate_size, **place)
+        if shared_gate:
+            self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False, **place)
+        self.register_load_state_dict_pre_hook(_rename)
+
+    def route(self, input: torch.Tensor) -> RoutingPlan:
+        """Choose the experts of each token.
+
+        Args:
+            input: ``[..., hidden_size]``.
+
+        Returns:
+            The plan of the flattened tokens, as ``fusedops.moe_route`` makes it.
+        """
+        return self.gate(input)[1]
+
+    def forward(self, input: torch.Tensor, *, plan: RoutingPlan | None = None) -> torch.Tensor:
+        """Return the weighted sum of each token's experts.
+
+        Args:
+            input: ``[..., hidden_size]``.
+            plan: choices made elsewhere; ``None`` asks the router.
+
+        Returns:
+            ``[..., hidden_size]``.
+        """
+        plan = self.route(input) if plan is None else plan
+        output = self.experts(input.reshape(-1, self.hidden_size), plan).view_as(input)
+        if self.shared_experts is None:
+            return output
+        shared = self.shared_experts(input)
+        if self.shared_expert_gate is not None:
+            shared = torch.sigmoid(self.shared_expert_gate(input)) * shared
+        return output + shared
+
+
+class _Router(nn.Module):
+    """The logits of each token and the plan made of them."""
+
+    e_score_correction_bias: torch.Tensor | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        top_k: int,
+        options: dict[str, Any],
+        jitter: float,
+        logits_dtype: torch.dtype | None,
+        bias: bool,
+        correction_bias: bool,
+        *,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        self.top_k = top_k
+        self.options = options
+        self.jitter = jitter
+        self.logits_dtype = logits_dtype
+        self.weight = nn.Parameter(
+            torch.empty(num_experts, hidden_size, device=device, dtype=dtype)
+        )
+        empty = torch.empty(num_experts, device=device, dtype=dtype) if bias else None
+        self.bias = None if empty is None else nn.Parameter(empty)
+        # float32 whatever the parameters are: it moves by small steps.
+        balance = torch.zeros(num_experts, device=device) if correction_bias else None
+        self.register_buffer("e_score_correction_bias", balance)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialise as ``torch.nn.Linear``."""
+        _uniform(self.weight.shape[1], self.weight, self.bias)
+
+    def forward(self, input: torch.Tensor) -> tuple[torch.Tensor, RoutingPlan]:
+        """Return the logits ``[tokens, num_experts]`` and the plan."""
+        rows = input.reshape(-1, self.weight.shape[1])
+        logits = self._logits(rows)
+        plan = moe_route(
+            logits,
+            self.top_k,
+            bias=self.e_score_correction_bias,
+            jitter=self.jitter if self.training else 0.0,
+            **self.options,
+        )
+        return logits, plan
+
+    def _logits(self, rows: torch.Tensor) -> torch.Tensor:
+        if self.logits_dtype is None:
+            return F.linear(rows, self.weight, self.bias)
+        bias = None if self.bias is None else self.bias.to(self.logits_dtype)
+        with torch.autocast(rows.device.type, enabled=False):
+            return F.linear(rows.to(self.logits_dtype), self.weight.to(self.logits_dtype), bias)
+
+    def extra_repr(self) -> str:
+        """Return sizes and what is not the default."""
+        num_experts, hidden_size = self.weight.shape
+        return f"hidden_size={hidden_size}, num_experts={num_experts}, top_k={self.top_k}"
+
+
+class _Experts(nn.Module):
+    """The weights of all experts."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        activation: str,
+        gated: bool,
+        interleaved: bool,
+        bias: bool,
+        transposed: bool,
+        *,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        self.activation = activation
+        self.gated = gated
+        self.interleaved = interleaved
+        self.transposed = transposed
+        self.first = "gate_up_proj" if gated else "up_proj"
+        sizes = {
+            self.first: (hidden_size, (2 if gated else 1) * intermediate_size),
+            "down_proj": (intermediate_size, hidden_size),
+        }
+        for name, (inputs, outputs) in sizes.items():
+            shape = (inputs, outputs) if transposed else (outputs, inputs)
+            weight = torch.empty(num_experts, *shape, device=device, dtype=dtype)
+            self.register_parameter(name, nn.Parameter(weight))
+            offset = torch.empty(num_experts, outputs, device=device, dtype=dtype) if bias else None
+            parameter = None if offset is None else nn.Parameter(offset)
+            self.register_parameter(f"{name}_bias", parameter)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialise each expert's projections as ``torch.nn.Linear``."""
+        for name in (self.first, "down_proj"):
+            weight, bias = getattr(self, name), getattr(self, f"{name}_bias")
+            _uniform(weight.shape[1 if self.transposed else 2], weight, bias)
+
+    def forward(self, input: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
+        """Return ``[tokens, hidden_size]`` for ``[tokens, hidden_size]``."""
+        first = getattr(self, self.first)
+        second: torch.Tensor = self.get_parameter("down_proj")
+        return moe_mlp(
+            input,
+            plan,
+            first if self.transposed else first.transpose(1, 2),
+            second if self.transposed else second.transpose(1, 2),
+            getattr(self, f"{self.first}_bias"),
+            self.down_proj_bias,
+            activation=self.activation,
+            gated=self.gated,
+            interleaved=self.interleaved,
+        )
+
+    def extra_repr(self) -> str:
+        """Return sizes and activation."""
+        num_experts, *shape = getattr(self, self.first).shape
+        inputs, outputs = shape if self.transposed else reversed(shape)
+        return (
+            f"num_experts={num_experts}, hidden_size={inputs}, "
+            f"intermediate_size={outputs // (2 if self.gated else 1)}, "
+            f"activation={self.activation!r}"
+        )
+
+
+def _uniform(inputs: int, *parameters: torch.Tensor | None) -> None:
+    bound = 1 / math.sqrt(inputs) if inputs else 0.0
+    for parameter in parameters:
+        if parameter is not None:
+            nn.init.uniform_(parameter, -bound, bound)
+
+
+# What other families call it -> our child.
+_ALIASES = {"router": "gate", "shared_expert": "shared_experts"}
+
+
+def _rename(module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    """Give the entries of a checkpoint our names."""
+    for theirs, ours in _ALIASES.items():
+        begin = f"{prefix}{theirs}."
+        for key in [each for each in state_dict if each.startswith(begin)]:
+            state_dict[f"{prefix}{ours}.{key.removeprefix(begin)}"] = state_dict.pop(key)
