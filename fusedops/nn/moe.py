@@ -308,15 +308,15 @@ class _Experts(nn.Module):
 
     def forward(self, input: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
         """Return ``[tokens, hidden_size]`` for ``[tokens, hidden_size]``."""
-        first = getattr(self, self.first)
-        second: torch.Tensor = self.get_parameter("down_proj")
+        names = (self.first, "down_proj")
+        weights = [getattr(self, name) for name in names]
+        if not self.transposed:
+            weights = [weight.transpose(1, 2) for weight in weights]
         return moe_mlp(
             input,
             plan,
-            first if self.transposed else first.transpose(1, 2),
-            second if self.transposed else second.transpose(1, 2),
-            getattr(self, f"{self.first}_bias"),
-            self.down_proj_bias,
+            *weights,
+            *(getattr(self, f"{name}_bias") for name in names),
             activation=self.activation,
             gated=self.gated,
             interleaved=self.interleaved,

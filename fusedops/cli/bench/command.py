@@ -232,16 +232,16 @@ def _check_known(word: str, known: Iterable[str], what: str) -> None:
 def _specs(ops: list[str]) -> list[Spec]:
     """Return the specs of ops, of layers, and of all in a group, in the order of the names."""
     from fusedops._core import backends
-    from fusedops.cli.bench.layers import GROUPS, LAYERS
+    from fusedops.cli.bench.layers import GROUPS, LAYERS, members
     from fusedops.specs import all_specs
 
     known = all_specs()
     for name in ops:
         if name in backends.op_names() and name not in known:
             raise files.UserError(f"op {name!r} has no spec: write fusedops/specs/{name}.py")
-        _check_known(name, {**known, **LAYERS, **GROUPS}, "op")
-    members = [each for name in ops for each in GROUPS.get(name, (name,))]
-    return [{**known, **LAYERS}[name] for name in dict.fromkeys(members or known)]
+        _check_known(name, (*known, *LAYERS, *GROUPS), "op")
+    chosen = [each for name in ops for each in members(name, known)]
+    return [{**known, **LAYERS}[name] for name in dict.fromkeys(chosen or known)]
 
 
 def _cases(

@@ -7,7 +7,7 @@ generic tests do not know it. Groups are names for several rows: ``fusedops benc
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,17 +19,14 @@ from fusedops.ops.moe_route import moe_route
 from fusedops.specs import BenchCase, Sample, Spec
 from fusedops.specs.make import randn
 
-GROUPS = {
-    "moe": (
-        "moe_route",
-        "moe_sort",
-        "moe_permute",
-        "moe_unpermute",
-        "grouped_mm",
-        "moe_mlp",
-        "moe_layer",
-    )
-}
+GROUPS = ("moe",)
+
+
+def members(name: str, ops: Iterable[str]) -> list[str]:
+    """Return the rows that ``name`` stands for: those of a group, or itself."""
+    if name not in GROUPS:
+        return [name]
+    return [*(op for op in ops if op.startswith("moe_") or op == "grouped_mm"), "moe_layer"]
 
 
 def _moe_layer(
