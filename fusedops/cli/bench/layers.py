@@ -158,10 +158,10 @@ MOE_LAYER = Spec(
     samples=_samples,
     bad_inputs=lambda device: [],
     bench_cases=(
-        _layer_case(2048, 1024, 1408, 8, 2),
-        _layer_case(2048, 1024, 512, 64, 8),
+        _layer_case(1024, 1024, 1408, 8, 2),
+        _layer_case(1024, 768, 384, 64, 8),
         _layer_case(128, 1024, 1408, 8, 2, headline=False),
-        _layer_case(16, 1024, 512, 64, 8, headline=False),
+        _layer_case(16, 768, 384, 64, 8, headline=False),
     ),
     summary="a layer of experts: choice, products and combination",
     autocast="lower",
