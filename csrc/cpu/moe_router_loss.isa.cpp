@@ -65,16 +65,18 @@ class Row {
     if (in_.z_weight == 0.0) result = A(0);
     if (w_ == nullptr) return result;
     const A* scores = e_.data();
-    inverse_sum_ = inverse_;
+    A total = sum;
     if (in_.sigmoid) {
       scores = s_.data();
-      inverse_sum_ = A(1) / logistic();
+      total = logistic();
     }
+    inverse_sum_ = A(1) / total;
     V products(A(0));
     for_each_vector<W>(in_.experts, [&](int64_t c, int64_t count, auto full) {
       products = at::vec::fmadd(V::loadu(scores + c), load_vec(w_ + c, count, full), products);
     });
-    along_ = sum_lanes(products) * inverse_sum_;
+    // Divided, not multiplied by the inverse: equal weights give exactly that weight.
+    along_ = sum_lanes(products) / total;
     return result + along_;
   }
 

@@ -2,6 +2,7 @@
 
 from fusedops.nn.add_layer_norm import AddLayerNorm
 from fusedops.nn.add_rms_norm import AddRMSNorm
+from fusedops.nn.balancing_bias import BalancingBias
 from fusedops.nn.cross_entropy import CrossEntropyLoss
 from fusedops.nn.gated_mlp import GatedMLP
 from fusedops.nn.layer_norm import LayerNorm
@@ -16,6 +17,7 @@ from fusedops.nn.transformer_layer import TransformerDecoderLayer, TransformerEn
 __all__ = [
     "AddLayerNorm",
     "AddRMSNorm",
+    "BalancingBias",
     "CrossEntropyLoss",
     "GatedMLP",
     "LayerNorm",

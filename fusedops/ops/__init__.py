@@ -1,5 +1,6 @@
 """The ops: one file each, with the public function, the specification and the registration."""
 
+from fusedops.ops._balancing import update_balancing_bias
 from fusedops.ops._routing_plan import RoutingPlan
 from fusedops.ops._routing_reuse import keep_routing, routing_contexts
 from fusedops.ops.add_layer_norm import add_layer_norm
@@ -14,6 +15,7 @@ from fusedops.ops.cross_entropy import cross_entropy
 from fusedops.ops.geglu import geglu
 from fusedops.ops.gelu import gelu
 from fusedops.ops.grouped_mm import grouped_mm
+from fusedops.ops.hash_route import hash_route
 from fusedops.ops.layer_norm import layer_norm
 from fusedops.ops.linear_act import linear_act
 from fusedops.ops.linear_cross_entropy import linear_cross_entropy
@@ -47,6 +49,8 @@ __all__ = [
     "geglu",
     "gelu",
     "grouped_mm",
+    "layer_norm",
+    "hash_route",
     "keep_routing",
     "layer_norm",
     "linear_act",
@@ -69,4 +73,5 @@ __all__ = [
     "routing_contexts",
     "scaled_masked_softmax",
     "swiglu",
+    "update_balancing_bias",
 ]

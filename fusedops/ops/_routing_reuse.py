@@ -166,4 +166,6 @@ def record(ids: torch.Tensor, kept: torch.Tensor | None, seed: torch.Tensor | No
 
 def recomputing() -> bool:
     """Return whether the running code recomputes a forward pass inside a backward pass."""
+    if torch.compiler.is_compiling():
+        return False
     return bool(torch._C._current_graph_task_id() != -1)

@@ -379,11 +379,11 @@ def _shard(
             None if bias is None else REPLICATE,
             None if seed is None else REPLICATE,
             None if chosen is None else word,
-            None if chosen_kept is None else word,
+            None if chosen_kept is None else REPLICATE,
             None,
             *[None] * len(options),
         ]
-        rules.append(([word, word, word], inputs))
+        rules.append(([word, word, REPLICATE], inputs))  # the mask is empty or whole
     return rules
 
 
@@ -401,7 +401,7 @@ def _shard_backward(
     return [
         (
             [word if output_mask[0] else None],
-            [word, word, None if seed is None else REPLICATE, word, word, *[None] * (10 + 1)],
+            [word, word, None if seed is None else REPLICATE, word, REPLICATE, *[None] * 11],
         )
         for word in _splits(seed, rule)
     ]

@@ -1,0 +1,109 @@
+"""BalancingBias: the bias of loss-free balancing, and the counts that change it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fusedops.ops import RoutingPlan, update_balancing_bias
+from fusedops.ops._routing_reuse import recomputing
+
+
+class BalancingBias(torch.nn.Module):
+    """The bias of a router that balances without a loss, changed once per optimizer step.
+
+    Give ``bias`` to ``moe_route``, ``count`` every plan, and call ``step`` beside the optimizer:
+
+        plan = fusedops.moe_route(logits, k, score="sigmoid", bias=balancing.bias)
+        balancing.count(plan)
+        ...
+        optimizer.step()
+        balancing.step()
+
+    Counts add up over the micro-batches of a step. A plan that is made again by a recomputation
+    inside the backward pass is not counted again.
+
+    Args:
+        num_experts: ``E``.
+        rate: the step of the bias.
+        centered: as in ``update_balancing_bias``.
+        group: a process group whose ranks step together: give it the ranks that see other data.
+        device: of the buffers.
+
+    Attributes:
+        bias: ``[E]`` float32 buffer, in the state dict.
+        tokens_per_expert: ``[E]`` int64 buffer, choices since the last step; not in the state dict.
+
+    Note:
+        Choices are counted before anything is dropped: what an expert is asked to do, not what its
+        capacity leaves. In evaluation mode nothing is counted. A compiled function that is
+        recomputed counts twice (it cannot know): call ``count`` outside of it.
+
+    Reference:
+        Wang et al.: Auxiliary-Loss-Free Load Balancing, arXiv:2408.15664.
+
+    Example:
+        >>> import torch, fusedops
+        >>> balancing = fusedops.nn.BalancingBias(2, rate=0.1)
+        >>> balancing.count(fusedops.moe_route(torch.tensor([[1.0, 0.0]]), 1))
+        >>> balancing.step().bias
+        tensor([-0.1000,  0.1000])
+    """
+
+    bias: torch.Tensor
+    tokens_per_expert: torch.Tensor
+
+    def __init__(
+        self,
+        num_experts: int,
+        rate: float = 1e-3,
+        *,
+        centered: bool = False,
+        group: Any = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.rate = rate
+        self.centered = centered
+        self.group = group
+        self.register_buffer("bias", torch.zeros(num_experts, device=device))
+        counts = torch.zeros(num_experts, dtype=torch.int64, device=device)
+        self.register_buffer("tokens_per_expert", counts, persistent=False)
+
+    @torch.no_grad()
+    def count(self, plan: RoutingPlan) -> None:
+        """Add the choices of a plan, unless it is made by a recomputation."""
+        if not self.training or recomputing():
+            return
+        counts = plan.tokens_per_expert
+        if plan.kept is not None:
+            ids = plan.expert_ids.reshape(-1).long()
+            every = torch.zeros(plan.num_experts + 1, dtype=torch.int64, device=ids.device)
+            counts = every.scatter_add_(0, ids, torch.ones_like(ids))[:-1]
+        self.tokens_per_expert += counts
+
+    @torch.no_grad()
+    def step(self) -> BalancingBias:
+        """Change the bias by what was counted, and begin to count anew."""
+        update_balancing_bias(
+            self.bias,
+            self.tokens_per_expert,
+            rate=self.rate,
+            centered=self.centered,
+            group=self.group,
+        )
+        self.tokens_per_expert.zero_()
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> BalancingBias:
+        """Move the buffers and keep the bias float32: a bfloat16 one of 0.5 has steps of 4e-3."""
+        exact = self.bias
+        super()._apply(fn, recurse)
+        if self.bias.dtype != exact.dtype and not self.bias.is_meta:
+            self.bias = exact.to(self.bias.device)
+        return self
+
+    def extra_repr(self) -> str:
+        """Return what stands in the brackets of ``repr``."""
+        return f"{self.bias.numel()}, rate={self.rate}"

@@ -1,0 +1,73 @@
+"""The step of loss-free balancing: what changes a router's bias between optimizer steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fusedops._core import checks
+
+
+@torch.no_grad()
+def update_balancing_bias(
+    bias: torch.Tensor,
+    tokens_per_expert: torch.Tensor,
+    *,
+    rate: float = 1e-3,
+    centered: bool = False,
+    group: Any = None,
+) -> torch.Tensor:
+    """Raise the bias of experts with few tokens and lower that of those with many, in place.
+
+    ``bias += rate * sign(mean(tokens) - tokens)``
+
+    Args:
+        bias: ``[E]`` floating, what ``moe_route`` takes as ``bias``.
+        tokens_per_expert: ``[E]``, the choices of a whole optimizer step (not of a micro-batch).
+        rate: the step.
+        centered: subtract the mean of the step, so that the mean of the bias stays where it is.
+        group: a process group: counts are summed over its ranks first, and all ranks make the
+            same step.
+
+    Returns:
+        ``bias``.
+
+    Raises:
+        ValueError: a shape or device does not fit.
+        TypeError: an argument is no tensor, or its dtype does not fit.
+
+    Note:
+        Nothing waits for the device. ``nn.BalancingBias`` counts and calls this.
+
+    Reference:
+        Wang et al.: Auxiliary-Loss-Free Load Balancing, arXiv:2408.15664.
+
+    Example:
+        >>> import torch, fusedops
+        >>> fusedops.update_balancing_bias(torch.zeros(3), torch.tensor([5, 0, 1]), rate=0.1)
+        tensor([-0.1000,  0.1000,  0.1000])
+    """
+    op = "update_balancing_bias"
+    checks.tensor(op, "bias", bias)
+    if bias.dim() != 1:
+        checks.fail(op, "bias", "of 1 dim, [experts]", list(bias.shape))
+    checks.tensor(op, "tokens_per_expert", tokens_per_expert, floating=False)
+    checks.shape(op, "tokens_per_expert", tokens_per_expert, bias.shape, "that of bias")
+    if tokens_per_expert.device != bias.device:
+        wanted = f"on {bias.device}, the device of bias"
+        checks.fail(op, "tokens_per_expert", wanted, tokens_per_expert.device)
+    checks.number(op, "rate", rate)
+    counts = tokens_per_expert
+    if group is not None:
+        import torch.distributed as dist
+
+        counts = counts.clone()
+        dist.all_reduce(counts, group=group)
+    counts = counts.double()
+    # In double: the mean of counts below 2**53 times the number of experts, and its sign, is exact
+    # up to one rounding.
+    step = torch.sign(counts.mean() - counts)
+    if centered:
+        step = step - step.mean()
+    return bias.add_((rate * step).to(bias.dtype))

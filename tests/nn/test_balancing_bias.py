@@ -1,0 +1,105 @@
+"""Loss-free balancing: one step per optimizer step, whatever is accumulated or recomputed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import fusedops
+from fusedops import keep_routing, moe_route, update_balancing_bias
+
+
+class Router(torch.nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.gate = torch.nn.Linear(16, 8, bias=False)
+        self.balancing = fusedops.nn.BalancingBias(8, rate=0.01)
+        self.options = options
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias = self.balancing.bias
+        plan = moe_route(self.gate(x), 2, score="sigmoid", bias=bias, **self.options)
+        self.balancing.count(plan)
+        return x * plan.probs.sum(-1, keepdim=True)
+
+
+def run(router: Router, x: torch.Tensor, how: str) -> torch.Tensor:
+    if how == "plain":
+        return router(x)
+    if how == "selective":
+        contexts = fusedops.routing_contexts
+        return checkpoint(router, x, use_reentrant=False, context_fn=contexts)
+    function = keep_routing(router) if how.startswith("kept") else router
+    return checkpoint(function, x, use_reentrant=how.endswith("reentrant"))
+
+
+@pytest.mark.parametrize(
+    "how", ["plain", "checkpoint", "reentrant", "kept", "kept_reentrant", "selective"]
+)
+def test_every_choice_is_counted_once(how: str) -> None:
+    router = Router()
+    for _ in range(3):  # micro-batches
+        run(router, torch.randn(40, 16, requires_grad=True), how).sum().backward()
+    assert int(router.balancing.tokens_per_expert.sum()) == 3 * 40 * 2
+    counts = router.balancing.tokens_per_expert.double()
+    router.balancing.step()
+    want = (0.01 * torch.sign(counts.mean() - counts)).float()
+    assert torch.equal(router.balancing.bias, want)
+    assert not router.balancing.tokens_per_expert.any()
+
+
+def test_choices_count_before_they_are_dropped_and_only_in_training() -> None:
+    router = Router(capacity_factor=0.25)
+    router(torch.randn(40, 16))
+    assert int(router.balancing.tokens_per_expert.sum()) == 80
+    router.eval()(torch.randn(40, 16))
+    assert int(router.balancing.tokens_per_expert.sum()) == 80
+
+
+def test_it_balances() -> None:
+    """A router that prefers two experts uses all of them evenly after some steps."""
+    router = Router()
+    router.balancing.rate = 3e-3
+    lean = torch.tensor([2.0, 1.5, 0, 0, 0, 0, 0, 0])
+    x = torch.randn(512, 16)
+
+    def spread() -> float:
+        logits = router.gate(x) + lean
+        plan = moe_route(logits, 2, score="sigmoid", bias=router.balancing.bias)
+        router.balancing.count(plan)
+        return float(plan.tokens_per_expert.max()) / (512 * 2 / 8)
+
+    before = spread()
+    for _ in range(200):
+        router.balancing.step()
+        after = spread()
+    assert before > 2.5 and after < 1.3
+
+
+def test_the_bias_stays_float32_and_is_saved_alone() -> None:
+    balancing = fusedops.nn.BalancingBias(3, rate=1e-3)
+    balancing.tokens_per_expert += torch.tensor([3, 0, 0])
+    balancing.step().bfloat16()
+    assert torch.equal(balancing.bias, torch.tensor([-1e-3, 1e-3, 1e-3]))
+    assert list(balancing.state_dict()) == ["bias"]
+
+
+def test_equal_counts_change_nothing_and_centering_keeps_the_mean() -> None:
+    bias = update_balancing_bias(torch.ones(3), torch.tensor([7, 7, 7]))
+    assert torch.equal(bias, torch.ones(3))
+    bias = update_balancing_bias(torch.zeros(4), torch.tensor([9, 0, 0, 0]), centered=True)
+    assert bias[0] < 0 < bias[1]
+    assert float(bias.double().sum()) == pytest.approx(0.0, abs=torch.finfo(bias.dtype).eps)
+
+
+def test_bad_input_is_named() -> None:
+    with pytest.raises(ValueError, match=r"update_balancing_bias: tokens_per_expert .* \[3\]"):
+        update_balancing_bias(torch.zeros(3), torch.zeros(4).long())
+    with pytest.raises(ValueError, match=r"update_balancing_bias: bias must be of 1 dim"):
+        update_balancing_bias(torch.zeros(3, 1), torch.zeros(3).long())
+    with pytest.raises(TypeError, match="update_balancing_bias: bias must have a floating dtype"):
+        update_balancing_bias(torch.zeros(3).long(), torch.zeros(3).long())
