@@ -84,10 +84,15 @@ class BalancingBias(torch.nn.Module):
         self.tokens_per_expert += counts
 
     @torch.no_grad()
-    def step(self) -> BalancingBias:
-        """Change the bias by what was counted, and begin to count anew."""
+    def step(self, bias: torch.Tensor | None = None) -> BalancingBias:
+        """Change the bias by what was counted, and begin to count anew.
+
+        Args:
+            bias: ``[E]``, another bias to change instead, such as ``e_score_correction_bias`` of
+                ``nn.MoE``'s gate.
+        """
         update_balancing_bias(
-            self.bias,
+            self.bias if bias is None else bias,
             self.tokens_per_expert,
             rate=self.rate,
             centered=self.centered,

@@ -88,6 +88,14 @@ def test_the_bias_stays_float32_and_is_saved_alone() -> None:
     assert list(balancing.state_dict()) == ["bias"]
 
 
+def test_another_modules_bias_can_be_stepped() -> None:
+    gate = fusedops.nn.MoE(8, 4, num_experts=4, top_k=1, score="sigmoid", correction_bias=True).gate
+    balancing = fusedops.nn.BalancingBias(4, rate=0.5)
+    balancing.count(gate(torch.ones(6, 8))[1])  # equal tokens: one expert has them all
+    balancing.step(gate.e_score_correction_bias)
+    assert sorted(gate.e_score_correction_bias.tolist()) == [-0.5, 0.5, 0.5, 0.5]
+
+
 def test_equal_counts_change_nothing_and_centering_keeps_the_mean() -> None:
     bias = update_balancing_bias(torch.ones(3), torch.tensor([7, 7, 7]))
     assert torch.equal(bias, torch.ones(3))
