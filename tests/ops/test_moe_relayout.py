@@ -35,6 +35,19 @@ def numbered(plan: RoutingPlan) -> torch.Tensor:
     return rows
 
 
+def test_the_picture_in_the_documentation() -> None:
+    ids = torch.tensor([[1, 0], [1, 2], [0, 1], [2, 3]])
+    plan = RoutingPlan.from_choices(ids, torch.ones(4, 2), 3)
+    assert plan.permutation.tolist() == [1, 4, 0, 2, 5, 3, 6, 7]
+    assert plan.positions.tolist() == [[2, 0], [3, 5], [1, 4], [6, 7]]
+    assert plan.offsets.tolist() == [2, 5, 7]
+    rows = plan.permutation.float().unsqueeze(1)
+    k_major = moe_relayout(rows, plan, "token_major", "k_major").flatten().tolist()
+    assert k_major[:7] == [4, 1, 0, 2, 5, 6, 3]
+    padded = moe_relayout(rows + 1, plan, "token_major", "capacity", capacity=3).squeeze(2) - 1
+    assert padded.tolist() == [[1, 4, -1], [0, 2, 5], [3, 6, -1]]
+
+
 @PATTERNS
 def test_k_major_rows_go_by_choice_then_by_token(pattern: str) -> None:
     plan = make(pattern)
