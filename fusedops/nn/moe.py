@@ -69,6 +69,8 @@ class MoE(nn.Module):
         router_dtype: dtype of the router's product; ``None``: the input's.
         shared_intermediate_size: size of the expert that every token visits, ``None`` for none.
         shared_gate: whether a sigmoid of the token weighs it (``shared_expert_gate.weight``).
+        recompute: keep only the input and the plan for the backward, as ``fusedops.moe_mlp`` does;
+            ``False`` also keeps the first product, and does not make it again.
         device: of the parameters.
         dtype: of the parameters.
 
@@ -78,7 +80,8 @@ class MoE(nn.Module):
     Note:
         Numerics, determinism and backends are those of ``fusedops.moe_route`` and
         ``fusedops.moe_mlp``. The choice is made once: a plan from ``route`` can be given to
-        ``forward``, and its ``expert_ids`` and ``probs`` serve the balancing losses.
+        ``forward``; ``gate(input)`` returns the logits beside it, for the balancing losses.
+        ``experts(rows, plan)`` is what ``fusedops.parallel.expert_parallel`` takes.
 
     Example:
         >>> import torch, fusedops
@@ -117,6 +120,7 @@ class MoE(nn.Module):
         router_dtype: torch.dtype | None = None,
         shared_intermediate_size: int | None = None,
         shared_gate: bool = False,
+        recompute: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -159,6 +163,7 @@ class MoE(nn.Module):
             interleaved,
             bias,
             transposed,
+            recompute,
             **place,
         )
         self.shared_experts: GatedMLP | None = None
@@ -277,6 +282,7 @@ class _Experts(nn.Module):
         interleaved: bool,
         bias: bool,
         transposed: bool,
+        recompute: bool,
         *,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
@@ -286,6 +292,7 @@ class _Experts(nn.Module):
         self.gated = gated
         self.interleaved = interleaved
         self.transposed = transposed
+        self.recompute = recompute
         self.first = "gate_up_proj" if gated else "up_proj"
         sizes = {
             self.first: (hidden_size, (2 if gated else 1) * intermediate_size),
@@ -320,6 +327,7 @@ class _Experts(nn.Module):
             activation=self.activation,
             gated=self.gated,
             interleaved=self.interleaved,
+            recompute=self.recompute,
         )
 
     def extra_repr(self) -> str:

@@ -195,6 +195,18 @@ def test_experts_without_a_gate() -> None:
     assert ((module(input).double() - want).abs() <= budget).all()
 
 
+def test_keeping_the_first_product_changes_no_gradient() -> None:
+    module = fusedops.nn.MoE(*SIZES, recompute=False)
+    twin = fusedops.nn.MoE(*SIZES)
+    twin.load_state_dict(module.state_dict())
+    input = torch.randn(9, HIDDEN)
+    got, want = _results(module, input), _results(twin, input)
+    exact = _results(copy.deepcopy(twin).double(), input.double())
+    for name, value in exact.items():
+        budget = dtypes.error_budget(want[name], value, torch.float32, depth=256)
+        assert ((got[name].double() - value).abs() <= budget).all(), name
+
+
 def test_compiles_into_one_graph() -> None:
     module = _ours("DeepseekV3")
     input = torch.randn(6, HIDDEN)
