@@ -26,7 +26,7 @@ from fusedops.ops.mlp import mlp
 
 # The fewest rows for which the own CPU product is not slower than torch's: a single row in float32
 # takes 1.1 to 2.5 times as long, because it keeps the order of the sums of larger batches; two rows
-# and more are 1.2 to 2 times as fast, one row in bfloat16 1.4 times (one Zen 4 core, 768 -> 3072).
+# and more are 1.2 to 2 times as fast (one Zen 4 core, 768 -> 3072).
 MIN_ROWS = 2
 # The same for Conv1D, whose weights lie across the sum and are packed.
 MIN_CONV1D_ROWS = 16
