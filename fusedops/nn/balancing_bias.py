@@ -35,6 +35,9 @@ class BalancingBias(torch.nn.Module):
         bias: ``[E]`` float32 buffer, in the state dict.
         tokens_per_expert: ``[E]`` int64 buffer, choices since the last step; not in the state dict.
 
+    Raises:
+        ValueError: ``num_experts`` is not positive, or a counted plan has another number of experts.
+
     Note:
         Choices are counted before anything is dropped: what an expert is asked to do, not what its
         capacity leaves. In evaluation mode nothing is counted. A compiled function that is
@@ -64,6 +67,8 @@ class BalancingBias(torch.nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        if num_experts < 1:
+            raise ValueError(f"BalancingBias: num_experts must be positive, got {num_experts}")
         self.rate = rate
         self.centered = centered
         self.group = group
@@ -77,6 +82,11 @@ class BalancingBias(torch.nn.Module):
         if not self.training or recomputing():
             return
         counts = plan.tokens_per_expert
+        if counts.shape != self.tokens_per_expert.shape:
+            raise ValueError(
+                f"BalancingBias.count: plan must have {len(self.tokens_per_expert)} experts, "
+                f"got {plan.num_experts}"
+            )
         if plan.kept is not None:
             ids = plan.expert_ids.reshape(-1).long()
             every = torch.zeros(plan.num_experts + 1, dtype=torch.int64, device=ids.device)

@@ -112,11 +112,29 @@ def routing_contexts(policy: Callable[..., Any] | None = None) -> Any:
     Returns:
         What ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` returns.
 
+    Raises:
+        TypeError: ``policy`` cannot be called.
+
     Note:
         Saves ids, weights and mask of every ``moe_route`` and the order of its rows. Works in eager
         mode and under ``torch.compile``.
+
+    Example:
+        >>> import torch, fusedops
+        >>> from torch.utils.checkpoint import checkpoint
+        >>> route = lambda logits: fusedops.moe_route(logits, 1).probs
+        >>> probs = checkpoint(route, torch.randn(4, 8, requires_grad=True), use_reentrant=False,
+        ...                    context_fn=fusedops.ops.routing_contexts)
+        >>> probs.shape
+        torch.Size([4, 1])
     """
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+    if policy is not None and not callable(policy):
+        raise TypeError(
+            f"routing_contexts: policy must be a function, got {type(policy).__name__}; "
+            "for context_fn give functools.partial(routing_contexts, policy)"
+        )
 
     saved = {torch.ops.fusedops.moe_route.default, torch.ops.fusedops.moe_sort.default}
 
