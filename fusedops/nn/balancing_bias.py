@@ -36,7 +36,7 @@ class BalancingBias(torch.nn.Module):
         tokens_per_expert: ``[E]`` int64 buffer, choices since the last step; not in the state dict.
 
     Raises:
-        ValueError: ``num_experts`` is not positive, or a counted plan has another number of experts.
+        ValueError: ``num_experts`` is not positive, or a plan has another number of experts.
 
     Note:
         Choices are counted before anything is dropped: what an expert is asked to do, not what its
