@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from op_testing import as_tuple, assert_close, baseline, fresh, incoming, run, truth
 
-from fusedops.specs import Sample, Spec, all_specs
+from fusedops.specs import Sample, Spec, _routing, all_specs
 
 WORLD = 2
 
@@ -190,3 +190,42 @@ def _moe_worker(rank: int) -> None:
 @pytest.mark.distributed
 def test_moe_rows_are_sharded_by_columns_and_summed_in_parts_without_communication() -> None:
     _on_all_ranks(_moe_worker)
+
+
+def _experts_worker(rank: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Partial, Replicate, Shard
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    mesh = init_device_mesh("cpu", (WORLD,))
+    torch.manual_seed(0)
+    shapes = ((9, 6), (3, 6, 8), (3, 8))
+    x, weight, bias = (torch.randn(*shape, requires_grad=True) for shape in shapes)
+    ends = torch.tensor([4, 4, 7], dtype=torch.int32)
+    sample = Sample("columns", (x, weight, ends, bias), {"activation": "silu"})
+    columns = {shapes[1]: Shard(2), shapes[2]: Shard(1)}
+    _check(all_specs()["grouped_mm"], sample, mesh, columns, Shard(1))
+    _check(all_specs()["grouped_mm"], sample, mesh, {}, Replicate())
+
+    # Tensor parallel experts: a hidden column, its gate and its factor lie on one rank.
+    spec = all_specs()["moe_mlp"]
+    plan = _routing.plan(9, 2, 3, device=torch.device("cpu"), dtype=torch.float32)
+    w1, w2 = (torch.randn(*shape, requires_grad=True) for shape in ((3, 6, 16), (3, 8, 10)))
+    sample = Sample("inner", (x, plan, w1, w2), {"interleaved": True})
+    _check(spec, sample, mesh, {}, Replicate())
+    _check(spec, sample, mesh, {(3, 8, 10): Shard(2)}, Shard(1))
+    placed = _distribute(sample, mesh, {(3, 6, 16): Shard(2), (3, 8, 10): Shard(1)})
+    with CommDebugMode() as communication:
+        output = spec.op(*placed.args, **placed.kwargs)
+    assert output.placements == (Partial(),) and communication.get_total_counts() == 0
+    grads = torch.autograd.grad(output.full_tensor().square().sum(), placed.leaves)
+    exact = fresh(sample, torch.float64)
+    alone = spec.eager(*exact.args, **exact.kwargs)
+    wanted = torch.autograd.grad(alone.square().sum(), exact.leaves)
+    for i, (got, want) in enumerate(zip((output, *grads), (alone, *wanted), strict=True)):
+        assert_close(got.full_tensor(), want.detach(), want.detach().float(), f"result {i}", 999)
+
+
+@pytest.mark.distributed
+def test_experts_are_sharded_by_columns_and_by_hidden_columns_without_communication() -> None:
+    _on_all_ranks(_experts_worker)
