@@ -165,8 +165,9 @@ def _weight_gradient_kernel(
     group = tl.program_id(1)
     begin, end = group_bounds(group, offsets_ptr, num_groups, num_rows)
     in_tile, out_tile = tile_of(tl.program_id(0), in_size, out_size, GROUP_M, BLOCK_M, BLOCK_N)
-    i = in_tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    j = out_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    # 64 bits: the stride of a column may be the number of rows.
+    i = (in_tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    j = (out_tile * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     in_i, in_j = (i < in_size)[:, None], (j < out_size)[None, :]
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for first in range(begin, end, BLOCK_K):
@@ -188,7 +189,7 @@ def _weight_gradient_kernel(
     for part in tl.static_range(EPILOGUE_PARTS):
         part_j = out_tile * BLOCK_N + part * PART + tl.arange(0, PART)
         out_mask = in_i & (part_j < out_size)[None, :]
-        offset = i.to(tl.int64)[:, None] * stride_ok + part_j.to(tl.int64)[None, :] * stride_on
+        offset = i[:, None] * stride_ok + part_j.to(tl.int64)[None, :] * stride_on
         value = parts[part]
         if ADDS:
             value += tl.load(out_ptr + offset, mask=out_mask, other=0.0)
@@ -304,6 +305,12 @@ def product(
     return output, kept
 
 
+def _gradient_blocks(dtype: torch.dtype, *, gathers: bool) -> tuple[dict[str, int], dict[str, Any]]:
+    """Return tile sizes and launch options; reading a list ahead takes two stages."""
+    blocks, options = blocks_of(dtype, 4096)
+    return blocks, options | {"num_stages": options["num_stages"] + 2 * gathers}
+
+
 def add_weight_gradient(
     out: torch.Tensor,
     x: torch.Tensor,
@@ -330,7 +337,7 @@ def add_weight_gradient(
     num_groups, in_size, out_size = out.shape
     lists = [each for each in (x_rows, dy_rows) if each is not None]
     num_rows = lists[0].shape[0] if lists else x.shape[0]
-    blocks, options = blocks_of(x.dtype, 4096)
+    blocks, options = _gradient_blocks(x.dtype, gathers=bool(lists))
     tiles = triton.cdiv(in_size, blocks["BLOCK_M"]) * triton.cdiv(out_size, blocks["BLOCK_N"])
     ends = offsets.contiguous()
     with _launch.device_of(x):
@@ -438,7 +445,7 @@ def static_report_cases(*, gathers: bool) -> list[dict[str, Any]]:
             cases.append(
                 _launch.report_case(_product_kernel, types, flags | blocks, options, matrix=matrix)
             )
-        blocks, options = blocks_of(dtype, 4096)
+        blocks, options = _gradient_blocks(dtype, gathers=gathers)
         flags = common | {"GATHERS_X": gathers, "GATHERS_Y": False, "ADDS": not gathers}
         flags |= {"stride_xk": 1, "stride_yn": 1, "stride_on": 1}
         out = types if gathers else types | {"out_ptr": "*fp32"}
