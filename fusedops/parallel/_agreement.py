@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,16 @@ import torch.distributed as dist
 MAX_CHUNKS = 8
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_COMPARED = ("num_experts", "hidden size", "dtype", "bytes per row", "requires_grad", "chunks")
+_COMPARED = (
+    "num_experts",
+    "hidden size",
+    "dtype",
+    "bytes per row",
+    "requires_grad",
+    "chunks",
+    "reduce",
+)
+REDUCTIONS = ("home", "node")
 _FIRST_ROWS = 2 + len(_COMPARED)
 _LENGTH = _FIRST_ROWS + 2 * MAX_CHUNKS
 
@@ -40,12 +50,19 @@ class Beliefs:
     row_bytes: int
     requires_grad: bool
     chunks: int
+    reduce: str
 
     def numbers(self) -> list[int]:
         """Return them as integers, in the order of ``_COMPARED``."""
-        dtype = _DTYPES.index(self.dtype)
-        grads, size = int(self.requires_grad), self.hidden_size
-        return [self.num_experts, size, dtype, self.row_bytes, grads, self.chunks]
+        return [
+            self.num_experts,
+            self.hidden_size,
+            _DTYPES.index(self.dtype),
+            self.row_bytes,
+            int(self.requires_grad),
+            self.chunks,
+            REDUCTIONS.index(self.reduce),
+        ]
 
 
 @dataclass(frozen=True)
@@ -137,7 +154,8 @@ class Agreement:
         for i, name in enumerate(_COMPARED):
             values = [note[2 + i] for note in received]
             if len(set(values)) > 1:
-                shown = [_DTYPES[v] for v in values] if name == "dtype" else values
+                words: dict[str, Sequence[Any]] = {"dtype": _DTYPES, "reduce": REDUCTIONS}
+                shown = [words[name][value] for value in values] if name in words else values
                 raise ValueError(f"{self._op}: the ranks must agree on {name}, got {shown}")
 
 

@@ -67,6 +67,7 @@ def depart(
     group: dist.ProcessGroup,
     *,
     quantized: bool,
+    reduce: str,
     num_experts: int,
     dropped: torch.Tensor,
     faults: torch.Tensor,
@@ -89,6 +90,7 @@ def depart(
             layout.stride,
             grads,
             len(departures),
+            reduce,
         ),
         rows=[rows_per_destination(each.route.order, group.size()) for each in departures],
         slots=[each.slots for each in departures if each.slots is not None],
@@ -152,7 +154,7 @@ class FlatReturn:
         self.back = FromExperts(rows, self._plan.permutation.numel(), travel.group)
         self._ticket = begin(self.back, output, anchor=anchor)
 
-    def relay(self, *, weighted: bool, in_node: bool) -> None:
+    def relay(self, *, weighted: bool) -> None:
         """Do nothing: the results come straight."""
 
     def arrive(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -165,7 +167,7 @@ class FlatReturn:
         if self._verdict is not None:
             self._verdict.wait()
 
-    def come_home(self, *, weighted: bool, in_node: bool) -> torch.Tensor:
+    def come_home(self, *, weighted: bool) -> torch.Tensor:
         """Wait, and sum the slots of each token."""
         rows, _ = self.arrive()
         self.agree()

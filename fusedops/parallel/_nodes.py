@@ -42,10 +42,17 @@ class Nodes:
     """One chunk of tokens, to the nodes, to the experts, and back."""
 
     def __init__(
-        self, op: str, travel: Travel, within: dist.ProcessGroup, *, quantized: bool
+        self,
+        op: str,
+        travel: Travel,
+        within: dist.ProcessGroup,
+        *,
+        quantized: bool,
+        reduce: str,
     ) -> None:
         self.travel = travel
-        self._op, self._within, self._quantized = op, within, quantized
+        self._op, self._within = op, within
+        self._quantized, self._reduce = quantized, reduce
         self._inside: Any = None
 
     @property
@@ -69,6 +76,7 @@ class Nodes:
             [Departure(rows, inside, Route(inside, inside.positions, inside.expert_ids))],
             self._within,
             quantized=self._quantized,
+            reduce=self._reduce,
             num_experts=here,
             dropped=dropped,
             faults=torch.zeros_like(dropped),
@@ -82,17 +90,21 @@ class Nodes:
 
     def send_back(self, output: Any) -> NodesReturn:
         """Begin to send the experts' results."""
-        return NodesReturn(self.travel, self._inside.send_back(output), self._inside.travel)
+        inside = self._inside
+        return NodesReturn(
+            self.travel, inside.send_back(output), inside.travel, self._reduce == "node"
+        )
 
 
 class NodesReturn:
     """Results on their way within the node, and then home."""
 
-    def __init__(self, travel: Travel, inside: FlatReturn, second: Travel) -> None:
+    def __init__(self, travel: Travel, inside: FlatReturn, second: Travel, in_node: bool) -> None:
         self._travel, self._inside, self._second = travel, inside, second
+        self._in_node = in_node
         self._crossing: Any = None
 
-    def relay(self, *, weighted: bool, in_node: bool) -> None:
+    def relay(self, *, weighted: bool) -> None:
         """Wait for the node's results and send them home."""
         travel, here = self._travel, self._second.departure.plan
         rows, anchor = self._inside.arrive()
@@ -102,7 +114,7 @@ class NodesReturn:
         except (TypeError, ValueError) as error:
             problem = error  # every rank of the node tells its counterparts
         self._verdict = verdict(travel.group, travel.empty, problem)
-        if in_node:
+        if self._in_node:
             counted = travel.rows
             rows = moe_unpermute(rows, here, weighted=weighted)
         else:
@@ -113,18 +125,18 @@ class NodesReturn:
             rows = rows.index_select(0, here.positions.flatten()[kept.long()])
         room = travel.departure.plan.permutation.numel()
         back = FromExperts(counted, room, travel.group)
-        self._crossing = back, begin(back, rows, anchor=anchor), in_node
+        self._crossing = back, begin(back, rows, anchor=anchor)
 
-    def come_home(self, *, weighted: bool, in_node: bool) -> torch.Tensor:
+    def come_home(self, *, weighted: bool) -> torch.Tensor:
         """Wait, and sum the slots of each token."""
         if self._crossing is None:
-            self.relay(weighted=weighted, in_node=in_node)
-        back, ticket, _ = self._crossing
+            self.relay(weighted=weighted)
+        back, ticket = self._crossing
         rows, _ = end(back, ticket)
         if self._verdict is not None:
             self._verdict.wait()
         route, plan = self._travel.departure.route, self._travel.departure.plan
-        if in_node:
+        if self._in_node:
             return moe_unpermute(rows, route.order, weighted=False)
         nodes = route.order.num_experts
         kept = plan.positions < plan.offsets[-1]

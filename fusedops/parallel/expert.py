@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fusedops._core import checks
 from fusedops.ops import RoutingPlan, moe_sort
-from fusedops.parallel._agreement import BAD_PLAN, MAX_CHUNKS, Agreement, bad_plan
+from fusedops.parallel._agreement import BAD_PLAN, MAX_CHUNKS, REDUCTIONS, Agreement, bad_plan
 from fusedops.parallel._flat import Departure, Flat, FlatReturn, depart
 from fusedops.parallel._hops import Route
 from fusedops.parallel._nodes import Nodes, NodesReturn, departure_to_nodes
@@ -59,7 +59,12 @@ class Dispatched:
 
 @torch.compiler.disable(reason="row counts of an expert-parallel exchange live on the host")
 def moe_dispatch(
-    input: torch.Tensor, plan: RoutingPlan, group: Group, *, payload: str | None = None
+    input: torch.Tensor,
+    plan: RoutingPlan,
+    group: Group,
+    *,
+    reduce: str = "home",
+    payload: str | None = None,
 ) -> tuple[torch.Tensor, RoutingPlan, Dispatched]:
     """Send each token to the ranks of its experts.
 
@@ -69,6 +74,10 @@ def moe_dispatch(
         group: the ranks that share the experts, gloo or NCCL: a process group or a mesh of one
             dimension, whose size divides ``E``; or a mesh of two, ``[nodes, ranks of a node]``: a
             token then goes to each node once, and from there to its experts.
+        reduce: where a token's slots are summed: ``"home"``, all of them; or, over a mesh of two
+            dimensions, ``"node"``: those of a node there, so that one row per token and node
+            travels back. It is rounded to the dtype of the rows, and the result has other bits
+            than one process.
         payload: ``"float8"`` sends rows as e4m3 with a power-of-two scale per row (gradients travel
             in the dtype of ``input``); ``None`` sends them as they are.
 
@@ -105,14 +114,14 @@ def moe_dispatch(
         [[10.0], [20.0]]
         >>> dist.destroy_process_group()
     """
-    (way,) = _depart("moe_dispatch", input, plan, group, payload, 1)
+    (way,) = _depart("moe_dispatch", input, plan, group, 1, reduce, payload)
     way.relay()
     return _arrive(way)
 
 
 @torch.compiler.disable(reason="row counts of an expert-parallel exchange live on the host")
 def moe_combine(
-    output: torch.Tensor, handle: Dispatched, *, weighted: bool = False, reduce: str = "home"
+    output: torch.Tensor, handle: Dispatched, *, weighted: bool = False
 ) -> torch.Tensor:
     """Send the experts' results back and sum them for each token.
 
@@ -123,10 +132,6 @@ def moe_combine(
         handle: of that call.
         weighted: multiply by ``handle.plan.probs`` at home. ``False`` (default) where the experts
             did so already, as ``moe_mlp`` does with the probabilities of ``local_plan``.
-        reduce: ``"home"`` sums all slots of a token at home. Over a mesh of two dimensions
-            ``"node"`` sums those of a node there, so that one row per token and node travels back;
-            it is rounded to the dtype of ``output``, and the result has other bits than one
-            process.
 
     Returns:
         ``[T, H]``, dtype of ``output``; 0 for a token without a kept slot.
@@ -155,8 +160,7 @@ def moe_combine(
     """
     if not isinstance(handle, Dispatched):
         raise TypeError(f"moe_combine: handle must be of moe_dispatch, got {type(handle).__name__}")
-    in_node = _in_node("moe_combine", reduce, handle._way)
-    return handle._way.send_back(output).come_home(weighted=weighted, in_node=in_node)
+    return handle._way.send_back(output).come_home(weighted=weighted)
 
 
 @torch.compiler.disable(reason="row counts of an expert-parallel exchange live on the host")
@@ -184,7 +188,7 @@ def expert_parallel(
         group: as for ``moe_dispatch``.
         chunks: 1 to 8, the same on every rank.
         weighted: as for ``moe_combine``.
-        reduce: as for ``moe_combine``.
+        reduce: as for ``moe_dispatch``.
         payload: as for ``moe_dispatch``.
 
     Returns:
@@ -209,8 +213,7 @@ def expert_parallel(
                 [4.]])
         >>> dist.destroy_process_group()
     """
-    ways = _depart("expert_parallel", input, plan, group, payload, chunks)
-    in_node = _in_node("expert_parallel", reduce, ways[0])
+    ways = _depart("expert_parallel", input, plan, group, chunks, reduce, payload)
     ways[0].relay()
     returning: list[FlatReturn | NodesReturn] = []
     for i, way in enumerate(ways):
@@ -219,9 +222,9 @@ def expert_parallel(
         rows, local_plan, _ = _arrive(way)
         returning.append(way.send_back(experts(rows, local_plan)))
         if i > 0:
-            returning[i - 1].relay(weighted=weighted, in_node=in_node)
-    returning[-1].relay(weighted=weighted, in_node=in_node)
-    parts = [each.come_home(weighted=weighted, in_node=in_node) for each in returning]
+            returning[i - 1].relay(weighted=weighted)
+    returning[-1].relay(weighted=weighted)
+    parts = [each.come_home(weighted=weighted) for each in returning]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -230,8 +233,9 @@ def _depart(
     input: torch.Tensor,
     plan: RoutingPlan,
     group: Group,
-    payload: str | None,
     chunks: int,
+    reduce: str,
+    payload: str | None,
 ) -> Sequence[Flat | Nodes]:
     """Check, agree, pack and send; the chunks are on their way when this returns."""
     groups = _groups(op, group)
@@ -239,7 +243,7 @@ def _depart(
     problem: Exception | None = None
     complaint = None
     try:
-        _check(op, input, plan, math.prod(sizes), payload, chunks)
+        _check(op, input, plan, sizes, chunks, reduce, payload)
         faults = _faults(plan)
         if input.device.type == "cpu" and bool(faults):
             problem, complaint = bad_plan(op), BAD_PLAN
@@ -252,6 +256,7 @@ def _depart(
     parts = input.tensor_split(chunks)
     common: dict[str, Any] = {
         "quantized": payload == "float8",
+        "reduce": reduce,
         "num_experts": plan.num_experts,
         "dropped": plan.num_dropped,
         "faults": faults,
@@ -274,7 +279,7 @@ def _depart(
         _tell(op, [within], input.device, error, None)
         raise
     quantized = payload == "float8"
-    return [Nodes(op, travel, within, quantized=quantized) for travel in travels]
+    return [Nodes(op, each, within, quantized=quantized, reduce=reduce) for each in travels]
 
 
 def _tell(
@@ -318,19 +323,17 @@ def _groups(op: str, group: Any) -> list[dist.ProcessGroup]:
     return [group]
 
 
-def _in_node(op: str, reduce: str, way: Flat | Nodes) -> bool:
-    checks.choice(op, "reduce", reduce, ["home", "node"])
-    if reduce == "node" and isinstance(way, Flat):
-        checks.fail(op, "reduce", "'home' where the group is no mesh of 2 dims", "'node'")
-    return reduce == "node"
-
-
-def _check(op: str, input: Any, plan: Any, size: int, payload: Any, chunks: Any) -> None:
+def _check(
+    op: str, input: Any, plan: Any, sizes: list[int], chunks: Any, reduce: Any, payload: Any
+) -> None:
     checks.tensor(op, "input", input)
     if not isinstance(plan, RoutingPlan):
         raise TypeError(f"{op}: plan must be a RoutingPlan, got {type(plan).__name__}")
     if payload is not None:
         checks.choice(op, "payload", payload, ["float8"])
+    checks.choice(op, "reduce", reduce, REDUCTIONS)
+    if reduce == "node" and len(sizes) == 1:
+        checks.fail(op, "reduce", "'home' where the group is no mesh of 2 dims", "'node'")
     if isinstance(chunks, bool) or not isinstance(chunks, int):
         raise TypeError(f"{op}: chunks must be an int, got {type(chunks).__name__}")
     if not 1 <= chunks <= MAX_CHUNKS:
@@ -354,6 +357,7 @@ def _check(op: str, input: Any, plan: Any, size: int, payload: Any, chunks: Any)
     checks.shape(op, "plan.probs", plan.probs, slots, "that of positions")
     checks.shape(op, "plan.permutation", plan.permutation, (slots[0] * slots[1],), "a row a slot")
     checks.shape(op, "plan.offsets", plan.offsets, (plan.num_experts,), "one per expert")
+    size = math.prod(sizes)
     if plan.num_experts % size != 0:
         checks.fail(
             op, "group", f"of a size that divides the plan's {plan.num_experts} experts", size

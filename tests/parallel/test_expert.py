@@ -189,7 +189,7 @@ def test_float8_payload_rounds_rows_and_keeps_gradients(on_ranks: OnRanks) -> No
 def _one_is_wrong(world: World, fault: str) -> str:
     """Call with something wrong on rank 2 (or with ranks that disagree) and return the error."""
     mine = problem("uneven", 8, torch.float32).part(world.rank, 8)
-    input, plan, chunks = mine.input, mine.plan(), 1
+    input, plan, chunks, reduce = mine.input, mine.plan(), 1, "home"
     if world.rank == 2:
         if fault == "mismatch":
             input = input[:-1]
@@ -211,10 +211,14 @@ def _one_is_wrong(world: World, fault: str) -> str:
             input, plan = input.detach(), plan.with_probs(plan.probs.detach())
         elif fault == "chunks":
             chunks = 9
+        elif fault == "reduce":
+            reduce = "node"
     if fault == "divides":
         plan = RoutingPlan.from_choices(mine.ids, mine.probs, 12)
     try:
-        expert_parallel(input, plan, lambda rows, _: rows, world.groups[8], chunks=chunks)
+        expert_parallel(
+            input, plan, lambda rows, _: rows, world.groups[8], chunks=chunks, reduce=reduce
+        )
     except (TypeError, ValueError) as error:
         # The group still works: nobody is left in a collective.
         dist.barrier(world.groups[8])
@@ -236,6 +240,7 @@ def _with(plan: RoutingPlan, **fields: torch.Tensor) -> RoutingPlan:
         ("offsets", "ValueError: expert_parallel: plan must have", "out of range"),
         ("permutation", "ValueError: expert_parallel: plan must have", "out of range"),
         ("chunks", "ValueError: expert_parallel: chunks must be from 1 to 8, got 9", "do not fit"),
+        ("reduce", "ValueError: expert_parallel: reduce must be 'home' where", "do not fit"),
     ],
 )
 def test_bad_input_on_one_rank_raises_on_all(

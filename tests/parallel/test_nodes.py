@@ -165,7 +165,7 @@ def test_dropped_slots_are_counted_over_all_nodes(on_ranks: OnRanks) -> None:
 def _one_is_wrong(world: World, fault: str) -> str:
     mesh = _mesh(2)
     mine = problem("uneven", RANKS, torch.float32).part(world.rank, RANKS)
-    input, plan = mine.input, mine.plan()
+    input, plan, reduce = mine.input, mine.plan(), "home"
     bad = world.rank == 6
     if bad and fault == "mismatch":
         input = input[:-1]
@@ -173,19 +173,21 @@ def _one_is_wrong(world: World, fault: str) -> str:
         plan = RoutingPlan(**{**vars(plan), "expert_ids": plan.expert_ids - 1})
     elif bad and fault == "disagree":
         input = input[:, :8]
+    elif bad and fault == "reduce":
+        reduce = "node"
 
     def here(rows: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
         return rows[1:] if bad and fault == "result" else rows
 
     try:
-        expert_parallel(input, plan, here, mesh)
+        expert_parallel(input, plan, here, mesh, reduce=reduce)
     except (TypeError, ValueError) as error:
         dist.barrier(world.groups[RANKS])
         return f"{type(error).__name__}: {error}"
     return "no error"
 
 
-@pytest.mark.parametrize("fault", ["mismatch", "ids", "disagree", "result"])
+@pytest.mark.parametrize("fault", ["mismatch", "ids", "disagree", "reduce", "result"])
 def test_bad_input_on_one_rank_raises_on_all_ranks_of_all_nodes(
     on_ranks: OnRanks, fault: str
 ) -> None:
