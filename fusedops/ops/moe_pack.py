@@ -46,7 +46,7 @@ def moe_pack(
         quantized: rows travel as float8 (e4m3) with a float32 scale per row.
 
     Returns:
-        ``[R, stride]`` uint8; ``fusedops.ops.moe_pack.payload_layout`` reads it.
+        ``[R, stride]`` uint8; ``fusedops/ops/_moe_payload.py`` has the layout and reads it.
 
     Raises:
         ValueError: a shape, a device or (CPU) an index does not fit; on CUDA, where looking would

@@ -21,6 +21,7 @@ from process_pool import SIZES, World
 from torch import distributed as dist
 
 from fusedops import RoutingPlan, moe_mlp
+from fusedops.nn import MoE
 from fusedops.parallel import _hops, expert_parallel, moe_combine, moe_dispatch
 from fusedops.parallel._exchange import Transfer
 
@@ -462,3 +463,36 @@ def test_moe_mlp_gives_the_bits_of_one_process(
     on_ranks: OnRanks, size: int, dtype: torch.dtype
 ) -> None:
     on_ranks(_fused_experts, size, dtype)
+
+
+def _layer_of_experts(world: World) -> None:
+    """A rank holds the router and its share of the experts of nn.MoE."""
+    whole = MoE(24, 20, NUM_EXPERTS, top_k=2, bias=True)
+    per_rank = NUM_EXPERTS // 8
+    mine = MoE(24, 20, per_rank, top_k=1, bias=True).experts
+    shard = slice(world.rank * per_rank, (world.rank + 1) * per_rank)
+    mine.load_state_dict({name: each[shard] for name, each in whole.experts.state_dict().items()})
+    x = torch.randn(8 * 5, 24)
+    everything = whole.route(x)
+    tokens = slice(5 * world.rank, 5 * world.rank + 5)
+    plan = RoutingPlan.from_choices(
+        everything.expert_ids[tokens], everything.probs[tokens], NUM_EXPERTS
+    )
+    output = expert_parallel(x[tokens], plan, mine, world.groups[8])
+    expected = whole(x, plan=everything)
+    assert torch.equal(output, expected[tokens])
+    grad = torch.randn(expected.shape)
+    exact = dict(
+        zip(whole.experts.state_dict(), _expert_grads(whole.experts, expected, grad), strict=True)
+    )
+    got = dict(zip(mine.state_dict(), _expert_grads(mine, output, grad[tokens]), strict=True))
+    for name, value in got.items():
+        torch.testing.assert_close(value, exact[name][shard])
+
+
+def _expert_grads(experts: Any, output: torch.Tensor, grad: torch.Tensor) -> Any:
+    return torch.autograd.grad(output, list(experts.parameters()), grad)
+
+
+def test_experts_of_a_moe_layer_are_sharded(on_ranks: OnRanks) -> None:
+    on_ranks(_layer_of_experts)
