@@ -175,7 +175,7 @@ SPEC = Spec(
         "On one Zen 4 core, forward, the better of eager and matmul + add is faster at 96 x "
         "128x64x128 with an addend of the result's size (0.87 of it in float32, 0.77 in bfloat16; "
         "with backward 0.99 and 0.83), at 16 x 256x256x256 (0.92 and 0.91 to 0.96) and at 256 x "
-        "8x8x8 in bfloat16 (0.88; float32 1.05). Those sum in an order that may change with "
-        "batch and threads, so no call is sent there.",
+        "8x8x8 in bfloat16 (0.88; float32 1.05). Nothing promises that those give an element "
+        "the same bits in every batch and with any number of threads, so no call is sent there.",
     ),
 )

@@ -154,8 +154,8 @@ SPEC = Spec(
     limits=(
         "A single row in float32 has the bits that it has in a batch, at a price: on one Zen 4 "
         "core 0.7 to 0.9 of the better of eager and oneDNN at 768 -> 3072 without activation, 0.4 "
-        "where the weight is in L2, 0.6 at 3072 -> 768. Two rows and more, and bfloat16, are 1.2 "
-        "to 2 times as fast. `patch` leaves such a row to torch.",
+        "where the weight is in L2, 0.6 at 3072 -> 768. Two to eight rows, and one in bfloat16, "
+        "take 0.5 to 0.9 of their time, twelve about the same. `patch` leaves such a row to torch.",
         "Large bare products in float32 run at 0.94 to 0.98 of oneDNN on one Zen 4 core (eager, "
         "which is MKL: 1.06 to 1.2 times).",
     ),
