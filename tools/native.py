@@ -44,7 +44,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -52,6 +51,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
 LIBRARIES = ROOT / "fusedops" / "lib"
+LOCALIZE = ROOT / "tools" / "localize.py"
 COMPAT = ROOT / "tools" / "compat"  # an empty cuda_cmake_macros.h, which a CPU-only torch lacks
 
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
@@ -107,13 +107,6 @@ NVCC_FLAGS = (
     "-Xptxas=-v",
     "-Xcompiler=-fPIC,-fvisibility=hidden",
     "-Xcudafe=--diag_suppress=177",
-)
-
-
-# <iostream>, which ATen's vector headers include, puts this initialiser into every object. libtorch
-# has run it long before; `localize` drops it.
-IOSTREAM_INITIALISER = frozenset(
-    ("_ZNSt8ios_base4InitC1Ev", "_ZNSt8ios_base4InitD1Ev", "__dso_handle", "__cxa_atexit")
 )
 
 
@@ -265,7 +258,7 @@ def sources(name: str = "cpu") -> list[Path]:
 def sources_digest() -> str:
     """Return what identifies the sources as they are now; fusedops/_core/extension.py asks too."""
     digest = hashlib.sha256()
-    for path in [Path(__file__), *sorted(CSRC.rglob("*"))]:
+    for path in [Path(__file__), LOCALIZE, *sorted(CSRC.rglob("*"))]:
         if path.is_file():
             digest.update(str(path.name).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
@@ -342,55 +335,6 @@ def clean() -> None:
 def build_folder() -> Path:
     """Return the folder of the object files: one per torch version and Python tag."""
     return ROOT / "build" / f"{find_torch().version}-{sys.implementation.cache_tag}"
-
-
-def localize(source: Path, output: Path, capability: str) -> None:
-    """Copy object ``source`` to ``output`` with all its weak symbols made local.
-
-    ``ld -r --force-group-allocation`` first turns COMDAT groups into plain sections; otherwise the
-    linker would drop a group, now-local symbols and all, in favour of another object's copy.
-
-    Raises:
-        BuildError: the object has a static initialiser, or a variable that would be duplicated.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        merged = Path(folder) / "merged.o"
-        _run("ld", "-r", "--force-group-allocation", source, "-o", merged)
-        initialised = _initialisers(merged) - IOSTREAM_INITIALISER
-        if initialised:
-            raise BuildError(
-                f"{source}: a static initialiser ({', '.join(sorted(initialised))}) would run "
-                f"{capability} code when the library is loaded, on any machine; make the object "
-                "constinit or register it from a plain .cpp"
-            )
-        weak = weak_symbols(merged)
-        ours = [name for kind, name in weak if kind in "VBDu" and name.startswith("_ZN8fusedops")]
-        if ours:
-            raise BuildError(
-                f"{source}: {', '.join(ours)}: an inline variable of fusedops would exist once per "
-                "instruction set; define it in a plain .cpp"
-            )
-        flags = [f"--remove-section={prefix}.init_array" for prefix in ("", ".rela")]
-        if weak:  # objcopy fails on an empty list
-            names = Path(folder) / "weak.txt"
-            names.write_text("".join(f"{name}\n" for _, name in weak))
-            flags.append(f"--localize-symbols={names}")
-        _run("objcopy", *flags, merged, output)
-
-
-def weak_symbols(path: Path) -> list[tuple[str, str]]:
-    """Return kind and mangled name of each weak or unique symbol that an object file defines."""
-    rows = (line.split() for line in _run("nm", "--defined-only", path).splitlines())
-    return [(row[1], row[2]) for row in rows if len(row) == 3 and row[1] in "WVuwv"]
-
-
-def _initialisers(path: Path) -> set[str]:
-    """Return the symbols that an object's static initialisers refer to."""
-    if not re.search(r"\.(init_array|ctors)\b", _run("objdump", "-h", path)):
-        return set()
-    rows = _run("objdump", "-r", "--section=.text.startup", "--section=.init_array", path)
-    symbols = re.findall(r"^[0-9a-f]+ R_\S+\s+(\S+?)(?:[+-]0x[0-9a-f]+)?$", rows, re.MULTILINE)
-    return {name for name in symbols if not name.startswith((".", "_GLOBAL__"))} or {"unnamed"}
 
 
 def _build_one(name: str, *, verbose: bool) -> None:
@@ -495,13 +439,13 @@ def _rules() -> dict[str, str]:
     torch = find_torch()
     cxx = shlex.join([*CXX_FLAGS, f"-I{CSRC}", *torch.include_flags])
     extra = os.environ.get("CXXFLAGS", "")
-    this = f"{shlex.quote(sys.executable)} {shlex.quote(str(Path(__file__).resolve()))}"
+    localize = shlex.join([sys.executable, str(LOCALIZE)])
     rules = {
         "cxx": f"{cache}{compiler()} -MMD -MF $out.d {cxx} $flags {extra} -c $in -o $out",
         "precompile": (
             f"{compiler()} -MMD -MF $out.d {cxx} $flags {extra} -x c++-header -c $in -o $out"
         ),
-        "localize": f"{this} localize $in $out $flags",
+        "localize": f"{localize} $in $out $flags",
         "link": f"{compiler()} -shared $in -o $out $flags",
     }
     if cuda_home():
@@ -572,17 +516,6 @@ def _locked(name: str) -> Iterator[None]:
         yield
 
 
-def _run(*command: str | Path) -> str:
-    try:
-        done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
-    except FileNotFoundError as error:
-        message = f"{command[0]} is not on PATH (Debian: apt install binutils)"
-        raise CannotBuildError(message) from error
-    if done.returncode:
-        raise BuildError(f"{shlex.join(str(part) for part in command)}: {done.stderr.strip()}")
-    return done.stdout
-
-
 def _escaped(path: str) -> str:
     return path.replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
 
@@ -601,8 +534,6 @@ def _main(arguments: Sequence[str]) -> int:
             print(check_cuda(verbose=verbose))
         case ["clean"]:
             clean()
-        case ["localize", source, output, capability]:
-            localize(Path(source), Path(output), capability)
         case _:
             print("usage: python tools/native.py build|check-cuda|clean [-v]", file=sys.stderr)
             return 2

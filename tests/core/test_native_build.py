@@ -13,6 +13,7 @@ from pathlib import Path
 
 import native
 import pytest
+from localize import LocalizeError, localize, weak_symbols
 
 from fusedops._core import extension
 
@@ -90,8 +91,8 @@ def test_localize_keeps_vector_code_out_of_the_plain_path(tmp_path: Path) -> Non
     assert weak_code(leaking) != weak_code(plain)
 
     safe = tmp_path / "vector.local.o"
-    native.localize(vector, safe, "AVX512")
-    assert native.weak_symbols(safe) == []
+    localize(vector, safe, "AVX512")
+    assert weak_symbols(safe) == []
     path = link(tmp_path, "safe", safe, plain)
     assert shared <= functions_of_vector(path)
     assert not any(vector_registers(plain).values())
@@ -102,7 +103,7 @@ def test_localized_code_still_works(tmp_path: Path) -> None:
     vector = compile_object(
         tmp_path, "vector", SUM.replace("NAME", "vector_sum"), *native.ISA_FLAGS["AVX2"]
     )
-    native.localize(vector, tmp_path / "vector.local.o", "AVX2")
+    localize(vector, tmp_path / "vector.local.o", "AVX2")
     path = link(tmp_path, "works", tmp_path / "vector.local.o")
     if "avx2" not in Path("/proc/cpuinfo").read_text():
         pytest.skip("this processor has no AVX2")
@@ -120,14 +121,14 @@ def test_localized_code_still_works(tmp_path: Path) -> None:
 def test_localize_refuses_a_static_initialiser(tmp_path: Path) -> None:
     source = '#include <cstdlib>\nint setting = std::atoi(std::getenv("HOME"));\n'
     path = compile_object(tmp_path, "initialised", source, "-mavx2")
-    with pytest.raises(native.BuildError, match="static initialiser"):
-        native.localize(path, tmp_path / "out.o", "AVX2")
+    with pytest.raises(LocalizeError, match="static initialiser"):
+        localize(path, tmp_path / "out.o", "AVX2")
 
 
 def test_localize_accepts_iostream(tmp_path: Path) -> None:
     source = "#include <iostream>\nvoid say() { std::cout << 1; }\n"
     path = compile_object(tmp_path, "streams", source, "-mavx2")
-    native.localize(path, tmp_path / "out.o", "AVX2")
+    localize(path, tmp_path / "out.o", "AVX2")
     headers = subprocess.run(
         ["objdump", "-h", tmp_path / "out.o"], capture_output=True, text=True
     ).stdout
@@ -137,15 +138,15 @@ def test_localize_accepts_iostream(tmp_path: Path) -> None:
 def test_localize_refuses_an_inline_variable_of_ours(tmp_path: Path) -> None:
     source = "namespace fusedops { inline int calls = 0; int count() { return ++calls; } }\n"
     path = compile_object(tmp_path, "counting", source, "-mavx2", "-fno-gnu-unique")
-    with pytest.raises(native.BuildError, match="once per instruction set"):
-        native.localize(path, tmp_path / "out.o", "AVX2")
+    with pytest.raises(LocalizeError, match="once per instruction set"):
+        localize(path, tmp_path / "out.o", "AVX2")
 
 
 def test_objects_of_the_library_export_no_weak_symbol() -> None:
     objects = sorted(native.build_folder().glob("cpu/*.local.o"))
     if not objects:
         pytest.skip("the library was not built in this checkout")
-    assert {path.name: native.weak_symbols(path) for path in objects} == {
+    assert {path.name: weak_symbols(path) for path in objects} == {
         path.name: [] for path in objects
     }
 
