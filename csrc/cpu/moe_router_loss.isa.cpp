@@ -6,10 +6,10 @@
 
 #include <cmath>
 #include <limits>
-#include <vector>
 
 #include "../common/parallel.h"
 #include "exp2_vec.h"
+#include "scratch.h"
 #include "vec.h"
 
 namespace fusedops::CPU_CAPABILITY {
@@ -114,7 +114,7 @@ class Row {
 
   const MoeRouterLossInput& in_;
   const int64_t width_;
-  std::vector<A> x_, e_, s_;  // [experts, padded]
+  Scratch<A> x_, e_, s_;  // [experts, padded]
   const A* w_ = nullptr;
   A inverse_ = 0, inverse_sum_ = 0, lse_ = 0, along_ = 0;
 };
