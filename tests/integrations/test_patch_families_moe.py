@@ -24,6 +24,8 @@ pytest.importorskip("transformers")
 
 import transformers
 
+from fusedops.integrations.hf import moe_like, sparse_blocks
+
 IDS = torch.arange(2 * 12).mul(7).remainder(97).view(2, 12)
 SIZES = {
     "vocab_size": 97,
@@ -406,12 +408,9 @@ def test_compiles_into_one_graph_with_every_op() -> None:
     assert {op: calls[op] for op in family.ops} == family.ops
 
 
-@pytest.mark.parametrize("kept", [True, False])
-def test_checkpointing_keeps_a_routing_that_would_flip(kept: bool) -> None:
-    patched, _ = FAMILIES["Mixtral"].pair()
-    whole = gradients(patched, loss)
-    options = {"context_fn": fusedops.routing_contexts} if kept else {}
-    patched.gradient_checkpointing_enable({"use_reentrant": False, **options})
+def _checkpointed(patched: Any, **options: Any) -> dict[str, torch.Tensor]:
+    """Gradients with a router whose recomputation would choose other experts."""
+    patched.gradient_checkpointing_enable(options)
 
     def flip(layer: Any, args: Any, kwargs: Any) -> None:
         if torch._C._current_graph_task_id() != -1:  # the backward recomputes
@@ -419,6 +418,43 @@ def test_checkpointing_keeps_a_routing_that_would_flip(kept: bool) -> None:
             np.negative(weight, out=weight)  # now the worst experts are the best
 
     patched.model.layers[-1].register_forward_pre_hook(flip, with_kwargs=True)
-    found = gradients(patched, loss)
+    return gradients(patched, loss)
+
+
+def test_routing_contexts_keep_weights_too() -> None:
+    patched, _ = FAMILIES["Mixtral"].pair()
+    whole = gradients(patched, loss)
+    found = _checkpointed(patched, use_reentrant=False, context_fn=fusedops.routing_contexts)
     names = [name for name in whole if "layers.1.mlp.experts" in name]
-    assert [torch.equal(found[name], whole[name]) for name in names] == [kept] * 2
+    assert all(torch.equal(found[name], whole[name]) for name in names) and len(names) == 2
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("kept", [True, False])
+def test_checkpointing_keeps_a_routing_that_would_flip(
+    kept: bool, use_reentrant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patched, _ = FAMILIES["Mixtral"].pair()
+    chosen: list[torch.Tensor] = []
+
+    def compute(experts: Any, rows: torch.Tensor, plan: fusedops.RoutingPlan) -> torch.Tensor:
+        if experts is patched.model.layers[-1].mlp.experts:
+            chosen.append(plan.expert_ids.clone())
+        return original(experts, rows, plan)
+
+    original = sparse_blocks.compute
+    monkeypatch.setattr(sparse_blocks, "compute", compute)
+    if not kept:  # the perturbation is real
+        monkeypatch.setattr(moe_like, "keep_routing", lambda function: function)
+    _checkpointed(patched, use_reentrant=use_reentrant)
+    first, again = chosen
+    assert torch.equal(first, again) == kept
+
+
+def test_a_checkpointing_function_outlives_the_patch() -> None:
+    patched, _ = FAMILIES["Mixtral"].pair()
+    patched.gradient_checkpointing_enable({"use_reentrant": False})
+    whole = gradients(patched, loss)
+    fusedops.unpatch(patched)
+    for name, gradient in gradients(patched, loss).items():
+        assert_close(gradient, whole[name])

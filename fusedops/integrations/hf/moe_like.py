@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
+import torch
 from torch import nn
 
 from fusedops.integrations.hf import llama_like, rms_norms
@@ -14,6 +17,31 @@ from fusedops.integrations.hf.rms_norms import rms_norm_rule
 from fusedops.integrations.hf.routers import Router, router_rule
 from fusedops.integrations.hf.rules import Rule
 from fusedops.integrations.hf.sparse_blocks import Block, block_rule
+from fusedops.ops._routing_reuse import keep_routing
+
+_CHECKPOINT = "_gradient_checkpointing_func"
+
+
+class KeepsRouting(nn.Module):
+    """A decoder layer whose recomputation under gradient checkpointing routes as its first run."""
+
+    @property
+    def _gradient_checkpointing_func(self) -> Callable[..., Any]:
+        """What transformers has set, given a function that keeps its routing."""
+        checkpoint = self.__dict__.get(_CHECKPOINT)
+        if checkpoint is None:
+            raise AttributeError(_CHECKPOINT)
+        if torch.compiler.is_compiling():  # there routing_contexts keeps it
+            return checkpoint
+        return lambda function, *args: checkpoint(keep_routing(function), *args)
+
+    @_gradient_checkpointing_func.setter
+    def _gradient_checkpointing_func(self, checkpoint: Callable[..., Any]) -> None:
+        self.__dict__[_CHECKPOINT] = checkpoint
+
+    @_gradient_checkpointing_func.deleter
+    def _gradient_checkpointing_func(self) -> None:
+        del self.__dict__[_CHECKPOINT]
 
 
 def rules(
@@ -45,6 +73,7 @@ def rules(
         each: getattr(family, f"{prefix}{each}", None) for each in ("TopKRouter", "TopkRouter")
     }
     (found,) = (each for each in named.values() if each is not None)
+    sparse = type(layer.__name__, (KeepsRouting, layer), {"__module__": __name__})
     return (
         rms_norm_rule(getattr(family, f"{prefix}RMSNorm"), module_name, norm),
         attention_rule(
@@ -54,7 +83,7 @@ def rules(
             rotary=True,
             half_tables=half_tables,
         ),
-        llama_like.layer_rule(getattr(family, f"{prefix}DecoderLayer"), layer, module_name),
+        llama_like.layer_rule(getattr(family, f"{prefix}DecoderLayer"), sparse, module_name),
         router_rule(found, router, module_name),
         block_rule(getattr(family, f"{prefix}{block[0]}"), block[1], module_name),
         experts_rule(getattr(family, f"{prefix}Experts"), module_name),
