@@ -43,7 +43,6 @@ struct PivotSums {
   V distances[2] = {V(A(0)), V(A(0))};
   V squares[2] = {V(A(0)), V(A(0))};
 
-  // Branches instead of indices keep the sums in registers.
   inline __attribute__((always_inline)) void add(bool odd, const V& distance) {
     if (odd) {
       distances[1] = distances[1] + distance;
@@ -356,7 +355,7 @@ inline void normalize_row(const NormForward& a, bool stream, const Acc<T>* row,
 }
 
 // Rows that the backward takes at once: the sums of the parameter gradients are then read and
-// written once for all of them (each row is still added in its turn).
+// written once for all of them (each row is still added in its turn). With AVX-512 one was fastest.
 #if defined(CPU_CAPABILITY_AVX512)
 constexpr int kRows = 1;
 #else

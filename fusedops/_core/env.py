@@ -6,6 +6,7 @@
 | ``FUSEDOPS_LIBRARY`` | folder that holds the compiled libraries | ``fusedops/lib`` |
 | ``FUSEDOPS_DISABLE_NATIVE`` | ``1``: do not load the compiled libraries | ``0`` |
 | ``FUSEDOPS_TUNING`` | tuning table that wins over the shipped one; ``off``: no table | shipped |
+| ``THP_MEM_ALLOC_ENABLE`` | torch's own: ``1`` large tensors on huge pages (``tune_host`` sets it) | ``0`` |
 | ``TRITON_INTERPRET`` | Triton's own: ``1`` interprets its kernels, on CPU tensors too | ``0`` |
 """
 
@@ -13,6 +14,8 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+
+HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 
 
 def backend() -> str | None:
@@ -39,3 +42,16 @@ def tuning() -> str | None:
 def triton_interpreted() -> bool:
     """Return whether Triton runs its kernels in its interpreter."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def set_huge_pages() -> bool:
+    """Set ``THP_MEM_ALLOC_ENABLE`` to ``1`` unless it is set; return whether this set it."""
+    if HUGE_PAGES in os.environ:
+        return False
+    os.environ[HUGE_PAGES] = "1"
+    return True
+
+
+def unset_huge_pages() -> None:
+    """Take back what ``set_huge_pages`` set."""
+    del os.environ[HUGE_PAGES]

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import torch
 
+from fusedops._core import env
+
 # glibc's mallopt parameters (malloc.h).
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 _MMAP_THRESHOLD = 1 << 30
@@ -25,8 +27,6 @@ _NEVER_TRIM = -1
 
 _OTHER_ALLOCATORS = ("jemalloc", "tcmalloc", "mimalloc")
 _THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-# torch's own, read at its first allocation.
-_THP_VARIABLE = "THP_MEM_ALLOC_ENABLE"
 
 
 @dataclass(frozen=True)
@@ -178,12 +178,12 @@ def _tune_huge_pages() -> Change | None:
         return None
     if mode == "never":
         return Change("huge pages", False, "switched off in the kernel")
-    asked = os.environ.setdefault(_THP_VARIABLE, "1")
+    was_set_here = env.set_huge_pages()
     if mode == "always" or _gets_huge_pages():
         return Change("huge pages", True, "tensors of 2 MiB and more sit on them")
-    if asked == "1":
-        del os.environ[_THP_VARIABLE]
-    note = f"torch had allocated before; start with {_THP_VARIABLE}=1"
+    if was_set_here:
+        env.unset_huge_pages()
+    note = f"torch had allocated before; start with {env.HUGE_PAGES}=1"
     return Change("huge pages", False, note)
 
 
@@ -251,7 +251,7 @@ def _look_at_huge_pages() -> Finding | None:
         False,
         f"{mode}, and tensors do not ask for them",
         "large tensors sit on 4 KiB pages; with fresh mappings about twice the page-fault time",
-        f"fusedops.tune_host() before the first tensor, or start with {_THP_VARIABLE}=1",
+        f"fusedops.tune_host() before the first tensor, or start with {env.HUGE_PAGES}=1",
     )
 
 
