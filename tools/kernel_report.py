@@ -1,7 +1,9 @@
 """Compiles every Triton kernel for GPUs that are not there and keeps what the compiler says of it.
 
     python tools/kernel_report.py             # writes docs/reports/triton_kernels.csv
+    python tools/kernel_report.py --op gelu   # writes and prints the rows of one op
     python tools/kernel_report.py --check     # compares with it (make check-cuda, CI)
+    python tools/kernel_report.py --all       # compiles what did not change as well
 
 Each ``fusedops/kernels/X.py`` names its configurations in ``static_report_cases()``; each is
 compiled for sm_80, sm_90 and sm_100, and registers, stack, shared memory and instructions are read
@@ -11,17 +13,29 @@ spilled register; a matrix kernel uses the matrix instructions; shared memory fi
 Pointers and sizes are declared divisible by 16, as they are in practice: without that loads are
 neither vectorised nor pipelined, and the report would lie. Sizes that a kernel does not specialise
 on stay unknown, as in practice.
+
+A row keeps a digest of all that decides its figures: the kernel's source, the device functions and
+constants that it uses, types, sizes and launch options, and how this tool compiles and counts.
+While digest and Triton's version are the same the figures are, and only what changed is compiled.
+``--check`` refuses a digest that is not the present one, and compiles one row in 16 whatever its
+digest says (``make kernel-report-all`` all of them).
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
+import functools
+import hashlib
 import importlib
+import inspect
 import os
 import re
 import subprocess
 import sys
 import tempfile
+import textwrap
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -45,22 +59,29 @@ INSTRUCTIONS = {
 }
 
 
-def cases() -> list[tuple[str, int]]:
-    """Return module name and index of every configuration of every kernel file."""
-    sys.path.insert(0, str(ROOT))
-    found = []
-    for path in sorted((ROOT / "fusedops" / "kernels").glob("[!_]*.py")):
-        module = importlib.import_module(f"fusedops.kernels.{path.stem}")
-        if not hasattr(module, "static_report_cases"):
-            raise SystemExit(f"fusedops/kernels/{path.name} has no static_report_cases()")
-        found += [(path.stem, index) for index in range(len(module.static_report_cases()))]
-    return found
+def ops() -> list[str]:
+    """Return the names of the kernel files."""
+    paths = (ROOT / "fusedops" / "kernels").glob("[!_]*.py")
+    return sorted(path.stem for path in paths)
 
 
-def is_meant_for(op: str, index: int, capability: int) -> bool:
-    """Return whether a configuration is one that GPUs of a capability run: all, unless it says."""
-    case = importlib.import_module(f"fusedops.kernels.{op}").static_report_cases()[index]
-    return capability in (case.get("capabilities") or CAPABILITIES)
+@functools.cache
+def cases(op: str) -> list[dict[str, Any]]:
+    """Return the configurations of a kernel file."""
+    module = importlib.import_module(f"fusedops.kernels.{op}")
+    if not hasattr(module, "static_report_cases"):
+        raise SystemExit(f"fusedops/kernels/{op}.py has no static_report_cases()")
+    return list(module.static_report_cases())
+
+
+def compilations(names: Sequence[str]) -> list[tuple[str, int, int]]:
+    """Return op, index of its configuration and capability of everything that is compiled."""
+    return [
+        (op, index, capability)
+        for op in names
+        for index, case in enumerate(cases(op))
+        for capability in case.get("capabilities") or CAPABILITIES
+    ]
 
 
 def case_name(case: dict[str, Any], all_cases: list[dict[str, Any]]) -> str:
@@ -76,13 +97,61 @@ def case_name(case: dict[str, Any], all_cases: list[dict[str, Any]]) -> str:
     return ", ".join(part for part in parts if part)
 
 
+def digest(case: dict[str, Any], capability: int) -> str:
+    """Return what identifies the figures of a configuration under one version of Triton."""
+    constexprs = {
+        name: sorted(sources(value).items()) if hasattr(value, "fn") else value
+        for name, value in case["constexprs"].items()
+    }
+    launch = (case["num_warps"], case["num_stages"], bool(case["matrix"]), capability)
+    decides = (case["signature"], constexprs, launch, sorted(sources(case["kernel"]).items()))
+    return hashlib.sha256(repr((decides, _method())).encode()).hexdigest()[:12]
+
+
+def sources(function: Any) -> dict[str, str]:
+    """Return the code of a ``@triton.jit`` function and of all of ours that it calls or names.
+
+    Neither comments nor the lines that the functions stand on count.
+    """
+    found: dict[str, str] = {}
+
+    def visit(function: Any) -> None:
+        name = f"{function.fn.__module__}.{function.fn.__qualname__}"
+        if name in found:
+            return
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function.fn)))
+        found[name] = ast.unparse(tree)
+        known = function.fn.__globals__
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Name):
+                value = known.get(node.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                value = getattr(known.get(node.value.id), node.attr, None)
+            else:
+                continue
+            if hasattr(value, "fn") and value.fn.__module__.split(".")[0] != "triton":
+                visit(value)
+            elif type(value).__name__ == "constexpr":
+                found[f"{name}: {ast.unparse(node)}"] = repr(value.value)
+
+    visit(function)
+    return found
+
+
+@functools.cache
+def _method() -> str:
+    return "".join(map(inspect.getsource, (_figures, _source))) + repr(INSTRUCTIONS)
+
+
 def report(op: str, index: int, capability: int) -> report_table.Row:
-    """Compile one configuration and return its row."""
+    """Compile one configuration and return its figures."""
+    return _figures(cases(op)[index], capability)
+
+
+def _figures(case: dict[str, Any], capability: int) -> report_table.Row:
     from triton import compile as triton_compile
     from triton.backends.compiler import GPUTarget
 
-    all_cases = importlib.import_module(f"fusedops.kernels.{op}").static_report_cases()
-    case = all_cases[index]
     options = {
         "num_warps": case["num_warps"],
         "num_stages": case["num_stages"],
@@ -98,12 +167,8 @@ def report(op: str, index: int, capability: int) -> report_table.Row:
         code = _tool("nvdisasm", cubin.name)
     resources = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", usage)
     if resources is None:
-        raise RuntimeError(f"cuobjdump told no resources of {op}: {usage}")
+        raise RuntimeError(f"cuobjdump told no resources of {case['kernel'].__name__}: {usage}")
     row = {
-        "op": op,
-        "kernel": case["kernel"].__name__,
-        "case": case_name(case, all_cases),
-        "arch": f"sm_{capability}",
         "matrix": str(int(case["matrix"])),
         "warps": str(case["num_warps"]),
         "stages": str(case["num_stages"]),
@@ -162,18 +227,21 @@ def _tool(name: str, *arguments: str) -> str:
 
 
 def main() -> int:
-    """Compile everything and write or compare the table."""
+    """Compile what changed, and write or compare the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="compare, do not write")
-    check = parser.parse_args().check
+    parser.add_argument("--all", action="store_true", help="compile what did not change as well")
+    parser.add_argument("--op", action="append", metavar="NAME", help="only the rows of this op")
+    options = parser.parse_args()
     try:
         from triton import __version__
     except ImportError:
         print("triton is not installed: no report of its kernels")
         return 0
-    todo = [(*case, each) for case in cases() for each in CAPABILITIES if is_meant_for(*case, each)]
-    with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        rows = list(pool.map(report, *zip(*todo, strict=True)))
+    sys.path.insert(0, str(ROOT))
+    unknown = sorted(set(options.op or ()) - set(ops()))
+    if unknown:
+        parser.error(f"--op {', '.join(unknown)}: there is no fusedops/kernels file of this name")
     table = report_table.Table(
         path=report_table.REPORTS / "triton_kernels.csv",
         command="python tools/kernel_report.py",
@@ -181,8 +249,33 @@ def main() -> int:
         keys=("op", "kernel", "case", "arch"),
         bounded=("registers", "shared"),
         problems=problems,
+        digest="digest",
     )
-    return report_table.finish(table, rows, check=check)
+    todo = compilations(options.op or ops())
+    marks = [digest(cases(op)[index], capability) for op, index, capability in todo]
+    known = {} if options.all else report_table.figures(table)
+    if options.check:
+        # A sixteenth is compiled all the same: a digest that misses something would show there.
+        known = {mark: row for mark, row in known.items() if not mark.startswith("0")}
+    compiled = {mark: each for mark, each in zip(marks, todo, strict=True) if mark not in known}
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        made = pool.map(report, *zip(*compiled.values(), strict=True)) if compiled else ()
+        known |= dict(zip(compiled, made, strict=True))
+    rows = [
+        {
+            "op": op,
+            "kernel": cases(op)[index]["kernel"].__name__,
+            "case": case_name(cases(op)[index], cases(op)),
+            "arch": f"sm_{capability}",
+        }
+        | known[mark]
+        | {"digest": mark}
+        for (op, index, capability), mark in zip(todo, marks, strict=True)
+    ]
+    print(f"compiled {len(compiled)} of {len(set(marks))} different kernels")
+    if options.op:
+        report_table.show(rows)
+    return report_table.finish(table, rows, check=options.check, only=options.op)
 
 
 if __name__ == "__main__":

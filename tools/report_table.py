@@ -28,6 +28,8 @@ class Table:
         keys: columns that identify a row.
         bounded: columns whose figures may fall but not rise.
         problems: the fixed rules: returns a sentence per violation of a row.
+        digest: column that says which sources the figures are of, if there is one: a committed row
+            of other sources is stale even where its figures are the same.
     """
 
     path: Path
@@ -36,31 +38,70 @@ class Table:
     keys: tuple[str, ...]
     bounded: tuple[str, ...]
     problems: Callable[[Row], list[str]]
+    digest: str = ""
 
 
-def finish(table: Table, rows: Sequence[Row], *, check: bool) -> int:
-    """Write the table, or compare with the committed one; returns the exit code."""
+def figures(table: Table) -> dict[str, Row]:
+    """Return the committed figures of this compiler by their digest, without name and digest."""
+    if not table.path.exists():
+        return {}
+    compiler, rows = _read(table)
+    if compiler != table.compiler:
+        return {}
+    named = {*table.keys, table.digest}
+    return {
+        row[table.digest]: {column: row[column] for column in row if column not in named}
+        for row in rows
+        if row.get(table.digest)
+    }
+
+
+def show(rows: Sequence[Row]) -> None:
+    """Print rows in columns."""
+    columns = list(rows[0]) if rows else []
+    widths = [max(len(column), *(len(row[column]) for row in rows)) for column in columns]
+    for line in [columns, *([row[column] for column in columns] for row in rows)]:
+        pairs = zip(line, widths, strict=True)
+        print("  ".join(each.ljust(width) for each, width in pairs).rstrip())
+
+
+def finish(
+    table: Table, rows: Sequence[Row], *, check: bool, only: Sequence[str] | None = None
+) -> int:
+    """Write the table, or compare with the committed one; returns the exit code.
+
+    ``only`` names what the rows are of (values of the first key): the others stay as they are.
+    """
     rows = sorted(rows, key=lambda row: [row[key] for key in table.keys])
     where = table.path.relative_to(REPORTS.parent.parent)
     broken = [f"{_name(table, row)}: {each}" for row in rows for each in table.problems(row)]
     names = [_name(table, row) for row in rows]
     broken += sorted({f"{each}: two rows of this name" for each in names if names.count(each) > 1})
-    changed = _differences(table, rows) if check else []
+    changed = _differences(table, rows, only) if check else []
     for line in broken + changed:
         print(f"{where}: {line}", file=sys.stderr)
     if changed:
         print(f"If this is intended: {table.command}, and commit {where}.", file=sys.stderr)
     if not check:
-        _write(table, rows)
+        others = []
+        if only and table.path.exists():
+            compiler, committed = _read(table)
+            if compiler != table.compiler:
+                print(f"{where}: written by {compiler}: write all of it anew", file=sys.stderr)
+                return 1
+            others = [row for row in committed if row[table.keys[0]] not in only]
+        _write(table, sorted([*rows, *others], key=lambda row: [row[key] for key in table.keys]))
     if not broken and not changed:
         print(f"{where}: {len(rows)} kernels, {'as committed' if check else 'written'}")
     return int(bool(broken or changed))
 
 
-def _differences(table: Table, rows: Sequence[Row]) -> list[str]:
+def _differences(table: Table, rows: Sequence[Row], only: Sequence[str] | None) -> list[str]:
     if not table.path.exists():
         return ["the file is missing"]
     compiler, committed = _read(table)
+    if only:
+        committed = [row for row in committed if row[table.keys[0]] in only]
     before = {_name(table, row): row for row in committed}
     now = {_name(table, row): row for row in rows}
     found = [f"{name}: a new kernel without a row" for name in now.keys() - before.keys()]
@@ -73,6 +114,14 @@ def _differences(table: Table, rows: Sequence[Row]) -> list[str]:
             was, new = int(before[name][column]), int(now[name][column])
             if new > was:
                 found.append(f"{name}: {column} rose from {was} to {new}")
+    stale = [
+        name
+        for name in sorted(now.keys() & before.keys())
+        if table.digest and before[name].get(table.digest) != now[name][table.digest]
+    ]
+    if stale:
+        more = "" if len(stale) == 1 else f" and {len(stale) - 1} more"
+        found.append(f"{stale[0]}{more}: changed after the row was written")
     return sorted(found)
 
 
@@ -85,7 +134,8 @@ def _write(table: Table, rows: Sequence[Row]) -> None:
     with table.path.open("w", newline="") as file:
         file.write(f"# {table.compiler}; written by {table.command}\n")
         if rows:
-            writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+            columns = list(dict.fromkeys(column for row in rows for column in row))
+            writer = csv.DictWriter(file, columns, lineterminator="\n")
             writer.writeheader()
             writer.writerows(rows)
 

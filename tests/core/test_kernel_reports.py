@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 import cuda_report
@@ -88,6 +89,49 @@ def test_figures_of_another_compiler_are_not_compared_but_rules_hold(
     assert report_table.finish(newer, [row(registers="101")], check=True) == 1
 
 
+def digested(table: report_table.Table) -> report_table.Table:
+    return report_table.Table(**{**vars(table), "digest": "digest"})
+
+
+def test_a_row_of_other_sources_is_stale_though_its_figures_are_the_same(
+    table: report_table.Table, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = digested(table)
+    report_table.finish(table, [row(digest="1a"), row(kernel="j", digest="2b")], check=False)
+    assert (
+        report_table.finish(table, [row(digest="1a"), row(kernel="j", digest="2b")], check=True)
+        == 0
+    )
+    assert (
+        report_table.finish(table, [row(digest="3c"), row(kernel="j", digest="2b")], check=True)
+        == 1
+    )
+    assert "k sm_90: changed after the row was written" in capsys.readouterr().err
+
+
+def test_figures_are_kept_by_digest_for_one_compiler(table: report_table.Table) -> None:
+    table = digested(table)
+    assert report_table.figures(table) == {}
+    report_table.finish(table, [row(digest="1a"), row(kernel="j", digest="")], check=False)
+    assert report_table.figures(table) == {"1a": {"registers": "32", "shared": "0"}}
+    newer = report_table.Table(**{**vars(table), "compiler": "compiler 2"})
+    assert report_table.figures(newer) == {}
+
+
+def test_rows_of_one_op_are_written_and_compared_alone(
+    table: report_table.Table, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report_table.finish(table, [row(), row(kernel="other")], check=False)
+    assert report_table.finish(table, [row(registers="40")], check=True, only=["k"]) == 1
+    assert "gone" not in capsys.readouterr().err
+    assert report_table.finish(table, [row(registers="40")], check=False, only=["k"]) == 0
+    both = [row(registers="40"), row(kernel="other")]
+    assert report_table.finish(table, both, check=True) == 0
+    newer = report_table.Table(**{**vars(table), "compiler": "compiler 2"})
+    assert report_table.finish(newer, [row()], check=False, only=["k"]) == 1
+    assert "write all of it anew" in capsys.readouterr().err
+
+
 def test_missing_table_fails(table: report_table.Table, capsys: pytest.CaptureFixture[str]) -> None:
     assert report_table.finish(table, [row()], check=True) == 1
 
@@ -120,3 +164,51 @@ def test_cases_of_one_label_are_named_by_what_differs() -> None:
     cases = [case("N=8", N=8, DROP=True), case("N=8", N=8, DROP=False), case("N=16", N=16)]
     names = [kernel_report.case_name(each, cases) for each in cases]
     assert names == ["N=8, DROP=True", "N=8, DROP=False", "N=16"]
+
+
+TWO_KERNELS = """
+import triton
+import triton.language as tl
+
+LIMIT = tl.constexpr({limit})
+
+@triton.jit
+def inner(x):
+    {comment}
+    return x * {factor}
+
+@triton.jit
+def outer(x_ptr, BLOCK: tl.constexpr):
+    offsets = tl.arange(0, BLOCK)
+    tl.store(x_ptr + offsets, inner(tl.load(x_ptr + offsets)), mask=offsets < LIMIT)
+"""
+
+
+def test_a_digest_follows_callees_and_constants_but_no_comment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def digest(number: int, *, before: str = "", **changes: object) -> str:
+        text = TWO_KERNELS.format(**{"limit": 8, "comment": "# one", "factor": 2} | changes)
+        (tmp_path / f"kernels_{number}.py").write_text(before + text)
+        kernel = importlib.import_module(f"kernels_{number}").outer
+        case = {
+            "kernel": kernel,
+            "signature": {"x_ptr": "*fp32"},
+            "constexprs": {"BLOCK": 16},
+            "num_warps": 4,
+            "num_stages": 1,
+            "matrix": False,
+        }
+        assert kernel_report.digest(case, 90) != kernel_report.digest(case | {"num_warps": 8}, 90)
+        assert kernel_report.digest(case, 90) != kernel_report.digest(case, 80)
+        # The module's name is a part of what is hashed: the same one for all of them.
+        found = kernel_report.sources(kernel)
+        return repr([(name.split(".")[-1], code) for name, code in sorted(found.items())])
+
+    first = digest(0)
+    assert digest(1, before="# moved\n\n\n", comment="# two") == first
+    assert digest(2, factor=3) != first
+    assert digest(3, limit=9) != first
