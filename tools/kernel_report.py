@@ -99,15 +99,19 @@ def case_name(case: dict[str, Any], all_cases: list[dict[str, Any]]) -> str:
 
 def digest(case: dict[str, Any], capability: int) -> str:
     """Return what identifies the figures of a configuration under one version of Triton."""
-    constexprs = {
-        name: sorted(sources(value).items()) if hasattr(value, "fn") else value
-        for name, value in case["constexprs"].items()
-    }
+    # Sorted: some cases collect their names in a set, of another order in every process.
+    constexprs = [
+        (name, sorted(sources(value).items()) if hasattr(value, "fn") else value)
+        for name, value in sorted(case["constexprs"].items())
+    ]
     launch = (case["num_warps"], case["num_stages"], bool(case["matrix"]), capability)
-    decides = (case["signature"], constexprs, launch, sorted(sources(case["kernel"]).items()))
-    return hashlib.sha256(repr((decides, _method())).encode()).hexdigest()[:12]
+    types = sorted(case["signature"].items())
+    code = sorted(sources(case["kernel"]).items())
+    decides = repr((types, constexprs, launch, code, _method()))
+    return hashlib.sha256(decides.encode()).hexdigest()[:12]
 
 
+@functools.cache
 def sources(function: Any) -> dict[str, str]:
     """Return the code of a ``@triton.jit`` function and of all of ours that it calls or names.
 
