@@ -6,9 +6,9 @@ import functools
 import importlib
 import pkgutil
 
-from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec, tensors_in
+from fusedops.specs.spec import BadInput, BenchCase, Depth, Sample, Spec, tensors_in
 
-__all__ = ["BadInput", "BenchCase", "Sample", "Spec", "all_specs", "tensors_in"]
+__all__ = ["BadInput", "BenchCase", "Depth", "Sample", "Spec", "all_specs", "tensors_in"]
 
 
 @functools.cache

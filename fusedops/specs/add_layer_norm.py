@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from fusedops.ops.add_layer_norm import add_layer_norm
+from fusedops.specs import depth
 from fusedops.specs.make import randn
 from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec
 
@@ -118,6 +119,7 @@ SPEC = Spec(
     ),
     summary="dropout, residual sum and layer normalisation",
     autocast="norm",
+    depth=depth.of_rows(depth.normalized(2)),
     limits=(
         "The dropout mask is not that of torch's dropout: it is drawn by another generator.",
         "With DTensor, dropout needs the whole tensor on every rank: elements are counted from its "

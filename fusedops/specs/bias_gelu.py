@@ -8,6 +8,7 @@ import torch
 
 from fusedops._core.activation import ACTIVATIONS, GELU_VARIANTS
 from fusedops.ops.bias_gelu import bias_gelu
+from fusedops.specs import depth
 from fusedops.specs.make import randn
 from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec
 
@@ -81,4 +82,5 @@ SPEC = Spec(
     ),
     summary="bias + GELU in one pass",
     autocast="promote",
+    depth=depth.elementwise,
 )

@@ -10,7 +10,7 @@ import torch
 
 from fusedops._core.activation import ACTIVATIONS, GELU_VARIANTS
 from fusedops.ops.geglu import geglu
-from fusedops.specs import _glu
+from fusedops.specs import _glu, depth
 from fusedops.specs.make import randn
 from fusedops.specs.spec import BadInput, Sample, Spec
 
@@ -73,5 +73,6 @@ SPEC = Spec(
     ),
     summary="gelu(gate) * up, all three variants",
     autocast="keep",
+    depth=depth.elementwise,
     peers=_peers,
 )

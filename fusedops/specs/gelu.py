@@ -9,6 +9,7 @@ import torch
 
 from fusedops._core.activation import ACTIVATIONS, GELU_VARIANTS
 from fusedops.ops.gelu import gelu
+from fusedops.specs import depth
 from fusedops.specs.make import numel, randn
 from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec
 
@@ -80,6 +81,7 @@ SPEC = Spec(
     ),
     summary="GELU: erf, tanh or fast (x * sigmoid(1.702 x))",
     autocast="keep",
+    depth=depth.elementwise,
     opinfo=("nn.functional.gelu",),
     from_opinfo=_from_opinfo,
 )

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from fusedops.ops.layer_norm import layer_norm
+from fusedops.specs import depth
 from fusedops.specs.make import randn
 from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec
 
@@ -102,6 +103,7 @@ SPEC = Spec(
     ),
     summary="normalise rows, scale and shift",
     autocast="norm",
+    depth=depth.of_rows(depth.normalized(1)),
     peers=_peers,
     opinfo=("nn.functional.layer_norm",),
     from_opinfo=_from_opinfo,

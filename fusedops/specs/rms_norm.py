@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from fusedops.ops.rms_norm import rms_norm
+from fusedops.specs import depth
 from fusedops.specs.make import randn
 from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec
 
@@ -140,6 +141,7 @@ SPEC = Spec(
     ),
     summary="divide rows by their root mean square and scale",
     autocast="norm",
+    depth=depth.of_rows(depth.normalized(1)),
     peers=_peers,
     opinfo=("nn.functional.rms_norm",),
     from_opinfo=_from_opinfo,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fusedops.ops.rotary_embedding import rotary_embedding
+from fusedops.specs import depth
 from fusedops.specs.make import randn
 from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec
 
@@ -179,6 +180,7 @@ SPEC = Spec(
     ),
     summary="rotary position embedding of query and key, half or interleaved, partial",
     autocast="keep",
+    depth=depth.elementwise,
     peers=_peers,
     limits=("Gradients of cos and sin come from the eager reference.",),
 )

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fusedops.ops.scaled_masked_softmax import scaled_masked_softmax
+from fusedops.specs import depth
 from fusedops.specs.make import randn
 from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec
 
@@ -141,6 +142,7 @@ SPEC = Spec(
     ),
     summary="scale, mask (boolean, additive, causal) and softmax of attention scores",
     autocast="keep",
+    depth=depth.of_rows(depth.last_dim),
     opinfo=("softmax",),
     from_opinfo=_from_opinfo,
 )

@@ -88,6 +88,25 @@ class BenchCase:
 
 
 @dataclass(frozen=True)
+class Depth:
+    """How many terms are summed into one element.
+
+    Attributes:
+        outputs: of any output.
+        gradients: of the gradient of each leaf of the sample, in their order.
+    """
+
+    outputs: int
+    gradients: tuple[int, ...]
+
+
+def all_elements(sample: Sample) -> Depth:
+    """Return the depth of an op that may sum whatever it is given: the size of the largest leaf."""
+    terms = max((leaf.numel() for leaf in sample.leaves), default=1)
+    return Depth(terms, (terms,) * len(sample.leaves))
+
+
+@dataclass(frozen=True)
 class Spec:
     """What tests, benchmarks and documentation need to know of one op.
 
@@ -106,6 +125,8 @@ class Spec:
             ``op``, or ``None`` when that sample means something that ``op`` does not offer.
         rows_are_independent: whether the result of a row (an index of the first dim of ``args[0]``)
             depends on that row of the arguments alone.
+        depth: how many terms are summed into an element of an output and of a gradient, which the
+            error budget grows with (rules: ``specs/depth.py``).
         double_backward: whether the op is twice differentiable (as torch's own is).
         autocast: what autocast does to the op, in one word of ``_core/dtypes.py``.
         summary: one line for the README's table.
@@ -124,5 +145,6 @@ class Spec:
     opinfo: tuple[str, ...] = ()
     from_opinfo: Callable[..., tuple[tuple[Any, ...], dict[str, Any]] | None] | None = None
     rows_are_independent: bool = True
+    depth: Callable[[Sample], Depth] = all_elements
     double_backward: bool = True
     limits: tuple[str, ...] = ()

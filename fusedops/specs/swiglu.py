@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from fusedops.ops.swiglu import swiglu
-from fusedops.specs import _glu
+from fusedops.specs import _glu, depth
 from fusedops.specs.make import randn
 from fusedops.specs.spec import BadInput, Sample, Spec
 
@@ -56,5 +56,6 @@ SPEC = Spec(
     ),
     summary="silu(gate) * up",
     autocast="keep",
+    depth=depth.elementwise,
     peers=_peers,
 )

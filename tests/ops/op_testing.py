@@ -77,11 +77,13 @@ def baseline(spec: Spec, sample: Sample) -> Result:
 def assert_within_budget(actual: Result, spec: Spec, sample: Sample) -> None:
     """Compare every output and gradient with the truth, within the error budget."""
     exact, eager = truth(spec, sample), baseline(spec, fresh(sample))
-    depth = max((leaf.numel() for leaf in sample.leaves), default=1)
+    depth = spec.depth(sample)
+    assert len(depth.gradients) == len(actual.grads), "a depth for each leaf"
     names = [f"output {i}" for i in range(len(actual.outputs))]
     names += [f"gradient of leaf {i}" for i in range(len(actual.grads))]
-    for name, got, want, base in zip(
+    for name, terms, got, want, base in zip(
         names,
+        [depth.outputs] * len(actual.outputs) + list(depth.gradients),
         actual.outputs + actual.grads,
         exact.outputs + exact.grads,
         eager.outputs + eager.grads,
@@ -92,7 +94,7 @@ def assert_within_budget(actual: Result, spec: Spec, sample: Sample) -> None:
         if not got.is_floating_point():
             assert torch.equal(got, want), f"{name}: {got}, wanted {want}"
             continue
-        assert_close(got, want, base, name, depth)
+        assert_close(got, want, base, name, terms)
 
 
 def assert_close(
