@@ -7,7 +7,6 @@ every backend writes the same bytes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ import triton
 import triton.language as tl
 
 from fusedops.kernels import _launch
+from fusedops.kernels._moe_arguments import PackArguments
 
 _MAX_BLOCK = 2048
 _INTEGERS = {2: torch.int16, 4: torch.int32}
@@ -129,34 +129,19 @@ def _pack_kernel(
     tl.store(bytes_ptr + row * stride + end + pad, zero, mask=end + pad < stride)
 
 
-def supports(
-    input: torch.Tensor,
-    probs: torch.Tensor,
-    expert_ids: torch.Tensor | None,
-    index: torch.Tensor | None,
-    num_rows: torch.Tensor | None,
-    span: int,
-    quantized: bool,
-    layout: Sequence[int],
-) -> str | None:
+def supports(*args: Any) -> str | None:
     """Return why the kernel cannot run, or ``None``."""
+    probs = PackArguments(*args).probs
     return "it packs float32 probabilities" if probs.dtype != torch.float32 else None
 
 
-def forward(
-    input: torch.Tensor,
-    probs: torch.Tensor,
-    expert_ids: torch.Tensor | None,
-    index: torch.Tensor | None,
-    num_rows: torch.Tensor | None,
-    span: int,
-    quantized: bool,
-    layout: Sequence[int],
-) -> torch.Tensor:
+def forward(*args: Any) -> torch.Tensor:
     """Launch the kernel; arguments and result are those of ``fusedops::moe_pack``."""
+    call = PackArguments(*args)
+    input, probs, expert_ids, index, num_rows, span, quantized, layout = call
+    rows = call.rows
     probs_at, ids_at, scale_at, stride = layout
     num_tokens, num_cols = input.shape
-    rows = num_tokens if index is None else index.numel()
     payload = torch.empty((rows, stride), dtype=torch.uint8, device=input.device)
     if rows == 0:
         return payload

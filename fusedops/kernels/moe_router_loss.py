@@ -7,7 +7,6 @@ order: no atomics.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ import triton
 import triton.language as tl
 
 from fusedops.kernels import _launch
+from fusedops.kernels._moe_arguments import RouterLossArguments
 
 _MAX_EXPERTS = 4096
 
@@ -160,82 +160,56 @@ def _blocks(num_experts: int) -> tuple[dict[str, int], dict[str, Any]]:
     return {"BLOCK_T": block_t, "BLOCK_E": block_e}, options
 
 
-def _arguments(
-    x: torch.Tensor,
-    weights: torch.Tensor | None,
-    z_weight: torch.Tensor | None,
-    mask: torch.Tensor | None,
-) -> list[torch.Tensor]:
-    wide = None if weights is None else weights.float()
-    z = None if z_weight is None else z_weight.float()
-    masked = None if mask is None else mask.contiguous().view(torch.uint8)
-    return [x, *(_launch.dense(each, x) for each in (wide, z, masked))]
+def _of(call: RouterLossArguments) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what both kernels take, but for what they write: pointers and sizes, and constants."""
+    tokens, experts = call.logits.shape
+    per_weight = max(1, tokens // (1 if call.weights is None else call.weights.shape[0]))
+    wide = None if call.weights is None else call.weights.float()
+    z = None if call.z_weight is None else call.z_weight.float()
+    masked = None if call.mask is None else call.mask.contiguous().view(torch.uint8)
+    x = call.logits.contiguous()
+    pointers = {
+        "x_ptr": x,
+        "w_ptr": _launch.dense(wide, x),
+        "z_ptr": _launch.dense(z, x),
+        "mask_ptr": _launch.dense(masked, x),
+    }
+    sizes = {"num_tokens": tokens, "num_experts": experts, "tokens_per_weight": per_weight}
+    blocks, options = _blocks(experts)
+    constants = {
+        "SIGMOID": call.score == "sigmoid",
+        "BALANCE": call.weights is not None,
+        "Z": call.z_weight is not None,
+        "MASK": call.mask is not None,
+    }
+    return pointers | sizes, constants | blocks | options
 
 
-def _sizes(x: torch.Tensor, weights: torch.Tensor | None) -> tuple[int, int, int]:
-    tokens, experts = x.shape
-    return tokens, experts, max(1, tokens // (1 if weights is None else weights.shape[0]))
-
-
-def forward(
-    logits: torch.Tensor,
-    weights: torch.Tensor | None,
-    z_weight: torch.Tensor | None,
-    mask: torch.Tensor | None,
-    score: str,
-) -> torch.Tensor:
+def forward(*args: Any) -> torch.Tensor:
     """Launch the forward, arguments and result those of ``fusedops::moe_router_loss``."""
-    x = logits.contiguous()
-    blocks, options = _blocks(x.shape[1])
-    programs = triton.cdiv(x.shape[0], blocks["BLOCK_T"])
+    data, constants = _of(RouterLossArguments(*args))
+    x = data["x_ptr"]
+    programs = triton.cdiv(x.shape[0], constants["BLOCK_T"])
     sums = x.new_empty(programs, dtype=torch.float32)
-    if programs == 0:
-        return sums.sum()
-    with _launch.device_of(x):
-        _forward_kernel[(programs,)](
-            *_arguments(x, weights, z_weight, mask),
-            sums,
-            *_sizes(x, weights),
-            SIGMOID=score == "sigmoid",
-            BALANCE=weights is not None,
-            Z=z_weight is not None,
-            MASK=mask is not None,
-            **blocks,
-            **options,
-        )
+    if programs:
+        with _launch.device_of(x):
+            _forward_kernel[(programs,)](**data, sums_ptr=sums, **constants)
     return sums.sum()
 
 
-def backward(
-    grad_loss: torch.Tensor,
-    logits: torch.Tensor,
-    weights: torch.Tensor | None,
-    z_weight: torch.Tensor | None,
-    mask: torch.Tensor | None,
-    score: str,
-    output_mask: Sequence[bool],
-) -> torch.Tensor | None:
+def backward(grad_loss: torch.Tensor, *args: Any) -> torch.Tensor | None:
     """Launch the backward, arguments and result those of ``moe_router_loss_backward``."""
+    *inputs, output_mask = args
     if not output_mask[0]:
         return None
-    x = logits.contiguous()
+    data, constants = _of(RouterLossArguments(*inputs))
+    x = data["x_ptr"]
     dx = torch.empty_like(x)
-    if x.numel() == 0:
-        return dx
-    blocks, options = _blocks(x.shape[1])
-    with _launch.device_of(x):
-        _backward_kernel[(triton.cdiv(x.shape[0], blocks["BLOCK_T"]),)](
-            grad_loss.float().contiguous(),
-            *_arguments(x, weights, z_weight, mask),
-            dx,
-            *_sizes(x, weights),
-            SIGMOID=score == "sigmoid",
-            BALANCE=weights is not None,
-            Z=z_weight is not None,
-            MASK=mask is not None,
-            **blocks,
-            **options,
-        )
+    programs = triton.cdiv(x.shape[0], constants["BLOCK_T"])
+    if programs:
+        grad = grad_loss.float().contiguous()
+        with _launch.device_of(x):
+            _backward_kernel[(programs,)](grad_ptr=grad, **data, dx_ptr=dx, **constants)
     return dx
 
 

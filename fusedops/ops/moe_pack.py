@@ -7,13 +7,13 @@ neighbours. ``_moe_payload.py`` has the layout, ``fusedops.parallel`` the exchan
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from fusedops._core import checks
 from fusedops._core.library import define_op
+from fusedops.kernels._moe_arguments import PackArguments
 from fusedops.ops._moe_payload import PayloadLayout, quantize
 
 
@@ -116,20 +116,13 @@ def _check_int32(op: str, name: str, value: Any, input: torch.Tensor) -> None:
         checks.fail(op, name, f"on {input.device}, the device of input", value.device)
 
 
-def _reference(
-    input: torch.Tensor,
-    probs: torch.Tensor,
-    expert_ids: torch.Tensor | None,
-    index: torch.Tensor | None,
-    num_rows: torch.Tensor | None,
-    span: int,
-    quantized: bool,
-    layout: Sequence[int],
-) -> torch.Tensor:
+def _reference(*args: Any) -> torch.Tensor:
+    call = PackArguments(*args)
+    input, probs, expert_ids, index, num_rows, span, quantized, layout = call
+    rows = call.rows
     probs_at, ids_at, scale_at, stride = layout
     tokens, top_k = probs.shape
     ids = torch.full_like(probs, -1, dtype=torch.int32) if expert_ids is None else expert_ids
-    rows = tokens if index is None else index.numel()
     real = torch.ones(rows, dtype=torch.bool, device=input.device)
     if num_rows is not None:
         real = torch.arange(rows, device=input.device) < num_rows
@@ -164,18 +157,9 @@ def _reference(
     return torch.where(real[:, None], payload, 0)
 
 
-def _fake(
-    input: torch.Tensor,
-    probs: torch.Tensor,
-    expert_ids: torch.Tensor | None,
-    index: torch.Tensor | None,
-    num_rows: torch.Tensor | None,
-    span: int,
-    quantized: bool,
-    layout: Sequence[int],
-) -> torch.Tensor:
-    rows = input.shape[0] if index is None else index.shape[0]
-    return input.new_empty((rows, layout[3]), dtype=torch.uint8)
+def _fake(*args: Any) -> torch.Tensor:
+    call = PackArguments(*args)
+    return call.input.new_empty((call.rows, call.layout[3]), dtype=torch.uint8)
 
 
 _OP = define_op(

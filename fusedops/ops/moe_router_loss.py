@@ -10,7 +10,6 @@ constants. No probabilities are stored. Kernels: ``csrc/cpu/moe_router_loss.*`` 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ import torch
 from fusedops._core import checks, dtypes
 from fusedops._core.library import Gradient, define_op
 from fusedops._core.sharding import PARTIAL, REPLICATE, Placement
+from fusedops.kernels._moe_arguments import RouterLossArguments
 from fusedops.ops._routing_plan import RoutingPlan
 
 _FORMS = ("switch", "squared")
@@ -208,13 +208,8 @@ def _per_token(weights: torch.Tensor, tokens: int) -> torch.Tensor:
     return weights if sequences == 1 else weights.repeat_interleave(tokens // sequences, 0)
 
 
-def _reference(
-    logits: torch.Tensor,
-    weights: torch.Tensor | None,
-    z_weight: torch.Tensor | None,
-    mask: torch.Tensor | None,
-    score: str,
-) -> torch.Tensor:
+def _reference(*args: Any) -> torch.Tensor:
+    logits, weights, z_weight, mask, score = RouterLossArguments(*args)
     x = logits.to(dtypes.statistics_dtype(logits.dtype))
     rows = x.new_zeros(x.shape[0])
     if weights is not None:
@@ -226,28 +221,17 @@ def _reference(
     return rows.sum()
 
 
-def _fake(
-    logits: torch.Tensor,
-    weights: torch.Tensor | None,
-    z_weight: torch.Tensor | None,
-    mask: torch.Tensor | None,
-    score: str,
-) -> torch.Tensor:
+def _fake(*args: Any) -> torch.Tensor:
+    logits = RouterLossArguments(*args).logits
     return logits.new_empty((), dtype=dtypes.statistics_dtype(logits.dtype))
 
 
-def _backward_reference(
-    grad_loss: torch.Tensor,
-    logits: torch.Tensor,
-    weights: torch.Tensor | None,
-    z_weight: torch.Tensor | None,
-    mask: torch.Tensor | None,
-    score: str,
-    output_mask: Sequence[bool],
-) -> torch.Tensor | None:
+def _backward_reference(grad_loss: torch.Tensor, *args: Any) -> torch.Tensor | None:
     """Softmax: dx = p (w - sum w p); sigmoid: dx = s (1 - s) / S (w - sum w p), S = sum s."""
+    *inputs, output_mask = args
     if not output_mask[0]:
         return None
+    logits, weights, z_weight, mask, score = RouterLossArguments(*inputs)
     x = logits.to(dtypes.statistics_dtype(logits.dtype))
     grad = torch.zeros_like(x)
     if weights is not None:
@@ -262,55 +246,40 @@ def _backward_reference(
     return (grad * grad_loss).to(logits.dtype).contiguous()
 
 
-def _backward_fake(
-    grad_loss: torch.Tensor,
-    logits: torch.Tensor,
-    weights: torch.Tensor | None,
-    z_weight: torch.Tensor | None,
-    mask: torch.Tensor | None,
-    score: str,
-    output_mask: Sequence[bool],
-) -> torch.Tensor | None:
+def _backward_fake(grad_loss: torch.Tensor, *args: Any) -> torch.Tensor | None:
+    *inputs, output_mask = args
+    logits = RouterLossArguments(*inputs).logits
     return logits.new_empty(logits.shape) if output_mask[0] else None
 
 
-def _placements(weights: Any, z_weight: Any, mask: Any) -> list[list[Placement]]:
+def _placements(call: RouterLossArguments) -> list[list[Placement]]:
     """Return placements of logits, weights, z_weight and mask: tokens may be sharded."""
     words: list[Placement] = [REPLICATE]
-    if weights is None or weights.shape[0] == 1:
+    if call.weights is None or call.weights.shape[0] == 1:
         words.append(0)
     return [
         [
             word,
-            None if weights is None else REPLICATE,
-            None if z_weight is None else REPLICATE,
-            None if mask is None else word,
+            None if call.weights is None else REPLICATE,
+            None if call.z_weight is None else REPLICATE,
+            None if call.mask is None else word,
         ]
         for word in words
     ]
 
 
-def _shard(
-    logits: Any, weights: Any, z_weight: Any, mask: Any, score: str
-) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard(*args: Any) -> list[tuple[list[Placement], list[Placement]]]:
     return [
         ([PARTIAL if inputs[0] == 0 else REPLICATE], [*inputs, None])
-        for inputs in _placements(weights, z_weight, mask)
+        for inputs in _placements(RouterLossArguments(*args))
     ]
 
 
-def _shard_backward(
-    grad_loss: Any,
-    logits: Any,
-    weights: Any,
-    z_weight: Any,
-    mask: Any,
-    score: str,
-    output_mask: Sequence[bool],
-) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard_backward(grad_loss: Any, *args: Any) -> list[tuple[list[Placement], list[Placement]]]:
+    *call, output_mask = args
     return [
         ([inputs[0] if output_mask[0] else None], [REPLICATE, *inputs, None, None])
-        for inputs in _placements(weights, z_weight, mask)
+        for inputs in _placements(RouterLossArguments(*call))
     ]
 
 

@@ -1,0 +1,39 @@
+"""The arguments of the registered MoE ops whose reference, fake and kernels all take the same ones.
+
+Without Triton, so that ``ops`` can import it too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+
+class PackArguments(NamedTuple):
+    """The arguments of ``fusedops::moe_pack``, in the order of its schema."""
+
+    input: torch.Tensor
+    probs: torch.Tensor
+    expert_ids: torch.Tensor | None
+    index: torch.Tensor | None
+    num_rows: torch.Tensor | None
+    span: int
+    quantized: bool
+    layout: Sequence[int]
+
+    @property
+    def rows(self) -> int:
+        """How many rows are packed."""
+        return self.input.shape[0] if self.index is None else self.index.shape[0]
+
+
+class RouterLossArguments(NamedTuple):
+    """The arguments of ``fusedops::moe_router_loss``, in the order of its schema."""
+
+    logits: torch.Tensor
+    weights: torch.Tensor | None
+    z_weight: torch.Tensor | None
+    mask: torch.Tensor | None
+    score: str
