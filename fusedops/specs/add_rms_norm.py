@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from fusedops.ops.add_rms_norm import add_rms_norm
-from fusedops.specs import depth
+from fusedops.specs import _peers, depth
 from fusedops.specs.make import randn
 from fusedops.specs.rms_norm import eager_rms_norm
 from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec
@@ -129,6 +129,7 @@ SPEC = Spec(
     ),
     summary="dropout, residual sum and root-mean-square normalisation",
     autocast="norm",
+    peers=_peers.add_rms_norm,
     depth=depth.of_rows(depth.normalized(2)),
     limits=(
         "The dropout mask is not that of torch's dropout: it is drawn by another generator.",

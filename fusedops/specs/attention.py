@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from fusedops.ops.attention import attention
+from fusedops.specs import _peers
 from fusedops.specs._attention_eager import attend
 from fusedops.specs.make import randn
 from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec
@@ -280,7 +281,7 @@ SPEC = Spec(
     ),
     summary="softmax(query key^T) value with masks, windows, soft-cap, ALiBi, sinks, grouped heads",
     autocast="lower",
-    peers=lambda: {"naive": _written_out},
+    peers=lambda: {"naive": _written_out, **_peers.attention()},
     opinfo=("nn.functional.scaled_dot_product_attention",),
     from_opinfo=_from_opinfo,
     limits=(

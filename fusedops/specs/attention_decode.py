@@ -9,6 +9,7 @@ import torch
 
 from fusedops._core.checks import UnsupportedError
 from fusedops.ops.attention_decode import attention_decode
+from fusedops.specs import _peers
 from fusedops.specs._attention_eager import attend
 from fusedops.specs.make import randn
 from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec
@@ -176,6 +177,7 @@ SPEC = Spec(
     bench_cases=(_case(8, 32, 8, 2048, 128), _case(1, 12, 12, 512, 64), _case(1, 32, 8, 8192, 128)),
     summary="attention of new tokens over a cache with ragged lengths",
     autocast="lower",
+    peers=_peers.attention_decode,
     rows_are_independent=False,
     double_backward=False,
     limits=("It has no gradient: generation has none.",),

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fusedops.ops.attention_varlen import attention_varlen
+from fusedops.specs import _peers
 from fusedops.specs._attention_eager import attend
 from fusedops.specs.make import randn
 from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec
@@ -217,6 +218,7 @@ SPEC = Spec(
     ),
     summary="attention over packed sequences, no padding computed",
     autocast="lower",
+    peers=_peers.attention_varlen,
     rows_are_independent=False,
     limits=("alibi_slopes is not differentiable.",),
 )

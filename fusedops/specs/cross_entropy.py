@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from fusedops.ops.cross_entropy import cross_entropy
+from fusedops.specs import _peers
 from fusedops.specs.make import randint, randn
 from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec
 
@@ -134,22 +134,6 @@ def _case(rows: int, classes: int, headline: bool = False, **options: Any) -> Be
     )
 
 
-def _peers() -> dict[str, Callable[..., Any]]:
-    try:
-        from liger_kernel.transformers.functional import liger_cross_entropy
-    except ImportError:
-        return {}
-
-    def liger(
-        logits: torch.Tensor, target: torch.Tensor, *, softcap: Any = None, **options: Any
-    ) -> Any:
-        """Run Liger's, which overwrites the logits: on a copy."""
-        options["lse_square_scale"] = options.pop("z_loss", 0.0)
-        return liger_cross_entropy(logits.clone(), target, softcap=softcap, **options)
-
-    return {"liger": liger}
-
-
 def _from_opinfo(
     input: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -175,7 +159,7 @@ SPEC = Spec(
     ),
     summary="cross-entropy of logits, softmax never in memory",
     autocast="keep",
-    peers=_peers,
+    peers=_peers.cross_entropy,
     opinfo=("nn.functional.cross_entropy",),
     from_opinfo=_from_opinfo,
     limits=(

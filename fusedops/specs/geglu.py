@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from fusedops._core.activation import ACTIVATIONS, GELU_VARIANTS
 from fusedops.ops.geglu import geglu
-from fusedops.specs import _glu, depth
+from fusedops.specs import _glu, _peers, depth
 from fusedops.specs.make import randn
 from fusedops.specs.spec import BadInput, Sample, Spec
 
@@ -45,20 +43,6 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
     ]
 
 
-def _peers() -> dict[str, Callable[..., Any]]:
-    try:
-        from liger_kernel.ops.geglu import LigerGELUMulFunction
-    except ImportError:
-        return {}
-
-    def liger(gate: Any, up: Any, approximate: str = "none") -> Any:
-        if approximate != "tanh":
-            raise NotImplementedError("the peer has the tanh form only")
-        return LigerGELUMulFunction.apply(gate, up)
-
-    return {"liger": liger}
-
-
 SPEC = Spec(
     name="geglu",
     op=geglu,
@@ -74,5 +58,5 @@ SPEC = Spec(
     summary="gelu(gate) * up, all three variants",
     autocast="keep",
     depth=depth.elementwise,
-    peers=_peers,
+    peers=_peers.geglu,
 )

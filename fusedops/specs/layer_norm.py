@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from fusedops.ops.layer_norm import layer_norm
-from fusedops.specs import depth
+from fusedops.specs import _peers, depth
 from fusedops.specs.make import randn
 from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec
 
@@ -70,18 +69,6 @@ def _case(rows: int, columns: int, headline: bool = False) -> BenchCase:
     )
 
 
-def _peers() -> dict[str, Callable[..., Any]]:
-    try:
-        from liger_kernel.ops.layer_norm import LigerLayerNormFunction
-    except ImportError:
-        return {}
-
-    def liger(input: Any, normalized_shape: Any, weight: Any, bias: Any, eps: float = 1e-5) -> Any:
-        return LigerLayerNormFunction.apply(input, weight, bias, eps)
-
-    return {"liger": liger}
-
-
 def _from_opinfo(
     input: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -104,7 +91,7 @@ SPEC = Spec(
     summary="normalise rows, scale and shift",
     autocast="norm",
     depth=depth.of_rows(depth.normalized(1)),
-    peers=_peers,
+    peers=_peers.layer_norm,
     opinfo=("nn.functional.layer_norm",),
     from_opinfo=_from_opinfo,
 )

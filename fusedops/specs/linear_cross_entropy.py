@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from fusedops.ops.linear_cross_entropy import linear_cross_entropy
-from fusedops.specs import cross_entropy
+from fusedops.specs import _peers, cross_entropy
 from fusedops.specs.make import randint, randn
 from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec
 
@@ -123,27 +122,6 @@ def _case(
     )
 
 
-def _peers() -> dict[str, Callable[..., Any]]:
-    try:
-        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
-    except ImportError:
-        return {}
-
-    def liger(
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        target: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        *,
-        chunk_size: int | None = None,
-        **options: Any,
-    ) -> Any:
-        options["lse_square_scale"] = options.pop("z_loss", 0.0)
-        return liger_fused_linear_cross_entropy(hidden, weight, target, bias, **options)
-
-    return {"liger": liger}
-
-
 SPEC = Spec(
     name="linear_cross_entropy",
     op=linear_cross_entropy,
@@ -157,7 +135,7 @@ SPEC = Spec(
     ),
     summary="head and cross-entropy, logits never whole in memory",
     autocast="lower",
-    peers=_peers,
+    peers=_peers.linear_cross_entropy,
     limits=(
         "It saves memory, not time: four matrix products where whole logits take three. On two "
         "loaded Zen 4 cores, where MKL's float32 product is as fast as this one, forward and "

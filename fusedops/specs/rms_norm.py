@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from fusedops.ops.rms_norm import rms_norm
-from fusedops.specs import depth
+from fusedops.specs import _peers, depth
 from fusedops.specs.make import randn
 from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec
 
@@ -98,27 +98,6 @@ def _case(rows: int, columns: int, headline: bool = False, rounding: str = "torc
     )
 
 
-def _peers() -> dict[str, Callable[..., Any]]:
-    try:
-        from liger_kernel.ops.rms_norm import LigerRMSNormFunction
-    except ImportError:
-        return {}
-
-    def liger(
-        input: Any,
-        normalized_shape: Any,
-        weight: Any,
-        eps: float,
-        *,
-        weight_offset: float = 0.0,
-        rounding: str = "torch",
-    ) -> Any:
-        mode = {"torch": "gemma", "hf": "llama"}[rounding]
-        return LigerRMSNormFunction.apply(input, weight, eps, weight_offset, mode, False)
-
-    return {"liger": liger}
-
-
 def _from_opinfo(
     input: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -142,7 +121,7 @@ SPEC = Spec(
     summary="divide rows by their root mean square and scale",
     autocast="norm",
     depth=depth.of_rows(depth.normalized(1)),
-    peers=_peers,
+    peers=_peers.rms_norm,
     opinfo=("nn.functional.rms_norm",),
     from_opinfo=_from_opinfo,
     limits=(

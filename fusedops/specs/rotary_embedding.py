@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from fusedops.ops.rotary_embedding import rotary_embedding
-from fusedops.specs import depth
+from fusedops.specs import _peers, depth
 from fusedops.specs.make import randn
 from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec
 
@@ -152,20 +150,6 @@ def _case(
     )
 
 
-def _peers() -> dict[str, Callable[..., Any]]:
-    try:
-        from liger_kernel.ops.rope import LigerRopeFunction
-    except ImportError:
-        return {}
-
-    def liger(query: Any, key: Any, cos: Any, sin: Any, *, interleaved: bool = False) -> Any:
-        if interleaved:
-            raise NotImplementedError("the peer has the half form only")
-        return LigerRopeFunction.apply(query, key, cos, sin)
-
-    return {"liger": liger}
-
-
 SPEC = Spec(
     name="rotary_embedding",
     op=rotary_embedding,
@@ -181,6 +165,6 @@ SPEC = Spec(
     summary="rotary position embedding of query and key, half or interleaved, partial",
     autocast="keep",
     depth=depth.elementwise,
-    peers=_peers,
+    peers=_peers.rotary_embedding,
     limits=("Gradients of cos and sin come from the eager reference.",),
 )

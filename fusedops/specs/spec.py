@@ -119,7 +119,9 @@ class Spec:
             sizes, optional arguments absent, high-rank); floating tensors require gradients.
         bad_inputs: ``bad_inputs(device)`` gives calls that must raise.
         bench_cases: rows of the benchmark.
-        peers: label -> same-signature function of an installed peer library; absent ones omitted.
+        peers: label -> function of the same signature, another library's. It may have ``devices``,
+            the types of device that it is timed on, and raises ``UnsupportedError`` for what it
+            cannot do and where it is not installed (``specs/_peers.py``).
         opinfo: names of the torch OpInfo entries that describe the same op.
         from_opinfo: turns an OpInfo sample ``(input, args, kwargs)`` into ``(args, kwargs)`` of
             ``op``, or ``None`` when that sample means something that ``op`` does not offer.

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from fusedops.ops.swiglu import swiglu
-from fusedops.specs import _glu, depth
+from fusedops.specs import _glu, _peers, depth
 from fusedops.specs.make import randn
 from fusedops.specs.spec import BadInput, Sample, Spec
 
@@ -34,14 +32,6 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
     ]
 
 
-def _peers() -> dict[str, Callable[..., Any]]:
-    try:
-        from liger_kernel.ops.swiglu import LigerSiLUMulFunction
-    except ImportError:
-        return {}
-    return {"liger": LigerSiLUMulFunction.apply}
-
-
 SPEC = Spec(
     name="swiglu",
     op=swiglu,
@@ -57,5 +47,5 @@ SPEC = Spec(
     summary="silu(gate) * up",
     autocast="keep",
     depth=depth.elementwise,
-    peers=_peers,
+    peers=_peers.swiglu,
 )

@@ -149,8 +149,10 @@ def contenders(
     for name in _backends_of(call) if taken else ():
         if only or all_backends or name not in (*taken.split("+"), "torch"):
             admit(Contender(f"{AUTOMATIC}:{name}", spec.op, name))
+    kinds = {each.device.type for each in call.sample.tensors}
     for label, peer in spec.peers().items():
-        admit(Contender(label, peer))
+        if kinds <= set(getattr(peer, "devices", kinds)):
+            admit(Contender(label, peer))
     return able, notes
 
 

@@ -1,0 +1,357 @@
+"""Adapters of other libraries' GPU kernels to the signatures of our ops, for the benchmark.
+
+Nothing is imported before a peer runs. One that is not installed, or lacks what a call asks for,
+raises ``UnsupportedError`` with the reason, which the benchmark prints instead of a row.
+
+Liger's swiglu, geglu, rope and cross-entropy overwrite what they are given, in the forward or in
+the backward: they work on copies here, so that all contenders see the same numbers, and the copy's
+time counts as theirs.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fusedops._core.checks import UnsupportedError
+
+# label of a row -> name of the package, as it is installed
+PACKAGES = {"liger": "liger-kernel", "flash_attn": "flash-attn", "flex": "torch"}
+
+
+class Peer:
+    """A peer's function with an op's signature.
+
+    Attributes:
+        label: name of its benchmark row.
+        module: where it is imported from.
+        name: what is imported.
+        devices: types of devices that it is worth timing on.
+    """
+
+    devices = ("cuda",)
+
+    def __init__(self, label: str, module: str, name: str, adapt: Callable[..., Any]) -> None:
+        self.label, self.module, self.name = label, module, name
+        self._adapt = adapt
+
+    def load(self) -> Any:
+        """Return what is imported.
+
+        Raises:
+            UnsupportedError: it cannot be imported.
+        """
+        try:
+            return getattr(importlib.import_module(self.module), self.name)
+        except (ImportError, AttributeError) as error:
+            raise UnsupportedError(
+                f"{PACKAGES[self.label]} is not installed, or has no {self.module}.{self.name}: "
+                f"{error}"
+            ) from error
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it with the arguments of our op."""
+        return self._adapt(self.load(), *args, **kwargs)
+
+
+def _liger(module: str, name: str) -> Callable[[Callable[..., Any]], Callable[[], dict[str, Any]]]:
+    """Make an adapter of one of Liger's functions the ``peers`` of a spec."""
+
+    def wrap(adapt: Callable[..., Any]) -> Callable[[], dict[str, Any]]:
+        return lambda: {"liger": Peer("liger", f"liger_kernel.{module}", name, adapt)}
+
+    return wrap
+
+
+@_liger("ops.layer_norm", "LigerLayerNormFunction")
+def layer_norm(
+    function: Any, input: Any, normalized_shape: Any, weight: Any, bias: Any, eps: float = 1e-5
+) -> Any:
+    """Adapt Liger's layer norm, which needs both parameters."""
+    if len(normalized_shape) != 1 or weight is None or bias is None:
+        raise UnsupportedError("the peer normalises one dim and needs weight and bias")
+    return function.apply(input, weight, bias, eps)
+
+
+@_liger("ops.rms_norm", "LigerRMSNormFunction")
+def rms_norm(
+    function: Any,
+    input: Any,
+    normalized_shape: Any,
+    weight: Any = None,
+    eps: float | None = None,
+    *,
+    weight_offset: float = 0.0,
+    rounding: str = "torch",
+) -> Any:
+    """Adapt Liger's rms norm; its "gemma" computes all in float32, as torch does."""
+    if len(normalized_shape) != 1 or weight is None:
+        raise UnsupportedError("the peer normalises one dim and needs a weight")
+    mode = {"torch": "gemma", "hf": "llama"}[rounding]
+    eps = torch.finfo(input.dtype).eps if eps is None else eps
+    return function.apply(input, weight, eps, weight_offset, mode, False)
+
+
+@_liger("ops.fused_add_rms_norm", "LigerFusedAddRMSNormFunction")
+def add_rms_norm(
+    function: Any,
+    input: Any,
+    residual: Any,
+    normalized_shape: Any,
+    weight: Any = None,
+    eps: float | None = None,
+    *,
+    weight_offset: float = 0.0,
+    rounding: str = "torch",
+    dropout_p: float = 0.0,
+    training: bool = True,
+) -> Any:
+    """Adapt Liger's sum and rms norm."""
+    if len(normalized_shape) != 1 or weight is None or (dropout_p and training):
+        raise UnsupportedError("the peer normalises one dim, needs a weight and drops nothing")
+    mode = {"torch": "gemma", "hf": "llama"}[rounding]
+    eps = torch.finfo(input.dtype).eps if eps is None else eps
+    return function.apply(input, residual, weight, eps, weight_offset, mode, False)
+
+
+@_liger("ops.swiglu", "LigerSiLUMulFunction")
+def swiglu(function: Any, gate: Any, up: Any) -> Any:
+    """Adapt Liger's swiglu, whose backward overwrites both inputs."""
+    return function.apply(gate.clone(), up.clone())
+
+
+@_liger("ops.geglu", "LigerGELUMulFunction")
+def geglu(function: Any, gate: Any, up: Any, approximate: str = "none") -> Any:
+    """Adapt Liger's geglu, which has the tanh form; its backward overwrites both inputs."""
+    if approximate != "tanh":
+        raise UnsupportedError("the peer has the tanh form only")
+    return function.apply(gate.clone(), up.clone())
+
+
+class _CopyGradient(torch.autograd.Function):
+    """The identity, whose gradient may be overwritten."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad.clone()
+
+
+@_liger("ops.rope", "LigerRopeFunction")
+def rotary_embedding(
+    function: Any, query: Any, key: Any, cos: Any, sin: Any, *, interleaved: bool = False
+) -> Any:
+    """Adapt Liger's rope, which overwrites what lies as ``[B, S, H, D]``, gradients too."""
+    if interleaved or cos.shape[-1] != query.shape[-1]:
+        raise UnsupportedError("the peer has the half form of whole heads only")
+    outputs = function.apply(query.clone(), key.clone(), cos, sin)
+    return tuple(_CopyGradient.apply(each) for each in outputs)
+
+
+@_liger("transformers.functional", "liger_cross_entropy")
+def cross_entropy(
+    function: Any, logits: Any, target: Any, *, z_loss: float = 0.0, **options: Any
+) -> Any:
+    """Adapt Liger's cross-entropy, which overwrites the logits."""
+    return function(logits.clone(), target, lse_square_scale=z_loss, **options)
+
+
+@_liger("transformers.functional", "liger_fused_linear_cross_entropy")
+def linear_cross_entropy(
+    function: Any,
+    hidden: Any,
+    weight: Any,
+    target: Any,
+    bias: Any = None,
+    *,
+    chunk_size: int | None = None,
+    z_loss: float = 0.0,
+    **options: Any,
+) -> Any:
+    """Adapt Liger's head and cross-entropy, which chooses its chunks itself."""
+    return function(hidden, weight, target, bias, lse_square_scale=z_loss, **options)
+
+
+def attention() -> dict[str, Any]:
+    """Return flash-attn's and torch's FlexAttention's."""
+    flex = "torch.nn.attention.flex_attention"
+    return {
+        "flash_attn": Peer("flash_attn", "flash_attn", "flash_attn_func", _flash),
+        "flex": Peer("flex", flex, "flex_attention", _flex),
+    }
+
+
+def attention_varlen() -> dict[str, Any]:
+    """Return flash-attn's."""
+    return {"flash_attn": Peer("flash_attn", "flash_attn", "flash_attn_varlen_func", _varlen)}
+
+
+def attention_decode() -> dict[str, Any]:
+    """Return flash-attn's."""
+    return {"flash_attn": Peer("flash_attn", "flash_attn", "flash_attn_with_kvcache", _decode)}
+
+
+def _refuse(**options: Any) -> None:
+    for name, value in options.items():
+        if isinstance(value, torch.Tensor) or value:
+            raise UnsupportedError(f"the peer, or its adapter, has no {name}")
+
+
+def _flash(
+    function: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Any = None,
+    **others: Any,
+) -> Any:
+    _refuse(attn_mask=attn_mask, **others)
+    if query.dim() != 4:
+        raise UnsupportedError("the peer takes 4 dims")
+    if (is_causal or window) and query.shape[2] != key.shape[2]:
+        raise UnsupportedError("the peer aligns a causal mask to the lower right")
+    output = function(
+        *(each.transpose(1, 2) for each in (query, key, value)),
+        dropout_p=dropout_p,
+        softmax_scale=scale,
+        causal=is_causal,
+        window_size=window or (-1, -1),
+        softcap=softcap or 0.0,
+        alibi_slopes=alibi_slopes,
+    )
+    return output.transpose(1, 2)
+
+
+def _varlen(
+    function: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Any = None,
+    **others: Any,
+) -> Any:
+    _refuse(**others)
+    packed = (query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return function(
+        *packed,
+        softmax_scale=scale,
+        causal=is_causal,
+        window_size=window or (-1, -1),
+        softcap=softcap or 0.0,
+        alibi_slopes=alibi_slopes,
+    )
+
+
+def _decode(
+    function: Any,
+    query: Any,
+    key_cache: Any,
+    value_cache: Any,
+    cache_seqlens: Any,
+    *,
+    scale: float | None = None,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    **others: Any,
+) -> Any:
+    _refuse(**others)
+    one = query.dim() == 3
+    rows = query.unsqueeze(2) if one else query
+    output = function(
+        *(each.transpose(1, 2) for each in (rows, key_cache, value_cache)),
+        cache_seqlens=cache_seqlens,
+        softmax_scale=scale,
+        causal=True,
+        window_size=window or (-1, -1),
+        softcap=softcap or 0.0,
+    )
+    return output.squeeze(1) if one else output.transpose(1, 2)
+
+
+def _flex(
+    function: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    return_lse: bool = False,
+) -> Any:
+    _refuse(dropout_p=dropout_p, sinks=sinks, alibi_slopes=alibi_slopes, return_lse=return_lse)
+    if query.dim() != 4:
+        raise UnsupportedError("the peer takes 4 dims")
+    left, right = window or (-1, -1)
+    sizes = (*query.shape[:3], key.shape[2])
+    scores, blocks = None, None
+    if attn_mask is not None:
+        attn_mask = attn_mask.expand(sizes)
+    boolean = attn_mask is not None and attn_mask.dtype == torch.bool
+    pattern = (left, 0 if is_causal else right)
+    if boolean:
+        # The mask's numbers decide which blocks there are: made anew, as for every batch.
+        blocks = _blocks(sizes, *pattern, query.device, attn_mask)
+    elif pattern != (-1, -1):
+        blocks = _blocks_of_pattern(sizes, *pattern, query.device)
+    if softcap is not None or (attn_mask is not None and not boolean):
+
+        def scores(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+            if softcap is not None:
+                score = softcap * torch.tanh(score / softcap)
+            return score if attn_mask is None or boolean else score + attn_mask[b, h, q, k]
+
+    run = _compiled(function) if query.is_cuda else function
+    return run(query, key, value, scores, blocks, scale, enable_gqa)
+
+
+@functools.cache
+def _compiled(function: Any) -> Any:
+    return torch.compile(function, dynamic=False)
+
+
+@functools.lru_cache(maxsize=16)
+def _blocks_of_pattern(sizes: Any, left: int, right: int, device: Any) -> Any:
+    return _blocks((None, None, *sizes[2:]), left, right, device)
+
+
+def _blocks(sizes: Any, left: int, right: int, device: Any, mask: Any = None) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def kept(b: Any, h: Any, q: Any, k: Any) -> Any:
+        allowed = (k - q <= right) if right >= 0 else (k >= 0)
+        if left >= 0:
+            allowed = allowed & (q - k <= left)
+        return allowed if mask is None else allowed & mask[b, h, q, k]
+
+    return create_block_mask(kept, *sizes, device=device)

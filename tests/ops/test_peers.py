@@ -1,0 +1,135 @@
+"""Other libraries' kernels as the benchmark calls them: right import paths, right values."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+
+import pytest
+import torch
+from op_testing import as_tuple, assert_close, baseline, floating, fresh, incoming, truth
+
+from fusedops._core import env
+from fusedops._core.checks import UnsupportedError
+from fusedops.specs import Sample, Spec, _peers, all_specs
+
+PEERS = [
+    (spec, label)
+    for spec in all_specs().values()
+    for label, peer in spec.peers().items()
+    if isinstance(peer, _peers.Peer)
+]
+each_peer = pytest.mark.parametrize(
+    ("spec", "label"), PEERS, ids=[f"{spec.name}-{label}" for spec, label in PEERS]
+)
+
+
+def installed(spec: Spec, label: str) -> _peers.Peer:
+    peer = spec.peers()[label]
+    try:
+        importlib.metadata.version(_peers.PACKAGES[label])
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip(f"{_peers.PACKAGES[label]} is not installed")
+    return peer
+
+
+@each_peer
+def test_an_installed_peer_has_what_its_adapter_imports(spec: Spec, label: str) -> None:
+    assert callable(installed(spec, label).load()) or hasattr(
+        installed(spec, label).load(), "apply"
+    )
+
+
+@each_peer
+def test_an_adapter_has_the_arguments_of_the_op(spec: Spec, label: str) -> None:
+    ours = inspect.signature(spec.op).parameters
+    _, *theirs = inspect.signature(spec.peers()[label]._adapt).parameters.values()
+    rest = any(each.kind is each.VAR_KEYWORD for each in theirs)
+    named = [each.name for each in theirs if each.kind is not each.VAR_KEYWORD]
+    placed = [each.name for each in theirs if each.kind is each.POSITIONAL_OR_KEYWORD]
+    assert placed == list(ours)[: len(placed)]
+    assert set(named) <= set(ours) if rest else set(named) == set(ours)
+
+
+@each_peer
+def test_an_absent_peer_says_so(spec: Spec, label: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    peer = spec.peers()[label]
+    monkeypatch.setattr(peer, "module", "no_such_package_of_kernels")
+    sample = fresh(spec.samples(torch.device("cpu"), torch.float32)[0])
+    with pytest.raises(UnsupportedError, match=f"{_peers.PACKAGES[label]} is not installed"):
+        peer(*sample.args, **sample.kwargs)
+
+
+def values(spec: Spec, label: str, sample: Sample) -> None:
+    """Compare a peer with float64, twice on the same inputs, which it must leave as they were."""
+    peer = installed(spec, label)
+    call = fresh(sample)
+    before = [each.detach().clone() for each in call.tensors]
+    exact, eager = truth(spec, sample), baseline(spec, fresh(sample))
+    for _ in range(2):
+        outputs = as_tuple(peer(*call.args, **call.kwargs))
+        wide = floating(outputs)
+        grads_out = incoming(wide)
+        kept = [grad.clone() for grad in grads_out]
+        trains = bool(call.leaves) and all(output.requires_grad for output in wide)
+        grads = torch.autograd.grad(wide, call.leaves, grads_out) if trains else ()
+        pairs = zip((*outputs, *grads), exact.outputs + exact.grads, strict=False)
+        for i, (got, want) in enumerate(pairs):
+            base = (eager.outputs + eager.grads)[i]
+            assert_close(got, want, base, f"{spec.name} of {label}, result {i}", 64 * want.numel())
+        assert all(map(torch.equal, before, call.tensors)), "the inputs were overwritten"
+        assert all(map(torch.equal, kept, grads_out)), "the gradients were overwritten"
+
+
+def samples_for(spec: Spec, label: str, device: str, dtype: torch.dtype) -> list[Sample]:
+    """Return the samples that the peer takes, small ones with elements."""
+    found = []
+    for sample in spec.samples(torch.device(device), dtype):
+        sizes = [each.numel() for each in sample.tensors]
+        flat = sample.args[0].dim() < 2
+        if sample.random or flat or 0 in sizes or max(sizes) > 4096:
+            continue
+        plain = sample.map(torch.Tensor.detach)
+        try:
+            installed(spec, label)(*plain.args, **plain.kwargs)
+        except UnsupportedError:
+            continue
+        found.append(sample)
+    return found
+
+
+@pytest.mark.interpreter
+@each_peer
+def test_values_of_liger_in_the_interpreter(spec: Spec, label: str) -> None:
+    if label != "liger":
+        pytest.skip("no Triton kernel")
+    from triton.runtime.errors import InterpreterError
+
+    try:
+        found = samples_for(spec, label, "cpu", torch.float32)
+        assert found
+        for sample in found:
+            values(spec, label, sample)
+    except InterpreterError as error:
+        pytest.skip(f"the interpreter cannot run it: {error}")
+
+
+def test_values_of_flex_attention_without_compilation() -> None:
+    spec = all_specs()["attention"]
+    found = samples_for(spec, "flex", "cpu", torch.float32)
+    assert {"plain", "causal", "window", "softcap", "grouped"} <= {each.name for each in found}
+    for sample in found:
+        peer = installed(spec, "flex")
+        got = peer(*sample.map(torch.Tensor.detach).args, **sample.kwargs)
+        exact, eager = truth(spec, sample), baseline(spec, fresh(sample))
+        assert_close(got, exact.outputs[0], eager.outputs[0], sample.name, 64 * got.numel())
+
+
+@pytest.mark.gpu
+@each_peer
+def test_values_on_a_gpu(spec: Spec, label: str) -> None:
+    assert not env.triton_interpreted()
+    found = samples_for(spec, label, "cuda", torch.bfloat16)
+    assert found
+    for sample in found:
+        values(spec, label, sample)
