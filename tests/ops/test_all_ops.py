@@ -138,7 +138,9 @@ def test_operators_pass_opcheck(spec: Spec, sample_name: str) -> None:
         )
         tests = ["test_schema", "test_faketensor"]
         if not func._opname.endswith("_backward"):
-            tests += ["test_autograd_registration", "test_aot_dispatch_dynamic"]
+            # What test_aot_dispatch_dynamic asks is asked by test_compiled_equals_eager below,
+            # of the public function: dynamic, forward and gradients, bit for bit.
+            tests.append("test_autograd_registration")
         torch.library.opcheck(func, detached, test_utils=tests)
 
 
@@ -185,13 +187,35 @@ def test_only_the_gradients_asked_for_are_computed(spec: Spec) -> None:
         assert masks and all(sum(mask) <= 1 for mask in masks), f"masks {masks}"
 
 
-@each_sample()
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-def test_compiled_equals_eager(spec: Spec, sample_name: str, dynamic: bool) -> None:
+def _assert_compiled_equals_eager(spec: Spec, sample_name: str, *, dynamic: bool) -> None:
     sample = sample_named(spec, sample_name, torch.float32)
     torch._dynamo.reset()
     compiled = torch.compile(spec.op, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     _assert_same_bits(run(compiled, sample), run(spec.op, sample))
+
+
+@each_sample()
+def test_compiled_equals_eager(spec: Spec, sample_name: str) -> None:
+    _assert_compiled_equals_eager(spec, sample_name, dynamic=True)
+
+
+def each_static_sample() -> Any:
+    """The first sample of each op; the others in the second tier: fixed sizes ask for less."""
+    return pytest.mark.parametrize(
+        ("spec", "sample_name"),
+        [
+            pytest.param(
+                spec, each.name, id=f"{spec.name}-{each.name}", marks=[pytest.mark.slow] * (n > 0)
+            )
+            for spec in SPECS
+            for n, each in enumerate(samples(spec.name, torch.float32))
+        ],
+    )
+
+
+@each_static_sample()
+def test_compiled_with_fixed_sizes_equals_eager(spec: Spec, sample_name: str) -> None:
+    _assert_compiled_equals_eager(spec, sample_name, dynamic=False)
 
 
 @by_spec
