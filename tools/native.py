@@ -24,6 +24,10 @@ before the instruction set is known, is an error.
 for a build in place), ``all`` (what a wheel gets), or names with commas.
 A build that has more than is asked for is left as it is.
 
+Where ccache is installed every checkout of the same sources shares its objects: paths count
+relative to the checkout, and a precompiled header by what it is made from (``_header_digest``)
+instead of by its 300 MB, which hold the paths.
+
 This file does not import torch (1.5 s): it reads ``torch/version.py``.
 """
 
@@ -372,6 +376,8 @@ def _edges(name: str, folder: Path) -> list[Edge]:
                 made = folder / "precompiled" / f"{header.stem}{suffix}" / header.name
                 made.parent.mkdir(parents=True, exist_ok=True)
                 precompiled[key] = str(made)
+                # Read by ccache in place of the .gch (CCACHE_PCH_EXTSUM).
+                Path(f"{made}.gch.sum").write_text(_header_digest(header, flags))
                 edges.append(Edge("precompile", f"{made}.gch", (str(header),), tuple(flags)))
             needs = (f"{precompiled[key]}.gch",)
             flags = (*flags, "-include", precompiled[key])
@@ -400,6 +406,39 @@ def _header_of(source: Path) -> Path | None:
     header = CSRC / "precompiled" / name
     plain = source.suffix == ".cpp" and not source.name.endswith(".avx512bf16.cpp")
     return header if plain and header.exists() else None
+
+
+def _header_digest(header: Path, flags: Sequence[str]) -> str:
+    """Return what identifies a precompiled header: its text, flags, compiler and torch."""
+    digest = hashlib.sha256(header.read_bytes())
+    digest.update((find_torch().folder / "version.py").read_bytes())
+    every = [*CXX_FLAGS, *flags, os.environ.get("CXXFLAGS", "")]
+    digest.update("\0".join([_compiler_version(), *every]).encode())
+    return digest.hexdigest()
+
+
+@functools.cache
+def _compiler_version() -> str:
+    return subprocess.run([compiler(), "--version"], capture_output=True, text=True).stdout
+
+
+def _ccache() -> str:
+    """Return what stands before the compiler, if there is a cache.
+
+    What the user's environment says of ccache is kept.
+    """
+    found = shutil.which("ccache")
+    if found is None:
+        return ""
+    sloppiness = "pch_defines,time_macros,include_file_mtime,include_file_ctime"
+    wanted = {
+        "CCACHE_BASEDIR": str(ROOT),
+        "CCACHE_NOHASHDIR": "true",
+        "CCACHE_PCH_EXTSUM": "true",
+        "CCACHE_SLOPPINESS": sloppiness,
+    }
+    settings = [f"{name}={value}" for name, value in wanted.items() if name not in os.environ]
+    return f"{shlex.join(['env', *settings, found])} "
 
 
 def _isa_object(edges: list[Edge], compiled, source: Path, isa: str) -> str:  # type: ignore[no-untyped-def]
@@ -435,13 +474,12 @@ def _link_flags(name: str) -> list[str]:
 
 
 def _rules() -> dict[str, str]:
-    cache = f"{shutil.which('ccache')} " if shutil.which("ccache") else ""
     torch = find_torch()
     cxx = shlex.join([*CXX_FLAGS, f"-I{CSRC}", *torch.include_flags])
     extra = os.environ.get("CXXFLAGS", "")
     localize = shlex.join([sys.executable, str(LOCALIZE)])
     rules = {
-        "cxx": f"{cache}{compiler()} -MMD -MF $out.d {cxx} $flags {extra} -c $in -o $out",
+        "cxx": f"{_ccache()}{compiler()} -MMD -MF $out.d {cxx} $flags {extra} -c $in -o $out",
         "precompile": (
             f"{compiler()} -MMD -MF $out.d {cxx} $flags {extra} -x c++-header -c $in -o $out"
         ),

@@ -178,6 +178,51 @@ def test_stamp_changes_with_sources_and_torch(
     assert native.stamp("cpu")["torch"] == "9.9"
 
 
+def test_a_header_is_known_by_what_it_is_made_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "vectors.h").write_text("#include <vector>")
+    one, two = (tmp_path / folder / "vectors.h" for folder in ("one", "two"))
+    first = native._header_digest(one, ["-mavx2"])
+    assert native._header_digest(two, ["-mavx2"]) == first, "of the same text in another checkout"
+    assert native._header_digest(one, ["-mfma"]) != first
+    monkeypatch.setattr(native, "_compiler_version", lambda: "g++ of another version")
+    assert native._header_digest(one, ["-mavx2"]) != first
+    monkeypatch.undo()
+    two.write_text("#include <string>")
+    assert native._header_digest(two, ["-mavx2"]) != first
+
+
+@pytest.mark.skipif(shutil.which("ccache") is None, reason="no ccache")
+def test_ccache_finds_an_object_of_another_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [each for each in os.environ if each.startswith("CCACHE_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("CCACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("CCACHE_CONFIGPATH", os.devnull)
+    for checkout in (tmp_path / "one", tmp_path / "two"):
+        checkout.mkdir()
+        header, source = checkout / "header.h", checkout / "source.cpp"
+        header.write_text("#include <vector>\n")
+        source.write_text("long f() { return std::vector<int>(3).size(); }\n")
+        monkeypatch.setattr(native, "ROOT", checkout)
+        made = checkout / "build" / "header.h"
+        made.parent.mkdir()
+        command = ["g++", "-x", "c++-header", "-c", str(header), "-o", f"{made}.gch"]
+        subprocess.run(command, check=True)
+        Path(f"{made}.gch.sum").write_text(native._header_digest(header, []))
+        command = f"{native._ccache()} g++ -include {made} -c {source} -o {source}.o"
+        subprocess.run(command, shell=True, check=True, cwd=made.parent)
+        assert (checkout / "source.cpp.o").exists()
+    statistics = subprocess.run(
+        ["ccache", "--print-stats"], check=True, capture_output=True, text=True
+    ).stdout
+    assert re.search(r"^(direct|preprocessed)_cache_hit\t1$", statistics, re.MULTILINE), statistics
+
+
 def test_missing_compiler_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(native.CannotBuildError, match="no-such-compiler is not on PATH"):
