@@ -17,7 +17,7 @@ class PackArguments(NamedTuple):
     input: torch.Tensor
     probs: torch.Tensor
     expert_ids: torch.Tensor | None
-    index: torch.Tensor | None
+    row_index: torch.Tensor | None  # the schema's index, which is a method of tuples
     num_rows: torch.Tensor | None
     span: int
     quantized: bool
@@ -26,7 +26,7 @@ class PackArguments(NamedTuple):
     @property
     def rows(self) -> int:
         """How many rows are packed."""
-        return self.input.shape[0] if self.index is None else self.index.shape[0]
+        return self.input.shape[0] if self.row_index is None else self.row_index.shape[0]
 
 
 class RouterLossArguments(NamedTuple):

@@ -310,8 +310,8 @@ def _flex(
     return_lse: bool = False,
 ) -> Any:
     _refuse(dropout_p=dropout_p, sinks=sinks, alibi_slopes=alibi_slopes, return_lse=return_lse)
-    if query.dim() != 4:
-        raise UnsupportedError("the peer takes 4 dims")
+    if query.dim() != 4 or query.shape[0] != key.shape[0]:
+        raise UnsupportedError("the peer takes 4 dims and as many keys as queries in the batch")
     left, right = window or (-1, -1)
     sizes = (*query.shape[:3], key.shape[2])
     scores, blocks = None, None
@@ -354,4 +354,5 @@ def _blocks(sizes: Any, left: int, right: int, device: Any, mask: Any = None) ->
             allowed = allowed & (q - k <= left)
         return allowed if mask is None else allowed & mask[b, h, q, k]
 
-    return create_block_mask(kept, *sizes, device=device)
+    batch, heads, rows, columns = sizes
+    return create_block_mask(kept, batch, heads, rows, columns, device=device)
