@@ -160,6 +160,8 @@ def cross_entropy(
     function: Any, logits: Any, target: Any, *, z_loss: float = 0.0, **options: Any
 ) -> Any:
     """Adapt Liger's cross-entropy, which overwrites the logits."""
+    if logits.dim() != 2:
+        raise UnsupportedError("the peer takes 2 dims")
     return function(logits.clone(), target, lse_square_scale=z_loss, **options)
 
 
@@ -176,6 +178,8 @@ def linear_cross_entropy(
     **options: Any,
 ) -> Any:
     """Adapt Liger's head and cross-entropy, which chooses its chunks itself."""
+    if hidden.dim() != 2:
+        raise UnsupportedError("the peer takes 2 dims")
     return function(hidden, weight, target, bias, lse_square_scale=z_loss, **options)
 
 
