@@ -91,18 +91,17 @@ inline bool is_stack_transposed(const at::Tensor& stack) {
 }
 
 // gradient[g] = x[rows of g]^T * grad[rows of g], dense. Zeros for an empty group.
-inline void grouped_weight_gradient(const Groups& groups, const Matrix& x, const Matrix& grad,
-                                    const at::Tensor& like, const at::Tensor& gradient) {
-  std::vector<LinearForward> products;
-  const int64_t in = gradient.size(1), out = gradient.size(2);
+inline void weight_gradient_into(const Groups& groups, const Matrix& x, const Matrix& grad,
+                                 const at::Tensor& gradient) {
+  std::vector<WeightGradient> products;
+  const int64_t in = gradient.size(1), out = gradient.size(2), size = gradient.element_size();
   for (int64_t g = 0; g < groups.count(); ++g) {
-    const int64_t first = groups.begin(g), size = like.element_size();
+    const int64_t first = groups.begin(g);
     const auto call = product_of(in, out, groups.size(g), transposed(from_row(x, first, size)),
-                                 from_row(grad, first, size), like);
-    products.push_back(
-        {call, nullptr, nullptr, mutable_rows_from(gradient, g * in), Activation::identity});
+                                 from_row(grad, first, size), gradient);
+    products.push_back({call, mutable_rows_from(gradient, g * in)});
   }
-  FUSEDOPS_CALL_ISA(linear_forward_batch, products.data(), static_cast<int64_t>(products.size()));
+  FUSEDOPS_CALL_ISA(weight_gradients, products.data(), static_cast<int64_t>(products.size()));
 }
 
 // The same as a new tensor that is laid out in memory as `weight` is.
@@ -112,7 +111,7 @@ inline at::Tensor grouped_weight_gradient(const Groups& groups, const Matrix& x,
   auto sizes = weight.sizes().vec();
   if (swapped) std::swap(sizes[1], sizes[2]);
   const auto gradient = at::empty(sizes, weight.options());
-  grouped_weight_gradient(groups, swapped ? grad : x, swapped ? x : grad, weight, gradient);
+  weight_gradient_into(groups, swapped ? grad : x, swapped ? x : grad, gradient);
   return swapped ? gradient.transpose(1, 2) : gradient;
 }
 

@@ -1,5 +1,5 @@
 // Kernels of grouped_mm and moe_mlp that are no product with linear_act's epilogue: sums over the
-// rows of a group, and weight gradients that are added to a float32 buffer.
+// rows of a group, and weight gradients: new ones, and those added to a float32 buffer.
 #pragma once
 
 #include <cstdint>
@@ -21,6 +21,12 @@ struct GroupSums {
   DType dtype;
 };
 
+// gradient = product: [m, n], dense.
+struct WeightGradient {
+  GemmCall product;  // store and context are filled in
+  void* gradient;
+};
+
 // into += product: [m, n], rows `row_stride` apart, float32 (float64 for float64).
 struct AddedProduct {
   GemmCall product;  // store and context are filled in
@@ -31,4 +37,6 @@ struct AddedProduct {
 }  // namespace fusedops
 
 FUSEDOPS_DECLARE_ISA(group_sums, const GroupSums&)
+// Those of a stack: behind one another in memory, all with the same n.
+FUSEDOPS_DECLARE_ISA(weight_gradients, const WeightGradient* gradients, int64_t count)
 FUSEDOPS_DECLARE_ISA(add_products, const AddedProduct* products, int64_t count)

@@ -41,6 +41,19 @@ void sum_piece(const GroupSums& a, int64_t group, int64_t first, int64_t count) 
   for (int64_t c = 0; c < count; ++c) out[c] = static_cast<T>(total[c]);
 }
 
+template <typename T, bool kStream>
+void store_gradient(const void* context, const Tile& tile) {
+  using V = Vec<T>;
+  const auto& a = *static_cast<const WeightGradient*>(context);
+  for (int i = 0; i < tile.rows; ++i) {
+    const auto* sums = static_cast<const Acc<T>*>(tile.sums) + i * tile.stride;
+    T* out = at<T>(a.gradient, tile.row + i, a.product.n, tile.column);
+    for_each_vector<V::size()>(tile.columns, [&](int64_t c, int64_t n, auto full) {
+      store_or_stream(kStream, out + c, load_vec(sums + c, n, full), n, full);
+    });
+  }
+}
+
 template <typename T>
 void store_added(const void* context, const Tile& tile) {
   using V = Vec<T>;
@@ -53,6 +66,20 @@ void store_added(const void* context, const Tile& tile) {
       store_vec(into + c, load_vec(into + c, n, full) + load_vec(sums + c, n, full), n, full);
     });
   }
+}
+
+template <typename Each, typename Store>
+void run_batch(const Each* products, int64_t count, const Store& store) {
+  if (count == 0) return;
+  std::vector<GemmCall> calls;
+  switch_dtype(products[0].product.dtype, [&](auto t) {
+    for (int64_t i = 0; i < count; ++i) {
+      calls.push_back(products[i].product);
+      calls.back().context = products + i;
+      calls.back().store = store(t);
+    }
+  });
+  gemm_batch(calls.data(), count);
 }
 
 }  // namespace
@@ -69,17 +96,19 @@ void group_sums(const GroupSums& a) {
   });
 }
 
-void add_products(const AddedProduct* products, int64_t count) {
-  if (count == 0) return;
-  std::vector<GemmCall> calls;
-  switch_dtype(products[0].product.dtype, [&](auto t) {
-    for (int64_t i = 0; i < count; ++i) {
-      calls.push_back(products[i].product);
-      calls.back().context = products + i;
-      calls.back().store = store_added<decltype(t)>;
-    }
+void weight_gradients(const WeightGradient* gradients, int64_t count) {
+  int64_t rows = 0;
+  for (int64_t i = 0; i < count; ++i) rows += gradients[i].product.m;
+  run_batch(gradients, count, [&](auto t) {
+    using T = decltype(t);
+    const auto* stack = static_cast<const T*>(gradients[0].gradient);
+    return should_stream(stack, rows, gradients[0].product.n) ? store_gradient<T, true>
+                                                              : store_gradient<T, false>;
   });
-  gemm_batch(calls.data(), count);
+}
+
+void add_products(const AddedProduct* products, int64_t count) {
+  run_batch(products, count, [](auto t) { return store_added<decltype(t)>; });
 }
 
 }  // namespace fusedops::CPU_CAPABILITY
