@@ -6,12 +6,12 @@ kernel with the transposed weights, the weights' a kernel of its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from fusedops.kernels import _grouped
+from fusedops.kernels._grouped_arguments import GroupedMM, of_backward
 from fusedops.kernels.linear_act import activation_gradient
 
 _MAX_GROUPS = 4096
@@ -31,32 +31,18 @@ def supports_backward(
     return supports(input, weight)
 
 
-def forward(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    offsets: torch.Tensor,
-    bias: torch.Tensor | None,
-    activation: str,
-    keep_preactivation: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch the forward; arguments and results are those of ``fusedops::grouped_mm``."""
-    keeps = keep_preactivation and activation != "identity"
-    return _grouped.product(input, weight, offsets, bias, activation, keeps=keeps)
+    call = GroupedMM(*args)
+    input, weight, offsets, bias, activation, _ = call
+    return _grouped.product(input, weight, offsets, bias, activation, keeps=call.keeps)
 
 
-def backward(
-    grad_output: torch.Tensor,
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    offsets: torch.Tensor,
-    bias: torch.Tensor | None,
-    preactivation: torch.Tensor,
-    activation: str,
-    keep_preactivation: bool,
-    output_mask: Sequence[bool],
-) -> tuple[torch.Tensor | None, ...]:
+def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
     """Launch the backward; arguments and results are those of ``fusedops::grouped_mm_backward``."""
-    dz, kept = grad_output.contiguous(), preactivation
+    grad, call, kept, output_mask = of_backward(GroupedMM, args)
+    input, weight, offsets, bias, activation, _ = call
+    dz = grad.contiguous()
     if activation != "identity":
         if kept.numel() == 0:
             kept, _ = _grouped.product(input, weight, offsets, bias)

@@ -11,7 +11,6 @@ the gradient of the pre-activation, the hidden layer again and that of the row's
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ import triton.language as tl
 from fusedops.kernels import _grouped, _launch, _moe_rows
 from fusedops.kernels._device import act_slope, act_value, clamp
 from fusedops.kernels._grouped import find_group
+from fusedops.kernels._grouped_arguments import MoeMLP, of_backward
 from fusedops.kernels.grouped_mm import supports as _supports_groups
 from fusedops.kernels.linear_act import GROUP_M, blocks_of, halves, split, tile_of
 
@@ -254,41 +254,32 @@ def _pass_kernel(
         tl.store(dprobs_ptr + slot, tl.sum(total, 0))
 
 
-def supports(input: torch.Tensor, *arguments: Any) -> str | None:
+def supports(*args: Any) -> str | None:
     """Return why the kernels cannot run these arguments, or ``None``."""
-    return _supports_groups(input, arguments[4])
+    call = MoeMLP(*args)
+    return _supports_groups(call.input, call.w1)
 
 
-def supports_backward(grad: torch.Tensor, *arguments: Any) -> str | None:
+def supports_backward(*args: Any) -> str | None:
     """Return why the kernels cannot run these arguments, or ``None``."""
-    return supports(*arguments)
+    _, call, _, _ = of_backward(MoeMLP, args)
+    return supports(*call)
 
 
-def forward(
-    input: torch.Tensor,
-    probs: torch.Tensor,
-    permutation: torch.Tensor,
-    positions: torch.Tensor,
-    offsets: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    b1: torch.Tensor | None,
-    b2: torch.Tensor | None,
-    activation: str,
-    gated: bool,
-    interleaved: bool,
-    keep_preactivation: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch the forward; arguments and results are those of ``fusedops::moe_mlp``."""
+    call = MoeMLP(*args)
+    input, probs, permutation, positions, offsets, w1, w2, b1, b2, *_ = call
+    gate = _gate(call)
     tokens, scale = _rows_of(probs, permutation)
     num_rows, num_groups = permutation.shape[0], w1.shape[0]
     width, inner = w1.shape[2], w2.shape[1]
-    kept = input.new_empty(num_rows if keep_preactivation else 0, width)
+    kept = input.new_empty(num_rows if call.keep_preactivation else 0, width)
     hidden = input.new_empty(num_rows, inner)
     if num_rows == 0:
         return input.new_zeros(positions.shape[0], w2.shape[2]), kept
     if hidden.numel() > 0:
-        blocks, options = _blocks(input.dtype, num_rows // num_groups, _gate(gated, interleaved))
+        blocks, options = _blocks(input.dtype, num_rows // num_groups, gate)
         row_tiles = _grouped.row_tiles_of(num_rows, num_groups, blocks["BLOCK_M"])
         with _launch.device_of(input):
             _expert_kernel[(row_tiles * triton.cdiv(width, blocks["BLOCK_N"]),)](
@@ -298,7 +289,7 @@ def forward(
                 w1,
                 _launch.dense(b1, input),
                 offsets.contiguous(),
-                kept if keep_preactivation else hidden,
+                kept if call.keep_preactivation else hidden,
                 hidden,
                 num_rows,
                 row_tiles,
@@ -309,9 +300,9 @@ def forward(
                 *input.stride(),
                 *w1.stride(),
                 HAS_BIAS=b1 is not None,
-                KEEPS=keep_preactivation,
-                GATE=_gate(gated, interleaved),
-                ACTIVATION=activation,
+                KEEPS=call.keep_preactivation,
+                GATE=gate,
+                ACTIVATION=call.activation,
                 PRECISION=_launch.precision(),
                 GROUPS=_grouped.groups_block(num_groups),
                 GROUP_M=GROUP_M,
@@ -322,25 +313,10 @@ def forward(
     return _moe_rows.combine(output, None, positions, offsets), kept
 
 
-def backward(
-    grad_output: torch.Tensor,
-    input: torch.Tensor,
-    probs: torch.Tensor,
-    permutation: torch.Tensor,
-    positions: torch.Tensor,
-    offsets: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    b1: torch.Tensor | None,
-    b2: torch.Tensor | None,
-    preactivation: torch.Tensor,
-    activation: str,
-    gated: bool,
-    interleaved: bool,
-    keep_preactivation: bool,
-    output_mask: Sequence[bool],
-) -> tuple[torch.Tensor | None, ...]:
+def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
     """Launch the backward; arguments and results are those of ``fusedops::moe_mlp_backward``."""
+    grad_output, call, preactivation, output_mask = of_backward(MoeMLP, args)
+    input, probs, permutation, positions, offsets, w1, w2, b1, b2, *_ = call
     wants_input, wants_probs, wants_w1, wants_w2, wants_b1, wants_b2 = output_mask
     tokens, scale = _rows_of(probs, permutation)
     num_rows, width, inner = permutation.shape[0], w1.shape[2], w2.shape[1]
@@ -349,7 +325,7 @@ def backward(
     wants_grad = wants_input or wants_w1 or wants_b1
     if wants_grad or wants_probs or wants_w2:
         kept = preactivation
-        if not keep_preactivation:
+        if not call.keep_preactivation:
             kept, _ = _grouped.product(input, w1, offsets, b1, rows=tokens)
         # Unrounded: the gradient of a probability is a sum over it that may cancel.
         d, _ = _grouped.product(dy, w2.mT, offsets, rows=tokens, dtype=torch.float32)
@@ -374,8 +350,8 @@ def backward(
                     width,
                     inner,
                     dy.shape[1],
-                    GATE=_gate(gated, interleaved),
-                    ACTIVATION=activation,
+                    GATE=_gate(call),
+                    ACTIVATION=call.activation,
                     WANTS_GRAD=wants_grad,
                     WANTS_HIDDEN=wants_w2,
                     WANTS_PROBS=wants_probs,
@@ -413,10 +389,10 @@ def _blocks(dtype: torch.dtype, num_rows: int, gate: str) -> tuple[dict[str, int
     return blocks, options
 
 
-def _gate(gated: bool, interleaved: bool) -> str:
-    if not gated:
+def _gate(call: MoeMLP) -> str:
+    if not call.gated:
         return "none"
-    return "pairs" if interleaved else "halves"
+    return "pairs" if call.interleaved else "halves"
 
 
 def static_report_cases() -> list[dict[str, Any]]:

@@ -10,7 +10,6 @@ here are the public function, the specification and the registration.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from fusedops._core import checks, dtypes
 from fusedops._core.activation import ACTIVATIONS
 from fusedops._core.library import Gradient, define_op
 from fusedops._core.sharding import PARTIAL, REPLICATE, Placement
+from fusedops.kernels._grouped_arguments import GroupedMM, of_backward
 from fusedops.ops.linear_act import activate, activation_gradient, check_parameter, wants_gradient
 
 
@@ -202,58 +202,31 @@ def grouped_sum(grad: torch.Tensor, groups: list[tuple[int, int]]) -> torch.Tens
     return torch.stack(sums).to(grad.dtype) if sums else grad.new_zeros(0, grad.shape[1])
 
 
-def _keeps(activation: str, keep_preactivation: bool) -> bool:
-    return keep_preactivation and activation != "identity"
+def _reference(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    call = GroupedMM(*args)
+    groups = bounds("grouped_mm", call.offsets, call.input.shape[0])
+    preactivation = grouped_product(call.input, call.weight, groups, call.bias)
+    if call.activation == "identity":
+        return preactivation, call.input.new_empty(0)
+    kept = preactivation if call.keeps else call.input.new_empty(0)
+    return activate(preactivation, call.activation), kept
 
 
-def _reference(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    offsets: torch.Tensor,
-    bias: torch.Tensor | None,
-    activation: str,
-    keep_preactivation: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    call = GroupedMM(*args)
+    shape = (call.input.shape[0], call.weight.shape[2])
+    return call.input.new_empty(shape), call.input.new_empty(shape if call.keeps else (0,))
+
+
+def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, ...]:
+    grad, call, z, output_mask = of_backward(GroupedMM, args)
+    input, weight, offsets, bias, activation, _ = call
     groups = bounds("grouped_mm", offsets, input.shape[0])
-    preactivation = grouped_product(input, weight, groups, bias)
-    if activation == "identity":
-        return preactivation, input.new_empty(0)
-    kept = preactivation if keep_preactivation else input.new_empty(0)
-    return activate(preactivation, activation), kept
-
-
-def _fake(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    offsets: torch.Tensor,
-    bias: torch.Tensor | None,
-    activation: str,
-    keep_preactivation: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    shape = (input.shape[0], weight.shape[2])
-    kept = shape if _keeps(activation, keep_preactivation) else (0,)
-    return input.new_empty(shape), input.new_empty(kept)
-
-
-def _backward_reference(
-    grad_output: torch.Tensor,
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    offsets: torch.Tensor,
-    bias: torch.Tensor | None,
-    preactivation: torch.Tensor,
-    activation: str,
-    keep_preactivation: bool,
-    output_mask: Sequence[bool],
-) -> tuple[torch.Tensor | None, ...]:
-    groups = bounds("grouped_mm", offsets, input.shape[0])
-    grad = grad_output
     if activation != "identity":
-        z = preactivation
         # Under a second derivative it is made again: it is then a function of the inputs.
         if torch.is_grad_enabled() or z.numel() == 0:
             z = grouped_product(input, weight, groups, bias)
-        grad = activation_gradient(grad_output, z, activation)
+        grad = activation_gradient(grad, z, activation)
     return (
         grouped_product(grad, weight.mT, groups) if output_mask[0] else None,
         grouped_weight_gradient(input, grad, groups, weight) if output_mask[1] else None,
@@ -261,17 +234,8 @@ def _backward_reference(
     )
 
 
-def _backward_fake(
-    grad_output: torch.Tensor,
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    offsets: torch.Tensor,
-    bias: torch.Tensor | None,
-    preactivation: torch.Tensor,
-    activation: str,
-    keep_preactivation: bool,
-    output_mask: Sequence[bool],
-) -> tuple[torch.Tensor | None, ...]:
+def _backward_fake(*args: Any) -> tuple[torch.Tensor | None, ...]:
+    _, (input, weight, *_), _, output_mask = of_backward(GroupedMM, args)
     return (
         input.new_empty(input.shape) if output_mask[0] else None,
         empty_stack_gradient(weight) if output_mask[1] else None,
@@ -279,36 +243,24 @@ def _backward_fake(
     )
 
 
-def _shard(
-    input: Any, weight: Any, offsets: Any, bias: Any, activation: str, keep_preactivation: bool
-) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard(*args: Any) -> list[tuple[list[Placement], list[Placement]]]:
     """Shard the columns of the weights; or, where it is linear, the sum."""
-    keeps = _keeps(activation, keep_preactivation)
+    call = GroupedMM(*args)
 
     def rule(
         output: Placement, x: Placement, w: Placement, b: Placement
     ) -> tuple[list[Placement], list[Placement]]:
-        kept = output if keeps else REPLICATE
-        return [output, kept], [x, w, REPLICATE, b if bias is not None else None, None, None]
+        kept = output if call.keeps else REPLICATE
+        return [output, kept], [x, w, REPLICATE, b if call.bias is not None else None, None, None]
 
     rules = [rule(*(REPLICATE,) * 4), rule(1, REPLICATE, 2, 1)]
-    if activation == "identity" and bias is None:
+    if call.activation == "identity" and call.bias is None:
         rules.append(rule(PARTIAL, 1, 1, None))
     return rules
 
 
-def _shard_backward(
-    grad_output: Any,
-    input: Any,
-    weight: Any,
-    offsets: Any,
-    bias: Any,
-    preactivation: Any,
-    activation: str,
-    keep_preactivation: bool,
-    output_mask: Sequence[bool],
-) -> list[tuple[list[Placement], list[Placement]]]:
-    keeps = _keeps(activation, keep_preactivation)
+def _shard_backward(*args: Any) -> list[tuple[list[Placement], list[Placement]]]:
+    _, call, _, output_mask = of_backward(GroupedMM, args)
 
     def rule(
         results: tuple[Placement, Placement, Placement],
@@ -318,13 +270,13 @@ def _shard_backward(
         b: Placement,
     ) -> tuple[list[Placement], list[Placement]]:
         wanted = [each if on else None for each, on in zip(results, output_mask, strict=True)]
-        kept = grad if keeps else REPLICATE
-        first_bias = b if bias is not None else None
+        kept = grad if call.keeps else REPLICATE
+        first_bias = b if call.bias is not None else None
         return wanted, [grad, x, w, REPLICATE, first_bias, kept, None, None, None]
 
     rules = [rule((REPLICATE,) * 3, *(REPLICATE,) * 4)]
     rules.append(rule((PARTIAL, 2, 1), 1, REPLICATE, 2, 1))
-    if activation == "identity":
+    if call.activation == "identity":
         rules.append(rule((1, 1, REPLICATE), REPLICATE, 1, 1, REPLICATE))
     return rules
 

@@ -20,6 +20,7 @@ from fusedops._core import checks, dtypes
 from fusedops._core.activation import ACTIVATIONS
 from fusedops._core.library import Gradient, define_op
 from fusedops._core.sharding import PARTIAL, REPLICATE, Placement
+from fusedops.kernels._grouped_arguments import MoeMLP, of_backward
 from fusedops.ops import _moe_math
 from fusedops.ops._moe_gate import GATES, hidden_of, preactivation_gradient
 from fusedops.ops._routing_plan import RoutingPlan, check_probs
@@ -135,19 +136,14 @@ def _check(op: str, input: Any, plan: Any, w1: Any, w2: Any, b1: Any, b2: Any, g
 class _Rows:
     """The rows of a plan, as the reference uses them: their tokens, groups and probabilities."""
 
-    def __init__(
-        self,
-        probs: torch.Tensor,
-        permutation: torch.Tensor,
-        positions: torch.Tensor,
-        offsets: torch.Tensor,
-    ) -> None:
-        self.groups = bounds("moe_mlp", offsets, permutation.shape[0])
+    def __init__(self, call: MoeMLP) -> None:
+        rows, top_k = call.permutation.shape[0], call.positions.shape[1]
+        self.groups = bounds("moe_mlp", call.offsets, rows)
         self.count = self.groups[-1][1] if self.groups else 0
-        self.slots = permutation[: self.count].long()
-        self.tokens = self.slots // max(1, positions.shape[1])
-        self.probs = probs.flatten()[self.slots].unsqueeze(1)
-        self.positions, self.offsets = positions, offsets
+        self.slots = call.permutation[: self.count].long()
+        self.tokens = self.slots // max(1, top_k)
+        self.probs = call.probs.flatten()[self.slots].unsqueeze(1)
+        self.positions, self.offsets = call.positions, call.offsets
 
     def wide_product(
         self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
@@ -168,125 +164,69 @@ class _Rows:
         return torch.cat([row.expand(size, -1) for row, size in zip(bias, sizes, strict=True)])
 
 
-def _reference(
-    input: torch.Tensor,
-    probs: torch.Tensor,
-    permutation: torch.Tensor,
-    positions: torch.Tensor,
-    offsets: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    b1: torch.Tensor | None,
-    b2: torch.Tensor | None,
-    activation: str,
-    gated: bool,
-    interleaved: bool,
-    keep_preactivation: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    rows = _Rows(probs, permutation, positions, offsets)
-    z = rows.wide_product(input[rows.tokens], w1, b1)
-    value = hidden_of(z, activation, gated, interleaved)
-    output = grouped_product((value * rows.probs).to(input.dtype), w2, rows.groups)
-    if b2 is not None:
-        output = (output + rows.bias(b2) * rows.probs).to(input.dtype)
-    kept = input.new_zeros(permutation.shape[0] if keep_preactivation else 0, z.shape[1])
-    if keep_preactivation:
+def _reference(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    call = MoeMLP(*args)
+    rows, dtype = _Rows(call), call.input.dtype
+    z = rows.wide_product(call.input[rows.tokens], call.w1, call.b1)
+    value = hidden_of(z, *call.form)
+    output = grouped_product((value * rows.probs).to(dtype), call.w2, rows.groups)
+    if call.b2 is not None:
+        output = (output + rows.bias(call.b2) * rows.probs).to(dtype)
+    kept = call.input.new_zeros(_rows_kept(call), z.shape[1])
+    if call.keep_preactivation:
         kept[: rows.count] = z
     return rows.combine(output), kept
 
 
-def _fake(
-    input: torch.Tensor,
-    probs: torch.Tensor,
-    permutation: torch.Tensor,
-    positions: torch.Tensor,
-    offsets: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    b1: torch.Tensor | None,
-    b2: torch.Tensor | None,
-    activation: str,
-    gated: bool,
-    interleaved: bool,
-    keep_preactivation: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    rows = permutation.shape[0] if keep_preactivation else 0
-    output = input.new_empty(positions.shape[0], w2.shape[2])
-    return output, input.new_empty(rows, w1.shape[2])
+def _fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    call = MoeMLP(*args)
+    output = call.input.new_empty(call.positions.shape[0], call.w2.shape[2])
+    return output, call.input.new_empty(_rows_kept(call), call.w1.shape[2])
 
 
-def _backward_reference(
-    grad_output: torch.Tensor,
-    input: torch.Tensor,
-    probs: torch.Tensor,
-    permutation: torch.Tensor,
-    positions: torch.Tensor,
-    offsets: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    b1: torch.Tensor | None,
-    b2: torch.Tensor | None,
-    preactivation: torch.Tensor,
-    activation: str,
-    gated: bool,
-    interleaved: bool,
-    keep_preactivation: bool,
-    output_mask: Sequence[bool],
-) -> tuple[torch.Tensor | None, ...]:
+def _rows_kept(call: MoeMLP) -> int:
+    return call.permutation.shape[0] if call.keep_preactivation else 0
+
+
+def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, ...]:
+    dy, call, kept, output_mask = of_backward(MoeMLP, args)
     wants_input, wants_probs, wants_w1, wants_w2, wants_b1, wants_b2 = output_mask
-    rows = _Rows(probs, permutation, positions, offsets)
-    x, dy = input[rows.tokens], grad_output[rows.tokens]
-    z = preactivation[: rows.count]
+    rows, dtype, wide = _Rows(call), call.input.dtype, call.probs.dtype
+    x, dy = call.input[rows.tokens], dy[rows.tokens]
+    z = kept[: rows.count]
     # Under a second derivative it is made again: it is then a function of the inputs.
-    if torch.is_grad_enabled() or not keep_preactivation:
-        z = rows.wide_product(x, w1, b1)
-    form = activation, gated, interleaved
-    z = z.to(probs.dtype)
-    value = hidden_of(z, *form)
-    grad = rows.wide_product(dy, w2.mT)
+    if torch.is_grad_enabled() or not call.keep_preactivation:
+        z = rows.wide_product(x, call.w1, call.b1).to(dtype)
+    z = z.to(wide)
+    value = hidden_of(z, *call.form)
+    grad = rows.wide_product(dy, call.w2.mT)
     grad_input = grad_probs = grad_w1 = grad_w2 = grad_b1 = grad_b2 = None
     if wants_input or wants_w1 or wants_b1:
-        dz = preactivation_gradient(grad * rows.probs, z, *form).to(input.dtype)
+        dz = preactivation_gradient(grad * rows.probs, z, *call.form).to(dtype)
         grad_b1 = grouped_sum(dz, rows.groups) if wants_b1 else None
-        grad_w1 = grouped_weight_gradient(x, dz, rows.groups, w1) if wants_w1 else None
+        grad_w1 = grouped_weight_gradient(x, dz, rows.groups, call.w1) if wants_w1 else None
         if wants_input:
-            grad_input = rows.combine(grouped_product(dz, w1.mT, rows.groups))
+            grad_input = rows.combine(grouped_product(dz, call.w1.mT, rows.groups))
     if wants_w2:
-        hidden = (value * rows.probs).to(input.dtype)
-        grad_w2 = grouped_weight_gradient(hidden, dy, rows.groups, w2)
+        hidden = (value * rows.probs).to(dtype)
+        grad_w2 = grouped_weight_gradient(hidden, dy, rows.groups, call.w2)
     if wants_b2:
-        assert b2 is not None
-        grad_b2 = grouped_sum(dy * rows.probs, rows.groups).to(b2.dtype)
+        grad_b2 = grouped_sum(dy * rows.probs, rows.groups).to(dtype)
     if wants_probs:
         dots = (grad * value).sum(1)
-        if b2 is not None:
-            dots = dots + (dy.to(probs.dtype) * rows.bias(b2).to(probs.dtype)).sum(1)
-        slots = probs.new_zeros(probs.numel()).index_copy(0, rows.slots, dots)
-        grad_probs = slots.view(probs.shape)
+        if call.b2 is not None:
+            dots = dots + (dy.to(wide) * rows.bias(call.b2).to(wide)).sum(1)
+        slots = call.probs.new_zeros(call.probs.numel()).index_copy(0, rows.slots, dots)
+        grad_probs = slots.view(call.probs.shape)
     return grad_input, grad_probs, grad_w1, grad_w2, grad_b1, grad_b2
 
 
-def _backward_fake(
-    grad_output: torch.Tensor,
-    input: torch.Tensor,
-    probs: torch.Tensor,
-    permutation: torch.Tensor,
-    positions: torch.Tensor,
-    offsets: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    b1: torch.Tensor | None,
-    b2: torch.Tensor | None,
-    preactivation: torch.Tensor,
-    activation: str,
-    gated: bool,
-    interleaved: bool,
-    keep_preactivation: bool,
-    output_mask: Sequence[bool],
-) -> tuple[torch.Tensor | None, ...]:
+def _backward_fake(*args: Any) -> tuple[torch.Tensor | None, ...]:
+    _, call, _, output_mask = of_backward(MoeMLP, args)
+    w1, w2 = call.w1, call.w2
     return (
-        input.new_empty(input.shape) if output_mask[0] else None,
-        probs.new_empty(probs.shape) if output_mask[1] else None,
+        call.input.new_empty(call.input.shape) if output_mask[0] else None,
+        call.probs.new_empty(call.probs.shape) if output_mask[1] else None,
         empty_stack_gradient(w1) if output_mask[2] else None,
         empty_stack_gradient(w2) if output_mask[3] else None,
         w1.new_empty((w1.shape[0], w1.shape[2])) if output_mask[4] else None,
@@ -294,61 +234,38 @@ def _backward_fake(
     )
 
 
-def _splits(gated: bool, interleaved: bool, b2: Any) -> bool:
+def _splits(call: MoeMLP) -> bool:
     """Whether the hidden layer can be sharded: gate and up on one rank, no bias added twice."""
-    return (interleaved or not gated) and b2 is None
+    return (call.interleaved or not call.gated) and call.b2 is None
 
 
-def _shard(
-    input: Any,
-    probs: Any,
-    permutation: Any,
-    positions: Any,
-    offsets: Any,
-    w1: Any,
-    w2: Any,
-    b1: Any,
-    b2: Any,
-    activation: str,
-    gated: bool,
-    interleaved: bool,
-    keep_preactivation: bool,
-) -> list[tuple[list[Placement], list[Placement]]]:
+def _placements(call: MoeMLP, first: Placement, second: Placement) -> list[Placement]:
+    """Return those of the op's tensors, given those of the weights; the biases follow them."""
+    biases: list[Placement] = [
+        (REPLICATE if first == REPLICATE else 1) if call.b1 is not None else None,
+        (1 if second == 2 else REPLICATE) if call.b2 is not None else None,
+    ]
+    return [*([REPLICATE] * 5), first, second, *biases]
+
+
+def _shard(*args: Any) -> list[tuple[list[Placement], list[Placement]]]:
     """Replicate; or shard the hidden layers (a sum), or the columns of the output."""
+    call = MoeMLP(*args)
 
     def rule(
         output: Placement, kept: Placement, first: Placement, second: Placement
     ) -> tuple[list[Placement], list[Placement]]:
-        biases: list[Placement] = [
-            (REPLICATE if first == REPLICATE else 1) if b1 is not None else None,
-            (1 if second == 2 else REPLICATE) if b2 is not None else None,
-        ]
-        return [output, kept], [*([REPLICATE] * 5), first, second, *biases, *([None] * 4)]
+        return [output, kept], [*_placements(call, first, second), *([None] * 4)]
 
     rules = [rule(REPLICATE, REPLICATE, REPLICATE, REPLICATE), rule(1, REPLICATE, REPLICATE, 2)]
-    if _splits(gated, interleaved, b2):
+    if _splits(call):
         rules.append(rule(PARTIAL, 1, 2, 1))
     return rules
 
 
-def _shard_backward(
-    grad_output: Any,
-    input: Any,
-    probs: Any,
-    permutation: Any,
-    positions: Any,
-    offsets: Any,
-    w1: Any,
-    w2: Any,
-    b1: Any,
-    b2: Any,
-    preactivation: Any,
-    activation: str,
-    gated: bool,
-    interleaved: bool,
-    keep_preactivation: bool,
-    output_mask: Sequence[bool],
-) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard_backward(*args: Any) -> list[tuple[list[Placement], list[Placement]]]:
+    _, call, _, output_mask = of_backward(MoeMLP, args)
+
     def rule(
         results: Sequence[Placement],
         grad: Placement,
@@ -357,19 +274,14 @@ def _shard_backward(
         second: Placement,
     ) -> tuple[list[Placement], list[Placement]]:
         wanted = [each if on else None for each, on in zip(results, output_mask, strict=True)]
-        biases: list[Placement] = [
-            (REPLICATE if first == REPLICATE else 1) if b1 is not None else None,
-            (1 if second == 2 else REPLICATE) if b2 is not None else None,
-        ]
-        given = [grad, *([REPLICATE] * 5), first, second, *biases, kept, *([None] * 5)]
-        return wanted, given
+        return wanted, [grad, *_placements(call, first, second), kept, *([None] * 5)]
 
     columns: list[Placement] = [PARTIAL, PARTIAL, PARTIAL, 2, PARTIAL, 1]
     rules = [
         rule([REPLICATE] * 6, REPLICATE, REPLICATE, REPLICATE, REPLICATE),
         rule(columns, 1, REPLICATE, REPLICATE, 2),
     ]
-    if _splits(gated, interleaved, b2):
+    if _splits(call):
         results: list[Placement] = [PARTIAL, PARTIAL, 2, 1, 1, REPLICATE]
         rules.append(rule(results, REPLICATE, 1, 2, 1))
     return rules
