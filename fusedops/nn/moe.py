@@ -69,8 +69,8 @@ class MoE(nn.Module):
         router_dtype: dtype of the router's product; ``None``: the input's.
         shared_intermediate_size: size of the expert that every token visits, ``None`` for none.
         shared_gate: whether a sigmoid of the token weighs it (``shared_expert_gate.weight``).
-        recompute: keep only the input and the plan for the backward, as ``fusedops.moe_mlp`` does;
-            ``False`` also keeps the first product, and does not make it again.
+        recompute: keep only the input and the plan for the backward, which then makes the first
+            product again, as ``fusedops.moe_mlp`` does.
         device: of the parameters.
         dtype: of the parameters.
 
@@ -120,7 +120,7 @@ class MoE(nn.Module):
         router_dtype: torch.dtype | None = None,
         shared_intermediate_size: int | None = None,
         shared_gate: bool = False,
-        recompute: bool = True,
+        recompute: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:

@@ -3,10 +3,10 @@
     z[r] = x[token(r)] W1[e] + b1[e],   h[r] = p[r] act(gate(z[r])) * up(z[r])
     y[t] = sum over the rows r of token t of (h[r] W2[e] + p[r] b2[e])
 
-No permuted copy of the input is made or kept: tokens are gathered inside of the first product, and
-the backward needs the input and the plan alone. Kernels: ``csrc/cpu/moe_mlp.*`` on
-``csrc/cpu/gemm.*``, ``kernels/moe_mlp.py``; here are the public function, the specification and the
-registration.
+No permuted copy of the input is made or kept: tokens are gathered inside of the first product. The
+backward needs the input, the plan and ``z``, which it can also make again. Kernels:
+``csrc/cpu/moe_mlp.*`` on ``csrc/cpu/gemm.*``, ``kernels/moe_mlp.py``; here are the public function,
+the specification and the registration.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def moe_mlp(
     activation: str = "silu",
     gated: bool = True,
     interleaved: bool = False,
-    recompute: bool = True,
+    recompute: bool = False,
 ) -> torch.Tensor:
     """Apply each token's experts and sum what they give, weighted by the router.
 
@@ -67,8 +67,10 @@ def moe_mlp(
         gated: whether ``w1`` makes a gate and a factor, else ``h = act(z)``.
         interleaved: columns of ``w1`` are ``gate 0, up 0, gate 1, ...`` (GPT-OSS), else the gates
             come first (the field's ``gate_up_proj``).
-        recompute: make the first product again in the backward and keep nothing but the input and
-            the plan; ``False`` keeps the pre-activation ``[tokens * top_k, 2 * inner]`` as well.
+        recompute: keep nothing but the input and the plan for the backward, which then makes the
+            first product again; the results are the same bits on the CPU. Otherwise the
+            pre-activation is kept as well, ``tokens * top_k * 2 * inner`` numbers (``inner`` if not
+            ``gated``) of ``input``'s dtype; no permuted copy of the input is kept either way.
 
     Returns:
         ``[tokens, hidden_out]``, dtype of ``input``, contiguous. A token without a kept slot: 0.
@@ -80,11 +82,12 @@ def moe_mlp(
 
     Note:
         Products accumulate in float32 (float64 for float64); activation, gate and probability act
-        on the sums, and the hidden layer is rounded once. The sum over a token's slots is float32
-        in the order of the slots: that of ``moe_unpermute``, the same bits for any number of
-        threads. Gradients to ``input``, ``plan.probs``, weights and biases; the weights' are laid
-        out as the weights are. Twice differentiable. Backends: cpp, triton, torch. Under autocast
-        all but the probabilities are cast.
+        on the sums, and the hidden layer is rounded once. So is ``z``, kept or made again, before
+        the backward reads it: the gradient of ``probs``, though wide, is as exact as that. The sum
+        over a token's slots is float32 in the order of the slots: that of ``moe_unpermute``, the
+        same bits for any number of threads. Gradients to ``input``, ``plan.probs``, weights and
+        biases; the weights' are laid out as the weights are. Twice differentiable. Backends: cpp,
+        triton, torch. Under autocast all but the probabilities are cast.
 
     Reference:
         Shazeer et al.: Outrageously Large Neural Networks, arXiv:1701.06538; Tan et al.:

@@ -39,7 +39,7 @@ def _eager(
     activation: str = "silu",
     gated: bool = True,
     interleaved: bool = False,
-    recompute: bool = True,
+    recompute: bool = False,
 ) -> torch.Tensor:
     """Loop over the experts, as model code does."""
     slots, probs = plan.permutation.long(), plan.probs.flatten()
@@ -114,15 +114,15 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
     return [
         call("default", (9, 2, 3)),
         call("biases", bias=True, transposed=True),
-        call("kept", bias=True, recompute=False),
+        call("recompute", bias=True, recompute=True),
         *(call(pattern, (8, 2, 4), pattern=pattern, bias=True) for pattern in patterns),
         call("interleaved", bias=True, interleaved=True),
         call("gpt_oss", (6, 2, 3), (6, 19, 5), "swiglu_oai", bias=True, interleaved=True),
-        call("oai_halves", (40, 2, 3), activation="swiglu_oai", transposed=True, recompute=False),
+        call("oai_halves", (40, 2, 3), activation="swiglu_oai", transposed=True),
         call("plain", activation="gelu", bias=True, gated=False),
         *(call(name, (5, 1, 2), activation=name) for name in ("relu", "gelu_tanh", "identity")),
-        call("relu2_plain", (5, 3, 4), activation="relu2", gated=False, recompute=False),
-        call("fast_gelu", (4, 3, 3), (5, 4, 7), "fast_gelu", interleaved=True, recompute=False),
+        call("relu2_plain", (5, 3, 4), activation="relu2", gated=False, recompute=True),
+        call("fast_gelu", (4, 3, 3), (5, 4, 7), "fast_gelu", interleaved=True, recompute=True),
         call("odd_sizes", (37, 2, 5), (37, 37, 41), transposed=True),
         call("many_experts", (11, 8, 37), (5, 3, 4)),
         call("one_element", (1, 1, 1), (1, 1, 1)),
@@ -171,7 +171,7 @@ def _case(
     experts: int,
     hidden: int,
     inner: int,
-    recompute: bool = True,
+    recompute: bool = False,
     headline: bool = False,
 ) -> BenchCase:
     def make(device: torch.device, dtype: torch.dtype) -> Sample:
@@ -191,7 +191,7 @@ def _case(
 
     rows, weights = tokens * top_k, experts * 3 * hidden * inner
     product = 2 * rows * hidden * inner
-    suffix = "" if recompute else ", kept"
+    suffix = ", recompute" if recompute else ""
     return BenchCase(
         label=f"{tokens}x{hidden}, top {top_k} of {experts}, inner {inner}{suffix}",
         make=make,
@@ -267,8 +267,8 @@ SPEC = Spec(
     bench_cases=(
         _case(2048, 2, 8, 1024, 2048, headline=True),
         _case(1024, 8, 64, 1024, 512, headline=True),
-        _case(2048, 2, 8, 1024, 2048, recompute=False),
-        _case(1024, 8, 64, 1024, 512, recompute=False),
+        _case(2048, 2, 8, 1024, 2048, recompute=True),
+        _case(1024, 8, 64, 1024, 512, recompute=True),
         _case(2048, 2, 64, 1024, 512),
         _case(1024, 8, 16, 1024, 1024),
         _case(4, 8, 64, 1024, 512),
