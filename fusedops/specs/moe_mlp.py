@@ -118,7 +118,7 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
         *(call(pattern, (8, 2, 4), pattern=pattern, bias=True) for pattern in patterns),
         call("interleaved", bias=True, interleaved=True),
         call("gpt_oss", (6, 2, 3), (6, 19, 5), "swiglu_oai", bias=True, interleaved=True),
-        call("oai_halves", (40, 2, 3), activation="swiglu_oai", transposed=True),
+        call("oai_halves", activation="swiglu_oai", transposed=True),
         call("plain", activation="gelu", bias=True, gated=False),
         *(call(name, (5, 1, 2), activation=name) for name in ("relu", "gelu_tanh", "identity")),
         call("relu2_plain", (5, 3, 4), activation="relu2", gated=False, recompute=True),
@@ -278,4 +278,11 @@ SPEC = Spec(
     autocast="lower",
     peers=_peers,
     rows_are_independent=False,
+    # The gradient of a probability is float32: sum_c d[c] * h(z[c]) of unrounded d, but of z as it
+    # is kept (or made again, with the same bits). Each term is off by up to eps / 2 * |z h'(z)|
+    # of each of gate and up, so that terms of one sign give the sum an error of eps of the low
+    # dtype. Eager torch rounds z too and seven more values after it: over 200 draws its error was
+    # 1.5 to 1.9 times ours (root mean square), but the largest of 32 may by chance be small,
+    # which the budget, twice that one, mistakes for precision in 1 to 6 draws of 200.
+    rounds_inside=True,
 )

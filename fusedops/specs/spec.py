@@ -129,6 +129,9 @@ class Spec:
             depends on that row of the arguments alone.
         depth: how many terms are summed into an element of an output and of a gradient, which the
             error budget grows with (rules: ``specs/depth.py``).
+        rounds_inside: whether the kernels round values between their products to the dtype of the
+            inputs, so that a float32 result of bfloat16 inputs (the gradient of a probability) is a
+            sum of terms with the spacing of bfloat16, and has no better one.
         double_backward: whether the op is twice differentiable (as torch's own is).
         autocast: what autocast does to the op, in one word of ``_core/dtypes.py``.
         summary: one line for the README's table.
@@ -148,5 +151,6 @@ class Spec:
     from_opinfo: Callable[..., tuple[tuple[Any, ...], dict[str, Any]] | None] | None = None
     rows_are_independent: bool = True
     depth: Callable[[Sample], Depth] = all_elements
+    rounds_inside: bool = False
     double_backward: bool = True
     limits: tuple[str, ...] = ()

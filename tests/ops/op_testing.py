@@ -79,6 +79,7 @@ def assert_within_budget(actual: Result, spec: Spec, sample: Sample) -> None:
     exact, eager = truth(spec, sample), baseline(spec, fresh(sample))
     depth = spec.depth(sample)
     assert len(depth.gradients) == len(actual.grads), "a depth for each leaf"
+    inside = _coarsest(sample) if spec.rounds_inside else None
     names = [f"output {i}" for i in range(len(actual.outputs))]
     names += [f"gradient of leaf {i}" for i in range(len(actual.grads))]
     for name, terms, got, want, base in zip(
@@ -94,14 +95,28 @@ def assert_within_budget(actual: Result, spec: Spec, sample: Sample) -> None:
         if not got.is_floating_point():
             assert torch.equal(got, want), f"{name}: {got}, wanted {want}"
             continue
-        assert_close(got, want, base, name, terms)
+        assert_close(got, want, base, name, terms, inside)
+
+
+def _coarsest(sample: Sample) -> torch.dtype:
+    """Return the dtype of the least precision among the floating tensors of a call."""
+    found = {each.dtype for each in sample.tensors if each.is_floating_point()}
+    return max(found, key=lambda dtype: torch.finfo(dtype).eps)
 
 
 def assert_close(
-    got: torch.Tensor, want: torch.Tensor, base: torch.Tensor, name: str, depth: int = 1
+    got: torch.Tensor,
+    want: torch.Tensor,
+    base: torch.Tensor,
+    name: str,
+    depth: int = 1,
+    inside: torch.dtype | None = None,
 ) -> None:
-    """Compare one tensor with its truth; ``base`` is what eager torch gets in the same dtype."""
-    budget = dtypes.error_budget(base, want, got.dtype, depth=depth)
+    """Compare one tensor with its truth; ``base`` is what eager torch gets in the same dtype.
+
+    ``inside`` is the dtype of values that the result is made of, where it is not the result's.
+    """
+    budget = dtypes.error_budget(base, want, inside or got.dtype, depth=depth)
     error = (got.double() - want).abs()
     same = (got.double() == want) | (got.isnan() & want.isnan())
     excess = torch.where(same, torch.zeros_like(error), error - budget)
