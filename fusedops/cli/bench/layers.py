@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ import torch.nn.functional as F
 
 from fusedops.ops.moe_mlp import moe_mlp
 from fusedops.ops.moe_route import moe_route
-from fusedops.specs import BenchCase, Sample, Spec
+from fusedops.specs import BenchCase, Sample, Spec, _hf_experts
 from fusedops.specs.make import randn
 
 GROUPS = ("moe",)
@@ -84,13 +83,7 @@ def _einsum(
 
 
 def _peers() -> dict[str, Callable[..., Any]]:
-    peers: dict[str, Callable[..., Any]] = {"einsum": _einsum}
-    try:
-        from transformers.integrations import moe
-    except ImportError:
-        return peers
-
-    def hf(function: Callable[..., Any]) -> Callable[..., Any]:
+    def of(experts: _hf_experts.Experts) -> Callable[..., torch.Tensor]:
         def layer(
             input: torch.Tensor,
             logits: torch.Tensor,
@@ -99,22 +92,12 @@ def _peers() -> dict[str, Callable[..., Any]]:
             *,
             top_k: int,
         ) -> torch.Tensor:
-            ids, weights = _routing(logits, top_k)
-            module = SimpleNamespace(
-                gate_up_proj=gate_up,
-                down_proj=down,
-                num_experts=logits.shape[1],
-                has_gate=True,
-                has_bias=False,
-                is_transposed=False,
-                act_fn=F.silu,
-            )
-            module._apply_gate = functools.partial(moe._default_apply_gate, module)
-            return function(module, input, ids, weights)
+            return experts(input, *_routing(logits, top_k), gate_up, down)
 
         return layer
 
-    return peers | {"hf_grouped_mm": hf(moe.grouped_mm_experts_forward)}
+    found = {name: of(experts) for name, experts in _hf_experts.installed().items()}
+    return {"einsum": _einsum, **found}
 
 
 def _layer_case(
@@ -159,6 +142,8 @@ MOE_LAYER = Spec(
     bad_inputs=lambda device: [],
     bench_cases=(
         _layer_case(1024, 1024, 1408, 8, 2),
+        _layer_case(1024, 1024, 1408, 8, 8),
+        _layer_case(1024, 768, 384, 64, 2),
         _layer_case(1024, 768, 384, 64, 8),
         _layer_case(128, 1024, 1408, 8, 2, headline=False),
         _layer_case(16, 768, 384, 64, 8, headline=False),
