@@ -63,7 +63,8 @@ def test_a_group_has_the_bits_of_linear_act_alone(dtype: torch.dtype) -> None:
 
 
 # Both sides of the blocking decisions of the batch in csrc/cpu/gemm.isa.cpp: rows of one block and
-# of several, more packed rows than fit the cache at once, sums that do not fit one stretch.
+# of several, more packed rows than fit the cache at once, sums that do not fit one stretch;
+# last, a weight gradient that is written around the cache.
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("sizes", "depth", "columns"),
@@ -72,6 +73,7 @@ def test_a_group_has_the_bits_of_linear_act_alone(dtype: torch.dtype) -> None:
         ((3, 0, 40), 12400, 33),
         ((5000, 1, 2100), 800, 20),
         ((300,) * 6, 4000, 8),
+        ((5, 0, 40), 1024, 2800),
     ],
 )
 def test_blocked_sizes_match_float64(
