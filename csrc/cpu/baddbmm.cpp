@@ -37,6 +37,34 @@ GemmCall product_of_last(const at::Tensor& a, const at::Tensor& b) {
   return product_of(a.size(-2), b.size(-1), a.size(-1), last_two(a), last_two(b), a);
 }
 
+// Makes the last batch dimension more rows of one product where B is the same for all of them and
+// the rows of A and of the addend go on evenly; and a summed dimension more terms of the sum. One
+// product packs B once.
+void fold(BatchedProduct& a) {
+  while (!a.batch.sizes.empty()) {
+    const auto& [along_a, along_b, along_addend] = a.batch.strides.back();
+    GemmCall& call = a.product;
+    const int64_t size = a.batch.sizes.back();
+    const bool even = along_b == 0 && along_a == call.m * call.a.row_stride &&
+                      along_addend == call.m * a.addend.row_stride;
+    if (size != 1 && !even) break;
+    call.m *= size;
+    a.batch.sizes.pop_back();
+    a.batch.strides.pop_back();
+  }
+  while (!a.summed.sizes.empty()) {
+    const auto& [along_a, along_b] = a.summed.strides.back();
+    GemmCall& call = a.product;
+    const int64_t size = a.summed.sizes.back();
+    const bool even =
+        along_a == call.k * call.a.column_stride && along_b == call.k * call.b.row_stride;
+    if (size != 1 && !even) break;
+    call.k *= size;
+    a.summed.sizes.pop_back();
+    a.summed.strides.pop_back();
+  }
+}
+
 at::Tensor forward(const at::Tensor& input, const at::Tensor& batch1, const at::Tensor& batch2,
                    double beta, double alpha, const c10::List<bool>& /*broadcast*/) {
   const int64_t rank = batch1.dim();
@@ -58,6 +86,7 @@ at::Tensor forward(const at::Tensor& input, const at::Tensor& batch1, const at::
   shape[rank - 1] = batch2.size(-1);
   auto output = at::empty(shape, batch1.options());
   arguments.output = mutable_data(output);
+  fold(arguments);
   FUSEDOPS_CALL_ISA(batched_product, arguments);
   return output;
 }
@@ -82,6 +111,7 @@ at::Tensor operand_gradient(const at::Tensor& a, const at::Tensor& b, const at::
       arguments.summed.strides.push_back({along_a, along_b});
     }
   }
+  fold(arguments);
   FUSEDOPS_CALL_ISA(batched_product, arguments);
   return gradient;
 }

@@ -19,9 +19,8 @@ namespace fusedops::CPU_CAPABILITY {
 namespace {
 
 constexpr int64_t kLeastTask = int64_t{1} << 18;  // multiply-adds that are worth a thread
+constexpr int64_t kLeastWork = 4096;              // of a product, however small
 constexpr int64_t kPiece = 2048;                  // elements that are summed at a time
-constexpr int64_t kFirstRows = 256;               // of addend and output that are fetched ahead
-constexpr int64_t kFirstColumns = 32;
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
@@ -40,15 +39,6 @@ struct AddendContext {
   double beta;
 };
 
-// Fetches elements [first, last) of a row, to be read or written. Addend and output are short
-// pieces of rows, which the hardware does not foresee: waiting for them took as long as a product
-// of depth 64.
-template <bool kWrite, typename T>
-inline void prefetch_row(const T* row, int64_t first, int64_t last) {
-  constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(T));
-  for (int64_t c = first; c < last; c += kLine) __builtin_prefetch(row + c, kWrite);
-}
-
 template <typename T>
 void store_sum(const void* context, const Tile& tile) {
   using V = Vec<T>;
@@ -56,13 +46,9 @@ void store_sum(const void* context, const Tile& tile) {
   const V alpha(static_cast<Acc<T>>(a.alpha)), beta(static_cast<Acc<T>>(a.beta));
   const T* addend = advanced<T>(
       a.addend.data, tile.row * a.addend.row_stride + tile.column * a.addend.column_stride);
-  const bool whole = addend != nullptr && a.addend.row_stride != 0 && a.addend.column_stride != 0;
-  const int64_t next = std::min<int64_t>(a.n - tile.column, 2 * tile.columns);
   for (int i = 0; i < tile.rows; ++i) {
     const auto* sums = static_cast<const Acc<T>*>(tile.sums) + i * tile.stride;
     T* output = at<T>(a.output, tile.row + i, a.n, tile.column);
-    prefetch_row<true>(output, tile.columns, next);
-    if (whole) prefetch_row<false>(addend + i * a.addend.row_stride, tile.columns, next);
     if (addend == nullptr) {
       for_each_vector<V::size()>(tile.columns, [&](int64_t c, int64_t count, auto full) {
         store_vec(output + c, alpha * load_vec(sums + c, count, full), count, full);
@@ -109,13 +95,9 @@ void one_product(const BatchedProduct& a, int64_t index, std::vector<Factors>& f
   context.addend.data = advanced<T>(a.addend.data, offset[2]);
   call.context = &context;
   call.store = store_sum<T>;
-  // The columns of the first tiles; each tile then fetches those of the next.
-  const int64_t rows = std::min(call.m, kFirstRows), columns = std::min(call.n, kFirstColumns);
-  const auto* addend = static_cast<const T*>(context.addend.data);
-  const bool whole = a.addend.column_stride == 1 && a.addend.row_stride != 0;
-  for (int64_t row = 0; row < rows; ++row) {
-    prefetch_row<true>(static_cast<T*>(context.output) + row * call.n, 0, columns);
-    if (whole) prefetch_row<false>(addend + row * a.addend.row_stride, 0, columns);
+  call.touched[0] = {context.output, call.n};
+  if (a.addend.column_stride == 1 && a.addend.row_stride != 0) {
+    call.touched[1] = {context.addend.data, a.addend.row_stride};
   }
   gemm(call);
 }
@@ -123,8 +105,9 @@ void one_product(const BatchedProduct& a, int64_t index, std::vector<Factors>& f
 template <typename T>
 void all_products(const BatchedProduct& a) {
   const int64_t batches = a.batch.count();
-  const int64_t work = std::max<int64_t>(1, a.product.m * a.product.n) *
-                       std::max<int64_t>(8, a.product.k) * std::max<int64_t>(1, a.summed.count());
+  const int64_t work = kLeastWork + std::max<int64_t>(1, a.product.m * a.product.n) *
+                                        std::max<int64_t>(8, a.product.k) *
+                                        std::max<int64_t>(1, a.summed.count());
   const auto run = [&](int64_t begin, int64_t end) {
     std::vector<Factors> factors;
     for (int64_t index = begin; index < end; ++index) one_product<T>(a, index, factors);

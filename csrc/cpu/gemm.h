@@ -50,6 +50,12 @@ struct Tile {
 
 inline constexpr int64_t kLeastTileRows = 6;
 
+// A row-major matrix of the shape of C and the dtype of the operands.
+struct Touched {
+  const void* data = nullptr;
+  int64_t row_stride = 0;  // elements
+};
+
 struct GemmCall {
   int64_t m;
   int64_t n;
@@ -66,6 +72,8 @@ struct GemmCall {
   // Where `store` does no more than write the sums to dense rows [m, n]: these. A product that
   // needs no tiles then writes there itself.
   void* plain_output = nullptr;
+  // What `store` reads or writes there: fetched while the tile is multiplied. Only a hint.
+  Touched touched[3] = {};
 };
 
 }  // namespace fusedops

@@ -82,6 +82,65 @@ inline void multiply_row(int64_t count, const A* a, int64_t a_step, const A* b, 
   std::memcpy(out + c, &total, bytes);
 }
 
+#if defined(CPU_CAPABILITY_AVX512)
+// The same of bfloat16 with the multiply-add of pairs: out[j] = sum over k of a[k * a_step] *
+// b[k * b_step + j]. Two rows of B are interleaved in registers; a vector of the result then holds
+// every other four of 32 columns, which the end puts in order.
+template <int kGroups>
+inline void multiply_row_pairs(int64_t count, const Bf16Pair* a, const c10::BFloat16* b,
+                               int64_t b_step, int64_t columns, float* out) {
+  constexpr int64_t kAhead = 16;
+  __mmask32 mask[kGroups];
+  for (int g = 0; g < kGroups; ++g) {
+    const auto here = std::clamp<int64_t>(columns - 32 * g, 0, 32);
+    mask[g] = static_cast<__mmask32>((uint64_t{1} << here) - 1);
+  }
+  for (int64_t first = 0; first < count; first += 2 * kBlockSteps) {
+    __m512 sum[kGroups][2];
+    for (int g = 0; g < kGroups; ++g) sum[g][0] = sum[g][1] = _mm512_setzero_ps();
+    for (int64_t k = first; k < std::min(count, first + 2 * kBlockSteps); k += 2) {
+      const c10::BFloat16* line = b + k * b_step;
+      const bool two = k + 1 < count;
+      const int64_t ahead = k + kAhead + 1 < count ? kAhead * b_step : 0;
+#pragma GCC unroll 4
+      for (int g = 0; g < kGroups; ++g) {
+        const __m512i low = _mm512_maskz_loadu_epi16(mask[g], line + 32 * g);
+        const __m512i high = two ? _mm512_maskz_loadu_epi16(mask[g], line + b_step + 32 * g)
+                                 : _mm512_setzero_si512();
+        __builtin_prefetch(line + ahead + 32 * g);
+        __builtin_prefetch(line + ahead + b_step + 32 * g);
+        sum[g][0] = Bf16Dot::multiply_add(sum[g][0], a[k / 2], _mm512_unpacklo_epi16(low, high));
+        sum[g][1] = Bf16Dot::multiply_add(sum[g][1], a[k / 2], _mm512_unpackhi_epi16(low, high));
+      }
+    }
+    const __m512i left = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    const __m512i right =
+        _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+    for (int g = 0; g < kGroups; ++g) {
+      for (int half = 0; half < 2; ++half) {
+        const __m512 sums = _mm512_permutex2var_ps(sum[g][0], half == 0 ? left : right, sum[g][1]);
+        float* to = out + 32 * g + 16 * half;
+        const auto part = static_cast<__mmask16>(mask[g] >> (16 * half));
+        _mm512_mask_storeu_ps(
+            to, part, first == 0 ? sums : _mm512_add_ps(_mm512_maskz_loadu_ps(part, to), sums));
+      }
+    }
+  }
+}
+
+// The same for any number of columns.
+inline void multiply_row_pairs(int64_t count, const Bf16Pair* a, const c10::BFloat16* b,
+                               int64_t b_step, int64_t columns, float* out) {
+  int64_t c = 0;
+  for (; c + 128 <= columns; c += 128) {
+    multiply_row_pairs<4>(count, a, b + c, b_step, 128, out + c);
+  }
+  for (; c < columns; c += 32) {
+    multiply_row_pairs<1>(count, a, b + c, b_step, std::min<int64_t>(32, columns - c), out + c);
+  }
+}
+#endif
+
 // The most that multiply_small takes: a tile of C whose operands are in L1 as they lie.
 constexpr int64_t kSmallSize = 32;
 

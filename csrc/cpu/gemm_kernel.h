@@ -13,6 +13,7 @@
 // Include from *.isa.cpp only.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -50,6 +51,31 @@ struct Lanes {
   typedef A type __attribute__((vector_size(kVectorBytes), aligned(alignof(A)), may_alias));
 };
 
+// Rows of memory that are fetched while a tile is multiplied, because what comes next reads or
+// writes them: short pieces of rows, which the hardware does not foresee. Spread over the steps
+// they wait for memory while the multiplications run; all at once they wait by themselves.
+struct Fetch {
+  static constexpr int kMatrices = 3;
+  const char* row[kMatrices] = {};  // null: none
+  int64_t stride[kMatrices] = {};   // bytes
+  int64_t bytes = 0;                // of each row
+  int64_t rows = 0;                 // zero: nothing to fetch
+
+  inline __attribute__((always_inline)) void next() {
+    if (--rows < 0) return;
+    for (int i = 0; i < kMatrices; ++i) {
+      if (row[i] == nullptr) continue;
+      for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(row[i] + at, 0, 3);
+      row[i] += stride[i];
+    }
+  }
+
+  // The steps after which the next row is fetched.
+  int64_t every(int64_t steps) const {
+    return rows == 0 ? steps : std::max<int64_t>(1, steps / rows);
+  }
+};
+
 // A pair of bfloat16 along k, the first in the low half.
 using Bf16Pair = uint32_t;
 
@@ -60,7 +86,7 @@ using Bf16Pair = uint32_t;
 template <typename A, int kRows>
 __attribute__((noinline)) void multiply_tile(int64_t steps, const A* __restrict a,
                                              const A* __restrict b, A* __restrict tile,
-                                             bool accumulate, const char* ahead) {
+                                             bool accumulate, const char* ahead, Fetch fetch) {
   using V = typename Lanes<A>::type;
   constexpr int W = kLanes<A>;
   V sum[kRows][kTileVectors];
@@ -69,20 +95,25 @@ __attribute__((noinline)) void multiply_tile(int64_t steps, const A* __restrict 
 #pragma GCC unroll 4
     for (int j = 0; j < kTileVectors; ++j) sum[i][j] = V{};
   }
-  for (int64_t step = 0; step < steps; ++step) {
-    V column[kTileVectors];
+  const int64_t every = fetch.every(steps);
+  for (int64_t step = 0; step < steps;) {
+    fetch.next();
+    const int64_t to = std::min(steps, step + every);
+    for (; step < to; ++step) {
+      V column[kTileVectors];
 #pragma GCC unroll 4
-    for (int j = 0; j < kTileVectors; ++j) column[j] = *reinterpret_cast<const V*>(b + j * W);
+      for (int j = 0; j < kTileVectors; ++j) column[j] = *reinterpret_cast<const V*>(b + j * W);
 #pragma GCC unroll 32
-    for (int i = 0; i < kRows; ++i) {
-      const V row = a[i] - V{};
+      for (int i = 0; i < kRows; ++i) {
+        const V row = a[i] - V{};
 #pragma GCC unroll 4
-      for (int j = 0; j < kTileVectors; ++j) sum[i][j] += row * column[j];
+        for (int j = 0; j < kTileVectors; ++j) sum[i][j] += row * column[j];
+      }
+      __builtin_prefetch(ahead, 0, 2);
+      a += kTileRows;
+      b += kTileVectors * W;
+      ahead += 64;
     }
-    __builtin_prefetch(ahead, 0, 2);
-    a += kTileRows;
-    b += kTileVectors * W;
-    ahead += 64;
   }
 #pragma GCC unroll 32
   for (int i = 0; i < kRows; ++i) {
@@ -98,7 +129,7 @@ __attribute__((noinline)) void multiply_tile(int64_t steps, const A* __restrict 
 template <int kRows>
 __attribute__((noinline, target("avx512bf16"))) void multiply_tile_pairs(
     int64_t steps, const Bf16Pair* __restrict a, const Bf16Pair* __restrict b,
-    float* __restrict tile, bool accumulate, const char* ahead) {
+    float* __restrict tile, bool accumulate, const char* ahead, Fetch fetch) {
   constexpr int W = kLanes<float>;
   __m512 sum[kRows][kTileVectors];
 #pragma GCC unroll 32
@@ -106,24 +137,29 @@ __attribute__((noinline, target("avx512bf16"))) void multiply_tile_pairs(
 #pragma GCC unroll 4
     for (int j = 0; j < kTileVectors; ++j) sum[i][j] = _mm512_setzero_ps();
   }
-  for (int64_t step = 0; step < steps; ++step) {
-    __m512bh column[kTileVectors];
-#pragma GCC unroll 4
-    for (int j = 0; j < kTileVectors; ++j) {
-      column[j] = (__m512bh)_mm512_loadu_si512(b + j * W);
-    }
-#pragma GCC unroll 32
-    for (int i = 0; i < kRows; ++i) {
-      const __m512bh row = (__m512bh)_mm512_set1_epi32(static_cast<int>(a[i]));
+  const int64_t every = fetch.every(steps);
+  for (int64_t step = 0; step < steps;) {
+    fetch.next();
+    const int64_t to = std::min(steps, step + every);
+    for (; step < to; ++step) {
+      __m512bh column[kTileVectors];
 #pragma GCC unroll 4
       for (int j = 0; j < kTileVectors; ++j) {
-        sum[i][j] = _mm512_dpbf16_ps(sum[i][j], row, column[j]);
+        column[j] = (__m512bh)_mm512_loadu_si512(b + j * W);
       }
+#pragma GCC unroll 32
+      for (int i = 0; i < kRows; ++i) {
+        const __m512bh row = (__m512bh)_mm512_set1_epi32(static_cast<int>(a[i]));
+#pragma GCC unroll 4
+        for (int j = 0; j < kTileVectors; ++j) {
+          sum[i][j] = _mm512_dpbf16_ps(sum[i][j], row, column[j]);
+        }
+      }
+      __builtin_prefetch(ahead, 0, 2);
+      a += kTileRows;
+      b += kTileVectors * W;
+      ahead += 64;
     }
-    __builtin_prefetch(ahead, 0, 2);
-    a += kTileRows;
-    b += kTileVectors * W;
-    ahead += 64;
   }
 #pragma GCC unroll 32
   for (int i = 0; i < kRows; ++i) {
@@ -180,10 +216,12 @@ struct Bf16Dot {
 template <typename Policy, int kRows = kTileRows>
 inline void run_kernel(int rows, int64_t steps, const typename Policy::Packed* a,
                        const typename Policy::Packed* b, typename Policy::Sum* tile,
-                       bool accumulate, const char* ahead) {
+                       bool accumulate, const char* ahead, const Fetch& fetch = Fetch()) {
   if constexpr (kRows > 0) {
-    if (rows == kRows) return Policy::template kernel<kRows>(steps, a, b, tile, accumulate, ahead);
-    return run_kernel<Policy, kRows - 1>(rows, steps, a, b, tile, accumulate, ahead);
+    if (rows == kRows) {
+      return Policy::template kernel<kRows>(steps, a, b, tile, accumulate, ahead, fetch);
+    }
+    return run_kernel<Policy, kRows - 1>(rows, steps, a, b, tile, accumulate, ahead, fetch);
   }
 }
 

@@ -1,0 +1,510 @@
+// One matrix product, cut into blocks, panels and tiles (gemm.isa.cpp has the whole picture).
+//
+// Include from *.isa.cpp only.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+
+#include <ATen/Parallel.h>
+
+#include "../common/parallel.h"
+#include "gemm.h"
+#include "gemm_direct.h"
+#include "gemm_kernel.h"
+#include "gemm_pack.h"
+#include "workspace.h"
+
+namespace fusedops::CPU_CAPABILITY {
+namespace {
+
+constexpr int64_t kOuterBlocks = 16;                   // blocks of k that are packed at a time
+constexpr int64_t kSharedBytes = int64_t{12} << 20;    // packed B
+constexpr int64_t kPrivateBytes = int64_t{512} << 10;  // packed A of one thread
+constexpr int64_t kMaxTiles = 8;                       // tiles of C in L1
+constexpr int64_t kFewRows = 4 * kTileRows;            // up to here B is not packed ahead
+constexpr int64_t kFewTerms = 4;                       // up to here along k nothing is packed
+constexpr int64_t kBlockBytes = int64_t{256} << 10;    // packed A that meets B at a time in a batch
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
+
+template <typename Policy>
+class Batch;
+
+template <typename Policy>
+class Gemm {
+  using T = typename Policy::T;
+  using Sum = typename Policy::Sum;
+  using Packed = typename Policy::Packed;
+  static constexpr int kRows = kTileRows;
+  static constexpr int kColumns = kTileColumns<Sum>;
+  static constexpr int64_t kPanelA = kPanelSize<Policy, kRows>;
+  static constexpr int64_t kPanelB = kPanelSize<Policy, kColumns>;
+  static constexpr int64_t kBlock = kBlockSteps * Policy::kPair;
+
+ public:
+  explicit Gemm(const GemmCall& call)
+      : m_(call.m),
+        n_(call.n),
+        k_(call.k),
+        sides_(call.beside == nullptr ? 1 : 2),
+        blocks_of_product_(ceil_div(call.k, kBlock)),
+        all_blocks_(blocks_of_product_ * (1 + call.num_further)),
+        call_(call) {}
+
+  // Whether a single product goes the way of a batch: A is smaller than B and fits the shared
+  // cache. Then B, the larger one, is never written to memory and read again.
+  bool shares_rows() const {
+    const int64_t bytes = ceil_div(m_, kRows) * all_blocks_ * kPanelA * sizeof(Packed);
+    return m_ > kFewRows && m_ < sides_ * n_ && all_blocks_ > 0 && all_blocks_ <= kOuterBlocks &&
+           k_ > kFewTerms && bytes <= kSharedBytes;
+  }
+
+  void run() {
+    if (m_ == 0 || n_ == 0) return;
+    if constexpr (std::is_same_v<T, Sum>) {
+      const bool short_sums = m_ == 1 || k_ <= kFewTerms;
+      const bool plain = has_no_lists() && sides_ == 1 && all_blocks_ > 0;
+      if (plain && call_.a.rows == nullptr && all_blocks_ == 1 && m_ <= kRows && n_ <= kColumns &&
+          k_ <= kSmallSize) {
+        return run_small();
+      }
+      if (short_sums && plain && call_.b.column_stride == 1 && call_.num_further == 0) {
+        return run_direct();
+      }
+    }
+#if defined(CPU_CAPABILITY_AVX512)
+    if constexpr (std::is_same_v<Policy, Bf16Dot>) {
+      if (has_no_lists() && call_.a.rows == nullptr && all_blocks_ == 1 && sides_ == 1 &&
+          m_ <= kRows && n_ <= kColumns && k_ <= kSmallSize) {
+        return run_small_pairs();
+      }
+      if (m_ == 1 && has_no_lists() && call_.b.column_stride == 1 && sides_ == 1 &&
+          all_blocks_ > 0 && all_blocks_ == blocks_of_product_) {
+        return run_direct_pairs();
+      }
+    }
+#endif
+    run_packed();
+  }
+
+ private:
+  void run_packed() {
+    if (all_blocks_ > kOuterBlocks) {
+      carried_ =
+          static_cast<Sum*>(workspace(Workspace::partial_sums, sides_ * m_ * n_ * sizeof(Sum)));
+    }
+    for (first_block_ = 0; first_block_ == 0 || first_block_ < all_blocks_;
+         first_block_ += kOuterBlocks) {
+      blocks_ = std::min(kOuterBlocks, all_blocks_ - first_block_);
+      if (m_ <= kFewRows) {
+        run_few_rows();
+      } else {
+        run_chunks();
+      }
+    }
+  }
+
+  bool has_no_lists() const {
+    return call_.b.columns == nullptr && call_.b.rows == nullptr && call_.a.columns == nullptr;
+  }
+
+  // Block `block` of those packed now: of which product, from where along k, how much.
+  struct Stretch {
+    int64_t product;
+    int64_t k;
+    int64_t count;
+  };
+
+  Stretch stretch(int64_t block) const {
+    const int64_t index = first_block_ + block;
+    const int64_t k = index % blocks_of_product_ * kBlock;
+    return {index / blocks_of_product_, k, std::min(kBlock, k_ - k)};
+  }
+
+  int64_t steps_in(int64_t block) const { return ceil_div(stretch(block).count, Policy::kPair); }
+
+  // The lines of an operand: rows of A, columns of B.
+  Lines<T> rows_of_a(int64_t product) const {
+    const Matrix& a = product == 0 ? call_.a : call_.further[product - 1].a;
+    return {static_cast<const T*>(a.data), a.row_stride, a.column_stride, a.rows, a.columns};
+  }
+
+  Lines<T> columns_of_b(int64_t product, int side) const {
+    const Matrix& b = side == 1      ? *call_.beside
+                      : product == 0 ? call_.b
+                                     : call_.further[product - 1].b;
+    return {static_cast<const T*>(b.data), b.column_stride, b.row_stride, b.columns, b.rows};
+  }
+
+  // Packs k block `block` of `lines` lines from `line` on, of `total` that the operand has.
+  template <int kWidth>
+  void pack_block(const Lines<T>& operand, int64_t line, int64_t lines, int64_t total,
+                  int64_t block, Packed* to, int64_t panel_stride) const {
+    const Stretch part = stretch(block);
+    pack<Policy, kWidth>(operand.from(line, part.k), lines, total - line, part.count, to,
+                         panel_stride);
+  }
+
+  void pack_columns_of_b(int side, int64_t column, int64_t columns, int64_t block, Packed* to,
+                         int64_t panel_stride) const {
+    pack_block<kColumns>(columns_of_b(stretch(block).product, side), column, columns, n_, block, to,
+                         panel_stride);
+  }
+
+  bool is_first() const { return first_block_ == 0; }
+  bool is_last() const { return first_block_ + blocks_ >= all_blocks_; }
+
+  // Tiles of rows [row, row + rows) and the columns of one panel, of both sides:
+  // [sides][rows][kColumns]. multiply(side, tiles) adds the blocks of one side, or is the first to
+  // write where is_first().
+  template <typename Multiply>
+  void compute(int64_t row, int64_t rows, int64_t column, Sum* tiles,
+               const Multiply& multiply) const {
+    const int64_t panels = ceil_div(rows, kRows);
+    const int64_t side_size = panels * kRows * kColumns;
+    for (int side = 0; side < sides_; ++side) {
+      Sum* sums = tiles + side * side_size;
+      if (!is_first()) {
+        for_carried(side, row, rows, column, [&](Sum* carried, int64_t r, int64_t count) {
+          std::copy_n(carried, count, sums + r * kColumns);
+        });
+      } else if (blocks_ == 0) {
+        std::fill_n(sums, rows * kColumns, Sum(0));
+      }
+      multiply(side, sums);
+      if (!is_last()) {
+        for_carried(side, row, rows, column, [&](Sum* carried, int64_t r, int64_t count) {
+          std::copy_n(sums + r * kColumns, count, carried);
+        });
+      }
+    }
+    if (!is_last()) return;
+    const int columns = static_cast<int>(std::min<int64_t>(kColumns, n_ - column));
+    for (int64_t p = 0; p < panels; ++p) {
+      const int here = static_cast<int>(std::min<int64_t>(kRows, rows - p * kRows));
+      const Sum* sums = tiles + p * kRows * kColumns;
+      const Tile tile{row + p * kRows, column, here,
+                      columns,         sums,   sides_ == 2 ? sums + side_size : nullptr,
+                      kColumns};
+      call_.store(call_.context, tile);
+    }
+  }
+
+  // Calls f(carried, r, count) for the carried sums of row r of a tile.
+  template <typename F>
+  void for_carried(int side, int64_t row, int64_t rows, int64_t column, const F& f) const {
+    Sum* carried = carried_ + side * m_ * n_;
+    for (int64_t r = 0; r < rows; ++r) {
+      f(carried + (row + r) * n_ + column, r, std::min<int64_t>(kColumns, n_ - column));
+    }
+  }
+
+  // Adds all blocks of packed rows, a: [blocks][panels] panels, times those of a packed panel of B,
+  // which panel_of(block) gives.
+  template <typename PanelOf>
+  void multiply_panels(int side, int64_t row, int64_t rows, int64_t column, const Packed* a,
+                       Sum* tiles, const PanelOf& panel_of) const {
+    const int64_t panels = ceil_div(rows, kRows);
+    for (int64_t block = 0; block < blocks_; ++block) {
+      const Packed* b = panel_of(block);
+      const int64_t steps = steps_in(block);
+      for (int64_t p = 0; p < panels; ++p) {
+        const int here = static_cast<int>(std::min<int64_t>(kRows, rows - p * kRows));
+        const Packed* rows_of_a = a + (block * panels + p) * kPanelA;
+        // What comes from the shared cache next: the panel of B after this one, of which half is
+        // fetched by each tile, or in a batch the next rows of A.
+        const char* ahead = reinterpret_cast<const char*>(rows_of_a + kPanelA);
+        if (!in_batch_) ahead = reinterpret_cast<const char*>(b + kPanelB) + p % 2 * steps * 64;
+        Fetch fetch;
+        if (side == 0 && is_last() && block == blocks_ - 1) {
+          fetch = touched_by(row + p * kRows, here, column);
+        }
+        run_kernel<Policy>(here, steps, rows_of_a, b, tiles + p * kRows * kColumns,
+                           block > 0 || !is_first(), ahead, fetch);
+      }
+    }
+  }
+
+  // What the epilogue of a tile will touch.
+  Fetch touched_by(int64_t row, int rows, int64_t column) const {
+    Fetch fetch;
+    for (int i = 0; i < Fetch::kMatrices; ++i) {
+      const Touched& each = call_.touched[i];
+      if (each.data == nullptr) continue;
+      fetch.rows = rows;
+      fetch.stride[i] = each.row_stride * static_cast<int64_t>(sizeof(T));
+      fetch.row[i] = reinterpret_cast<const char*>(static_cast<const T*>(each.data) +
+                                                   row * each.row_stride + column);
+    }
+    fetch.bytes = std::min<int64_t>(kColumns, n_ - column) * sizeof(T);
+    return fetch;
+  }
+
+  // The same of compact rows (gemm_direct.h) and columns of B that lie along the sum.
+  void multiply_in_place(int side, int64_t column, const Packed* a, Sum* tiles) const {
+    // One row takes all columns of a tile at once, others a vector of them after the other.
+    constexpr int64_t n = kLanes<Sum>;
+    const int rows = padded_rows(m_);
+    const int64_t together = m_ == 1 ? kColumns : n, end = std::min(column + kColumns, n_);
+    for (int64_t c = column; c < end; c += together) {
+      const auto lines = static_cast<int>(std::min(together, end - c));
+      Ahead ahead(columns_of_b(stretch(0).product, side), c + lines, k_);
+      for (int64_t block = 0; block < blocks_; ++block) {
+        const Stretch part = stretch(block);
+        const Lines<T> b = columns_of_b(part.product, side);
+        multiply_lines<Policy>(rows, {b.at(c, part.k), b.line_stride, 1}, lines, part.count,
+                               a + block * kBlockSteps * rows, tiles + (c - column),
+                               block > 0 || !is_first(), ahead);
+      }
+    }
+  }
+
+  // Whether all of B lies along the sum.
+  bool lies_along_sum() const {
+    const auto along = [](const Matrix& b) {
+      return b.row_stride == 1 && b.rows == nullptr && b.columns == nullptr;
+    };
+    bool all = along(call_.b) && (sides_ == 1 || along(*call_.beside));
+    for (int64_t i = 0; i < call_.num_further; ++i) all &= along(call_.further[i].b);
+    return all;
+  }
+
+  // Packs `rows` rows of A into this thread's buffer: [blocks][panels][steps][kRows].
+  Packed* pack_rows(int64_t row, int64_t rows) const {
+    const int64_t panels = ceil_div(rows, kRows);
+    const int64_t block_size = panels * kPanelA;
+    auto* a = static_cast<Packed*>(workspace(
+        Workspace::packed_a, std::max<int64_t>(1, blocks_ * block_size) * sizeof(Packed)));
+    pack_rows(row, rows, a);
+    return a;
+  }
+
+  void pack_rows(int64_t row, int64_t rows, Packed* a) const {
+    const int64_t block_size = ceil_div(rows, kRows) * kPanelA;
+    for (int64_t block = 0; block < blocks_; ++block) {
+      pack_block<kRows>(rows_of_a(stretch(block).product), row, rows, m_, block,
+                        a + block * block_size, kPanelA);
+    }
+  }
+
+  Sum* tile_buffer(int64_t panels) const {
+    return static_cast<Sum*>(
+        workspace(Workspace::tiles, sides_ * panels * kRows * kColumns * sizeof(Sum)));
+  }
+
+  void run_few_rows() const {
+    Packed* a = pack_rows(0, m_);
+    const bool in_place = m_ <= kMaxLinesRows && blocks_ > 0 && lies_along_sum();
+    if (in_place) compact_rows<kPanelA>(a, blocks_, padded_rows(m_));
+    const int64_t panels = ceil_div(n_, kColumns);
+    const int64_t together = panels_per_task();
+    share_tasks(ceil_div(panels, together), [&](const auto& next) {
+      Sum* tiles = tile_buffer(ceil_div(m_, kRows));
+      auto* panel = static_cast<Packed*>(workspace(Workspace::panel_b, kPanelB * sizeof(Packed)));
+      for (int64_t task; (task = next()) >= 0;) {
+        for (int64_t p = task * together; p < std::min(panels, (task + 1) * together); ++p) {
+          const int64_t column = p * kColumns;
+          compute(0, m_, column, tiles, [&](int side, Sum* to) {
+            if (in_place) return multiply_in_place(side, column, a, to);
+            multiply_panels(side, 0, m_, column, a, to, [&](int64_t block) {
+              pack_columns_of_b(side, column, std::min<int64_t>(kColumns, n_ - column), block,
+                                panel, kPanelB);
+              return panel;
+            });
+          });
+        }
+      }
+    });
+  }
+
+  // A product of one tile: thousands of them make a batch, so that every step counts.
+  void run_small() const {
+    const Lines<T> a = rows_of_a(0), b = columns_of_b(0, 0);
+    alignas(64) Sum sums[kRows * kColumns];
+    alignas(64) Sum copy[kSmallSize * kColumns];
+    const bool along_columns = b.line_stride == 1;
+    if (!along_columns) {
+      for (int64_t j = 0; j < n_; ++j) {
+        for (int64_t k = 0; k < k_; ++k) copy[k * kColumns + j] = *b.at(j, k);
+      }
+    }
+    multiply_small<Sum>(m_, n_, k_, a.data, a.line_stride, a.k_stride,
+                        along_columns ? b.data : copy, along_columns ? b.k_stride : kColumns, sums,
+                        kColumns);
+    call_.store(call_.context,
+                {0, 0, static_cast<int>(m_), static_cast<int>(n_), sums, nullptr, kColumns});
+  }
+
+#if defined(CPU_CAPABILITY_AVX512)
+  // run_small for bfloat16, whose panels are made without the machinery of larger ones.
+  void run_small_pairs() const {
+    const Lines<T> a = rows_of_a(0), b = columns_of_b(0, 0);
+    alignas(64) Packed left[kSmallSize / 2 * kRows];
+    alignas(64) Packed right[kSmallSize / 2 * kColumns];
+    alignas(64) Sum sums[kRows * kColumns];
+    const int64_t steps = ceil_div(k_, 2);
+    for (int64_t step = 0; step < steps; ++step) {
+      const bool two = 2 * step + 1 < k_;
+      const auto pair = [&](const Lines<T>& lines, int64_t line) {
+        const T* first = lines.data + line * lines.line_stride + 2 * step * lines.k_stride;
+        return pack_one<Policy>(first, two ? first + lines.k_stride : nullptr);
+      };
+      for (int64_t i = 0; i < m_; ++i) left[step * kRows + i] = pair(a, i);
+      Packed* columns = right + step * kColumns;
+      if (b.line_stride == 1) {
+        const T* first = b.data + 2 * step * b.k_stride;
+        pack_step<Policy, kColumns>(first, two ? first + b.k_stride : nullptr, static_cast<int>(n_),
+                                    n_ == kColumns, columns);
+      } else {
+        std::fill_n(columns, kColumns, Packed(0));
+        for (int64_t j = 0; j < n_; ++j) columns[j] = pair(b, j);
+      }
+    }
+    run_kernel<Policy>(static_cast<int>(m_), steps, left, right, sums, false,
+                       reinterpret_cast<const char*>(right));
+    call_.store(call_.context,
+                {0, 0, static_cast<int>(m_), static_cast<int>(n_), sums, nullptr, kColumns});
+  }
+
+  // One row of bfloat16: B is read where it lies.
+  void run_direct_pairs() const {
+    const Lines<T> a = rows_of_a(0), b = columns_of_b(0, 0);
+    const int64_t pairs = ceil_div(k_, 2);
+    auto* row = static_cast<Packed*>(workspace(Workspace::packed_a, pairs * sizeof(Packed)));
+    for (int64_t i = 0; i < pairs; ++i) {
+      row[i] = pack_one<Policy>(a.at(0, 2 * i), 2 * i + 1 < k_ ? a.at(0, 2 * i + 1) : nullptr);
+    }
+    constexpr int64_t kWidth = 256;
+    const int64_t together = std::max<int64_t>(1, (int64_t{1} << 19) / (kWidth * (k_ + 4)));
+    const int64_t pieces = ceil_div(n_, kWidth);
+    share_tasks(ceil_div(pieces, together), [&](const auto& next) {
+      alignas(64) float sums[kWidth];
+      for (int64_t task; (task = next()) >= 0;) {
+        for (int64_t p = task * together; p < std::min(pieces, (task + 1) * together); ++p) {
+          const int64_t column = p * kWidth, columns = std::min(kWidth, n_ - column);
+          multiply_row_pairs(k_, row, b.at(column, 0), b.k_stride, columns, sums);
+          call_.store(call_.context,
+                      {0, column, 1, static_cast<int>(columns), sums, nullptr, kWidth});
+        }
+      }
+    });
+  }
+#endif
+
+  // Tiles are wide, so that the output is written in long pieces of rows.
+  void run_direct() const {
+    const Lines<T> a = rows_of_a(0), b = columns_of_b(0, 0);
+    const int64_t width = (m_ == 1 ? 1 : 8) * kDirectVectors * kLanes<Sum>;
+    const int64_t row_tiles = ceil_div(m_, kRows), column_tiles = ceil_div(n_, width);
+    const int64_t work = std::min<int64_t>(m_, kRows) * std::min(n_, width) * (k_ + 4);
+    const int64_t together = std::max<int64_t>(1, (int64_t{1} << 19) / work);
+    const int64_t tiles = row_tiles * column_tiles;
+    auto* plain = static_cast<Sum*>(call_.plain_output);
+    share_tasks(ceil_div(tiles, together), [&](const auto& next) {
+      auto* sums = static_cast<Sum*>(
+          workspace(Workspace::tiles, std::min<int64_t>(m_, kRows) * width * sizeof(Sum)));
+      for (int64_t task; (task = next()) >= 0;) {
+        for (int64_t t = task * together; t < std::min(tiles, (task + 1) * together); ++t) {
+          const int64_t row = t / column_tiles * kRows, column = t % column_tiles * width;
+          const int rows = static_cast<int>(std::min<int64_t>(kRows, m_ - row));
+          const int columns = static_cast<int>(std::min(width, n_ - column));
+          for (int r = 0; r < rows; ++r) {
+            multiply_row<Sum>(
+                k_, a.at(row + r, 0), a.k_stride, b.at(column, 0), b.k_stride, columns,
+                plain == nullptr ? sums + r * width : plain + (row + r) * n_ + column);
+          }
+          if (plain == nullptr) {
+            call_.store(call_.context, {row, column, rows, columns, sums, nullptr, width});
+          }
+        }
+      }
+    });
+  }
+
+  // Panels of B for one task, so that a task is worth a thread (about 30 us).
+  int64_t panels_per_task() const {
+    const int64_t terms = sides_ * std::min(blocks_ * kBlock, k_ * (1 + call_.num_further));
+    const int64_t work = std::max<int64_t>(1, (m_ + 4) * kColumns * terms);
+    return std::max<int64_t>(1, (int64_t{1} << 21) / work);
+  }
+
+  void run_chunks() const {
+    const int64_t panels = ceil_div(n_, kColumns);
+    const int64_t panel_size = sides_ * blocks_ * kPanelB;
+    const int64_t fitting =
+        std::max<int64_t>(1, kSharedBytes / std::max<int64_t>(1, panel_size * sizeof(Packed)));
+    const int64_t chunks = ceil_div(panels, fitting);
+    const int64_t chunk = ceil_div(panels, chunks);
+    auto* b = static_cast<Packed*>(
+        workspace(Workspace::packed_b, std::max<int64_t>(1, chunk * panel_size) * sizeof(Packed)));
+    for (int64_t first = 0; first < panels; first += chunk) {
+      const int64_t count = std::min(chunk, panels - first);
+      pack_columns(b, first, count);
+      multiply_chunk(b, first, count);
+    }
+  }
+
+  // b: [panel][side][block][steps][kColumns].
+  void pack_columns(Packed* b, int64_t first, int64_t count) const {
+    constexpr int64_t kGroup = 4;  // panels that share cache lines of rows of B
+    const int64_t groups = ceil_div(count, kGroup), in_panel = sides_ * blocks_;
+    share_tasks(groups * in_panel, [&](const auto& next_task) {
+      for (int64_t task; (task = next_task()) >= 0;) {
+        const int64_t panel = task / in_panel * kGroup;
+        const int64_t part = task % in_panel;
+        const int64_t column = (first + panel) * kColumns;
+        const int64_t lines = std::min(std::min(kGroup, count - panel) * kColumns, n_ - column);
+        pack_columns_of_b(static_cast<int>(part / blocks_), column, lines, part % blocks_,
+                          b + (panel * in_panel + part) * kPanelB, in_panel * kPanelB);
+      }
+    });
+  }
+
+  void multiply_chunk(const Packed* b, int64_t first, int64_t count) const {
+    const int64_t row_panels = ceil_div(m_, kRows);
+    const int64_t a_panel_bytes = std::max<int64_t>(1, blocks_) * kPanelA * sizeof(Packed);
+    const int64_t together = std::clamp<int64_t>(kPrivateBytes / a_panel_bytes, 4, kMaxTiles);
+    // A task is a block of rows and a part of the chunk's columns: parts only where there are too
+    // few blocks for the threads. Blocks are even, and as many for each thread.
+    const int64_t threads = at::get_num_threads();
+    const int64_t even = ceil_div(ceil_div(row_panels, together), threads) * threads;
+    const int64_t block = ceil_div(row_panels, std::min(even, row_panels));
+    const int64_t row_blocks = ceil_div(row_panels, block);
+    const int64_t parts =
+        std::clamp<int64_t>(ceil_div(4 * threads, row_blocks), 1, std::max<int64_t>(1, count / 4));
+    const int64_t part = ceil_div(count, parts);
+    share_tasks(parts * row_blocks, [&](const auto& next) {
+      Sum* tiles = tile_buffer(block);
+      for (int64_t task; (task = next()) >= 0;) {
+        const int64_t row = task % row_blocks * block * kRows;
+        const int64_t rows = std::min(block * kRows, m_ - row);
+        const Packed* a = pack_rows(row, rows);
+        const int64_t from = task / row_blocks * part;
+        for (int64_t p = from; p < std::min(from + part, count); ++p) {
+          compute(row, rows, (first + p) * kColumns, tiles, [&](int side, Sum* to) {
+            multiply_panels(side, row, rows, (first + p) * kColumns, a, to, [&](int64_t k_block) {
+              return b + ((p * sides_ + side) * blocks_ + k_block) * kPanelB;
+            });
+          });
+        }
+      }
+    });
+  }
+
+  template <typename>
+  friend class Batch;
+
+  int64_t m_, n_, k_;
+  int sides_;
+  int64_t blocks_of_product_, all_blocks_;
+  bool in_batch_ = false;
+  const GemmCall& call_;
+  Sum* carried_ = nullptr;                // [sides][m, n] sums over the blocks before first_block_
+  int64_t first_block_ = 0, blocks_ = 0;  // those that are packed now
+};
+
+}  // namespace
+}  // namespace fusedops::CPU_CAPABILITY
