@@ -144,9 +144,4 @@ SPEC = Spec(
     summary="two linear layers, one activated and multiplied by the other, in one product",
     autocast="lower",
     peers=_peers,
-    limits=(
-        "On one Zen 4 core, forward, of oneDNN with all that it fuses: 512 x 2048 -> 5632 0.93 in "
-        "float32 and 0.95 in bfloat16, 128 x 768 -> 2048 0.86 and 0.95; with backward 0.95 to 1.13 "
-        "of eager.",
-    ),
 )
