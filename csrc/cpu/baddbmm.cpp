@@ -38,8 +38,8 @@ GemmCall product_of_last(const at::Tensor& a, const at::Tensor& b) {
 }
 
 // Makes the last batch dimension more rows of one product where B is the same for all of them and
-// the rows of A and of the addend go on evenly; and a summed dimension more terms of the sum. One
-// product packs B once.
+// the rows of A and of the addend go on evenly: B is then packed once. No bit changes; a summed
+// dimension made into terms of the sum would move the blocks of k, by strides.
 void fold(BatchedProduct& a) {
   while (!a.batch.sizes.empty()) {
     const auto& [along_a, along_b, along_addend] = a.batch.strides.back();
@@ -51,17 +51,6 @@ void fold(BatchedProduct& a) {
     call.m *= size;
     a.batch.sizes.pop_back();
     a.batch.strides.pop_back();
-  }
-  while (!a.summed.sizes.empty()) {
-    const auto& [along_a, along_b] = a.summed.strides.back();
-    GemmCall& call = a.product;
-    const int64_t size = a.summed.sizes.back();
-    const bool even =
-        along_a == call.k * call.a.column_stride && along_b == call.k * call.b.row_stride;
-    if (size != 1 && !even) break;
-    call.k *= size;
-    a.summed.sizes.pop_back();
-    a.summed.strides.pop_back();
   }
 }
 
