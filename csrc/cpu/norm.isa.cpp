@@ -129,8 +129,8 @@ void forward(const NormForward& a) {
       static_cast<A*>(a.rstd)[row] = m.rstd;
       const auto normalize = [&](auto output) {
         using O = decltype(output);
-        normalize_row<T>(a, stream, wide, m, weight.get(), bias.get(),
-                         static_cast<O*>(a.output) + start);
+        normalize_row<T>(a, stream, wide, m, weight.get(), bias.get(), start,
+                         static_cast<O*>(a.output));
       };
       if constexpr (std::is_same_v<T, c10::BFloat16>) {
         a.output_dtype == DType::f32 ? normalize(float()) : normalize(T());

@@ -27,6 +27,13 @@
 namespace fusedops::CPU_CAPABILITY {
 namespace {
 
+// How many elements ahead of a row's the memory is fetched while the row is written: several short
+// streams at once are more than the hardware foresees, and none is asked for while rows are written.
+template <typename T>
+inline int64_t prefetch_distance(int64_t columns) {
+  return std::max<int64_t>(columns, 8192 / sizeof(T));
+}
+
 template <typename A>
 struct Moments {
   A mean;        // what the centred row lacks: rounded mean, or pivot
@@ -329,11 +336,18 @@ inline Moments<A> mean_square_moments(A squares, int64_t columns, A eps) {
 template <typename T, typename O>
 inline void normalize_row(const NormForward& a, bool stream, const Acc<T>* row,
                           const Moments<Acc<T>>& m, const Acc<T>* weight, const Acc<T>* bias,
-                          O* y) {
+                          int64_t start, O* output) {
   using V = Vec<T>;
   const V rstd(m.rstd), shift(-m.correction * m.rstd);
+  const int64_t next = start + prefetch_distance<T>(a.columns);
+  const bool adds = a.residual != nullptr;
+  const T* next_input = static_cast<const T*>(a.input) + next;
+  const T* next_residual = static_cast<const T*>(a.residual) + (adds ? next : 0);
+  O* y = output + start;
   const auto walk = [&](const auto& normalized) {
     for_each_vector<V::size()>(a.columns, [&](int64_t c, int64_t count, auto full) {
+      __builtin_prefetch(next_input + c, 0, 2);
+      if (adds) __builtin_prefetch(next_residual + c, 0, 2);
       const V value = normalized(load_vec(row + c, count, full), c, count, full);
       store_or_stream(stream, y + c, value, count, full);
     });
@@ -426,11 +440,10 @@ inline __attribute__((always_inline)) void with_row_gradient(const NormBackward&
   using V = Vec<T>;
   const T* dy = static_cast<const T*>(a.grad_output) + row * a.columns;
   const T* x = static_cast<const T*>(a.input) + row * a.columns;
-  const int64_t ahead = 4 * a.columns;
+  const int64_t ahead = prefetch_distance<T>(a.columns);
   const V mean(gradient.mean), rstd(gradient.rstd);
   const V across(gradient.across), along(gradient.along);
   write([&](int64_t c, int64_t count, auto full) {
-    // The next rows: several short streams at once are more than the hardware foresees.
     __builtin_prefetch(dy + ahead + c, 0, 2);
     __builtin_prefetch(x + ahead + c, 0, 2);
     const V h = load_vec(dy + c, count, full) * load_vec(weight + c, count, full);
