@@ -3,8 +3,9 @@
 // Forward traffic: x once, y once. Backward traffic: dy and x once, dx once, with
 //   dx = dy * act'(x + bias),  dbias = sum over rows of dx (before its rounding).
 // Rows are cut into chunks that do not depend on the thread count; each chunk adds its part of
-// dbias, four rows at a time, into a partial row that stays in L1, and the partial rows are added
-// in order. With few chunks the columns are cut as well, which changes no sum.
+// dbias into a partial row that stays in cache, and the partial rows are added in order. With few
+// chunks the columns are cut as well, which changes no sum. One row at a time: rows of 4096 columns
+// begin at the same place of L1, and several at once drive each other out.
 #include "bias_gelu.h"
 
 #include <algorithm>
@@ -33,27 +34,27 @@ void forward(const BiasGeluForward& a) {
   });
 }
 
-// The columns [begin, end) of kRows rows: dx when it is wanted, and their part of dbias.
-template <typename T, typename P, Activation kActivation, int kRows>
-inline void backward_rows(const BiasGeluBackward& a, bool stream, int64_t row, int64_t begin,
-                          int64_t end, Acc<T>* dbias) {
+// The columns [begin, end) of a row: dx when it is wanted, and their part of dbias.
+template <typename T, typename P, Activation kActivation>
+inline void backward_row(const BiasGeluBackward& a, bool stream, int64_t row, int64_t begin,
+                         int64_t end, Acc<T>* dbias) {
   using V = Vec<T>;
-  const int64_t offset = row * a.columns + begin;
+  const int64_t offset = row * a.columns;
   const T* dy = static_cast<const T*>(a.grad_output) + offset;
   const T* x = static_cast<const T*>(a.input) + offset;
   T* dx = a.grad_input != nullptr ? static_cast<T*>(a.grad_input) + offset : nullptr;
-  const P* bias = static_cast<const P*>(a.bias) + begin;
-  for_each_vector<V::size()>(end - begin, [&](int64_t c, int64_t count, auto full) {
+  const P* bias = static_cast<const P*>(a.bias);
+  const int64_t ahead = prefetch_distance<T>(a.columns);
+  for_each_vector<V::size()>(end - begin, [&](int64_t column, int64_t count, auto full) {
+    const int64_t c = begin + column;
+    __builtin_prefetch(dy + c + ahead, 0, 2);
+    __builtin_prefetch(x + c + ahead, 0, 2);
     const V shift = load_vec(bias + c, count, full);
-    V total = dbias != nullptr ? load_vec(dbias + begin + c, count, full) : V(Acc<T>(0));
-    for (int k = 0; k < kRows; ++k) {
-      const int64_t i = k * a.columns + c;
-      const V slope = gelu_slope<T, kActivation>(load_vec(x + i, count, full) + shift);
-      const V grad = load_vec(dy + i, count, full) * slope;
-      if (dx != nullptr) store_or_stream(stream, dx + i, grad, count, full);
-      total = total + grad;
-    }
-    if (dbias != nullptr) store_vec(dbias + begin + c, total, count, full);
+    const V slope = gelu_slope<T, kActivation>(load_vec(x + c, count, full) + shift);
+    const V grad = load_vec(dy + c, count, full) * slope;
+    if (dx != nullptr) store_or_stream(stream, dx + c, grad, count, full);
+    if (dbias != nullptr)
+      store_vec(dbias + c, load_vec(dbias + c, count, full) + grad, count, full);
   });
 }
 
@@ -61,7 +62,6 @@ template <typename T, typename P, Activation kActivation>
 void backward(const BiasGeluBackward& a) {
   const bool stream = should_stream(static_cast<const T*>(a.grad_input), a.rows, a.columns);
   using A = Acc<T>;
-  constexpr int kRows = 4;
   const Chunks chunks(a.rows);
   // Few chunks, that is at most 256 rows: cut the columns too, so that all threads have work.
   const int64_t wanted_blocks = (8 + chunks.count - 1) / chunks.count;
@@ -77,12 +77,8 @@ void backward(const BiasGeluBackward& a) {
       const int64_t end = std::min(a.columns, begin + width);
       A* dbias = partials != nullptr ? partials + chunk * a.columns : nullptr;
       if (dbias != nullptr) std::fill(dbias + begin, dbias + end, A(0));
-      int64_t row = chunks.begin(chunk);
-      for (; row + kRows <= chunks.end(chunk); row += kRows) {
-        backward_rows<T, P, kActivation, kRows>(a, stream, row, begin, end, dbias);
-      }
-      for (; row < chunks.end(chunk); ++row) {
-        backward_rows<T, P, kActivation, 1>(a, stream, row, begin, end, dbias);
+      for (int64_t row = chunks.begin(chunk); row < chunks.end(chunk); ++row) {
+        backward_row<T, P, kActivation>(a, stream, row, begin, end, dbias);
       }
     }
   });

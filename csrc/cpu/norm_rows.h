@@ -27,13 +27,6 @@
 namespace fusedops::CPU_CAPABILITY {
 namespace {
 
-// How many elements ahead of a row's the memory is fetched while the row is written: several short
-// streams at once are more than the hardware foresees, and none is asked for while rows are written.
-template <typename T>
-inline int64_t prefetch_distance(int64_t columns) {
-  return std::max<int64_t>(columns, 8192 / sizeof(T));
-}
-
 template <typename A>
 struct Moments {
   A mean;        // what the centred row lacks: rounded mean, or pivot

@@ -140,6 +140,13 @@ inline void stream_vec(T* to, const Vec<T>& vector) {
   store_vec(to, vector);
 }
 
+// How many elements ahead of a row its memory is asked for while it is written: hardware does not
+// foresee several short streams, and asks for nothing while rows are computed from cache.
+template <typename T>
+inline int64_t prefetch_distance(int64_t columns) {
+  return std::max<int64_t>(columns, 8192 / sizeof(T));
+}
+
 // Whether rows of `columns` elements at `to` may be streamed, and are worth it: above this many
 // bytes the output does not stay in the cache for its reader anyway.
 inline constexpr int64_t kStreamBytes = 16 << 20;
