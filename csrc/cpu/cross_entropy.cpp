@@ -27,8 +27,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> forward(const at::Tensor& logits,
   auto loss = at::empty(sum ? at::IntArrayRef() : target.sizes(), statistics);
   auto lse = at::empty(target.sizes(), statistics);
   std::vector<RowSums> sums(rows);
-  const CrossEntropySums arguments{data(x), classes, target_data, sums.data(), rows,
-                                   classes, 0,       options,     dtype_of(x)};
+  const CrossEntropySums arguments{data(x), classes, nullptr, target_data, sums.data(),
+                                   rows,    classes, 0,       options,     dtype_of(x)};
   FUSEDOPS_CALL_ISA(cross_entropy_sums, arguments);
   finish_rows(sums.data(), targets, classes, options, sum, loss, lse);
   return {loss, at::scalar_tensor(count, targets.options()), lse};

@@ -67,6 +67,7 @@ struct RowGradient {
 struct CrossEntropySums {
   const void* logits;  // [rows, columns]
   int64_t row_stride;
+  const int64_t* index;   // [rows], where in logits each row stands, or null: in order
   const int64_t* target;  // [rows]
   RowSums* sums;          // [rows]
   int64_t rows;

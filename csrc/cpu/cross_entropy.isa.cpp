@@ -128,7 +128,8 @@ void sums(const CrossEntropySums& a) {
     for (int64_t row = begin; row < end; ++row) {
       const int64_t target = a.target[row];
       if (target == a.options.ignore_index) continue;
-      const T* x = static_cast<const T*>(a.logits) + row * a.row_stride;
+      const int64_t from = a.index != nullptr ? a.index[row] : row;
+      const T* x = static_cast<const T*>(a.logits) + from * a.row_stride;
       RowSums& s = a.sums[row];
       sum_row<T, kCapped>(x, a.columns, softcap, s);
       const int64_t column = target - a.first;

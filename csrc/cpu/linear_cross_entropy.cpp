@@ -50,6 +50,10 @@ struct Rows {
     return at::zeros(sizes, tensor.options()).index_copy_(0, index, tensor).view(shape);
   }
 
+  const int64_t* index_data() const {
+    return index.defined() ? index.const_data_ptr<int64_t>() : nullptr;
+  }
+
   at::Tensor target;
   int64_t all;
   int64_t count;
@@ -73,33 +77,42 @@ GemmCall logits_product(const at::Tensor& x, const at::Tensor& weight) {
   return product_of(x.size(0), weight.size(0), x.size(1), matrix(x), transposed(weight), x);
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> forward(
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> forward(
     const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& target,
     const Optional& bias, int64_t ignore_index, double label_smoothing, double z_loss,
-    double softcap, std::string_view reduction, int64_t chunk_size) {
+    double softcap, std::string_view reduction, int64_t chunk_size, bool keep_logits) {
   const LossOptions options{ignore_index, label_smoothing, z_loss, softcap};
   const int64_t classes = weight.size(0);
   const Rows rows(hidden, target, classes, ignore_index);
   const auto wide = rows.x.options().dtype(statistics_type(hidden));
   const bool sum = is_sum(reduction);
-  const auto logits = at::empty({rows.count, std::min(chunk_size, classes)}, wide);
+  auto shape = target.sizes().vec();
+  shape.push_back(keep_logits ? classes : 0);
+  // Rows that are ignored are 0 there.
+  const auto kept =
+      rows.index.defined() ? at::zeros(shape, wide) : at::empty(shape, wide);
+  const auto logits =
+      keep_logits ? kept : at::empty({rows.count, std::min(chunk_size, classes)}, wide);
+  const int64_t* index = keep_logits ? rows.index_data() : nullptr;
   std::vector<RowSums> sums(rows.count);
   for_each_chunk(weight, dense(bias), chunk_size,
                  [&](int64_t first, const at::Tensor& w, const at::Tensor& b) {
+                   const int64_t width = w.size(0), stride = keep_logits ? classes : width;
+                   const auto chunk = keep_logits ? logits.narrow(-1, first, width) : logits;
                    const ChunkLogits product{logits_product(rows.x, w), data(b),
-                                             mutable_data(logits)};
+                                             mutable_data(chunk), stride, index};
                    FUSEDOPS_CALL_ISA(chunk_logits, product);
                    const CrossEntropySums arguments{
-                       data(logits), w.size(0),  rows.target.const_data_ptr<int64_t>(),
-                       sums.data(),  rows.count, w.size(0),
-                       first,        options,    dtype_of(logits)};
+                       data(chunk), stride,  index, rows.target.const_data_ptr<int64_t>(),
+                       sums.data(), rows.count, width, first, options, dtype_of(logits)};
                    FUSEDOPS_CALL_ISA(cross_entropy_sums, arguments);
                  });
   auto loss = at::empty(sum ? at::IntArrayRef() : at::IntArrayRef(rows.count), wide);
   auto lse = at::empty({rows.count}, wide);
   finish_rows(sums.data(), rows.target, classes, options, sum, loss, lse);
   return {sum ? loss : rows.spread(loss, target.sizes()),
-          at::scalar_tensor(rows.count, rows.target.options()), rows.spread(lse, target.sizes())};
+          at::scalar_tensor(rows.count, rows.target.options()), rows.spread(lse, target.sizes()),
+          kept};
 }
 
 std::vector<RowGradient> row_gradients(const at::Tensor& grad_loss, const at::Tensor& lse,
@@ -118,9 +131,10 @@ std::vector<RowGradient> row_gradients(const at::Tensor& grad_loss, const at::Te
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(
     const Optional& grad_loss, const at::Tensor& hidden, const at::Tensor& weight,
-    const at::Tensor& target, const Optional& bias, const at::Tensor& lse, int64_t ignore_index,
-    double label_smoothing, double z_loss, double softcap, std::string_view reduction,
-    int64_t chunk_size, std::array<bool, 3> output_mask) {
+    const at::Tensor& target, const Optional& bias, const at::Tensor& lse,
+    const at::Tensor& kept_logits, int64_t ignore_index, double label_smoothing, double z_loss,
+    double softcap, std::string_view reduction, int64_t chunk_size, bool keep_logits,
+    std::array<bool, 3> output_mask) {
   const LossOptions options{ignore_index, label_smoothing, z_loss, softcap};
   const int64_t classes = weight.size(0), features = weight.size(1);
   const Rows rows(hidden, target, classes, ignore_index);
@@ -128,6 +142,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(
   const auto grads = is_sum(reduction) ? *grad_loss : rows.pick(grad_loss->contiguous().view(-1));
   const auto gradient =
       row_gradients(grads, rows.pick(lse.contiguous().view(-1)), options, classes);
+  const auto kept = kept_logits.contiguous();
   const auto grad_logits = at::empty({rows.count, std::min(chunk_size, classes)}, rows.x.options());
   at::Tensor grad_hidden, sums, grad_weight, grad_bias, partials;
   if (output_mask[0]) {
@@ -145,11 +160,20 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(
       weight, dense(bias), chunk_size,
       [&](int64_t first, const at::Tensor& w, const at::Tensor& b) {
         const int64_t width = w.size(0);
-        const ChunkGradient logits{
-            logits_product(rows.x, w), data(b), rows.target.const_data_ptr<int64_t>(),
-            gradient.data(),           first,   softcap,
-            mutable_data(grad_logits)};
-        FUSEDOPS_CALL_ISA(chunk_gradient, logits);
+        const auto* targets = rows.target.const_data_ptr<int64_t>();
+        if (keep_logits) {
+          const KeptGradient logits{data(kept.narrow(-1, first, width)), classes,
+                                    rows.index_data(), targets, gradient.data(), first, softcap,
+                                    mutable_data(grad_logits), rows.count, width,
+                                    dtype_of(rows.x)};
+          FUSEDOPS_CALL_ISA(kept_gradient, logits);
+        } else {
+          const ChunkGradient logits{
+              logits_product(rows.x, w), data(b), targets,
+              gradient.data(),           first,   softcap,
+              mutable_data(grad_logits)};
+          FUSEDOPS_CALL_ISA(chunk_gradient, logits);
+        }
         const Matrix grad{data(grad_logits), width, 1}, grad_t{data(grad_logits), 1, width};
         if (output_mask[0]) {
           const bool last = first + width == classes;

@@ -11,9 +11,11 @@ namespace fusedops {
 
 // logits = sums + bias, not rounded.
 struct ChunkLogits {
-  GemmCall product;  // m = rows, n = classes of the chunk; store and context are filled in
-  const void* bias;  // [n] or null
-  void* logits;      // [m, n] of the accumulation dtype
+  GemmCall product;      // m = rows, n = classes of the chunk; store and context are filled in
+  const void* bias;      // [n] or null
+  void* logits;          // [m, n] of the accumulation dtype
+  int64_t row_stride;    // of logits
+  const int64_t* index;  // [m], where in logits each row stands, or null: in order
 };
 
 // The gradient of the logits, which themselves do not reach memory.
@@ -25,6 +27,21 @@ struct ChunkGradient {
   int64_t first;                // class of column 0
   double softcap;
   void* grad_logits;  // [m, n]
+};
+
+// The same from logits that were kept.
+struct KeptGradient {
+  const void* logits;           // of the accumulation dtype, from the chunk's first class on
+  int64_t row_stride;           // of logits
+  const int64_t* index;         // [rows] or null, as above
+  const int64_t* target;        // [rows]
+  const RowGradient* gradient;  // [rows]
+  int64_t first;                // class of column 0
+  double softcap;
+  void* grad_logits;  // [rows, columns]
+  int64_t rows;
+  int64_t columns;
+  DType dtype;
 };
 
 // sums += A * B, or on the last chunk output = sums + A * B.
@@ -39,4 +56,5 @@ struct ChunkSum {
 
 FUSEDOPS_DECLARE_ISA(chunk_logits, const ChunkLogits&)
 FUSEDOPS_DECLARE_ISA(chunk_gradient, const ChunkGradient&)
+FUSEDOPS_DECLARE_ISA(kept_gradient, const KeptGradient&)
 FUSEDOPS_DECLARE_ISA(chunk_sum, const ChunkSum&)

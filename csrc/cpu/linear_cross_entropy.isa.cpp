@@ -3,9 +3,10 @@
 // Forward: the sums of a chunk are stored unrounded, and cross_entropy.isa.cpp walks them.
 // Backward: with the log-sum-exp known a logit's gradient needs nothing but the logit, so that it
 // is made on the tile of sums in L1; what is written is the operand of the two products that
-// follow.
+// follow. Logits that were kept are walked row by row.
 #include "linear_cross_entropy.h"
 
+#include "../common/parallel.h"
 #include "cross_entropy_vec.h"
 #include "epilogue.h"
 
@@ -19,7 +20,8 @@ void store_logits(const void* context, const Tile& tile) {
   const T* bias = at<T>(a.bias, 0, 0, tile.column);
   for (int i = 0; i < tile.rows; ++i) {
     const auto* sums = static_cast<const A*>(tile.sums) + i * tile.stride;
-    A* logits = at<A>(a.logits, tile.row + i, a.product.n, tile.column);
+    const int64_t row = a.index != nullptr ? a.index[tile.row + i] : tile.row + i;
+    A* logits = at<A>(a.logits, row, a.row_stride, tile.column);
     for_each_vector<Vec<T>::size()>(tile.columns, [&](int64_t c, int64_t count, auto full) {
       Vec<T> z = load_vec(sums + c, count, full);
       if (bias != nullptr) z = z + load_vec(bias + c, count, full);
@@ -49,6 +51,25 @@ void store_gradient(const void* context, const Tile& tile) {
       grad[column] = static_cast<T>(gradient.at_target(sums[column] + shift));
     }
   }
+}
+
+template <typename T, bool kCapped>
+void kept_gradient(const KeptGradient& a) {
+  using A = Acc<T>;
+  parallel_rows(a.rows, 3 * a.columns * sizeof(A), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const int64_t from = a.index != nullptr ? a.index[row] : row;
+      const A* z = static_cast<const A*>(a.logits) + from * a.row_stride;
+      T* grad = static_cast<T*>(a.grad_logits) + row * a.columns;
+      const GradientOfRow<T, kCapped> gradient(a.gradient[row], a.softcap);
+      for_each_vector<Vec<T>::size()>(a.columns, [&](int64_t c, int64_t count, auto full) {
+        store_vec(grad + c, gradient.at(load_vec(z + c, count, full)), count, full);
+      });
+      const int64_t column = a.target[row] - a.first;
+      if (column >= 0 && column < a.columns)
+        grad[column] = static_cast<T>(gradient.at_target(z[column]));
+    }
+  });
 }
 
 template <typename T>
@@ -89,6 +110,13 @@ void chunk_gradient(const ChunkGradient& a) {
   run(a, [&](auto t) {
     using T = decltype(t);
     return a.softcap > 0 ? store_gradient<T, true> : store_gradient<T, false>;
+  });
+}
+
+void kept_gradient(const KeptGradient& a) {
+  switch_dtype(a.dtype, [&](auto t) {
+    using T = decltype(t);
+    return a.softcap > 0 ? kept_gradient<T, true>(a) : kept_gradient<T, false>(a);
   });
 }
 

@@ -27,16 +27,21 @@ def forward(
     softcap: float,
     reduction: str,
     chunk_size: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    keep_logits: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Launch the forward; arguments and results are those of ``fusedops::linear_cross_entropy``."""
     x, num_classes = rows_of(hidden), weight.shape[0]
     options = (ignore_index, label_smoothing, z_loss, softcap)
+    if keep_logits:
+        chunk_size = num_classes
     several = num_classes > chunk_size
     with _launch.device_of(x):
         pieces = Pieces(target.reshape(-1), num_classes, options, several=several)
         for chunk in _chunks(num_classes, chunk_size):
-            pieces.add(_logits(x, weight, bias, chunk), chunk.start)
-        return pieces.finish(target.shape, reduction)
+            logits = _logits(x, weight, bias, chunk)
+            pieces.add(logits, chunk.start)
+        kept = logits if keep_logits else logits.new_empty((x.shape[0], 0))
+        return *pieces.finish(target.shape, reduction), kept.view(*target.shape, kept.shape[1])
 
 
 def backward(
@@ -46,12 +51,14 @@ def backward(
     target: torch.Tensor,
     bias: torch.Tensor | None,
     lse: torch.Tensor,
+    kept: torch.Tensor,
     ignore_index: int,
     label_smoothing: float,
     z_loss: float,
     softcap: float,
     reduction: str,
     chunk_size: int,
+    keep_logits: bool,
     output_mask: Sequence[bool],
 ) -> tuple[torch.Tensor | None, ...]:
     """Launch the backward; arguments and results are those of ``linear_cross_entropy_backward``."""
@@ -62,7 +69,10 @@ def backward(
     with _launch.device_of(x):
         grad_rows = row_gradients(grad_loss, reduction)
         for chunk in _chunks(num_classes, chunk_size):
-            logits = _logits(x, weight, bias, chunk)
+            if keep_logits:
+                logits = kept.view(x.shape[0], num_classes)[:, chunk].clone()
+            else:
+                logits = _logits(x, weight, bias, chunk)
             grad = logits if x.dtype == torch.float32 else torch.empty_like(logits, dtype=x.dtype)
             logits_gradient(
                 grad_rows,

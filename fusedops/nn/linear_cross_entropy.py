@@ -33,6 +33,7 @@ class LinearCrossEntropyLoss(nn.Module):
         softcap: bound of the logits' absolute value, or ``None``.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
         chunk_size: classes whose logits are in memory at a time, ``None`` for the op's default.
+        recompute: make the logits again in the backward, as for ``linear_cross_entropy``.
 
     Raises:
         ValueError: an option is out of range.
@@ -65,6 +66,7 @@ class LinearCrossEntropyLoss(nn.Module):
         softcap: float | None = None,
         reduction: str = "mean",
         chunk_size: int | None = None,
+        recompute: bool | None = None,
     ) -> None:
         super().__init__()
         op = "LinearCrossEntropyLoss"
@@ -77,6 +79,7 @@ class LinearCrossEntropyLoss(nn.Module):
         self.softcap = softcap
         self.reduction = reduction
         self.chunk_size = chunk_size
+        self.recompute = recompute
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size, device=device, dtype=dtype))
         if bias:
             self.bias = nn.Parameter(torch.empty(vocab_size, device=device, dtype=dtype))
@@ -101,6 +104,7 @@ class LinearCrossEntropyLoss(nn.Module):
             softcap=self.softcap,
             reduction=self.reduction,
             chunk_size=self.chunk_size,
+            recompute=self.recompute,
         )
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -116,5 +120,6 @@ class LinearCrossEntropyLoss(nn.Module):
             f"hidden_size={self.hidden_size}, vocab_size={self.vocab_size}, "
             f"bias={self.bias is not None}, ignore_index={self.ignore_index}, "
             f"label_smoothing={self.label_smoothing}, z_loss={self.z_loss}, "
-            f"softcap={self.softcap}, reduction={self.reduction!r}, chunk_size={self.chunk_size}"
+            f"softcap={self.softcap}, reduction={self.reduction!r}, chunk_size={self.chunk_size}, "
+            f"recompute={self.recompute}"
         )

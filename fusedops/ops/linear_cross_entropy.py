@@ -1,4 +1,4 @@
-"""A language model's head and its cross-entropy: the logits are never whole in memory.
+"""A language model's head and its cross-entropy: large logits are never whole in memory.
 
     z = h W^T + b,   y = z, or softcap * tanh(z / softcap),   loss = log sum_j exp(y_j) - y_target
 
@@ -10,11 +10,13 @@ float32, read and written once a chunk, or (as others did, and diverged) in low 
 
 The forward keeps one number per row. The backward makes the logits again, chunk by chunk: one
 product more than a loss on whole logits, no gradient before somebody asks for it, and any incoming
-gradient. Kernels: ``csrc/cpu/linear_cross_entropy.*``, ``kernels/linear_cross_entropy.py``.
+gradient. Only logits that take no more memory than the weight are kept instead, or where
+``recompute`` says so. Kernels: ``csrc/cpu/linear_cross_entropy.*``, ``kernels/linear_cross_entropy.py``.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,7 +28,7 @@ from fusedops._core.library import Gradient, define_op
 from fusedops._core.sharding import PARTIAL, REPLICATE, Placement
 from fusedops.ops import _cross_entropy_math as math_of
 from fusedops.ops._cross_entropy_math import Options
-from fusedops.ops.linear_act import check_parameter, rows_of
+from fusedops.ops.linear_act import check_parameter, rows_of, wants_gradient
 
 # Classes at a time: 32 MiB of float32 logits for 2048 rows. The same for every number of rows, so
 # that a row's gradient does not depend on the batch.
@@ -45,6 +47,7 @@ def linear_cross_entropy(
     softcap: float | None = None,
     reduction: str = "mean",
     chunk_size: int | None = None,
+    recompute: bool | None = None,
 ) -> torch.Tensor:
     """Compute the cross-entropy of a linear layer's outputs without keeping the outputs.
 
@@ -63,6 +66,9 @@ def linear_cross_entropy(
         reduction: ``"mean"`` over the rows that are not ignored (NaN when all are, as torch gives),
             ``"sum"``, or ``"none"``.
         chunk_size: classes whose logits are in memory at a time, ``None`` for 4096.
+        recompute: ``True``: the backward makes the logits again; ``False``: they are kept for it in
+            float32, all of them; ``None``: they are kept where they take no more memory than
+            ``weight``.
 
     Returns:
         One number, or ``[...]`` for ``"none"``; dtype of ``hidden``, under autocast float32.
@@ -76,9 +82,11 @@ def linear_cross_entropy(
         Products accumulate in float32 (float64 for float64) and the logits stay in that dtype; what
         is rounded to the dtype of ``hidden`` is the gradient of the logits, as an operand of two
         products, and each result, once. A row's loss and gradient do not depend on the other rows
-        on the CPU, nor any result on the number of threads. Memory beside the arguments and their
-        gradients: ``rows * chunk_size`` float32 logits, and in the backward of half precision
-        ``hidden`` once in float32. Four products in all where a loss on whole logits takes three.
+        on the CPU, nor any result on the number of threads; with either ``recompute`` the results
+        are the same bits there. Memory beside the arguments and their gradients, when the logits
+        are not kept: ``rows * chunk_size`` float32 logits, and in the backward of half precision
+        ``hidden`` once in float32. It is then four products where a loss on whole logits takes
+        three.
         Measured forward and backward at 2048 x 768 and 50257 classes, beyond the arguments: 197 MiB
         in float32 (153 are the gradients) where ``F.linear`` and ``F.cross_entropy`` take 1188, 105
         and 589 in bfloat16. Twice differentiable, through whole logits. Rows may be sharded,
@@ -97,8 +105,10 @@ def linear_cross_entropy(
     """
     op = "linear_cross_entropy"
     _check(op, hidden, weight, target, bias, chunk_size)
+    if recompute is not None and not isinstance(recompute, bool):
+        raise TypeError(f"{op}: recompute must be a bool or None, got {type(recompute).__name__}")
     math_of.check_options(op, ignore_index, label_smoothing, z_loss, softcap, reduction)
-    loss, count, _ = _OP(
+    loss, count, *_ = _OP(
         hidden,
         weight,
         target,
@@ -109,6 +119,7 @@ def linear_cross_entropy(
         softcap or 0.0,
         "sum" if reduction == "mean" else reduction,
         chunk_size or DEFAULT_CHUNK,
+        _keeps(recompute, hidden, weight, bias),
     )
     return math_of.reduce_loss(loss, count, math_of.result_dtype(hidden), reduction)
 
@@ -135,6 +146,20 @@ def _check(op: str, hidden: Any, weight: Any, target: Any, bias: Any, chunk_size
         checks.fail(op, "chunk_size", "None, or at least 1", chunk_size)
 
 
+def _keeps(
+    recompute: bool | None,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> bool:
+    if not wants_gradient(hidden, weight, bias):
+        return False
+    if recompute is not None:
+        return not recompute
+    bytes_per_class = dtypes.statistics_dtype(hidden.dtype).itemsize * math.prod(hidden.shape[:-1])
+    return bytes_per_class <= weight.shape[1] * weight.dtype.itemsize
+
+
 def _logits(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -155,13 +180,15 @@ def _reference(
     softcap: float,
     reduction: str,
     chunk_size: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    keep_logits: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     if target.device.type == "cpu":
         math_of.check_range("linear_cross_entropy", target, weight.shape[0], ignore_index)
     options = Options(ignore_index, label_smoothing, z_loss, softcap)
     _, _, logits = _logits(hidden, weight, bias)
     loss, lse, count = math_of.row_losses(math_of.capped(logits, softcap), target, options)
-    return (loss if reduction == "none" else loss.sum()), count, lse
+    kept = logits if keep_logits else lse.new_empty((*target.shape, 0))
+    return (loss if reduction == "none" else loss.sum()), count, lse, kept
 
 
 def _fake(
@@ -175,12 +202,14 @@ def _fake(
     softcap: float,
     reduction: str,
     chunk_size: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    keep_logits: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     statistics = dtypes.statistics_dtype(hidden.dtype)
     return (
         hidden.new_empty(target.shape if reduction == "none" else (), dtype=statistics),
         target.new_empty(()),
         hidden.new_empty(target.shape, dtype=statistics),
+        hidden.new_empty((*target.shape, weight.shape[0] * keep_logits), dtype=statistics),
     )
 
 
@@ -191,12 +220,14 @@ def _backward_reference(
     target: torch.Tensor,
     bias: torch.Tensor | None,
     lse: torch.Tensor,
+    kept: torch.Tensor,
     ignore_index: int,
     label_smoothing: float,
     z_loss: float,
     softcap: float,
     reduction: str,
     chunk_size: int,
+    keep_logits: bool,
     output_mask: Sequence[bool],
 ) -> tuple[torch.Tensor | None, ...]:
     options = Options(ignore_index, label_smoothing, z_loss, softcap)
@@ -220,12 +251,14 @@ def _backward_fake(
     target: torch.Tensor,
     bias: torch.Tensor | None,
     lse: torch.Tensor,
+    kept: torch.Tensor,
     ignore_index: int,
     label_smoothing: float,
     z_loss: float,
     softcap: float,
     reduction: str,
     chunk_size: int,
+    keep_logits: bool,
     output_mask: Sequence[bool],
 ) -> tuple[torch.Tensor | None, ...]:
     return (
@@ -246,6 +279,7 @@ def _shard(
     softcap: float,
     reduction: str,
     chunk_size: int,
+    keep_logits: bool,
 ) -> list[tuple[list[Placement], list[Placement]]]:
     """Rows are independent, their sum and their count are partial sums; parameters are whole."""
     bias_word = REPLICATE if bias is not None else None
@@ -253,7 +287,7 @@ def _shard(
     def rule(
         loss: Placement, count: Placement, rows: Placement
     ) -> tuple[list[Placement], list[Placement]]:
-        return [loss, count, rows], [rows, REPLICATE, rows, bias_word, *[None] * 6]
+        return [loss, count, rows, rows], [rows, REPLICATE, rows, bias_word, *[None] * 7]
 
     rules = [rule(REPLICATE, REPLICATE, REPLICATE)]
     for dim in range(hidden.ndim - 1):
@@ -268,12 +302,14 @@ def _shard_backward(
     target: Any,
     bias: Any,
     lse: Any,
+    kept: Any,
     ignore_index: int,
     label_smoothing: float,
     z_loss: float,
     softcap: float,
     reduction: str,
     chunk_size: int,
+    keep_logits: bool,
     output_mask: Sequence[bool],
 ) -> list[tuple[list[Placement], list[Placement]]]:
     """With rows sharded, each rank has a part of the sums that are the parameter gradients."""
@@ -286,7 +322,7 @@ def _shard_backward(
             word if wanted else None
             for word, wanted in zip((rows, summed, summed), output_mask, strict=True)
         ]
-        return results, [grad, rows, REPLICATE, rows, bias_word, rows, *[None] * 7]
+        return results, [grad, rows, REPLICATE, rows, bias_word, rows, rows, *[None] * 8]
 
     rules = [rule(REPLICATE, REPLICATE, REPLICATE)]
     for dim in range(hidden.ndim - 1):
@@ -297,14 +333,14 @@ def _shard_backward(
 _OP = define_op(
     "linear_cross_entropy",
     "(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, int ignore_index,"
-    " float label_smoothing, float z_loss, float softcap, str reduction, int chunk_size)"
-    " -> (Tensor loss, Tensor count, Tensor lse)",
+    " float label_smoothing, float z_loss, float softcap, str reduction, int chunk_size,"
+    " bool keep_logits) -> (Tensor loss, Tensor count, Tensor lse, Tensor logits)",
     reference=_reference,
     fake=_fake,
     gradient=Gradient(
         inputs=("hidden", "weight", "bias"),
         outputs=("loss",),
-        saves=("hidden", "weight", "target", "bias", "lse"),
+        saves=("hidden", "weight", "target", "bias", "lse", "logits"),
         reference=_backward_reference,
         fake=_backward_fake,
     ),

@@ -174,6 +174,7 @@ def linear_cross_entropy(
     bias: Any = None,
     *,
     chunk_size: int | None = None,
+    recompute: bool | None = None,
     z_loss: float = 0.0,
     **options: Any,
 ) -> Any:

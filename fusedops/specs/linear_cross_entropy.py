@@ -21,6 +21,7 @@ def _eager(
     bias: torch.Tensor | None = None,
     *,
     chunk_size: int | None = None,
+    recompute: bool | None = None,
     **options: Any,
 ) -> torch.Tensor:
     return cross_entropy.eager(F.linear(hidden, weight, bias), target, **options)
@@ -42,6 +43,7 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
         for row in ignored:
             target.view(-1)[row] = options.get("ignore_index", -100)
         weight = new(classes, hidden_size, scale=2.0 * max(hidden_size, 1) ** -0.5, key="w")
+        options.setdefault("recompute", True)
         args = (new(*rows, hidden_size), weight, target, new(classes, key="b") if bias else None)
         return Sample(name, args, options)
 
@@ -58,6 +60,9 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
         call("softcap", (6,), 8, 13, (1,), bias=True, softcap=2.0, chunk_size=12, **none),
         call("everything", (2, 4), 8, 13, (1, 6), bias=True, chunk_size=5, **every),
         call("everything_rows", (9,), 8, 13, (1, 6), bias=True, chunk_size=5, **every, **none),
+        call("kept", (2, 4), 8, 13, (1, 6), bias=True, chunk_size=5, recompute=False, **every),
+        call("kept_rows", (9,), 8, 70, (8,), chunk_size=32, recompute=False, **none),
+        call("few_rows", (3,), 32, 41, (1,), chunk_size=16, recompute=None),
         call("ignore_class", (7,), 6, 5, (2,), ignore_index=3),
         call("many_chunks", (5,), 8, 70, (3,), chunk_size=3, bias=True),
         call("odd_sizes", (37,), 101, 167, (11,), bias=True, chunk_size=64),
@@ -95,6 +100,7 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
         bad("smoothing", TypeError, "label_smoothing", "str", label_smoothing="0.1"),
         bad("softcap", ValueError, "softcap", "-1.0", softcap=-1.0),
         bad("chunk_size", ValueError, "chunk_size", "0", chunk_size=0),
+        bad("recompute", TypeError, "recompute", "int", recompute=1),
         bad("chunk_size_type", TypeError, "chunk_size", "float", chunk_size=2.0),
     ]
 
@@ -130,6 +136,7 @@ SPEC = Spec(
     bad_inputs=_bad_inputs,
     bench_cases=(
         _case(2048, 768, 50257, headline=True),
+        _case(2048, 768, 50257, recompute=False),
         _case(512, 1024, 32000, softcap=30.0, z_loss=1e-4),
         _case(64, 256, 10000),
     ),
