@@ -148,6 +148,43 @@ def define_op(
     return op
 
 
+def define_exchange(
+    name: str,
+    schema: str,
+    *,
+    kernel: Callable[..., Any],
+    fake: Callable[..., Any],
+    setup_context: Callable[..., None] | None = None,
+    backward: Callable[..., Any] | None = None,
+) -> Callable[..., Any]:
+    """Register an op that talks to other processes and return it.
+
+    It has one kernel for all devices, and no compiler drops it: a rank that left out a collective
+    would leave the others waiting in theirs.
+
+    Args:
+        name: the op's name.
+        schema: arguments and returns. Outputs alias neither inputs nor each other.
+        kernel: runs below autograd.
+        fake: returns empty tensors; sizes that only the run tells are new symbols.
+        setup_context: saves for ``backward``, as ``torch.library.register_autograd`` describes.
+        backward: itself made of ops; ``None`` for an op without gradient.
+
+    Returns:
+        The overload ``torch.ops.fusedops.<name>.default``.
+    """
+    op = _define(name, schema, fake)
+    _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+    if backward is not None:
+        torch.library.register_autograd(
+            f"{_NAMESPACE}::{name}", backward, setup_context=setup_context, lib=_LIBRARY
+        )
+    # Not an ordered effect: of such an op Inductor (2.13) cannot bind a size that is used where
+    # the tensor itself is not.
+    torch.fx.node.has_side_effect(op)
+    return op
+
+
 def _check_names(op: str, schema: _Schema, gradient: Gradient) -> None:
     returns = [name for _, name in schema.returns]
     for attribute, names, known in (

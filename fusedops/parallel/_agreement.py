@@ -26,17 +26,19 @@ _COMPARED = (
     "requires_grad",
     "chunks",
     "reduce",
+    "max_rows",
 )
 REDUCTIONS = ("home", "node")
 _FIRST_ROWS = 2 + len(_COMPARED)
 _LENGTH = _FIRST_ROWS + 2 * MAX_CHUNKS
 
 # What a note says of its sender's arguments. 0: nothing is wrong.
-BAD_TYPE, BAD_VALUE, BAD_PLAN = 1, 2, 3
+BAD_TYPE, BAD_VALUE, BAD_PLAN, TOO_MANY = 1, 2, 3, 4
 _COMPLAINTS = {
     BAD_TYPE: "got an argument of a wrong type",
     BAD_VALUE: "got arguments that do not fit each other or the group",
     BAD_PLAN: "got a plan whose expert ids or offsets are out of range",
+    TOO_MANY: "would receive more than max_rows rows",
 }
 
 
@@ -51,6 +53,7 @@ class Beliefs:
     requires_grad: bool
     chunks: int
     reduce: str
+    max_rows: int  # -1: as many as arrive
 
     def numbers(self) -> list[int]:
         """Return them as integers, in the order of ``_COMPARED``."""
@@ -62,6 +65,7 @@ class Beliefs:
             int(self.requires_grad),
             self.chunks,
             REDUCTIONS.index(self.reduce),
+            self.max_rows,
         ]
 
 
@@ -174,11 +178,28 @@ def _complaint(problem: Exception | None) -> int:
 
 
 class Verdict:
-    """Whether all ranks could send back what they promised: one number each, on its way."""
+    """Whether all ranks can do what the others wait for: one number each, on its way.
 
-    def __init__(self, op: str, group: dist.ProcessGroup, problem: Exception | None) -> None:
+    Args:
+        op: the function's name, for messages.
+        group: the process group.
+        problem: what is wrong on this rank, or ``None``.
+        complaint: what the others hear of it; as the type of ``problem`` says by default.
+        device: one that the group's backend can send from.
+    """
+
+    def __init__(
+        self,
+        op: str,
+        group: dist.ProcessGroup,
+        problem: Exception | None,
+        *,
+        complaint: int | None = None,
+        device: torch.device | None = None,
+    ) -> None:
         self._op, self._problem = op, problem
-        self._sent = torch.full((group.size(),), _complaint(problem), dtype=torch.int64)
+        word = (complaint or _complaint(problem)) if problem is not None else 0
+        self._sent = torch.full((group.size(),), word, dtype=torch.int64, device=device)
         self._received = torch.empty_like(self._sent)
         self._work = dist.all_to_all_single(self._received, self._sent, group=group, async_op=True)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from fusedops._core import checks
 from fusedops.ops import RoutingPlan, moe_sort, moe_unpermute
 from fusedops.parallel._agreement import Agreement, Beliefs, Rows, Verdict
 from fusedops.parallel._exchange import begin, end
-from fusedops.parallel._hops import FromExperts, Route, ToExperts
+from fusedops.parallel._hops import Bound, FromExperts, Route, ToExperts
 
 
 @dataclass(frozen=True)
@@ -68,17 +69,16 @@ def depart(
     *,
     quantized: bool,
     reduce: str,
+    grads: bool,
     num_experts: int,
     dropped: torch.Tensor,
     faults: torch.Tensor,
     anchor: torch.Tensor | None = None,
+    max_rows: int | None = None,
 ) -> list[Travel]:
     """Agree once, then pack and send each chunk; all are on their way when this returns."""
     first = departures[0]
     layout = first.route.layout(first.input, quantized=quantized)
-    grads = torch.is_grad_enabled() and (
-        first.input.requires_grad or first.plan.probs.requires_grad
-    )
     agreement = Agreement(
         op,
         group,
@@ -91,6 +91,7 @@ def depart(
             grads,
             len(departures),
             reduce,
+            -1 if max_rows is None else max_rows,
         ),
         rows=[rows_per_destination(each.route.order, group.size()) for each in departures],
         slots=[each.slots for each in departures if each.slots is not None],
@@ -99,10 +100,21 @@ def depart(
     )
     travels = []
     for chunk, each in enumerate(departures):
-        to = ToExperts(each.route, layout, agreement, chunk, group)
+        counted = partial(_rows_of_chunk, agreement, chunk)
+        bound = None if max_rows is None else Bound(op, max_rows)
+        to = ToExperts(each.route, layout, counted, group, bound)
         ticket = begin(to, each.input, each.plan.probs, anchor=anchor)
         travels.append(Travel(each, to, ticket, agreement, chunk, group, layout.stride))
     return travels
+
+
+def _rows_of_chunk(agreement: Agreement, chunk: int) -> Rows:
+    return agreement.wait()[0][chunk]
+
+
+def wants_gradient(input: torch.Tensor, probs: torch.Tensor) -> bool:
+    """Whether gradients of what is sent will be asked for."""
+    return torch.is_grad_enabled() and (input.requires_grad or probs.requires_grad)
 
 
 class Flat:

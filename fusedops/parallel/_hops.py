@@ -7,6 +7,7 @@ in the order of the slots.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from fusedops.ops import moe_pack, moe_unpack, moe_unpermute
 from fusedops.ops._moe_payload import PayloadLayout
 from fusedops.ops._routing_plan import RoutingPlan
-from fusedops.parallel._agreement import Agreement, Rows
+from fusedops.parallel._agreement import TOO_MANY, Rows, Verdict
 from fusedops.parallel._exchange import Transfer
 
 
@@ -44,19 +45,48 @@ class Route:
         return PayloadLayout(input.shape[1], input.dtype, dtype, pairs, quantized)
 
 
+@dataclass(frozen=True)
+class Bound:
+    """As many rows as a caller has room for, whatever arrives.
+
+    Attributes:
+        op: the function's name, for messages.
+        rows: that many; those behind what arrived are zeros with id -1.
+    """
+
+    op: str
+    rows: int
+
+    def check(self, arriving: int, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Raise on every rank when more arrives on one; only that one can know."""
+        problem = None
+        if arriving > self.rows:
+            wanted = f"at least the {arriving} rows that arrive here"
+            problem = ValueError(f"{self.op}: max_rows must be {wanted}, got {self.rows}")
+        Verdict(self.op, group, problem, complaint=TOO_MANY, device=device).wait()
+
+
 class ToExperts:
-    """The exchange of one chunk of tokens towards the experts."""
+    """The exchange of one chunk of tokens towards the experts.
+
+    Args:
+        route: which rows leave.
+        layout: of a packed row.
+        counted: returns how many rows go where; may wait for the ranks to agree.
+        group: the process group.
+        bound: rows of the result, or ``None`` for those that arrive.
+    """
 
     def __init__(
         self,
         route: Route,
         layout: PayloadLayout,
-        agreement: Agreement,
-        chunk: int,
+        counted: Callable[[], Rows],
         group: dist.ProcessGroup,
+        bound: Bound | None = None,
     ) -> None:
         self._route, self._layout = route, layout
-        self._agreement, self._chunk, self._group = agreement, chunk, group
+        self._counted, self._group, self._bound = counted, group, bound
         self._transfer: Any = None
         self._like: Any = None
         self.ids: Any = None  # int32 [rows, pairs], once finished
@@ -64,7 +94,7 @@ class ToExperts:
     @property
     def rows(self) -> Rows:
         """How many rows go where; known once the ranks have agreed."""
-        return self._agreement.wait()[0][self._chunk]
+        return self._counted()
 
     def start(self, *tensors: torch.Tensor) -> None:
         """Pack ``input`` and ``probs`` while the notes travel, then send."""
@@ -80,28 +110,37 @@ class ToExperts:
             quantized=self._layout.quantized,
         )
         self._like = input.new_empty((0, input.shape[1]))
-        rows = self.rows
-        self._transfer = Transfer(payload[: sum(rows.send)], rows.send, rows.receive, self._group)
+        rows, room = self.rows, None
+        if self._bound is not None:
+            self._bound.check(sum(rows.receive), self._group, input.device)
+            room = self._bound.rows
+        self._transfer = Transfer(
+            payload[: sum(rows.send)], rows.send, rows.receive, self._group, room
+        )
 
     def finish(self) -> tuple[torch.Tensor, ...]:
         """Return rows ``[R, H]`` and probabilities ``[R, pairs]`` as they arrived."""
         payload, layout = self._transfer.wait(), self._layout
         self._transfer = None
-        self.ids = layout.ids(payload).contiguous()
-        probs = layout.probs(payload).contiguous()
+        arrived = sum(self.rows.receive)
+        payload[arrived:].zero_()
+        # Copies also where there is one row, which a view would serve: results share no memory.
+        self.ids = layout.ids(payload).clone(memory_format=torch.contiguous_format)
+        self.ids[arrived:] = -1
+        probs = layout.probs(payload).clone(memory_format=torch.contiguous_format)
         if layout.quantized:
             return moe_unpack(payload, probs, self._like), probs
         return layout.rows(payload), probs
 
     def start_backward(self, *grads: torch.Tensor) -> None:
         """Send the gradients of rows and probabilities home."""
-        grad_rows, grad_probs = grads
-        payload = moe_pack(grad_rows, grad_probs.to(self._layout.prob_dtype))
         rows = self.rows
+        grad_rows, grad_probs = (grad[: sum(rows.receive)] for grad in grads)
+        payload = moe_pack(grad_rows, grad_probs.to(self._layout.prob_dtype))
         room = self._route.order.permutation.numel()
         self._transfer = Transfer(payload, rows.receive, rows.send, self._group, room)
 
-    def finish_backward(self) -> tuple[torch.Tensor | None, ...]:
+    def finish_backward(self) -> tuple[torch.Tensor, ...]:
         """Return the gradients of ``input`` and ``probs``."""
         payload = self._transfer.wait()
         self._transfer = None
@@ -121,14 +160,17 @@ class ToExperts:
 class FromExperts:
     """The exchange of results, row for row the way back of rows that came."""
 
-    def __init__(self, came: Rows, room: int, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, came: Rows, room: int, group: dist.ProcessGroup, came_room: int | None = None
+    ) -> None:
         self._came, self._room, self._group = came, room, group
+        self._came_room = came_room
         self._transfer: Any = None
 
     def start(self, *tensors: torch.Tensor) -> None:
         """Send the results."""
-        (rows,) = tensors
         came = self._came
+        rows = tensors[0][: sum(came.receive)]
         self._transfer = Transfer(rows, came.receive, came.send, self._group, self._room)
 
     def finish(self) -> tuple[torch.Tensor, ...]:
@@ -141,10 +183,11 @@ class FromExperts:
         """Send the gradients of the results to where they were computed."""
         came = self._came
         grad = grads[0][: sum(came.send)]
-        self._transfer = Transfer(grad, came.send, came.receive, self._group)
+        self._transfer = Transfer(grad, came.send, came.receive, self._group, self._came_room)
 
-    def finish_backward(self) -> tuple[torch.Tensor | None, ...]:
+    def finish_backward(self) -> tuple[torch.Tensor, ...]:
         """Return the gradient of the results."""
         grad = self._transfer.wait()
         self._transfer = None
+        grad[sum(self._came.receive) :].zero_()
         return (grad,)

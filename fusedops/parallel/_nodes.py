@@ -16,7 +16,15 @@ import torch.distributed as dist
 
 from fusedops.ops import RoutingPlan, moe_sort, moe_unpermute
 from fusedops.parallel._exchange import begin, end
-from fusedops.parallel._flat import Departure, Flat, FlatReturn, Travel, depart, verdict
+from fusedops.parallel._flat import (
+    Departure,
+    Flat,
+    FlatReturn,
+    Travel,
+    depart,
+    verdict,
+    wants_gradient,
+)
 from fusedops.parallel._hops import FromExperts, Route
 
 
@@ -77,6 +85,7 @@ class Nodes:
             self._within,
             quantized=self._quantized,
             reduce=self._reduce,
+            grads=wants_gradient(rows, probs),
             num_experts=here,
             dropped=dropped,
             faults=torch.zeros_like(dropped),

@@ -12,24 +12,19 @@ picture.
 
 from __future__ import annotations
 
-import contextlib
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from fusedops._core import checks
-from fusedops.ops import RoutingPlan, moe_sort
-from fusedops.parallel._agreement import BAD_PLAN, MAX_CHUNKS, REDUCTIONS, Agreement, bad_plan
-from fusedops.parallel._flat import Departure, Flat, FlatReturn, depart
-from fusedops.parallel._hops import Route
-from fusedops.parallel._nodes import Nodes, NodesReturn, departure_to_nodes
+from fusedops.ops import RoutingPlan
+from fusedops.parallel import _operators
+from fusedops.parallel._departure import Group, check_together, check_traced, groups_of, start
+from fusedops.parallel._flat import Flat, FlatReturn
+from fusedops.parallel._nodes import Nodes, NodesReturn
 
-Group: TypeAlias = "dist.ProcessGroup | DeviceMesh"
 Experts = Callable[[torch.Tensor, RoutingPlan], torch.Tensor]
 
 
@@ -37,7 +32,9 @@ Experts = Callable[[torch.Tensor, RoutingPlan], torch.Tensor]
 class Dispatched:
     """What ``moe_combine`` needs to send results back, and what the exchange counted.
 
-    Over a mesh of two dimensions the rows are those of the first exchange, between nodes.
+    Over a mesh of two dimensions the rows are those of the first exchange, between nodes. In a
+    compiled graph, and with ``max_rows``, the counts are int64 tensors on the CPU: scalars, and one
+    number per rank.
 
     Attributes:
         plan: the plan of the tokens at home.
@@ -49,15 +46,14 @@ class Dispatched:
     """
 
     plan: RoutingPlan
-    num_dropped: int
-    num_dropped_in_group: int
-    rows_sent: tuple[int, ...]
-    rows_received: tuple[int, ...]
+    num_dropped: int | torch.Tensor
+    num_dropped_in_group: int | torch.Tensor
+    rows_sent: tuple[int, ...] | torch.Tensor
+    rows_received: tuple[int, ...] | torch.Tensor
     row_bytes: int
-    _way: Flat | Nodes
+    _way: Flat | Nodes | _operators.Sent
 
 
-@torch.compiler.disable(reason="row counts of an expert-parallel exchange live on the host")
 def moe_dispatch(
     input: torch.Tensor,
     plan: RoutingPlan,
@@ -65,6 +61,7 @@ def moe_dispatch(
     *,
     reduce: str = "home",
     payload: str | None = None,
+    max_rows: int | None = None,
 ) -> tuple[torch.Tensor, RoutingPlan, Dispatched]:
     """Send each token to the ranks of its experts.
 
@@ -80,6 +77,9 @@ def moe_dispatch(
             than one process.
         payload: ``"float8"`` sends rows as e4m3 with a power-of-two scale per row (gradients travel
             in the dtype of ``input``); ``None`` sends them as they are.
+        max_rows: makes ``R`` this number, the same on every rank, whatever arrives: shapes are
+            static then. Rows behind those that arrived are zeros, and nobody's in ``local_plan``.
+            ``None`` takes what arrives. Not over a mesh of two dimensions.
 
     Returns:
         ``(rows, local_plan, handle)``: ``rows`` ``[R, H]`` of all ranks for the experts here, dtype
@@ -87,8 +87,9 @@ def moe_dispatch(
         one slot per row, with the probabilities; what ``moe_combine`` needs. ``R`` may be 0.
 
     Raises:
-        ValueError: a shape, a group's size, an id or an offset does not fit, on any rank: every
-            rank raises, with the reason on the one that has it. So do ranks that disagree.
+        ValueError: a shape, a group's size, an id or an offset does not fit, or more than
+            ``max_rows`` rows would arrive, on any rank: every rank raises, with the reason on the
+            one that has it. So do ranks that disagree.
         TypeError: the same for a wrong type; the other ranks raise ValueError.
         RuntimeError: a rank or a link failed; within the group's timeout.
 
@@ -97,8 +98,13 @@ def moe_dispatch(
         row is followed by its probability and expert id. Backwards one: gradients of rows and
         probabilities in one payload. The host waits for the device once, for the counts, while
         rows are packed. Over two dimensions of a mesh all of this happens twice. Differentiable
-        once in ``input`` and ``plan.probs``. Under ``torch.compile`` a
-        graph ends here and another begins behind: the number of rows is known on the host only.
+        once in ``input`` and ``plan.probs``. ``max_rows`` costs another collective, of
+        one number per pair of ranks.
+
+        Under ``torch.compile`` this is an operator, with the same bits: ``R`` is a symbol, or
+        ``max_rows``. Symbols need ``fullgraph=True`` or
+        ``torch._dynamo.config.capture_dynamic_output_shape_ops``; without, and over two dimensions
+        of a mesh, a graph ends here and another begins behind.
 
     Reference:
         Lepikhin et al.: GShard, arXiv:2006.16668. DeepSeek-V3, arXiv:2412.19437 (float8 dispatch).
@@ -114,12 +120,13 @@ def moe_dispatch(
         [[10.0], [20.0]]
         >>> dist.destroy_process_group()
     """
-    (way,) = _depart("moe_dispatch", input, plan, group, 1, reduce, payload)
-    way.relay()
-    return _arrive(way)
+    op = "moe_dispatch"
+    groups = groups_of(op, group)
+    if _as_operators(op, groups, max_rows):
+        return _send(op, input, plan, groups[0], 1, reduce, payload, max_rows)
+    return _dispatch(input, plan, groups, reduce, payload)
 
 
-@torch.compiler.disable(reason="row counts of an expert-parallel exchange live on the host")
 def moe_combine(
     output: torch.Tensor, handle: Dispatched, *, weighted: bool = False
 ) -> torch.Tensor:
@@ -160,10 +167,12 @@ def moe_combine(
     """
     if not isinstance(handle, Dispatched):
         raise TypeError(f"moe_combine: handle must be of moe_dispatch, got {type(handle).__name__}")
-    return handle._way.send_back(output).come_home(weighted=weighted)
+    way = handle._way
+    if isinstance(way, _operators.Sent):
+        return way.come_home(output, weighted=weighted)
+    return _combine(output, way, weighted)
 
 
-@torch.compiler.disable(reason="row counts of an expert-parallel exchange live on the host")
 def expert_parallel(
     input: torch.Tensor,
     plan: RoutingPlan,
@@ -174,6 +183,7 @@ def expert_parallel(
     weighted: bool = False,
     reduce: str = "home",
     payload: str | None = None,
+    max_rows: int | None = None,
 ) -> torch.Tensor:
     """Dispatch, compute and combine, with exchange and computation overlapped.
 
@@ -190,6 +200,7 @@ def expert_parallel(
         weighted: as for ``moe_combine``.
         reduce: as for ``moe_dispatch``.
         payload: as for ``moe_dispatch``.
+        max_rows: as for ``moe_dispatch``; the tokens are not cut then, whatever ``chunks`` says.
 
     Returns:
         ``[T, H]``, as ``moe_combine``: the same bits for any number of chunks.
@@ -201,6 +212,8 @@ def expert_parallel(
 
     Note:
         One exchange of counts for all chunks, then per chunk the collectives of the two functions.
+        In a compiled graph the tokens are not cut: the operators wait inside, and nothing would
+        overlap.
 
     Example:
         >>> import torch, fusedops, torch.distributed as dist
@@ -213,7 +226,93 @@ def expert_parallel(
                 [4.]])
         >>> dist.destroy_process_group()
     """
-    ways = _depart("expert_parallel", input, plan, group, chunks, reduce, payload)
+    op = "expert_parallel"
+    groups = groups_of(op, group)
+    if _as_operators(op, groups, max_rows):
+        rows, local_plan, handle = _send(
+            op, input, plan, groups[0], chunks, reduce, payload, max_rows
+        )
+        return moe_combine(experts(rows, local_plan), handle, weighted=weighted)
+    return _overlapped(input, plan, experts, groups, chunks, weighted, reduce, payload)
+
+
+def _as_operators(op: str, groups: list[dist.ProcessGroup], max_rows: int | None) -> bool:
+    """Whether the exchange is to be an operator: a compiler is looking, or shapes are static."""
+    if max_rows is not None:
+        if len(groups) > 1:
+            checks.fail(op, "max_rows", "None over a mesh of 2 dims", max_rows)
+        return True
+    return torch.compiler.is_compiling() and len(groups) == 1 and _takes_symbols()
+
+
+@torch.compiler.assume_constant_result
+def _takes_symbols() -> bool:
+    """Whether the compiler that is looking goes on where only the run tells a size."""
+    context = torch._guards.TracingContext.try_get()
+    mode = context.fake_mode if context is not None else None
+    shapes = mode.shape_env if mode is not None else None
+    return shapes is None or shapes.allow_dynamic_output_shape_ops
+
+
+def _send(
+    op: str,
+    input: torch.Tensor,
+    plan: RoutingPlan,
+    group: dist.ProcessGroup,
+    chunks: int,
+    reduce: str,
+    payload: str | None,
+    max_rows: int | None,
+) -> tuple[torch.Tensor, RoutingPlan, Dispatched]:
+    if torch.compiler.is_compiling():
+        check_traced(op, input, plan, group, chunks, reduce, payload, max_rows)
+    else:
+        check_together(op, input, plan, [group], chunks, reduce, payload, max_rows)
+    rows, local_plan, dropped, row_bytes, way = _operators.send(
+        op, input, plan, group, payload, max_rows
+    )
+    mine, sent, received = dropped[group.rank()], way.counts[0], way.counts[1]
+    return rows, local_plan, Dispatched(plan, mine, dropped.sum(), sent, received, row_bytes, way)
+
+
+@torch.compiler.disable(reason="row counts of an expert-parallel exchange live on the host")
+def _dispatch(
+    input: torch.Tensor,
+    plan: RoutingPlan,
+    groups: list[dist.ProcessGroup],
+    reduce: str,
+    payload: str | None,
+) -> tuple[torch.Tensor, RoutingPlan, Dispatched]:
+    (way,) = start("moe_dispatch", input, plan, groups, reduce=reduce, payload=payload)
+    way.relay()
+    return _arrive(way)
+
+
+@torch.compiler.disable(reason="row counts of an expert-parallel exchange live on the host")
+def _combine(output: torch.Tensor, way: Flat | Nodes, weighted: bool) -> torch.Tensor:
+    return way.send_back(output).come_home(weighted=weighted)
+
+
+@torch.compiler.disable(reason="row counts of an expert-parallel exchange live on the host")
+def _overlapped(
+    input: torch.Tensor,
+    plan: RoutingPlan,
+    experts: Experts,
+    groups: list[dist.ProcessGroup],
+    chunks: int,
+    weighted: bool,
+    reduce: str,
+    payload: str | None,
+) -> torch.Tensor:
+    ways = start(
+        "expert_parallel",
+        input,
+        plan,
+        groups,
+        chunks=chunks,
+        reduce=reduce,
+        payload=payload,
+    )
     ways[0].relay()
     returning: list[FlatReturn | NodesReturn] = []
     for i, way in enumerate(ways):
@@ -228,73 +327,6 @@ def expert_parallel(
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _depart(
-    op: str,
-    input: torch.Tensor,
-    plan: RoutingPlan,
-    group: Group,
-    chunks: int,
-    reduce: str,
-    payload: str | None,
-) -> Sequence[Flat | Nodes]:
-    """Check, agree, pack and send; the chunks are on their way when this returns."""
-    groups = _groups(op, group)
-    sizes = [each.size() for each in groups]
-    problem: Exception | None = None
-    complaint = None
-    try:
-        _check(op, input, plan, sizes, chunks, reduce, payload)
-        faults = _faults(plan)
-        if input.device.type == "cpu" and bool(faults):
-            problem, complaint = bad_plan(op), BAD_PLAN
-    except (TypeError, ValueError) as error:
-        problem = error
-    if problem is not None:
-        _tell(op, groups, _device_of_notes(input, groups[0]), problem, complaint)
-        raise problem
-    plans = _cut(plan, chunks)
-    parts = input.tensor_split(chunks)
-    common: dict[str, Any] = {
-        "quantized": payload == "float8",
-        "reduce": reduce,
-        "num_experts": plan.num_experts,
-        "dropped": plan.num_dropped,
-        "faults": faults,
-    }
-    if len(groups) == 1:
-        straight = [
-            Departure(part, each, Route(each, each.positions, each.expert_ids))
-            for part, each in zip(parts, plans, strict=True)
-        ]
-        return [Flat(travel) for travel in depart(op, straight, groups[0], **common)]
-    across, within = groups
-    departures = [
-        departure_to_nodes(part, each, across.size())
-        for part, each in zip(parts, plans, strict=True)
-    ]
-    try:
-        travels = depart(op, departures, across, **common)
-    except (TypeError, ValueError) as error:
-        # Ranks of this node that have other counterparts wait in the second exchange.
-        _tell(op, [within], input.device, error, None)
-        raise
-    quantized = payload == "float8"
-    return [Nodes(op, each, within, quantized=quantized, reduce=reduce) for each in travels]
-
-
-def _tell(
-    op: str,
-    groups: Sequence[dist.ProcessGroup],
-    device: torch.device,
-    problem: Exception,
-    complaint: int | None,
-) -> None:
-    """Make every rank of the groups raise."""
-    for group in groups:
-        with contextlib.suppress(TypeError, ValueError):
-            Agreement(op, group, device, problem=problem, complaint=complaint).wait()
-
-
 def _arrive(way: Flat | Nodes) -> tuple[torch.Tensor, RoutingPlan, Dispatched]:
     rows, local_plan = way.arrive()
     counted = way.travel.rows
@@ -307,95 +339,3 @@ def _arrive(way: Flat | Nodes) -> tuple[torch.Tensor, RoutingPlan, Dispatched]:
         way,
     )
     return rows, local_plan, handle
-
-
-def _groups(op: str, group: Any) -> list[dist.ProcessGroup]:
-    """Return the group, or the groups across and within nodes."""
-    if isinstance(group, DeviceMesh):
-        if group.ndim not in (1, 2):
-            checks.fail(op, "group", "a mesh of 1 or 2 dims", f"{group.ndim} dims")
-        return [group.get_group(axis) for axis in range(group.ndim)]
-    if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(
-            f"{op}: group must be a ProcessGroup or DeviceMesh that this rank belongs to,"
-            f" got {type(group).__name__}"
-        )
-    return [group]
-
-
-def _check(
-    op: str, input: Any, plan: Any, sizes: list[int], chunks: Any, reduce: Any, payload: Any
-) -> None:
-    checks.tensor(op, "input", input)
-    if not isinstance(plan, RoutingPlan):
-        raise TypeError(f"{op}: plan must be a RoutingPlan, got {type(plan).__name__}")
-    if payload is not None:
-        checks.choice(op, "payload", payload, ["float8"])
-    checks.choice(op, "reduce", reduce, REDUCTIONS)
-    if reduce == "node" and len(sizes) == 1:
-        checks.fail(op, "reduce", "'home' where the group is no mesh of 2 dims", "'node'")
-    if isinstance(chunks, bool) or not isinstance(chunks, int):
-        raise TypeError(f"{op}: chunks must be an int, got {type(chunks).__name__}")
-    if not 1 <= chunks <= MAX_CHUNKS:
-        checks.fail(op, "chunks", f"from 1 to {MAX_CHUNKS}", chunks)
-    if input.dim() != 2 or input.shape[1] < 1:
-        checks.fail(op, "input", "of 2 dims, [tokens, hidden_size]", list(input.shape))
-    if plan.num_tokens != input.shape[0]:
-        checks.fail(
-            op, "plan", f"of the {input.shape[0]} tokens of input", f"one of {plan.num_tokens}"
-        )
-    for name in ("expert_ids", "probs", "permutation", "positions", "offsets"):
-        device = getattr(plan, name).device
-        if device != input.device:
-            checks.fail(op, f"plan.{name}", f"on {input.device}, the device of input", device)
-        wanted = [torch.float32, torch.float64] if name == "probs" else [torch.int32]
-        if getattr(plan, name).dtype not in wanted:
-            shown = " or ".join(str(each).removeprefix("torch.") for each in wanted)
-            raise TypeError(f"{op}: plan.{name} must be {shown}, got {getattr(plan, name).dtype}")
-    slots = (plan.num_tokens, plan.top_k)
-    checks.shape(op, "plan.expert_ids", plan.expert_ids, slots, "that of positions")
-    checks.shape(op, "plan.probs", plan.probs, slots, "that of positions")
-    checks.shape(op, "plan.permutation", plan.permutation, (slots[0] * slots[1],), "a row a slot")
-    checks.shape(op, "plan.offsets", plan.offsets, (plan.num_experts,), "one per expert")
-    size = math.prod(sizes)
-    if plan.num_experts % size != 0:
-        checks.fail(
-            op, "group", f"of a size that divides the plan's {plan.num_experts} experts", size
-        )
-
-
-def _device_of_notes(input: Any, group: dist.ProcessGroup) -> torch.device:
-    """Return where notes of a rank whose arguments may be anything are made."""
-    if isinstance(input, torch.Tensor) and input.device.type in ("cpu", "cuda"):
-        return input.device
-    on_gpu = dist.get_backend(group) == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-
-
-def _faults(plan: RoutingPlan) -> torch.Tensor:
-    """Return 1 where ids or offsets are out of range, else 0, without waiting for the device."""
-    slots, ends = plan.permutation.numel(), plan.offsets
-    steps = torch.diff(ends, prepend=ends.new_zeros(1), append=ends.new_full((1,), slots))
-    wrong = (steps < 0).any()
-    if slots > 0:
-        for values, last in (
-            (plan.expert_ids, plan.num_experts),
-            (plan.permutation, slots - 1),
-            (plan.positions, slots - 1),
-        ):
-            low, high = values.aminmax()
-            wrong = wrong | (low < 0) | (high > last)
-    return wrong.to(torch.int32)
-
-
-def _cut(plan: RoutingPlan, chunks: int) -> list[RoutingPlan]:
-    """Return the plans of consecutive parts of the tokens."""
-    if chunks == 1:
-        return [plan]
-    kept = plan.positions < plan.offsets[-1]
-    ids = torch.where(kept, plan.expert_ids, plan.num_experts).tensor_split(chunks)
-    probs = plan.probs.tensor_split(chunks)
-    return [
-        RoutingPlan(i, p, *moe_sort(i, plan.num_experts), k, plan.num_experts, plan.capacity)
-        for i, p, k in zip(ids, probs, kept.tensor_split(chunks), strict=True)
-    ]
