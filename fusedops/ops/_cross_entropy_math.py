@@ -67,6 +67,16 @@ def check_target(op: str, target: Any, owner: str, rows: torch.Tensor) -> None:
     checks.shape(op, "target", target, rows.shape[:-1], f"{owner} without its last dimension")
 
 
+def check_dtype(op: str, dtype: Any, logits: torch.Tensor) -> None:
+    """Raise unless ``dtype`` is one in which the loss of ``logits`` can be had."""
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{op}: dtype must be a torch.dtype or None, got {type(dtype).__name__}")
+    allowed = list(dict.fromkeys((logits.dtype, dtypes.statistics_dtype(logits.dtype))))
+    if dtype not in allowed:
+        wanted = " or ".join(str(each).removeprefix("torch.") for each in allowed)
+        checks.fail(op, "dtype", f"{wanted} for these logits", str(dtype).removeprefix("torch."))
+
+
 def check_classes(op: str, owner: str, num_classes: int) -> None:
     """Raise unless there is a class."""
     if num_classes == 0:

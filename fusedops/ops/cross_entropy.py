@@ -30,6 +30,7 @@ def cross_entropy(
     z_loss: float = 0.0,
     softcap: float | None = None,
     reduction: str = "mean",
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Compute the cross-entropy between logits and class indices.
 
@@ -49,9 +50,12 @@ def cross_entropy(
         softcap: bound of the logits' absolute value, or ``None``.
         reduction: ``"mean"`` over the rows that are not ignored (NaN when all are, as torch gives),
             ``"sum"``, or ``"none"``.
+        dtype: of the loss: that of ``logits``, or float32 for narrower ones, which gives the loss
+            of ``logits.float()`` without that copy. By default that of ``logits``, under autocast
+            float32.
 
     Returns:
-        One number, or ``[...]`` for ``"none"``; dtype of ``logits``, under autocast float32.
+        One number, or ``[...]`` for ``"none"``, in ``dtype``.
 
     Raises:
         ValueError: a shape, device or option does not fit, or (CPU) a target is no class; on CUDA,
@@ -80,6 +84,8 @@ def cross_entropy(
         tensor(1.3863)
     """
     _check(logits, target, ignore_index, label_smoothing, z_loss, softcap, reduction)
+    if dtype is not None:
+        math_of.check_dtype("cross_entropy", dtype, logits)
     loss, count, _ = _OP(
         logits,
         target,
@@ -89,7 +95,7 @@ def cross_entropy(
         softcap or 0.0,
         "sum" if reduction == "mean" else reduction,
     )
-    return math_of.reduce_loss(loss, count, math_of.result_dtype(logits), reduction)
+    return math_of.reduce_loss(loss, count, dtype or math_of.result_dtype(logits), reduction)
 
 
 def _check(

@@ -116,6 +116,8 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
         bad("softcap", ValueError, "softcap", "0.0", softcap=0.0),
         bad("softcap_type", TypeError, "softcap", "str", softcap="30"),
         bad("ignore_index", TypeError, "ignore_index", "float", ignore_index=-100.0),
+        bad("dtype", ValueError, "dtype", "float32", "float16", dtype=torch.float16),
+        bad("dtype_type", TypeError, "dtype", "str", dtype="float32"),
     ]
 
 

@@ -119,13 +119,14 @@ def bert_like(prefix: str, *, base: str, head: str, norms: int = 2) -> Family:
         f"{prefix}ForMaskedLM",
         f"{prefix}Config",
         BERT_SIZES | {"embedding_size": 32} if prefix == "Electra" else BERT_SIZES,
-        {"attention": 2, "add_layer_norm": 4, "layer_norm": norms},
+        {"cross_entropy": 1, "attention": 2, "add_layer_norm": 4, "layer_norm": norms},
         {
             f"{layer}.attention.self": "attention",
             f"{layer}.attention.output": "add_layer_norm",
             f"{layer}.intermediate": "linear_act",
             f"{layer}.output": "add_layer_norm",
             head: "linear_act",
+            "": "cross_entropy",
         },
     )
 
@@ -144,8 +145,16 @@ DISTILBERT = Family(
         "dropout": 0.0,
         "attention_dropout": 0.0,
     },
-    {"attention": 2, "add_layer_norm": 4, "layer_norm": 2, "mlp": 2, "gelu": 1},
     {
+        "cross_entropy": 1,
+        "attention": 2,
+        "add_layer_norm": 4,
+        "layer_norm": 2,
+        "mlp": 2,
+        "gelu": 1,
+    },
+    {
+        "mlm_loss_fct": "cross_entropy",
         "distilbert.transformer.layer.0": "add_layer_norm",
         "distilbert.transformer.layer.0.attention": "attention",
         "distilbert.transformer.layer.1.ffn": "mlp",
@@ -237,7 +246,7 @@ T5_SIZES = {
     "pad_token_id": 0,
     "eos_token_id": 1,
 }
-T5_OPS = {"attention": 6, "rms_norm": 12, "bias_dropout_add": 10}
+T5_OPS = {"cross_entropy": 1, "attention": 6, "rms_norm": 12, "bias_dropout_add": 10}
 T5 = Family(
     "T5ForConditionalGeneration",
     "T5Config",
@@ -249,6 +258,7 @@ T5 = Family(
         "encoder.block.1.layer.0.layer_norm": "rms_norm",
         "decoder.block.1.layer.1.EncDecAttention": "attention",
         "decoder.block.1.layer.2.DenseReluDense": "mlp",
+        "": "cross_entropy",
     },
     valid=lambda logits: logits,
     dropout=("dropout_rate",),
@@ -286,6 +296,7 @@ WHISPER = Family(
         "begin_suppress_tokens": None,
     },
     {
+        "cross_entropy": 1,
         "attention": 6,
         "layer_norm": 6,
         "add_layer_norm": 6,
@@ -293,6 +304,7 @@ WHISPER = Family(
         "bias_dropout_add": 4,
     },
     {
+        "": "cross_entropy",
         "model.encoder.layers.0": "mlp",
         "model.encoder.layers.0.self_attn": "attention",
         "model.decoder.layers.1": "add_layer_norm",

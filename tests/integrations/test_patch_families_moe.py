@@ -1,217 +1,25 @@
 """Families with experts: a patched model trains and generates as the stock one.
 
-What decoder families share with these (hooks, pickling, levels) is tested with them.
+What every causal language model must do is tested in ``test_patch_families_causal.py``.
 """
 
 from __future__ import annotations
 
 import copy
-import pickle
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from causal_families import IDS, SPARSE, Family, loss
 from patch_testing import assert_close, assert_same_training, counted, gradients
 from torch import nn
 
 import fusedops
-from fusedops._core import dtypes
 from fusedops.integrations import describe
-
-pytest.importorskip("transformers")
-
-import transformers
-
 from fusedops.integrations.hf import moe_like, sparse_blocks
 
-IDS = torch.arange(2 * 12).mul(7).remainder(97).view(2, 12)
-SIZES = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 40,
-    "num_experts_per_tok": 2,
-    "max_position_embeddings": 32,
-    "initializer_range": 0.1,
-    "experts_implementation": "eager",  # the one that runs in float64 and under autocast
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
-
-
-@dataclass(frozen=True)
-class Family:
-    """A family in a size that runs in milliseconds.
-
-    Attributes:
-        name: what its classes begin with.
-        options: of the configuration, beside ``SIZES``.
-        ops: how often each op runs in a step of training.
-        seed: one with which every choice of experts survives noise of some 2%: where half precision
-            flips a choice, the result jumps, and no two programs flip the same.
-    """
-
-    name: str
-    seed: int
-    options: dict[str, Any] = field(default_factory=dict)
-    ops: dict[str, int] = field(default_factory=dict)
-
-    def model(self, **options: Any) -> nn.Module:
-        torch.manual_seed(self.seed)
-        config_class = getattr(transformers, f"{self.name}Config")
-        config = config_class(**(SIZES | self.options | options))
-        model = getattr(transformers, f"{self.name}ForCausalLM")(config).train()
-        with torch.no_grad():
-            for name, each in [*model.named_parameters(), *model.named_buffers()]:
-                if "norm" in name or "bias" in name:  # ones and zeros hide which is which
-                    each.add_(torch.randn_like(each), alpha=0.1)
-        return model
-
-    def pair(self, **options: Any) -> tuple[nn.Module, nn.Module]:
-        stock = self.model(**options)
-        patched = copy.deepcopy(stock)
-        fusedops.patch(patched)
-        return patched, stock
-
-
-OPS = {
-    "attention": 2,
-    "rotary_embedding": 2,
-    "rms_norm": 3,
-    "add_rms_norm": 2,
-    "moe_route": 2,
-    "moe_mlp": 2,
-}
-QWEN = {"num_experts": 6, "moe_intermediate_size": 24}
-LATENT = {
-    "n_routed_experts": 8,
-    "n_group": 4,
-    "topk_group": 2,
-    "moe_intermediate_size": 24,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 12,
-    "num_key_value_heads": 4,
-    "first_k_dense_replace": 1,
-    "num_mtp_layers": 0,
-}
-SHARED = {"linear_glu": 2}
-GPT_OSS = {"num_local_experts": 6, "head_dim": 8, "sliding_window": 5}
-FAMILIES = {
-    each.name: each
-    for each in (
-        Family("Mixtral", 26, {"num_local_experts": 6, "sliding_window": 5}, OPS),
-        Family("Qwen2Moe", 26, QWEN | {"shared_expert_intermediate_size": 28}, OPS | SHARED),
-        Family(
-            "Qwen3Moe", 8, QWEN | {"head_dim": 16, "norm_topk_prob": True}, OPS | {"rms_norm": 7}
-        ),
-        Family("Olmoe", 29, {"num_experts": 6, "clip_qkv": 0.5}, OPS | {"rms_norm": 7}),
-        Family(
-            "DeepseekV3",
-            5,
-            LATENT,
-            OPS | SHARED | {"rms_norm": 7, "moe_route": 1, "moe_mlp": 1},
-        ),
-        Family("GptOss", 16, GPT_OSS, OPS),
-    )
-}
-of_each_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
-
-
-def loss(model: nn.Module) -> torch.Tensor:
-    return model(IDS, labels=IDS).loss
-
-
-@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
-@of_each_family
-def test_training_matches_stock(family: Family, autocast: bool) -> None:
-    patched, stock = family.pair()
-    assert_same_training(patched, stock, loss, autocast=autocast)
-
-
-@of_each_family
-def test_every_op_of_the_family_runs(family: Family) -> None:
-    patched, _ = family.pair()
-    with counted() as calls:
-        loss(patched).backward()
-    found = {op: count for op, count in calls.items() if not op.startswith("linear_act")}
-    backwards = {f"{op}_backward": count for op, count in family.ops.items()}
-    assert found == family.ops | backwards | {"moe_sort": family.ops["moe_route"]}
-
-
-@of_each_family
-def test_strict_accepts_the_family(family: Family) -> None:
-    report = fusedops.patch(family.model(), strict=True)
-    assert not report.failed
-    kept = {entry.cls.removeprefix(family.name) for entry in report.kept}
-    assert kept <= {"Embedding", "RotaryEmbedding"}
-
-
-@of_each_family
-def test_norms_alone_match_stock(family: Family) -> None:
-    stock = family.model()
-    patched = copy.deepcopy(stock)
-    report = fusedops.patch(patched, level="O1")
-    assert {"rms_norm", "add_rms_norm"} <= set(report.counts)
-    assert_same_training(patched, stock, loss)
-
-
-@of_each_family
-def test_state_dict_and_unpatch(family: Family) -> None:
-    patched, stock = family.pair()
-    assert list(patched.state_dict()) == list(stock.state_dict())
-    stock.load_state_dict(patched.state_dict())
-    fusedops.unpatch(patched)
-    assert [type(each) for each in patched.modules()] == [type(each) for each in stock.modules()]
-    before, after = gradients(stock, loss), gradients(patched, loss)
-    assert all(torch.equal(before[name], after[name]) for name in before)
-
-
-@of_each_family
-def test_padding_and_generation(family: Family) -> None:
-    patched, stock = (model.eval() for model in family.pair())
-    mask = torch.ones_like(IDS)
-    mask[0, :3] = 0
-    found, expected = (model(IDS, attention_mask=mask).logits for model in (patched, stock))
-    assert_close(found[mask.bool()], expected[mask.bool()])
-    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
-    with counted() as calls:
-        tokens, wanted = (
-            model.generate(IDS, attention_mask=mask, **options) for model in (patched, stock)
-        )
-    assert torch.equal(tokens, wanted)
-    assert calls["moe_mlp"] == 6 * family.ops["moe_mlp"]
-
-
-@of_each_family
-def test_gradient_checkpointing(family: Family) -> None:
-    patched, _ = family.pair()
-    whole = gradients(patched, loss)
-    patched.gradient_checkpointing_enable({"use_reentrant": False})
-    with counted() as calls:
-        recomputed = gradients(patched, loss)
-    assert calls["moe_mlp"] == 2 * family.ops["moe_mlp"]
-    for name, expected in whole.items():
-        assert_close(recomputed[name], expected)
-
-
-@of_each_family
-def test_bfloat16_parameters(family: Family) -> None:
-    patched, stock = (model.to(torch.bfloat16) for model in family.pair())
-    with counted() as calls:
-        value = loss(patched)
-    assert set(family.ops) <= set(calls)
-    assert value.dtype == loss(stock).dtype
-    found, eager, truth = (model(IDS).logits for model in (patched, stock, family.model().double()))
-    budget = dtypes.error_budget(eager, truth, torch.bfloat16, depth=64)
-    assert ((found.double() - truth).abs() <= budget).all()
+of_each_family = pytest.mark.parametrize("family", SPARSE.values(), ids=SPARSE)
 
 
 @of_each_family
@@ -253,14 +61,6 @@ def test_router_logits_are_recorded(family: Family) -> None:
         assert_close(actual, wanted)
     assert_close(found.aux_loss, expected.aux_loss)
     assert_close(found.loss, expected.loss)
-
-
-@of_each_family
-def test_pickles(family: Family) -> None:
-    patched, _ = family.pair()
-    twin = pickle.loads(pickle.dumps(patched))
-    assert [type(each) for each in twin.modules()] == [type(each) for each in patched.modules()]
-    assert torch.equal(twin(IDS).logits, patched(IDS).logits)
 
 
 @of_each_family
@@ -318,7 +118,7 @@ def test_experts_of_another_process_are_left_out(family: Family) -> None:
 
 
 def test_a_gate_of_its_own_is_called_between_two_products() -> None:
-    patched, stock = FAMILIES["GptOss"].pair()
+    patched, stock = SPARSE["GptOss"].pair()
     for model in (patched, stock):
         for experts in _experts(model):
             experts.limit = 0.5
@@ -330,7 +130,7 @@ def test_a_gate_of_its_own_is_called_between_two_products() -> None:
 
 
 def test_a_hook_on_the_activation_is_called() -> None:
-    patched, stock = FAMILIES["Mixtral"].pair(experts_implementation="grouped_mm")
+    patched, stock = SPARSE["Mixtral"].pair(experts_implementation="grouped_mm")
     shapes: list[torch.Size] = []
     for model in (patched, stock):
         _experts(model)[0].act_fn.register_forward_hook(
@@ -344,16 +144,16 @@ def test_a_hook_on_the_activation_is_called() -> None:
 
 
 def test_experts_without_a_gate_and_other_activations() -> None:
-    patched, stock = FAMILIES["Mixtral"].pair(hidden_act="gelu")
+    patched, stock = SPARSE["Mixtral"].pair(hidden_act="gelu")
     assert_same_training(patched, stock, loss)
-    patched, stock = FAMILIES["Mixtral"].pair(hidden_act="mish")
+    patched, stock = SPARSE["Mixtral"].pair(hidden_act="mish")
     with counted() as calls:
         assert_same_training(patched, stock, loss)
     assert calls["grouped_mm"] == 4
 
 
 def test_an_implementation_for_a_device_is_kept() -> None:
-    patched, _ = FAMILIES["Mixtral"].pair()
+    patched, _ = SPARSE["Mixtral"].pair()
     patched.config._experts_implementation_internal = "sonicmoe"
     report = describe(patched)
     for name in ("model.layers.0.mlp", "model.layers.0.mlp.experts"):
@@ -361,20 +161,20 @@ def test_an_implementation_for_a_device_is_kept() -> None:
 
 
 def test_jitter_of_mixtral_draws_the_same_numbers() -> None:
-    patched, stock = FAMILIES["Mixtral"].pair(router_jitter_noise=0.1)
+    patched, stock = SPARSE["Mixtral"].pair(router_jitter_noise=0.1)
     assert_same_training(patched, stock, loss)
     assert not torch.equal(patched(IDS).logits, patched.eval()(IDS).logits)
 
 
 def test_rotary_of_deepseek_in_halves_too() -> None:
-    patched, stock = FAMILIES["DeepseekV3"].pair(rope_interleave=False)
+    patched, stock = SPARSE["DeepseekV3"].pair(rope_interleave=False)
     with counted() as calls:
         assert_same_training(patched, stock, loss)
     assert calls["rotary_embedding"] == 2
 
 
 def test_sinks_of_gpt_oss_take_their_share() -> None:
-    patched, stock = FAMILIES["GptOss"].pair()
+    patched, stock = SPARSE["GptOss"].pair()
     with torch.no_grad():
         for model in (patched, stock):
             for layer in model.model.layers:
@@ -386,7 +186,7 @@ def test_sinks_of_gpt_oss_take_their_share() -> None:
 
 
 def test_norms_of_gpt_oss_stay_float32_in_bfloat16() -> None:
-    patched, stock = (model.to(torch.bfloat16) for model in FAMILIES["GptOss"].pair())
+    patched, stock = (model.to(torch.bfloat16) for model in SPARSE["GptOss"].pair())
     for model in (patched, stock):
         for name, module in model.named_modules():
             if name.endswith("norm"):
@@ -395,17 +195,6 @@ def test_norms_of_gpt_oss_stay_float32_in_bfloat16() -> None:
         found = loss(patched)
     assert (calls["rms_norm"], calls["add_rms_norm"]) == (3, 2)
     assert found.isfinite()
-
-
-def test_compiles_into_one_graph_with_every_op() -> None:
-    family = FAMILIES["Mixtral"]
-    patched, stock = family.pair()
-    torch._dynamo.reset()
-    compiled = torch.compile(patched, fullgraph=True, backend="aot_eager")
-    compiled(IDS)
-    with counted() as calls:
-        assert_close(compiled(IDS).logits, stock(IDS).logits)
-    assert {op: calls[op] for op in family.ops} == family.ops
 
 
 def _checkpointed(patched: Any, **options: Any) -> dict[str, torch.Tensor]:
@@ -422,7 +211,7 @@ def _checkpointed(patched: Any, **options: Any) -> dict[str, torch.Tensor]:
 
 
 def test_routing_contexts_keep_weights_too() -> None:
-    patched, _ = FAMILIES["Mixtral"].pair()
+    patched, _ = SPARSE["Mixtral"].pair()
     whole = gradients(patched, loss)
     found = _checkpointed(patched, use_reentrant=False, context_fn=fusedops.routing_contexts)
     names = [name for name in whole if "layers.1.mlp.experts" in name]
@@ -434,7 +223,7 @@ def test_routing_contexts_keep_weights_too() -> None:
 def test_checkpointing_keeps_a_routing_that_would_flip(
     kept: bool, use_reentrant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    patched, _ = FAMILIES["Mixtral"].pair()
+    patched, _ = SPARSE["Mixtral"].pair()
     chosen: list[torch.Tensor] = []
 
     def compute(experts: Any, rows: torch.Tensor, plan: fusedops.RoutingPlan) -> torch.Tensor:
@@ -452,7 +241,7 @@ def test_checkpointing_keeps_a_routing_that_would_flip(
 
 
 def test_a_checkpointing_function_outlives_the_patch() -> None:
-    patched, _ = FAMILIES["Mixtral"].pair()
+    patched, _ = SPARSE["Mixtral"].pair()
     patched.gradient_checkpointing_enable({"use_reentrant": False})
     whole = gradients(patched, loss)
     fusedops.unpatch(patched)

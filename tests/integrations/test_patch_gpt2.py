@@ -123,6 +123,7 @@ def test_which_ops_run() -> None:
         "mlp": 2,
         "linear_act": 5,
         "attention": 2,
+        "cross_entropy": 1,
     }
     backward = {f"{op}_backward": count for op, count in expected.items()}
     assert calls == expected | backward
@@ -137,7 +138,7 @@ def test_report_tells_op_and_backend_of_every_module() -> None:
     assert block.backend.startswith(fusedops.resolve("gelu", torch.ones(1), "none").backend)
     assert report["transformer.h.0.attn.resid_dropout"].reason == "inside transformer.h.0"
     assert report.num_replaced == len(report.modules) - len(kept)
-    assert repr(report) == "PatchReport(GPT2LMHeadModel, level='O2', 28 of 31 modules replaced)"
+    assert repr(report) == "PatchReport(GPT2LMHeadModel, level='O2', 29 of 32 modules replaced)"
     assert "transformer.h.*.mlp (x2)" in str(report)
 
 

@@ -1,10 +1,11 @@
-"""Rules for BERT: ``bert_like.py``, and the layer before the vocabulary projection."""
+"""Rules for BERT: ``bert_like.py``, the layer before the vocabulary projection, and the loss."""
 
 from __future__ import annotations
 
 from transformers.models.bert import modeling_bert
 
 from fusedops.integrations.hf import bert_like
+from fusedops.integrations.hf.lm_heads import head_rule
 from fusedops.integrations.hf.rules import by_name
 
 RULES = (
@@ -12,5 +13,6 @@ RULES = (
     bert_like.transform_rule(
         modeling_bert.BertPredictionHeadTransform, __name__, "transform_act_fn"
     ),
+    head_rule(modeling_bert.BertForMaskedLM, __name__),
 )
 globals().update(by_name(RULES))

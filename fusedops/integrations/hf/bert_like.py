@@ -19,6 +19,7 @@ from fusedops.integrations.hf.feed_forward import (
     fits,
     probe_dense_act,
 )
+from fusedops.integrations.hf.lm_heads import head_rule
 from fusedops.integrations.hf.residual import (
     add_norm,
     dropout_obstacle,
@@ -120,7 +121,7 @@ def rules(family: ModuleType, prefix: str, module_name: str) -> tuple[Rule, ...]
 
 
 def roberta_rules(family: ModuleType, prefix: str, module_name: str) -> tuple[Rule, ...]:
-    """Return ``rules`` and the one for the masked language model's head, as RoBERTa has it.
+    """Return ``rules`` and those for the masked language model's head and loss, as RoBERTa's.
 
     Args:
         family: the modeling file.
@@ -139,6 +140,7 @@ def roberta_rules(family: ModuleType, prefix: str, module_name: str) -> tuple[Ru
             _head_obstacle,
             absorbs=("dense",),
         ),
+        head_rule(getattr(family, f"{prefix}ForMaskedLM"), module_name),
     )
 
 

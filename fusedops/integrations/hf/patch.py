@@ -1,8 +1,9 @@
 """``patch`` and ``unpatch``: fused ops into a model that exists, and out of it again.
 
-Nothing but the class of module instances changes (``rules.py`` says how and why). Which rules
-there are depends on what the process has imported: a model of a family can only exist when the
-family's file is loaded, so that nothing is imported here that the model did not need.
+Nothing but the class of module instances changes (``rules.py`` says how and why), and the attribute
+in which transformers' models keep their loss (``losses.py``). Which rules there are depends on what
+the process has imported: a model of a family can only exist when the family's file is loaded, so
+that nothing is imported here that the model did not need.
 """
 
 from __future__ import annotations
@@ -62,12 +63,13 @@ def patch(model: nn.Module, *, level: str = "O2", strict: bool = False) -> Patch
         model: any module. Hugging Face's families that have a table in this folder are known as
             such, torch's ``LayerNorm``, ``GELU``, ``Linear`` and ``Sequential`` by type.
         level: ``"O0"`` nothing; ``"O1"`` norms and element-wise ops; ``"O2"`` also matrix
-            products with what follows them; ``"O3"`` as ``"O2"`` (nothing that changes rounding
-            is there yet).
+            products with what follows them, and losses; ``"O3"`` as ``"O2"`` (nothing that
+            changes rounding is there yet).
         strict: raise where a module has a rule but cannot be replaced, or if none has a rule.
 
     Returns:
-        A report with an entry per module. ``print`` it for a table.
+        A report with an entry per module, and one per loss of a transformers model. ``print`` it
+        for a table.
 
     Raises:
         TypeError: ``model`` is no module, or ``strict`` no bool.
@@ -92,16 +94,23 @@ def patch(model: nn.Module, *, level: str = "O2", strict: bool = False) -> Patch
     if not isinstance(strict, bool):
         raise TypeError(f"patch: strict must be a bool, got {type(strict).__name__}")
     before = {module: type(module) for module in model.modules()}
+    taken = [owner for _, owner in _loss_owners(model) if _losses().is_taken(owner)]
     _restore(model)
     rules = _rules()
     for module in list(model.modules()):
         rule = rules.get(type(module))
         if rule is not None and _refusal(rule, module, level) is None:
             module.__class__ = rule.patched
+    for _, owner in _loss_owners(model):
+        if level >= _losses().LEVEL:
+            _losses().take(owner)
     report = _report(model, level)
     if strict and (report.failed or not report.replaced):
+        _restore(model)
         for module, cls in before.items():
             module.__class__ = cls
+        for owner in taken:
+            _losses().take(owner)
         raise UnsupportedError(f"patch: strict was asked for, but {_failures(report)}")
     return report
 
@@ -187,6 +196,19 @@ def _restore(model: nn.Module) -> None:
         rule = patched.get(type(module))
         if rule is not None:
             module.__class__ = rule.original
+    for _, owner in _loss_owners(model):
+        _losses().restore(owner)
+
+
+def _losses() -> Any:
+    """Return the module that knows transformers' losses, which imports them."""
+    return importlib.import_module("fusedops.integrations.hf.losses")
+
+
+def _loss_owners(model: nn.Module) -> list[tuple[str, Any]]:
+    """Return name and model of all in ``model`` that have a loss of transformers."""
+    loaded = "transformers.modeling_utils" in sys.modules
+    return list(_losses().owners(model)) if loaded else []
 
 
 def _covered(module: nn.Module) -> bool:
@@ -223,6 +245,7 @@ def _report(model: nn.Module, level: str) -> PatchReport:
             entries.append(_entry_of_refused(name, module, original, level))
         elif not any(True for _ in module.children()) and not isinstance(module, nn.Identity):
             entries.append(ModuleReport(name, type(module).__name__, False, reason=_NO_OP))
+    entries.extend(_entry_of_loss(name, owner, level) for name, owner in _loss_owners(model))
     return PatchReport(type(model).__name__, level, tuple(entries))
 
 
@@ -247,7 +270,7 @@ def _entry_of_patched(
         return _absorbed(name, module, *owner)
     aside = rule.obstacle(module)
     note = f"steps aside now: {aside}" if aside is not None else rule.note(module)
-    backend = resolution(rule, module)
+    backend = resolution(rule.ops[0], rule.probe, module)
     cls = type(module).__name__
     if backend is None:
         return ModuleReport(name, cls, False, reason="torch's own product is as fast here")
@@ -272,6 +295,18 @@ def _entry_of_refused(name: str, module: nn.Module, rule: Rule, level: str) -> M
     assert reason is not None
     failed = level >= rule.level
     return ModuleReport(name, type(module).__name__, False, reason=reason, failed=failed)
+
+
+def _entry_of_loss(name: str, owner: Any, level: str) -> ModuleReport:
+    losses = _losses()
+    name, cls = f"{name}.loss_function".removeprefix("."), losses.name_of(owner)
+    if losses.is_taken(owner):
+        backend = resolution(losses.OP, losses.probe, owner)
+        return ModuleReport(name, cls, True, losses.OP, backend or "", losses.NOTE)
+    reason = losses.obstacle(owner)
+    if reason is None:
+        reason = "not patched" if level == "-" else f"from level {losses.LEVEL} on"
+    return ModuleReport(name, cls, False, reason=reason, failed=losses.refuses(owner))
 
 
 def _failures(report: PatchReport) -> str:

@@ -134,17 +134,22 @@ def plain_weight(weight: torch.Tensor) -> bool:
     return kind.__torch_function__ is torch._C._disabled_torch_function_impl
 
 
-def resolution(rule: Rule, module: nn.Module) -> str | None:
-    """Return which backend would run the first op of a rule for this module, and why.
+def resolution(op: str, probe: Callable[[Any], object], module: nn.Module) -> str | None:
+    """Return which backend would run an op for this module, and why.
 
     ``None`` means that the patched forward would leave this module's parameters to torch.
+
+    Args:
+        op: the op's name.
+        probe: as in ``Rule``.
+        module: on whose parameters' device it would run.
     """
     device = next((each.device for each in module.parameters()), torch.device("cpu"))
     if device.type == "meta":
         return "known when the parameters are on a device"
     try:
-        with torch.no_grad(), _Watch(rule.ops[0]):
-            rule.probe(module)
+        with torch.no_grad(), _Watch(op):
+            probe(module)
     except _FoundError as found:
         return str(found.resolution)
     return None

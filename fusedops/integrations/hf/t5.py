@@ -24,6 +24,7 @@ from fusedops.integrations.hf.feed_forward import (
     fits,
     probe_feed_forward,
 )
+from fusedops.integrations.hf.lm_heads import Arguments, head_rule
 from fusedops.integrations.hf.residual import dropout_obstacle, probability, unknown_forward
 from fusedops.integrations.hf.rules import Rule, global_hooks, runs_here
 from fusedops.integrations.hf.torch_modules import linear_obstacle
@@ -206,11 +207,22 @@ def _probe_sublayer(module: Any) -> None:
     bias_dropout_add(row, None, row)
 
 
+def _shifted(model: Any, labels: torch.Tensor, arguments: Arguments) -> Arguments:
+    """Return the arguments with the decoder's input, which T5 makes of the labels."""
+    given = ("decoder_input_ids", "decoder_inputs_embeds")
+    if all(arguments.get(name) is None for name in given):
+        arguments["decoder_input_ids"] = model._shift_right(labels)
+    return arguments
+
+
 _ATTENTION = attention_rule(modeling_t5.T5Attention, __name__)
 T5Attention: type[nn.Module] = _ATTENTION.patched
+_HEAD = head_rule(modeling_t5.T5ForConditionalGeneration, __name__, _shifted)
+T5ForConditionalGeneration: type[nn.Module] = _HEAD.patched
 
 RULES = (
     _ATTENTION,
+    _HEAD,
     Rule(modeling_t5.T5LayerNorm, T5LayerNorm, ("rms_norm",), "O1", _probe_norm),
     *(
         Rule(

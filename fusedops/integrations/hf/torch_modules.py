@@ -19,6 +19,7 @@ from fusedops.integrations.hf.rules import (
     plain_weight,
     runs_here,
 )
+from fusedops.ops.cross_entropy import cross_entropy
 from fusedops.ops.gelu import gelu
 from fusedops.ops.layer_norm import layer_norm
 from fusedops.ops.linear_act import linear_act
@@ -97,6 +98,19 @@ class Sequential(nn.Sequential):
                 input = _run(modules[position : position + count], input)
             position += count
         return input
+
+
+class CrossEntropyLoss(fused.CrossEntropyLoss):
+    """``nn.CrossEntropyLoss`` of logits and class indices with the fused op."""
+
+    z_loss = 0.0
+    softcap = None
+
+    def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """Return the loss; sharded logits keep torch's, which knows them."""
+        if type(input) is not torch.Tensor or not runs_here(input):
+            return nn.CrossEntropyLoss.forward(self, input, target)
+        return super().forward(input, target)
 
 
 LINEARS = (nn.Linear, Linear)
@@ -197,6 +211,14 @@ def _probe_sequence(module: nn.Sequential) -> None:
     linear_act(input, linear.weight, linear.bias, activation="relu")
 
 
+def _loss_obstacle(module: nn.CrossEntropyLoss) -> str | None:
+    return None if module.weight is None else "it has class weights"
+
+
+def _probe_loss(module: nn.CrossEntropyLoss) -> None:
+    cross_entropy(torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64))
+
+
 RULES = (
     Rule(nn.LayerNorm, LayerNorm, ("layer_norm",), "O1", _probe_layer_norm),
     Rule(nn.GELU, GELU, ("gelu",), "O1", lambda module: gelu(torch.zeros(1), module.approximate)),
@@ -209,5 +231,8 @@ RULES = (
         _probe_sequence,
         _sequence_obstacle,
         _sequence_applies,
+    ),
+    Rule(
+        nn.CrossEntropyLoss, CrossEntropyLoss, ("cross_entropy",), "O2", _probe_loss, _loss_obstacle
     ),
 )

@@ -20,6 +20,7 @@ from fusedops.integrations.hf.feed_forward import (
     feed_forward_obstacle,
     fits,
 )
+from fusedops.integrations.hf.lm_heads import Arguments, head_rule
 from fusedops.integrations.hf.residual import (
     add_norm,
     norm_obstacle,
@@ -146,14 +147,30 @@ def _called(layer: Any) -> tuple[str, ...]:
     return ("fc2",) if layer.training and layer.activation_dropout > 0.0 else ()
 
 
+def _shifted(model: Any, labels: torch.Tensor, arguments: Arguments) -> Arguments | None:
+    """Return the arguments with the decoder's input, which Whisper makes of the labels."""
+    if labels.shape[1] > model.max_target_positions:
+        return None  # an error of theirs
+    given = ("decoder_input_ids", "decoder_inputs_embeds")
+    if all(arguments.get(name) is None for name in given):
+        config = model.config
+        arguments["decoder_input_ids"] = modeling_whisper.shift_tokens_right(
+            labels, config.pad_token_id, config.decoder_start_token_id
+        )
+    return arguments
+
+
 _ATTENTION = attention_rule(modeling_whisper.WhisperAttention, __name__)
 WhisperAttention: type[nn.Module] = _ATTENTION.patched
+_HEAD = head_rule(modeling_whisper.WhisperForConditionalGeneration, __name__, _shifted)
+WhisperForConditionalGeneration: type[nn.Module] = _HEAD.patched
 
 _OPS = ("add_layer_norm", "mlp", "bias_dropout_add")
 _MLP = ("fc1", "activation_fn", "fc2")
 
 RULES = (
     _ATTENTION,
+    _HEAD,
     Rule(
         modeling_whisper.WhisperEncoderLayer,
         WhisperEncoderLayer,
