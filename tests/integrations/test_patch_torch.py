@@ -246,3 +246,41 @@ def test_import_does_not_load_transformers() -> None:
         "assert 'transformers' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+TARGET = torch.arange(20).mul(3).remainder(32)
+PROBABILITIES = INPUT.softmax(-1)
+
+
+@pytest.mark.parametrize(
+    ("stock", "target", "fused"),
+    [
+        (nn.CrossEntropyLoss(), TARGET, True),
+        (nn.CrossEntropyLoss(ignore_index=3, reduction="sum"), TARGET, True),
+        (nn.CrossEntropyLoss(label_smoothing=0.1, reduction="none"), TARGET, True),
+        (nn.CrossEntropyLoss(torch.linspace(0.5, 1, 32)), TARGET, False),
+        (nn.CrossEntropyLoss(label_smoothing=0.1), PROBABILITIES, False),
+    ],
+)
+def test_the_loss_module(stock: nn.CrossEntropyLoss, target: torch.Tensor, fused: bool) -> None:
+    patched, stock = patched_pair(stock)
+    values, logits = [], INPUT.clone().requires_grad_()
+    for module in (patched, stock):
+        with counted() as calls:
+            value = module(logits, target)
+            values.append((value, *torch.autograd.grad(value.sum(), logits)))
+        assert calls["cross_entropy"] == (module is patched and fused)
+    for actual, expected in zip(*values, strict=True):
+        assert_close(actual, expected)
+    images = INPUT.view(2, 10, 4, 8)
+    if stock.weight is None and stock.reduction != "none":
+        pixels = TARGET[:16].remainder(10).repeat(4).view(2, 4, 8)
+        assert torch.equal(patched(images, pixels), stock(images, pixels))
+
+
+def test_class_weights_are_reported() -> None:
+    model = nn.ModuleList([nn.CrossEntropyLoss(torch.ones(4)), nn.CrossEntropyLoss()])
+    report = fusedops.patch(model)
+    assert (report["0"].reason, report["1"].op) == ("it has class weights", "cross_entropy")
+    fusedops.unpatch(model)
+    assert type(model[1]) is nn.CrossEntropyLoss

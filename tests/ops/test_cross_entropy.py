@@ -191,3 +191,20 @@ def _mean_worker(rank: int) -> None:
 @pytest.mark.distributed
 def test_sharded_rows_reduce_numbers_only() -> None:
     _on_all_ranks(_mean_worker)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_dtype_gives_the_loss_of_wide_logits_and_their_own_gradient(
+    backend: str, reduction: str
+) -> None:
+    logits, target = inputs(9, 513, torch.bfloat16)
+    wide = logits.detach().float().requires_grad_()
+    with fusedops.use_backend(backend):
+        loss = fusedops.cross_entropy(logits, target, reduction=reduction, dtype=torch.float32)
+        want = fusedops.cross_entropy(wide, target, reduction=reduction)
+        (grad,) = torch.autograd.grad(loss.sum(), logits)
+        (want_grad,) = torch.autograd.grad(want.sum(), wide)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, want)
+    torch.testing.assert_close(grad, want_grad.bfloat16())
