@@ -48,7 +48,7 @@ def causal_lm_loss(
         shift_labels: labels that are shifted already.
         **kwargs: not looked at.
     """
-    wanted = labels if shift_labels is None else shift_labels
+    wanted: Any = labels if shift_labels is None else shift_labels
     if not served(logits, wanted):
         return _STOCK_CAUSAL(
             logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs
