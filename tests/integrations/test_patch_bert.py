@@ -92,7 +92,13 @@ def test_which_ops_run() -> None:
     patched, _ = patched_pair()
     with counted() as calls:
         loss(patched).backward()
-    expected = {"attention": 2, "layer_norm": 2, "add_layer_norm": 4, "linear_act": 2 * 6 + 2}
+    expected = {
+        "attention": 2,
+        "layer_norm": 2,
+        "add_layer_norm": 4,
+        "linear_act": 2 * 6 + 2,
+        "cross_entropy": 1,
+    }
     assert calls == expected | {f"{op}_backward": count for op, count in expected.items()}
 
 

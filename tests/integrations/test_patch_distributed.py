@@ -47,7 +47,7 @@ def test_distributed_data_parallel() -> None:
     wrapped = DistributedDataParallel(model)
     with counted() as calls:
         wrapped(IDS, labels=IDS).loss.backward()
-    assert calls["mlp_backward"] == 2
+    assert calls["mlp_backward"] == 2 and calls["cross_entropy_backward"] == 1
     for name, expected in _expected().items():
         assert_close(model.get_parameter(name).grad, expected)
 
@@ -64,6 +64,7 @@ def test_fully_shard(inner: str) -> None:
     with counted() as calls:
         loss(model).backward()
     assert calls["mlp_backward"] == (2 if inner == "blocks" else 0)
+    assert calls["cross_entropy_backward"] == 1
     for name, expected in _expected().items():
         assert_close(copy.copy(model.get_parameter(name).grad).full_tensor(), expected)
 

@@ -76,7 +76,8 @@ def _loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 def _unknown(original: type[nn.Module]) -> str | None:
     """Return why ``original.forward`` is not one that ends with a cross-entropy of its own."""
-    known = inspect.unwrap(original.forward).__code__.co_names
+    theirs: Any = inspect.unwrap(original.forward)
+    known = theirs.__code__.co_names
     if "CrossEntropyLoss" in known and "loss_function" not in known:
         return None
     return f"{original.__name__}.forward of this transformers computes another loss"

@@ -130,8 +130,8 @@ def owners(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """
     for name, module in model.named_modules():
         if isinstance(module, PreTrainedModel):
-            forward = inspect.unwrap(type(module).forward)
-            asks = "loss_function" in forward.__code__.co_names
+            code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+            asks = code is not None and "loss_function" in code.co_names
             if asks and (_set_loss(module) is not None or _ours(_loss_of(module)) is not None):
                 yield name, module
 
