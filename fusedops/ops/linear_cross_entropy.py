@@ -11,7 +11,8 @@ float32, read and written once a chunk, or (as others did, and diverged) in low 
 The forward keeps one number per row. The backward makes the logits again, chunk by chunk: one
 product more than a loss on whole logits, no gradient before somebody asks for it, and any incoming
 gradient. Only logits that take no more memory than the weight are kept instead, or where
-``recompute`` says so. Kernels: ``csrc/cpu/linear_cross_entropy.*``, ``kernels/linear_cross_entropy.py``.
+``recompute`` says so. Kernels: ``csrc/cpu/linear_cross_entropy.*``,
+``kernels/linear_cross_entropy.py``.
 """
 
 from __future__ import annotations

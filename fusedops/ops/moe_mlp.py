@@ -46,7 +46,7 @@ def moe_mlp(
     activation: str = "silu",
     gated: bool = True,
     interleaved: bool = False,
-    recompute: bool = False,
+    recompute: bool = True,
 ) -> torch.Tensor:
     """Apply each token's experts and sum what they give, weighted by the router.
 
@@ -68,9 +68,10 @@ def moe_mlp(
         interleaved: columns of ``w1`` are ``gate 0, up 0, gate 1, ...`` (GPT-OSS), else the gates
             come first (the field's ``gate_up_proj``).
         recompute: keep nothing but the input and the plan for the backward, which then makes the
-            first product again; the results are the same bits on the CPU. Otherwise the
+            first product again; the results are the same bits on the CPU. ``False``: the
             pre-activation is kept as well, ``tokens * top_k * 2 * inner`` numbers (``inner`` if not
-            ``gated``) of ``input``'s dtype; no permuted copy of the input is kept either way.
+            ``gated``) of ``input``'s dtype, which is faster; no permuted copy of the input is kept
+            either way.
 
     Returns:
         ``[tokens, hidden_out]``, dtype of ``input``, contiguous. A token without a kept slot: 0.

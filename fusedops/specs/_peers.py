@@ -4,8 +4,7 @@ Nothing is imported before a peer runs. One that is not installed, or lacks what
 raises ``UnsupportedError`` with the reason, which the benchmark prints instead of a row.
 
 Liger's swiglu, geglu, rope and cross-entropy overwrite what they are given, in the forward or in
-the backward: they work on copies here, so that all contenders see the same numbers, and the copy's
-time counts as theirs.
+the backward: they say so, and get copies that are made outside of what is timed.
 """
 
 from __future__ import annotations
@@ -31,12 +30,20 @@ class Peer:
         module: where it is imported from.
         name: what is imported.
         devices: types of devices that it is worth timing on.
+        overwrites: whether it writes on its arguments or on the gradients that come in.
     """
 
     devices = ("cuda",)
 
-    def __init__(self, label: str, module: str, name: str, adapt: Callable[..., Any]) -> None:
-        self.label, self.module, self.name = label, module, name
+    def __init__(
+        self,
+        label: str,
+        module: str,
+        name: str,
+        adapt: Callable[..., Any],
+        overwrites: bool = False,
+    ) -> None:
+        self.label, self.module, self.name, self.overwrites = label, module, name, overwrites
         self._adapt = adapt
 
     def load(self) -> Any:
@@ -58,11 +65,13 @@ class Peer:
         return self._adapt(self.load(), *args, **kwargs)
 
 
-def _liger(module: str, name: str) -> Callable[[Callable[..., Any]], Callable[[], dict[str, Any]]]:
+def _liger(
+    module: str, name: str, overwrites: bool = False
+) -> Callable[[Callable[..., Any]], Callable[[], dict[str, Any]]]:
     """Make an adapter of one of Liger's functions the ``peers`` of a spec."""
 
     def wrap(adapt: Callable[..., Any]) -> Callable[[], dict[str, Any]]:
-        return lambda: {"liger": Peer("liger", f"liger_kernel.{module}", name, adapt)}
+        return lambda: {"liger": Peer("liger", f"liger_kernel.{module}", name, adapt, overwrites)}
 
     return wrap
 
@@ -118,51 +127,38 @@ def add_rms_norm(
     return function.apply(input, residual, weight, eps, weight_offset, mode, False)
 
 
-@_liger("ops.swiglu", "LigerSiLUMulFunction")
+@_liger("ops.swiglu", "LigerSiLUMulFunction", overwrites=True)
 def swiglu(function: Any, gate: Any, up: Any) -> Any:
     """Adapt Liger's swiglu, whose backward overwrites both inputs."""
-    return function.apply(gate.clone(), up.clone())
+    return function.apply(gate, up)
 
 
-@_liger("ops.geglu", "LigerGELUMulFunction")
+@_liger("ops.geglu", "LigerGELUMulFunction", overwrites=True)
 def geglu(function: Any, gate: Any, up: Any, approximate: str = "none") -> Any:
     """Adapt Liger's geglu, which has the tanh form; its backward overwrites both inputs."""
     if approximate != "tanh":
         raise UnsupportedError("the peer has the tanh form only")
-    return function.apply(gate.clone(), up.clone())
+    return function.apply(gate, up)
 
 
-class _CopyGradient(torch.autograd.Function):
-    """The identity, whose gradient may be overwritten."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad.clone()
-
-
-@_liger("ops.rope", "LigerRopeFunction")
+@_liger("ops.rope", "LigerRopeFunction", overwrites=True)
 def rotary_embedding(
     function: Any, query: Any, key: Any, cos: Any, sin: Any, *, interleaved: bool = False
 ) -> Any:
     """Adapt Liger's rope, which overwrites what lies as ``[B, S, H, D]``, gradients too."""
     if interleaved or cos.shape[-1] != query.shape[-1]:
         raise UnsupportedError("the peer has the half form of whole heads only")
-    outputs = function.apply(query.clone(), key.clone(), cos, sin)
-    return tuple(_CopyGradient.apply(each) for each in outputs)
+    return function.apply(query, key, cos, sin)
 
 
-@_liger("transformers.functional", "liger_cross_entropy")
+@_liger("transformers.functional", "liger_cross_entropy", overwrites=True)
 def cross_entropy(
     function: Any, logits: Any, target: Any, *, z_loss: float = 0.0, **options: Any
 ) -> Any:
     """Adapt Liger's cross-entropy, which overwrites the logits."""
     if logits.dim() != 2:
         raise UnsupportedError("the peer takes 2 dims")
-    return function(logits.clone(), target, lse_square_scale=z_loss, **options)
+    return function(logits, target, lse_square_scale=z_loss, **options)
 
 
 @_liger("transformers.functional", "liger_fused_linear_cross_entropy")

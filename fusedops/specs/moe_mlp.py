@@ -38,7 +38,7 @@ def _eager(
     activation: str = "silu",
     gated: bool = True,
     interleaved: bool = False,
-    recompute: bool = False,
+    recompute: bool = True,
 ) -> torch.Tensor:
     """Loop over the experts, as model code does."""
     slots, probs = plan.permutation.long(), plan.probs.flatten()
@@ -113,15 +113,15 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
     return [
         call("default", (9, 2, 3)),
         call("biases", bias=True, transposed=True),
-        call("recompute", bias=True, recompute=True),
+        call("kept", bias=True, recompute=False),
         *(call(pattern, (8, 2, 4), pattern=pattern, bias=True) for pattern in patterns),
         call("interleaved", bias=True, interleaved=True),
         call("gpt_oss", (6, 2, 3), (6, 19, 5), "swiglu_oai", bias=True, interleaved=True),
         call("oai_halves", activation="swiglu_oai", transposed=True),
         call("plain", activation="gelu", bias=True, gated=False),
         *(call(name, (5, 1, 2), activation=name) for name in ("relu", "gelu_tanh", "identity")),
-        call("relu2_plain", (5, 3, 4), activation="relu2", gated=False, recompute=True),
-        call("fast_gelu", (4, 3, 3), (5, 4, 7), "fast_gelu", interleaved=True, recompute=True),
+        call("relu2_plain", (5, 3, 4), activation="relu2", gated=False, recompute=False),
+        call("fast_gelu", (4, 3, 3), (5, 4, 7), "fast_gelu", interleaved=True, recompute=False),
         call("odd_sizes", (37, 2, 5), (37, 37, 41), transposed=True),
         call("many_experts", (11, 8, 37), (5, 3, 4)),
         call("one_element", (1, 1, 1), (1, 1, 1)),

@@ -90,15 +90,15 @@ def test_second_product_and_sum_have_the_bits_of_grouped_mm_and_moe_unpermute(
     assert torch.equal(got, fusedops.moe_unpermute(rows, plan, weighted=False))
 
 
-def test_saves_the_input_the_plan_and_unless_recomputed_the_preactivation() -> None:
+def test_saves_the_input_the_plan_and_if_told_the_preactivation() -> None:
     plan, leaves = _call(torch.float32)
     x, *weights = leaves
     known = [*leaves, *torch.utils._pytree.tree_leaves(plan)]
     with saved_bytes(*known) as found:
-        fusedops.moe_mlp(x, plan, *weights, recompute=True)
+        fusedops.moe_mlp(x, plan, *weights)
     assert sum(found) == 0
     with saved_bytes(*known) as found:
-        fusedops.moe_mlp(x, plan, *weights)
+        fusedops.moe_mlp(x, plan, *weights, recompute=False)
     assert [size for size in found if size] == [50 * 3 * 80 * 4]
 
 

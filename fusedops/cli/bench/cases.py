@@ -255,11 +255,20 @@ def _variant(
     def context() -> contextlib.AbstractContextManager[Any]:
         return _synced(contender, synced)
 
+    def given() -> Call:
+        return call.given_to(contender)
+
+    def ran() -> tuple[Call, Any]:
+        mine = given()
+        return mine, mine.forward(function)
+
     if direction == FORWARD:
-        return Variant(contender.name, lambda _: call.forward(function), context=context)
+        return Variant(contender.name, lambda mine: mine.forward(function), given, context)
     if direction == "backward":
-        return Variant(contender.name, call.backward, lambda: call.forward(function), context)
-    return Variant(contender.name, lambda _: call.backward(call.forward(function)), context=context)
+        return Variant(contender.name, lambda both: both[0].backward(both[1]), ran, context)
+    return Variant(
+        contender.name, lambda mine: mine.backward(mine.forward(function)), given, context
+    )
 
 
 @contextlib.contextmanager
@@ -308,6 +317,7 @@ def _seeded(
 ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor | None, ...]]:
     """Return results and gradients of a call after a fixed seed."""
     torch.manual_seed(0)
+    call = call.given_to(contender)
     with contender.context():
         outputs = call.forward(contender.function)
         grads = call.backward(outputs) if call.leaves and contender.trains else ()

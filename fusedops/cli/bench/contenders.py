@@ -31,12 +31,15 @@ class Contender:
         function: takes the op's arguments.
         backend: the backend that is asked for, ``None`` for none.
         trains: whether it has a backward; without one it has forward rows only.
+        overwrites: whether it writes on its arguments: it gets copies, made outside of what is
+            timed.
     """
 
     name: str
     function: Callable[..., Any]
     backend: str | None = None
     trains: bool = True
+    overwrites: bool = False
 
     @property
     def ours(self) -> bool:
@@ -74,6 +77,15 @@ class Call:
         grads = [torch.randn(output.shape, generator=generator) for output in outputs]
         grads = [grad.bfloat16().to(out) for grad, out in zip(grads, outputs, strict=True)]
         return Call(sample, leaves, tuple(grads))
+
+    def given_to(self, contender: Contender) -> Call:
+        """Return the call that ``contender`` may have: itself, or a copy to write on."""
+        if not contender.overwrites:
+            return self
+        sample = self.sample.map(
+            lambda each: each.detach().clone().requires_grad_(each.requires_grad)
+        )
+        return Call(sample, tuple(sample.leaves), tuple(grad.clone() for grad in self.grads))
 
     def forward(self, function: Callable[..., Any]) -> Any:
         """Return what ``function`` makes of the arguments."""
@@ -152,7 +164,7 @@ def contenders(
     kinds = {each.device.type for each in call.sample.tensors}
     for label, peer in spec.peers().items():
         if kinds <= set(getattr(peer, "devices", kinds)):
-            admit(Contender(label, peer))
+            admit(Contender(label, peer, overwrites=getattr(peer, "overwrites", False)))
     return able, notes
 
 
@@ -185,6 +197,7 @@ def _backends_of(call: Call) -> tuple[str, ...]:
 
 def _fails(contender: Contender, call: Call, *, backward: bool) -> str | None:
     """Run a contender once (this compiles); return ``None`` or in one line why it cannot run."""
+    call = call.given_to(contender)
     try:
         # An op without a backward only warns, and then gives no gradient: it must not seem fast.
         with contender.context(), warnings.catch_warnings():

@@ -38,7 +38,7 @@ def _moe_layer(
 ) -> torch.Tensor:
     """Route and compute, weights ``[num_experts, out, in]``, as a Mixtral layer does."""
     plan = moe_route(logits, top_k, normalize=True)
-    return moe_mlp(input, plan, gate_up.transpose(1, 2), down.transpose(1, 2))
+    return moe_mlp(input, plan, gate_up.transpose(1, 2), down.transpose(1, 2), recompute=False)
 
 
 def _routing(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
