@@ -175,6 +175,51 @@ def test_contender_without_gradient_has_forward_rows_only(
     )
 
 
+class Overwriting:
+    """A peer that leaves zeros where its argument and its incoming gradient were."""
+
+    overwrites = True
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            y = torch.exp(x)
+            ctx.save_for_backward(y)
+            x.zero_()
+            return y
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            result = grad * ctx.saved_tensors[0]
+            grad.zero_()
+            return result
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.Function.apply(x)
+
+
+def test_a_peer_that_overwrites_its_arguments_gets_copies(
+    known: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+
+    def make(device: torch.device, dtype: torch.dtype) -> Sample:
+        made.append(_make(device, dtype))
+        return made[-1]
+
+    spec = _spec("exponential", peers=lambda: {"peer": Overwriting()})
+    spec = replace(spec, bench_cases=(replace(spec.bench_cases[0], make=make),))
+    monkeypatch.setattr("fusedops.specs.all_specs", lambda: {"exponential": spec})
+    done = bench("exponential", "--dtype", "float32", "--json", str(tmp_path / "a.json"))
+    assert done.exit_code == 0, done.output
+    rows = [row for row in load_json(tmp_path / "a.json").rows if row.variant == "peer"]
+    assert [row.direction for row in rows] == ["forward", "backward", "both"]
+    assert [row.direction for row in rows] == ["forward", "backward", "both"]
+    assert all(row.error_max_ulps is not None and row.error_max_ulps < 2 for row in rows)
+    wanted = _make(CPU, torch.float32).args[0]
+    assert all(torch.equal(sample.args[0], wanted) for sample in made)
+
+
 def test_eager_that_fails_leaves_a_note_and_the_other_ops(
     known: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
