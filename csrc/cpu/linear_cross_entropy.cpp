@@ -89,8 +89,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> forward(
   auto shape = target.sizes().vec();
   shape.push_back(keep_logits ? classes : 0);
   // Rows that are ignored are 0 there.
-  const auto kept =
-      rows.index.defined() ? at::zeros(shape, wide) : at::empty(shape, wide);
+  const auto kept = rows.index.defined() ? at::zeros(shape, wide) : at::empty(shape, wide);
   const auto logits =
       keep_logits ? kept : at::empty({rows.count, std::min(chunk_size, classes)}, wide);
   const int64_t* index = keep_logits ? rows.index_data() : nullptr;
@@ -103,8 +102,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> forward(
                                              mutable_data(chunk), stride, index};
                    FUSEDOPS_CALL_ISA(chunk_logits, product);
                    const CrossEntropySums arguments{
-                       data(chunk), stride,  index, rows.target.const_data_ptr<int64_t>(),
-                       sums.data(), rows.count, width, first, options, dtype_of(logits)};
+                       data(chunk), stride,          index, rows.target.const_data_ptr<int64_t>(),
+                       sums.data(), rows.count,      width, first,
+                       options,     dtype_of(logits)};
                    FUSEDOPS_CALL_ISA(cross_entropy_sums, arguments);
                  });
   auto loss = at::empty(sum ? at::IntArrayRef() : at::IntArrayRef(rows.count), wide);
@@ -162,16 +162,22 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(
         const int64_t width = w.size(0);
         const auto* targets = rows.target.const_data_ptr<int64_t>();
         if (keep_logits) {
-          const KeptGradient logits{data(kept.narrow(-1, first, width)), classes,
-                                    rows.index_data(), targets, gradient.data(), first, softcap,
-                                    mutable_data(grad_logits), rows.count, width,
+          const KeptGradient logits{data(kept.narrow(-1, first, width)),
+                                    classes,
+                                    rows.index_data(),
+                                    targets,
+                                    gradient.data(),
+                                    first,
+                                    softcap,
+                                    mutable_data(grad_logits),
+                                    rows.count,
+                                    width,
                                     dtype_of(rows.x)};
           FUSEDOPS_CALL_ISA(kept_gradient, logits);
         } else {
-          const ChunkGradient logits{
-              logits_product(rows.x, w), data(b), targets,
-              gradient.data(),           first,   softcap,
-              mutable_data(grad_logits)};
+          const ChunkGradient logits{logits_product(rows.x, w), data(b), targets,
+                                     gradient.data(),           first,   softcap,
+                                     mutable_data(grad_logits)};
           FUSEDOPS_CALL_ISA(chunk_gradient, logits);
         }
         const Matrix grad{data(grad_logits), width, 1}, grad_t{data(grad_logits), 1, width};
