@@ -246,6 +246,23 @@ def test_full_disk_keeps_the_table_and_the_other_files(known: None, tmp_path: Pa
     assert "of limit" in done.stdout and len(path.read_text().splitlines()) == 10
 
 
+def test_interrupt_keeps_what_was_measured_before(
+    known: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(device: torch.device, dtype: torch.dtype) -> Sample:
+        raise KeyboardInterrupt
+
+    stopped = _spec("other")
+    stopped = replace(stopped, bench_cases=(replace(stopped.bench_cases[0], make=interrupted),))
+    specs = {"exponential": _spec("exponential"), "other": stopped}
+    monkeypatch.setattr("fusedops.specs.all_specs", lambda: specs)
+    done = bench("--dtype", "float32", "--results", str(tmp_path))
+    assert done.exit_code == 130, done.output
+    (path,) = tmp_path.glob("*/*.csv")
+    assert path.name == "exponential-float32.csv" and len(path.read_text().splitlines()) == 10
+    assert "interrupted at other 64x128 float32" in done.stdout
+
+
 def test_variants_keep_eager_and_the_named(known: None, tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     done = bench("--variants", "peer", "--dtype", "float32,float64", "--json", str(path))

@@ -122,7 +122,7 @@ def run(
         plan = _cases(specs, sizes, all_sizes, quick)
         only = _variants(specs, variants)
         where = _device(device)
-        record = _measure(
+        record, whole = _measure(
             plan,
             names,
             where,
@@ -135,6 +135,8 @@ def run(
             allocator=allocator,
         )
         _deliver(record, json_file, csv_file, png_file, results)
+        if not whole:
+            raise typer.Exit(130)  # as a shell says of an interrupted command
 
 
 @app.command()
@@ -305,7 +307,8 @@ def _measure(
     seconds: float,
     threads: int,
     allocator: str,
-) -> Record:
+) -> tuple[Record, bool]:
+    """Return what was measured, and whether that is all: an interrupt keeps what there is."""
     import torch
 
     from fusedops._core import host
@@ -335,32 +338,39 @@ def _measure(
     )
     rows: list[Row] = []
     notes: list[str] = []
+    whole = True
     overhead: dict[tuple[str, torch.dtype], dict[tuple[str, str], float]] = {}
     with steps(1 + len(plan) * len(dtypes)) as progress:
         progress.say("limits of this machine")
         limits = measure_limits(device, dtypes, clock)
         progress.advance()
-        for spec, case in plan:
-            for each in dtypes:
-                title = f"{spec.name} {case.label} {str(each).removeprefix('torch.')}"
+        try:
+            for spec, case in plan:
+                for each in dtypes:
+                    title = f"{spec.name} {case.label} {str(each).removeprefix('torch.')}"
 
-                def say(what: str, title: str = title) -> None:
-                    progress.say(f"{title}: {what}")
+                    def say(what: str, title: str = title) -> None:
+                        progress.say(f"{title}: {what}")
 
-                settings = replace(common, say=say)
-                if (spec.name, each) not in overhead:
-                    say("host overhead")
-                    overhead[spec.name, each] = host_overhead(spec, each, settings)
-                found, why = run_case(
-                    spec, case, each, settings, limits, clock, overhead[spec.name, each]
-                )
-                rows += found
-                notes += why
-                progress.advance()
+                    settings = replace(common, say=say)
+                    if (spec.name, each) not in overhead:
+                        say("host overhead")
+                        overhead[spec.name, each] = host_overhead(spec, each, settings)
+                    found, why = run_case(
+                        spec, case, each, settings, limits, clock, overhead[spec.name, each]
+                    )
+                    rows += found
+                    notes += why
+                    progress.advance()
+        except KeyboardInterrupt:
+            if not rows:
+                raise
+            whole = False
+            notes.append(f"interrupted at {title}: what was measured before is here")
     if device.type == "cuda":
         # The first state is of an idle GPU, this one of a warm one.
         here["gpu_state_after"] = machine.gpu_state()
-    return Record(
+    record = Record(
         machine=here,
         versions=machine.versions(),
         git=machine.git_commit(),
@@ -377,6 +387,7 @@ def _measure(
         notes=tuple(dict.fromkeys(notes)),
         created=now(),
     )
+    return record, whole
 
 
 def _deliver(
