@@ -33,19 +33,44 @@ def gradients(model: nn.Module, loss: Loss, *, autocast: bool = False) -> dict[s
 
 
 def assert_same_training(
-    patched: nn.Module, stock: nn.Module, loss: Loss, *, autocast: bool = False
+    patched: nn.Module, stock: nn.Module, loss: Loss, *, autocast: bool = False, draws: int = 0
 ) -> None:
-    """Compare loss and gradients with the unpatched model's, both against float64."""
-    actual = gradients(patched, loss, autocast=autocast)
-    eager = gradients(stock, loss, autocast=autocast)
-    truth = gradients(copy.deepcopy(stock).double(), loss)
+    """Compare loss and gradients with the unpatched model's, both against float64.
+
+    With ``draws`` the weights are drawn so many times, and eager's error is the largest of all: of
+    a few numbers in bfloat16 that of one draw may be small by luck.
+    """
+    runs = []
+    for seed in range(max(1, draws)):
+        if draws:
+            redraw(stock, seed)
+            patched.load_state_dict(stock.state_dict())
+        runs.append(
+            (
+                gradients(patched, loss, autocast=autocast),
+                gradients(stock, loss, autocast=autocast),
+                gradients(copy.deepcopy(stock).double(), loss),
+            )
+        )
     dtype = torch.bfloat16 if autocast else torch.float32
-    assert actual.keys() == truth.keys()
-    for name, expected in truth.items():
-        assert actual[name].dtype == eager[name].dtype, name
-        budget = dtypes.error_budget(eager[name], expected, dtype, depth=64)
-        excess = (actual[name].double() - expected).abs() - budget
+    assert runs[0][0].keys() == runs[0][2].keys()
+    for name in runs[0][2]:
+        actual, eager, expected = (
+            torch.stack([each[name] for each in run]) for run in zip(*runs, strict=True)
+        )
+        assert actual.dtype == eager.dtype, name
+        budget = dtypes.error_budget(eager, expected, dtype, depth=64)
+        excess = (actual.double() - expected).abs() - budget
         assert excess.max() <= 0, f"{name}: {excess.max():.3g} beyond the budget"
+
+
+def redraw(model: nn.Module, seed: int) -> None:
+    """Draw the parameters of plain torch modules again."""
+    torch.manual_seed(seed)
+    for module in model.modules():
+        reset = getattr(module, "reset_parameters", None)
+        if reset is not None:
+            reset()
 
 
 def assert_close(actual: torch.Tensor, stock: torch.Tensor, depth: int = 1024) -> None:
