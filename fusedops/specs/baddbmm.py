@@ -176,7 +176,7 @@ SPEC = Spec(
         "addend of the result's size: forward, ours has 0.93 to 0.99 (float32) and 0.80 to 0.89 "
         "(bfloat16) of its speed at 96 x 128x64x128, 0.93 and 0.89 to 0.91 at 16 x 256x256x256, "
         "0.92 at 256 x 8x8x8 in float32 on two threads; with backward 1.06 and 0.87, 1.01 and "
-        "0.95, 1.09. Nothing promises that those give an element the same bits in every batch and with "
-        "any number of threads, so no call is sent there.",
+        "0.95, 1.09. Nothing promises that those give an element the same bits in every batch and "
+        "with any number of threads, so no call is sent there.",
     ),
 )
