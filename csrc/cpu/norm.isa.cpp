@@ -148,9 +148,12 @@ void write_row(const NormBackward& a, bool stream, int64_t row, const F& dx_at) 
   const T* ds = a.grad_summed != nullptr ? static_cast<const T*>(a.grad_summed) + start : nullptr;
   I* dx = a.grad_input != nullptr ? static_cast<I*>(a.grad_input) + start : nullptr;
   T* dr = a.grad_residual != nullptr ? static_cast<T*>(a.grad_residual) + start : nullptr;
+  const int64_t ahead = prefetch_distance<T>(a.columns);
   for_each_dropped<T, kDropout>(a.dropout, start, a.columns,
                                 [&](int64_t c, int64_t count, auto full, const auto& dropped) {
                                   Vec<T> total = dx_at(c, count, full);
+                                  if (!stream && dx != nullptr)
+                                    __builtin_prefetch(dx + ahead + c, 1, 3);
                                   if (ds != nullptr) total = total + load_vec(ds + c, count, full);
                                   if (dr != nullptr)
                                     store_or_stream(stream, dr + c, total, count, full);

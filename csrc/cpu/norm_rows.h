@@ -341,6 +341,7 @@ inline void normalize_row(const NormForward& a, bool stream, const Acc<T>* row,
     for_each_vector<V::size()>(a.columns, [&](int64_t c, int64_t count, auto full) {
       __builtin_prefetch(next_input + c, 0, 2);
       if (adds) __builtin_prefetch(next_residual + c, 0, 2);
+      if (!stream) __builtin_prefetch(y + (next - start) + c, 1, 3);
       const V value = normalized(load_vec(row + c, count, full), c, count, full);
       store_or_stream(stream, y + c, value, count, full);
     });
