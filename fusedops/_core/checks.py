@@ -7,7 +7,7 @@ function, before anything is computed or written.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -47,6 +47,20 @@ def like(
         )
 
 
+def alike(value: Any, shape: Sequence[Any], reference: torch.Tensor) -> bool:
+    """Whether a tensor has this shape and the dtype and device of ``reference``.
+
+    Most arguments do, and no other check has anything to say of them: asking this first costs a
+    small call half a microsecond instead of one and a half.
+    """
+    return (
+        isinstance(value, torch.Tensor)
+        and value.shape == shape
+        and value.dtype == reference.dtype
+        and value.device == reference.device
+    )
+
+
 def parameter(op: str, argument: str, value: Any, owner: str, reference: torch.Tensor) -> None:
     """Raise unless ``value`` may stand as a weight or bias beside ``reference``.
 
@@ -64,31 +78,31 @@ def parameter(op: str, argument: str, value: Any, owner: str, reference: torch.T
 
 def shape(op: str, argument: str, value: torch.Tensor, wanted: Sequence[Any], why: str) -> None:
     """Raise unless ``value`` has exactly the shape ``wanted``; ``why`` says where it comes from."""
-    if tuple(value.shape) != tuple(wanted):
+    if value.shape != wanted and tuple(value.shape) != tuple(wanted):
         fail(op, argument, f"of shape {_shape(wanted)} ({why})", _shape(value.shape))
 
 
-def choice(op: str, argument: str, value: Any, choices: Iterable[str]) -> None:
+def choice(op: str, argument: str, value: Any, choices: Collection[str]) -> None:
     """Raise unless ``value`` is one of ``choices``; the message suggests the nearest."""
-    known = list(choices)
-    if value in known:
+    if isinstance(value, str) and value in choices:
         return
-    near = difflib.get_close_matches(str(value), known, n=1)
+    near = difflib.get_close_matches(str(value), choices, n=1)
     hint = f" (did you mean {near[0]!r}?)" if near else ""
-    fail(op, argument, f"one of {', '.join(map(repr, known))}", f"{value!r}{hint}")
+    fail(op, argument, f"one of {', '.join(map(repr, choices))}", f"{value!r}{hint}")
 
 
 def probability(op: str, argument: str, value: Any) -> None:
     """Raise unless ``value`` is a number in [0, 1]."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{op}: {argument} must be a float, got {type(value).__name__}")
+    number(op, argument, value)
     if not 0.0 <= value <= 1.0:
         fail(op, argument, "a probability in [0, 1]", value)
 
 
 def number(op: str, argument: str, value: Any) -> None:
     """Raise unless ``value`` is a real number."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, float):
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{op}: {argument} must be a float, got {type(value).__name__}")
 
 

@@ -34,7 +34,7 @@ def check(
         wanted = "normalized_shape must be a sequence of sizes, such as (64,)"
         raise TypeError(f"{op}: {wanted}, got {normalized_shape!r}")
     shape = tuple(normalized_shape)
-    if not shape or tuple(input.shape[-len(shape) :]) != shape:
+    if not shape or input.shape[-len(shape) :] != shape:
         checks.fail(
             op,
             "normalized_shape",
@@ -42,7 +42,7 @@ def check(
             list(shape),
         )
     for name, parameter in (("weight", weight), ("bias", bias)):
-        if parameter is not None:
+        if parameter is not None and not checks.alike(parameter, shape, input):
             checks.parameter(op, name, parameter, owner, input)
             checks.shape(op, name, parameter, shape, "normalized_shape")
     checks.number(op, "eps", eps)
