@@ -40,22 +40,23 @@ struct Description {
 // for both because it never names the pointer's type.
 using NodePtr = decltype(torch::autograd::Edge::function);
 
-template <typename T>
-NodePtr own(T* node) {
-  if constexpr (std::is_same_v<NodePtr, std::shared_ptr<torch::autograd::Node>>) {
+// The pointer's type is a template parameter so that the form that torch has not is not looked at.
+template <typename T, typename Pointer = NodePtr>
+Pointer own(T* node) {
+  if constexpr (std::is_same_v<Pointer, std::shared_ptr<torch::autograd::Node>>) {
     // deleteNode frees a deep graph without recursion; it is found by its argument's namespace.
-    return NodePtr(node, [](auto* p) { deleteNode(p); });
+    return Pointer(node, [](auto* p) { deleteNode(p); });
   } else {
-    return NodePtr::unsafe_steal_from_new(node);
+    return Pointer::unsafe_steal_from_new(node);
   }
 }
 
-template <typename T>
-NodePtr own_again(T* node) {
-  if constexpr (requires { node->shared_from_this(); }) {
+template <typename T, typename Pointer = NodePtr>
+Pointer own_again(T* node) {
+  if constexpr (std::is_same_v<Pointer, std::shared_ptr<torch::autograd::Node>>) {
     return node->shared_from_this();
   } else {
-    return NodePtr::unsafe_reclaim_from_nonowning(node);
+    return Pointer::unsafe_reclaim_from_nonowning(node);
   }
 }
 
