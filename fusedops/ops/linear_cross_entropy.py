@@ -210,7 +210,7 @@ def _fake(
         hidden.new_empty(target.shape if reduction == "none" else (), dtype=statistics),
         target.new_empty(()),
         hidden.new_empty(target.shape, dtype=statistics),
-        hidden.new_empty((*target.shape, weight.shape[0] * keep_logits), dtype=statistics),
+        hidden.new_empty((*target.shape, weight.shape[0] if keep_logits else 0), dtype=statistics),
     )
 
 
