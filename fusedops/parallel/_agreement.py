@@ -33,12 +33,13 @@ _FIRST_ROWS = 2 + len(_COMPARED)
 _LENGTH = _FIRST_ROWS + 2 * MAX_CHUNKS
 
 # What a note says of its sender's arguments. 0: nothing is wrong.
-BAD_TYPE, BAD_VALUE, BAD_PLAN, TOO_MANY = 1, 2, 3, 4
+BAD_TYPE, BAD_VALUE, BAD_PLAN, TOO_MANY, BETWEEN_NODES = 1, 2, 3, 4, 5
 _COMPLAINTS = {
     BAD_TYPE: "got an argument of a wrong type",
     BAD_VALUE: "got arguments that do not fit each other or the group",
     BAD_PLAN: "got a plan whose expert ids or offsets are out of range",
     TOO_MANY: "would receive more than max_rows rows",
+    BETWEEN_NODES: "heard of an error, or made one, in the exchange between nodes",
 }
 
 
@@ -85,7 +86,7 @@ class Agreement:
         group: the process group.
         device: of the notes: one that the group's backend can send.
         problem: what is wrong with this rank's arguments, or ``None``.
-        complaint: which of ``BAD_TYPE``, ``BAD_VALUE``, ``BAD_PLAN`` the others hear of it.
+        complaint: what the others hear of it; as the type of ``problem`` says by default.
         beliefs: ``None`` beside a problem.
         rows: per chunk, int32 ``[ranks]``: rows for each rank.
         slots: per chunk, the same in another unit, or empty.
@@ -182,33 +183,53 @@ class Verdict:
 
     Args:
         op: the function's name, for messages.
-        group: the process group.
+        groups: one; or those within and across nodes: what was heard in the first is told in the
+            second, so that every rank of the mesh hears of every other.
         problem: what is wrong on this rank, or ``None``.
         complaint: what the others hear of it; as the type of ``problem`` says by default.
-        device: one that the group's backend can send from.
+        device: one that the groups' backend can send from.
     """
 
     def __init__(
         self,
         op: str,
-        group: dist.ProcessGroup,
+        groups: Sequence[dist.ProcessGroup],
         problem: Exception | None,
         *,
         complaint: int | None = None,
         device: torch.device | None = None,
     ) -> None:
-        self._op, self._problem = op, problem
-        word = (complaint or _complaint(problem)) if problem is not None else 0
-        self._sent = torch.full((group.size(),), word, dtype=torch.int64, device=device)
-        self._received = torch.empty_like(self._sent)
-        self._work = dist.all_to_all_single(self._received, self._sent, group=group, async_op=True)
+        self._op, self._problem, self._device = op, problem, device
+        self._word = (complaint or _complaint(problem)) if problem is not None else 0
+        senders = ["rank {} of the group"]
+        if len(groups) > 1:
+            senders = ["rank {} of this node", "a rank of node {}"]
+        self._rest = list(zip(groups, senders, strict=True))
+        self._ask()
+
+    def relay(self) -> None:
+        """Wait for the first group, and begin to tell the second, if there is one."""
+        if self._rest:
+            self._hear()
+            self._ask()
 
     def wait(self) -> None:
         """Raise on every rank when one has a problem."""
-        if self._work is not None:
-            self._work.wait()
+        self.relay()
+        self._hear()
         if self._problem is not None:
             raise self._problem
+
+    def _ask(self) -> None:
+        group, self._sender = self._rest.pop(0)
+        self._sent = torch.full((group.size(),), self._word, dtype=torch.int64, device=self._device)
+        self._received = torch.empty_like(self._sent)
+        self._work = dist.all_to_all_single(self._received, self._sent, group=group, async_op=True)
+
+    def _hear(self) -> None:
+        if self._work is not None:
+            self._work.wait()
         for rank, code in enumerate(self._received.tolist()):
-            if code != 0:
-                raise ValueError(f"{self._op}: rank {rank} of the group {_COMPLAINTS[code]}")
+            if code != 0 and self._problem is None:
+                sender, self._word = self._sender.format(rank), code
+                self._problem = ValueError(f"{self._op}: {sender} {_COMPLAINTS[code]}")

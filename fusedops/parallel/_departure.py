@@ -17,10 +17,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fusedops._core import checks
 from fusedops.ops import RoutingPlan, moe_sort
-from fusedops.parallel._agreement import BAD_PLAN, MAX_CHUNKS, REDUCTIONS, Agreement, bad_plan
+from fusedops.parallel._agreement import (
+    BAD_PLAN,
+    BETWEEN_NODES,
+    MAX_CHUNKS,
+    REDUCTIONS,
+    Agreement,
+    bad_plan,
+)
 from fusedops.parallel._flat import Departure, Flat, depart, wants_gradient
 from fusedops.parallel._hops import Route
-from fusedops.parallel._nodes import Nodes, departure_to_nodes
+from fusedops.parallel._nodes import Nodes, route_to_nodes, slots_by_node
 
 Group: TypeAlias = "dist.ProcessGroup | DeviceMesh"
 
@@ -48,7 +55,8 @@ def start(
         chunks: parts into which the tokens are cut.
         reduce: where results are summed.
         payload: ``"float8"`` or ``None``.
-        max_rows: rows of the result, or ``None`` for those that arrive.
+        max_rows: rows of the result (over nodes: of the first exchange), or ``None`` for those that
+            arrive.
     """
     check_together(op, input, plan, groups, chunks, reduce, payload, max_rows)
     faults = _faults(plan)
@@ -59,31 +67,33 @@ def start(
         grads = wants_gradient(input, plan.probs)
     plans = _cut(plan, chunks)
     parts = input.tensor_split(chunks)
-    common: dict[str, Any] = {
+    options: dict[str, Any] = {
         "quantized": payload == "float8",
         "reduce": reduce,
         "grads": grads,
         "num_experts": plan.num_experts,
         "dropped": plan.num_dropped,
         "faults": faults,
+        "max_rows": max_rows,
     }
     if len(groups) == 1:
         straight = [
             Departure(part, each, Route(each, each.positions, each.expert_ids))
             for part, each in zip(parts, plans, strict=True)
         ]
-        travels = depart(op, straight, groups[0], max_rows=max_rows, **common)
+        travels = depart(op, straight, groups[0], **options)
         return [Flat(travel) for travel in travels]
     across, within = groups
+    nodes = across.size()
     departures = [
-        departure_to_nodes(part, each, across.size())
+        Departure(part, each, route_to_nodes(each, nodes), slots_by_node(each, nodes))
         for part, each in zip(parts, plans, strict=True)
     ]
     try:
-        travels = depart(op, departures, across, **common)
+        travels = depart(op, departures, across, **options)
     except (TypeError, ValueError) as error:
         # Ranks of this node that have other counterparts wait in the second exchange.
-        _tell(op, [within], input.device, error, None)
+        _tell(op, [within], input.device, error, BETWEEN_NODES)
         raise
     quantized = payload == "float8"
     return [Nodes(op, each, within, quantized=quantized, reduce=reduce) for each in travels]
@@ -113,14 +123,14 @@ def check_traced(
     op: str,
     input: Any,
     plan: Any,
-    group: dist.ProcessGroup,
+    groups: Sequence[dist.ProcessGroup],
     chunks: Any,
     reduce: Any,
     payload: Any,
     max_rows: Any,
 ) -> None:
     """Raise where not even a graph can be made; its operator looks at the rest, on every rank."""
-    _check_words(op, [group.size()], chunks, reduce, payload, max_rows)
+    _check_words(op, [each.size() for each in groups], chunks, reduce, payload, max_rows)
     _check_kinds(op, input, plan)
     if input.dim() != 2:
         checks.fail(op, "input", "of 2 dims, [tokens, hidden_size]", list(input.shape))

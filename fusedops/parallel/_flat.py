@@ -25,13 +25,13 @@ class Departure:
         input: ``[T, H]``.
         plan: the routing of its tokens.
         route: the rows that are sent, in the order of their destinations.
-        slots: int32 ``[ranks]``, slots for each destination where a row may carry several.
+        slots: the same slots sorted by destination, where a row may carry several of them.
     """
 
     input: torch.Tensor
     plan: RoutingPlan
     route: Route
-    slots: torch.Tensor | None = None
+    slots: RoutingPlan | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,8 +53,19 @@ class Travel:
 
     @property
     def slots(self) -> Rows:
-        """How many slots they carry."""
+        """How many slots they carry, where a row may carry several."""
         return self.agreement.wait()[1][self.chunk]
+
+    @property
+    def experts(self) -> int:
+        """How many experts each rank of the group stands for."""
+        return self.departure.plan.num_experts // self.group.size()
+
+    @property
+    def ids(self) -> torch.Tensor:
+        """The ids that arrived, from 0 for the first expert here; ``experts`` where nobody's."""
+        first = self.group.rank() * self.experts
+        return torch.where(self.to.ids >= 0, self.to.ids - first, self.experts)
 
     @property
     def empty(self) -> torch.Tensor:
@@ -75,8 +86,12 @@ def depart(
     faults: torch.Tensor,
     anchor: torch.Tensor | None = None,
     max_rows: int | None = None,
+    across: dist.ProcessGroup | None = None,
 ) -> list[Travel]:
-    """Agree once, then pack and send each chunk; all are on their way when this returns."""
+    """Agree once, then pack and send each chunk; all are on their way when this returns.
+
+    ``across`` is the group of other nodes, where theirs would wait for the rows from here.
+    """
     first = departures[0]
     layout = first.route.layout(first.input, quantized=quantized)
     agreement = Agreement(
@@ -94,14 +109,15 @@ def depart(
             -1 if max_rows is None else max_rows,
         ),
         rows=[rows_per_destination(each.route.order, group.size()) for each in departures],
-        slots=[each.slots for each in departures if each.slots is not None],
+        slots=[each.slots.tokens_per_expert for each in departures if each.slots is not None],
         dropped=dropped,
         faults=faults,
     )
+    asked = [group] if across is None else [group, across]
     travels = []
     for chunk, each in enumerate(departures):
         counted = partial(_rows_of_chunk, agreement, chunk)
-        bound = None if max_rows is None else Bound(op, max_rows)
+        bound = None if max_rows is None else Bound(op, max_rows, asked)
         to = ToExperts(each.route, layout, counted, group, bound)
         ticket = begin(to, each.input, each.plan.probs, anchor=anchor)
         travels.append(Travel(each, to, ticket, agreement, chunk, group, layout.stride))
@@ -118,10 +134,15 @@ def wants_gradient(input: torch.Tensor, probs: torch.Tensor) -> bool:
 
 
 class Flat:
-    """One chunk of tokens, from a group of ranks to their experts and back."""
+    """One chunk of tokens, from a group of ranks to their experts and back.
 
-    def __init__(self, travel: Travel) -> None:
-        self.travel = travel
+    Args:
+        travel: the chunk on its way.
+        across: the group of other nodes, where theirs wait for the results.
+    """
+
+    def __init__(self, travel: Travel, across: dist.ProcessGroup | None = None) -> None:
+        self.travel, self._across = travel, across
         self._anchor: Any = None
 
     @property
@@ -142,70 +163,72 @@ class Flat:
         """Wait for the rows; returns them and their routing over the experts here."""
         travel = self.travel
         rows, probs, self._anchor = end(travel.to, travel.ticket)
-        experts = travel.departure.plan.num_experts // travel.group.size()
-        ids = travel.to.ids - travel.group.rank() * experts
+        ids, experts = travel.ids, travel.experts
         return rows, RoutingPlan(ids, probs, *moe_sort(ids, experts), None, experts)
 
     def send_back(self, output: Any) -> FlatReturn:
         """Begin to send the experts' results."""
-        problem = promised(output, self.num_rows, self.travel.empty)
-        return FlatReturn(self.travel, output, problem, self._anchor)
+        return FlatReturn(self.travel, output, self.num_rows, self._anchor, self._across)
 
 
 class FlatReturn:
     """Results on their way home."""
 
     def __init__(
-        self, travel: Travel, output: Any, problem: Exception | None, anchor: torch.Tensor
+        self,
+        travel: Travel,
+        output: Any,
+        num_rows: int,
+        anchor: torch.Tensor,
+        across: dist.ProcessGroup | None,
     ) -> None:
         self._plan = travel.departure.plan
-        empty, rows = travel.empty, travel.rows
-        self._verdict = verdict(travel.group, empty, problem)
-        if problem is not None:
-            output = empty.new_zeros((sum(rows.receive), empty.shape[1]))  # what others wait for
-        self.back = FromExperts(rows, self._plan.permutation.numel(), travel.group)
-        self._ticket = begin(self.back, output, anchor=anchor)
+        groups = [travel.group] if across is None else [travel.group, across]
+        output, self._verdict = promised(output, num_rows, travel.empty, groups)
+        self._back = FromExperts(travel.rows, self._plan.permutation.numel(), travel.group)
+        self._ticket = begin(self._back, output, anchor=anchor)
 
     def relay(self, *, weighted: bool) -> None:
         """Do nothing: the results come straight."""
 
     def arrive(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Wait for the results in the order in which the rows left; also returns the anchor."""
-        rows, anchor = end(self.back, self._ticket)
-        return rows, anchor
+        """Wait for the results in the order in which the rows left; also returns the anchor.
 
-    def agree(self) -> None:
-        """Raise on every rank when one could not send what it promised."""
+        Raises on every rank when one could not send what it promised.
+        """
+        if self._verdict is not None:
+            self._verdict.relay()  # while rows travel
+        rows, anchor = end(self._back, self._ticket)
         if self._verdict is not None:
             self._verdict.wait()
+        return rows, anchor
 
     def come_home(self, *, weighted: bool) -> torch.Tensor:
         """Wait, and sum the slots of each token."""
         rows, _ = self.arrive()
-        self.agree()
         return moe_unpermute(rows, self._plan, weighted=weighted)
 
 
-def promised(output: Any, num_rows: int, empty: torch.Tensor) -> Exception | None:
-    """Return what is wrong with the experts' result, or ``None``."""
+def promised(
+    output: Any, num_rows: int, empty: torch.Tensor, groups: Sequence[dist.ProcessGroup]
+) -> tuple[torch.Tensor, Verdict | None]:
+    """Look at the experts' result, and begin to tell the groups what is wrong with it.
+
+    Returns the result, or zeros in its place: what others wait for. On CUDA, where to hear from
+    others would wait for the device, raises here alone.
+    """
+    shape = num_rows, empty.shape[1]
+    problem: Exception | None = None
     try:
         checks.like("moe_combine", "output", output, "the rows", empty, dtype=True)
-        wanted = (num_rows, empty.shape[1])
-        checks.shape("moe_combine", "output", output, wanted, "that of the rows")
-    except (TypeError, ValueError) as problem:
-        return problem
-    return None
-
-
-def verdict(
-    group: dist.ProcessGroup, empty: torch.Tensor, problem: Exception | None
-) -> Verdict | None:
-    """Tell the group; where that would wait for the device, raise here alone."""
+        checks.shape("moe_combine", "output", output, shape, "that of the rows")
+    except (TypeError, ValueError) as error:
+        problem, output = error, empty.new_zeros(shape)
     if empty.device.type == "cpu":
-        return Verdict("moe_combine", group, problem)
+        return output, Verdict("moe_combine", groups, problem)
     if problem is not None:
         raise problem
-    return None
+    return output, None
 
 
 def rows_per_destination(order: RoutingPlan, size: int) -> torch.Tensor:

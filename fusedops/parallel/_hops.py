@@ -7,7 +7,7 @@ in the order of the slots.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,18 +52,20 @@ class Bound:
     Attributes:
         op: the function's name, for messages.
         rows: that many; those behind what arrived are zeros with id -1.
+        groups: whose ranks must hear when more arrives on one of them.
     """
 
     op: str
     rows: int
+    groups: Sequence[dist.ProcessGroup]
 
-    def check(self, arriving: int, group: dist.ProcessGroup, device: torch.device) -> None:
+    def check(self, arriving: int, device: torch.device) -> None:
         """Raise on every rank when more arrives on one; only that one can know."""
         problem = None
         if arriving > self.rows:
             wanted = f"at least the {arriving} rows that arrive here"
             problem = ValueError(f"{self.op}: max_rows must be {wanted}, got {self.rows}")
-        Verdict(self.op, group, problem, complaint=TOO_MANY, device=device).wait()
+        Verdict(self.op, self.groups, problem, complaint=TOO_MANY, device=device).wait()
 
 
 class ToExperts:
@@ -112,7 +114,7 @@ class ToExperts:
         self._like = input.new_empty((0, input.shape[1]))
         rows, room = self.rows, None
         if self._bound is not None:
-            self._bound.check(sum(rows.receive), self._group, input.device)
+            self._bound.check(sum(rows.receive), input.device)
             room = self._bound.rows
         self._transfer = Transfer(
             payload[: sum(rows.send)], rows.send, rows.receive, self._group, room
@@ -158,19 +160,37 @@ class ToExperts:
 
 
 class FromExperts:
-    """The exchange of results, row for row the way back of rows that came."""
+    """The exchange of results, row for row the way back of rows that came.
+
+    Args:
+        came: how many rows, or slots where results are sent for each, left and came.
+        room: rows of the result.
+        group: the process group.
+        came_room: rows of the gradient, at least those that came; ``None`` for as many.
+        order: int32, beginning with the results to send; ``None``: the first ones, in their order.
+            With it ``came_room`` is the number of all results.
+    """
 
     def __init__(
-        self, came: Rows, room: int, group: dist.ProcessGroup, came_room: int | None = None
+        self,
+        came: Rows,
+        room: int,
+        group: dist.ProcessGroup,
+        came_room: int | None = None,
+        order: torch.Tensor | None = None,
     ) -> None:
         self._came, self._room, self._group = came, room, group
         self._came_room = came_room
+        self._order = None if order is None else order[: sum(came.receive)].long()
         self._transfer: Any = None
 
     def start(self, *tensors: torch.Tensor) -> None:
         """Send the results."""
-        came = self._came
-        rows = tensors[0][: sum(came.receive)]
+        came, (rows,) = self._came, tensors
+        if self._order is None:
+            rows = rows[: sum(came.receive)]
+        else:
+            rows = rows.index_select(0, self._order)
         self._transfer = Transfer(rows, came.receive, came.send, self._group, self._room)
 
     def finish(self) -> tuple[torch.Tensor, ...]:
@@ -183,11 +203,15 @@ class FromExperts:
         """Send the gradients of the results to where they were computed."""
         came = self._came
         grad = grads[0][: sum(came.send)]
-        self._transfer = Transfer(grad, came.send, came.receive, self._group, self._came_room)
+        room = self._came_room if self._order is None else None
+        self._transfer = Transfer(grad, came.send, came.receive, self._group, room)
 
     def finish_backward(self) -> tuple[torch.Tensor, ...]:
         """Return the gradient of the results."""
         grad = self._transfer.wait()
         self._transfer = None
+        if self._order is not None:
+            results = grad.new_zeros((self._came_room, grad.shape[1]))
+            return (results.index_copy_(0, self._order, grad),)
         grad[sum(self._came.receive) :].zero_()
         return (grad,)

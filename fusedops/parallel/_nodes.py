@@ -9,6 +9,7 @@ in the node, which sends a row per token and node.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,34 +17,77 @@ import torch.distributed as dist
 
 from fusedops.ops import RoutingPlan, moe_sort, moe_unpermute
 from fusedops.parallel._exchange import begin, end
-from fusedops.parallel._flat import (
-    Departure,
-    Flat,
-    FlatReturn,
-    Travel,
-    depart,
-    verdict,
-    wants_gradient,
-)
+from fusedops.parallel._flat import Departure, Flat, FlatReturn, Travel, depart, wants_gradient
 from fusedops.parallel._hops import FromExperts, Route
 
 
-def departure_to_nodes(input: torch.Tensor, plan: RoutingPlan, nodes: int) -> Departure:
+def route_to_nodes(plan: RoutingPlan, nodes: int) -> Route:
     """Return what leaves for the nodes: a packed row per token and node."""
-    span = plan.num_experts // nodes
-    kept = plan.positions < plan.offsets[-1]
-    ids = torch.where(kept, plan.expert_ids, -1)
-    node = torch.where(kept, plan.expert_ids // span, nodes)
+    node, kept = _nodes_of_slots(plan, nodes)
     # The first slot of a token on a node carries the others.
     same = node.unsqueeze(2) == node.unsqueeze(1)
     carrier = same.to(torch.int32).argmax(2)
     first = carrier == torch.arange(plan.top_k, device=node.device)
     order = moe_sort(node, nodes, kept=kept & first)
-    positions = order[1]
     carries = RoutingPlan(node, plan.probs, *order, kept & first, nodes)
-    row_of_slot = torch.where(kept, positions.gather(1, carrier), node.numel())
-    per_node = moe_sort(node, nodes, kept=kept)[2]
-    return Departure(input, plan, Route(carries, row_of_slot, ids, span), per_node)
+    row_of_slot = torch.where(kept, order[1].gather(1, carrier), node.numel())
+    ids = torch.where(kept, plan.expert_ids, -1)
+    return Route(carries, row_of_slot, ids, plan.num_experts // nodes)
+
+
+def slots_by_node(plan: RoutingPlan, nodes: int) -> RoutingPlan:
+    """Return the plan whose rows are all slots by node, token and choice: as results come home."""
+    node, kept = _nodes_of_slots(plan, nodes)
+    return RoutingPlan(node, plan.probs, *moe_sort(node, nodes, kept=kept), kept, nodes)
+
+
+def plan_in_node(ids: torch.Tensor, probs: torch.Tensor, experts: int) -> RoutingPlan:
+    """Return the routing of a node's tokens over its experts; an id of that many is nobody's."""
+    order = moe_sort(ids, experts)
+    return RoutingPlan(ids, probs, *order, order[1] < order[3][-1], experts)
+
+
+def slots_in_order(inside: RoutingPlan) -> torch.Tensor:
+    """Return the row of each slot in a node by rank of origin, token and choice, nobody's last.
+
+    That is the order in which home expects them.
+    """
+    nobody = (inside.positions >= inside.offsets[-1]).to(torch.int32)
+    return inside.positions.flatten().index_select(0, moe_sort(nobody, 1)[0])
+
+
+def depart_within(
+    op: str,
+    rows: torch.Tensor,
+    inside: RoutingPlan,
+    groups: Sequence[dist.ProcessGroup],
+    *,
+    dropped: torch.Tensor,
+    **options: Any,
+) -> Travel:
+    """Send a node's tokens to the ranks of their experts.
+
+    Args:
+        op: the function's name, for messages.
+        rows: tokens that came over the first exchange.
+        inside: their routing in this node.
+        groups: across and within nodes.
+        dropped: slots dropped on the ranks that the first exchange joined.
+        options: of ``depart``, without those that follow from these.
+    """
+    across, within = groups
+    departure = Departure(rows, inside, Route(inside, inside.positions, inside.expert_ids))
+    (travel,) = depart(
+        op,
+        [departure],
+        within,
+        num_experts=inside.num_experts,
+        dropped=dropped,
+        faults=torch.zeros_like(dropped),
+        across=across,
+        **options,
+    )
+    return travel
 
 
 class Nodes:
@@ -71,27 +115,20 @@ class Nodes:
 
     def relay(self) -> None:
         """Wait for the node's tokens and send them to the ranks of their experts."""
-        travel, plan = self.travel, self.travel.departure.plan
+        travel = self.travel
         rows, probs, anchor = end(travel.to, travel.ticket)
-        here = plan.num_experts // travel.group.size()
-        ids = travel.to.ids
-        ids = torch.where(ids >= 0, ids - travel.group.rank() * here, here)
-        order = moe_sort(ids, here)
-        inside = RoutingPlan(ids, probs, *order, order[1] < order[3][-1], here)
-        dropped = torch.tensor(sum(travel.agreement.dropped), device=ids.device)
-        (second,) = depart(
+        second = depart_within(
             self._op,
-            [Departure(rows, inside, Route(inside, inside.positions, inside.expert_ids))],
-            self._within,
+            rows,
+            plan_in_node(travel.ids, probs, travel.experts),
+            [travel.group, self._within],
+            dropped=torch.tensor(sum(travel.agreement.dropped), device=rows.device),
             quantized=self._quantized,
             reduce=self._reduce,
             grads=wants_gradient(rows, probs),
-            num_experts=here,
-            dropped=dropped,
-            faults=torch.zeros_like(dropped),
             anchor=anchor,
         )
-        self._inside = Flat(second)
+        self._inside = Flat(second, travel.group)
 
     def arrive(self) -> tuple[torch.Tensor, RoutingPlan]:
         """Wait for the rows; returns them and their routing over the experts here."""
@@ -117,23 +154,13 @@ class NodesReturn:
         """Wait for the node's results and send them home."""
         travel, here = self._travel, self._second.departure.plan
         rows, anchor = self._inside.arrive()
-        problem: Exception | None = None
-        try:
-            self._inside.agree()
-        except (TypeError, ValueError) as error:
-            problem = error  # every rank of the node tells its counterparts
-        self._verdict = verdict(travel.group, travel.empty, problem)
+        room, order = travel.departure.plan.permutation.numel(), None
         if self._in_node:
-            counted = travel.rows
             rows = moe_unpermute(rows, here, weighted=weighted)
         else:
-            # By rank of origin, token and slot: the order in which home expects them.
-            counted = travel.slots
-            nobody = (here.positions >= here.offsets[-1]).to(torch.int32)
-            kept = moe_sort(nobody, 1)[0][: sum(counted.receive)]
-            rows = rows.index_select(0, here.positions.flatten()[kept.long()])
-        room = travel.departure.plan.permutation.numel()
-        back = FromExperts(counted, room, travel.group)
+            order = slots_in_order(here)
+        counted = travel.rows if self._in_node else travel.slots
+        back = FromExperts(counted, room, travel.group, rows.shape[0], order)
         self._crossing = back, begin(back, rows, anchor=anchor)
 
     def come_home(self, *, weighted: bool) -> torch.Tensor:
@@ -142,13 +169,17 @@ class NodesReturn:
             self.relay(weighted=weighted)
         back, ticket = self._crossing
         rows, _ = end(back, ticket)
-        if self._verdict is not None:
-            self._verdict.wait()
-        route, plan = self._travel.departure.route, self._travel.departure.plan
+        departure = self._travel.departure
         if self._in_node:
-            return moe_unpermute(rows, route.order, weighted=False)
-        nodes = route.order.num_experts
-        kept = plan.positions < plan.offsets[-1]
-        order = moe_sort(route.order.expert_ids, nodes, kept=kept)
-        slots = RoutingPlan(route.order.expert_ids, plan.probs, *order, kept, nodes)
-        return moe_unpermute(rows, slots, weighted=weighted)
+            return moe_unpermute(rows, departure.route.order, weighted=False)
+        assert departure.slots is not None
+        return moe_unpermute(rows, departure.slots, weighted=weighted)
+
+
+def _nodes_of_slots(plan: RoutingPlan, nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the node of each slot, ``nodes`` where nobody's, and which are somebody's."""
+    kept = plan.positions < plan.offsets[-1]
+    # A graph may come here before its operator has looked at the ids: no sort raises on them.
+    ids = plan.expert_ids.clamp(0, plan.num_experts)
+    node = torch.where(kept, ids // (plan.num_experts // nodes), nodes)
+    return node, kept

@@ -18,9 +18,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from fusedops._core import checks
 from fusedops.ops import RoutingPlan
-from fusedops.parallel import _operators
+from fusedops.parallel import _traced
 from fusedops.parallel._departure import Group, check_together, check_traced, groups_of, start
 from fusedops.parallel._flat import Flat, FlatReturn
 from fusedops.parallel._nodes import Nodes, NodesReturn
@@ -51,7 +50,7 @@ class Dispatched:
     rows_sent: tuple[int, ...] | torch.Tensor
     rows_received: tuple[int, ...] | torch.Tensor
     row_bytes: int
-    _way: Flat | Nodes | _operators.Sent
+    _way: Flat | Nodes | _traced.Way
 
 
 def moe_dispatch(
@@ -79,7 +78,8 @@ def moe_dispatch(
             in the dtype of ``input``); ``None`` sends them as they are.
         max_rows: makes ``R`` this number, the same on every rank, whatever arrives: shapes are
             static then. Rows behind those that arrived are zeros, and nobody's in ``local_plan``.
-            ``None`` takes what arrives. Not over a mesh of two dimensions.
+            ``None`` takes what arrives. Over a mesh of two dimensions neither exchange brings a
+            rank more.
 
     Returns:
         ``(rows, local_plan, handle)``: ``rows`` ``[R, H]`` of all ranks for the experts here, dtype
@@ -99,12 +99,12 @@ def moe_dispatch(
         probabilities in one payload. The host waits for the device once, for the counts, while
         rows are packed. Over two dimensions of a mesh all of this happens twice. Differentiable
         once in ``input`` and ``plan.probs``. ``max_rows`` costs another collective, of
-        one number per pair of ranks.
+        one number per pair of ranks; over two dimensions of a mesh three.
 
-        Under ``torch.compile`` this is an operator, with the same bits: ``R`` is a symbol, or
-        ``max_rows``. Symbols need ``fullgraph=True`` or
-        ``torch._dynamo.config.capture_dynamic_output_shape_ops``; without, and over two dimensions
-        of a mesh, a graph ends here and another begins behind.
+        Under ``torch.compile`` this is an operator, over two dimensions of a mesh two of them, with
+        the same bits: ``R`` is a symbol, or ``max_rows``. Symbols need ``fullgraph=True`` or
+        ``torch._dynamo.config.capture_dynamic_output_shape_ops``; without, a graph ends here and
+        another begins behind.
 
     Reference:
         Lepikhin et al.: GShard, arXiv:2006.16668. DeepSeek-V3, arXiv:2412.19437 (float8 dispatch).
@@ -122,8 +122,8 @@ def moe_dispatch(
     """
     op = "moe_dispatch"
     groups = groups_of(op, group)
-    if _as_operators(op, groups, max_rows):
-        return _send(op, input, plan, groups[0], 1, reduce, payload, max_rows)
+    if _as_operators(max_rows):
+        return _send(op, input, plan, groups, 1, reduce, payload, max_rows)
     return _dispatch(input, plan, groups, reduce, payload)
 
 
@@ -151,8 +151,9 @@ def moe_combine(
 
     Note:
         One collective for the rows and, on CPU ranks, one for the word that all could send; one
-        backwards. Rows return to the places of their slots and are summed there in float32, rounded
-        once: the same bits for any number of ranks.
+        backwards. Over two dimensions of a mesh all of this happens twice. Rows return to the
+        places of their slots and are summed there in float32, rounded once: the same bits for any
+        number of ranks.
 
     Example:
         >>> import torch, fusedops, torch.distributed as dist
@@ -168,7 +169,7 @@ def moe_combine(
     if not isinstance(handle, Dispatched):
         raise TypeError(f"moe_combine: handle must be of moe_dispatch, got {type(handle).__name__}")
     way = handle._way
-    if isinstance(way, _operators.Sent):
+    if isinstance(way, _traced.Way):
         return way.come_home(output, weighted=weighted)
     return _combine(output, way, weighted)
 
@@ -228,21 +229,15 @@ def expert_parallel(
     """
     op = "expert_parallel"
     groups = groups_of(op, group)
-    if _as_operators(op, groups, max_rows):
-        rows, local_plan, handle = _send(
-            op, input, plan, groups[0], chunks, reduce, payload, max_rows
-        )
+    if _as_operators(max_rows):
+        rows, local_plan, handle = _send(op, input, plan, groups, chunks, reduce, payload, max_rows)
         return moe_combine(experts(rows, local_plan), handle, weighted=weighted)
     return _overlapped(input, plan, experts, groups, chunks, weighted, reduce, payload)
 
 
-def _as_operators(op: str, groups: list[dist.ProcessGroup], max_rows: int | None) -> bool:
-    """Whether the exchange is to be an operator: a compiler is looking, or shapes are static."""
-    if max_rows is not None:
-        if len(groups) > 1:
-            checks.fail(op, "max_rows", "None over a mesh of 2 dims", max_rows)
-        return True
-    return torch.compiler.is_compiling() and len(groups) == 1 and _takes_symbols()
+def _as_operators(max_rows: int | None) -> bool:
+    """Whether exchanges are to be operators: a compiler is looking, or shapes are static."""
+    return max_rows is not None or (torch.compiler.is_compiling() and _takes_symbols())
 
 
 @torch.compiler.assume_constant_result
@@ -258,21 +253,19 @@ def _send(
     op: str,
     input: torch.Tensor,
     plan: RoutingPlan,
-    group: dist.ProcessGroup,
+    groups: list[dist.ProcessGroup],
     chunks: int,
     reduce: str,
     payload: str | None,
     max_rows: int | None,
 ) -> tuple[torch.Tensor, RoutingPlan, Dispatched]:
-    if torch.compiler.is_compiling():
-        check_traced(op, input, plan, group, chunks, reduce, payload, max_rows)
-    else:
-        check_together(op, input, plan, [group], chunks, reduce, payload, max_rows)
-    rows, local_plan, dropped, row_bytes, way = _operators.send(
-        op, input, plan, group, payload, max_rows
+    check = check_traced if torch.compiler.is_compiling() else check_together
+    check(op, input, plan, groups, chunks, reduce, payload, max_rows)
+    rows, local_plan, mine, dropped, row_bytes, way = _traced.send(
+        op, input, plan, groups, reduce, payload, max_rows
     )
-    mine, sent, received = dropped[group.rank()], way.counts[0], way.counts[1]
-    return rows, local_plan, Dispatched(plan, mine, dropped.sum(), sent, received, row_bytes, way)
+    sent, received = way.counts[0], way.counts[1]
+    return rows, local_plan, Dispatched(plan, mine, dropped, sent, received, row_bytes, way)
 
 
 @torch.compiler.disable(reason="row counts of an expert-parallel exchange live on the host")

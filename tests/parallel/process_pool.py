@@ -35,10 +35,26 @@ class World:
 
         self.rank = rank
         self.groups = {size: dist.new_group(list(range(size))) for size in SIZES}
+        self._meshes: dict[tuple[int, ...], Any] = {}
 
     def member(self, size: int) -> bool:
         """Whether this rank belongs to the group of that size."""
         return self.rank < size
+
+    def group(self, *shape: int) -> Any:
+        """Return the first ranks as a group, or as a mesh ``[nodes, ranks of a node]``.
+
+        All ranks make a mesh, also those outside of it.
+        """
+        if len(shape) == 1:
+            return self.groups[shape[0]]
+        if shape not in self._meshes:
+            import torch
+            from torch.distributed.device_mesh import DeviceMesh
+
+            ranks = torch.arange(shape[0] * shape[1]).view(shape)
+            self._meshes[shape] = DeviceMesh("cpu", ranks, mesh_dim_names=("node", "local"))
+        return self._meshes[shape]
 
 
 class Pool:

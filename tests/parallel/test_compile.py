@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from fusedops import RoutingPlan, layer_norm
 from fusedops.nn import MoE
 from fusedops.parallel import expert_parallel, moe_combine, moe_dispatch
+from fusedops.parallel._operators import Arrived, Return, Send
 
 pytestmark = pytest.mark.distributed
 OnRanks = Callable[..., list[Any]]
@@ -22,16 +26,19 @@ OnRanks = Callable[..., list[Any]]
 # Cases with the same number of tokens on every rank, in each a different number of rows.
 SAME_TOKENS = ("random", "one_expert", "ties", "same_expert_twice", "sentinels", "all_dropped")
 TOKENS = 6
+# A group of ranks, or a mesh of nodes and the ranks of each.
+Shape = tuple[int, ...]
+over_both = pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=str)
 
 
 class _Block:
     """Norm, route, dispatch, experts, combine, residual."""
 
-    def __init__(self, world: World, size: int, max_rows: int | None = None) -> None:
+    def __init__(self, world: World, shape: Shape, **options: Any) -> None:
         torch.manual_seed(world.rank)
-        self.group, self.max_rows = world.groups[size], max_rows
+        self.group, self.options = world.group(*shape), options
         self.router = MoE(HIDDEN, INNER, NUM_EXPERTS, TOP_K).gate
-        self.experts = MoE(HIDDEN, INNER, NUM_EXPERTS // size, 1).experts
+        self.experts = MoE(HIDDEN, INNER, NUM_EXPERTS // math.prod(shape), 1).experts
         self.parameters = [*self.router.parameters(), *self.experts.parameters()]
 
     def routed(self, x: torch.Tensor) -> torch.Tensor:
@@ -47,7 +54,7 @@ class _Block:
         return x + self._exchanged(normed, plan)
 
     def _exchanged(self, rows: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
-        arrived, local_plan, handle = moe_dispatch(rows, plan, self.group, max_rows=self.max_rows)
+        arrived, local_plan, handle = moe_dispatch(rows, plan, self.group, **self.options)
         return moe_combine(self.experts(arrived, local_plan), handle)
 
 
@@ -69,10 +76,10 @@ def _compiled(function: Any, backend: str = "aot_eager") -> tuple[Any, CompileCo
     return torch.compile(function, backend=counter, fullgraph=True), counter
 
 
-def _adversarial(world: World, size: int, max_rows: int | None) -> int:
-    if not world.member(size):
+def _adversarial(world: World, shape: Shape, options: dict[str, Any]) -> int:
+    block = _Block(world, shape, **options)
+    if not world.member(math.prod(shape)):
         return 1
-    block = _Block(world, size, max_rows)
     step, counter = _compiled(block.given)
     for name in SAME_TOKENS:
         ids, _ = CASES[name].choose(TOKENS, NUM_EXPERTS)
@@ -82,18 +89,82 @@ def _adversarial(world: World, size: int, max_rows: int | None) -> int:
 
 
 @pytest.mark.parametrize(
-    ("size", "bounded"), [(1, False), (2, False), (4, False), (2, True)], ids=str
+    ("shape", "options"),
+    [
+        ((1,), {}),
+        ((2,), {}),
+        ((4,), {}),
+        ((2,), {"max_rows": 2 * TOKENS * TOP_K}),
+        ((2, 2), {}),
+        ((2, 2), {"reduce": "node"}),
+        ((2, 2), {"max_rows": 4 * TOKENS * TOP_K}),
+    ],
+    ids=str,
 )
 def test_one_graph_for_every_routing_gives_the_bits_of_eager(
-    on_ranks: OnRanks, size: int, bounded: bool
+    on_ranks: OnRanks, shape: Shape, options: dict[str, Any]
 ) -> None:
-    graphs = on_ranks(_adversarial, size, size * TOKENS * TOP_K if bounded else None)
+    graphs = on_ranks(_adversarial, shape, options)
     assert graphs == [1] * len(graphs)
 
 
-def _uneven(world: World, size: int, tokens: list[int]) -> None:
-    if world.member(size):
-        block = _Block(world, size)
+def _collectives(world: World, max_rows: int | None) -> list[int]:
+    """Return the collectives of a forward and a backward pass, in a graph and without."""
+    block = _Block(world, (2, 2), max_rows=max_rows)
+    if not world.member(4):
+        return []
+    step, _ = _compiled(block.routed)
+    x = torch.randn(TOKENS, HIDDEN, requires_grad=True)
+    step(x)
+    counts = []
+    for function in (step, block.routed):
+        with mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as calls:
+            output = function(x)
+            counts.append(calls.call_count)
+            output.sum().backward()
+            counts.append(calls.call_count - counts[-1])
+    return counts
+
+
+@pytest.mark.parametrize(("max_rows", "forward"), [(None, 8), (4 * TOKENS * TOP_K, 11)])
+def test_a_graph_over_nodes_has_the_collectives_of_eager(
+    on_ranks: OnRanks, max_rows: int | None, forward: int
+) -> None:
+    """Two per direction and dimension; to agree on a bound takes three more."""
+    assert on_ranks(_collectives, max_rows)[:4] == 4 * [2 * [forward, 4]]
+
+
+def _some_compiled(world: World) -> None:
+    block = _Block(world, (2, 2))
+    if world.member(4):
+        step, _ = _compiled(block.routed)
+        x = torch.randn(TOKENS, HIDDEN, requires_grad=True)
+        _same(block.routed, step if world.rank in (1, 2) else block.routed, (x,), block.parameters)
+
+
+def test_a_compiled_rank_and_one_that_is_not_understand_each_other(on_ranks: OnRanks) -> None:
+    on_ranks(_some_compiled)
+
+
+def _growing(world: World) -> int:
+    """Other numbers of tokens, one graph for all but the first."""
+    block = _Block(world, (2, 2))
+    if not world.member(4):
+        return 2
+    step, counter = _compiled(block.routed)
+    for tokens in (6, 7, 4):
+        x = torch.randn(tokens, HIDDEN, requires_grad=True)
+        _same(block.routed, step, (x,), block.parameters)
+    return counter.frame_count
+
+
+def test_another_number_of_tokens_is_compiled_once(on_ranks: OnRanks) -> None:
+    assert on_ranks(_growing) == [2] * 8
+
+
+def _uneven(world: World, shape: Shape, tokens: list[int]) -> None:
+    block = _Block(world, shape)
+    if world.member(4):
         step, counter = _compiled(block.routed)
         for _ in range(2):
             x = torch.randn(tokens[world.rank], HIDDEN, requires_grad=True)
@@ -102,12 +173,16 @@ def _uneven(world: World, size: int, tokens: list[int]) -> None:
 
 
 @pytest.mark.parametrize("tokens", [[5, 0, 1, 7], [0, 0, 0, 0]], ids=str)
-def test_ranks_without_tokens_compile_too(on_ranks: OnRanks, tokens: list[int]) -> None:
-    on_ranks(_uneven, 4, tokens)
+@over_both
+def test_ranks_without_tokens_compile_too(
+    on_ranks: OnRanks, shape: Shape, tokens: list[int]
+) -> None:
+    on_ranks(_uneven, shape, tokens)
 
 
-def _ignoring(world: World) -> None:
+def _ignoring(world: World, shape: Shape) -> None:
     """Rows that some ranks' experts ignore, and a call in expert_parallel's form."""
+    group = world.group(*shape)
     if not world.member(4):
         return
     mine = problem("uneven", 4, torch.float32).part(world.rank, 4)
@@ -118,40 +193,49 @@ def _ignoring(world: World) -> None:
     def layer(input: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
         plan = RoutingPlan.from_choices(mine.ids, probs, NUM_EXPERTS)
         # In a graph the tokens are not cut; the ranks agree all the same.
-        return expert_parallel(input, plan, here, world.groups[4], chunks=3, weighted=True)
+        return expert_parallel(input, plan, here, group, chunks=3, weighted=True)
 
     step, _ = _compiled(layer)
     _same(layer, step, (mine.input, mine.probs), [mine.probs])
 
 
-def test_ranks_whose_experts_ignore_their_rows_take_part(on_ranks: OnRanks) -> None:
-    on_ranks(_ignoring)
+@over_both
+def test_ranks_whose_experts_ignore_their_rows_take_part(on_ranks: OnRanks, shape: Shape) -> None:
+    on_ranks(_ignoring, shape)
 
 
-def _float8(world: World) -> None:
-    if not world.member(2):
+def _float8(world: World, shape: Shape, options: dict[str, Any]) -> None:
+    group = world.group(*shape)
+    if not world.member(4):
         return
-    mine = problem("uneven", 2, torch.bfloat16).part(world.rank, 2)
+    mine = problem("uneven", 4, torch.bfloat16).part(world.rank, 4)
 
     def layer(input: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
         plan = RoutingPlan.from_choices(mine.ids, probs, NUM_EXPERTS)
-        rows, _, handle = moe_dispatch(input, plan, world.groups[2], payload="float8")
+        rows, _, handle = moe_dispatch(input, plan, group, payload="float8", **options)
         return moe_combine(rows, handle, weighted=True)
 
     step, _ = _compiled(layer)
     _same(layer, step, (mine.input, mine.probs), [mine.probs])
 
 
-def test_float8_payload_in_a_graph(on_ranks: OnRanks) -> None:
-    on_ranks(_float8)
+@over_both
+def test_float8_payload_in_a_graph(on_ranks: OnRanks, shape: Shape) -> None:
+    on_ranks(_float8, shape, {})
 
 
-def _counted(world: World) -> None:
+def test_float8_sums_of_nodes_weighted_there(on_ranks: OnRanks) -> None:
+    """The gradient of the probabilities runs through the node that weighs."""
+    on_ranks(_float8, (2, 2), {"reduce": "node"})
+
+
+def _counted(world: World, shape: Shape) -> None:
     """The handle leaves the graph; combine may stand in another one, or in none."""
-    if not world.member(2):
+    group = world.group(*shape)
+    if not world.member(4):
         return
-    mine = problem("sentinels", 2, torch.float32).part(world.rank, 2)
-    group, plan = world.groups[2], mine.plan()
+    mine = problem("sentinels", 4, torch.float32).part(world.rank, 4)
+    plan = mine.plan()
     rows, _, eager = moe_dispatch(mine.input, plan, group)
     step, _ = _compiled(lambda x, plan: moe_dispatch(x, plan, group))
     arrived, _, handle = step(mine.input, plan)
@@ -164,15 +248,17 @@ def _counted(world: World) -> None:
     assert torch.equal(moe_combine(arrived, handle), moe_combine(rows, eager))
 
 
-def test_the_handle_of_a_graph_has_the_counts_as_tensors(on_ranks: OnRanks) -> None:
-    on_ranks(_counted)
+@over_both
+def test_the_handle_of_a_graph_has_the_counts_as_tensors(on_ranks: OnRanks, shape: Shape) -> None:
+    on_ranks(_counted, shape)
 
 
-def _padded(world: World) -> None:
+def _padded(world: World, shape: Shape) -> None:
     """With a bound, eagerly: rows behind those that arrived are zeros and nobody's."""
+    group = world.group(*shape)
     mine = problem("uneven", 8, torch.float32).part(world.rank, 8)
-    rows, plan, handle = moe_dispatch(mine.input, mine.plan(), world.groups[8])
-    wide, wide_plan, bounded = moe_dispatch(mine.input, mine.plan(), world.groups[8], max_rows=300)
+    rows, plan, handle = moe_dispatch(mine.input, mine.plan(), group)
+    wide, wide_plan, bounded = moe_dispatch(mine.input, mine.plan(), group, max_rows=300)
     assert wide.shape == (300, HIDDEN) and torch.equal(wide[: len(rows)], rows)
     assert not wide[len(rows) :].any() and not wide_plan.probs[len(rows) :].any()
     assert torch.equal(wide_plan.offsets, plan.offsets)
@@ -186,15 +272,16 @@ def _padded(world: World) -> None:
         assert torch.equal(a, b)
 
 
-def test_rows_behind_those_that_arrived_are_nobodys(on_ranks: OnRanks) -> None:
-    on_ranks(_padded)
+@pytest.mark.parametrize("shape", [(8,), (2, 4)], ids=str)
+def test_rows_behind_those_that_arrived_are_nobodys(on_ranks: OnRanks, shape: Shape) -> None:
+    on_ranks(_padded, shape)
 
 
-def _too_many(world: World, fault: str) -> str:
+def _too_many(world: World, shape: Shape, bound: int, wrong: int = 0) -> str:
+    group = world.group(*shape)
     mine = problem("one_expert", 8, torch.float32).part(world.rank, 8)
-    bound = 300 + (world.rank == 2) if fault == "disagree" else 10
     try:
-        moe_dispatch(mine.input, mine.plan(), world.groups[8], max_rows=bound)
+        moe_dispatch(mine.input, mine.plan(), group, max_rows=bound + wrong * (world.rank == 2))
     except ValueError as error:
         dist.barrier(world.groups[8])
         return str(error)
@@ -202,67 +289,132 @@ def _too_many(world: World, fault: str) -> str:
 
 
 def test_more_rows_than_the_bound_raise_on_every_rank(on_ranks: OnRanks) -> None:
-    errors = on_ranks(_too_many, "few")
+    errors = on_ranks(_too_many, (8,), 10)
     assert "max_rows must be at least the" in errors[7] and errors[7].endswith("got 10")
     for error in errors[:7]:
         assert error.endswith("rank 7 of the group would receive more than max_rows rows"), error
-    for error in on_ranks(_too_many, "disagree"):
+    for error in on_ranks(_too_many, (8,), 300, 1):
         assert "agree on max_rows, got [300, 300, 301, 300" in error, error
 
 
-def _bad_plan(world: World) -> str:
-    """A graph runs; later a plan is wrong on one rank, and all raise out of the graph."""
+def test_more_rows_than_the_bound_raise_on_every_rank_of_every_node(on_ranks: OnRanks) -> None:
+    """All rows go to the last rank; 50 is enough for what crosses between nodes."""
+    errors = on_ranks(_too_many, (2, 4), 50)
+    assert "max_rows must be at least the" in errors[7] and errors[7].endswith("got 50")
+    for error in errors[4:7]:
+        assert error.endswith("rank 3 of this node would receive more than max_rows rows"), error
+    for error in errors[:4]:
+        assert error.endswith("a rank of node 1 would receive more than max_rows rows"), error
+    # Some pairs of ranks have more than 15 tokens, the others hear of it within their node.
+    for rank, error in enumerate(on_ranks(_too_many, (2, 4), 15)):
+        heard = "max_rows" if rank in (1, 2, 5, 6) else "in the exchange between nodes"
+        assert heard in error, error
+    for error in on_ranks(_too_many, (2, 4), 300, 1):
+        assert error != "no error"
+
+
+def _wrong_in_a_graph(world: World, shape: Shape, fault: str) -> str:
+    """A graph runs; later something is wrong on one rank, and all raise out of the graph."""
+    group = world.group(*shape)
     if not world.member(4):
         return ""
     mine = problem("uneven", 4, torch.float32).part(world.rank, 4)
 
-    def layer(input: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
-        rows, _, handle = moe_dispatch(input, plan, world.groups[4])
-        return moe_combine(rows, handle)
+    def layer(input: torch.Tensor, plan: RoutingPlan, more: torch.Tensor) -> torch.Tensor:
+        rows, _, handle = moe_dispatch(input, plan, group)
+        return moe_combine(torch.cat((more, rows))[2:], handle)
 
-    step, _ = _compiled(layer)
-    plan = mine.plan()
-    step(mine.input, plan)
-    if world.rank == 1:
+    step, counter = _compiled(layer)
+    plan, more = mine.plan(), mine.input.new_zeros(2, HIDDEN)
+    torch._dynamo.mark_dynamic(more, 0)
+    step(mine.input, plan, more)
+    if world.rank == 1 and fault == "plan":
         plan = RoutingPlan(**{**vars(plan), "permutation": plan.permutation + 1})
+    elif world.rank == 1 and fault == "ids":
+        plan = RoutingPlan(**{**vars(plan), "expert_ids": plan.expert_ids - 1})
+    elif world.rank == 1 and fault == "result":
+        more = mine.input.new_zeros(3, HIDDEN)
     try:
-        step(mine.input, plan)
+        step(mine.input, plan, more)
     except ValueError as error:
         dist.barrier(world.groups[4])
+        assert counter.frame_count == 1
         return str(error)
     return "no error"
 
 
-def test_a_bad_plan_on_one_rank_raises_out_of_every_graph(on_ranks: OnRanks) -> None:
-    for rank, error in enumerate(on_ranks(_bad_plan)[:4]):
-        expected = "moe_dispatch: plan must have" if rank == 1 else "rank 1 of the group got a plan"
-        assert expected in error, error
+@pytest.mark.parametrize("fault", ["ids", "plan", "result"])
+@over_both
+def test_what_is_wrong_on_one_rank_raises_out_of_every_graph(
+    on_ranks: OnRanks, shape: Shape, fault: str
+) -> None:
+    reason = "moe_combine: output must be" if fault == "result" else "moe_dispatch: plan must have"
+    for rank, error in enumerate(on_ranks(_wrong_in_a_graph, shape, fault)[:4]):
+        told = re.match(reason if rank == 1 else f"{reason.split()[0]} (a )?rank", error)
+        assert told is not None, error
 
 
 def _operators(world: World) -> None:
+    """Over a group, and at both levels of a mesh: on one rank, which is its own peer."""
     mine = problem("random", 1, torch.float32).part(0, 1)
+    mesh = world.group(1, 1)
     if not world.member(1):
         return
+    flat = [world.groups[1].group_name]
+    nodes = [mesh.get_group(axis).group_name for axis in range(2)]
     plan, ops = mine.plan(), torch.ops.fusedops
-    order = plan.permutation, plan.positions, plan.offsets
-    where = "moe_dispatch", world.groups[1].group_name
     slots = plan.permutation.numel()
-    for bound in (None, slots):
-        args = (mine.input, plan.probs, plan.expert_ids, *order, NUM_EXPERTS, None, True, bound)
-        torch.library.opcheck(ops.moe_send.default, (*args, *where))
-    rows, _, _, counts, _, anchor = ops.moe_send(*args, *where)
-    results = rows.detach().clone().requires_grad_()
-    back = (results, anchor.detach(), counts, rows.detach()[:0], slots, None, where[1])
-    torch.library.opcheck(ops.moe_return.default, back)
+    backwards = torch.arange(slots, dtype=torch.int32).flip(0)
+    for bound, groups, level in (
+        (None, flat, 0),
+        (slots, flat, 0),
+        (None, nodes, 0),
+        (slots, nodes, 1),
+    ):
+        send = Send(
+            mine.input,
+            plan.probs,
+            plan.expert_ids,
+            plan.permutation,
+            plan.positions,
+            plan.offsets,
+            dropped=torch.tensor(0) if level == 1 else None,
+            num_experts=NUM_EXPERTS,
+            reduce="home",
+            payload=None,
+            grads=True,
+            max_rows=bound,
+            op="moe_dispatch",
+            groups=groups,
+            level=level,
+        )
+        torch.library.opcheck(ops.moe_send.default, tuple(send))
+        came = Arrived(*(each.detach() for each in ops.moe_send(*send)))
+        to_nodes = groups is nodes and level == 0
+        back = Return(
+            # To a node goes a row per token; a result for each of its slots comes back.
+            torch.randn(slots, HIDDEN, requires_grad=True),
+            came.anchor,
+            came.counts,
+            like=mine.input.detach()[:0],
+            order=backwards if to_nodes else None,
+            room=slots,
+            max_rows=bound,
+            groups=groups,
+            level=level,
+        )
+        torch.library.opcheck(ops.moe_return.default, tuple(back))
+        if to_nodes:
+            assert torch.equal(ops.moe_return(*back), back.output.flip(0))
 
 
 def test_operators_are_what_they_say(on_ranks: OnRanks) -> None:
     on_ranks(_operators)
 
 
-def _inductor(world: World) -> None:
-    if world.member(2):
-        block = _Block(world, 2)
+def _inductor(world: World, shape: Shape) -> None:
+    block = _Block(world, shape)
+    if world.member(4):
         step, counter = _compiled(block.routed, "inductor")
         for _ in range(2):
             x = torch.randn(TOKENS, HIDDEN, requires_grad=True)
@@ -271,5 +423,6 @@ def _inductor(world: World) -> None:
 
 
 @pytest.mark.slow
-def test_inductor_gives_the_bits_of_eager(on_ranks: OnRanks) -> None:
-    on_ranks(_inductor)
+@over_both
+def test_inductor_gives_the_bits_of_eager(on_ranks: OnRanks, shape: Shape) -> None:
+    on_ranks(_inductor, shape)

@@ -162,7 +162,7 @@ def test_dropped_slots_are_counted_over_all_nodes(on_ranks: OnRanks) -> None:
     assert on_ranks(_drops) == [(mine, sum(dropped)) for mine in dropped]
 
 
-def _one_is_wrong(world: World, fault: str) -> str:
+def _one_is_wrong(world: World, fault: str, chunks: int) -> str:
     mesh = _mesh(2)
     mine = problem("uneven", RANKS, torch.float32).part(world.rank, RANKS)
     input, plan, reduce = mine.input, mine.plan(), "home"
@@ -180,16 +180,22 @@ def _one_is_wrong(world: World, fault: str) -> str:
         return rows[1:] if bad and fault == "result" else rows
 
     try:
-        expert_parallel(input, plan, here, mesh, reduce=reduce)
+        expert_parallel(input, plan, here, mesh, reduce=reduce, chunks=chunks)
     except (TypeError, ValueError) as error:
         dist.barrier(world.groups[RANKS])
         return f"{type(error).__name__}: {error}"
     return "no error"
 
 
+@pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize("fault", ["mismatch", "ids", "disagree", "reduce", "result"])
 def test_bad_input_on_one_rank_raises_on_all_ranks_of_all_nodes(
-    on_ranks: OnRanks, fault: str
+    on_ranks: OnRanks, fault: str, chunks: int
 ) -> None:
-    for error in on_ranks(_one_is_wrong, fault):
+    errors = on_ranks(_one_is_wrong, fault, chunks)
+    for error in errors:
         assert error.startswith("ValueError"), error
+    if fault == "result":
+        assert "output must be of shape" in errors[6]
+        assert all("a rank of node 1 got" in error for error in errors[:4]), errors
+        assert all("rank 2 of this node got" in errors[rank] for rank in (4, 5, 7)), errors
