@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from fusedops import RoutingPlan
 from fusedops.parallel import expert_parallel
@@ -21,11 +23,17 @@ def one_process() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+def _group(nodes: bool) -> Any:
+    names = ("node", "local")
+    return init_device_mesh("cuda", (1, 1), mesh_dim_names=names) if nodes else dist.group.WORLD
+
+
 @pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("nodes", [False, True])
 @pytest.mark.parametrize("payload", [None, "float8"])
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_values_and_gradients_are_those_without_an_exchange(
-    chunks: int, payload: str | None
+    chunks: int, payload: str | None, nodes: bool
 ) -> None:
     ids = torch.rand(50, 8, device="cuda").topk(2).indices
     x = torch.randn(50, 64, device="cuda").bfloat16().requires_grad_()
@@ -37,7 +45,7 @@ def test_values_and_gradients_are_those_without_an_exchange(
 
     plan = RoutingPlan.from_choices(ids, probs, 8)
     output = expert_parallel(
-        x, plan, experts, dist.group.WORLD, weighted=True, chunks=chunks, payload=payload
+        x, plan, experts, _group(nodes), weighted=True, chunks=chunks, payload=payload
     )
     grads = torch.autograd.grad(output.float().square().sum(), [x, probs])
     weight = (probs * scales[ids]).sum(1, keepdim=True)
@@ -46,3 +54,26 @@ def test_values_and_gradients_are_those_without_an_exchange(
     tolerance = 2.0**-4 if payload else 2.0**-7
     for got, want in zip((output, *grads), (expected, *exact), strict=True):
         assert (got.float() - want.float()).norm() <= 2 * tolerance * want.float().norm()
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("max_rows", [None, 200])
+@pytest.mark.parametrize("nodes", [False, True])
+def test_one_graph_gives_the_bits_of_eager(nodes: bool, max_rows: int | None) -> None:
+    group = _group(nodes)
+    ids = torch.rand(50, 8, device="cuda").topk(2).indices
+    x = torch.randn(50, 64, device="cuda").bfloat16().requires_grad_()
+    probs = torch.rand(50, 2, device="cuda", requires_grad=True)
+
+    def layer(x: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+        plan = RoutingPlan.from_choices(ids, probs, 8)
+        return expert_parallel(
+            x, plan, lambda rows, _: rows * 3, group, weighted=True, max_rows=max_rows
+        )
+
+    results = []
+    for function in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
+        output = function(x, probs)
+        results.append([output, *torch.autograd.grad(output.float().sum(), [x, probs])])
+    for want, got in zip(*results, strict=True):
+        assert torch.equal(got, want)
