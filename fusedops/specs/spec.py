@@ -154,3 +154,13 @@ class Spec:
     rounds_inside: bool = False
     double_backward: bool = True
     limits: tuple[str, ...] = ()
+
+    def inner_dtype(self, sample: Sample) -> torch.dtype | None:
+        """Return the dtype that inner values are rounded to, where the kernels round any.
+
+        That is the one of the least precision among the floating tensors of the call.
+        """
+        if not self.rounds_inside:
+            return None
+        found = {each.dtype for each in sample.tensors if each.is_floating_point()}
+        return max(found, key=lambda dtype: torch.finfo(dtype).eps)

@@ -79,7 +79,7 @@ def assert_within_budget(actual: Result, spec: Spec, sample: Sample) -> None:
     exact, eager = truth(spec, sample), baseline(spec, fresh(sample))
     depth = spec.depth(sample)
     assert len(depth.gradients) == len(actual.grads), "a depth for each leaf"
-    inside = _coarsest(sample) if spec.rounds_inside else None
+    inside = spec.inner_dtype(sample)
     names = [f"output {i}" for i in range(len(actual.outputs))]
     names += [f"gradient of leaf {i}" for i in range(len(actual.grads))]
     for name, terms, got, want, base in zip(
@@ -96,12 +96,6 @@ def assert_within_budget(actual: Result, spec: Spec, sample: Sample) -> None:
             assert torch.equal(got, want), f"{name}: {got}, wanted {want}"
             continue
         assert_close(got, want, base, name, terms, inside)
-
-
-def _coarsest(sample: Sample) -> torch.dtype:
-    """Return the dtype of the least precision among the floating tensors of a call."""
-    found = {each.dtype for each in sample.tensors if each.is_floating_point()}
-    return max(found, key=lambda dtype: torch.finfo(dtype).eps)
 
 
 def assert_close(
