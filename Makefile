@@ -19,7 +19,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -q
 # Exit code 3: no compiler. It says so, and the ops then run on the reference.
 NATIVE := $(BIN)/python tools/native.py build > /dev/null || test $$? -eq 3
 
-.PHONY: setup native demo test test-isas test-all test-gpu bench bench-gpu lint format check-cuda \
+.PHONY: setup native demo test test-isas test-all test-torch test-gpu bench bench-gpu lint format check-cuda \
         kernel-report-all docs clean clean-venv
 
 setup: .venv/.editable .venv/.models native
@@ -63,6 +63,20 @@ test-isas: setup
 test-all: setup
 	$(PYTEST) tests -m "not gpu and not interpreter"
 	TRITON_INTERPRET=1 $(PYTEST) tests -m interpreter
+
+# The committed tree against another torch than the pinned one, in an environment of its own, with
+# that torch's Triton (gigabytes of downloads): make test-torch TORCH=2.11.0
+OTHER = build/torch-$(TORCH)
+test-torch:
+	@test -n "$(TORCH)" || { echo "which torch? For example: make test-torch TORCH=2.11.0"; exit 2; }
+	rm -rf $(OTHER)/tree && mkdir -p $(OTHER)/tree && git archive HEAD | tar -x -C $(OTHER)/tree
+	test -x $(OTHER)/venv/bin/python || $(PYTHON) -m venv $(OTHER)/venv
+	grep -Ev "^(torch|triton)==" requirements.lock > $(OTHER)/requirements
+	$(OTHER)/venv/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) \
+	  torch==$(TORCH) -r $(OTHER)/requirements
+	cd $(OTHER)/tree && ../venv/bin/python setup.py build_ext --inplace && \
+	  OMP_NUM_THREADS=1 ../venv/bin/python -m pytest -n $(WORKERS) -q tests \
+	    -m "not slow and not gpu and not interpreter"
 
 ifneq ($(filter test-gpu bench-gpu,$(MAKECMDGOALS)),)
 PY := $(GPU_PYTHON)
