@@ -22,8 +22,9 @@
 namespace fusedops::CPU_CAPABILITY {
 namespace {
 
-constexpr int kDirectVectors = 8;     // accumulators of multiply_row
-constexpr int64_t kMaxLinesRows = 8;  // rows of multiply_lines, with kLanes transposed vectors
+constexpr int kDirectVectors = 8;  // accumulators of multiply_row
+// Rows of multiply_lines, beside kLanes transposed vectors: no more than a tile has.
+constexpr int kMaxLinesRows = std::min(8, kTileRows);
 
 // out[j] = sum over k of a[k * a_step] * b[k * b_step + j] for kVectors vectors of j, in the order
 // of the packed kernel: chains of kBlockSteps from zero, added in order.
@@ -261,7 +262,7 @@ __attribute__((noinline)) void multiply_lines(const Lines<typename Policy::T>& s
 
 // The rows that multiply_lines computes for `rows`, 1 <= rows <= kMaxLinesRows.
 inline int padded_rows(int64_t rows) {
-  return rows <= 2 ? static_cast<int>(rows) : rows <= 4 ? 4 : 8;
+  return rows <= 2 ? static_cast<int>(rows) : rows <= 4 ? 4 : kMaxLinesRows;
 }
 
 // Turns `blocks` panels of A of kPanel elements, where rows beyond those of the matrix are zero,
@@ -287,7 +288,7 @@ inline void multiply_lines(int rows, const Lines<typename Policy::T>& source, in
                    : rows == 1      ? multiply_lines<Policy, 1, 1>
                    : rows == 2      ? multiply_lines<Policy, 2, 1>
                    : rows == 4      ? multiply_lines<Policy, 4, 1>
-                                    : multiply_lines<Policy, 8, 1>;
+                                    : multiply_lines<Policy, kMaxLinesRows, 1>;
   run(source, lines, count, a, tile, accumulate, ahead);
 }
 
