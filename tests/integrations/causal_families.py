@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
 import torch
+from families import TEXT, build
+from patch_testing import patched_pair
 from torch import nn
 
-import fusedops
-
-transformers = pytest.importorskip("transformers")
-
 IDS = torch.arange(2 * 12).mul(7).remainder(97).view(2, 12)
-SIZES = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
+SIZES = TEXT | {
     "max_position_embeddings": 32,
     "initializer_range": 0.1,
     "bos_token_id": None,
@@ -47,8 +38,7 @@ class Family:
         seed: for a family with experts one with which every choice of experts survives noise of
             some 2%: where half precision flips a choice, the result jumps, and no two programs
             flip the same.
-        varied: which parameters and buffers are not left ones and zeros, which hide for which of
-            two modules a weight was.
+        varied: which parameters and buffers are not left ones and zeros.
     """
 
     name: str
@@ -58,21 +48,16 @@ class Family:
     varied: tuple[str, ...] = ("norm",)
 
     def model(self, **options: Any) -> nn.Module:
-        torch.manual_seed(self.seed)
-        config_class = getattr(transformers, f"{self.name}Config")
-        config = config_class(**(SIZES | self.options | options))
-        model = getattr(transformers, f"{self.name}ForCausalLM")(config).train()
-        with torch.no_grad():
-            for name, each in [*model.named_parameters(), *model.named_buffers()]:
-                if any(part in name for part in self.varied):
-                    each.add_(torch.randn_like(each), alpha=0.1)
-        return model
+        return build(
+            f"{self.name}ForCausalLM",
+            f"{self.name}Config",
+            SIZES | self.options | options,
+            seed=self.seed,
+            varied=self.varied,
+        )
 
     def pair(self, **options: Any) -> tuple[nn.Module, nn.Module]:
-        stock = self.model(**options)
-        patched = copy.deepcopy(stock)
-        fusedops.patch(patched)
-        return patched, stock
+        return patched_pair(self.model(**options))
 
 
 def loss(model: nn.Module) -> torch.Tensor:

@@ -6,6 +6,8 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,6 +16,13 @@ import fusedops
 from fusedops._core import dtypes
 
 Loss = Callable[[nn.Module], torch.Tensor]
+
+
+def patched_pair(stock: nn.Module) -> tuple[nn.Module, nn.Module]:
+    """Return a patched copy and the model itself."""
+    patched = copy.deepcopy(stock)
+    fusedops.patch(patched)
+    return patched, stock
 
 
 def gradients(model: nn.Module, loss: Loss, *, autocast: bool = False) -> dict[str, torch.Tensor]:
@@ -88,3 +97,25 @@ def counted() -> Iterator[Counter[str]]:
     yield calls
     for (op, _), count in fusedops.counters().items():
         calls[op] += count
+
+
+def train(
+    model: nn.Module, folder: Path, rows: list[dict[str, torch.Tensor]], **options: Any
+) -> tuple[list[float], Any]:
+    """Train with Hugging Face's Trainer; return the loss of every step, and the Trainer."""
+    from transformers import Trainer, TrainingArguments
+
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        use_cpu=True,
+        learning_rate=3e-3,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        seed=1,
+        **options,
+    )
+    trainer = Trainer(model=model, args=arguments, train_dataset=rows, eval_dataset=rows[:4])
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], trainer

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from causal_families import SPARSE, loss
 from patch_testing import assert_close, counted
 from torch import nn
 
@@ -16,33 +17,13 @@ import fusedops
 
 pytest.importorskip("transformers")
 
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import Qwen3MoeForCausalLM
 
 PROCESSES = 2
-IDS = torch.arange(2 * 12).mul(7).remainder(97).view(2, 12)
-
-
-def _save(folder: Path) -> None:
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=97,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=40,
-        moe_intermediate_size=24,
-        num_experts=6,
-        num_experts_per_tok=2,
-        head_dim=8,
-        initializer_range=0.1,
-        norm_topk_prob=True,
-    )
-    Qwen3MoeForCausalLM(config).save_pretrained(folder)
 
 
 def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    model(IDS, labels=IDS).loss.backward()
+    loss(model).backward()
     grads = {name: parameter.grad for name, parameter in model.named_parameters()}
     return {
         name: grad.full_tensor() if hasattr(grad, "full_tensor") else grad
@@ -78,5 +59,5 @@ def _run(rank: int, folder: str) -> None:
 
 
 def test_gradients_are_those_of_one_process(tmp_path: Path) -> None:
-    _save(tmp_path)
+    SPARSE["Qwen3Moe"].model().save_pretrained(tmp_path)
     mp.spawn(_run, args=(str(tmp_path),), nprocs=PROCESSES)

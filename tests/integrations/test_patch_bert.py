@@ -3,63 +3,25 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
+from encoder_families import FAMILIES, IDS, MASK
 from patch_testing import assert_close, assert_same_training, counted, gradients
-from torch import nn
+from transformers.models.bert import modeling_bert
 
 import fusedops
 from fusedops.integrations import describe
 
-pytest.importorskip("transformers")
-
-from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification
-from transformers.models.bert import modeling_bert
-
-IDS = torch.arange(1, 2 * 16 + 1).remainder(97).view(2, 16)
-MASK = torch.ones_like(IDS)
-MASK[1, 11:] = 0
-
-
-def bert(
-    model: type[nn.Module] = BertForMaskedLM, *, dropout: float = 0.0, **options: object
-) -> nn.Module:
-    torch.manual_seed(0)
-    config = BertConfig(
-        num_hidden_layers=2,
-        hidden_size=64,
-        num_attention_heads=4,
-        intermediate_size=128,
-        vocab_size=97,
-        max_position_embeddings=32,
-        hidden_dropout_prob=dropout,
-        attention_probs_dropout_prob=0.0,
-        initializer_range=0.2,
-        **options,
-    )
-    return model(config).train()
-
-
-def patched_pair(*args: type[nn.Module], **options: object) -> tuple[nn.Module, nn.Module]:
-    stock = bert(*args, **options)
-    patched = copy.deepcopy(stock)
-    fusedops.patch(patched)
-    return patched, stock
-
-
-def loss(model: nn.Module) -> torch.Tensor:
-    return model(IDS, attention_mask=MASK, labels=IDS).loss
-
-
-def logits(model: nn.Module) -> torch.Tensor:
-    return model(IDS, attention_mask=MASK).logits[MASK.bool()]
+BERT = FAMILIES["BertForMaskedLM"]
+loss, logits = BERT.loss, BERT.logits
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_training_matches_stock(level: str, autocast: bool) -> None:
-    stock = bert()
+    stock = BERT.model()
     patched = copy.deepcopy(stock)
     fusedops.patch(patched, level=level)
     assert_same_training(patched, stock, loss, autocast=autocast)
@@ -68,7 +30,7 @@ def test_training_matches_stock(level: str, autocast: bool) -> None:
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
 @pytest.mark.parametrize("activation", ["gelu", "gelu_new", "quick_gelu", "relu", "silu"])
 def test_every_known_activation(activation: str, autocast: bool) -> None:
-    patched, stock = patched_pair(hidden_act=activation)
+    patched, stock = BERT.pair(hidden_act=activation)
     entries = describe(patched)
     assert entries["bert.encoder.layer.0.intermediate"].op == "linear_act"
     assert entries["cls.predictions.transform"].op == "linear_act"
@@ -78,7 +40,7 @@ def test_every_known_activation(activation: str, autocast: bool) -> None:
 
 
 def test_unknown_activation_is_kept_and_reported() -> None:
-    stock = bert(hidden_act="mish")
+    stock = BERT.model(hidden_act="mish")
     patched = copy.deepcopy(stock)
     report = fusedops.patch(patched)
     assert "Mish" in report["bert.encoder.layer.0.intermediate"].reason
@@ -89,7 +51,7 @@ def test_unknown_activation_is_kept_and_reported() -> None:
 
 
 def test_which_ops_run() -> None:
-    patched, _ = patched_pair()
+    patched, _ = BERT.pair()
     with counted() as calls:
         loss(patched).backward()
     expected = {
@@ -103,7 +65,7 @@ def test_which_ops_run() -> None:
 
 
 def test_classifier_with_pooler() -> None:
-    patched, stock = patched_pair(BertForSequenceClassification)
+    patched, stock = replace(BERT, name="BertForSequenceClassification").pair()
     labels = torch.tensor([0, 1])
     assert_same_training(
         patched, stock, lambda model: model(IDS, attention_mask=MASK, labels=labels).loss
@@ -113,7 +75,7 @@ def test_classifier_with_pooler() -> None:
 
 
 def test_unpatch_restores_to_the_bit() -> None:
-    patched, stock = patched_pair()
+    patched, stock = BERT.pair()
     fusedops.unpatch(patched)
     assert [type(module) for module in patched.modules()] == [
         type(module) for module in stock.modules()
@@ -123,7 +85,7 @@ def test_unpatch_restores_to_the_bit() -> None:
 
 
 def test_state_dict_goes_both_ways() -> None:
-    patched, stock = patched_pair()
+    patched, stock = BERT.pair()
     assert list(patched.state_dict()) == list(stock.state_dict())
     stock.load_state_dict(patched.state_dict())
     patched.load_state_dict(stock.state_dict())
@@ -143,14 +105,14 @@ def test_state_dict_goes_both_ways() -> None:
     ],
 )
 def test_a_hook_may_change_what_a_bypassed_child_returns(name: str) -> None:
-    patched, stock = patched_pair()
+    patched, stock = BERT.pair()
     for model in (patched, stock):
         model.get_submodule(name).register_forward_hook(lambda module, args, output: output * 2)
     assert_close(logits(patched), logits(stock))
 
 
 def test_dropout_of_everything_leaves_the_residual_stream() -> None:
-    patched, stock = patched_pair(dropout=1.0)
+    patched, stock = BERT.pair(hidden_dropout_prob=1.0)
     for model in (patched, stock):
         model.bert.embeddings.dropout.p = 0.0
     with counted() as calls:
@@ -159,7 +121,7 @@ def test_dropout_of_everything_leaves_the_residual_stream() -> None:
 
 
 def test_dropout_in_training_and_none_in_evaluation() -> None:
-    patched, stock = patched_pair(dropout=0.5)
+    patched, stock = BERT.pair(hidden_dropout_prob=0.5)
     first, again = gradients(patched, loss), gradients(patched, loss)
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(loss(patched), loss(patched))
@@ -168,7 +130,7 @@ def test_dropout_in_training_and_none_in_evaluation() -> None:
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_gradient_checkpointing_repeats_the_dropout(use_reentrant: bool) -> None:
-    patched, _ = patched_pair(dropout=0.5)
+    patched, _ = BERT.pair(hidden_dropout_prob=0.5)
     whole = gradients(patched, loss)
     patched.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     if use_reentrant:
@@ -179,7 +141,7 @@ def test_gradient_checkpointing_repeats_the_dropout(use_reentrant: bool) -> None
 
 
 def test_compiles_into_one_graph() -> None:
-    patched, stock = patched_pair()
+    patched, stock = BERT.pair()
     torch._dynamo.reset()
     compiled = torch.compile(patched, fullgraph=True, backend="aot_eager")
     actual = compiled(IDS).logits

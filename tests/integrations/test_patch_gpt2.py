@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from patch_testing import assert_close, assert_same_training, counted, gradients
+from patch_testing import assert_close, assert_same_training, counted, gradients, patched_pair
 from torch import nn
 
 import fusedops
@@ -43,11 +43,8 @@ def gpt2(*, dropout: float = 0.0, **options: object) -> GPT2LMHeadModel:
     return GPT2LMHeadModel(config).train()
 
 
-def patched_pair(**options: object) -> tuple[GPT2LMHeadModel, GPT2LMHeadModel]:
-    stock = gpt2(**options)
-    patched = copy.deepcopy(stock)
-    fusedops.patch(patched)
-    return patched, stock
+def pair(**options: object) -> tuple[nn.Module, nn.Module]:
+    return patched_pair(gpt2(**options))
 
 
 def loss(model: nn.Module) -> torch.Tensor:
@@ -83,7 +80,7 @@ def test_training_matches_stock(level: str, autocast: bool) -> None:
     ],
 )
 def test_every_known_activation(activation: str, autocast: bool) -> None:
-    patched, stock = patched_pair(activation_function=activation)
+    patched, stock = pair(activation_function=activation)
     assert describe(patched)["transformer.h.0.mlp"].op == "mlp"
     if autocast and activation == "relu":
         pytest.skip("its slope jumps: whichever way bfloat16 rounds an argument near 0 is right")
@@ -113,7 +110,7 @@ def test_strict_names_what_cannot_be_replaced_and_leaves_the_model() -> None:
 
 
 def test_which_ops_run() -> None:
-    patched, _ = patched_pair()
+    patched, _ = pair()
     with counted() as calls:
         loss(patched).backward()
     expected = {
@@ -155,7 +152,7 @@ def test_patching_twice_and_changing_the_level() -> None:
 
 
 def test_unpatch_restores_to_the_bit_and_leaves_other_models_alone() -> None:
-    patched, stock = patched_pair()
+    patched, stock = pair()
     classes = [type(module) for module in stock.modules()]
     fusedops.unpatch(patched)
     assert [type(module) for module in patched.modules()] == classes
@@ -164,7 +161,7 @@ def test_unpatch_restores_to_the_bit_and_leaves_other_models_alone() -> None:
 
 
 def test_state_dict_goes_both_ways() -> None:
-    patched, stock = patched_pair()
+    patched, stock = pair()
     assert list(patched.state_dict()) == list(stock.state_dict())
     trained = gpt2()
     with torch.no_grad():
@@ -187,7 +184,7 @@ def test_embeddings_stay_tied_and_parameters_the_same_objects() -> None:
 
 @pytest.mark.parametrize("child", ["c_fc", "act", "c_proj"])
 def test_a_hook_inside_the_mlp_fires_and_the_mlp_steps_aside(child: str) -> None:
-    patched, stock = patched_pair()
+    patched, stock = pair()
     seen = {}
     for model in (patched, stock):
         module = getattr(model.transformer.h[0].mlp, child)
@@ -216,7 +213,7 @@ def test_backward_hooks_fire_with_the_stock_gradients() -> None:
         "transformer.h.1",
         "lm_head",
     ]
-    patched, stock = patched_pair()
+    patched, stock = pair()
     seen: list[list[torch.Tensor]] = [[], []]
     for model, found in zip((patched, stock), seen, strict=True):
         for name in names:
@@ -230,7 +227,7 @@ def test_backward_hooks_fire_with_the_stock_gradients() -> None:
 
 
 def test_a_forward_hook_may_change_the_output() -> None:
-    patched, stock = patched_pair()
+    patched, stock = pair()
     for model in (patched, stock):
         for name in ("transformer.h.0.ln_2", "transformer.h.1.attn.c_attn", "transformer.h.1.mlp"):
             model.get_submodule(name).register_forward_hook(lambda module, args, output: output * 2)
@@ -238,7 +235,7 @@ def test_a_forward_hook_may_change_the_output() -> None:
 
 
 def test_hooks_on_all_modules_fire() -> None:
-    patched, stock = patched_pair()
+    patched, stock = pair()
     counts = []
     for model in (patched, stock):
         fired: list[nn.Module] = []
@@ -252,7 +249,7 @@ def test_hooks_on_all_modules_fire() -> None:
 
 
 def test_attentions_and_hidden_states_are_recorded() -> None:
-    patched, stock = patched_pair(attn_implementation="eager", dropout=1.0)
+    patched, stock = pair(attn_implementation="eager", dropout=1.0)
     found, expected = (
         model(IDS, output_attentions=True, output_hidden_states=True) for model in (patched, stock)
     )
@@ -291,7 +288,7 @@ def test_an_adapter_in_a_childs_place_is_called(when: str) -> None:
 
 
 def test_a_parametrization_is_applied() -> None:
-    patched, stock = patched_pair()
+    patched, stock = pair()
     for model in (patched, stock):
         nn.utils.parametrizations.weight_norm(model.transformer.h[0].mlp.c_proj)
         nn.utils.parametrizations.weight_norm(model.transformer.h[1].attn.c_attn)
@@ -301,7 +298,7 @@ def test_a_parametrization_is_applied() -> None:
 
 
 def test_dropout_in_training_and_none_in_evaluation() -> None:
-    patched, stock = patched_pair(dropout=0.5)
+    patched, stock = pair(dropout=0.5)
     first, again = gradients(patched, loss), gradients(patched, loss)
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(loss(patched), loss(patched))
@@ -311,7 +308,7 @@ def test_dropout_in_training_and_none_in_evaluation() -> None:
 
 
 def test_dropout_of_everything_leaves_the_residual_stream() -> None:
-    patched, stock = patched_pair(dropout=1.0)
+    patched, stock = pair(dropout=1.0)
     for block in patched.transformer.h:
         assert block.attn.resid_dropout.training
     with counted() as calls:
@@ -321,7 +318,7 @@ def test_dropout_of_everything_leaves_the_residual_stream() -> None:
 
 
 def test_only_the_dropouts_that_are_on_drop() -> None:
-    patched, stock = patched_pair(dropout=1.0)
+    patched, stock = pair(dropout=1.0)
     for model in (patched, stock):
         model.transformer.h[0].attn.resid_dropout.eval()
         model.transformer.h[1].mlp.dropout.p = 0.0
@@ -329,7 +326,7 @@ def test_only_the_dropouts_that_are_on_drop() -> None:
 
 
 def test_a_hook_on_attention_sees_its_output_after_dropout() -> None:
-    patched, _ = patched_pair(dropout=1.0)
+    patched, _ = pair(dropout=1.0)
     seen = []
     patched.transformer.h[0].attn.register_forward_hook(
         lambda module, args, output: seen.append(output[0])
@@ -342,7 +339,7 @@ def test_a_hook_on_attention_sees_its_output_after_dropout() -> None:
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_gradient_checkpointing_repeats_the_dropout(use_reentrant: bool) -> None:
-    patched, _ = patched_pair(dropout=0.5)
+    patched, _ = pair(dropout=0.5)
     whole = gradients(patched, loss)
     patched.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     if use_reentrant:
@@ -356,7 +353,7 @@ def test_gradient_checkpointing_repeats_the_dropout(use_reentrant: bool) -> None
 
 @pytest.mark.parametrize("dropout", [0.0, 1.0])
 def test_compiles_into_one_graph(dropout: float) -> None:
-    patched, stock = patched_pair(dropout=dropout)
+    patched, stock = pair(dropout=dropout)
     torch._dynamo.reset()
     compiled = torch.compile(patched, fullgraph=True, backend="aot_eager")
     logits = compiled(IDS).logits
@@ -372,7 +369,7 @@ def test_compiles_into_one_graph(dropout: float) -> None:
 
 
 def test_padding_and_generation() -> None:
-    patched, stock = patched_pair()
+    patched, stock = pair()
     mask = torch.ones_like(IDS)
     mask[0, :5] = 0
     for model in (patched, stock):
@@ -390,7 +387,7 @@ def test_padding_and_generation() -> None:
 
 
 def test_cross_attention_blocks_keep_their_own_forward() -> None:
-    patched, stock = patched_pair(add_cross_attention=True)
+    patched, stock = pair(add_cross_attention=True)
     encoded = torch.randn(2, 5, 64)
     logits, expected = (
         model(IDS, encoder_hidden_states=encoded).logits for model in (patched, stock)
@@ -399,7 +396,7 @@ def test_cross_attention_blocks_keep_their_own_forward() -> None:
 
 
 def test_deepcopy_is_patched_and_independent() -> None:
-    patched, stock = patched_pair()
+    patched, stock = pair()
     twin = copy.deepcopy(patched)
     assert type(twin.transformer.h[0]) is type(patched.transformer.h[0])
     fusedops.unpatch(patched)
@@ -407,7 +404,7 @@ def test_deepcopy_is_patched_and_independent() -> None:
 
 
 def test_saved_model_loads_in_another_process(tmp_path: Path) -> None:
-    patched, stock = patched_pair()
+    patched, stock = pair()
     torch.save(patched, tmp_path / "model.pt")
     program = (
         "import sys, torch; "
@@ -423,7 +420,7 @@ def test_saved_model_loads_in_another_process(tmp_path: Path) -> None:
 
 
 def test_save_pretrained_is_read_by_stock(tmp_path: Path) -> None:
-    patched, stock = patched_pair()
+    patched, stock = pair()
     patched.save_pretrained(tmp_path)
     loaded = GPT2LMHeadModel.from_pretrained(tmp_path)
     assert loaded.config.architectures == ["GPT2LMHeadModel"]
@@ -432,7 +429,7 @@ def test_save_pretrained_is_read_by_stock(tmp_path: Path) -> None:
 
 def test_accelerate_offload_still_moves_the_weights() -> None:
     accelerate = pytest.importorskip("accelerate")
-    patched, stock = patched_pair()
+    patched, stock = pair()
     fused = patched(IDS).logits
     accelerate.cpu_offload(patched, execution_device=torch.device("cpu"))
     assert patched.transformer.h[0].mlp.c_fc.weight.is_meta

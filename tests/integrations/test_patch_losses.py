@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from causal_families import DENSE, IDS, loss
-from patch_testing import assert_close, assert_same_training, counted, gradients
+from encoder_families import FAMILIES
+from patch_testing import assert_close, assert_same_training, counted, gradients, train
 from torch import nn
 
 import fusedops
@@ -20,13 +21,13 @@ from fusedops.integrations.hf import losses
 
 pytest.importorskip("accelerate")
 
-from transformers import BertConfig, BertForMaskedLM, Trainer, TrainingArguments
 from transformers.loss import loss_utils
 
 CLASSES = 53
 CAUSAL = (losses.causal_lm_loss, loss_utils.ForCausalLMLoss)
 MASKED = (losses.masked_lm_loss, loss_utils.ForMaskedLMLoss)
 LLAMA = DENSE["Llama"]
+BERT = FAMILIES["BertForMaskedLM"]
 
 
 def labels(ignored: int = -100) -> torch.Tensor:
@@ -193,26 +194,8 @@ def test_labels_alone_may_be_shifted_before() -> None:
     assert_same_training(patched, stock, shifted)
 
 
-def bert(**options: Any) -> BertForMaskedLM:
-    torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=97,
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        intermediate_size=48,
-        max_position_embeddings=40,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        **options,
-    )
-    return BertForMaskedLM(config).train()
-
-
 def test_a_head_with_a_loss_of_its_own_returns_what_theirs_does() -> None:
-    stock = bert()
-    patched = copy.deepcopy(stock)
-    fusedops.patch(patched)
+    patched, stock = BERT.pair()
     nones = [None] * 6
     with counted() as calls:
         found = patched(IDS, labels=IDS, output_hidden_states=True)
@@ -230,9 +213,7 @@ def test_a_head_with_a_loss_of_its_own_returns_what_theirs_does() -> None:
 
 
 def test_a_head_compiles_into_one_graph() -> None:
-    stock = bert()
-    patched = copy.deepcopy(stock)
-    fusedops.patch(patched)
+    patched, stock = BERT.pair()
     torch._dynamo.reset()
     compiled = torch.compile(patched, fullgraph=True, backend="aot_eager")
     loss(compiled)
@@ -247,34 +228,17 @@ def trained(model: nn.Module, folder: Path, **options: Any) -> list[float]:
     for start in range(32):
         ids = (torch.arange(12) * 3 + start * 11) % 97
         rows.append({"input_ids": ids, "labels": ids.where(torch.arange(12) >= start % 9, -100)})
-    arguments = TrainingArguments(
-        output_dir=str(folder),
-        use_cpu=True,
-        max_steps=6,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
-        learning_rate=3e-3,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        seed=1,
-        **options,
-    )
-    trainer = Trainer(model=model, args=arguments, train_dataset=rows, eval_dataset=rows[:4])
-    trainer.train()
-    history = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return [*history, trainer.evaluate()["eval_loss"]]
+    batches = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    found, trainer = train(model, folder, rows, max_steps=6, **batches, **options)
+    return [*found, trainer.evaluate()["eval_loss"]]
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("make", [LLAMA.model, bert], ids=["causal", "masked"])
+@pytest.mark.parametrize("family", [LLAMA, BERT], ids=["causal", "masked"])
 def test_trainer_with_accumulation_and_its_own_smoothing(
-    make: Callable[[], nn.Module], smoothing: float, tmp_path: Path
+    family: Any, smoothing: float, tmp_path: Path
 ) -> None:
-    stock = make()
-    patched = copy.deepcopy(stock)
-    fusedops.patch(patched)
+    patched, stock = family.pair()
     expected = trained(stock, tmp_path / "stock", label_smoothing_factor=smoothing)
     with counted() as calls:
         found = trained(patched, tmp_path / "patched", label_smoothing_factor=smoothing)
@@ -286,9 +250,7 @@ def test_trainer_with_accumulation_and_its_own_smoothing(
 
 
 def test_the_same_bits_after_unpatch() -> None:
-    stock = bert()
-    patched = copy.deepcopy(stock)
-    fusedops.patch(patched)
+    patched, stock = BERT.pair()
     fusedops.unpatch(patched)
     before, after = gradients(stock, loss), gradients(patched, loss)
     assert all(torch.equal(before[name], after[name]) for name in before)
