@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
-from patch_testing import assert_close, assert_same_training, counted
+from patch_testing import assert_close, assert_same_training, counted, patched_pair
 from torch import nn
 
 import fusedops
 from fusedops.integrations import describe
 
 INPUT = torch.linspace(-2, 2, 20 * 32).view(20, 32)
-
-
-def patched_pair(stock: nn.Module) -> tuple[nn.Module, nn.Module]:
-    patched = copy.deepcopy(stock)
-    fusedops.patch(patched)
-    return patched, stock
 
 
 def loss(model: nn.Module) -> torch.Tensor:
@@ -32,42 +26,44 @@ def feed_forward(activation: nn.Module) -> nn.Sequential:
     return nn.Sequential(nn.Linear(32, 48), activation, nn.Linear(48, 8))
 
 
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "LayerNorm": lambda: nn.LayerNorm(32),
+    "LayerNorm, no bias": lambda: nn.LayerNorm(32, eps=0.1, bias=False),
+    "Linear": lambda: nn.Linear(32, 8),
+    "Linear, no bias": lambda: nn.Linear(32, 8, bias=False),
+    "GELU last": lambda: nn.Sequential(nn.Linear(32, 8), nn.LayerNorm(8), nn.GELU()),
+    "GELU inside": lambda: nn.Sequential(nn.Linear(32, 8), nn.GELU("tanh"), nn.LayerNorm(8)),
+    "MLP, GELU": lambda: feed_forward(nn.GELU()),
+    "MLP, tanh GELU": lambda: feed_forward(nn.GELU("tanh")),
+    "MLP, ReLU": lambda: feed_forward(nn.ReLU()),
+    "MLP, SiLU": lambda: feed_forward(nn.SiLU()),
+    "MLP, Tanh": lambda: feed_forward(nn.Tanh()),
+    "MLP and more": lambda: nn.Sequential(
+        *feed_forward(nn.GELU()), nn.SiLU(), nn.Dropout(0.0), nn.Linear(8, 3)
+    ),
+}
+
+
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
-@pytest.mark.parametrize(
-    "model",
-    [
-        nn.LayerNorm(32),
-        nn.LayerNorm(32, eps=0.1, bias=False),
-        nn.Linear(32, 8),
-        nn.Linear(32, 8, bias=False),
-        nn.Sequential(nn.Linear(32, 8), nn.LayerNorm(8), nn.GELU()),
-        nn.Sequential(nn.Linear(32, 8), nn.GELU("tanh"), nn.LayerNorm(8)),
-        feed_forward(nn.GELU()),
-        feed_forward(nn.GELU("tanh")),
-        feed_forward(nn.ReLU()),
-        feed_forward(nn.SiLU()),
-        feed_forward(nn.Tanh()),
-        nn.Sequential(*feed_forward(nn.GELU()), nn.SiLU(), nn.Dropout(0.0), nn.Linear(8, 3)),
-    ],
-    ids=lambda model: str(model).replace("\n", "") if isinstance(model, nn.Module) else None,
-)
-def test_training_matches_stock(model: nn.Module, autocast: bool) -> None:
-    patched, stock = patched_pair(model)
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_training_matches_stock(make: Callable[[], nn.Module], autocast: bool) -> None:
+    patched, stock = patched_pair(make())
     assert_same_training(patched, stock, loss, autocast=autocast, draws=16)
 
 
 @pytest.mark.parametrize(
-    ("model", "expected"),
+    ("make", "expected"),
     [
-        (feed_forward(nn.GELU()), {"mlp": 1}),
-        (feed_forward(nn.Tanh()), {"linear_act": 2}),
-        (nn.Sequential(*feed_forward(nn.ReLU()), nn.GELU()), {"mlp": 1, "gelu": 1}),
-        (nn.Sequential(nn.Linear(32, 4), nn.SiLU(), nn.Dropout()), {"linear_act": 1}),
-        (nn.Sequential(nn.GELU("tanh"), nn.LayerNorm(32)), {"gelu": 1, "layer_norm": 1}),
-        (nn.LayerNorm(32, elementwise_affine=False), {"layer_norm": 1}),
+        (lambda: feed_forward(nn.GELU()), {"mlp": 1}),
+        (lambda: feed_forward(nn.Tanh()), {"linear_act": 2}),
+        (lambda: nn.Sequential(*feed_forward(nn.ReLU()), nn.GELU()), {"mlp": 1, "gelu": 1}),
+        (lambda: nn.Sequential(nn.Linear(32, 4), nn.SiLU(), nn.Dropout()), {"linear_act": 1}),
+        (lambda: nn.Sequential(nn.GELU("tanh"), nn.LayerNorm(32)), {"gelu": 1, "layer_norm": 1}),
+        (lambda: nn.LayerNorm(32, elementwise_affine=False), {"layer_norm": 1}),
     ],
 )
-def test_which_ops_run(model: nn.Module, expected: dict[str, int]) -> None:
+def test_which_ops_run(make: Callable[[], nn.Module], expected: dict[str, int]) -> None:
+    model = make()
     fusedops.patch(model)
     with counted() as calls:
         model(INPUT)

@@ -53,7 +53,7 @@ def test_a_table_decides() -> None:
 BAD: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = {
     "top_k": ((torch.arange(3), 4), {"top_k": 5}, ValueError, "top_k must be from 1 to 4"),
     "experts": ((torch.arange(3), 0), {}, ValueError, "num_experts must be at least 1"),
-    "floating": ((torch.rand(3), 4), {}, TypeError, "token_ids must be int32 or int64"),
+    "floating": ((torch.zeros(3), 4), {}, TypeError, "token_ids must be int32 or int64"),
     "dims": ((torch.zeros(2, 3).long(), 4), {}, ValueError, "token_ids must be of 1 dims"),
     "table": ((torch.arange(3), 4), {"table": torch.arange(3)}, ValueError, "table must be of 2"),
     "kind": ((torch.arange(3), 4.0), {}, TypeError, "num_experts must be an int, got float"),
