@@ -1,9 +1,11 @@
 """Compiles everything under csrc/cuda and keeps what ptxas says of each kernel. Needs no GPU.
 
     python tools/cuda_report.py             # writes docs/reports/cuda_kernels.csv
+    python tools/cuda_report.py --op gelu   # compiles gelu.cu alone, writes and prints its rows
     python tools/cuda_report.py --check     # compares with it (make check-cuda, CI)
 
-Fixed rules: no stack and no spilled register.
+Fixed rules: no stack and no spilled register. A row does not say which file its kernel is from,
+because several may instantiate one: that a kernel is gone shows when all are compiled.
 """
 
 from __future__ import annotations
@@ -78,9 +80,14 @@ def main() -> int:
     """Compile everything and write or compare the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="compare, do not write")
-    check = parser.parse_args().check
+    parser.add_argument("--op", action="append", metavar="NAME", help="only csrc/cuda/NAME.cu")
+    options = parser.parse_args()
+    files = sorted(path.stem for path in native.sources("cuda") if path.suffix == ".cu")
+    unknown = sorted(set(options.op or ()) - set(files))
+    if unknown:
+        parser.error(f"--op {', '.join(unknown)}: the files of csrc/cuda are {', '.join(files)}")
     try:
-        rows = parse(native.check_cuda())
+        rows = parse(native.check_cuda(only=options.op))
     except native.CannotBuildError as error:
         print(f"CUDA kernels not compiled: {error}")
         return 0
@@ -99,7 +106,13 @@ def main() -> int:
         bounded=("registers", "shared"),
         problems=problems,
     )
-    return report_table.finish(table, rows, check=check)
+    if not options.op:
+        return report_table.finish(table, rows, check=options.check)
+    report_table.show(rows)
+    names = {(row["kernel"], row["arch"]) for row in rows}
+    return report_table.finish(
+        table, rows, check=options.check, only=lambda row: (row["kernel"], row["arch"]) in names
+    )
 
 
 if __name__ == "__main__":

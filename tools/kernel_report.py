@@ -277,9 +277,12 @@ def main() -> int:
         for (op, index, capability), mark in zip(todo, marks, strict=True)
     ]
     print(f"compiled {len(compiled)} of {len(set(marks))} different kernels")
-    if options.op:
-        report_table.show(rows)
-    return report_table.finish(table, rows, check=options.check, only=options.op)
+    if not options.op:
+        return report_table.finish(table, rows, check=options.check)
+    report_table.show(rows)
+    return report_table.finish(
+        table, rows, check=options.check, only=lambda row: row["op"] in options.op
+    )
 
 
 if __name__ == "__main__":

@@ -311,11 +311,12 @@ def build(*, verbose: bool = False) -> list[Path]:
     return [library_path(name) for name in names]
 
 
-def check_cuda(*, verbose: bool = False) -> str:
+def check_cuda(*, only: Sequence[str] | None = None, verbose: bool = False) -> str:
     """Compile every file under csrc/cuda and return ptxas' resource report.
 
     The kernels compile for sm_80 and sm_90a. The bindings compile against the installed torch,
-    which may have no CUDA: nothing is linked, nothing needs a GPU.
+    which may have no CUDA: nothing is linked, nothing needs a GPU. ``only`` names the files of
+    kernels that are compiled, without the bindings.
 
     Raises:
         BuildError: no nvcc, or a file does not compile.
@@ -325,6 +326,8 @@ def check_cuda(*, verbose: bool = False) -> str:
     with _locked("cuda"):
         folder = build_folder()
         edges = [edge for edge in _edges("cuda", folder) if edge.rule != "link"]
+        if only is not None:
+            edges = [each for each in edges if Path(each.output).name.split(".cu.")[0] in only]
         _execute(folder, "cuda", edges, verbose=verbose)
         logs = (Path(edge.output + ".log") for edge in edges if edge.rule == "nvcc")
         return "\n".join(log.read_text() for log in sorted(logs))

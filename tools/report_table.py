@@ -66,11 +66,15 @@ def show(rows: Sequence[Row]) -> None:
 
 
 def finish(
-    table: Table, rows: Sequence[Row], *, check: bool, only: Sequence[str] | None = None
+    table: Table,
+    rows: Sequence[Row],
+    *,
+    check: bool,
+    only: Callable[[Row], bool] | None = None,
 ) -> int:
     """Write the table, or compare with the committed one; returns the exit code.
 
-    ``only`` names what the rows are of (values of the first key): the others stay as they are.
+    ``only`` tells which rows of the table these are all of: the others stay as they are.
     """
     rows = sorted(rows, key=lambda row: [row[key] for key in table.keys])
     where = table.path.relative_to(REPORTS.parent.parent)
@@ -89,19 +93,21 @@ def finish(
             if compiler != table.compiler:
                 print(f"{where}: written by {compiler}: write all of it anew", file=sys.stderr)
                 return 1
-            others = [row for row in committed if row[table.keys[0]] not in only]
+            others = [row for row in committed if not only(row)]
         _write(table, sorted([*rows, *others], key=lambda row: [row[key] for key in table.keys]))
     if not broken and not changed:
         print(f"{where}: {len(rows)} kernels, {'as committed' if check else 'written'}")
     return int(bool(broken or changed))
 
 
-def _differences(table: Table, rows: Sequence[Row], only: Sequence[str] | None) -> list[str]:
+def _differences(
+    table: Table, rows: Sequence[Row], only: Callable[[Row], bool] | None
+) -> list[str]:
     if not table.path.exists():
         return ["the file is missing"]
     compiler, committed = _read(table)
     if only:
-        committed = [row for row in committed if row[table.keys[0]] in only]
+        committed = [row for row in committed if only(row)]
     before = {_name(table, row): row for row in committed}
     now = {_name(table, row): row for row in rows}
     found = [f"{name}: a new kernel without a row" for name in now.keys() - before.keys()]
