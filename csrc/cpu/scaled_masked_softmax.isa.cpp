@@ -188,10 +188,12 @@ inline void backward_row(const ScaledMaskedSoftmaxBackward& a, bool stream, int6
   T* dx = a.grad_input != nullptr ? static_cast<T*>(a.grad_input) + row * a.columns : nullptr;
   for_each_vector<W>(columns, [&](int64_t c, int64_t count, auto full) {
     const V value = load_vec(y + c, count, full);
-    const V grad = value * (load_vec(dy + c, count, full) - along);
-    if (dx != nullptr) store_or_stream(stream, dx + c, grad * scale, count, full);
+    const V beyond = load_vec(dy + c, count, full) - along;
+    if (dx != nullptr) store_or_stream(stream, dx + c, value * beyond * scale, count, full);
     if (dmask != nullptr) {
-      store_vec(dmask + c, load_vec(dmask + c, count, full) + grad, count, full);
+      // Fused in the source: the compiler would fuse it only where dx is not wanted.
+      const V sum = at::vec::fmadd(value, beyond, load_vec(dmask + c, count, full));
+      store_vec(dmask + c, sum, count, full);
     }
   });
   if (dx != nullptr && columns < a.columns) fill_zeros(stream, dx, columns, a.columns);
