@@ -1,5 +1,5 @@
 // 2^y on vectors: what softmax-like kernels take instead of exp, the factor 1 / ln 2 being folded
-// into a multiplication that is there anyway.
+// into a multiplication that is there anyway; and exp for those that have none.
 //
 // Include from *.isa.cpp only.
 #pragma once
@@ -55,6 +55,16 @@ inline Vec<T> exp2_of(const Vec<T>& y) {
     if constexpr (std::is_same_v<T, c10::BFloat16>) return exp2_short(y);
 #endif
     return exp2_full(y);
+  }
+}
+
+// exp(x) as good as results of type T can show, for x <= 0; 0 for -inf, NaN stays NaN.
+template <typename T>
+inline Vec<T> exp_of(const Vec<T>& x) {
+  if constexpr (std::is_same_v<T, double>) {
+    return x.exp();
+  } else {
+    return exp2_of<T>(x * Vec<T>(static_cast<float>(kLog2E)));
   }
 }
 

@@ -388,7 +388,7 @@ class WholeBackward {
         [](const V& p, const V& q) { return at::vec::maximum(p, q); }, peaks));
     V sums(A(0));
     for (int64_t c = 0; c < width; c += W) {
-      const V e = exponential<A>(V::loadu(s_.data() + c) - peak);
+      const V e = exp_of<A>(V::loadu(s_.data() + c) - peak);
       e.store(s_.data() + c);
       sums = sums + e;
     }

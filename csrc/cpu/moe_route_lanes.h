@@ -89,23 +89,13 @@ inline A jitter_factor(uint32_t word, double jitter) {
   return A(1) + static_cast<A>(jitter) * (static_cast<A>(word >> 8) * A(0x1p-23) - A(1));
 }
 
-// exp(x) for x <= 0, 0 for -inf.
 template <typename A>
-inline at::vec::Vectorized<A> exponential(const at::vec::Vectorized<A>& x) {
-  if constexpr (std::is_same_v<A, double>) {
-    return x.exp();
-  } else {
-    return exp2_full(x * at::vec::Vectorized<float>(static_cast<float>(kLog2E)));
-  }
-}
-
-template <typename A>
-inline Lanes<A> exponential(const Lanes<A>& x) {
+inline Lanes<A> exp_of(const Lanes<A>& x) {
   using V = at::vec::Vectorized<A>;
   A values[kLanes<A>];
   store(values, x);
   for (int64_t i = 0; i < kLanes<A>; i += V::size()) {
-    exponential<A>(V::loadu(values + i)).store(values + i);
+    exp_of<A>(V::loadu(values + i)).store(values + i);
   }
   return load(values);
 }
@@ -113,7 +103,7 @@ inline Lanes<A> exponential(const Lanes<A>& x) {
 // 1 / (1 + exp(-x)) without overflow.
 template <typename A>
 inline Lanes<A> logistic(const Lanes<A>& x) {
-  const Lanes<A> t = exponential<A>(x < A(0) ? x : -x);
+  const Lanes<A> t = exp_of<A>(x < A(0) ? x : -x);
   const Lanes<A> large = A(1) / (A(1) + t);
   return x < A(0) ? t * large : large;
 }
@@ -130,14 +120,14 @@ class ColumnSoftmax {
       peak_ = value > peak_ ? value : peak_;
     }
     Lanes<A> sum{};
-    for (int64_t c = 0; c < count; ++c) sum += exponential<A>(load(x + c * L) - peak_);
+    for (int64_t c = 0; c < count; ++c) sum += exp_of<A>(load(x + c * L) - peak_);
     inverse_ = sum == A(0) ? sum : A(1) / sum;
   }
 
   // The probabilities of `count` rows of x; both may be one.
   void apply(const A* x, A* to, int64_t count) const {
     for (int64_t c = 0; c < count; ++c) {
-      store<A>(to + c * L, exponential<A>(load(x + c * L) - peak_) * inverse_);
+      store<A>(to + c * L, exp_of<A>(load(x + c * L) - peak_) * inverse_);
     }
   }
 

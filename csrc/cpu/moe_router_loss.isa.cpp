@@ -15,16 +15,6 @@
 namespace fusedops::CPU_CAPABILITY {
 namespace {
 
-// exp(x) for x <= 0, 0 for -inf; NaN stays NaN.
-template <typename A>
-inline at::vec::Vectorized<A> exponential(const at::vec::Vectorized<A>& x) {
-  if constexpr (std::is_same_v<A, double>) {
-    return x.exp();
-  } else {
-    return exp2_full(x * at::vec::Vectorized<float>(static_cast<float>(kLog2E)));
-  }
-}
-
 template <typename T>
 class Row {
  public:
@@ -54,7 +44,7 @@ class Row {
         [](const V& p, const V& q) { return at::vec::maximum(p, q); }, peaks);
     V sums(A(0));
     for (int64_t c = 0; c < width_; c += W) {
-      const V e = exponential<A>(V::loadu(x_.data() + c) - V(peak));
+      const V e = exp_of<A>(V::loadu(x_.data() + c) - V(peak));
       e.store(e_.data() + c);
       sums = sums + e;
     }
@@ -103,7 +93,7 @@ class Row {
     V sums(A(0));
     for (int64_t c = 0; c < width_; c += W) {
       const V x = V::loadu(x_.data() + c);
-      const V t = exponential<A>(x.abs().neg());
+      const V t = exp_of<A>(x.abs().neg());
       const V large = V(A(1)) / (V(A(1)) + t);
       const V s = V::blendv(large, t * large, x < V(A(0)));
       s.store(s_.data() + c);

@@ -24,16 +24,6 @@
 namespace fusedops::CPU_CAPABILITY {
 namespace {
 
-// exp(x) as good as results of type T can show, for x <= 0.
-template <typename T>
-inline Vec<T> exponential(const Vec<T>& x) {
-  if constexpr (std::is_same_v<T, double>) {
-    return x.exp();
-  } else {
-    return exp2_of<T>(x * Vec<T>(static_cast<float>(kLog2E)));
-  }
-}
-
 // Where a row lies and where its mask does.
 struct Place {
   int64_t row;
@@ -147,7 +137,7 @@ void forward(const ScaledMaskedSoftmaxForward& a) {
       const V peaks(peak);
       V sums[2] = {V(A(0)), V(A(0))};
       for_each_vector<W>(columns, [&](int64_t c, int64_t count, auto full) {
-        V e = exponential<T>(load_vec(scratch.data() + c, count, full) - peaks);
+        V e = exp_of<T>(load_vec(scratch.data() + c, count, full) - peaks);
         if constexpr (!decltype(full)::value) e = V::set(V(A(0)), e, count);
         store_vec(scratch.data() + c, e, count, full);
         sums[turn] = sums[turn] + e;
