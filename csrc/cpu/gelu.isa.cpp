@@ -4,32 +4,17 @@
 // writes dx = dy * act'(x). Outputs larger than the cache are streamed around it.
 #include "gelu.h"
 
-#include <algorithm>
-
-#include "../common/parallel.h"
+#include "elementwise.h"
 #include "gelu_vec.h"
 
 namespace fusedops::CPU_CAPABILITY {
 namespace {
 
-// Elements of one parallel task: a multiple of every vector, so that only the last one has a tail.
-constexpr int64_t kBlock = 4096;
-
-// Calls body(first, count) over blocks of elements.
-template <typename F>
-inline void parallel_blocks(int64_t count, int64_t bytes_per_element, const F& body) {
-  const int64_t blocks = (count + kBlock - 1) / kBlock;
-  parallel_rows(blocks, kBlock * bytes_per_element, [&](int64_t begin, int64_t end) {
-    const int64_t first = begin * kBlock;
-    body(first, std::min(count, end * kBlock) - first);
-  });
-}
-
 template <typename T, Activation kActivation>
 void forward(const GeluForward& a) {
-  const bool stream = should_stream(static_cast<const T*>(a.output), a.count / kBlock, kBlock);
+  const bool stream = streams_blocks<T>(a.output, 1, a.count);
   using V = Vec<T>;
-  parallel_blocks(a.count, 2 * sizeof(T), [&](int64_t first, int64_t count) {
+  parallel_blocks(1, a.count, 2 * sizeof(T), [&](int64_t, int64_t first, int64_t count) {
     const T* x = static_cast<const T*>(a.input) + first;
     T* y = static_cast<T*>(a.output) + first;
     for_each_vector<V::size()>(count, [&](int64_t i, int64_t lanes, auto full) {
@@ -41,9 +26,9 @@ void forward(const GeluForward& a) {
 
 template <typename T, Activation kActivation>
 void backward(const GeluBackward& a) {
-  const bool stream = should_stream(static_cast<const T*>(a.grad_input), a.count / kBlock, kBlock);
+  const bool stream = streams_blocks<T>(a.grad_input, 1, a.count);
   using V = Vec<T>;
-  parallel_blocks(a.count, 3 * sizeof(T), [&](int64_t first, int64_t count) {
+  parallel_blocks(1, a.count, 3 * sizeof(T), [&](int64_t, int64_t first, int64_t count) {
     const T* dy = static_cast<const T*>(a.grad_output) + first;
     const T* x = static_cast<const T*>(a.input) + first;
     T* dx = static_cast<T*>(a.grad_input) + first;

@@ -6,37 +6,11 @@
 // Outputs larger than the cache are streamed around it.
 #include "glu.h"
 
-#include <algorithm>
-
-#include "../common/parallel.h"
+#include "elementwise.h"
 #include "gelu_vec.h"
 
 namespace fusedops::CPU_CAPABILITY {
 namespace {
-
-// Columns of one parallel task at most: a multiple of every vector.
-constexpr int64_t kBlock = 4096;
-
-// Calls body(row, first column, number of columns) over blocks of rows.
-template <typename F>
-inline void parallel_blocks(int64_t rows, int64_t columns, int64_t bytes_per_element,
-                            const F& body) {
-  const int64_t blocks = (columns + kBlock - 1) / kBlock;
-  const int64_t bytes = std::min(columns, kBlock) * bytes_per_element;
-  parallel_rows(rows * blocks, bytes, [&](int64_t begin, int64_t end) {
-    for (int64_t task = begin; task < end; ++task) {
-      const int64_t first = task % blocks * kBlock;
-      body(task / blocks, first, std::min(kBlock, columns - first));
-    }
-  });
-}
-
-template <typename T>
-inline bool streams(const void* output, int64_t rows, int64_t columns) {
-  const auto* to = static_cast<const T*>(output);
-  // One long row may have any length: its end is no full vector.
-  return rows == 1 ? should_stream(to, columns / kBlock, kBlock) : should_stream(to, rows, columns);
-}
 
 template <typename T>
 inline const T* at_row(const GluRows& rows, int64_t row, int64_t column) {
@@ -46,7 +20,7 @@ inline const T* at_row(const GluRows& rows, int64_t row, int64_t column) {
 template <typename T, Activation kActivation>
 void forward(const GluForward& a) {
   using V = Vec<T>;
-  const bool stream = streams<T>(a.output, a.rows, a.columns);
+  const bool stream = streams_blocks<T>(a.output, a.rows, a.columns);
   parallel_blocks(a.rows, a.columns, 3 * sizeof(T), [&](int64_t row, int64_t first, int64_t size) {
     const T* gate = at_row<T>(a.gate, row, first);
     const T* up = at_row<T>(a.up, row, first);
@@ -61,8 +35,8 @@ void forward(const GluForward& a) {
 template <typename T, Activation kActivation>
 void backward(const GluBackward& a) {
   using V = Vec<T>;
-  const bool stream_gate = streams<T>(a.grad_gate, a.rows, a.columns);
-  const bool stream_up = streams<T>(a.grad_up, a.rows, a.columns);
+  const bool stream_gate = streams_blocks<T>(a.grad_gate, a.rows, a.columns);
+  const bool stream_up = streams_blocks<T>(a.grad_up, a.rows, a.columns);
   parallel_blocks(a.rows, a.columns, 5 * sizeof(T), [&](int64_t row, int64_t first, int64_t size) {
     const T* dy = at_row<T>(a.grad_output, row, first);
     const T* gate = at_row<T>(a.gate, row, first);
