@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from fusedops.kernels import _launch
+from fusedops.kernels._loss_arguments import CrossEntropy, Options, of_backward
 
 _BLOCK = 4096
 _OPTIONS = {"num_warps": 8, "num_stages": 1, "enable_fp_fusion": True}
@@ -220,7 +221,7 @@ class Pieces:
     Args:
         target: ``[rows]``, dense.
         num_classes: of all pieces together.
-        options: ``(ignore_index, label_smoothing, z_loss, softcap)``.
+        options: the numbers of the loss.
         several: whether more than one piece will come.
     """
 
@@ -228,7 +229,7 @@ class Pieces:
         self,
         target: torch.Tensor,
         num_classes: int,
-        options: tuple[int, float, float, float],
+        options: Options,
         *,
         several: bool,
     ) -> None:
@@ -276,7 +277,7 @@ class Pieces:
             total,
             count,
             self.target.numel(),
-            self.options[0],
+            self.options.ignore_index,
             BLOCK=_SUM_BLOCK,
             **_OPTIONS,
         )
@@ -293,7 +294,7 @@ def logits_gradient(
     *,
     first_class: int,
     num_classes: int,
-    options: tuple[int, float, float, float],
+    options: Options,
 ) -> None:
     """Write the gradient of a piece of logits ``[rows, classes of the piece]`` to ``out``.
 
@@ -324,53 +325,35 @@ def logits_gradient(
     )
 
 
-def forward(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float,
-    reduction: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Launch the forward; arguments and results are those of ``fusedops::cross_entropy``."""
-    x = rows_of(logits)
-    options = (ignore_index, label_smoothing, z_loss, softcap)
+    call = CrossEntropy(*args)
+    x, target = rows_of(call.logits), call.target
     with _launch.device_of(x):
-        pieces = Pieces(target.reshape(-1), x.shape[1], options, several=False)
+        pieces = Pieces(target.reshape(-1), x.shape[1], call.options, several=False)
         pieces.add(x, 0)
-        return pieces.finish(target.shape, reduction)
+        return pieces.finish(target.shape, call.reduction)
 
 
-def backward(
-    grad_loss: torch.Tensor,
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    lse: torch.Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float,
-    reduction: str,
-    output_mask: Sequence[bool],
-) -> torch.Tensor | None:
+def backward(*args: Any) -> torch.Tensor | None:
     """Launch the backward; arguments and results are those of ``cross_entropy_backward``."""
+    grad_loss, call, (lse,), output_mask = of_backward(CrossEntropy, args)
     if not output_mask[0]:
         return None
-    x = rows_of(logits)
+    x = rows_of(call.logits)
     grad = torch.empty_like(x)
     with _launch.device_of(x):
         logits_gradient(
-            row_gradients(grad_loss, reduction),
+            row_gradients(grad_loss, call.reduction),
             x,
-            target.reshape(-1),
+            call.target.reshape(-1),
             lse.reshape(-1),
             grad,
             first_class=0,
             num_classes=x.shape[1],
-            options=(ignore_index, label_smoothing, z_loss, softcap),
+            options=call.options,
         )
-    return grad.view(logits.shape)
+    return grad.view(call.logits.shape)
 
 
 def rows_of(tensor: torch.Tensor) -> torch.Tensor:

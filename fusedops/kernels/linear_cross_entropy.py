@@ -7,82 +7,56 @@ the device to count them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from fusedops.kernels import _launch
+from fusedops.kernels._loss_arguments import LinearCrossEntropy, of_backward
 from fusedops.kernels.cross_entropy import Pieces, logits_gradient, row_gradients, rows_of
 
 
-def forward(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    target: torch.Tensor,
-    bias: torch.Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float,
-    reduction: str,
-    chunk_size: int,
-    keep_logits: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Launch the forward; arguments and results are those of ``fusedops::linear_cross_entropy``."""
-    x, num_classes = rows_of(hidden), weight.shape[0]
-    options = (ignore_index, label_smoothing, z_loss, softcap)
-    if keep_logits:
-        chunk_size = num_classes
+    call = LinearCrossEntropy(*args)
+    x, shape, num_classes = rows_of(call.hidden), call.target.shape, call.weight.shape[0]
+    chunk_size = num_classes if call.keep_logits else call.chunk_size
     several = num_classes > chunk_size
     with _launch.device_of(x):
-        pieces = Pieces(target.reshape(-1), num_classes, options, several=several)
+        pieces = Pieces(call.target.reshape(-1), num_classes, call.options, several=several)
         for chunk in _chunks(num_classes, chunk_size):
-            logits = _logits(x, weight, bias, chunk)
+            logits = _logits(x, call.weight, call.bias, chunk)
             pieces.add(logits, chunk.start)
-        kept = logits if keep_logits else logits.new_empty((x.shape[0], 0))
-        return *pieces.finish(target.shape, reduction), kept.view(*target.shape, kept.shape[1])
+        kept = logits if call.keep_logits else logits.new_empty((x.shape[0], 0))
+        return *pieces.finish(shape, call.reduction), kept.view(*shape, kept.shape[1])
 
 
-def backward(
-    grad_loss: torch.Tensor,
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    target: torch.Tensor,
-    bias: torch.Tensor | None,
-    lse: torch.Tensor,
-    kept: torch.Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float,
-    reduction: str,
-    chunk_size: int,
-    keep_logits: bool,
-    output_mask: Sequence[bool],
-) -> tuple[torch.Tensor | None, ...]:
+def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
     """Launch the backward; arguments and results are those of ``linear_cross_entropy_backward``."""
+    grad_loss, call, (lse, kept), output_mask = of_backward(LinearCrossEntropy, args)
+    hidden, weight = call.hidden, call.weight
     x, num_classes = rows_of(hidden), weight.shape[0]
     grad_hidden: torch.Tensor | None = None
     grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
     grad_bias = weight.new_empty(num_classes)
     with _launch.device_of(x):
-        grad_rows = row_gradients(grad_loss, reduction)
-        for chunk in _chunks(num_classes, chunk_size):
-            if keep_logits:
+        grad_rows = row_gradients(grad_loss, call.reduction)
+        for chunk in _chunks(num_classes, call.chunk_size):
+            if call.keep_logits:
                 logits = kept.view(x.shape[0], num_classes)[:, chunk].clone()
             else:
-                logits = _logits(x, weight, bias, chunk)
+                logits = _logits(x, weight, call.bias, chunk)
             grad = logits if x.dtype == torch.float32 else torch.empty_like(logits, dtype=x.dtype)
             logits_gradient(
                 grad_rows,
                 logits,
-                target.reshape(-1),
+                call.target.reshape(-1),
                 lse.reshape(-1),
                 grad,
                 first_class=chunk.start,
                 num_classes=num_classes,
-                options=(ignore_index, label_smoothing, z_loss, softcap),
+                options=call.options,
             )
             if output_mask[0]:
                 grad_hidden = _product(grad, weight[chunk], add=grad_hidden)

@@ -12,24 +12,14 @@ A row whose target is ``ignore_index`` has loss 0, gradient 0 and is not counted
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fusedops._core import checks, dtypes
+from fusedops.kernels._loss_arguments import Options
 
 REDUCTIONS = ("none", "mean", "sum")
-
-
-@dataclass(frozen=True)
-class Options:
-    """The numbers of the loss as the registered ops take them; ``softcap`` 0 is none."""
-
-    ignore_index: int
-    label_smoothing: float
-    z_loss: float
-    softcap: float
 
 
 def check_options(

@@ -9,7 +9,6 @@ the backward reads them once and writes their gradient once. Kernels: ``csrc/cpu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,8 +16,8 @@ import torch
 from fusedops._core import checks, dtypes
 from fusedops._core.library import Gradient, define_op
 from fusedops._core.sharding import PARTIAL, REPLICATE, Placement
+from fusedops.kernels._loss_arguments import CrossEntropy, of_backward
 from fusedops.ops import _cross_entropy_math as math_of
-from fusedops.ops._cross_entropy_math import Options
 
 
 def cross_entropy(
@@ -116,83 +115,44 @@ def _check(
     math_of.check_options(op, ignore_index, label_smoothing, z_loss, softcap, reduction)
 
 
-def _reference(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float,
-    reduction: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _reference(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    call = CrossEntropy(*args)
+    logits, target = call.logits, call.target
     if target.device.type == "cpu":
-        math_of.check_range("cross_entropy", target, logits.shape[-1], ignore_index)
-    options = Options(ignore_index, label_smoothing, z_loss, softcap)
-    loss, lse, count = math_of.row_losses(math_of.capped(logits, softcap), target, options)
-    return (loss if reduction == "none" else loss.sum()), count, lse
+        math_of.check_range("cross_entropy", target, logits.shape[-1], call.ignore_index)
+    y = math_of.capped(logits, call.softcap)
+    loss, lse, count = math_of.row_losses(y, target, call.options)
+    return (loss if call.reduction == "none" else loss.sum()), count, lse
 
 
-def _fake(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float,
-    reduction: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    call = CrossEntropy(*args)
+    logits, target = call.logits, call.target
     statistics = dtypes.statistics_dtype(logits.dtype)
     return (
-        logits.new_empty(target.shape if reduction == "none" else (), dtype=statistics),
+        logits.new_empty(target.shape if call.reduction == "none" else (), dtype=statistics),
         target.new_empty(()),
         logits.new_empty(target.shape, dtype=statistics),
     )
 
 
-def _backward_reference(
-    grad_loss: torch.Tensor,
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    lse: torch.Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float,
-    reduction: str,
-    output_mask: Sequence[bool],
-) -> torch.Tensor | None:
+def _backward_reference(*args: Any) -> torch.Tensor | None:
+    # What was kept is not used: this is also the second derivative.
+    grad_loss, call, _, output_mask = of_backward(CrossEntropy, args)
     if not output_mask[0]:
         return None
-    options = Options(ignore_index, label_smoothing, z_loss, softcap)
-    grad = math_of.logits_gradient(grad_loss, logits, target, options)
-    return grad.to(logits.dtype).contiguous()
+    grad = math_of.logits_gradient(grad_loss, call.logits, call.target, call.options)
+    return grad.to(call.logits.dtype).contiguous()
 
 
-def _backward_fake(
-    grad_loss: torch.Tensor,
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    lse: torch.Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float,
-    reduction: str,
-    output_mask: Sequence[bool],
-) -> torch.Tensor | None:
-    return logits.new_empty(logits.shape) if output_mask[0] else None
+def _backward_fake(*args: Any) -> torch.Tensor | None:
+    _, call, _, output_mask = of_backward(CrossEntropy, args)
+    return call.logits.new_empty(call.logits.shape) if output_mask[0] else None
 
 
-def _shard(
-    logits: Any,
-    target: Any,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float,
-    reduction: str,
-) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard(*args: Any) -> list[tuple[list[Placement], list[Placement]]]:
     """Rows are independent, their sum and their count are partial sums; classes are whole."""
+    call = CrossEntropy(*args)
 
     def rule(
         loss: Placement, count: Placement, rows: Placement
@@ -200,30 +160,20 @@ def _shard(
         return [loss, count, rows], [rows, rows, *[None] * 5]
 
     rules = [rule(REPLICATE, REPLICATE, REPLICATE)]
-    for dim in range(logits.ndim - 1):
-        rules.append(rule(dim if reduction == "none" else PARTIAL, PARTIAL, dim))
+    for dim in range(call.logits.ndim - 1):
+        rules.append(rule(dim if call.reduction == "none" else PARTIAL, PARTIAL, dim))
     return rules
 
 
-def _shard_backward(
-    grad_loss: Any,
-    logits: Any,
-    target: Any,
-    lse: Any,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float,
-    reduction: str,
-    output_mask: Sequence[bool],
-) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard_backward(*args: Any) -> list[tuple[list[Placement], list[Placement]]]:
+    _, call, _, _ = of_backward(CrossEntropy, args)
 
     def rule(grad: Placement, rows: Placement) -> tuple[list[Placement], list[Placement]]:
         return [rows], [grad, rows, rows, rows, *[None] * 6]
 
     rules = [rule(REPLICATE, REPLICATE)]
-    for dim in range(logits.ndim - 1):
-        rules.append(rule(dim if reduction == "none" else REPLICATE, dim))
+    for dim in range(call.logits.ndim - 1):
+        rules.append(rule(dim if call.reduction == "none" else REPLICATE, dim))
     return rules
 
 

@@ -18,7 +18,6 @@ gradient. Only logits that take no more memory than the weight are kept instead,
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,8 +26,8 @@ import torch.nn.functional as F
 from fusedops._core import checks, dtypes
 from fusedops._core.library import Gradient, define_op
 from fusedops._core.sharding import PARTIAL, REPLICATE, Placement
+from fusedops.kernels._loss_arguments import LinearCrossEntropy, of_backward
 from fusedops.ops import _cross_entropy_math as math_of
-from fusedops.ops._cross_entropy_math import Options
 from fusedops.ops.linear_act import check_parameter, rows_of, wants_gradient
 
 # Classes at a time: 32 MiB of float32 logits for 2048 rows. The same for every number of rows, so
@@ -161,107 +160,57 @@ def _keeps(
     return bytes_per_class <= weight.shape[1] * weight.dtype.itemsize
 
 
-def _logits(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _logits(call: LinearCrossEntropy) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return hidden, weight and the logits in accumulation dtype."""
-    wide = dtypes.statistics_dtype(hidden.dtype)
-    h, w = hidden.to(wide), weight.to(wide)
-    return h, w, F.linear(h, w, None if bias is None else bias.to(wide))
+    wide = dtypes.statistics_dtype(call.hidden.dtype)
+    h, w = call.hidden.to(wide), call.weight.to(wide)
+    return h, w, F.linear(h, w, None if call.bias is None else call.bias.to(wide))
 
 
-def _reference(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    target: torch.Tensor,
-    bias: torch.Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float,
-    reduction: str,
-    chunk_size: int,
-    keep_logits: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _reference(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    call = LinearCrossEntropy(*args)
+    target, classes = call.target, call.weight.shape[0]
     if target.device.type == "cpu":
-        math_of.check_range("linear_cross_entropy", target, weight.shape[0], ignore_index)
-    options = Options(ignore_index, label_smoothing, z_loss, softcap)
-    _, _, logits = _logits(hidden, weight, bias)
-    loss, lse, count = math_of.row_losses(math_of.capped(logits, softcap), target, options)
-    kept = logits if keep_logits else lse.new_empty((*target.shape, 0))
-    return (loss if reduction == "none" else loss.sum()), count, lse, kept
+        math_of.check_range("linear_cross_entropy", target, classes, call.ignore_index)
+    _, _, logits = _logits(call)
+    y = math_of.capped(logits, call.softcap)
+    loss, lse, count = math_of.row_losses(y, target, call.options)
+    kept = logits if call.keep_logits else lse.new_empty((*target.shape, 0))
+    return (loss if call.reduction == "none" else loss.sum()), count, lse, kept
 
 
-def _fake(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    target: torch.Tensor,
-    bias: torch.Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float,
-    reduction: str,
-    chunk_size: int,
-    keep_logits: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    call = LinearCrossEntropy(*args)
+    hidden, target = call.hidden, call.target
     statistics = dtypes.statistics_dtype(hidden.dtype)
+    kept = (*target.shape, call.weight.shape[0] if call.keep_logits else 0)
     return (
-        hidden.new_empty(target.shape if reduction == "none" else (), dtype=statistics),
+        hidden.new_empty(target.shape if call.reduction == "none" else (), dtype=statistics),
         target.new_empty(()),
         hidden.new_empty(target.shape, dtype=statistics),
-        hidden.new_empty((*target.shape, weight.shape[0] if keep_logits else 0), dtype=statistics),
+        hidden.new_empty(kept, dtype=statistics),
     )
 
 
-def _backward_reference(
-    grad_loss: torch.Tensor,
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    target: torch.Tensor,
-    bias: torch.Tensor | None,
-    lse: torch.Tensor,
-    kept: torch.Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float,
-    reduction: str,
-    chunk_size: int,
-    keep_logits: bool,
-    output_mask: Sequence[bool],
-) -> tuple[torch.Tensor | None, ...]:
-    options = Options(ignore_index, label_smoothing, z_loss, softcap)
-    h, w, logits = _logits(hidden, weight, bias)
-    grad = math_of.logits_gradient(grad_loss, logits, target, options)
-    rows = rows_of(grad)
+def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, ...]:
+    # What was kept is not used: this is also the second derivative.
+    grad_loss, call, _, output_mask = of_backward(LinearCrossEntropy, args)
+    h, w, logits = _logits(call)
+    grad = math_of.logits_gradient(grad_loss, logits, call.target, call.options)
+    rows, dtype = rows_of(grad), call.weight.dtype
     grad_hidden = grad_weight = grad_bias = None
     if output_mask[0]:
-        grad_hidden = (grad @ w).to(hidden.dtype).contiguous()
+        grad_hidden = (grad @ w).to(call.hidden.dtype).contiguous()
     if output_mask[1]:
-        grad_weight = (rows.t() @ rows_of(h)).to(weight.dtype).contiguous()
+        grad_weight = (rows.t() @ rows_of(h)).to(dtype).contiguous()
     if output_mask[2]:
-        grad_bias = rows.sum(0).to(weight.dtype)
+        grad_bias = rows.sum(0).to(dtype)
     return grad_hidden, grad_weight, grad_bias
 
 
-def _backward_fake(
-    grad_loss: torch.Tensor,
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    target: torch.Tensor,
-    bias: torch.Tensor | None,
-    lse: torch.Tensor,
-    kept: torch.Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float,
-    reduction: str,
-    chunk_size: int,
-    keep_logits: bool,
-    output_mask: Sequence[bool],
-) -> tuple[torch.Tensor | None, ...]:
+def _backward_fake(*args: Any) -> tuple[torch.Tensor | None, ...]:
+    _, call, _, output_mask = of_backward(LinearCrossEntropy, args)
+    hidden, weight = call.hidden, call.weight
     return (
         hidden.new_empty(hidden.shape) if output_mask[0] else None,
         weight.new_empty(weight.shape) if output_mask[1] else None,
@@ -269,21 +218,10 @@ def _backward_fake(
     )
 
 
-def _shard(
-    hidden: Any,
-    weight: Any,
-    target: Any,
-    bias: Any,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float,
-    reduction: str,
-    chunk_size: int,
-    keep_logits: bool,
-) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard(*args: Any) -> list[tuple[list[Placement], list[Placement]]]:
     """Rows are independent, their sum and their count are partial sums; parameters are whole."""
-    bias_word = REPLICATE if bias is not None else None
+    call = LinearCrossEntropy(*args)
+    bias_word = REPLICATE if call.bias is not None else None
 
     def rule(
         loss: Placement, count: Placement, rows: Placement
@@ -291,30 +229,15 @@ def _shard(
         return [loss, count, rows, rows], [rows, REPLICATE, rows, bias_word, *[None] * 7]
 
     rules = [rule(REPLICATE, REPLICATE, REPLICATE)]
-    for dim in range(hidden.ndim - 1):
-        rules.append(rule(dim if reduction == "none" else PARTIAL, PARTIAL, dim))
+    for dim in range(call.hidden.ndim - 1):
+        rules.append(rule(dim if call.reduction == "none" else PARTIAL, PARTIAL, dim))
     return rules
 
 
-def _shard_backward(
-    grad_loss: Any,
-    hidden: Any,
-    weight: Any,
-    target: Any,
-    bias: Any,
-    lse: Any,
-    kept: Any,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float,
-    reduction: str,
-    chunk_size: int,
-    keep_logits: bool,
-    output_mask: Sequence[bool],
-) -> list[tuple[list[Placement], list[Placement]]]:
+def _shard_backward(*args: Any) -> list[tuple[list[Placement], list[Placement]]]:
     """With rows sharded, each rank has a part of the sums that are the parameter gradients."""
-    bias_word = REPLICATE if bias is not None else None
+    _, call, _, output_mask = of_backward(LinearCrossEntropy, args)
+    bias_word = REPLICATE if call.bias is not None else None
 
     def rule(
         grad: Placement, rows: Placement, summed: Placement
@@ -326,8 +249,8 @@ def _shard_backward(
         return results, [grad, rows, REPLICATE, rows, bias_word, rows, rows, *[None] * 8]
 
     rules = [rule(REPLICATE, REPLICATE, REPLICATE)]
-    for dim in range(hidden.ndim - 1):
-        rules.append(rule(dim if reduction == "none" else REPLICATE, dim, PARTIAL))
+    for dim in range(call.hidden.ndim - 1):
+        rules.append(rule(dim if call.reduction == "none" else REPLICATE, dim, PARTIAL))
     return rules
 
 
