@@ -205,6 +205,24 @@ def _refuse(**options: Any) -> None:
             raise UnsupportedError(f"the peer, or its adapter, has no {name}")
 
 
+def _in_flash_words(
+    *,
+    is_causal: bool,
+    scale: float | None = None,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    **others: Any,
+) -> dict[str, Any]:
+    """Return the options that all of flash-attn's functions take; refuse any other."""
+    _refuse(**others)
+    return {
+        "softmax_scale": scale,
+        "causal": is_causal,
+        "window_size": window or (-1, -1),
+        "softcap": softcap or 0.0,
+    }
+
+
 def _flash(
     function: Any,
     query: Any,
@@ -217,24 +235,17 @@ def _flash(
     enable_gqa: bool = False,
     *,
     window: tuple[int, int] | None = None,
-    softcap: float | None = None,
     alibi_slopes: Any = None,
     **others: Any,
 ) -> Any:
-    _refuse(attn_mask=attn_mask, **others)
+    _refuse(attn_mask=attn_mask)
+    words = _in_flash_words(is_causal=is_causal, scale=scale, window=window, **others)
     if query.dim() != 4:
         raise UnsupportedError("the peer takes 4 dims")
     if (is_causal or window) and query.shape[2] != key.shape[2]:
         raise UnsupportedError("the peer aligns a causal mask to the lower right")
-    output = function(
-        *(each.transpose(1, 2) for each in (query, key, value)),
-        dropout_p=dropout_p,
-        softmax_scale=scale,
-        causal=is_causal,
-        window_size=window or (-1, -1),
-        softcap=softcap or 0.0,
-        alibi_slopes=alibi_slopes,
-    )
+    heads_inside = (each.transpose(1, 2) for each in (query, key, value))
+    output = function(*heads_inside, dropout_p=dropout_p, alibi_slopes=alibi_slopes, **words)
     return output.transpose(1, 2)
 
 
@@ -249,47 +260,22 @@ def _varlen(
     max_seqlen_k: int,
     *,
     is_causal: bool = False,
-    scale: float | None = None,
-    window: tuple[int, int] | None = None,
-    softcap: float | None = None,
     alibi_slopes: Any = None,
     **others: Any,
 ) -> Any:
-    _refuse(**others)
+    words = _in_flash_words(is_causal=is_causal, **others)
     packed = (query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return function(
-        *packed,
-        softmax_scale=scale,
-        causal=is_causal,
-        window_size=window or (-1, -1),
-        softcap=softcap or 0.0,
-        alibi_slopes=alibi_slopes,
-    )
+    return function(*packed, alibi_slopes=alibi_slopes, **words)
 
 
 def _decode(
-    function: Any,
-    query: Any,
-    key_cache: Any,
-    value_cache: Any,
-    cache_seqlens: Any,
-    *,
-    scale: float | None = None,
-    window: tuple[int, int] | None = None,
-    softcap: float | None = None,
-    **others: Any,
+    function: Any, query: Any, key_cache: Any, value_cache: Any, cache_seqlens: Any, **others: Any
 ) -> Any:
-    _refuse(**others)
+    words = _in_flash_words(is_causal=True, **others)
     one = query.dim() == 3
     rows = query.unsqueeze(2) if one else query
-    output = function(
-        *(each.transpose(1, 2) for each in (rows, key_cache, value_cache)),
-        cache_seqlens=cache_seqlens,
-        softmax_scale=scale,
-        causal=True,
-        window_size=window or (-1, -1),
-        softcap=softcap or 0.0,
-    )
+    heads_inside = (each.transpose(1, 2) for each in (rows, key_cache, value_cache))
+    output = function(*heads_inside, cache_seqlens=cache_seqlens, **words)
     return output.squeeze(1) if one else output.transpose(1, 2)
 
 
