@@ -13,6 +13,7 @@
 
 #include "../common/parallel.h"
 #include "epilogue.h"
+#include "gemm_alone.h"
 #include "workspace.h"
 
 namespace fusedops::CPU_CAPABILITY {
@@ -100,6 +101,48 @@ void one_product(const BatchedProduct& a, int64_t index, std::vector<Factors>& f
     call.touched[1] = {context.addend.data, a.addend.row_stride};
   }
   gemm(call);
+}
+
+// Products that are each computed by one thread, or parts of them where there are few.
+template <typename Policy>
+void products_alone(const BatchedProduct& a, const AloneShape& shape) {
+  using T = typename Policy::T;
+  const int64_t batches = a.batch.count(), threads = at::get_num_threads();
+  const int64_t work = kLeastWork + shape.m * shape.n * std::max<int64_t>(8, shape.k);
+  int64_t parts = 1;
+  if (threads > 1 && batches < 4 * threads) {
+    parts = std::clamp<int64_t>(work / kLeastTask, 1, ceil_div(4 * threads, batches));
+  }
+  // Parts are cut along the longer side, in whole tiles of columns or several of rows.
+  const bool by_rows = shape.m > shape.n;
+  const int64_t unit = by_rows ? 4 * kTileRows : kTileColumns<typename Policy::Sum>;
+  const int64_t length = by_rows ? shape.m : shape.n;
+  const int64_t size = ceil_div(ceil_div(length, parts), unit) * unit;
+  parts = ceil_div(length, size);
+  const auto operands_of = [&](int64_t index) -> Operands<T> {
+    const auto offset = a.batch.offsets(index);
+    return {advanced<T>(shape.a.data, offset[0]), advanced<T>(shape.b.data, offset[1]),
+            advanced<T>(shape.addend.data, offset[2]),
+            static_cast<T*>(a.output) + index * shape.m * shape.n};
+  };
+  const Alone<Policy> alone(shape);
+  const int64_t tasks = batches * parts;
+  const int64_t together =
+      std::clamp<int64_t>(kLeastTask * parts / work, 1, std::max<int64_t>(1, tasks));
+  share_tasks(ceil_div(tasks, together), [&](const auto& next_group) {
+    for (int64_t group; (group = next_group()) >= 0;) {
+      const int64_t begin = group * together, end = std::min(tasks, begin + together);
+      Operands<T> now = operands_of(begin / parts), next;
+      for (int64_t task = begin; task < end; ++task) {
+        const bool more = task + 1 < end;
+        if (more) next = operands_of((task + 1) / parts);
+        const int64_t from = task % parts * size, count = std::min(size, length - from);
+        const Part part = by_rows ? Part{from, count, 0, shape.n} : Part{0, shape.m, from, count};
+        alone.run(now, part, more ? &next : nullptr);
+        now = next;
+      }
+    }
+  });
 }
 
 template <typename T>
@@ -198,7 +241,18 @@ void sum_dims(const BroadcastSum& a) {
 }  // namespace
 
 void batched_product(const BatchedProduct& a) {
-  switch_dtype(a.product.dtype, [&](auto t) { all_products<decltype(t)>(a); });
+  const GemmCall& call = a.product;
+  const AloneShape shape{call.m, call.n, call.k, call.a, call.b, a.addend, call.n, a.alpha, a.beta};
+  with_policy(call.dtype, [&](auto policy) {
+    using Policy = decltype(policy);
+    if constexpr (!kWidens<Policy>) {
+      if (a.summed.count() == 1 && a.batch.count() > 0 && call.n > 0 &&
+          Alone<Policy>::takes(shape)) {
+        return products_alone<Policy>(a, shape);
+      }
+    }
+    all_products<typename Policy::T>(a);
+  });
 }
 
 void broadcast_sum(const BroadcastSum& a) {

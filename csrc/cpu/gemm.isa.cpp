@@ -25,24 +25,6 @@
 #include "gemm_batch.h"
 
 namespace fusedops::CPU_CAPABILITY {
-namespace {
-
-// Calls body(Policy()) with how a dtype is multiplied here.
-template <typename Body>
-void with_policy(DType dtype, const Body& body) {
-  switch_dtype(dtype, [&](auto t) {
-    using T = decltype(t);
-#if defined(CPU_CAPABILITY_AVX512)
-    if constexpr (std::is_same_v<T, c10::BFloat16>) {
-      if (has_bf16_dot()) return body(Bf16Dot());
-    }
-#endif
-    body(Widened<T>());
-  });
-}
-
-}  // namespace
-
 void gemm(const GemmCall& call) {
   with_policy(call.dtype, [&](auto policy) {
     Gemm<decltype(policy)> product(call);

@@ -20,6 +20,7 @@
 
 #include <c10/util/BFloat16.h>
 
+#include "../common/dtype.h"
 #include "vec.h"
 
 namespace fusedops::CPU_CAPABILITY {
@@ -191,6 +192,14 @@ struct Widened {
   static V multiply_add(const V& sum, Packed row, const V& column) {
     return sum + (row - V{}) * column;
   }
+  // The same step of one element of A, which stands in every lane.
+  static auto broadcast(const char* from) {
+    return *reinterpret_cast<const T*>(from) - typename Lanes<T>::type{};
+  }
+  template <typename V>
+  static V multiply_add(const V& sum, const V& row, const V& column) {
+    return sum + row * column;
+  }
   template <int kRows>
   static constexpr auto kernel = multiply_tile<Sum, kRows>;
 };
@@ -207,10 +216,34 @@ struct Bf16Dot {
     asm("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(column), "m"(row));
     return sum;
   }
+  static auto broadcast(const char* from) {
+    int32_t pair;
+    std::memcpy(&pair, from, sizeof(pair));
+    return (Lanes<Packed>::type)_mm512_set1_epi32(pair);
+  }
+  template <typename S, typename V>
+  static S multiply_add(S sum, const V& row, const V& column) {
+    asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(column), "v"(row));
+    return sum;
+  }
   template <int kRows>
   static constexpr auto kernel = multiply_tile_pairs<kRows>;
 };
 #endif
+
+// Calls body(Policy()) with how a dtype is multiplied here.
+template <typename Body>
+void with_policy(DType dtype, const Body& body) {
+  switch_dtype(dtype, [&](auto t) {
+    using T = decltype(t);
+#if defined(CPU_CAPABILITY_AVX512)
+    if constexpr (std::is_same_v<T, c10::BFloat16>) {
+      if (has_bf16_dot()) return body(Bf16Dot());
+    }
+#endif
+    body(Widened<T>());
+  });
+}
 
 // Runs the kernel for `rows` rows, 1 <= rows <= kTileRows.
 template <typename Policy, int kRows = kTileRows>
