@@ -113,9 +113,10 @@ void products_alone(const BatchedProduct& a, const AloneShape& shape) {
   if (threads > 1 && batches < 4 * threads) {
     parts = std::clamp<int64_t>(work / kLeastTask, 1, ceil_div(4 * threads, batches));
   }
-  // Parts are cut along the longer side, in whole tiles of columns or several of rows.
-  const bool by_rows = shape.m > shape.n;
-  const int64_t unit = by_rows ? 4 * kTileRows : kTileColumns<typename Policy::Sum>;
+  // Parts are several tiles of rows, which are whole pieces of memory, or of columns.
+  const int64_t least = 8 * kTileRows;
+  const bool by_rows = shape.m >= parts * least || shape.m >= shape.n;
+  const int64_t unit = by_rows ? kTileRows : kTileColumns<typename Policy::Sum>;
   const int64_t length = by_rows ? shape.m : shape.n;
   const int64_t size = ceil_div(ceil_div(length, parts), unit) * unit;
   parts = ceil_div(length, size);

@@ -71,6 +71,15 @@ inline PackedLanes<Policy> load_steps(const typename Policy::T* from) {
   }
 }
 
+#if defined(CPU_CAPABILITY_AVX512)
+// The half-words low[0], high[0], low[1], high[1], ...
+inline __m512i interleave(__m256i low, __m256i high) {
+  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24,
+                                         8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  return _mm512_permutexvar_epi16(order, _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1));
+}
+#endif
+
 // One vector of one step of consecutive lines; `next` is the pair's second row (null: zero).
 template <typename Policy>
 inline PackedLanes<Policy> load_lines(const typename Policy::T* from,
@@ -79,12 +88,11 @@ inline PackedLanes<Policy> load_lines(const typename Policy::T* from,
     return load_steps<Policy>(from);
   } else {
 #if defined(CPU_CAPABILITY_AVX512)
-    const auto widen = [](const void* p) {
-      return _mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(p)));
+    const auto half = [](const void* p) {
+      return _mm256_loadu_si256(static_cast<const __m256i*>(p));
     };
-    const __m512i low = widen(from);
-    const __m512i high = next == nullptr ? _mm512_setzero_si512() : widen(next);
-    return (PackedLanes<Policy>)_mm512_or_si512(low, _mm512_slli_epi32(high, 16));
+    const __m256i high = next == nullptr ? _mm256_setzero_si256() : half(next);
+    return (PackedLanes<Policy>)interleave(half(from), high);
 #endif
   }
 }
@@ -98,11 +106,9 @@ inline PackedLanes<Policy> load_first_lines(const typename Policy::T* from,
   if constexpr (Policy::kPair == 1) {
     return (PackedLanes<Policy>)_mm512_maskz_loadu_ps(mask, from);
   } else {
-    const auto widen = [mask](const void* p) {
-      return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, p));
-    };
-    const __m512i high = next == nullptr ? _mm512_setzero_si512() : widen(next);
-    return (PackedLanes<Policy>)_mm512_or_si512(widen(from), _mm512_slli_epi32(high, 16));
+    const auto half = [mask](const void* p) { return _mm256_maskz_loadu_epi16(mask, p); };
+    const __m256i high = next == nullptr ? _mm256_setzero_si256() : half(next);
+    return (PackedLanes<Policy>)interleave(half(from), high);
   }
 }
 #endif

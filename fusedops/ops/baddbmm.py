@@ -74,9 +74,13 @@ def baddbmm(
     checks.number(op, "beta", beta)
     checks.number(op, "alpha", alpha)
     rank = len(shape)
-    tensors = (_with_rank(each, rank) for each in (input, batch1, batch2))
-    input, batch1, batch2 = tensors
-    broadcast = [size == 1 and wanted != 1 for size, wanted in zip(input.shape, shape, strict=True)]
+    batch1, batch2 = _with_rank(batch1, rank), _with_rank(batch2, rank)
+    if input.shape == shape:
+        broadcast = [False] * rank
+    else:
+        input = _with_rank(input, rank)
+        sizes = zip(input.shape, shape, strict=True)
+        broadcast = [size == 1 and wanted != 1 for size, wanted in sizes]
     return _OP(input, batch1, batch2, float(beta), float(alpha), broadcast)
 
 
@@ -85,18 +89,18 @@ def _check(op: str, input: Any, batch1: Any, batch2: Any) -> tuple[int, ...]:
     checks.tensor(op, "batch1", batch1)
     check_parameter(op, "batch2", batch2, batch1)
     check_parameter(op, "input", input, batch1)
-    for name, tensor in (("batch1", batch1), ("batch2", batch2)):
-        if tensor.dim() < 2:
-            wanted = "a tensor of at least two dimensions"
-            checks.fail(op, name, wanted, f"shape {list(tensor.shape)}")
-    if batch1.shape[-1] != batch2.shape[-2]:
-        wanted = f"of shape [..., {batch1.shape[-1]}, N] (batch1 has {batch1.shape[-1]} columns)"
-        checks.fail(op, "batch2", wanted, list(batch2.shape))
-    leading = _broadcast(batch1.shape[:-2], batch2.shape[:-2])
+    first, second = batch1.shape, batch2.shape
+    for name, sizes in (("batch1", first), ("batch2", second)):
+        if len(sizes) < 2:
+            checks.fail(op, name, "a tensor of at least two dimensions", f"shape {list(sizes)}")
+    if first[-1] != second[-2]:
+        wanted = f"of shape [..., {first[-1]}, N] (batch1 has {first[-1]} columns)"
+        checks.fail(op, "batch2", wanted, list(second))
+    leading = _broadcast(first[:-2], second[:-2])
     if leading is None:
-        wanted = f"such that leading dimensions broadcast with {list(batch1.shape[:-2])} of batch1"
-        checks.fail(op, "batch2", wanted, list(batch2.shape))
-    shape = (*leading, batch1.shape[-2], batch2.shape[-1])
+        wanted = f"such that leading dimensions broadcast with {list(first[:-2])} of batch1"
+        checks.fail(op, "batch2", wanted, list(second))
+    shape = (*leading, first[-2], second[-1])
     if input.dim() > len(shape) or _broadcast(input.shape, shape) != shape:
         wanted = f"a shape that broadcasts to {list(shape)}"
         checks.fail(op, "input", wanted, list(input.shape))
@@ -105,6 +109,8 @@ def _check(op: str, input: Any, batch1: Any, batch2: Any) -> tuple[int, ...]:
 
 def _broadcast(first: Sequence[int], second: Sequence[int]) -> tuple[int, ...] | None:
     """Return the shape that two shapes broadcast to, or ``None``."""
+    if first == second:
+        return tuple(first)
     rank = max(len(first), len(second))
     result = []
     padded = [(1,) * (rank - len(each)) + tuple(each) for each in (first, second)]
