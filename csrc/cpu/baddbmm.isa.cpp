@@ -128,8 +128,9 @@ void products_alone(const BatchedProduct& a, const AloneShape& shape) {
   };
   const Alone<Policy> alone(shape);
   const int64_t tasks = batches * parts;
-  const int64_t together =
-      std::clamp<int64_t>(kLeastTask * parts / work, 1, std::max<int64_t>(1, tasks));
+  // Several at a time, so that one is fetched while the one before it is multiplied.
+  const int64_t even = threads > 1 ? tasks / (8 * threads) : tasks;
+  const int64_t together = std::max({int64_t{1}, even, kLeastTask * parts / work});
   share_tasks(ceil_div(tasks, together), [&](const auto& next_group) {
     for (int64_t group; (group = next_group()) >= 0;) {
       const int64_t begin = group * together, end = std::min(tasks, begin + together);

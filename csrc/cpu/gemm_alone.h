@@ -173,7 +173,7 @@ __attribute__((noinline)) void multiply_alone(const AloneTile<Policy>& tile, Wal
       for (int j = 0; j < kVectors; ++j) {
         const V product = as_vec<Sum>(sum[i][j]);
         const V added = beta * load_vec(from + j * W, columns, full);
-        store_vec(to + j * W, at::vec::fmadd(alpha, product, added), columns, full);
+        Policy::store(to + j * W, at::vec::fmadd(alpha, product, added), columns, full);
       }
       to += tile.output_stride;
       from += tile.addend_stride;

@@ -200,6 +200,10 @@ struct Widened {
   static V multiply_add(const V& sum, const V& row, const V& column) {
     return sum + row * column;
   }
+  template <typename Full>
+  static void store(T* to, const Vec<T>& values, int64_t count, Full full) {
+    store_vec(to, values, count, full);
+  }
   template <int kRows>
   static constexpr auto kernel = multiply_tile<Sum, kRows>;
 };
@@ -225,6 +229,16 @@ struct Bf16Dot {
   static S multiply_add(S sum, const V& row, const V& column) {
     asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(column), "v"(row));
     return sum;
+  }
+  template <typename Full>
+  static void store(T* to, const Vec<T>& values, int64_t count, Full) {
+    __m256i rounded;
+    asm("vcvtneps2bf16 %1, %0" : "=v"(rounded) : "v"(static_cast<__m512>(values)));
+    if constexpr (Full::value) {
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), rounded);
+    } else {
+      _mm256_mask_storeu_epi16(to, static_cast<__mmask16>((uint32_t{1} << count) - 1), rounded);
+    }
   }
   template <int kRows>
   static constexpr auto kernel = multiply_tile_pairs<kRows>;

@@ -320,12 +320,12 @@ void pack(const Lines<typename Policy::T>& source, int64_t lines, int64_t readab
       const auto* row_after = kPair == 2 && k + 1 < count ? source.at(0, k + 1) : nullptr;
       const typename Policy::T* later[kPair];
       for (int i = 0; i < kPair; ++i) later[i] = source.at(0, std::min(k + kAhead + i, count - 1));
-      for (int64_t line = 0; line < lines; line += kWidth) {
+      auto* to = panels + k / kPair * kWidth;
+      for (int64_t line = 0; line < lines; line += kWidth, to += panel_stride) {
         for (int i = 0; i < kPair; ++i) __builtin_prefetch(later[i] + line);
         pack_step<Policy, kWidth>(row + line, row_after == nullptr ? nullptr : row_after + line,
                                   static_cast<int>(std::min<int64_t>(kWidth, lines - line)),
-                                  readable - line >= kReach,
-                                  panels + line / kWidth * panel_stride + k / kPair * kWidth);
+                                  readable - line >= kReach, to);
       }
     }
     return;
