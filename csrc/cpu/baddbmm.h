@@ -7,7 +7,8 @@
 
 #include <array>
 #include <cstdint>
-#include <vector>
+
+#include <c10/util/SmallVector.h>
 
 #include "gemm.h"
 
@@ -16,8 +17,8 @@ namespace fusedops {
 // Sizes of some dimensions and the strides of kOperands operands along them.
 template <int kOperands>
 struct Dims {
-  std::vector<int64_t> sizes;
-  std::vector<std::array<int64_t, kOperands>> strides;
+  c10::SmallVector<int64_t, 4> sizes;
+  c10::SmallVector<std::array<int64_t, kOperands>, 4> strides;
 
   int64_t count() const {
     int64_t product = 1;

@@ -109,9 +109,14 @@ void products_alone(const BatchedProduct& a, const AloneShape& shape) {
   using T = typename Policy::T;
   const int64_t batches = a.batch.count(), threads = at::get_num_threads();
   const int64_t work = kLeastWork + shape.m * shape.n * std::max<int64_t>(8, shape.k);
+  // So many parts that the threads get equal shares, or nearly.
   int64_t parts = 1;
-  if (threads > 1 && batches < 4 * threads) {
-    parts = std::clamp<int64_t>(work / kLeastTask, 1, ceil_div(4 * threads, batches));
+  if (threads > 1) {
+    const int64_t most = std::max<int64_t>(1, work / kLeastTask);
+    parts = std::min(most, ceil_div(2 * threads, batches));
+    while (parts < most && batches * parts % threads != 0 && batches * parts < 16 * threads) {
+      ++parts;
+    }
   }
   // Parts are several tiles of rows, which are whole pieces of memory, or of columns.
   const int64_t least = 8 * kTileRows;

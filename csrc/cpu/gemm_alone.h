@@ -237,7 +237,8 @@ class Alone {
   static constexpr int64_t kSize = sizeof(T);
   static constexpr int64_t kMaxBlocks = 4;
   static constexpr int64_t kPackedBytes = int64_t{384} << 10;  // of B
-  static constexpr int64_t kFewTiles = 4;  // up to here packing B takes longer than it saves
+  static constexpr int64_t kPlacedBytes = int64_t{512} << 10;  // of B that is read in place
+  static constexpr int64_t kFewTiles = 2;  // up to here packing B takes longer than it saves
 
  public:
   static bool takes(const AloneShape& shape) {
@@ -281,11 +282,13 @@ class Alone {
                      std::abs(shape_.a.row_stride * kSize) < 128);
   }
 
+  // Whether B is read in place: it stays in L2 as it lies, or only few rows need it.
   bool reads_b(int64_t tiles) const {
+    const int64_t span = shape_.k * std::abs(shape_.b.row_stride) * kSize;
     // Other instruction sets have no loads of some lanes.
     const bool whole = kVectorBytes == 64 || shape_.n % kNarrow == 0;
     return kPair == 1 && shape_.b.column_stride == 1 && whole &&
-           (tiles <= kFewTiles || (shape_.b.row_stride == kWide && shape_.n == kWide));
+           (tiles <= kFewTiles || span <= kPlacedBytes);
   }
 
   // [panels of kWide columns, then of kNarrow][steps][columns of the panel].

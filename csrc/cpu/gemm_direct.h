@@ -2,8 +2,7 @@
 // element is the chain of multiply-adds of the packed kernel (gemm_kernel.h), so it has the same
 // bits.
 //
-// B along the columns: a row of C is a sum of rows of B (multiply_row, and multiply_small for a
-// product of one tile). B along the sum, as the
+// B along the columns: a row of C is a sum of rows of B (multiply_row). B along the sum, as the
 // weights of a linear layer lie: blocks of it are transposed in registers and used there by a few
 // rows (multiply_lines). On Zen 4 that takes 48 shuffles for 16 x 16 elements, which is about the
 // time that they take from the shared cache; packing, which also writes and reads them, took twice
@@ -22,7 +21,7 @@
 namespace fusedops::CPU_CAPABILITY {
 namespace {
 
-constexpr int kDirectVectors = 8;  // accumulators of multiply_row
+constexpr int kDirectVectors = kVectorBytes == 64 ? 16 : 8;  // accumulators of multiply_row
 // Rows of multiply_lines, beside kLanes transposed vectors: no more than a tile has.
 constexpr int kMaxLinesRows = std::min(8, kTileRows);
 
@@ -40,7 +39,7 @@ inline void multiply_row(int64_t count, const A* a, int64_t a_step, const A* b, 
     for (int64_t k = first; k < std::min(count, first + kBlockSteps); ++k) {
       const V factor = a[k * a_step] - V{};
       const A* line = b + k * b_step;
-#pragma GCC unroll 8
+#pragma GCC unroll 16
       for (int j = 0; j < kVectors; ++j) {
         sum[j] += factor * *reinterpret_cast<const V*>(line + j * W);
         __builtin_prefetch(line + ahead + j * W);
@@ -141,38 +140,6 @@ inline void multiply_row_pairs(int64_t count, const Bf16Pair* a, const c10::BFlo
   }
 }
 #endif
-
-// The most that multiply_small takes: a tile of C whose operands are in L1 as they lie.
-constexpr int64_t kSmallSize = 32;
-
-// out[i][j] = sum over k of a[i * a_row + k * a_step] * b[k * b_step + j], kRows rows at a time,
-// for at most one block of k. Packing such a product takes longer than the product.
-template <typename A, int kRows = 4>
-inline void multiply_small(int64_t rows, int64_t columns, int64_t count, const A* a, int64_t a_row,
-                           int64_t a_step, const A* b, int64_t b_step, A* out, int64_t out_stride) {
-  using V = Vec<A>;
-  for (; rows >= kRows; rows -= kRows, a += kRows * a_row, out += kRows * out_stride) {
-    for_each_vector<V::size()>(columns, [&](int64_t c, int64_t here, auto full) {
-      V sum[kRows];
-#pragma GCC unroll 4
-      for (int i = 0; i < kRows; ++i) sum[i] = V(A(0));
-      for (int64_t k = 0; k < count; ++k) {
-        const V line = load_vec(b + k * b_step + c, here, full);
-#pragma GCC unroll 4
-        for (int i = 0; i < kRows; ++i) {
-          sum[i] = at::vec::fmadd(V(a[i * a_row + k * a_step]), line, sum[i]);
-        }
-      }
-#pragma GCC unroll 4
-      for (int i = 0; i < kRows; ++i) store_vec(out + i * out_stride + c, sum[i], here, full);
-    });
-  }
-  if constexpr (kRows > 1) {
-    if (rows > 0) {
-      multiply_small<A, 1>(rows, columns, count, a, a_row, a_step, b, b_step, out, out_stride);
-    }
-  }
-}
 
 // Walks over lines of memory in the order of addresses, ahead of those who read them: sixteen lines
 // that are read side by side are too many streams for the hardware, one is not.

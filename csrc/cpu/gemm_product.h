@@ -67,20 +67,12 @@ class Gemm {
     if constexpr (std::is_same_v<T, Sum>) {
       const bool short_sums = m_ == 1 || k_ <= kFewTerms;
       const bool plain = has_no_lists() && sides_ == 1 && all_blocks_ > 0;
-      if (plain && call_.a.rows == nullptr && all_blocks_ == 1 && m_ <= kRows && n_ <= kColumns &&
-          k_ <= kSmallSize) {
-        return run_small();
-      }
       if (short_sums && plain && call_.b.column_stride == 1 && call_.num_further == 0) {
         return run_direct();
       }
     }
 #if defined(CPU_CAPABILITY_AVX512)
     if constexpr (std::is_same_v<Policy, Bf16Dot>) {
-      if (has_no_lists() && call_.a.rows == nullptr && all_blocks_ == 1 && sides_ == 1 &&
-          m_ <= kRows && n_ <= kColumns && k_ <= kSmallSize) {
-        return run_small_pairs();
-      }
       if (m_ == 1 && has_no_lists() && call_.b.column_stride == 1 && sides_ == 1 &&
           all_blocks_ > 0 && all_blocks_ == blocks_of_product_) {
         return run_direct_pairs();
@@ -320,55 +312,7 @@ class Gemm {
     });
   }
 
-  // A product of one tile: thousands of them make a batch, so that every step counts.
-  void run_small() const {
-    const Lines<T> a = rows_of_a(0), b = columns_of_b(0, 0);
-    alignas(64) Sum sums[kRows * kColumns];
-    alignas(64) Sum copy[kSmallSize * kColumns];
-    const bool along_columns = b.line_stride == 1;
-    if (!along_columns) {
-      for (int64_t j = 0; j < n_; ++j) {
-        for (int64_t k = 0; k < k_; ++k) copy[k * kColumns + j] = *b.at(j, k);
-      }
-    }
-    multiply_small<Sum>(m_, n_, k_, a.data, a.line_stride, a.k_stride,
-                        along_columns ? b.data : copy, along_columns ? b.k_stride : kColumns, sums,
-                        kColumns);
-    call_.store(call_.context,
-                {0, 0, static_cast<int>(m_), static_cast<int>(n_), sums, nullptr, kColumns});
-  }
-
 #if defined(CPU_CAPABILITY_AVX512)
-  // run_small for bfloat16, whose panels are made without the machinery of larger ones.
-  void run_small_pairs() const {
-    const Lines<T> a = rows_of_a(0), b = columns_of_b(0, 0);
-    alignas(64) Packed left[kSmallSize / 2 * kRows];
-    alignas(64) Packed right[kSmallSize / 2 * kColumns];
-    alignas(64) Sum sums[kRows * kColumns];
-    const int64_t steps = ceil_div(k_, 2);
-    for (int64_t step = 0; step < steps; ++step) {
-      const bool two = 2 * step + 1 < k_;
-      const auto pair = [&](const Lines<T>& lines, int64_t line) {
-        const T* first = lines.data + line * lines.line_stride + 2 * step * lines.k_stride;
-        return pack_one<Policy>(first, two ? first + lines.k_stride : nullptr);
-      };
-      for (int64_t i = 0; i < m_; ++i) left[step * kRows + i] = pair(a, i);
-      Packed* columns = right + step * kColumns;
-      if (b.line_stride == 1) {
-        const T* first = b.data + 2 * step * b.k_stride;
-        pack_step<Policy, kColumns>(first, two ? first + b.k_stride : nullptr, static_cast<int>(n_),
-                                    n_ == kColumns, columns);
-      } else {
-        std::fill_n(columns, kColumns, Packed(0));
-        for (int64_t j = 0; j < n_; ++j) columns[j] = pair(b, j);
-      }
-    }
-    run_kernel<Policy>(static_cast<int>(m_), steps, left, right, sums, false,
-                       reinterpret_cast<const char*>(right));
-    call_.store(call_.context,
-                {0, 0, static_cast<int>(m_), static_cast<int>(n_), sums, nullptr, kColumns});
-  }
-
   // One row of bfloat16: B is read where it lies.
   void run_direct_pairs() const {
     const Lines<T> a = rows_of_a(0), b = columns_of_b(0, 0);
