@@ -273,13 +273,18 @@ class Alone {
   Lines<T> lines_of_a(const T* a) const { return {a, shape_.a.row_stride, shape_.a.column_stride}; }
   Lines<T> lines_of_b(const T* b) const { return {b, shape_.b.column_stride, shape_.b.row_stride}; }
 
-  // Whether the kernel reads A in place: its steps are whole, and lines of the rows of a tile do
-  // not push each other out of L1, where 4 KiB are one way.
+  // Whether the kernel reads A in place: its steps are whole, and its lines do not push each other
+  // out of L1, of which 4 KiB are one way.
   bool reads_a() const {
-    const bool whole = kPair == 1 || (shape_.a.column_stride == 1 && shape_.k % kPair == 0);
-    const int64_t past = std::abs(shape_.a.row_stride * kSize) % 2048;
-    return whole && (shape_.m <= 4 || (past >= 128 && past <= 2048 - 128) ||
-                     std::abs(shape_.a.row_stride * kSize) < 128);
+    const int64_t along_m = std::abs(shape_.a.row_stride) * kSize;
+    if (kPair == 2 && (shape_.a.column_stride != 1 || shape_.k % 2 != 0)) return false;
+    if (shape_.a.column_stride == 1) {
+      const int64_t past = along_m % 2048;
+      return shape_.m <= 4 || along_m < 128 || (past >= 128 && past <= 2048 - 128);
+    }
+    // Each step is a line; packing is a copy here, which few columns do not pay.
+    return along_m != kSize || shape_.n <= 2 * kWide ||
+           std::abs(shape_.a.column_stride) * kSize <= 2048;
   }
 
   // Whether B is read in place: it stays in L2 as it lies, or only few rows need it.

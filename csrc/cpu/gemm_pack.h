@@ -97,8 +97,24 @@ inline PackedLanes<Policy> load_lines(const typename Policy::T* from,
   }
 }
 
+// Whether some lanes of a vector can be loaded, and the others be zero.
+template <typename Policy>
+constexpr bool kLoadsSome =
+    kVectorBytes == 64 && sizeof(typename Policy::Packed) == 4 && !kWidens<Policy>;
+
 #if defined(CPU_CAPABILITY_AVX512)
-// The same of `count` lines, zero beyond them.
+// load_steps of `count` elements, zero beyond them.
+template <typename Policy>
+inline PackedLanes<Policy> load_first_steps(const typename Policy::T* from, int count) {
+  const uint32_t mask = (uint32_t{1} << count) - 1;
+  if constexpr (Policy::kPair == 1) {
+    return (PackedLanes<Policy>)_mm512_maskz_loadu_ps(static_cast<__mmask16>(mask), from);
+  } else {
+    return (PackedLanes<Policy>)_mm512_maskz_loadu_epi16(mask, from);
+  }
+}
+
+// load_lines of `count` lines, zero beyond them.
 template <typename Policy>
 inline PackedLanes<Policy> load_first_lines(const typename Policy::T* from,
                                             const typename Policy::T* next, int count) {
@@ -240,6 +256,16 @@ inline void pack_transposing(const Lines<typename Policy::T>& source, int lines,
   const int64_t blocked = count / (kPair * n) * n;
   const typename Policy::T* begin[n];
   for (int i = 0; i < valid; ++i) begin[i] = source.at(kFirst + i, 0);
+  const auto store_steps = [panel](const V(&v)[n], int64_t step, int64_t here) {
+    for (int i = 0; i < here; ++i) {
+      auto* to = panel + (step + i) * kWidth + kFirst;
+      if constexpr (kFirst == 0) {
+        store_vector(to, v[i]);
+      } else {
+        store_first<kHere>(to, v[i]);
+      }
+    }
+  };
   for (int64_t step = 0; step < blocked; step += n) {
     V v[n];
     // Sixteen streams are more than the hardware follows.
@@ -252,22 +278,24 @@ inline void pack_transposing(const Lines<typename Policy::T>& source, int lines,
       }
       transpose<n>(v);
     }
-    for (int i = 0; i < n; ++i) {
-      auto* to = panel + (step + i) * kWidth + kFirst;
-      if constexpr (kFirst == 0) {
-        store_vector(to, v[i]);
-      } else {
-        store_first<kHere>(to, v[i]);
-      }
-    }
+    store_steps(v, step, n);
   }
-  for (int64_t step = blocked; step < steps; ++step) {
-    const bool whole = (step + 1) * kPair <= count;
-    for (int i = 0; i < kHere; ++i) {
-      const auto* from = i < valid ? begin[i] + step * kPair : nullptr;
-      panel[step * kWidth + kFirst + i] = i < valid
-                                              ? pack_one<Policy>(from, whole ? from + 1 : nullptr)
-                                              : typename Policy::Packed(0);
+  if (blocked < steps) {
+    if constexpr (kLoadsSome<Policy>) {
+      V v[n];
+      const auto rest = static_cast<int>(count - blocked * kPair);
+      for (int i = 0; i < n; ++i) {
+        v[i] = i < valid ? load_first_steps<Policy>(begin[i] + blocked * kPair, rest) : V{};
+      }
+      transpose<n>(v);
+      store_steps(v, blocked, steps - blocked);
+    } else {
+      for (int64_t step = blocked; step < steps; ++step) {
+        for (int i = 0; i < kHere; ++i) {
+          panel[step * kWidth + kFirst + i] =
+              i < valid ? pack_one<Policy>(begin[i] + step, nullptr) : typename Policy::Packed(0);
+        }
+      }
     }
   }
   if constexpr (kFirst + n < kWidth) {
@@ -288,7 +316,7 @@ inline void pack_step(const typename Policy::T* from, const typename Policy::T* 
     }
   } else {
 #if defined(CPU_CAPABILITY_AVX512)
-    if constexpr (sizeof(typename Policy::Packed) == 4 && !kWidens<Policy> && kWidth % n == 0) {
+    if constexpr (kLoadsSome<Policy> && (kWidth % n == 0 || kWidth < n)) {
       for (int i = 0; i < kWidth; i += n) {
         const int here = std::clamp(lines - i, 0, n);
         store_vector(panel + i, load_first_lines<Policy>(from + i, after(i), here));
