@@ -9,6 +9,7 @@
 
 #include "../common/binding.h"
 #include "../common/parallel.h"
+#include "baddbmm.h"
 #include "linear_act.h"
 
 namespace fusedops {
@@ -61,6 +62,11 @@ inline void linear_into(const at::Tensor& x, const at::Tensor& weight, const at:
 // The dense row-major product as a new tensor.
 inline at::Tensor multiply(const GemmCall& call, const at::TensorOptions& options) {
   auto out = at::empty({call.m, call.n}, options);
+  if (call.k > 4 && call.k <= 256 && call.m > 1 && call.num_further == 0) {
+    const BatchedProduct arguments{call, {}, {}, {}, mutable_data(out), 1.0, 0.0};
+    FUSEDOPS_CALL_ISA(batched_product, arguments);
+    return out;
+  }
   LinearForward arguments{call, nullptr, nullptr, mutable_data(out), Activation::identity};
   arguments.product.plain_output = mutable_data(out);
   FUSEDOPS_CALL_ISA(linear_forward, arguments);
