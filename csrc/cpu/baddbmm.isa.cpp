@@ -1,9 +1,10 @@
 // Batches of matrix products, and sums over broadcast dimensions (interface: baddbmm.h).
 //
-// A product of the batch is one call of gemm.isa.cpp; scale and addend are applied to its tiles in
-// L1, so that a broadcast addend is never materialised and the output is written once. Threads
-// share the batch, or, where it is short, each product. The gradient of a broadcast operand is one
-// product of several factors: its sums stay in float32 and nothing is written between them.
+// Each product, or some rows or columns of one where the batch is short, is computed by one thread,
+// which finishes it in registers (gemm_alone.h): a broadcast addend is never materialised and the
+// output is written once. A single row, a long sum and the gradient of a broadcast operand, which
+// is one product of several factors, are calls of gemm.isa.cpp that add to its tiles in L1: sums
+// stay in float32 and nothing is written between them.
 //
 // Sums over dimensions go piece by piece: kPiece elements of the result are accumulated in L1 while
 // the gradient is read once. Long sums are cut into parts by size alone, which are added in order.
@@ -22,10 +23,6 @@ namespace {
 constexpr int64_t kLeastTask = int64_t{1} << 18;  // multiply-adds that are worth a thread
 constexpr int64_t kLeastWork = 4096;              // of a product, however small
 constexpr int64_t kPiece = 2048;                  // elements that are summed at a time
-
-constexpr int64_t ceil_div(int64_t a, int64_t b) {
-  return (a + b - 1) / b;
-}
 
 template <typename T>
 const T* advanced(const void* data, int64_t offset) {
@@ -103,7 +100,7 @@ void one_product(const BatchedProduct& a, int64_t index, std::vector<Factors>& f
   gemm(call);
 }
 
-// Products that are each computed by one thread, or parts of them where there are few.
+// The batch by gemm_alone.h.
 template <typename Policy>
 void products_alone(const BatchedProduct& a, const AloneShape& shape) {
   using T = typename Policy::T;
@@ -145,7 +142,7 @@ void products_alone(const BatchedProduct& a, const AloneShape& shape) {
         if (more) next = operands_of((task + 1) / parts);
         const int64_t from = task % parts * size, count = std::min(size, length - from);
         const Part part = by_rows ? Part{from, count, 0, shape.n} : Part{0, shape.m, from, count};
-        alone.run(now, part, more ? &next : nullptr);
+        alone.run(now, part, more && parts == 1 ? &next : nullptr);
         now = next;
       }
     }
@@ -249,7 +246,7 @@ void sum_dims(const BroadcastSum& a) {
 
 void batched_product(const BatchedProduct& a) {
   const GemmCall& call = a.product;
-  const AloneShape shape{call.m, call.n, call.k, call.a, call.b, a.addend, call.n, a.alpha, a.beta};
+  const AloneShape shape{call.m, call.n, call.k, call.a, call.b, a.addend, a.alpha, a.beta};
   with_policy(call.dtype, [&](auto policy) {
     using Policy = decltype(policy);
     if constexpr (!kWidens<Policy>) {

@@ -1,12 +1,12 @@
 // Products that one thread computes by itself and finishes in registers: those of a batch, or parts
 // of one. output = alpha * A * B + beta * addend.
 //
-// The packed product (gemm_product.h) spent a third of its time on packing A and on moving sums
-// through L1 where k is small. Here A is read where it lies, element by element, unless a step of k
-// is not whole in memory or rows of A share sets of L1; then a tile of rows is packed into L1. B is
-// packed into L2, some columns at a time, or, for few rows, read where it lies. The sums are
-// scaled, added to and rounded in registers. While a tile is multiplied, the lines of its addend
-// and its output are fetched, and those that come after it of A and of the next product's B.
+// The packed product (gemm_product.h) spends a third of its time on packing and on moving sums
+// through L1 where k is 64. Here A is read where it lies, element by element, unless a step of k is
+// not whole in memory or its lines share sets of L1; then a tile of rows is packed into L1. B is
+// packed into L2, some columns at a time, or, where it stays there as it lies, not at all. The sums
+// are scaled, added to and rounded in registers. While a tile is multiplied, the lines of its
+// addend and its output are fetched, and those that come after it of A and of the next product's B.
 //
 // Every element is the chain of multiply-adds of the packed kernel (gemm_kernel.h): from zero over
 // a block of kBlockSteps steps, blocks added in order. So it has the same bits.
@@ -37,7 +37,7 @@ struct Walk {
   Walk() = default;
   Walk(const void* data, int64_t rows, int64_t stride, int64_t bytes)
       : at(static_cast<const char*>(data)),
-        left((bytes + 63) / 64),
+        left(ceil_div(bytes, 64)),
         lines(left),
         jump(stride - lines * 64),
         rows(rows) {}
@@ -196,7 +196,7 @@ inline void run_alone(int rows, const AloneTile<Policy>& tile, Walk& walk) {
   }
 }
 
-// Products of one shape, and their factors.
+// Products of one shape with dense results, and their factors.
 struct AloneShape {
   int64_t m;
   int64_t n;
@@ -204,7 +204,6 @@ struct AloneShape {
   Matrix a;  // of which product, the Operands tell
   Matrix b;
   Matrix addend;  // column_stride 0 or 1
-  int64_t output_stride;
   double alpha;
   double beta;
 };
@@ -249,13 +248,13 @@ class Alone {
   }
 
   explicit Alone(const AloneShape& shape)
-      : shape_(shape), steps_((shape.k + kPair - 1) / kPair), reads_a_(reads_a()) {
+      : shape_(shape), steps_(ceil_div(shape.k, kPair)), reads_a_(reads_a()) {
     std::fill_n(nothing_, kWide, static_cast<T>(-0.0F));
   }
 
   // `next`: what this thread computes after it, or null.
   void run(const Operands<T>& operands, const Part& part, const Operands<T>* next) const {
-    const int64_t tiles = (part.rows + kTileRows - 1) / kTileRows;
+    const int64_t tiles = ceil_div(part.rows, kTileRows);
     const bool in_place = reads_b(tiles);
     const int64_t most =
         std::max<int64_t>(1,
@@ -326,14 +325,14 @@ class Alone {
     tile.sums = sums;
     tile.alpha = static_cast<Sum>(shape_.alpha);
     tile.beta = operands.addend == nullptr ? Sum(1) : static_cast<Sum>(shape_.beta);
-    tile.output_stride = shape_.output_stride;
+    tile.output_stride = shape_.n;
     const bool along = operands.addend != nullptr && shape_.addend.column_stride == 1;
     const bool spread = operands.addend != nullptr && !along;
     tile.addend_stride = along ? shape_.addend.row_stride : spread ? kWide : 0;
     tile.row_stride = reads_a_ ? lines.line_stride * kSize : sizeof(Packed);
     tile.step_stride = reads_a_ ? lines.k_stride * kSize * kPair : kTileRows * sizeof(Packed);
     // Tiles are of even heights.
-    const int64_t tiles = (part.rows + kTileRows - 1) / kTileRows;
+    const int64_t tiles = ceil_div(part.rows, kTileRows);
     const int64_t height = part.rows / tiles, higher = part.rows % tiles;
     Walk walk;
     for (int64_t t = 0, row = part.row; t < tiles; ++t) {
@@ -358,7 +357,7 @@ class Alone {
         tile.b = packed == nullptr ? reinterpret_cast<const Packed*>(operands.b + column)
                                    : packed + (column - part.column) * steps_;
         tile.b_stride = packed == nullptr ? shape_.b.row_stride : width;
-        tile.output = operands.output + row * shape_.output_stride + column;
+        tile.output = operands.output + row * shape_.n + column;
         tile.addend = along    ? operands.addend + row * shape_.addend.row_stride + column
                       : spread ? added
                                : nothing_;

@@ -26,6 +26,10 @@
 namespace fusedops::CPU_CAPABILITY {
 namespace {
 
+constexpr int64_t ceil_div(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
+
 #if defined(CPU_CAPABILITY_AVX512)
 constexpr int kVectorBytes = 64;
 constexpr int kTileRows = 14;

@@ -26,10 +26,6 @@ constexpr int64_t kFewRows = 4 * kTileRows;            // up to here B is not pa
 constexpr int64_t kFewTerms = 4;                       // up to here along k nothing is packed
 constexpr int64_t kBlockBytes = int64_t{256} << 10;    // packed A that meets B at a time in a batch
 
-constexpr int64_t ceil_div(int64_t a, int64_t b) {
-  return (a + b - 1) / b;
-}
-
 template <typename Policy>
 class Batch;
 

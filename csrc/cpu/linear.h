@@ -62,7 +62,9 @@ inline void linear_into(const at::Tensor& x, const at::Tensor& weight, const at:
 // The dense row-major product as a new tensor.
 inline at::Tensor multiply(const GemmCall& call, const at::TensorOptions& options) {
   auto out = at::empty({call.m, call.n}, options);
-  if (call.k > 4 && call.k <= 256 && call.m > 1 && call.num_further == 0) {
+  // Short sums: the operands are small beside the result. Not an outer product (gemm.isa.cpp).
+  const bool is_short = call.k > 4 && call.k * out.element_size() <= 1024;
+  if (is_short && call.m > 1 && call.num_further == 0) {
     const BatchedProduct arguments{call, {}, {}, {}, mutable_data(out), 1.0, 0.0};
     FUSEDOPS_CALL_ISA(batched_product, arguments);
     return out;
