@@ -144,9 +144,4 @@ SPEC = Spec(
     summary="two linear layers, one activated and multiplied by the other, in one product",
     autocast="lower",
     peers=_peers,
-    limits=(
-        "16 x 768 -> 2048 in bfloat16 with backward is 0.89 of eager on one Zen 4 core (1.09 on "
-        "two); all others of the benchmark's sizes are 0.99 or more of the better of eager and "
-        "oneDNN.",
-    ),
 )
