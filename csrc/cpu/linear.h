@@ -62,7 +62,8 @@ inline void linear_into(const at::Tensor& x, const at::Tensor& weight, const at:
 // The dense row-major product as a new tensor.
 inline at::Tensor multiply(const GemmCall& call, const at::TensorOptions& options) {
   auto out = at::empty({call.m, call.n}, options);
-  // Short sums: the operands are small beside the result. Not an outer product (gemm.isa.cpp).
+  // Short sums go the way of a batch's products, without packing for all threads (above 256 float32
+  // terms that is the faster one); not outer products, which read B in place (gemm.isa.cpp).
   const bool is_short = call.k > 4 && call.k * out.element_size() <= 1024;
   if (is_short && call.m > 1 && call.num_further == 0) {
     const BatchedProduct arguments{call, {}, {}, {}, mutable_data(out), 1.0, 0.0};
