@@ -129,7 +129,9 @@ def known_gate(module: Any) -> Gate | None:
 
 
 def _gate_function(module: Any) -> Any:
-    return getattr(module._apply_gate, "__func__", module._apply_gate)
+    # Of the class: Dynamo of torch 2.15 does not know a bound method's function again.
+    own = module.__dict__.get("_apply_gate")
+    return type(module)._apply_gate if own is None else own
 
 
 def _clamped_gate(module: Any) -> Gate | None:
