@@ -42,9 +42,10 @@ def check(
             list(shape),
         )
     for name, parameter in (("weight", weight), ("bias", bias)):
-        if parameter is not None and not checks.alike(parameter, shape, input):
-            checks.parameter(op, name, parameter, owner, input)
-            checks.shape(op, name, parameter, shape, "normalized_shape")
+        if parameter is None or (checks.alike(parameter, input) and parameter.shape == shape):
+            continue
+        checks.parameter(op, name, parameter, owner, input)
+        checks.shape(op, name, parameter, shape, "normalized_shape")
     checks.number(op, "eps", eps)
 
 

@@ -15,9 +15,9 @@ _HALF = (torch.bfloat16, torch.float16)
 def check(op: str, input: Any, residual: Any, argument: str, p: Any) -> None:
     """Raise unless ``input`` can be added to ``residual``, dropped with probability ``p``."""
     checks.tensor(op, "input", input)
-    if not checks.alike(residual, input.shape, input):
+    if not checks.alike(residual, input):
         checks.like(op, "residual", residual, "input", input)
-        checks.shape(op, "residual", residual, input.shape, "the shape of input")
+    checks.shape(op, "residual", residual, input.shape, "the shape of input")
     checks.probability(op, argument, p)
 
 

@@ -88,7 +88,7 @@ def _check(op: str, input: Any, batch1: Any, batch2: Any) -> tuple[int, ...]:
     """Return the shape of the result."""
     checks.tensor(op, "batch1", batch1)
     for name, value in (("batch2", batch2), ("input", input)):
-        if not _is_like(value, batch1):
+        if not checks.alike(value, batch1):
             check_parameter(op, name, value, batch1)
     first, second = batch1.shape, batch2.shape
     if len(first) < 2 or len(second) < 2:
@@ -110,15 +110,6 @@ def _check(op: str, input: Any, batch1: Any, batch2: Any) -> tuple[int, ...]:
     if sizes != shape and (len(sizes) > len(shape) or _broadcast(sizes, shape) != shape):
         checks.fail(op, "input", f"a shape that broadcasts to {list(shape)}", list(sizes))
     return shape
-
-
-def _is_like(value: Any, reference: torch.Tensor) -> bool:
-    # The common case by itself: the whole check takes 1.3 us, and small batches 20.
-    return (
-        isinstance(value, torch.Tensor)
-        and value.dtype == reference.dtype
-        and value.device == reference.device
-    )
 
 
 def _broadcast(first: Sequence[int], second: Sequence[int]) -> tuple[int, ...] | None:
