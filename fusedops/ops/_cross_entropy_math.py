@@ -54,8 +54,7 @@ def check_target(op: str, target: Any, owner: str, rows: torch.Tensor) -> None:
         )
     if target.device != rows.device:
         checks.fail(op, "target", f"on {rows.device}, the device of {owner}", target.device)
-    if target.shape != rows.shape[:-1]:
-        checks.shape(op, "target", target, rows.shape[:-1], f"{owner} without its last dimension")
+    checks.shape(op, "target", target, rows.shape[:-1], f"{owner} without its last dimension")
 
 
 def check_dtype(op: str, dtype: Any, logits: torch.Tensor) -> None:
