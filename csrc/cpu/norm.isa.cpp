@@ -20,125 +20,122 @@
 namespace fusedops::CPU_CAPABILITY {
 namespace {
 
-// summed = residual + dropout(input), rounded to T. When kCentred, `wide` becomes summed - pivot,
-// of which the sums are returned, as centre_on_pivot would do it; else it becomes summed.
-template <typename I, typename T, bool kDropout, bool kCentred>
-PivotSums<Acc<T>> add_row(const NormForward& a, bool stream, int64_t start, Acc<T>* wide) {
-  using V = Vec<T>;
-  constexpr int W = V::size();
+// Columns from .. to - 1 of summed = residual + dropout(input), rounded to T; also to `kept`,
+// unless that is null. Calls visit(sum, full) with the vectors of the sum.
+template <typename I, typename T, bool kDropout, typename Visit>
+void add_columns(const NormForward& a, bool stream, int64_t start, int64_t from, int64_t to,
+                 Acc<T>* kept, const Visit& visit) {
   const I* x = static_cast<const I*>(a.input) + start;
   const T* r = static_cast<const T*>(a.residual) + start;
   T* summed = static_cast<T*>(a.summed) + start;
-  PivotSums<Acc<T>> sums;
-  const auto add = [&](int64_t from, int64_t to, const auto& keep) {
-    for_each_dropped<T, kDropout>(
-        a.dropout, start + from, to - from,
-        [&](int64_t column, int64_t count, auto full, const auto& dropped) {
-          const int64_t c = from + column;
-          const V added = dropped(load_vec(x + c, count, full));
-          const V sum = rounded<T>(load_vec(r + c, count, full) + added);
-          store_or_stream(stream, summed + c, sum, count, full);
-          keep(c, sum, count, full);
-        });
-  };
-  const auto store = [&](int64_t c, const V& sum, int64_t count, auto full) {
-    store_vec(wide + c, sum, count, full);
+  for_each_dropped<T, kDropout>(a.dropout, start + from, to - from,
+                                [&](int64_t column, int64_t count, auto full, const auto& dropped) {
+                                  const int64_t c = from + column;
+                                  const Vec<T> added = dropped(load_vec(x + c, count, full));
+                                  const Vec<T> sum =
+                                      rounded<T>(load_vec(r + c, count, full) + added);
+                                  store_or_stream(stream, summed + c, sum, count, full);
+                                  if (kept != nullptr) store_vec(kept + c, sum, count, full);
+                                  visit(sum, full);
+                                });
+}
+
+// Writes the sum of a row, which then stands at `source` too, and returns its statistics.
+template <typename I, typename T, bool kCentred, bool kDropout>
+Moments<Acc<T>> add_row(const NormForward& a, bool stream, int64_t start, Acc<T>* kept,
+                        const Acc<T>* source) {
+  using A = Acc<T>;
+  constexpr int W = Vec<T>::size();
+  const int64_t columns = a.columns;
+  const A eps = static_cast<A>(a.eps);
+  const auto add = [&](int64_t from, int64_t to, const auto& visit) {
+    add_columns<I, T, kDropout>(a, stream, start, from, to, kept, visit);
   };
   if constexpr (!kCentred) {
-    add(0, a.columns, store);
+    add(0, columns, Nothing());
+    return mean_square_moments(sum_squares(source, columns, Nothing()), columns, eps);
   } else {
     // The pivot is known once its columns are.
-    const int64_t head = std::min(kPivotColumns<T>, a.columns);
-    add(0, head, store);
-    sums = centre_on_pivot(wide, head, wide);
-    const V pivot(sums.pivot);
-    add(head, a.columns, [&](int64_t c, const V& sum, int64_t count, auto full) {
-      const V distance = sum - pivot;
-      store_vec(wide + c, distance, count, full);
-      if constexpr (full) sums.add(c / W % 2 != 0, distance);
+    const int64_t head = std::min(kPivotColumns<A>, columns);
+    add(0, head, Nothing());
+    PivotSums<A> sums(source, columns);
+    for (int64_t c = 0; c + W <= head; c += W) sums.add(load_vec(source + c));
+    add(head, columns, [&](const Vec<T>& sum, auto full) {
+      if constexpr (full) sums.add(sum);
     });
+    return pivoted_moments(sums, source, columns, eps);
   }
-  return sums;
 }
 
-template <typename T, bool kCentred>
-PivotSums<Acc<T>> add_row(const NormForward& a, bool stream, int64_t start, Acc<T>* wide) {
-  const auto add = [&](auto input) {
-    using I = decltype(input);
-    return a.dropout.active() ? add_row<I, T, true, kCentred>(a, stream, start, wide)
-                              : add_row<I, T, false, kCentred>(a, stream, start, wide);
-  };
-  if constexpr (std::is_same_v<T, float>) {
-    if (a.input_dtype == DType::bf16) return add(c10::BFloat16());
-  }
-  return add(T());
-}
-
-// Writes a row, centred, to `centred_row` (after the sum with the residual, if there is one, to
-// summed) and returns its statistics.
-template <typename T>
-Moments<Acc<T>> centred_moments(const NormForward& a, bool stream, int64_t start,
-                                Acc<T>* centred_row) {
-  using A = Acc<T>;
-  const T* x = static_cast<const T*>(a.input) + start;
-  const T* source = a.residual != nullptr ? static_cast<const T*>(a.summed) + start : x;
-  const A eps = static_cast<A>(a.eps);
-  const PivotSums<A> sums = a.residual != nullptr ? add_row<T, true>(a, stream, start, centred_row)
-                                                  : centre_on_pivot(x, a.columns, centred_row);
-  Moments<A> moments;
-  if (pivoted_moments(sums, centred_row, a.columns, eps, moments)) return moments;
-  const A total = widen_and_sum(source, centred_row, a.columns);
-  const A* wide = centred_row;
-  if constexpr (std::is_same_v<T, A>) wide = source;
-  return centre_row(wide, total, a.columns, eps, centred_row);
-}
-
-template <typename T>
-void forward(const NormForward& a) {
+template <typename I, typename T, typename O, bool kCentred, bool kDropout>
+void forward_of_sum(const NormForward& a) {
   using A = Acc<T>;
   const int64_t columns = a.columns;
-  const bool adds = a.residual != nullptr;
-  // Two outputs of this size together fill the cache.
-  const int64_t outputs = adds ? 2 : 1;
-  const bool stream = should_stream(static_cast<const T*>(a.output), outputs * a.rows, columns) &&
-                      should_stream(static_cast<const T*>(a.summed), outputs * a.rows, columns);
-  const int64_t bytes = (adds ? 4 : 2) * columns * sizeof(T);
-  parallel_rows(a.rows, bytes, [&](int64_t begin, int64_t end) {
-    const Parameter<A> weight(a.weight, a.parameter_dtype, columns, A(a.weight_offset), A(1)),
-        bias(a.bias, a.parameter_dtype, columns, A(0), A(-0.0));
-    Scratch<A> scratch(columns);
+  // Two outputs of half that size together fill the cache.
+  const bool stream = should_stream(static_cast<const T*>(a.output), 2 * a.rows, columns) &&
+                      should_stream(static_cast<const T*>(a.summed), 2 * a.rows, columns);
+  // What is streamed is not in the cache, and half precision would be widened twice.
+  const bool keeps = stream || !std::is_same_v<T, A>;
+  const int64_t ahead = prefetch_distance<T>(columns);
+  parallel_rows(a.rows, 4 * columns * sizeof(T), [&](int64_t begin, int64_t end) {
+    const RowParameters<A> parameters(a);
+    Scratch<A> scratch(keeps ? columns : 0);
+    A* kept = keeps ? scratch.data() : nullptr;
+    RowWriter<T, A, O, kCentred> writer(a, stream, parameters);
     for (int64_t row = begin; row < end; ++row) {
       const int64_t start = row * columns;
-      const T* x = static_cast<const T*>(a.input) + start;
-      const A* wide = scratch.data();
-      const A eps = static_cast<A>(a.eps);
-      Moments<A> m;
-      if (a.mean != nullptr) {
-        m = centred_moments<T>(a, stream, start, scratch.data());
-        static_cast<A*>(a.mean)[row] = m.mean + m.correction;
-      } else {
-        if (adds) {
-          add_row<T, false>(a, stream, start, scratch.data());
-        } else if constexpr (std::is_same_v<T, A>) {
-          wide = x;
-        }
-        const A squares = adds ? widen_and_sum_squares(wide, scratch.data(), columns)
-                               : widen_and_sum_squares(x, scratch.data(), columns);
-        m = mean_square_moments(squares, columns, eps);
-      }
-      static_cast<A*>(a.rstd)[row] = m.rstd;
-      const auto normalize = [&](auto output) {
-        using O = decltype(output);
-        normalize_row<T>(a, stream, wide, m, weight.get(), bias.get(), start,
-                         static_cast<O*>(a.output));
-      };
-      if constexpr (std::is_same_v<T, c10::BFloat16>) {
-        a.output_dtype == DType::f32 ? normalize(float()) : normalize(T());
-      } else {
-        normalize(T());
-      }
+      const A* source = keeps ? kept : static_cast<const A*>(a.summed) + start;
+      const auto moments = add_row<I, T, kCentred, kDropout>(a, stream, start, kept, source);
+      writer.start(row, source, moments);
+      const I* next_input = static_cast<const I*>(a.input) + start + ahead;
+      const T* next_residual = static_cast<const T*>(a.residual) + start + ahead;
+      for_each_vector<Vec<T>::size()>(columns, [&](int64_t c, int64_t count, auto full) {
+        __builtin_prefetch(next_input + c, 0, 2);
+        __builtin_prefetch(next_residual + c, 0, 2);
+        writer(c, count, full);
+      });
     }
   });
+}
+
+template <typename T, typename O, bool kCentred>
+void forward_alone(const NormForward& a) {
+  using A = Acc<T>;
+  const int64_t columns = a.columns;
+  const bool stream = should_stream(static_cast<const T*>(a.output), a.rows, columns);
+  const A eps = static_cast<A>(a.eps);
+  parallel_rows(a.rows, 2 * columns * sizeof(T), [&](int64_t begin, int64_t end) {
+    const RowParameters<A> parameters(a);
+    RowWriter<T, T, O, kCentred> writer(a, stream, parameters);  // of the row before
+    for (int64_t row = begin; row < end; ++row) {
+      const T* x = static_cast<const T*>(a.input) + row * columns;
+      if constexpr (kCentred) {
+        writer.start(row, x, pivoted_moments(sum_from_pivot(x, columns, writer), x, columns, eps));
+      } else {
+        writer.start(row, x, mean_square_moments(sum_squares(x, columns, writer), columns, eps));
+      }
+    }
+    for_each_vector<Vec<T>::size()>(columns, writer);
+  });
+}
+
+template <typename T, typename O>
+void forward(const NormForward& a) {
+  if (a.residual == nullptr) {
+    return a.mean != nullptr ? forward_alone<T, O, true>(a) : forward_alone<T, O, false>(a);
+  }
+  const auto add = [&](auto input, auto drops) {
+    using I = decltype(input);
+    a.mean != nullptr ? forward_of_sum<I, T, O, true, drops>(a)
+                      : forward_of_sum<I, T, O, false, drops>(a);
+  };
+  const auto run = [&](auto input) {
+    a.dropout.active() ? add(input, std::true_type()) : add(input, std::false_type());
+  };
+  if constexpr (std::is_same_v<T, float>) {
+    if (a.input_dtype == DType::bf16) return run(c10::BFloat16());
+  }
+  run(T());
 }
 
 // Writes the gradients of a row whose sum has the gradient dx_at(c, count, full).
@@ -242,7 +239,13 @@ void backward(const NormBackward& a) {
 }  // namespace
 
 void norm_forward(const NormForward& a) {
-  switch_dtype(a.dtype, [&](auto t) { forward<decltype(t)>(a); });
+  switch_dtype(a.dtype, [&](auto t) {
+    using T = decltype(t);
+    if constexpr (std::is_same_v<T, c10::BFloat16>) {
+      if (a.output_dtype == DType::f32) return forward<T, float>(a);
+    }
+    forward<T, T>(a);
+  });
 }
 
 void norm_backward(const NormBackward& a) {
