@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusedops._core import backends, dtypes
-from fusedops.cli.bench.contenders import Call, differentiable, tensors
+from fusedops._core import backends
+from fusedops.cli.bench.contenders import Call
 from fusedops.specs import Sample, Spec
+from fusedops.specs.comparison import difference_from_truth, fresh, run
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -70,7 +70,7 @@ def check_op(spec: Spec, device: torch.device, seconds: float = math.inf) -> Out
                 break
             checks += 1
             try:
-                wrong = _compare(spec, sample)
+                wrong = difference_from_truth(run(spec.op, fresh(sample)), spec, sample)
             except Exception as error:
                 wrong = f"{type(error).__name__}: {_first_line(error)}"
             if wrong is not None:
@@ -81,63 +81,6 @@ def check_op(spec: Spec, device: torch.device, seconds: float = math.inf) -> Out
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [""])[0]
-
-
-def _compare(spec: Spec, sample: Sample) -> str | None:
-    """Return how a call differs from float64 by more than its budget, or ``None``."""
-    baseline = spec.eager if not sample.random else _on_reference(spec)
-    call = Call.of(spec, sample)
-    truth = _results(call.double(), baseline)
-    eager = _results(call, baseline)
-    actual = _results(call, spec.op)
-    terms = spec.depth(sample)
-    of_gradients = iter(terms.gradients)
-    for name, want in truth.items():
-        depth = terms.outputs if name.startswith("output") else next(of_gradients)
-        got, base = actual[name], eager[name]
-        if (got is None) != (want is None):
-            return f"{name} is {'missing' if got is None else 'unexpected'}"
-        if got is None or want is None or base is None:
-            continue
-        if got.shape != want.shape or got.dtype != base.dtype:
-            return f"{name} is {_kind(got)}, wanted {_kind(base)}"
-        inside = spec.inner_dtype(sample) or got.dtype
-        exact = not got.dtype.is_floating_point
-        budget = 0.0 if exact else dtypes.error_budget(base, want, inside, depth=depth)
-        got, want = got.double(), want.double()
-        error = (got - want).abs()
-        same = (got == want) | (got.isnan() & want.isnan())
-        wrong = ~same & ~(error <= budget)
-        if wrong.any():
-            largest = float(error[wrong].nan_to_num(float("inf")).max())
-            return (
-                f"{name} differs from float64 by up to {largest:.3g} "
-                f"at {int(wrong.sum())} of {got.numel()} elements"
-            )
-    return None
-
-
-def _results(call: Call, function: Callable[..., Any]) -> dict[str, torch.Tensor | None]:
-    """Return outputs and gradients by name, after a fixed seed."""
-    torch.manual_seed(0)
-    outputs = call.forward(function)
-    grads = call.backward(outputs) if call.leaves and differentiable(outputs) else ()
-    named: dict[str, torch.Tensor | None] = {
-        f"output {index}": output.detach() for index, output in enumerate(tensors(outputs))
-    }
-    return named | {f"gradient {index}": grad for index, grad in enumerate(grads)}
-
-
-def _on_reference(spec: Spec) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with backends.use_backend("torch"):
-            return spec.op(*args, **kwargs)
-
-    return run
-
-
-def _kind(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 def _resolution(spec: Spec, samples: list[Sample]) -> str:

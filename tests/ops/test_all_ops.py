@@ -8,23 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from op_testing import (
-    as_tuple,
-    assert_close,
-    assert_within_budget,
-    floating,
-    fresh,
-    incoming,
-    run,
-    truth,
-)
+from op_testing import assert_close, assert_within_budget
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal import common_methods_invocations
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedops
 from fusedops._core import backends, extension
-from fusedops.specs import BadInput, Sample, Spec, all_specs
+from fusedops.specs import BadInput, Sample, Spec, all_specs, tensors_in
+from fusedops.specs.comparison import floating, fresh, incoming, run, truth
 
 CPU = torch.device("cpu")
 SPECS = list(all_specs().values())
@@ -152,9 +144,9 @@ def test_fakes_have_the_dtypes_of_the_results(spec: Spec, dtype: torch.dtype) ->
         run(spec.op, fresh(samples(spec.name, dtype)[0]))
     for func, args in recorded.calls:
         plain = [arg.detach() if isinstance(arg, torch.Tensor) else arg for arg in args]
-        results = as_tuple(func(*plain))
+        results = tensors_in(func(*plain))
         with FakeTensorMode() as mode:
-            fakes = as_tuple(
+            fakes = tensors_in(
                 func(*(mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in plain))
             )
         for i, (fake, result) in enumerate(zip(fakes, results, strict=True)):
@@ -350,7 +342,7 @@ def test_a_row_does_not_depend_on_its_batch(spec: Spec) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         sample = next(s for s in samples(spec.name, dtype) if s.args[0].shape[0] > 3)
         rows = sample.args[0].shape[0]
-        whole = as_tuple(spec.op(*sample.args, **sample.kwargs))
+        whole = tensors_in(spec.op(*sample.args, **sample.kwargs))
         for count in (1, 3, rows - 1):
             part = sample.map(
                 lambda tensor, n=count, sample=sample, first=sample.args[0]: (
@@ -360,7 +352,9 @@ def test_a_row_does_not_depend_on_its_batch(spec: Spec) -> None:
                     else tensor
                 )
             )
-            for got, want in zip(as_tuple(spec.op(*part.args, **part.kwargs)), whole, strict=True):
+            for got, want in zip(
+                tensors_in(spec.op(*part.args, **part.kwargs)), whole, strict=True
+            ):
                 assert torch.equal(got, want[:count]), f"{count} of {rows} rows, {dtype}"
 
 

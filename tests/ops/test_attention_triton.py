@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from op_testing import Result, assert_close
+from op_testing import assert_close
 
 import fusedops
+from fusedops.specs.comparison import Result
 
 pytestmark = pytest.mark.interpreter
 

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.nn.functional as F
-from op_testing import Result, assert_close, run
+from op_testing import assert_close
 
 import fusedops
 from fusedops._core.activation import ACTIVATIONS, GELU_VARIANTS
 from fusedops.specs import Sample
+from fusedops.specs.comparison import Result, run
 
 BACKENDS = ["cpp", "torch", pytest.param("triton", marks=pytest.mark.interpreter)]
 

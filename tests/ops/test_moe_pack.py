@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from op_testing import fresh
 
 import fusedops
 from fusedops.ops._moe_payload import dequantize, quantize
 from fusedops.specs import all_specs
+from fusedops.specs.comparison import fresh
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16)

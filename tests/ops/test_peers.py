@@ -7,11 +7,12 @@ import inspect
 
 import pytest
 import torch
-from op_testing import as_tuple, assert_close, baseline, floating, fresh, incoming, truth
+from op_testing import assert_close
 
 from fusedops._core import env
 from fusedops._core.checks import UnsupportedError
-from fusedops.specs import Sample, Spec, _peers, all_specs
+from fusedops.specs import Sample, Spec, _peers, all_specs, tensors_in
+from fusedops.specs.comparison import baseline, floating, fresh, incoming, truth
 
 PEERS = [
     (spec, label)
@@ -67,7 +68,7 @@ def values(spec: Spec, label: str, sample: Sample) -> None:
     for _ in range(2):
         call = fresh(sample)
         before = [each.detach().clone() for each in call.tensors]
-        outputs = as_tuple(peer(*call.args, **call.kwargs))
+        outputs = tensors_in(peer(*call.args, **call.kwargs))
         wide = floating(outputs)
         grads_out = incoming(wide)
         kept = [grad.clone() for grad in grads_out]

@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from op_testing import as_tuple, assert_close, baseline, fresh, incoming, run, truth
+from op_testing import assert_close
 
-from fusedops.specs import Sample, Spec, _routing, all_specs
+from fusedops.specs import Sample, Spec, _routing, all_specs, tensors_in
+from fusedops.specs.comparison import baseline, fresh, incoming, run, truth
 
 WORLD = 2
 
@@ -59,7 +60,7 @@ def _check(spec: Spec, sample: Sample, mesh: Any, placements: dict[Any, Any], ex
 
     placed = _distribute(sample, mesh, placements)
     with CommDebugMode() as communication:
-        outputs = as_tuple(spec.op(*placed.args, **placed.kwargs))
+        outputs = tensors_in(spec.op(*placed.args, **placed.kwargs))
     counts = communication.get_comm_counts()
     assert communication.get_total_counts() == 0, f"{spec.name} {sample.name}: {counts}"
     for output in outputs:

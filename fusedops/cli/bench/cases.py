@@ -17,13 +17,12 @@ from fusedops.cli.bench.contenders import (
     Contender,
     backend_of,
     contenders,
-    tensors,
 )
 from fusedops.cli.bench.limits import Limits
 from fusedops.cli.bench.memory import peak_bytes
 from fusedops.cli.bench.results import DIRECTIONS, FORWARD, Row
 from fusedops.cli.timer import Clock, CpuClock, Plan, Timing, Variant, measure
-from fusedops.specs import BenchCase, Sample, Spec
+from fusedops.specs import BenchCase, Sample, Spec, tensors_in
 
 # Above this many elements a float64 copy of all intermediates would not fit beside the rest.
 _LARGEST_TRUTH = 1 << 28
@@ -321,7 +320,7 @@ def _seeded(
     with contender.context():
         outputs = call.forward(contender.function)
         grads = call.backward(outputs) if call.leaves and contender.trains else ()
-    return tuple(output.detach() for output in tensors(outputs)), grads
+    return tuple(output.detach() for output in tensors_in(outputs)), grads
 
 
 def _ulps(actual: Sequence[torch.Tensor | None], truth: Sequence[torch.Tensor | None]) -> Error:

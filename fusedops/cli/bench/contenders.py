@@ -111,14 +111,9 @@ class Call:
         return Call(sample, tuple(sample.leaves), tuple(grad.double() for grad in self.grads))
 
 
-def tensors(outputs: Any) -> tuple[torch.Tensor, ...]:
-    """Return a result as a tuple of tensors."""
-    return tensors_in(outputs)
-
-
 def differentiable(outputs: Any) -> tuple[torch.Tensor, ...]:
     """Return the outputs that a gradient can come into."""
-    return tuple(output for output in tensors(outputs) if output.requires_grad)
+    return tuple(output for output in tensors_in(outputs) if output.requires_grad)
 
 
 def contenders(

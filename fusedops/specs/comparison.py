@@ -1,0 +1,146 @@
+"""What a call of an op gives, what it should give, and where the two differ.
+
+The truth is eager torch in float64, or for a call that draws numbers the reference backend after
+the same seed. What a result may differ by is the error budget of ``_core/dtypes.py``, of what eager
+torch in the same dtype gets and of how many terms the spec says are summed. The tests and
+``fusedops doctor`` both ask here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fusedops._core import backends, dtypes
+from fusedops.specs.spec import Sample, Spec, tensors_in
+
+
+@dataclass
+class Result:
+    """Outputs of a call, the tensors of a plan among them, and the gradients of its leaves."""
+
+    outputs: list[torch.Tensor]
+    grads: list[torch.Tensor]
+
+
+def floating(value: Any) -> tuple[torch.Tensor, ...]:
+    """Return the outputs that must have a gradient: indices and counts have none."""
+    return tuple(each for each in tensors_in(value) if each.is_floating_point())
+
+
+def fresh(sample: Sample, dtype: torch.dtype | None = None) -> Sample:
+    """Return the sample with new leaves, in another dtype if asked."""
+
+    def renew(tensor: torch.Tensor) -> torch.Tensor:
+        new = tensor.detach().clone()
+        if dtype is not None and new.is_floating_point():
+            new = new.to(dtype)
+        return new.requires_grad_(tensor.requires_grad)
+
+    return sample.map(renew)
+
+
+def incoming(outputs: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+    """Return the incoming gradients: the same values for every backend and dtype."""
+    generator = torch.Generator().manual_seed(7)
+    return [
+        torch.randn(output.shape, generator=generator).bfloat16().to(output) for output in outputs
+    ]
+
+
+def run(function: Callable[..., Any], sample: Sample) -> Result:
+    """Call ``function`` on the sample and differentiate all outputs with respect to all leaves."""
+    torch.manual_seed(11)
+    outputs = tensors_in(function(*sample.args, **sample.kwargs))
+    leaves, wide = sample.leaves, floating(outputs)
+    grads = torch.autograd.grad(wide, leaves, incoming(wide)) if leaves else ()
+    return Result([output.detach() for output in outputs], list(grads))
+
+
+def truth(spec: Spec, sample: Sample) -> Result:
+    """Run the sample in float64: eager torch, or the reference for a random call."""
+    return baseline(spec, fresh(sample, torch.float64))
+
+
+def baseline(spec: Spec, sample: Sample) -> Result:
+    """Run the sample in eager torch in its own dtype; a random call on the reference."""
+    if not sample.random:
+        return run(spec.eager, sample)
+    with backends.use_backend("torch"):
+        return run(spec.op, sample)
+
+
+def difference_from_truth(actual: Result, spec: Spec, sample: Sample) -> str | None:
+    """Return the first output or gradient of a call that is over its error budget, and where.
+
+    Args:
+        actual: what the call gave.
+        spec: of the op.
+        sample: the call.
+
+    Returns:
+        A sentence, or ``None`` when all is within budget.
+    """
+    exact, eager = truth(spec, sample), baseline(spec, fresh(sample))
+    depth = spec.depth(sample)
+    inside = spec.inner_dtype(sample)
+    of_outputs = [depth.outputs] * len(exact.outputs)
+    for kind, got, want, base, terms in (
+        ("output", actual.outputs, exact.outputs, eager.outputs, of_outputs),
+        ("gradient", actual.grads, exact.grads, eager.grads, list(depth.gradients)),
+    ):
+        if not len(got) == len(want) == len(terms):
+            return f"{len(got)} {kind}s, wanted {len(want)} (the spec has depths for {len(terms)})"
+        for index, each in enumerate(zip(got, want, base, strict=True)):
+            found = difference(*each, terms[index], inside)
+            if found is not None:
+                return f"{kind} {index}: {found}"
+    return None
+
+
+def difference(
+    got: torch.Tensor,
+    want: torch.Tensor,
+    base: torch.Tensor,
+    depth: int = 1,
+    inside: torch.dtype | None = None,
+) -> str | None:
+    """Return how a tensor differs from its truth by more than its budget, or ``None``.
+
+    Args:
+        got: the result.
+        want: the truth, float64.
+        base: what eager torch gets in the dtype of ``got``.
+        depth: how many terms are summed into an element.
+        inside: dtype of the values that the result is made of, where it is not the result's.
+    """
+    if got.shape != want.shape:
+        return f"shape {list(got.shape)}, wanted {list(want.shape)}"
+    if got.dtype != base.dtype:
+        return f"{got.dtype}, wanted {base.dtype}"
+    if not got.is_floating_point():
+        wrong = got != want
+        if not wrong.any():
+            return None
+        return (
+            f"{int(wrong.sum())} of {got.numel()} elements differ; the first is "
+            f"{got[wrong][0].item()}, wanted {want[wrong][0].item()}"
+        )
+    budget = dtypes.error_budget(base, want, inside or got.dtype, depth=depth)
+    error = (got.double() - want).abs()
+    same = (got.double() == want) | (got.isnan() & want.isnan())
+    excess = torch.where(same, torch.zeros_like(error), error - budget)
+    wrong = (excess > 0) | (error.isnan() & ~same)
+    if not wrong.any():
+        return None
+    worst = torch.where(wrong, excess.nan_to_num(nan=math.inf), -math.inf).argmax()
+    place = tuple(int(index) for index in torch.unravel_index(worst, got.shape))
+    return (
+        f"{int(wrong.sum())} of {got.numel()} elements are over the error budget; the worst, "
+        f"{list(place)}, is {got[place]:.9g}, float64 has {want[place]:.9g}, eager torch "
+        f"{base[place]:.9g}, allowed is an error of {budget[place]:.3g}"
+    )
