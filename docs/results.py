@@ -1,0 +1,154 @@
+"""The measurements under ``bench/results`` as README.md shows them: a chart and two tables."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from fusedops.specs import Spec
+
+RESULTS = Path(__file__).resolve().parent.parent / "bench" / "results"
+DTYPES = ("float32", "bfloat16")
+DIRECTIONS = ("forward", "both")
+
+Row = dict[str, str]
+# (dtype, direction, variant) -> the row of an op's first headline size
+Headline = dict[tuple[str, str, str], Row]
+
+
+def table(specs: Iterable[Spec]) -> str:
+    """Return one line per op: the first headline size, ours against eager and torch.compile."""
+    folder, headlines = _measured(specs)
+    if folder is None:
+        return "No measurement is committed yet."
+    first = next(iter(next(iter(headlines.values())).values()))
+    folders = sorted(each.name for each in RESULTS.glob("*") if each != folder and each.is_dir())
+    others = ", ".join(f"`{name}`" for name in folders)
+    lines = [
+        f"{first['device_name']} ({folder.name}), {first['threads']} threads, torch "
+        f"{first['torch']}, {first['allocator']} allocator on all sides; median of interleaved "
+        "rounds, times faster than eager (torch.compile in brackets where it was measured). "
+        "All sizes and machines: [bench/results](bench/results)"
+        + (f" (also {others})." if others else "."),
+        "",
+        "| op | size | " + " | ".join(f"{dtype} | with backward" for dtype in DTYPES) + " |",
+        "|---|---|" + "---:|---:|" * len(DTYPES),
+    ]
+    for op, rows in headlines.items():
+        cells = []
+        for dtype in DTYPES:
+            for direction in DIRECTIONS:
+                ours, compiled = _speedups(rows, dtype, direction)
+                text = f"{ours:.2f}" if ours else ""
+                cells.append(text + (f" ({compiled:.2f})" if ours and compiled else ""))
+        if any(cells):
+            size = next(iter(rows.values()))["case"]
+            lines.append(f"| [`{op}`](docs/ops/{op}.md) | {size} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def chart(specs: Iterable[Spec]) -> str:
+    """Return an SVG of the bfloat16 speed-ups with backward: a bar per op and for its compile."""
+    folder, headlines = _measured(specs)
+    found = {op: _speedups(rows, "bfloat16", "both") for op, rows in headlines.items()}
+    bars = sorted(((ours, other, op) for op, (ours, other) in found.items() if ours), reverse=True)
+    left, right, top, step, thick = 190, 60, 46, 24, 11
+    width = 760
+    height = top + step * len(bars) + 10
+    scale = (width - left - right) / max((ours for ours, _, _ in bars), default=1.0)
+    where = folder.name if folder is not None else "nowhere"
+    title = f"Times faster than eager, bfloat16, forward and backward ({where})"
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img"'
+        f' aria-label="{title}" font-family="sans-serif" font-size="12">',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+        f'<text x="10" y="20" font-size="14" fill="#222">{title}</text>',
+        f'<rect x="{left}" y="29" width="10" height="9" fill="#1f6fb4"/>',
+        f'<text x="{left + 15}" y="38" fill="#222">fusedops</text>',
+        f'<rect x="{left + 95}" y="29" width="10" height="9" fill="#b9c2cb"/>',
+        f'<text x="{left + 110}" y="38" fill="#222">torch.compile</text>',
+    ]
+    for index, (ours, other, op) in enumerate(bars):
+        y = top + step * index
+        parts += [
+            f'<text x="{left - 8}" y="{y + 12}" text-anchor="end" fill="#222">{op}</text>',
+            f'<rect x="{left}" y="{y}" width="{ours * scale:.1f}" height="{thick}"'
+            ' fill="#1f6fb4"/>',
+            f'<text x="{left + ours * scale + 5:.1f}" y="{y + 10}" fill="#222">{ours:.2f}</text>',
+        ]
+        if other:
+            parts.append(
+                f'<rect x="{left}" y="{y + thick}" width="{other * scale:.1f}" height="5"'
+                ' fill="#b9c2cb"/>'
+            )
+    x = left + scale
+    parts += [
+        f'<line x1="{x:.1f}" y1="{top - 4}" x2="{x:.1f}" y2="{height - 6}" stroke="#c0392b"'
+        ' stroke-dasharray="3 3"/>',
+        f'<text x="{x + 3:.1f}" y="{height - 1}" font-size="10" fill="#c0392b">eager</text>',
+        "</svg>",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def demo_table() -> str:
+    """Return the speeds and loss differences of the committed runs of the demo."""
+    blocks = []
+    for path in sorted(RESULTS.glob("*/demo.json")):
+        record: dict[str, Any] = json.loads(path.read_text())
+        lines = [
+            f"{record['machine']['name']}, torch {record['versions']['torch']}: "
+            f"GPT-2 architecture, {record['parameters'] / 1e6:.1f} M parameters, Python source:",
+            "",
+            "| model | dtype | allocator | tokens/s | speed-up |",
+            "|---|---|---|---:|---:|",
+        ]
+        for row in record["rows"]:
+            lines.append(
+                f"| {row['model']} | {row['dtype']} | {row['allocator']} "
+                f"| {row['tokens_per_second']:.0f} | {row['speed_up']:.2f} |"
+            )
+        for each in record["comparisons"]:
+            lines.append("")
+            lines.append(
+                f"{each['dtype']}: largest relative loss difference to stock in the first 20 steps "
+                f"{each['largest_loss_difference_first_20']:.1e}."
+            )
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks) or "No run is committed yet."
+
+
+def trusted(row: Row) -> bool:
+    """Return whether neighbours on the machine left enough of the row's samples undisturbed."""
+    return row["trusted"] == "True"
+
+
+def _measured(specs: Iterable[Spec]) -> tuple[Path | None, dict[str, Headline]]:
+    """Return the folder of the machine with the most figures, and op -> its headline rows."""
+    folders = [each for each in sorted(RESULTS.glob("*")) if list(each.glob("*-*.csv"))]
+    if not folders:
+        return None, {}
+    folder = max(folders, key=lambda each: len(list(each.glob("*-*.csv"))))
+    headlines: dict[str, Headline] = {}
+    for spec in specs:
+        case = next((case.label for case in spec.bench_cases if case.headline), None)
+        paths = (folder / f"{spec.name}-{dtype}.csv" for dtype in DTYPES)
+        rows = [row for path in paths if path.exists() for row in csv.DictReader(path.open())]
+        found = {
+            (row["dtype"], row["direction"], row["variant"]): row
+            for row in rows
+            if row["case"] == case
+        }
+        if found:
+            headlines[spec.name] = found
+    return folder, headlines
+
+
+def _speedups(rows: Headline, dtype: str, direction: str) -> tuple[float | None, float | None]:
+    """Return the speed-ups of fusedops and of torch.compile over eager; ``None`` for untrusted."""
+    found = (rows.get((dtype, direction, variant)) for variant in ("fusedops", "compile"))
+    ours, compiled = (float(row["speedup"]) if row and trusted(row) else None for row in found)
+    return ours, compiled
