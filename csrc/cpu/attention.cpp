@@ -231,11 +231,11 @@ Incoming incoming(const Optional& grad_output, const Optional& grad_lse, const a
 at::Tensor sinks_gradient(const at::Tensor& sinks, const at::Tensor& lse, const at::Tensor& delta) {
   auto grad = at::zeros(sinks.sizes(), sinks.options());
   const auto dense_lse = lse.contiguous();
-  const int64_t heads = sinks.size(0), rows = lse.size(-1), batch = lse.numel() / (heads * rows);
+  const int64_t heads = sinks.size(0), rows = lse.size(-1), count = lse.numel();
   const auto sum = [&](auto kind) {
     using A = decltype(kind);
     const A* s = sinks.const_data_ptr<A>();
-    for (int64_t i = 0; i < batch * heads * rows; ++i) {
+    for (int64_t i = 0; i < count; ++i) {
       const int64_t head = i / rows % heads;
       grad.mutable_data_ptr<A>()[head] -=
           std::exp(s[head] - dense_lse.const_data_ptr<A>()[i]) * delta.const_data_ptr<A>()[i];

@@ -243,8 +243,10 @@ def _mask(mask: Any, query: torch.Tensor, wanted: Sequence[int], batch: int) -> 
         checks.fail(op, "attn_mask", f"broadcastable to {shape}", list(mask.shape))
     if mask.dtype != torch.bool and mask.dtype != query.dtype:
         mask = mask.to(dtypes.statistics_dtype(query.dtype))
-    if mask.dim() > 4:
-        mask = mask.expand(*wanted[:-3], *mask.shape[-3:]).reshape(batch, *mask.shape[-3:])
+    if len(wanted) > 4 and mask.dim() > 3:
+        whole = any(size != 1 for size in mask.shape[:-3])
+        leading, flat = (wanted[:-3], batch) if whole else (mask.shape[:-3], 1)
+        mask = mask.expand(*leading, *mask.shape[-3:]).reshape(flat, *mask.shape[-3:])
     return mask[(None,) * (4 - mask.dim())]
 
 

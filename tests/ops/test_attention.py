@@ -43,6 +43,30 @@ def test_a_query_with_nothing_to_attend_gives_zero_and_gradient_zero(backend: st
     assert_close(output[:, :, others], alone.double(), alone, "the other queries", depth=8)
 
 
+@pytest.mark.parametrize("leading", [(3, 2), (1, 2), (3, 1), (1, 1), (2,), (1,), ()])
+def test_a_mask_broadcasts_over_several_batch_dims(leading: tuple[int, ...]) -> None:
+    q, k, v = qkv(3, 2, 2, 5, 8)
+    mask = randn(*leading, 2, 5, 5, device=CPU, dtype=torch.float32, key="mask")
+    output = fusedops.attention(q, k, v, mask)
+    want = fusedops.attention(q, k, v, mask.detach().expand(3, 2, 2, 5, 5))
+    assert torch.equal(output, want)
+    (grad,) = torch.autograd.grad(output.sum(), mask)
+    assert grad.shape == mask.shape
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_sinks_of_no_queries_have_the_gradient_zero(packed: bool) -> None:
+    q, k, v = qkv(2, 0, 8, columns=3)
+    sinks = torch.zeros(2, requires_grad=True)
+    if packed:
+        q, k, v = (each.transpose(0, 1) for each in (q, k, v))
+        ends = torch.tensor([0, 0]), torch.tensor([0, 3])
+        output = fusedops.attention_varlen(q, k, v, *ends, 0, 3, sinks=sinks)
+    else:
+        output = fusedops.attention(q, k, v, sinks=sinks)
+    assert torch.equal(torch.autograd.grad(output.sum(), sinks)[0], torch.zeros(2))
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_two_halves_of_the_keys_merge_into_the_whole(backend: str, dtype: torch.dtype) -> None:
