@@ -75,6 +75,17 @@ def parameter(op: str, argument: str, value: Any, owner: str, reference: torch.T
         )
 
 
+def readable(value: torch.Tensor) -> bool:
+    """Whether the values of a tensor can be looked at here and now.
+
+    Not while a graph is made, nor those on a GPU, for which the host would wait, nor those of a
+    tensor that has none (a fake one) or keeps them inside (a wrapper).
+    """
+    if torch.compiler.is_compiling() or value.device.type != "cpu":
+        return False
+    return type(value).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+
+
 def shape(op: str, argument: str, value: torch.Tensor, wanted: Sequence[Any], why: str) -> None:
     """Raise unless ``value`` has exactly the shape ``wanted``; ``why`` says where it comes from."""
     if value.shape != wanted and tuple(value.shape) != tuple(wanted):

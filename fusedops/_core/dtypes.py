@@ -21,6 +21,16 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """Return the dtype that autocast casts to on ``device``, ``None`` where it is off.
+
+    A meta tensor, whose device autocast does not know (torch raises), keeps its dtype.
+    """
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+        return None
+    return torch.get_autocast_dtype(device.type)
+
+
 def error_budget(
     eager: torch.Tensor, truth: torch.Tensor, dtype: torch.dtype, *, depth: int = 1
 ) -> torch.Tensor:

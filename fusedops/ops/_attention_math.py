@@ -338,6 +338,7 @@ def check_sequences(op: str, name: str, lengths: torch.Tensor, total: int, longe
         fine = (lengths[0] == 0) & (lengths[-1] == total) & (steps >= 0).all()
         message = f"{op}: {name} must rise from 0 to {total} by steps of at most {longest}"
         torch._assert_async(fine & (steps <= longest).all(), message)
+    if not checks.readable(lengths):
         return
     values = lengths.tolist()
     if values[0] != 0 or values[-1] != total:
@@ -355,8 +356,7 @@ def autocast(query: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor,
 
     Slopes, sinks and masks keep theirs: they enter the float32 scores.
     """
-    device = query.device.type
-    if not torch.is_autocast_enabled(device) or query.dtype == torch.float64:
+    wanted = dtypes.autocast_dtype(query.device)
+    if wanted is None or query.dtype == torch.float64:
         return (query, *tensors)
-    wanted = torch.get_autocast_dtype(device)
     return tuple(each.to(wanted) for each in (query, *tensors))

@@ -97,7 +97,7 @@ def reduce_loss(
 
 def result_dtype(logits: torch.Tensor) -> torch.dtype:
     """Return the dtype of the loss: that of the logits; under autocast float32, as torch's."""
-    if logits.dtype != torch.float64 and torch.is_autocast_enabled(logits.device.type):
+    if logits.dtype != torch.float64 and dtypes.autocast_dtype(logits.device) is not None:
         return torch.float32
     return logits.dtype
 

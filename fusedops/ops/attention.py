@@ -175,8 +175,9 @@ def _check(
         return query, key, value
     op = "attention"
     checks.tensor(op, "query", query)
+    same = dtypes.autocast_dtype(query.device) is None
     for name, tensor in (("key", key), ("value", value)):
-        checks.like(op, name, tensor, "query", query, dtype=not _is_autocast(query))
+        checks.like(op, name, tensor, "query", query, dtype=same)
     given = (("query", query), ("key", key), ("value", value))
     for name, tensor in given:
         if tensor.dim() < 2:
@@ -212,10 +213,6 @@ def _fits(query: Any, key: Any, value: Any) -> bool:
     shape, keys, values = query.shape, key.shape, value.shape
     same_device = query.device == key.device == value.device
     return same_device and shape[:2] == keys[:2] and shape[3] == keys[3] and keys[:3] == values[:3]
-
-
-def _is_autocast(query: torch.Tensor) -> bool:
-    return torch.is_autocast_enabled(query.device.type)
 
 
 def _four_dims(tensor: torch.Tensor) -> torch.Tensor:

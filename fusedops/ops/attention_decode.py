@@ -107,7 +107,7 @@ def attention_decode(
 def _check(query: Any, key_cache: Any, value_cache: Any, cache_seqlens: Any) -> None:
     op = "attention_decode"
     checks.tensor(op, "query", query)
-    same = not torch.is_autocast_enabled(query.device.type)
+    same = dtypes.autocast_dtype(query.device) is None
     for name, tensor in (("key_cache", key_cache), ("value_cache", value_cache)):
         checks.like(op, name, tensor, "query", query, dtype=same)
     tensors = (("query", query), ("key_cache", key_cache), ("value_cache", value_cache))
@@ -141,6 +141,7 @@ def _check_lengths(query: torch.Tensor, capacity: int, lengths: Any) -> None:
     if lengths.device.type != "cpu":
         message = f"{op}: {name} must be from 0 to {capacity}, the cache's capacity"
         torch._assert_async(((lengths >= 0) & (lengths <= capacity)).all(), message)
+    if not checks.readable(lengths):
         return
     least, most = (int(each) for each in torch.aminmax(lengths))
     if least < 0 or most > capacity:

@@ -125,7 +125,7 @@ def attention_varlen(
 def _check(query: Any, key: Any, value: Any, cu_seqlens_q: Any, cu_seqlens_k: Any) -> None:
     op = "attention_varlen"
     checks.tensor(op, "query", query)
-    same = not torch.is_autocast_enabled(query.device.type)
+    same = dtypes.autocast_dtype(query.device) is None
     for name, tensor in (("key", key), ("value", value)):
         checks.like(op, name, tensor, "query", query, dtype=same)
     for name, tensor in (("query", query), ("key", key), ("value", value)):

@@ -94,10 +94,9 @@ def lowered(input: torch.Tensor, *others: torch.Tensor | None) -> list[Any]:
     For functions of which autocast must cast some arguments only.
     """
     tensors = [input, *others]
-    device = input.device.type
-    if not torch.is_autocast_enabled(device) or input.dtype == torch.float64:
+    lower = dtypes.autocast_dtype(input.device)
+    if lower is None or input.dtype == torch.float64:
         return tensors
-    lower = torch.get_autocast_dtype(device)
     return [None if each is None else each.to(lower) for each in tensors]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from typing import Any
@@ -152,6 +153,30 @@ def test_fakes_have_the_dtypes_of_the_results(spec: Spec, dtype: torch.dtype) ->
         for i, (fake, result) in enumerate(zip(fakes, results, strict=True)):
             says, has = fake.dtype, result.dtype
             assert says == has, f"{func} output {i}: its fake says {says}, its kernel gives {has}"
+
+
+@by_spec
+@pytest.mark.parametrize("kind", ["meta", "fake"])
+def test_without_values_shapes_are_those_of_the_results(spec: Spec, kind: str) -> None:
+    """The public function on meta tensors (deferred initialisation), and under FakeTensorMode."""
+    sample = fresh(samples(spec.name, torch.float32)[0])
+    results = as_tuple(spec.op(*sample.args, **sample.kwargs))
+    mode = FakeTensorMode()
+
+    def emptied(tensor: torch.Tensor) -> torch.Tensor:
+        plain = tensor.detach()
+        empty = plain.to("meta") if kind == "meta" else mode.from_tensor(plain)
+        return empty.requires_grad_(tensor.requires_grad)
+
+    empty = sample.map(emptied)
+    with mode if kind == "fake" else contextlib.nullcontext():
+        outputs = as_tuple(spec.op(*empty.args, **empty.kwargs))
+        for output, result in zip(outputs, results, strict=True):
+            assert (output.shape, output.dtype) == (result.shape, result.dtype)
+        if empty.leaves:
+            wide = floating(outputs)
+            grads = torch.autograd.grad(wide, empty.leaves, [torch.empty_like(o) for o in wide])
+            assert [grad.shape for grad in grads] == [leaf.shape for leaf in empty.leaves]
 
 
 @by_spec

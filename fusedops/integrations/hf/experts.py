@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from transformers.integrations import moe
 
+from fusedops._core import dtypes
 from fusedops.integrations.hf.rules import (
     Rule,
     bypass_obstacle,
@@ -91,7 +92,7 @@ def compute(module: Any, hidden_states: torch.Tensor, plan: RoutingPlan) -> torc
     """
     w1, w2, b1, b2 = _weights(module)
     rows = hidden_states
-    if rows.dtype != w1.dtype and not torch.is_autocast_enabled(rows.device.type):
+    if rows.dtype != w1.dtype and dtypes.autocast_dtype(rows.device) is None:
         rows = rows.to(w1.dtype)
     gate = known_gate(module)
     if gate is not None:
