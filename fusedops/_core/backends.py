@@ -349,6 +349,8 @@ def _unsupported_dtype(args: tuple[Any, ...], known: tuple[torch.dtype, ...]) ->
 
 def start() -> None:
     """Apply the CPU's tuning table and ``FUSEDOPS_BACKEND``; called once, at import."""
+    for message in env.unknown():
+        _LOG.warning(message)
     tuning_in_force(torch.device("cpu"))
     name = env.backend()
     if name is not None:

@@ -5,6 +5,7 @@
 | ``FUSEDOPS_BACKEND`` | backend to use for every op, as ``fusedops.use_backend`` | automatic |
 | ``FUSEDOPS_LIBRARY`` | folder that holds the compiled libraries | ``fusedops/lib`` |
 | ``FUSEDOPS_DISABLE_NATIVE`` | ``1``: do not load the compiled libraries | ``0`` |
+| ``FUSEDOPS_ISAS`` | instruction sets to build, or ``all``; only the build reads it | this one |
 | ``FUSEDOPS_TUNING`` | tuning table that wins over the shipped one; ``off``: no table | shipped |
 | ``THP_MEM_ALLOC_ENABLE`` | torch's: ``1`` asks for huge pages (``tune_host`` sets it) | ``0`` |
 | ``TRITON_INTERPRET`` | Triton's own: ``1`` interprets its kernels, on CPU tensors too | ``0`` |
@@ -12,10 +13,33 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from pathlib import Path
 
+from fusedops._core import checks
+
+_PREFIX = "FUSEDOPS_"
+_KNOWN = ("BACKEND", "DISABLE_NATIVE", "ISAS", "LIBRARY", "TUNING")
+
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
+
+
+def settings() -> dict[str, str]:
+    """Return fusedops' own variables that are set, unknown ones as well."""
+    return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_PREFIX)}
+
+
+def unknown() -> list[str]:
+    """Return a sentence for each variable that is set, is named like ours, and nothing reads."""
+    sentences = []
+    for name in settings():
+        if name.removeprefix(_PREFIX) not in _KNOWN:
+            near = difflib.get_close_matches(name.removeprefix(_PREFIX), _KNOWN, n=1)
+            known = ", ".join(_PREFIX + each for each in _KNOWN)
+            hint = f"did you mean {_PREFIX}{near[0]}?" if near else f"known are {known}"
+            sentences.append(f"{name} is set, but nothing reads it: {hint}")
+    return sentences
 
 
 def backend() -> str | None:
@@ -30,8 +54,14 @@ def library_folder() -> Path:
 
 
 def native_disabled() -> bool:
-    """Return whether the compiled libraries must not be loaded."""
-    return os.environ.get("FUSEDOPS_DISABLE_NATIVE", "0") == "1"
+    """Return whether the compiled libraries must not be loaded.
+
+    Raises:
+        ValueError: the variable is neither ``0`` nor ``1``: ``true`` must not mean no.
+    """
+    value = os.environ.get("FUSEDOPS_DISABLE_NATIVE") or "0"
+    checks.choice("FUSEDOPS_DISABLE_NATIVE", "value", value, ("0", "1"))
+    return value == "1"
 
 
 def tuning() -> str | None:

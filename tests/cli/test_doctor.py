@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,36 @@ def test_command_exits_1_when_an_op_is_wrong(monkeypatch: pytest.MonkeyPatch) ->
     done = CliRunner().invoke(app, ["doctor", "--device", "cpu"])
     assert done.exit_code == 1
     assert "WRONG" in done.output
+
+
+def test_it_tells_what_the_environment_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    specs = {"gelu": all_specs()["gelu"]}
+    monkeypatch.setattr("fusedops.specs.all_specs", lambda: specs)
+    monkeypatch.setenv("FUSEDOPS_BACKND", "torch")
+    monkeypatch.setenv("FUSEDOPS_BACKEND", "cuda")
+    with backends.use_backend("cuda"):
+        done = CliRunner().invoke(app, ["doctor", "--device", "cpu"])
+    assert done.exit_code == 1
+    assert "FUSEDOPS_BACKEND=cuda" in done.output
+    assert "FUSEDOPS_BACKND is set, but nothing reads it: did you mean" in done.output
+    assert "fails  gelu" in done.output and "WRONG" not in done.output
+    assert "unset FUSEDOPS_BACKEND" in done.output
+
+
+def test_eager_torchs_warnings_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = all_specs()["gelu"]
+
+    def loud(*args: Any, **kwargs: Any) -> Any:
+        warnings.warn("no fast path", stacklevel=1)
+        return spec.eager(*args, **kwargs)
+
+    specs = {"gelu": replace(spec, eager=loud)}
+    monkeypatch.setattr("fusedops.specs.all_specs", lambda: specs)
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        done = CliRunner().invoke(app, ["doctor", "--device", "cpu"])
+    assert done.exit_code == 0
+    assert not [each for each in heard if "fast path" in str(each.message)]
 
 
 def test_it_tells_which_tuning_table_is_in_force(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import subprocess
 import sys
 import textwrap
@@ -27,8 +28,6 @@ def _leaves() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 def _run(code: str, **environment: str) -> str:
     """Run code in a new process and return what it prints."""
-    import os
-
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
         capture_output=True,
@@ -185,6 +184,26 @@ def test_environment_asks_for_a_backend() -> None:
         FUSEDOPS_BACKEND="torch",
     )
     assert printed.strip() == "{('layer_norm', 'torch'): 1}"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        ("FUSEDOPS_DISABLE_NATIVE", "true", "must be one of '0', '1', got 'true'"),
+        ("FUSEDOPS_BACKND", "torch", "did you mean FUSEDOPS_BACKEND?"),
+        ("FUSEDOPS_DEBUG", "1", "FUSEDOPS_DEBUG is set, but nothing reads it: known are"),
+    ],
+)
+def test_a_setting_that_does_nothing_is_told(variable: str, value: str, said: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "import fusedops"],
+        env=os.environ | {variable: value},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert said in done.stderr
+    assert (done.returncode == 0) == (variable != "FUSEDOPS_DISABLE_NATIVE")
 
 
 def test_import_needs_neither_triton_nor_transformers_nor_distributed_tensors() -> None:
