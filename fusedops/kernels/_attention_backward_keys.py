@@ -128,103 +128,110 @@ def keys_kernel(
     place = start + col - offset
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_DV), tl.float32)
-    for member in range(GROUP):
-        h = kh * GROUP + member
-        wide_h = h.to(tl.int64)
-        q_base = q_ptr + wide_n * stride_qb + wide_h * stride_qh + first_q * stride_qs
-        do_base = do_ptr + wide_n * stride_dob + wide_h * stride_doh + first_q * stride_dos
-        mask_base = mask_ptr
-        if MASK != "none":
-            mask_base += wide_n * stride_mb + wide_h * stride_mh
-            mask_base += first_q * stride_mm + first_key * stride_mn
-        slope = 0.0
-        if ALIBI:
-            slope = tl.load(slopes_ptr + n * stride_slope + h) * LOG2E
-        statistics = statistics_row(n, h, num_heads, num_rows, first_q, VARLEN)
-        for part in tl.static_range(0 if SPLIT and RIGHT else 1, 3 if SPLIT and LEFT else 2):
-            if not SPLIT:
-                begin, end = low, high
-            elif part == 0:
-                begin, end = low, tl.minimum(full_low, high)
-            elif part == 1:
-                begin, end = full_low, full_high
-            else:
-                begin, end = full_high, high
-            for first in tl.range(begin, end, BLOCK_M):
-                first = tl.multiple_of(first, BLOCK_M)
-                wide = tl.cast(first, tl.int64)
-                left_over = rows - first
-                exists = row < left_over
-                mask = load_mask(
-                    mask_base + wide * stride_mm,
-                    tl.minimum(row, left_over - 1)[None, :],
-                    col_read[:, None],
-                    stride_mm,
-                    stride_mn,
-                    MASK,
-                    PER_QUERY,
+    for part in tl.static_range(0 if SPLIT and RIGHT else 1, 3 if SPLIT and LEFT else 2):
+        if not SPLIT:
+            begin, end = low, high
+        elif part == 0:
+            begin, end = low, tl.minimum(full_low, high)
+        elif part == 1:
+            begin, end = full_low, full_high
+        else:
+            begin, end = full_high, high
+        # One loop over the queries of all heads: with a loop of heads around it, every size spills.
+        blocks = tl.cdiv(tl.maximum(end - begin, 0), BLOCK_M)
+        h = kh * GROUP
+        at = tl.cast(begin, tl.int32)
+        for _ in tl.range(0, GROUP * blocks):
+            first = tl.multiple_of(at, BLOCK_M)
+            wide_h = h.to(tl.int64)
+            q_base = q_ptr + wide_n * stride_qb + wide_h * stride_qh + first_q * stride_qs
+            do_base = do_ptr + wide_n * stride_dob + wide_h * stride_doh + first_q * stride_dos
+            mask_base = mask_ptr
+            if MASK != "none":
+                mask_base += wide_n * stride_mb + wide_h * stride_mh
+                mask_base += first_q * stride_mm + first_key * stride_mn
+            slope = 0.0
+            if ALIBI:
+                slope = tl.load(slopes_ptr + n * stride_slope + h) * LOG2E
+            statistics = statistics_row(n, h, num_heads, num_rows, first_q, VARLEN)
+            wide = tl.cast(first, tl.int64)
+            left_over = rows - first
+            exists = row < left_over
+            mask = load_mask(
+                mask_base + wide * stride_mm,
+                tl.minimum(row, left_over - 1)[None, :],
+                col_read[:, None],
+                stride_mm,
+                stride_mn,
+                MASK,
+                PER_QUERY,
+            )
+            q_tile = q_base + wide * stride_qs
+            q = load_tile(q_tile, row, stride_qs, left_over, HEAD_DIM, BLOCK_D, True)
+            if CHUNKED:
+                s = chunked_product(
+                    k_base,
+                    col,
+                    stride_ks,
+                    keys - start,
+                    q_tile,
+                    row,
+                    stride_qs,
+                    left_over,
+                    HEAD_DIM,
+                    BLOCK_D,
+                    PRECISION,
                 )
-                q_tile = q_base + wide * stride_qs
-                q = load_tile(q_tile, row, stride_qs, left_over, HEAD_DIM, BLOCK_D, True)
+            else:
+                s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+            distance = place[:, None] - (first + row)[None, :]
+            s, tanh = scores(s, distance, mask, slope, factor, bound, SOFTCAP, ALIBI, MASK)
+            lse = load_lse(lse_ptr + statistics + first + row, exists)
+            p = tl.exp2(s - lse[None, :])
+            if part != 1 or (not SPLIT and (LEFT or RIGHT)):
+                p = tl.where(within(distance, left, right, LEFT, RIGHT), p, 0.0)
+            do_tile = do_base + wide * stride_dos
+            do = load_tile(do_tile, row, stride_dos, left_over, VALUE_DIM, BLOCK_DV, True)
+            dropped = p
+            if DROPOUT == "all":
+                dropped = tl.zeros(p.shape, tl.float32)
+            elif DROPOUT != "none":
+                drawn = (statistics + first + row) * num_keys + start
+                keep = tl.trans(kept(drawn[:, None], seed_ptr, limit, BLOCK_N, DROPOUT))
+                dropped = tl.where(keep, p, 0.0)
+            if WANTS_VALUE:
+                dv = tl.dot(dropped.to(do.dtype), do, dv, input_precision=PRECISION)
+            if WANTS_KEY:
                 if CHUNKED:
-                    s = chunked_product(
-                        k_base,
+                    dp = chunked_product(
+                        v_base,
                         col,
-                        stride_ks,
+                        stride_vs,
                         keys - start,
-                        q_tile,
+                        do_tile,
                         row,
-                        stride_qs,
+                        stride_dos,
                         left_over,
-                        HEAD_DIM,
-                        BLOCK_D,
+                        VALUE_DIM,
+                        BLOCK_DV,
                         PRECISION,
                     )
                 else:
-                    s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-                distance = place[:, None] - (first + row)[None, :]
-                s, tanh = scores(s, distance, mask, slope, factor, bound, SOFTCAP, ALIBI, MASK)
-                lse = load_lse(lse_ptr + statistics + first + row, exists)
-                p = tl.exp2(s - lse[None, :])
-                if part != 1 or (not SPLIT and (LEFT or RIGHT)):
-                    p = tl.where(within(distance, left, right, LEFT, RIGHT), p, 0.0)
-                do_tile = do_base + wide * stride_dos
-                do = load_tile(do_tile, row, stride_dos, left_over, VALUE_DIM, BLOCK_DV, True)
-                dropped = p
+                    dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
                 if DROPOUT == "all":
-                    dropped = tl.zeros(p.shape, tl.float32)
+                    dp = tl.zeros(p.shape, tl.float32)
                 elif DROPOUT != "none":
-                    drawn = (statistics + first + row) * num_keys + start
-                    keep = tl.trans(kept(drawn[:, None], seed_ptr, limit, BLOCK_N, DROPOUT))
-                    dropped = tl.where(keep, p, 0.0)
-                if WANTS_VALUE:
-                    dv = tl.dot(dropped.to(do.dtype), do, dv, input_precision=PRECISION)
-                if WANTS_KEY:
-                    if CHUNKED:
-                        dp = chunked_product(
-                            v_base,
-                            col,
-                            stride_vs,
-                            keys - start,
-                            do_tile,
-                            row,
-                            stride_dos,
-                            left_over,
-                            VALUE_DIM,
-                            BLOCK_DV,
-                            PRECISION,
-                        )
-                    else:
-                        dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
-                    if DROPOUT == "all":
-                        dp = tl.zeros(p.shape, tl.float32)
-                    elif DROPOUT != "none":
-                        dp = tl.where(keep, dp * drop_scale, 0.0)
-                    delta = tl.load(delta_ptr + statistics + first + row, mask=exists, other=0.0)
-                    ds = p * (dp - delta[None, :])
-                    if SOFTCAP:
-                        ds = ds * (1.0 - tanh * tanh)
-                    dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+                    dp = tl.where(keep, dp * drop_scale, 0.0)
+                delta = tl.load(delta_ptr + statistics + first + row, mask=exists, other=0.0)
+                ds = p * (dp - delta[None, :])
+                if SOFTCAP:
+                    ds = ds * (1.0 - tanh * tanh)
+                dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+            at += BLOCK_M
+            if GROUP > 1:
+                past = at >= end
+                at = tl.where(past, begin, at)
+                h += past.to(tl.int32)
     token = first_key
     if not VARLEN:
         token += wide_n * num_keys

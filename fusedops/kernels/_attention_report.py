@@ -92,6 +92,8 @@ def dense_cases() -> list[dict[str, Any]]:
         for capability, sizes in ((80, (128,)), (90, (64, 128, 256)), (100, (128,)))
         for size in sizes
     ]
+    grouped = _PLAIN | {"GROUP": 4}
+    found += [case("keys", capability, 128, "plain", grouped) for capability in (80, 90, 100)]
     for kernel in _KERNELS:
         found += [case(kernel, 90, 128, kind, flags) for kind, flags in _WITH_OPTIONS.items()]
     found.append(case("forward", 90, 128, "plain", _PLAIN, "fp32"))
