@@ -41,7 +41,9 @@ def _run(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=PROCESSES)
     try:
         fusedops.register_experts()
-        shards = DistributedConfig(tp_size=PROCESSES, enable_expert_parallel=True)
+        by_size = hasattr(DistributedConfig, "ep_size")  # transformers 5.23
+        how = {"ep_size": PROCESSES} if by_size else {"enable_expert_parallel": True}
+        shards = DistributedConfig(tp_size=PROCESSES, **how)
         load = Qwen3MoeForCausalLM.from_pretrained
         options = {"dtype": torch.float32}
         model = load(

@@ -77,7 +77,8 @@ def test_gemma2_caps_the_scores_as_it_is_configured_to() -> None:
         patched, stock = DENSE["Gemma2"].pair(attn_logit_softcapping=0.1, **options)
         assert_same_training(patched, stock, loss)
     capped, free = (DENSE["Gemma2"].model(attn_logit_softcapping=cap) for cap in (0.1, None))
-    assert torch.equal(capped(IDS).logits, free(IDS).logits)  # by sdpa
+    if capped._supports_sdpa:  # which ignores the cap; transformers 5.23 no longer allows it
+        assert torch.equal(capped(IDS).logits, free(IDS).logits)
     for model in (capped, free):
         model.set_attn_implementation("eager")
         fusedops.patch(model)

@@ -18,6 +18,7 @@ from torch import nn
 import fusedops
 from fusedops.integrations import describe
 from fusedops.integrations.hf import moe_like, sparse_blocks
+from fusedops.integrations.hf.experts import experts_forward
 
 of_each_family = pytest.mark.parametrize("family", SPARSE.values(), ids=SPARSE)
 
@@ -102,6 +103,7 @@ def test_experts_of_another_process_are_left_out(family: Family) -> None:
     """Expert parallelism names them by ``num_experts``; their weight is 0 or anything."""
     patched, stock = family.pair(experts_implementation="grouped_mm")
     ours, theirs = _experts(patched)[0], _experts(stock)[0]
+    theirs._is_expert_parallel = True  # as transformers 5.23 sets on modules that it splits
     input, ids, weights = _choices(theirs)
     ids[::2, 0] = theirs.num_experts
     ids[4] = theirs.num_experts
@@ -115,6 +117,19 @@ def test_experts_of_another_process_are_left_out(family: Family) -> None:
         strict=True,
     ):
         assert_close(actual, wanted)
+
+
+def test_a_norm_at_the_end_of_each_expert_is_applied() -> None:
+    """Before the weights, by ``has_post_expert_norm`` of transformers 5.23."""
+    experts = _experts(SPARSE["Mixtral"].model())[0]
+    experts.has_post_expert_norm = True
+    experts.post_expert_norm = nn.RMSNorm(32)
+    input, ids, weights = _choices(experts)
+    found = experts_forward(experts, input, ids, weights)
+    each = (experts.gate_up_proj[ids] @ input[:, None, :, None]).squeeze(-1)
+    gate, up = each.chunk(2, -1)
+    each = experts.down_proj[ids] @ (experts.act_fn(gate) * up)[..., None]
+    assert_close(found, (experts.post_expert_norm(each.squeeze(-1)) * weights[..., None]).sum(1))
 
 
 def test_a_gate_of_its_own_is_called_between_two_products() -> None:
@@ -201,12 +216,15 @@ def _checkpointed(patched: Any, **options: Any) -> dict[str, torch.Tensor]:
     """Gradients with a router whose recomputation would choose other experts."""
     patched.gradient_checkpointing_enable(options)
 
-    def flip(layer: Any, args: Any, kwargs: Any) -> None:
+    layer = patched.model.layers[-1]
+
+    def flip(attention: Any, args: Any, kwargs: Any) -> None:
         if torch._C._current_graph_task_id() != -1:  # the backward recomputes
             weight = layer.mlp.gate.weight.detach().numpy()
             np.negative(weight, out=weight)  # now the worst experts are the best
 
-    patched.model.layers[-1].register_forward_pre_hook(flip, with_kwargs=True)
+    # The layer's own hooks are outside of what transformers 5.23 recomputes.
+    layer.self_attn.register_forward_pre_hook(flip, with_kwargs=True)
     return gradients(patched, loss)
 
 

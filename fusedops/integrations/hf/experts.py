@@ -1,12 +1,13 @@
 """The experts of transformers' families, through ``ExpertsInterface`` and by rule.
 
 An experts module is decorated by ``use_experts_implementation``, which tells how its weights lie
-(``is_transposed``, ``has_bias``, ``has_gate``), and calls the function that is registered under the
-name in its configuration. ``experts_forward`` is registered as ``"fusedops"``; a patched module
+(``is_transposed``, ``has_bias``, ``has_gate``) and whether a norm ends each expert
+(``has_post_expert_norm``), and calls the function that is registered under the name in its
+configuration. ``experts_forward`` is registered as ``"fusedops"``; a patched module
 calls it whatever the configuration says, since the known implementations compute the same.
 
 Where the gate is a known formula the whole layer is ``moe_mlp``, else the two products are
-``grouped_mm`` and the module's own ``_apply_gate`` stands between them.
+``grouped_mm`` and the module's own ``_apply_gate`` stands between them; its own norm follows them.
 """
 
 from __future__ import annotations
@@ -112,14 +113,23 @@ def compute(module: Any, hidden_states: torch.Tensor, plan: RoutingPlan) -> torc
     hidden = grouped_mm(moe_permute(rows, plan), w1, plan.offsets, b1)
     hidden = module._apply_gate(hidden) if module.has_gate else module.act_fn(hidden)
     output = grouped_mm(hidden.to(w2.dtype), w2, plan.offsets, b2)
+    if _ends_in_a_norm(module):
+        output = module.post_expert_norm(output)
     return moe_unpermute(output, plan).to(hidden_states.dtype)
 
 
 moe.ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
 
 
+def _ends_in_a_norm(module: Any) -> bool:
+    # An attribute of transformers 5.23 (Muse Spark); its eager loop applies it before the weights.
+    return getattr(module, "has_post_expert_norm", False)
+
+
 def known_gate(module: Any) -> Gate | None:
     """Return the formula between the products, ``None`` where the module's own must be called."""
+    if _ends_in_a_norm(module):
+        return None
     if module.has_gate and _gate_function(module) is not moe._default_apply_gate:
         return _clamped_gate(module)
     if activation_obstacle("act_fn", module.act_fn) is not None or global_hooks() is not None:
