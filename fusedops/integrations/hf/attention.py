@@ -22,6 +22,7 @@ from fusedops.integrations.hf.rules import (
     Rule,
     bypass_obstacle,
     global_hooks,
+    like,
     runs_here,
     subclass,
 )
@@ -152,14 +153,9 @@ class _Attention(nn.Module):
     def config(self) -> Any:
         """The model's configuration; a view of it while the fused op runs."""
         config = self.__dict__["config"]
-        weight = next(self.parameters(), None)
-        if (
-            obstacle(self, eager=self.knows_eager) is not None
-            or weight is None
-            or not runs_here(weight)
-        ):
+        if obstacle(self, eager=self.knows_eager) is not None:
             return config
-        return _View(config)
+        return _View(config) if runs_here(next(self.parameters())) else config
 
     @config.setter
     def config(self, config: Any) -> None:
@@ -175,6 +171,8 @@ def obstacle(module: Any, *, eager: bool = False) -> str | None:
             hooks on the module are an obstacle: what records attention weights is a hook.
     """
     configured = module.__dict__["config"]._attn_implementation
+    if next(module.parameters(), None) is None:
+        return "it has no parameters: its projections are quantised"
     if configured == "sdpa":
         return None
     if configured == "eager" and eager:
@@ -227,6 +225,5 @@ def _note(module: Any) -> str | None:
 
 
 def _probe(module: Any) -> None:
-    weight = next(module.parameters())
-    heads = weight.new_zeros(1, 1, 2, 8)
+    heads = like(module).new_zeros(1, 1, 2, 8)
     attention(heads, heads, heads)

@@ -136,7 +136,7 @@ def roberta_rules(family: ModuleType, prefix: str, module_name: str) -> tuple[Ru
             subclass(head, _LMHead, module_name),
             ("linear_act",),
             "O2",
-            lambda module: probe_dense_act(module.dense),
+            probe_dense_act,
             _head_obstacle,
             absorbs=("dense",),
         ),
@@ -163,7 +163,7 @@ def _dense_act_rule(
         subclass(original, forward, module_name, activation_child=activation),
         ("linear_act",),
         "O2",
-        lambda module: probe_dense_act(module.dense),
+        probe_dense_act,
         lambda module: dense_act_obstacle(module, "dense", activation),
         absorbs=("dense", activation),
     )

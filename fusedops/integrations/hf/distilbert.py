@@ -101,7 +101,7 @@ RULES = (
         FFN,
         ("mlp",),
         "O2",
-        lambda module: probe_feed_forward(module, _NAMES),
+        probe_feed_forward,
         _feed_forward_obstacle,
         absorbs=("lin1", "activation", "lin2"),
     ),

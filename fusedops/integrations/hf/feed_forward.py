@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedops.integrations.hf.rules import Rule, global_hooks, runs_here, subclass
+from fusedops.integrations.hf.rules import Rule, global_hooks, like, runs_here, subclass
 from fusedops.integrations.hf.torch_modules import enough_rows, linear_obstacle
 from fusedops.integrations.hf.transformers_modules import activation_name, activation_obstacle
 from fusedops.ops.linear_act import linear_act
@@ -65,15 +65,16 @@ def dense_act_obstacle(module: Any, linear: str, activation: str) -> str | None:
     )
 
 
-def probe_feed_forward(module: Any, names: Names) -> None:
+def probe_feed_forward(module: Any) -> None:
     """Call ``mlp`` on one row, as ``Rule.probe`` does."""
-    first = getattr(module, names.first)
-    feed_forward(module, names, first.weight.new_zeros(1, first.in_features))
+    row = like(module).new_zeros(1, 2)
+    mlp(row, row, None, row.t(), None, activation="gelu")
 
 
-def probe_dense_act(linear: Any) -> None:
+def probe_dense_act(module: Any) -> None:
     """Call ``linear_act`` on one row, as ``Rule.probe`` does."""
-    linear_act(linear.weight.new_zeros(1, linear.in_features), linear.weight, activation="gelu")
+    row = like(module).new_zeros(1, 2)
+    linear_act(row, row, activation="gelu")
 
 
 class _FeedForward(nn.Module):
@@ -104,7 +105,7 @@ def feed_forward_rule(original: type[nn.Module], module_name: str, names: Names 
         subclass(original, _FeedForward, module_name, names=names),
         ("mlp",),
         "O2",
-        lambda module: probe_feed_forward(module, names),
+        probe_feed_forward,
         lambda module: feed_forward_obstacle(module, names),
         absorbs=(names.first, names.activation, names.second),
     )

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedops.integrations.hf.rules import Rule, global_hooks, runs_here, subclass
+from fusedops.integrations.hf.rules import Rule, global_hooks, like, runs_here, subclass
 from fusedops.integrations.hf.torch_modules import enough_rows, linear_obstacle
 from fusedops.integrations.hf.transformers_modules import activation_name, activation_obstacle
 from fusedops.ops.geglu import geglu
@@ -104,7 +104,7 @@ def _note(module: Any) -> str | None:
 
 
 def _probe(module: Any) -> None:
-    row = next(module.parameters()).new_zeros(1, 2)
+    row = like(module).new_zeros(1, 2)
     linear_glu(row, row, row)
 
 
@@ -142,5 +142,5 @@ def packed_gated_mlp_rule(original: type[nn.Module], module_name: str) -> Rule:
 
 
 def _probe_packed(module: Any) -> None:
-    row = module.down_proj.weight.new_zeros(1, 2)
+    row = like(module).new_zeros(1, 2)
     swiglu(row, row)

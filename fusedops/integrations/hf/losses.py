@@ -17,7 +17,7 @@ from torch import nn
 from transformers.loss import loss_utils
 from transformers.modeling_utils import PreTrainedModel
 
-from fusedops.integrations.hf.rules import runs_here
+from fusedops.integrations.hf.rules import like, runs_here
 from fusedops.ops.cross_entropy import cross_entropy
 
 LEVEL = "O2"
@@ -177,8 +177,8 @@ def restore(owner: Any) -> None:
 
 def probe(owner: Any) -> None:
     """Call ``cross_entropy`` on one row, as ``Rule.probe`` does."""
-    like = next(owner.parameters())
-    cross_entropy(like.new_zeros(1, 2), like.new_zeros(1, dtype=torch.int64))
+    row = like(owner).new_zeros(1, 2)
+    cross_entropy(row, row.new_zeros(1, dtype=torch.int64))
 
 
 def _ours(loss: Any) -> Any:

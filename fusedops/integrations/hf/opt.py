@@ -99,7 +99,7 @@ RULES = (
         subclass(_ORIGINAL, _DecoderLayer, __name__),
         ("mlp", "add_layer_norm", "bias_dropout_add"),
         "O2",
-        lambda layer: probe_feed_forward(layer, _NAMES),
+        probe_feed_forward,
         lambda layer: _UNKNOWN or _layer_obstacle(layer),
         absorbs=("self_attn_layer_norm", "final_layer_norm", "fc1", "activation_fn", "fc2"),
         note=_note,

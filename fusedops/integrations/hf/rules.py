@@ -134,6 +134,15 @@ def plain_weight(weight: torch.Tensor) -> bool:
     return kind.__torch_function__ is torch._C._disabled_torch_function_impl
 
 
+def like(module: nn.Module) -> torch.Tensor:
+    """Return a tensor of the dtype and on the device of a module's parameters, for probes.
+
+    A layer whose weights are packed in integers has none; what it computes is float32.
+    """
+    floating = (each for each in module.parameters() if each.is_floating_point())
+    return next(floating, torch.empty(0))
+
+
 def resolution(op: str, probe: Callable[[Any], object], module: nn.Module) -> str | None:
     """Return which backend would run an op for this module, and why.
 

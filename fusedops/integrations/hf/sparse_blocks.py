@@ -16,7 +16,7 @@ from torch import nn
 from fusedops.integrations.hf.experts import compute, experts_obstacle, gate_note
 from fusedops.integrations.hf.residual import unknown_forward, unknown_names
 from fusedops.integrations.hf.routers import router_obstacle
-from fusedops.integrations.hf.rules import Rule, global_hooks, runs_here, subclass
+from fusedops.integrations.hf.rules import Rule, global_hooks, like, runs_here, subclass
 from fusedops.ops._routing_plan import RoutingPlan
 from fusedops.ops.moe_route import moe_route
 
@@ -119,4 +119,4 @@ def _note(module: Any) -> str | None:
 
 
 def _probe(module: Any) -> None:
-    moe_route(next(module.parameters()).new_zeros(1, 2), 1)
+    moe_route(like(module).new_zeros(1, 2), 1)

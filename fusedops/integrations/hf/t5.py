@@ -26,7 +26,7 @@ from fusedops.integrations.hf.feed_forward import (
 )
 from fusedops.integrations.hf.lm_heads import Arguments, head_rule
 from fusedops.integrations.hf.residual import dropout_obstacle, probability, unknown_forward
-from fusedops.integrations.hf.rules import Rule, global_hooks, runs_here
+from fusedops.integrations.hf.rules import Rule, global_hooks, like, runs_here
 from fusedops.integrations.hf.torch_modules import linear_obstacle
 from fusedops.integrations.hf.transformers_modules import activation_name
 from fusedops.ops.bias_dropout_add import bias_dropout_add
@@ -198,7 +198,7 @@ def _probe_norm(norm: Any) -> None:
 
 
 def _probe_gated(module: Any) -> None:
-    row = module.wi_0.weight.new_zeros(1, 2)
+    row = like(module).new_zeros(1, 2)
     linear_glu(row, row, row)
 
 
@@ -241,7 +241,7 @@ RULES = (
         T5DenseActDense,
         ("mlp", "linear_act"),
         "O2",
-        lambda module: probe_feed_forward(module, _NAMES),
+        probe_feed_forward,
         _plain_obstacle,
         absorbs=("wi", "act", "dropout", "wo"),
         calls=_called_by_plain,

@@ -1,0 +1,54 @@
+"""What users do to a model beside training it: shapes on the meta device, quantisation."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from patch_testing import counted
+from torch import nn
+
+import fusedops
+
+pytest.importorskip("transformers")
+
+from causal_families import DENSE, IDS, SPARSE, Family, loss
+
+FAMILIES = [*DENSE.values(), *SPARSE.values()]
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_shapes_on_the_meta_device(family: Family) -> None:
+    if family.name == "OPT":
+        pytest.skip("stock OPT asks its mask for a number, which meta tensors do not have")
+    patched, _ = family.pair()
+    ids = IDS.to("meta")
+    with counted() as calls:
+        output = patched.to("meta")(ids, labels=ids)
+    assert output.logits.shape == (*IDS.shape, 97) and output.logits.dtype == torch.float32
+    assert output.loss.shape == () and output.loss.device.type == "meta"
+    assert not calls
+
+
+def quantised(model: nn.Module) -> nn.Module:
+    """Return the model with every linear layer in int8."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_quantised_layers_are_called(family: Family) -> None:
+    stock = quantised(family.model().eval())
+    expected = loss(stock).detach()
+    patched = copy.deepcopy(stock)
+    report = fusedops.patch(patched)
+    with counted() as calls:
+        found = loss(patched).detach()
+    assert "linear_act" not in calls and "mlp" not in calls and "linear_glu" not in calls
+    assert abs(found - expected) <= 1e-3 * expected  # int8 steps
+    kept = [entry for entry in report.kept if "Attention" in entry.cls]
+    assert all("quantised" in entry.reason for entry in kept)
+    assert kept or "attention" in calls  # norms or sinks of its own tell device and dtype
