@@ -160,7 +160,7 @@ def test_fakes_have_the_dtypes_of_the_results(spec: Spec, dtype: torch.dtype) ->
 def test_without_values_shapes_are_those_of_the_results(spec: Spec, kind: str) -> None:
     """The public function on meta tensors (deferred initialisation), and under FakeTensorMode."""
     sample = fresh(samples(spec.name, torch.float32)[0])
-    results = as_tuple(spec.op(*sample.args, **sample.kwargs))
+    results = tensors_in(spec.op(*sample.args, **sample.kwargs))
     mode = FakeTensorMode()
 
     def emptied(tensor: torch.Tensor) -> torch.Tensor:
@@ -170,7 +170,7 @@ def test_without_values_shapes_are_those_of_the_results(spec: Spec, kind: str) -
 
     empty = sample.map(emptied)
     with mode if kind == "fake" else contextlib.nullcontext():
-        outputs = as_tuple(spec.op(*empty.args, **empty.kwargs))
+        outputs = tensors_in(spec.op(*empty.args, **empty.kwargs))
         for output, result in zip(outputs, results, strict=True):
             assert (output.shape, output.dtype) == (result.shape, result.dtype)
         if empty.leaves:
