@@ -18,6 +18,7 @@ and a sink is one more score of the row, of a key whose value is zero.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,7 +97,10 @@ def softmax(
         distance = (torch.arange(columns, device=q.device) - i).abs()
         scores = scores - alibi_slopes.to(accumulation)[..., None, None] * distance
     if attn_mask is not None and attn_mask.dtype != torch.bool:
-        scores = scores + attn_mask.to(accumulation)
+        # In units of log2, the kernels', the least finite numbers are minus infinity.
+        least = torch.finfo(accumulation).min * math.log(2.0)
+        bias = attn_mask.to(accumulation)
+        scores = scores + bias.masked_fill(bias < least, -torch.inf)
     masks = [_allowed(rows, columns, pattern, q.device)]
     masks += [attn_mask] if attn_mask is not None and attn_mask.dtype == torch.bool else []
     for mask in masks:

@@ -52,7 +52,9 @@ def attention(
         value: ``[..., Hkv, Sk, Dv]``; ``Dv`` may differ from ``D``. The leading dims of the three
             broadcast.
         attn_mask: broadcastable to ``[..., H, Sq, Sk]``. Boolean: ``True`` may be attended.
-            Floating: added to the scaled scores, and differentiable.
+            Floating: added to the scaled scores, and differentiable. The least finite numbers of
+            a dtype (below ``log(2)`` times the least) forbid as minus infinity does: a row that
+            some model's mask fills with them gives 0, where torch gives the mean of all values.
         dropout_p: probability with which a weight is dropped (also when it is only evaluated: pass
             0.0 then, as with torch).
         is_causal: forbid ``j > i``. May be combined with a mask.

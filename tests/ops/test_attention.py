@@ -43,6 +43,23 @@ def test_a_query_with_nothing_to_attend_gives_zero_and_gradient_zero(backend: st
     assert_close(output[:, :, others], alone.double(), alone, "the other queries", depth=8)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_least_finite_number_in_a_mask_forbids(backend: str, dtype: torch.dtype) -> None:
+    q, k, v = qkv(1, 2, 4, 8, dtype=dtype)
+    mask = torch.zeros(4, 4, dtype=dtype)
+    mask[2] = torch.finfo(dtype).min
+    mask[3, 1:] = torch.finfo(dtype).min
+    with fusedops.use_backend(backend):
+        results = []
+        for each in (mask, mask.masked_fill(mask < -1, -torch.inf)):
+            output, lse = fusedops.attention(q, k, v, each, return_lse=True)
+            grads = torch.autograd.grad(output, (q, k, v), torch.ones_like(output))
+            results.append((output, lse, *grads))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert torch.equal(results[0][0][:, :, 2], torch.zeros(1, 2, 8, dtype=dtype))
+
+
 @pytest.mark.parametrize("leading", [(3, 2), (1, 2), (3, 1), (1, 1), (2,), (1,), ()])
 def test_a_mask_broadcasts_over_several_batch_dims(leading: tuple[int, ...]) -> None:
     q, k, v = qkv(3, 2, 2, 5, 8)
