@@ -7,10 +7,11 @@ import warnings
 
 import pytest
 import torch
-from patch_testing import counted
+from patch_testing import assert_close, counted
 from torch import nn
 
 import fusedops
+from fusedops.integrations import describe
 
 pytest.importorskip("transformers")
 
@@ -52,3 +53,35 @@ def test_quantised_layers_are_called(family: Family) -> None:
     kept = [entry for entry in report.kept if "Attention" in entry.cls]
     assert all("quantised" in entry.reason for entry in kept)
     assert kept or "attention" in calls  # norms or sinks of its own tell device and dtype
+
+
+class _Packed(torch.Tensor):
+    """A weight as quantisation libraries make them: it knows the linear function and not much."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func in (torch.Tensor.new_zeros, torch.Tensor.t):
+            raise NotImplementedError(f"{func} of a packed weight")
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        return result.as_subclass(cls) if func is torch.Tensor.detach else result
+
+
+@pytest.mark.parametrize("order", ["patched first", "packed first"])
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_packed_weights_are_asked_and_reported(family: Family, order: str) -> None:
+    stock = family.model().eval()
+    expected = loss(stock).detach()
+    if order == "patched first":
+        fusedops.patch(stock)
+    for module in stock.modules():
+        if isinstance(module, nn.Linear):
+            weight = nn.Parameter(module.weight.detach().as_subclass(_Packed), requires_grad=False)
+            module.weight = weight
+    report = fusedops.patch(stock) if order == "packed first" else describe(stock)
+    with counted() as calls:
+        found = loss(stock).detach()
+    assert not {"linear_act", "mlp", "linear_glu"} & calls.keys()
+    assert_close(found, expected)
+    linears = [entry for entry in report.kept if entry.cls == "Linear"]
+    assert linears and all("_Packed" in entry.reason for entry in linears)

@@ -23,6 +23,7 @@ from fusedops.integrations.hf.rules import (
     Rule,
     bypass_obstacle,
     global_hooks,
+    like,
     plain_weight,
     runs_here,
     subclass,
@@ -226,7 +227,7 @@ def gate_note(module: Any) -> str | None:
 
 
 def _probe(module: Any) -> None:
-    row = module.down_proj.new_zeros(1, 8)
+    row = like(module).new_zeros(1, 8)
     ids = torch.zeros(1, 1, dtype=torch.int32, device=row.device)
     plan = RoutingPlan.from_choices(ids, row.new_ones(1, 1).float(), 1)
     moe_mlp(row, plan, row.new_zeros(1, 8, 16), row.new_zeros(1, 8, 8))

@@ -13,6 +13,7 @@ import torch
 from transformers.models.gpt2 import modeling_gpt2
 
 from fusedops.integrations.hf.attention import attention_rule
+from fusedops.integrations.hf.feed_forward import probe_feed_forward
 from fusedops.integrations.hf.residual import (
     add_norm,
     deferral_obstacle,
@@ -136,10 +137,6 @@ def _block_note(block: Any) -> str | None:
     return f"dropout not fused: {'; '.join(reasons)}" if reasons else None
 
 
-def _probe_mlp(module: Any) -> None:
-    before_dropout(module, module.c_fc.weight.new_zeros(1, module.c_fc.weight.shape[0]))
-
-
 RULES = (
     _ATTENTION,
     Rule(
@@ -157,7 +154,7 @@ RULES = (
         GPT2MLP,
         ("mlp",),
         "O2",
-        _probe_mlp,
+        probe_feed_forward,
         mlp_obstacle,
         absorbs=("c_fc", "act", "c_proj"),
     ),

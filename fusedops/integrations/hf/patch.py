@@ -250,6 +250,7 @@ def _report(model: nn.Module, level: str) -> PatchReport:
 
 
 _NO_OP = "no fused op for this class"
+_AS_FAST = "torch's own product is as fast here"
 
 
 def _owners(names: dict[nn.Module, str], patched: dict[type, Rule]) -> dict[str, tuple[str, Rule]]:
@@ -273,7 +274,7 @@ def _entry_of_patched(
     backend = resolution(rule.ops[0], rule.probe, module)
     cls = type(module).__name__
     if backend is None:
-        return ModuleReport(name, cls, False, reason="torch's own product is as fast here")
+        return ModuleReport(name, cls, False, reason=aside or _AS_FAST)
     return ModuleReport(name, cls, True, ", ".join(rule.ops), backend, note or "")
 
 

@@ -135,12 +135,15 @@ def plain_weight(weight: torch.Tensor) -> bool:
 
 
 def like(module: nn.Module) -> torch.Tensor:
-    """Return a tensor of the dtype and on the device of a module's parameters, for probes.
+    """Return an empty tensor of the dtype and on the device of a module's parameters, for probes.
 
-    A layer whose weights are packed in integers has none; what it computes is float32.
+    A plain one, whatever they are: a quantised weight cannot make others like itself. A layer
+    whose weights are packed in integers has none; what it computes is float32.
     """
-    floating = (each for each in module.parameters() if each.is_floating_point())
-    return next(floating, torch.empty(0))
+    for each in module.parameters():
+        if each.is_floating_point():
+            return torch.empty(0, dtype=each.dtype, device=each.device)
+    return torch.empty(0)
 
 
 def resolution(op: str, probe: Callable[[Any], object], module: nn.Module) -> str | None:

@@ -16,6 +16,7 @@ from fusedops.integrations.hf.rules import (
     Rule,
     bypass_obstacle,
     global_hooks,
+    like,
     plain_weight,
     runs_here,
 )
@@ -196,19 +197,18 @@ def _linear_plain(module: nn.Linear) -> str | None:
 
 def _probe_layer_norm(module: nn.LayerNorm) -> None:
     shape = module.normalized_shape
-    like = module.weight if module.weight is not None else torch.empty(0)
-    layer_norm(like.new_zeros((1, *shape)), shape, module.weight, module.bias, module.eps)
+    weight = module.weight if module.weight is not None else torch.empty(0)
+    layer_norm(weight.new_zeros((1, *shape)), shape, module.weight, module.bias, module.eps)
 
 
 def _probe_linear(module: nn.Linear) -> None:
-    module.forward(module.weight.new_zeros(MIN_ROWS, module.in_features))
+    if plain_weight(module.weight):
+        module.forward(module.weight.new_zeros(MIN_ROWS, module.in_features))
 
 
 def _probe_sequence(module: nn.Sequential) -> None:
-    linear = next(each for each in module if type(each) in LINEARS)
-    assert isinstance(linear, nn.Linear)
-    input = linear.weight.new_zeros(1, linear.in_features)
-    linear_act(input, linear.weight, linear.bias, activation="relu")
+    row = like(module).new_zeros(1, 2)
+    linear_act(row, row, activation="relu")
 
 
 def _loss_obstacle(module: nn.CrossEntropyLoss) -> str | None:

@@ -127,7 +127,8 @@ def _conv1d_plain(module: Any) -> str | None:
 
 
 def _probe_conv1d(module: Any) -> None:
-    Conv1D.forward(module, module.weight.new_zeros(MIN_CONV1D_ROWS, module.weight.shape[0]))
+    if plain_weight(module.weight):
+        Conv1D.forward(module, module.weight.new_zeros(MIN_CONV1D_ROWS, module.weight.shape[0]))
 
 
 RULES = (
