@@ -1,8 +1,11 @@
-"""Makes bfloat16 right in Triton's interpreter (3.6 to 3.9), for tests.
+"""Makes bfloat16 and masks right in Triton's interpreter (3.6 to 3.9), for tests.
 
 The interpreter keeps bfloat16 values as raw uint16: its ``dot`` multiplies those integers, and its
 cast from float32 truncates where hardware rounds to nearest even. Both are replaced here; import
 this module before kernels run.
+
+It also takes a comparison of two integers for an integer: spread over a block, it makes a mask of
+integers, which the loads of 3.9 refuse.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 _original_dot = InterpreterBuilder.create_dot
 _original_cast = InterpreterBuilder.cast_impl
+_original_splat = InterpreterBuilder.create_splat
 
 
 def widen(bits: np.ndarray) -> np.ndarray:
@@ -55,7 +59,14 @@ def _cast_by_name(self: Any, source: TensorHandle, target: Any) -> Any:
     return self.cast_impl(source, target)
 
 
+def _splat(self: Any, shape: Any, source: TensorHandle) -> Any:
+    if source.data.dtype == np.bool_:
+        source = TensorHandle(source.data, tl.int1)
+    return _original_splat(self, shape, source)
+
+
 InterpreterBuilder.create_dot = _dot
+InterpreterBuilder.create_splat = _splat
 InterpreterBuilder.cast_impl = _cast
 for _name in ("create_fp_ext", "create_fp_trunc", "create_fp_to_si", "create_fp_to_ui"):
     setattr(InterpreterBuilder, _name, _cast_by_name)
