@@ -337,6 +337,9 @@ def check_sequences(op: str, name: str, lengths: torch.Tensor, total: int, longe
         checks.fail(op, name, "of shape [sequences + 1]", list(lengths.shape))
     if torch.compiler.is_compiling():
         return
+    if isinstance(longest, bool) or not hasattr(type(longest), "__index__"):
+        most = "max_seqlen" + name.removeprefix("cu_seqlens")
+        raise TypeError(f"{op}: {most} must be an int, got {type(longest).__name__}")
     steps = lengths.diff()
     if lengths.device.type != "cpu":
         fine = (lengths[0] == 0) & (lengths[-1] == total) & (steps >= 0).all()

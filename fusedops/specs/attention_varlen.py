@@ -136,6 +136,18 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
             error=TypeError,
             mentions=("cu_seqlens_q", "float32"),
         ),
+        bad(
+            "max_type",
+            x,
+            x,
+            x,
+            ends,
+            ends,
+            4,
+            4.0,
+            error=TypeError,
+            mentions=("max_seqlen_k", "float"),
+        ),
         bad("table_shape", x, x, x, ends, ends[:2], 4, 4, mentions=("cu_seqlens_k", "[2]")),
         bad(
             "table_rank", x, x, x, ends[None], ends[None], 4, 4, mentions=("cu_seqlens_q", "[1, 3]")
