@@ -93,6 +93,15 @@ def test_one_row_stays_with_torch_and_two_do_not() -> None:
     assert_close(two, stock(INPUT[:2]))
 
 
+def test_the_report_knows_what_runs_inside_a_sequence() -> None:
+    model = nn.Sequential(nn.LayerNorm(48), *feed_forward(nn.GELU()), nn.GELU())
+    report = fusedops.patch(model)
+    inside = "inside the model's own forward"
+    assert [report[str(each)].reason for each in range(5)] == ["", inside, inside, inside, ""]
+    model[2].register_forward_hook(lambda *_: None)  # leaves the second layer and what follows
+    assert [describe(model)[str(each)].reason for each in range(5)] == ["", "", "", inside, inside]
+
+
 @pytest.mark.parametrize("position", [0, 1, 2])
 def test_a_hook_in_a_sequence_fires(position: int) -> None:
     patched, stock = patched_pair(feed_forward(nn.GELU()))

@@ -259,7 +259,8 @@ def _owners(names: dict[nn.Module, str], patched: dict[type, Rule]) -> dict[str,
     for module, name in names.items():
         rule = patched.get(type(module))
         if rule is not None and rule.obstacle(module) is None:
-            for child in set(rule.absorbs) - set(rule.calls(module)):
+            absorbed = set(rule.absorbs) - set(rule.calls(module))
+            for child in absorbed.union(rule.inside(module)):
                 owners[f"{name}.{child}" if name else child] = (name, rule)
     return owners
 

@@ -55,6 +55,7 @@ class Rule:
         absorbs: names of the children whose work the new forward does.
         note: what a reader of the report should know about this replacement.
         calls: those of ``absorbs`` that it calls nevertheless for an instance as it is now.
+        inside: further children whose work it does for an instance as it is now.
     """
 
     original: type[nn.Module]
@@ -67,6 +68,7 @@ class Rule:
     absorbs: tuple[str, ...] = ()
     note: Callable[[Any], str | None] = _none
     calls: Callable[[Any], tuple[str, ...]] = _nothing
+    inside: Callable[[Any], tuple[str, ...]] = _nothing
 
 
 def subclass(

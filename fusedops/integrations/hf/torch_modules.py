@@ -175,6 +175,19 @@ def _run(modules: list[Any], input: torch.Tensor) -> torch.Tensor:
     return mlp(input, first.weight, first.bias, second.weight, second.bias, activation=activation)
 
 
+def _sequence_inside(module: nn.Sequential) -> tuple[str, ...]:
+    """Return the names of the children that run as one with others."""
+    names, children = list(module._modules), list(module)
+    inside: list[str] = []
+    position = 0
+    while position < len(children):
+        count = _fusable(children, position)
+        if count > 1:
+            inside += names[position : position + count]
+        position += count
+    return tuple(inside)
+
+
 def _sequence_applies(module: nn.Sequential) -> bool:
     children = list(module)
     return any(_is_pair(children, position) for position in range(len(children)))
@@ -231,6 +244,7 @@ RULES = (
         _probe_sequence,
         _sequence_obstacle,
         _sequence_applies,
+        inside=_sequence_inside,
     ),
     Rule(
         nn.CrossEntropyLoss, CrossEntropyLoss, ("cross_entropy",), "O2", _probe_loss, _loss_obstacle
