@@ -153,9 +153,10 @@ class _Attention(nn.Module):
     def config(self) -> Any:
         """The model's configuration; a view of it while the fused op runs."""
         config = self.__dict__["config"]
-        if obstacle(self, eager=self.knows_eager) is not None:
+        weight = next(self.parameters(), None)
+        if weight is None or not runs_here(weight):
             return config
-        return _View(config) if runs_here(next(self.parameters())) else config
+        return config if _configured(self, eager=self.knows_eager) is not None else _View(config)
 
     @config.setter
     def config(self, config: Any) -> None:
@@ -170,9 +171,14 @@ def obstacle(module: Any, *, eager: bool = False) -> str | None:
         eager: whether ``attend_as_eager`` computes what its class does without the fused op. Then
             hooks on the module are an obstacle: what records attention weights is a hook.
     """
-    configured = module.__dict__["config"]._attn_implementation
     if next(module.parameters(), None) is None:
         return "it has no parameters: its projections are quantised"
+    return _configured(module, eager=eager)
+
+
+def _configured(module: Any, *, eager: bool) -> str | None:
+    """Return why the implementation that the module is configured with must stay, or ``None``."""
+    configured = module.__dict__["config"]._attn_implementation
     if configured == "sdpa":
         return None
     if configured == "eager" and eager:
