@@ -133,10 +133,9 @@ def resolve(name: str, *args: Any, backward: bool = False) -> Resolution:
         ValueError: if there is no op of this name.
         UnsupportedError: if a backend is requested that cannot run them.
     """
-    kernels = _KERNELS.get(name)
-    if kernels is None:
+    if name not in _KERNELS:
         checks.choice("resolve", "name", name, op_names())
-    assert kernels is not None
+    kernels = _KERNELS[name]
     device = _device(args)
     if _requested is not None:
         reason = _unsupported(kernels, _requested, device, args, backward)
@@ -269,7 +268,8 @@ def _put_in_force(device: torch.device, tables: tuning.Loaded) -> None:
 
 
 def _configs(kernels: Kernels) -> tuple[str, ...]:
-    assert kernels.triton is not None
+    if kernels.triton is None:
+        return ()
     offered = getattr(importlib.import_module(kernels.triton), "configs", None)
     return tuple(offered()) if offered is not None else ()
 
@@ -282,18 +282,17 @@ def _device(args: tuple[Any, ...]) -> torch.device:
 
 
 def _implementation(kernels: Kernels, backend: str, backward: bool) -> Callable[..., Any]:
-    if backend == "triton":
-        assert kernels.triton is not None
+    if backend == "triton" and kernels.triton is not None:
         module = importlib.import_module(kernels.triton)
         return module.backward if backward else module.forward
-    if backend == "torch":
-        implementation = kernels.backward if backward else kernels.forward
-        assert implementation is not None
-        return implementation
+    reference = kernels.backward if backward else kernels.forward
+    if backend == "torch" and reference is not None:
+        return reference
     namespace = f"fusedops_{backend}"
     native = kernels.name + "_backward" * backward
     kernel = getattr(getattr(torch.ops, namespace), native, None)
-    assert kernel is not None, f"{namespace}::{native} has a kernel, but no line in schemas.cpp"
+    if kernel is None:
+        raise UnsupportedError(f"{namespace}::{native} has no kernel, or no line in schemas.cpp")
     return kernel.default
 
 

@@ -100,7 +100,8 @@ def _is_stale(path: Path, stamp: dict[str, str]) -> bool:
     if all(file.stat().st_mtime <= built for file in files):
         return False
     spec = importlib.util.spec_from_file_location("_fusedops_native_build", tool)
-    assert spec is not None and spec.loader is not None
+    if spec is None or spec.loader is None:
+        return False
     native = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = native  # its dataclasses look themselves up there
     spec.loader.exec_module(native)
