@@ -104,11 +104,12 @@ TORCH_LIBRARY(fusedops_cpp, m) {
       " Tensor sin, bool interleaved, bool[] output_mask) -> (Tensor, Tensor)");
   m.def(
       "cross_entropy(Tensor logits, Tensor target, int ignore_index, float label_smoothing,"
-      " float z_loss, float softcap, str reduction) -> (Tensor loss, Tensor count, Tensor lse)");
+      " float z_loss, float softcap, str reduction, ScalarType dtype)"
+      " -> (Tensor loss, Tensor count, Tensor lse)");
   m.def(
       "cross_entropy_backward(Tensor? grad_loss, Tensor logits, Tensor target, Tensor lse,"
-      " int ignore_index, float label_smoothing, float z_loss, float softcap, str reduction,"
-      " bool[] output_mask) -> Tensor");
+      " Tensor count, int ignore_index, float label_smoothing, float z_loss, float softcap,"
+      " str reduction, ScalarType dtype, bool[] output_mask) -> Tensor");
   m.def(
       "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor target, Tensor? bias,"
       " int ignore_index, float label_smoothing, float z_loss, float softcap, str reduction,"

@@ -62,6 +62,29 @@ struct NormGradients {
   at::Tensor bias;
 };
 
+// These say no to what fusedops/ops/layer_norm.py says no to; it is asked for the words only then.
+inline void check_rows(const char* op, const at::Tensor& input, at::IntArrayRef normalized_shape) {
+  const auto sizes = input.sizes();
+  TORCH_CHECK_VALUE(!normalized_shape.empty() && normalized_shape.size() <= sizes.size() &&
+                        sizes.slice(sizes.size() - normalized_shape.size()) == normalized_shape,
+                    op, ": normalized_shape must be the last sizes of input, at least one");
+}
+
+inline void check_parameter(const char* op, const char* name,
+                            const std::optional<at::Tensor>& parameter, const at::Tensor& input,
+                            at::IntArrayRef normalized_shape) {
+  if (!parameter.has_value() || !parameter->defined()) return;
+  TORCH_CHECK_VALUE(parameter->device() == input.device(), op, ": ", name,
+                    " must be on the device of input");
+  TORCH_CHECK_VALUE(parameter->sizes() == normalized_shape, op, ": ", name,
+                    " must have the shape normalized_shape");
+  const auto type = input.scalar_type();
+  const bool half = type == at::kBFloat16 || type == at::kHalf;
+  TORCH_CHECK_TYPE(
+      parameter->scalar_type() == type || (half && parameter->scalar_type() == at::kFloat), op,
+      ": ", name, " must have the dtype of input, or float32 beside half precision");
+}
+
 // The operators over the two functions of a device.
 template <NormResults (*kRun)(const NormInputs&),
           NormGradients (*kRunBackward)(const NormBackwardInputs&)>
@@ -84,6 +107,9 @@ struct NormOperators {
 
   static Tensors3 layer_norm(const Tensor& input, Shape normalized_shape, const Optional& weight,
                              const Optional& bias, double eps) {
+    check_rows("layer_norm", input, normalized_shape);
+    check_parameter("layer_norm", "weight", weight, input, normalized_shape);
+    check_parameter("layer_norm", "bias", bias, input, normalized_shape);
     const auto results = kRun({.kind = kLayerNorm,
                                .input = input,
                                .normalized_shape = normalized_shape,

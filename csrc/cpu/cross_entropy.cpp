@@ -1,9 +1,8 @@
 // Binding of cross_entropy on the CPU: fusedops_cpp::cross_entropy and
-// fusedops_cpp::cross_entropy_backward. Shapes were checked by fusedops/ops/cross_entropy.py.
+// fusedops_cpp::cross_entropy_backward.
 #include <array>
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/scalar_tensor.h>
 #include <torch/library.h>
 
 #include "cross_entropy_binding.h"
@@ -11,38 +10,56 @@
 namespace fusedops {
 namespace {
 
+// Says no to what fusedops/ops/cross_entropy.py says no to; it is asked for the words only then.
+void check(const at::Tensor& logits, const at::Tensor& target, const LossOptions& o) {
+  constexpr auto kOp = "cross_entropy";
+  TORCH_CHECK_VALUE(logits.dim() > 0 && logits.size(-1) > 0, kOp, ": logits must have classes");
+  TORCH_CHECK_TYPE(target.scalar_type() == at::kLong, kOp, ": target must have dtype int64");
+  TORCH_CHECK_VALUE(target.device() == logits.device(), kOp,
+                    ": target must be on the device of logits");
+  TORCH_CHECK_VALUE(target.sizes() == logits.sizes().slice(0, logits.dim() - 1), kOp,
+                    ": target must have the shape of logits without its last dimension");
+  const auto finite = [](double value) { return value >= 0 && std::isfinite(value); };
+  TORCH_CHECK_VALUE(
+      o.label_smoothing >= 0 && o.label_smoothing <= 1 && finite(o.z_loss) && finite(o.softcap),
+      kOp, ": label_smoothing must be in [0, 1], z_loss and softcap finite");
+}
+
 std::tuple<at::Tensor, at::Tensor, at::Tensor> forward(const at::Tensor& logits,
                                                        const at::Tensor& target,
                                                        int64_t ignore_index, double label_smoothing,
                                                        double z_loss, double softcap,
-                                                       std::string_view reduction) {
+                                                       std::string_view reduction,
+                                                       at::ScalarType dtype) {
   const LossOptions options{ignore_index, label_smoothing, z_loss, softcap};
+  check(logits, target, options);
   const auto x = logits.contiguous();
   const auto targets = target.contiguous();
   const int64_t rows = targets.numel(), classes = x.size(-1);
   const auto* target_data = targets.const_data_ptr<int64_t>();
   const int64_t count = count_targets("cross_entropy", target_data, rows, classes, ignore_index);
-  const auto statistics = x.options().dtype(statistics_type(x));
-  const bool sum = is_sum(reduction);
-  auto loss = at::empty(sum ? at::IntArrayRef() : target.sizes(), statistics);
-  auto lse = at::empty(target.sizes(), statistics);
+  const auto statistics = statistics_type(x);
+  auto lse = at::empty(target.sizes(), x.options().dtype(statistics));
   std::vector<RowSums> sums(rows);
   const CrossEntropySums arguments{data(x), classes, nullptr, target_data, sums.data(),
                                    rows,    classes, 0,       options,     dtype_of(x)};
   FUSEDOPS_CALL_ISA(cross_entropy_sums, arguments);
-  finish_rows(sums.data(), targets, classes, options, sum, loss, lse);
-  return {loss, at::scalar_tensor(count, targets.options()), lse};
+  auto loss = finish_loss(sums.data(), targets, classes, count, options, reduction_of(reduction),
+                          dtype, lse);
+  return {loss, number(count, statistics), lse};
 }
 
 at::Tensor backward(const std::optional<at::Tensor>& grad_loss, const at::Tensor& logits,
-                    const at::Tensor& target, const at::Tensor& lse, int64_t ignore_index,
-                    double label_smoothing, double z_loss, double softcap,
-                    std::string_view /*reduction*/, std::array<bool, 1> output_mask) {
+                    const at::Tensor& target, const at::Tensor& lse, const at::Tensor& count,
+                    int64_t ignore_index, double label_smoothing, double z_loss, double softcap,
+                    std::string_view reduction, at::ScalarType /*dtype*/,
+                    std::array<bool, 1> output_mask) {
   if (!output_mask[0]) return {};
   const auto x = logits.contiguous();
   const auto targets = target.contiguous();
   const auto lse_dense = lse.contiguous();
-  const auto grad = grad_loss->to(lse.scalar_type()).contiguous();
+  auto grad = grad_loss->to(lse.scalar_type()).contiguous();
+  if (reduction_of(reduction) == Reduction::mean) grad = grad.div(count);
   const int64_t rows = targets.numel(), classes = x.size(-1);
   auto grad_logits = at::empty(x.sizes(), x.options());
   const CrossEntropyBackward arguments{data(x),

@@ -2,10 +2,12 @@
 // and the loss of rows whose sums are known.
 #pragma once
 
+#include <numeric>
 #include <string_view>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 
 #include "../common/binding.h"
 #include "../common/parallel.h"
@@ -27,46 +29,67 @@ inline int64_t count_targets(const char* op, const int64_t* target, int64_t rows
   return count;
 }
 
-// Loss and log-sum-exp of each row from its sums, 0 where ignored, and the sum of the losses:
-// `loss` is [rows], or one number. Losses are added in order, in double.
+// Loss and log-sum-exp of each row from its sums, 0 where ignored. Without `loss` the losses are
+// added in order, in double, and their sum is returned.
 template <typename A>
-inline void finish_rows(const RowSums* sums, const int64_t* target, int64_t rows, int64_t classes,
-                        const LossOptions& options, bool sum, A* loss, A* lse) {
-  std::vector<double> kept(sum ? rows : 0);
+inline double finish_rows(const RowSums* sums, const int64_t* target, int64_t rows, int64_t classes,
+                          const LossOptions& options, A* loss, A* lse) {
+  std::vector<double> kept(loss == nullptr ? rows : 0);
   parallel_rows(rows, 512, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       const bool ignored = target[row] == options.ignore_index;
       const double value = ignored ? 0.0 : sums[row].loss(options, classes);
       lse[row] = ignored ? A(0) : static_cast<A>(sums[row].log_sum());
-      if (sum)
+      if (loss == nullptr)
         kept[row] = value;
       else
         loss[row] = static_cast<A>(value);
     }
   });
-  if (!sum) return;
-  double total = 0;
-  for (const double value : kept) total += value;
-  *loss = static_cast<A>(total);
+  return std::accumulate(kept.begin(), kept.end(), 0.0);
 }
 
-inline void finish_rows(const RowSums* sums, const at::Tensor& target, int64_t classes,
-                        const LossOptions& options, bool sum, const at::Tensor& loss,
-                        const at::Tensor& lse) {
-  const auto* targets = target.const_data_ptr<int64_t>();
-  if (lse.scalar_type() == at::kDouble) {
-    finish_rows(sums, targets, lse.numel(), classes, options, sum, loss.mutable_data_ptr<double>(),
-                lse.mutable_data_ptr<double>());
-  } else {
-    finish_rows(sums, targets, lse.numel(), classes, options, sum, loss.mutable_data_ptr<float>(),
-                lse.mutable_data_ptr<float>());
+inline at::Tensor number(double value, at::ScalarType type) {
+  auto result = at::empty({}, at::TensorOptions(type));
+  switch (dtype_of(type)) {
+    case DType::f32:
+      *result.mutable_data_ptr<float>() = static_cast<float>(value);
+      break;
+    case DType::bf16:
+      *result.mutable_data_ptr<at::BFloat16>() = static_cast<float>(value);
+      break;
+    case DType::f64:
+      *result.mutable_data_ptr<double>() = value;
+      break;
   }
+  return result;
 }
 
-inline bool is_sum(std::string_view reduction) {
-  TORCH_CHECK_VALUE(reduction == "sum" || reduction == "none",
-                    "reduction must be 'sum' or 'none', got ", std::string(reduction));
-  return reduction == "sum";
+enum class Reduction { none, sum, mean };
+
+inline Reduction reduction_of(std::string_view name) {
+  TORCH_CHECK_VALUE(name == "none" || name == "sum" || name == "mean",
+                    "reduction must be 'none', 'sum' or 'mean', got ", std::string(name));
+  return name == "none" ? Reduction::none : name == "sum" ? Reduction::sum : Reduction::mean;
+}
+
+// The loss in dtype `type`: [rows], their sum, or that divided by `count`. Each step is rounded as
+// torch operations would; `lse` [rows] is written.
+inline at::Tensor finish_loss(const RowSums* sums, const at::Tensor& target, int64_t classes,
+                              int64_t count, const LossOptions& options, Reduction reduction,
+                              at::ScalarType type, const at::Tensor& lse) {
+  const auto finish = [&]<typename A>(A* lse_data) {
+    const auto rows =
+        reduction == Reduction::none ? at::empty(lse.sizes(), lse.options()) : at::Tensor();
+    auto total = static_cast<A>(
+        finish_rows(sums, target.const_data_ptr<int64_t>(), lse.numel(), classes, options,
+                    rows.defined() ? rows.mutable_data_ptr<A>() : nullptr, lse_data));
+    if (rows.defined()) return rows.to(type);
+    if (reduction == Reduction::mean) total /= static_cast<A>(count);
+    return number(total, type);
+  };
+  return lse.scalar_type() == at::kDouble ? finish(lse.mutable_data_ptr<double>())
+                                          : finish(lse.mutable_data_ptr<float>());
 }
 
 }  // namespace fusedops

@@ -7,7 +7,6 @@
 #include <array>
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
@@ -85,7 +84,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> forward(
   const int64_t classes = weight.size(0);
   const Rows rows(hidden, target, classes, ignore_index);
   const auto wide = rows.x.options().dtype(statistics_type(hidden));
-  const bool sum = is_sum(reduction);
+  const auto kind = reduction_of(reduction);
+  TORCH_CHECK_VALUE(kind != Reduction::mean, "linear_cross_entropy: reduction is 'sum' or 'none'");
   auto shape = target.sizes().vec();
   shape.push_back(keep_logits ? classes : 0);
   // Rows that are ignored are 0 there.
@@ -107,12 +107,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> forward(
                        options,     dtype_of(logits)};
                    FUSEDOPS_CALL_ISA(cross_entropy_sums, arguments);
                  });
-  auto loss = at::empty(sum ? at::IntArrayRef() : at::IntArrayRef(rows.count), wide);
   auto lse = at::empty({rows.count}, wide);
-  finish_rows(sums.data(), rows.target, classes, options, sum, loss, lse);
-  return {sum ? loss : rows.spread(loss, target.sizes()),
-          at::scalar_tensor(rows.count, rows.target.options()), rows.spread(lse, target.sizes()),
-          kept};
+  const auto type = lse.scalar_type();
+  const auto loss =
+      finish_loss(sums.data(), rows.target, classes, rows.count, options, kind, type, lse);
+  return {kind == Reduction::none ? rows.spread(loss, target.sizes()) : loss,
+          number(rows.count, type), rows.spread(lse, target.sizes()), kept};
 }
 
 std::vector<RowGradient> row_gradients(const at::Tensor& grad_loss, const at::Tensor& lse,
@@ -139,7 +139,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(
   const int64_t classes = weight.size(0), features = weight.size(1);
   const Rows rows(hidden, target, classes, ignore_index);
   const auto wide = rows.x.options().dtype(statistics_type(hidden));
-  const auto grads = is_sum(reduction) ? *grad_loss : rows.pick(grad_loss->contiguous().view(-1));
+  const auto grads = reduction_of(reduction) == Reduction::none
+                         ? rows.pick(grad_loss->contiguous().view(-1))
+                         : *grad_loss;
   const auto gradient =
       row_gradients(grads, rows.pick(lse.contiguous().view(-1)), options, classes);
   const auto kept = kept_logits.contiguous();

@@ -41,6 +41,8 @@ class Kernels:
         backward: the reference backward, ``None`` for an op without gradient.
         triton: import path of the module with the Triton launchers, ``None`` without.
         part_of: name of the op whose function calls this one, ``None`` for an op of its own.
+        check: raises for arguments of the forward that do not fit; ``None`` where the public
+            function has looked at them.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Kernels:
     backward: Callable[..., Any] | None
     triton: str | None
     part_of: str | None = None
+    check: Callable[..., None] | None = None
 
 
 @dataclass(frozen=True)
@@ -169,6 +172,9 @@ def resolve(name: str, *args: Any, backward: bool = False) -> Resolution:
 
 def run(name: str, args: tuple[Any, ...], backward: bool = False) -> Any:
     """Run the op ``name``, or its backward, on the backend that ``resolve`` names."""
+    check = _KERNELS[name].check
+    if check is not None and not backward:
+        check(*args)
     choice = resolve(name, *args, backward=backward)
     for backend, reason in choice.passed_over:
         if (name, backend, reason) not in _LOGGED:

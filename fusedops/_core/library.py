@@ -96,8 +96,9 @@ def define_op(
     shard: sharding.Rule | None = None,
     shard_backward: sharding.Rule | None = None,
     part_of: str | None = None,
+    check: Callable[..., None] | None = None,
 ) -> Callable[..., Any]:
-    """Register an op with torch and return it.
+    """Register an op with torch and return what calls it.
 
     Args:
         name: the op's name: that of its files, its dispatcher name and its native kernels.
@@ -113,20 +114,23 @@ def define_op(
         shard: DTensor rule of the forward, see ``sharding.Rule``.
         shard_backward: DTensor rule of the backward.
         part_of: name of the op whose public function calls this one: it has no spec of its own.
+        check: takes the op's arguments and raises for those that do not fit, in the words of the
+            public function. For ops of which small calls matter: the compiled kernels then refuse
+            the same arguments by themselves, and Python looks only where no compiled kernel runs,
+            or one has refused (1.7 us saved, of 7). Without it the public function checks.
 
     Returns:
-        The overload ``torch.ops.fusedops.<name>.default``.
+        The overload ``torch.ops.fusedops.<name>.default``; with ``check`` a function around it.
     """
     if autocast not in dtypes.AUTOCAST_RULES:
         checks.choice("define_op", "autocast", autocast, dtypes.AUTOCAST_RULES)
     parsed = _parse(schema)
     if gradient is not None:
         _check_names(name, parsed, gradient)
-    op = _define(name, schema, fake)
+    op = _define(name, schema, fake if check is None else _after(check, fake))
     native = extension.cpu_library() is None
-    backends.register(
-        backends.Kernels(name, reference, gradient.reference if gradient else None, triton, part_of)
-    )
+    backward_reference = gradient.reference if gradient else None
+    backends.register(backends.Kernels(name, reference, backward_reference, triton, part_of, check))
     _route(name, backward=False, native=native, schema=schema)
     if gradient is not None:
         backward_name = f"{name}_backward"
@@ -145,7 +149,7 @@ def define_op(
         sharding.register(op, shard)
     if shard_backward is not None:
         sharding.register(getattr(torch.ops.fusedops, f"{name}_backward").default, shard_backward)
-    return op
+    return op if check is None else _explaining(op, check)
 
 
 def define_exchange(
@@ -183,6 +187,33 @@ def define_exchange(
     # the tensor itself is not.
     torch.fx.node.has_side_effect(op)
     return op
+
+
+def _after(check: Callable[..., None], function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``function`` behind ``check``."""
+
+    def checked(*args: Any) -> Any:
+        check(*args)
+        return function(*args)
+
+    return checked
+
+
+def _explaining(op: Callable[..., Any], check: Callable[..., None]) -> Callable[..., Any]:
+    """Return ``op``, whose refusals get the words of ``check``; a compiler traces the check."""
+    traced = _after(check, op)
+
+    def call(*args: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return traced(*args)
+        try:
+            return op(*args)
+        except Exception as error:
+            refusal = error
+        check(*args)
+        raise refusal
+
+    return call
 
 
 def _check_names(op: str, schema: _Schema, gradient: Gradient) -> None:

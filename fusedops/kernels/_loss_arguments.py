@@ -32,6 +32,7 @@ class CrossEntropy(NamedTuple):
     z_loss: float
     softcap: float
     reduction: str
+    dtype: torch.dtype
 
     @property
     def options(self) -> Options:

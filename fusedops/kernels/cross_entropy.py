@@ -174,7 +174,7 @@ def _total_kernel(
         count += (mask & (target != ignore_index)).to(tl.int64)
         total += tl.load(loss_ptr + row, mask=mask, other=0.0)
     tl.store(total_ptr, tl.sum(total, axis=0))
-    tl.store(count_ptr, tl.sum(count, axis=0))
+    tl.store(count_ptr, tl.sum(count, axis=0).to(tl.float32))
 
 
 @triton.jit
@@ -270,7 +270,7 @@ class Pieces:
         self, shape: Sequence[int], reduction: str
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return loss, count and log-sum-exp as the ops do; ``shape`` is the target's."""
-        total, count = self.loss.new_empty(()), self.target.new_empty(())
+        total, count = self.loss.new_empty(()), self.loss.new_empty(())
         _total_kernel[(1,)](
             self.loss,
             self.target,
@@ -332,19 +332,23 @@ def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     with _launch.device_of(x):
         pieces = Pieces(target.reshape(-1), x.shape[1], call.options, several=False)
         pieces.add(x, 0)
-        return pieces.finish(target.shape, call.reduction)
+        loss, count, lse = pieces.finish(target.shape, call.reduction)
+        if call.reduction == "mean":
+            loss = loss / count
+        return loss.to(call.dtype), count, lse
 
 
 def backward(*args: Any) -> torch.Tensor | None:
     """Launch the backward; arguments and results are those of ``cross_entropy_backward``."""
-    grad_loss, call, (lse,), output_mask = of_backward(CrossEntropy, args)
+    grad_loss, call, (lse, count), output_mask = of_backward(CrossEntropy, args)
     if not output_mask[0]:
         return None
     x = rows_of(call.logits)
     grad = torch.empty_like(x)
     with _launch.device_of(x):
+        incoming = row_gradients(grad_loss, call.reduction)
         logits_gradient(
-            row_gradients(grad_loss, call.reduction),
+            incoming / count if call.reduction == "mean" else incoming,
             x,
             call.target.reshape(-1),
             lse.reshape(-1),
@@ -382,7 +386,7 @@ def static_report_cases() -> list[dict[str, Any]]:
         ("loss_ptr", "lse_ptr", "largest_ptr", "others_ptr", "values_ptr", "label_ptr"), "*fp32"
     )
     types |= {"x_ptr": "*bf16", "dx_ptr": "*bf16", "target_ptr": "*i64", "dloss_ptr": "*fp32"}
-    types |= {"total_ptr": "*fp32", "count_ptr": "*i64"}
+    types |= {"total_ptr": "*fp32", "count_ptr": "*fp32"}
     types |= dict.fromkeys(
         ("num_rows", "num_cols", "num_classes", "first_class", "ignore_index", "dloss_stride"),
         "i32",

@@ -37,11 +37,18 @@ def check_options(
     checks.number(op, "z_loss", z_loss)
     if not 0.0 <= z_loss < math.inf:
         checks.fail(op, "z_loss", "finite and not negative", z_loss)
-    if softcap is not None:
-        checks.number(op, "softcap", softcap)
-        if not 0.0 < softcap < math.inf:
-            checks.fail(op, "softcap", "None, or finite and positive", softcap)
+    softcap_of(op, softcap)
     checks.choice(op, "reduction", reduction, REDUCTIONS)
+
+
+def softcap_of(op: str, softcap: Any) -> float:
+    """Return what the ops take as ``softcap``, 0 for ``None``; raise unless it is a bound."""
+    if softcap is None:
+        return 0.0
+    checks.number(op, "softcap", softcap)
+    if not 0.0 < softcap < math.inf:
+        checks.fail(op, "softcap", "None, or finite and positive", softcap)
+    return float(softcap)
 
 
 def check_target(op: str, target: Any, owner: str, rows: torch.Tensor) -> None:
@@ -85,10 +92,10 @@ def check_range(op: str, target: torch.Tensor, num_classes: int, ignore_index: i
 def reduce_loss(
     loss: torch.Tensor, count: torch.Tensor, dtype: torch.dtype, reduction: str
 ) -> torch.Tensor:
-    """Finish what the op returned: divide the mean's sum, and round to the result's dtype.
+    """Finish a sum (or rows): divide it for the mean, and round to the result's dtype.
 
-    Outside the op because both the sum and the count of sharded rows are partial sums over ranks:
-    DTensor then reduces two numbers, and no logits.
+    Outside the op for sharded rows, of which sum and count are partial sums over ranks: DTensor
+    then reduces two numbers, and no logits.
     """
     if reduction == "mean":
         loss = loss / count
@@ -97,7 +104,8 @@ def reduce_loss(
 
 def result_dtype(logits: torch.Tensor) -> torch.dtype:
     """Return the dtype of the loss: that of the logits; under autocast float32, as torch's."""
-    if logits.dtype != torch.float64 and dtypes.autocast_dtype(logits.device) is not None:
+    half = logits.dtype in (torch.bfloat16, torch.float16)
+    if half and dtypes.autocast_dtype(logits.device) is not None:
         return torch.float32
     return logits.dtype
 
@@ -113,7 +121,7 @@ def row_losses(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return loss and log-sum-exp per row (0 where ignored) and the count of rows not ignored.
 
-    A target outside the classes gives NaN.
+    A target outside the classes gives NaN. The count has the dtype of the losses.
     """
     valid = target != options.ignore_index
     lse = torch.where(valid, torch.logsumexp(y, -1), 0.0)
@@ -123,7 +131,7 @@ def row_losses(
     loss = lse - (1.0 - options.label_smoothing) * label + options.z_loss * lse.square()
     if options.label_smoothing > 0.0:
         loss = loss - options.label_smoothing * y.mean(-1)
-    return torch.where(valid, loss, 0.0), lse, valid.sum()
+    return torch.where(valid, loss, 0.0), lse, valid.sum(dtype=loss.dtype)
 
 
 def logits_gradient(

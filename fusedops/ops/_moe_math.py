@@ -44,6 +44,26 @@ def check_order(op: str, plan: RoutingPlan, input: torch.Tensor) -> None:
         checks.fail(op, "plan.offsets", "of at least one expert", list(plan.offsets.shape))
 
 
+def check_places(op: str, positions: torch.Tensor, offsets: torch.Tensor) -> None:
+    """Raise unless each slot's row is one of the rows; looks at values, where they can be read.
+
+    The C++ kernels look by themselves. On a GPU nobody does: the host would wait for the device.
+    """
+    rows = positions.numel()
+    check_indices(op, "plan.positions", positions, rows)
+    if checks.readable(offsets) and not 0 <= int(offsets[-1]) <= rows:
+        checks.fail(op, "plan.offsets", f"ending in [0, {rows}]", int(offsets[-1]))
+
+
+def check_indices(op: str, argument: str, indices: torch.Tensor, size: int) -> None:
+    """Raise unless all ``indices`` are in ``[0, size)``; looks where values can be read."""
+    if not checks.readable(indices) or indices.numel() == 0:
+        return
+    for value in (int(each) for each in torch.aminmax(indices)):
+        if not 0 <= value < size:
+            checks.fail(op, argument, f"in [0, {size})", value)
+
+
 def kept_slots(positions: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """Return which slots have a row: bool of the shape of ``positions``."""
     return positions < offsets[-1]

@@ -65,10 +65,10 @@ def cross_entropy(
     Note:
         Arithmetic is float32 (float64 for float64), sums of exponentials and of losses are float64
         on the CPU; a loss is rounded once. A row's result does not depend on the other rows, and
-        no result on the number of threads. Saves ``logits``, ``target`` and one number per row;
-        the backward computes the softmax again and writes a new tensor. Twice differentiable.
-        Rows may be sharded, classes may not (the vocabulary is replicated). Backends: cpp, triton,
-        torch. Under autocast the logits keep their dtype.
+        no result on the number of threads. Saves ``logits``, ``target``, one number per row and a
+        count; the backward computes the softmax again and writes a new tensor. Twice
+        differentiable. Rows may be sharded, classes may not (the vocabulary is replicated).
+        Backends: cpp, triton, torch. Under autocast the logits keep their dtype.
 
     Reference:
         Szegedy et al.: Rethinking the Inception Architecture, arXiv:1512.00567 (label smoothing);
@@ -82,19 +82,16 @@ def cross_entropy(
         >>> fusedops.cross_entropy(logits, torch.tensor([2, -100]))
         tensor(1.3863)
     """
-    _check(logits, target, ignore_index, label_smoothing, z_loss, softcap, reduction)
-    if dtype is not None:
-        math_of.check_dtype("cross_entropy", dtype, logits)
-    loss, count, _ = _OP(
-        logits,
-        target,
-        ignore_index,
-        label_smoothing,
-        z_loss,
-        softcap or 0.0,
-        "sum" if reduction == "mean" else reduction,
-    )
-    return math_of.reduce_loss(loss, count, dtype or math_of.result_dtype(logits), reduction)
+    numbers = ignore_index, label_smoothing, z_loss, math_of.softcap_of("cross_entropy", softcap)
+    checks.tensor("cross_entropy", "logits", logits)
+    if dtype is None:
+        dtype = math_of.result_dtype(logits)
+    if reduction == "mean" and type(logits) is not torch.Tensor:
+        # Rows of a DTensor may be sharded: then sum and count are parts of those of all ranks.
+        statistics = dtypes.statistics_dtype(logits.dtype)
+        loss, count, _ = _OP(logits, target, *numbers, "sum", statistics)
+        return math_of.reduce_loss(loss, count, dtype, reduction)
+    return _OP(logits, target, *numbers, reduction, dtype)[0]
 
 
 def _check(
@@ -105,14 +102,15 @@ def _check(
     z_loss: Any,
     softcap: Any,
     reduction: Any,
+    dtype: Any,
 ) -> None:
     op = "cross_entropy"
-    checks.tensor(op, "logits", logits)
+    math_of.check_dtype(op, dtype, logits)
     if logits.dim() == 0:
         checks.fail(op, "logits", "a tensor with at least one dimension", "a scalar")
     math_of.check_target(op, target, "logits", logits)
     math_of.check_classes(op, "logits", logits.shape[-1])
-    math_of.check_options(op, ignore_index, label_smoothing, z_loss, softcap, reduction)
+    math_of.check_options(op, ignore_index, label_smoothing, z_loss, softcap or None, reduction)
 
 
 def _reference(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -122,7 +120,8 @@ def _reference(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         math_of.check_range("cross_entropy", target, logits.shape[-1], call.ignore_index)
     y = math_of.capped(logits, call.softcap)
     loss, lse, count = math_of.row_losses(y, target, call.options)
-    return (loss if call.reduction == "none" else loss.sum()), count, lse
+    loss = loss if call.reduction == "none" else loss.sum()
+    return math_of.reduce_loss(loss, count, call.dtype, call.reduction), count, lse
 
 
 def _fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -130,17 +129,19 @@ def _fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     logits, target = call.logits, call.target
     statistics = dtypes.statistics_dtype(logits.dtype)
     return (
-        logits.new_empty(target.shape if call.reduction == "none" else (), dtype=statistics),
-        target.new_empty(()),
+        logits.new_empty(target.shape if call.reduction == "none" else (), dtype=call.dtype),
+        logits.new_empty((), dtype=statistics),
         logits.new_empty(target.shape, dtype=statistics),
     )
 
 
 def _backward_reference(*args: Any) -> torch.Tensor | None:
     # What was kept is not used: this is also the second derivative.
-    grad_loss, call, _, output_mask = of_backward(CrossEntropy, args)
+    grad_loss, call, (_, count), output_mask = of_backward(CrossEntropy, args)
     if not output_mask[0]:
         return None
+    if call.reduction == "mean":
+        grad_loss = grad_loss.to(count.dtype) / count
     grad = math_of.logits_gradient(grad_loss, call.logits, call.target, call.options)
     return grad.to(call.logits.dtype).contiguous()
 
@@ -151,15 +152,20 @@ def _backward_fake(*args: Any) -> torch.Tensor | None:
 
 
 def _shard(*args: Any) -> list[tuple[list[Placement], list[Placement]]]:
-    """Rows are independent, their sum and their count are partial sums; classes are whole."""
+    """Rows are independent, their sum and their count are partial sums; classes are whole.
+
+    The mean over sharded rows is not the op's: the public function divides the sums of all ranks.
+    """
     call = CrossEntropy(*args)
 
     def rule(
         loss: Placement, count: Placement, rows: Placement
     ) -> tuple[list[Placement], list[Placement]]:
-        return [loss, count, rows], [rows, rows, *[None] * 5]
+        return [loss, count, rows], [rows, rows, *[None] * 6]
 
     rules = [rule(REPLICATE, REPLICATE, REPLICATE)]
+    if call.reduction == "mean":
+        return rules
     for dim in range(call.logits.ndim - 1):
         rules.append(rule(dim if call.reduction == "none" else PARTIAL, PARTIAL, dim))
     return rules
@@ -169,7 +175,7 @@ def _shard_backward(*args: Any) -> list[tuple[list[Placement], list[Placement]]]
     _, call, _, _ = of_backward(CrossEntropy, args)
 
     def rule(grad: Placement, rows: Placement) -> tuple[list[Placement], list[Placement]]:
-        return [rows], [grad, rows, rows, rows, *[None] * 6]
+        return [rows], [grad, rows, rows, rows, REPLICATE, *[None] * 7]
 
     rules = [rule(REPLICATE, REPLICATE)]
     for dim in range(call.logits.ndim - 1):
@@ -180,17 +186,19 @@ def _shard_backward(*args: Any) -> list[tuple[list[Placement], list[Placement]]]
 _OP = define_op(
     "cross_entropy",
     "(Tensor logits, Tensor target, int ignore_index, float label_smoothing, float z_loss,"
-    " float softcap, str reduction) -> (Tensor loss, Tensor count, Tensor lse)",
+    " float softcap, str reduction, ScalarType dtype)"
+    " -> (Tensor loss, Tensor count, Tensor lse)",
     reference=_reference,
     fake=_fake,
     gradient=Gradient(
         inputs=("logits",),
         outputs=("loss",),
-        saves=("logits", "target", "lse"),
+        saves=("logits", "target", "lse", "count"),
         reference=_backward_reference,
         fake=_backward_fake,
     ),
     triton="fusedops.kernels.cross_entropy",
     shard=_shard,
     shard_backward=_shard_backward,
+    check=_check,
 )

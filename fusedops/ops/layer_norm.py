@@ -68,7 +68,6 @@ def layer_norm(
         >>> fusedops.layer_norm(torch.tensor([[1.0, 2.0, 3.0]]), (3,), eps=0.0)
         tensor([[-1.2247,  0.0000,  1.2247]])
     """
-    _check(input, normalized_shape, weight, bias, eps)
     return _OP(input, normalized_shape, weight, bias, eps)[0]
 
 
@@ -197,4 +196,5 @@ _OP = define_op(
     triton="fusedops.kernels.layer_norm",
     shard=_shard,
     shard_backward=_shard_backward,
+    check=_check,
 )

@@ -186,7 +186,7 @@ def _fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.T
     kept = (*target.shape, call.weight.shape[0] if call.keep_logits else 0)
     return (
         hidden.new_empty(target.shape if call.reduction == "none" else (), dtype=statistics),
-        target.new_empty(()),
+        hidden.new_empty((), dtype=statistics),
         hidden.new_empty(target.shape, dtype=statistics),
         hidden.new_empty(kept, dtype=statistics),
     )

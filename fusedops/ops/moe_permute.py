@@ -60,6 +60,7 @@ def moe_permute(input: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
 
 
 def _reference(input: torch.Tensor, positions: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    math.check_places("moe_permute", positions, offsets)
     return math.scatter(input, None, positions, offsets)
 
 

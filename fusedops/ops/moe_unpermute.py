@@ -70,6 +70,7 @@ def moe_unpermute(input: torch.Tensor, plan: RoutingPlan, *, weighted: bool = Tr
 def _reference(
     input: torch.Tensor, probs: torch.Tensor | None, positions: torch.Tensor, offsets: torch.Tensor
 ) -> torch.Tensor:
+    math.check_places("moe_unpermute", positions, offsets)
     return math.combine(input, probs, positions, offsets)
 
 

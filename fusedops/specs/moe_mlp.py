@@ -160,7 +160,7 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
         bad("oai_plain", x, plan, w1, w1, mentions=("oai",), activation="swiglu_oai", gated=False),
         bad("gated", x, plan, w1, w2, mentions=("gated", "int"), error=TypeError, gated=1),
         bad("permutation", x, outside, w1, w2, mentions=("plan.permutation", "99")),
-        bad("offsets", x, less, w1, w2, mentions=("offsets", "decrease")),
+        bad("offsets", x, less, w1, w2, mentions=("offsets", "decreas")),
     ]
 
 

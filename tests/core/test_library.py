@@ -10,11 +10,12 @@ import textwrap
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import fusedops
-from fusedops._core import backends
+from fusedops._core import backends, extension
 from fusedops._core.checks import UnsupportedError
 from fusedops._core.library import Gradient, define_op
 
@@ -272,3 +273,30 @@ def test_a_missing_library_is_explained(tmp_path: object) -> None:
         FUSEDOPS_LIBRARY=str(tmp_path),
     )
     assert "does not exist" in printed and "build_ext --inplace" in printed
+
+
+def test_a_check_given_to_define_op_is_asked_wherever_no_compiled_kernel_refuses() -> None:
+    weight = torch.ones(7)
+    words = r"^layer_norm: weight must be of shape \[8\] \(normalized_shape\), got \[7\]$"
+    for dtype in (torch.float32, torch.float16):  # the second has no C++ kernel
+        with pytest.raises(ValueError, match=words):
+            fusedops.layer_norm(torch.ones(3, 8, dtype=dtype), (8,), weight)
+    with FakeTensorMode(), pytest.raises(ValueError, match=words):
+        fusedops.layer_norm(torch.ones(3, 8), (8,), torch.ones(7))
+    compiled = torch.compile(fusedops.layer_norm, backend="eager")
+    with pytest.raises(ValueError, match=words):
+        compiled(torch.ones(3, 8), (8,), weight)
+
+
+@pytest.mark.skipif(extension.cpu_library() is not None, reason="needs the C++ kernels")
+def test_compiled_kernels_with_a_check_refuse_by_themselves() -> None:
+    x, kernel = torch.ones(3, 8), torch.ops.fusedops_cpp.layer_norm
+    for shape, weight in (((8,), torch.ones(7)), ((9,), None), ((), None), ((1, 3, 8), None)):
+        with pytest.raises(ValueError, match="layer_norm: "):
+            kernel(x, shape, weight, None, 1e-5)
+    numbers = (-100, 0.0, 0.0, 0.0, "mean", torch.float32)
+    for logits, target in ((x, torch.zeros(2).long()), (x[:, :0], torch.zeros(3).long())):
+        with pytest.raises(ValueError, match="cross_entropy: "):
+            torch.ops.fusedops_cpp.cross_entropy(logits, target, *numbers)
+    with pytest.raises(TypeError, match="int64"):
+        torch.ops.fusedops_cpp.cross_entropy(x, torch.zeros(3).int(), *numbers)

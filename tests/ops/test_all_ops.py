@@ -390,8 +390,9 @@ def each_bad_input() -> Any:
 
 
 @each_bad_input()
-def test_bad_input_is_named(spec: Spec, bad: BadInput) -> None:
-    with pytest.raises(bad.error) as caught:
+@pytest.mark.parametrize("backend", [None, "torch"])
+def test_bad_input_is_named(spec: Spec, bad: BadInput, backend: str | None) -> None:
+    with fusedops.use_backend(backend), pytest.raises(bad.error) as caught:
         spec.op(*bad.args, **bad.kwargs)
     assert type(caught.value) is bad.error
     for words in (spec.name, *bad.mentions):
