@@ -21,7 +21,13 @@ from fusedops.ops import *  # noqa: F403
 if TYPE_CHECKING:
     from fusedops import nn, parallel
     from fusedops._core.host import tune_host
-    from fusedops.integrations import PatchReport, patch, register_experts, unpatch
+    from fusedops.integrations import (
+        PatchReport,
+        patch,
+        register_attention,
+        register_experts,
+        unpatch,
+    )
 
 __version__ = "0.1.0"
 
@@ -33,6 +39,7 @@ _LAZY = {
     "patch": "fusedops.integrations",
     "unpatch": "fusedops.integrations",
     "PatchReport": "fusedops.integrations",
+    "register_attention": "fusedops.integrations",
     "register_experts": "fusedops.integrations",
 }
 
@@ -43,6 +50,7 @@ __all__ = [
     "nn",
     "parallel",
     "patch",
+    "register_attention",
     "register_experts",
     "reset_counters",
     "resolve",

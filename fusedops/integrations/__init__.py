@@ -1,6 +1,12 @@
 """What puts the fused ops into other people's models and trainers."""
 
-from fusedops.integrations.hf.patch import describe, patch, register_experts, unpatch
+from fusedops.integrations.hf.patch import (
+    describe,
+    patch,
+    register_attention,
+    register_experts,
+    unpatch,
+)
 from fusedops.integrations.hf.report import ModuleReport, PatchReport
 
 __all__ = [
@@ -8,6 +14,7 @@ __all__ = [
     "PatchReport",
     "describe",
     "patch",
+    "register_attention",
     "register_experts",
     "unpatch",
 ]

@@ -1,10 +1,10 @@
 """The attention of transformers' families, through ``AttentionInterface``.
 
 An attention module asks its configuration for the implementation's name and calls the function that
-is registered under it. The configuration belongs to the whole model, often to several, so it is not
-touched: the patched class shows its instance a view of it in which the name is ours. Masks are
-still made by the model for the implementation that it was configured with, and each of the two that
-are known has a function here which reads them in the same way.
+is registered under it: ours is ``"fusedops"``. That of a patched model, which belongs to the whole
+model and often to several, is not touched: the patched class shows its instance a view of it in
+which the name is ours. Masks are still made by the model for the implementation that it was
+configured with, and each that is known has a function here which reads them in the same way.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers.integrations.sdpa_attention import create_position_bias_mask
+from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
 from fusedops.integrations.hf.rotary import forward_with_rotary
@@ -28,8 +29,8 @@ from fusedops.integrations.hf.rules import (
 )
 from fusedops.ops.attention import attention
 
-# Configured implementation -> ours.
-NAMES = {"sdpa": "fusedops", "eager": "fusedops_eager"}
+# Configured implementation -> what a patched module asks for.
+NAMES = {"sdpa": "fusedops_sdpa", "eager": "fusedops_eager", "fusedops": "fusedops"}
 
 
 def attend(
@@ -42,9 +43,11 @@ def attend(
     scaling: float | None = None,
     is_causal: bool | None = None,
     position_bias: torch.Tensor | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute attention as transformers' ``sdpa`` function does, with the fused op.
+    """Compute attention with the fused op, from the masks of transformers' ``sdpa``.
 
     Args:
         module: the attention module; its ``is_causal`` counts where the argument is absent.
@@ -56,6 +59,8 @@ def attend(
         scaling: factor of the scores.
         is_causal: whether query ``i`` may see keys up to ``i`` only, where there is no mask.
         position_bias: added to the scores (T5).
+        softcap: bound of the scores (Gemma 2).
+        s_aux: ``[H]``, the sinks (GPT-OSS).
         **kwargs: what other implementations take; as ``sdpa``, this one has the mask instead.
 
     Returns:
@@ -77,8 +82,17 @@ def attend(
         bool(causal),
         scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],
+        softcap=softcap,
+        sinks=s_aux,
     )
     return output.transpose(1, 2).contiguous(), None
+
+
+def attend_as_sdpa(
+    *args: Any, softcap: Any = None, s_aux: Any = None, **kwargs: Any
+) -> tuple[torch.Tensor, None]:
+    """Compute attention as transformers' ``sdpa`` does, which knows neither soft-cap nor sinks."""
+    return attend(*args, **kwargs)
 
 
 def attend_as_eager(
@@ -95,8 +109,7 @@ def attend_as_eager(
 ) -> tuple[torch.Tensor, None]:
     """Compute attention as the decoder families' ``eager_attention_forward``, with the fused op.
 
-    The mask is always added and says all: causality and the window are in it. ``sdpa`` knows
-    neither ``softcap`` nor sinks; this one does.
+    The mask is always added and says all: causality and the window are in it.
 
     Args:
         module: the attention module.
@@ -129,8 +142,14 @@ def attend_as_eager(
     return output.transpose(1, 2).contiguous(), None
 
 
-AttentionInterface.register(NAMES["sdpa"], attend)
-AttentionInterface.register(NAMES["eager"], attend_as_eager)
+# An implementation without a mask function gets no mask, and ignores padding without a word.
+for _name, _function, _mask in (
+    ("fusedops", attend, sdpa_mask),
+    (NAMES["sdpa"], attend_as_sdpa, sdpa_mask),
+    (NAMES["eager"], attend_as_eager, eager_mask),
+):
+    AttentionInterface.register(_name, _function)
+    AttentionMaskInterface.register(_name, _mask)
 
 
 class _View:
@@ -179,7 +198,7 @@ def obstacle(module: Any, *, eager: bool = False) -> str | None:
 def _configured(module: Any, *, eager: bool) -> str | None:
     """Return why the implementation that the module is configured with must stay, or ``None``."""
     configured = module.__dict__["config"]._attn_implementation
-    if configured == "sdpa":
+    if configured in ("sdpa", "fusedops"):
         return None
     if configured == "eager" and eager:
         reason = bypass_obstacle("the module", module, (type(module),)) or global_hooks()

@@ -158,6 +158,21 @@ def describe(model: nn.Module) -> PatchReport:
     return _report(model, "-")
 
 
+def register_attention() -> None:
+    """Let transformers know ``attn_implementation="fusedops"``, for models that are not patched.
+
+    ``from_pretrained(..., attn_implementation="fusedops")`` and
+    ``model.set_attn_implementation("fusedops")`` then run the attention of any family that asks
+    transformers' registry on the fused op: masks, caches and grouped heads as with ``sdpa``, and
+    the soft-cap (Gemma 2) and sinks (GPT-OSS) that ``sdpa`` lacks. Attention weights are not
+    recorded. Nothing else of the model changes; ``patch`` does not need it.
+
+    Raises:
+        ImportError: transformers is not installed.
+    """
+    importlib.import_module("fusedops.integrations.hf.attention")
+
+
 def register_experts() -> None:
     """Let transformers know ``experts_implementation="fusedops"``, for models that are not patched.
 
