@@ -139,11 +139,12 @@ TORCH_LIBRARY(fusedops_cpp, m) {
       "attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? alibi_slopes,"
       " Tensor? sinks, Tensor? seed, float dropout_p, float scale, SymInt window_left,"
       " SymInt window_right, float softcap, bool keep_remainder)"
-      " -> (Tensor output, Tensor lse, Tensor remainder)");
+      " -> (Tensor output, Tensor lse, Tensor remainder, Tensor lse_parts)");
   m.def(
       "attention_backward(Tensor? grad_output, Tensor? grad_lse, Tensor query, Tensor key,"
       " Tensor value, Tensor? attn_mask, Tensor? alibi_slopes, Tensor? sinks, Tensor? seed,"
-      " Tensor output, Tensor lse, Tensor remainder, float dropout_p, float scale,"
+      " Tensor output, Tensor lse, Tensor remainder, Tensor lse_parts, float dropout_p, float "
+      "scale,"
       " SymInt window_left, SymInt window_right, float softcap, bool keep_remainder,"
       " bool[] output_mask)"
       " -> (Tensor, Tensor, Tensor, Tensor, Tensor)");

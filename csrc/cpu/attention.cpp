@@ -57,6 +57,11 @@ bool keeps(const at::Tensor& query, bool keep_remainder) {
   return keep_remainder && query.scalar_type() == at::kBFloat16;
 }
 
+// Whether the log-sum-exp is kept in two parts as well.
+bool keeps_parts(const Optional& mask, bool keep_remainder) {
+  return keep_remainder && mask.has_value() && mask->defined() && mask->scalar_type() != at::kBool;
+}
+
 struct Options {
   double scale, softcap;
   int64_t window_left, window_right;
@@ -155,7 +160,7 @@ AttentionCall dense_call(const Inputs& in, std::vector<AttentionSequence>& seque
   return call;
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> forward(
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> forward(
     const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
     const Optional& attn_mask, const Optional& alibi_slopes, const Optional& sinks,
     const Optional& seed, double dropout_p, double scale, int64_t window_left, int64_t window_right,
@@ -167,7 +172,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> forward(
   auto remainder = keeps(query, keep_remainder)
                        ? heads_inside(batch, heads, rows, value.size(3), query.options())
                        : at::empty({0}, query.options());
-  if (lse.numel() == 0) return {output, lse, remainder};
+  auto parts = keeps_parts(attn_mask, keep_remainder)
+                   ? at::empty({batch, heads, rows, 2}, lse.options())
+                   : at::empty({0}, lse.options());
+  if (lse.numel() == 0) return {output, lse, remainder, parts};
   std::vector<AttentionSequence> sequences;
   auto call = dense_call(in, sequences, lse, dropout_of(seed, dropout_p),
                          {scale, softcap, window_left, window_right});
@@ -175,9 +183,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> forward(
   for (int64_t b = 0; b < batch; ++b) {
     sequences[b].output = mutable_element(output, 0, b);
     if (remainder.dim() == 4) sequences[b].remainder = mutable_element(remainder, 0, b);
+    if (parts.dim() == 4) sequences[b].lse_parts = mutable_element(parts, 0, b);
   }
   run_forward(call, rows == 1);
-  return {output, lse, remainder};
+  return {output, lse, remainder, parts};
 }
 
 at::Tensor as_laid_out(const at::Tensor& tensor, const at::Tensor& like) {
@@ -251,8 +260,8 @@ Gradients backward(const Optional& grad_output, const Optional& grad_lse, const 
                    const at::Tensor& key, const at::Tensor& value, const Optional& attn_mask,
                    const Optional& alibi_slopes, const Optional& sinks, const Optional& seed,
                    const at::Tensor& output, const at::Tensor& lse, const at::Tensor& remainder,
-                   double dropout_p, double scale, int64_t window_left, int64_t window_right,
-                   double softcap, bool, c10::List<bool> output_mask) {
+                   const at::Tensor& lse_parts, double dropout_p, double scale, int64_t window_left,
+                   int64_t window_right, double softcap, bool, c10::List<bool> output_mask) {
   const Inputs in(query, key, value, attn_mask, alibi_slopes, sinks);
   const int64_t batch = query.size(0), heads = query.size(1), rows = query.size(2);
   const int64_t columns = key.size(2);
@@ -266,7 +275,7 @@ Gradients backward(const Optional& grad_output, const Optional& grad_lse, const 
   if (output_mask[3]) {
     ds = at::zeros({batch, heads, rows, columns}, query.options().dtype(statistics_type(query)));
   }
-  const auto dense_lse = lse.contiguous();
+  const auto dense_lse = lse.contiguous(), parts = lse_parts.contiguous();
   const auto from = incoming(grad_output, grad_lse, output, remainder, dense_lse);
   std::vector<AttentionSequence> sequences;
   auto call = dense_call(in, sequences, dense_lse, dropout_of(seed, dropout_p),
@@ -280,6 +289,7 @@ Gradients backward(const Optional& grad_output, const Optional& grad_lse, const 
     // Read only: the field is the output of the forward.
     sequence.output = const_cast<void*>(element(from.grad, 0, b));
     sequence.delta = element(from.delta, 0, b);
+    if (parts.dim() == 4) sequence.lse_parts = const_cast<void*>(element(parts, 0, b));
     sequence.grad_query = mutable_element(dq, 0, b);
     sequence.grad_key = mutable_element(dk, 0, b);
     sequence.grad_value = mutable_element(dv, 0, b);

@@ -29,6 +29,7 @@ struct AttentionSequence {
   void* output;        // the gradient of the output in the backward
   void* remainder;     // what the output's rounding took, its layout and dtype, or null
   void* lse;           // [heads, rows] with lse_head_stride, accumulation dtype
+  void* lse_parts;     // [heads, rows, 2] likewise: maximum, log2 of the sum; or null
   void* grad_query;    // backward: each or null
   void* grad_key;
   void* grad_value;

@@ -241,13 +241,20 @@ class Forward {
               const Memory& m, bool nothing, const V<A> (&top)[2], const V<A> (&sum)[2]) const {
     if (nothing) std::fill_n(m.output, call_.value_size * W, A(0));
     A scale[W];
-    A* lse = static_cast<A*>(sequence.lse) + head * call_.lse_head_stride + row;
+    const int64_t line = head * call_.lse_head_stride + row;
+    A* lse = static_cast<A*>(sequence.lse) + line;
+    A* parts = static_cast<A*>(sequence.lse_parts);
+    if (parts != nullptr) parts += 2 * line;
     for (int i = 0; i < W; ++i) {
       const A total = sum[i / n][i % n];
       scale[i] = total == 0 ? A(0) : A(1) / total;
-      if (i < rows) {
-        lse[i] = total == 0 ? -std::numeric_limits<A>::infinity()
-                            : static_cast<A>(kLn2) * (top[i / n][i % n] + std::log2(total));
+      if (i >= rows) continue;
+      const A most = total == 0 ? -std::numeric_limits<A>::infinity() : top[i / n][i % n];
+      const A rest = total == 0 ? A(0) : std::log2(total);
+      lse[i] = static_cast<A>(kLn2) * (most + rest);
+      if (parts != nullptr) {
+        parts[2 * i] = most;
+        parts[2 * i + 1] = rest;
       }
     }
     T* output = static_cast<T*>(sequence.output) + head * call_.output.head_stride +

@@ -127,7 +127,7 @@ class Backward {
       m.dp = c.take<A>(R * W);
       m.tanh = c.take<A>(R * W);
       for (auto& options : m.options) options = c.take<A>(Scores<T, A>::kScratch);
-      m.statistics = c.take<A>(4 * W);
+      m.statistics = c.take<A>(3 * kQueries);
       m.grad_query = c.take<A>(2 * (query_panels_ * R + n) * W);
       m.chunk_query = c.take<A>(chunks > 1 ? 2 * (query_panels_ * R + n) * W : 1);
       m.grad_key = c.take<A>(tiles * panels_ * R * W);
@@ -258,14 +258,23 @@ class Backward {
                              queries_panel());
     pack_elements<Policy, W>(grad, grad_stride, rows, call_.value_size, more, m.grad_columns,
                              queries_panel());
-    const A* lse = static_cast<const A*>(sequence.lse) + head * call_.lse_head_stride + row;
-    const A* delta = static_cast<const A*>(sequence.delta) + head * call_.lse_head_stride + row;
+    const int64_t line = head * call_.lse_head_stride + row;
+    const A* lse = static_cast<const A*>(sequence.lse) + line;
+    const A* delta = static_cast<const A*>(sequence.delta) + line;
+    const A* parts = static_cast<const A*>(sequence.lse_parts);
+    if (parts != nullptr) parts += 2 * line;
     for (int i = 0; i < kQueries; ++i) {
       // Minus infinity: nothing was attended. Every probability is then exp2(-inf).
       const bool nothing = i >= rows || lse[i] == -std::numeric_limits<A>::infinity();
-      m.statistics[i] =
-          nothing ? std::numeric_limits<A>::infinity() : lse[i] * static_cast<A>(kLog2Of);
+      A most = 0, sum = std::numeric_limits<A>::infinity();
+      if (!nothing && parts == nullptr) sum = lse[i] * static_cast<A>(kLog2Of);
+      if (!nothing && parts != nullptr) {
+        most = parts[2 * i];
+        sum = parts[2 * i + 1];
+      }
+      m.statistics[i] = sum;
       m.statistics[kQueries + i] = nothing ? A(0) : delta[i];
+      m.statistics[2 * kQueries + i] = most;
     }
   }
 
@@ -322,8 +331,13 @@ class Backward {
     run_kernel<Policy>(here, value_steps_, values, m.grad + half * right_panel(value_steps_), m.dp,
                        false, reinterpret_cast<const char*>(values + value_panel()));
     const bool capped = call_.softcap != 0.0;
-    if (!options.plain()) options.apply(s, capped ? m.tanh : nullptr, offset, here);
-    const A factor = options.plain() ? options.factor() : A(1);
+    // With an additive mask the log-sum-exp has two parts (its maximum may be -1e9, where one
+    // number has no place for the sum); only the sum's is left for the loop below.
+    const A* origins =
+        sequence.lse_parts == nullptr ? nullptr : m.statistics + 2 * kQueries + half * W;
+    const bool plain = options.plain() && origins == nullptr;
+    if (!plain) options.apply(s, capped ? m.tanh : nullptr, offset, here, origins);
+    const A factor = plain ? options.factor() : A(1);
     const A* keep = options.keep(offset);
     A* p = m.dp;  // P^T takes the place of dP^T, dS^T that of S^T
     for (int j = 0; j < here; ++j) {

@@ -235,8 +235,9 @@ class Scores {
   }
 
   // Turns the products s [count][W] of keys [key, key + count) of the block into scores, in units
-  // of log 2; tanh [count][W] or null receives the soft-cap's hyperbolic tangent.
-  void apply(A* s, A* tanh, int64_t key, int64_t count) const {
+  // of log 2; tanh [count][W] or null receives the soft-cap's hyperbolic tangent. origins [W] or
+  // null: what is subtracted from each query's.
+  void apply(A* s, A* tanh, int64_t key, int64_t count, const A* origins = nullptr) const {
     const A scale = static_cast<A>(call_.scale);
     const A cap = static_cast<A>(call_.softcap);
     const auto into_bits = static_cast<A>(kLog2Of);
@@ -261,6 +262,7 @@ class Scores {
         }
         if (per_key_) x = x + key_bias_[key + j];
         if (per_pair_) x = x + load(bias_ + (key + j) * W + half);
+        if (origins != nullptr) x = x - load(origins + half);
         if (windowed_) {
           const V<A> forbidden = all(-std::numeric_limits<A>::infinity());
           x = lane < low ? forbidden : x;

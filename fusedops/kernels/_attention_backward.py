@@ -86,6 +86,7 @@ def backward(
     output: torch.Tensor,
     lse: torch.Tensor,
     remainder: torch.Tensor,
+    lse_parts: torch.Tensor,
     output_mask: Sequence[bool],
 ) -> tuple[torch.Tensor | None, ...]:
     """Launch the backward; returns the gradients of query, key, value, mask and sinks.
@@ -112,6 +113,8 @@ def backward(
             _launch_delta(do, heads_inside(output), remainder, grad_lse, lse, delta)
         shared = call.arguments() | call.strides("do", do)
         shared |= {"do_ptr": do, "lse_ptr": lse, "scale": call.scale}
+        shared |= {"PARTS": lse_parts.numel() > 0}
+        shared |= {"parts_ptr": lse_parts.contiguous() if lse_parts.numel() else lse}
         sizes, options = blocks("queries", call)
         num_blocks = triton.cdiv(call.max_rows, sizes["BLOCK_M"])
         programs = num_blocks * query.shape[1] * call.sequences

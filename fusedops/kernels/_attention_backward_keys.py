@@ -39,6 +39,7 @@ def keys_kernel(
     ends_k_ptr,
     do_ptr,
     lse_ptr,
+    parts_ptr,
     delta_ptr,
     dk_ptr,
     dv_ptr,
@@ -82,6 +83,7 @@ def keys_kernel(
     ALIBI: tl.constexpr,
     SOFTCAP: tl.constexpr,
     DROPOUT: tl.constexpr,
+    PARTS: tl.constexpr,
     VARLEN: tl.constexpr,
     SPLIT: tl.constexpr,
     CHUNKED: tl.constexpr,
@@ -186,7 +188,9 @@ def keys_kernel(
                 s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
             distance = place[:, None] - (first + row)[None, :]
             s, tanh = scores(s, distance, mask, slope, factor, bound, SOFTCAP, ALIBI, MASK)
-            lse = load_lse(lse_ptr + statistics + first + row, exists)
+            top, lse = load_lse(lse_ptr, parts_ptr, statistics + first + row, exists, PARTS)
+            if PARTS:
+                s -= top[None, :]
             p = tl.exp2(s - lse[None, :])
             if part != 1 or (not SPLIT and (LEFT or RIGHT)):
                 p = tl.where(within(distance, left, right, LEFT, RIGHT), p, 0.0)

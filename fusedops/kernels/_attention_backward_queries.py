@@ -44,6 +44,7 @@ def queries_kernel(
     ends_k_ptr,
     do_ptr,
     lse_ptr,
+    parts_ptr,
     delta_ptr,
     exact_ptr,
     dq_ptr,
@@ -89,6 +90,7 @@ def queries_kernel(
     ALIBI: tl.constexpr,
     SOFTCAP: tl.constexpr,
     DROPOUT: tl.constexpr,
+    PARTS: tl.constexpr,
     VARLEN: tl.constexpr,
     SPLIT: tl.constexpr,
     CHUNKED: tl.constexpr,
@@ -128,7 +130,7 @@ def queries_kernel(
     statistics = statistics_row(n, h, num_heads, num_rows, first_q, VARLEN) + start
     exists = row < rows - start
     ds_base = ds_ptr + statistics * num_keys
-    lse = load_lse(lse_ptr + statistics + row, exists)
+    top, lse = load_lse(lse_ptr, parts_ptr, statistics + row, exists, PARTS)
     if DELTA != "given":
         exact = tl.load(exact_ptr + statistics + row, mask=exists, other=0.0)
     if DELTA != "first":
@@ -194,6 +196,8 @@ def queries_kernel(
                     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
                 distance = (first + col)[None, :] - place[:, None]
                 s, tanh = scores(s, distance, mask, slope, factor, bound, SOFTCAP, ALIBI, MASK)
+                if PARTS:
+                    s -= top[:, None]
                 p = tl.exp2(s - lse[:, None])
                 if part != 1:
                     allowed = (col < left_over)[None, :]

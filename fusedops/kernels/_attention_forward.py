@@ -45,6 +45,7 @@ def forward_kernel(
     out_ptr,
     rest_ptr,
     lse_ptr,
+    parts_ptr,
     stride_qb,
     stride_qh,
     stride_qs,
@@ -79,6 +80,7 @@ def forward_kernel(
     ALIBI: tl.constexpr,
     SINKS: tl.constexpr,
     KEEPS: tl.constexpr,
+    PARTS: tl.constexpr,
     SOFTCAP: tl.constexpr,
     FOLD: tl.constexpr,
     DROPOUT: tl.constexpr,
@@ -237,13 +239,17 @@ def forward_kernel(
         store_tile(rest_base, row, stride_os, rows - start, rest, VALUE_DIM, BLOCK_DV)
     lse = tl.where(total == 0.0, float("-inf"), top * LN2 + tl.log(divisor))
     tl.store(lse_ptr + statistics + row, lse, mask=row < rows - start)
+    if PARTS:
+        parts = parts_ptr + 2 * (statistics + row)
+        tl.store(parts, top, mask=row < rows - start)
+        tl.store(parts + 1, tl.log2(divisor), mask=row < rows - start)
 
 
-def forward(call: Call, keep_remainder: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def forward(call: Call, keep_remainder: bool) -> tuple[torch.Tensor, ...]:
     """Launch the forward.
 
-    Returns output ``[B, H, Sq, Dv]`` (heads inside), log-sum-exp and what the output's rounding
-    took, laid out as the output (empty unless it is to be kept).
+    Returns output ``[B, H, Sq, Dv]`` (heads inside), log-sum-exp, what the output's rounding took,
+    laid out as the output, and the log-sum-exp's parts (both empty unless they are to be kept).
     """
     query, value = call.query, call.value
     batch, heads, rows, _ = query.shape
@@ -251,6 +257,8 @@ def forward(call: Call, keep_remainder: bool) -> tuple[torch.Tensor, torch.Tenso
     lse = query.new_empty(batch, heads, rows, dtype=torch.float32)
     keeps = keep_remainder and query.dtype != torch.float32
     rest = torch.empty_like(out) if keeps else query.new_empty(0)
+    keeps_parts = keep_remainder and call.additive
+    parts = lse.new_empty((*lse.shape, 2) if keeps_parts else (0,))
     sizes, options = blocks("forward", call)
     num_blocks = triton.cdiv(call.max_rows, sizes["BLOCK_M"])
     programs = num_blocks * heads * call.sequences
@@ -262,11 +270,13 @@ def forward(call: Call, keep_remainder: bool) -> tuple[torch.Tensor, torch.Tenso
                 out_ptr=out,
                 rest_ptr=rest if keeps else out,
                 lse_ptr=lse,
+                parts_ptr=parts if keeps_parts else lse,
                 num_blocks=num_blocks,
                 SINKS=call.sinks is not None,
                 KEEPS=keeps,
+                PARTS=keeps_parts,
                 FOLD=call.folds,
                 **sizes,
                 **options,
             )
-    return out.transpose(1, 2), lse, rest.transpose(1, 2) if keeps else rest
+    return out.transpose(1, 2), lse, rest.transpose(1, 2) if keeps else rest, parts

@@ -128,10 +128,14 @@ class Call:
         return self.query.shape[0] if self.ends is None else self.ends[0].shape[0] - 1
 
     @property
+    def additive(self) -> bool:
+        """Whether the mask is added to the scores."""
+        return self.mask is not None and self.mask.dtype != torch.bool
+
+    @property
     def folds(self) -> bool:
         """Whether the maximum may be taken of the bare products: nothing but a positive factor."""
-        additive = self.mask is not None and self.mask.dtype != torch.bool
-        bare = self.slopes is None and self.softcap == 0.0 and not additive
+        bare = self.slopes is None and self.softcap == 0.0 and not self.additive
         return bare and self.scale > 0.0
 
     @property

@@ -27,6 +27,7 @@ _PLAIN: dict[str, Any] = {
     "ALIBI": False,
     "SINKS": False,
     "KEEPS": True,
+    "PARTS": False,
     "SOFTCAP": False,
     "FOLD": True,
     "DROPOUT": "none",
@@ -43,6 +44,7 @@ _PLAIN: dict[str, Any] = {
 _LIGHT = _PLAIN | {"LEFT": True, "SINKS": True, "DELTA": "beside"}
 _RICH = _LIGHT | {
     "MASK": "add",
+    "PARTS": True,
     "PER_QUERY": True,
     "ALIBI": True,
     "SOFTCAP": True,
@@ -60,7 +62,8 @@ def case(
     """Describe one configuration of ``"forward"``, ``"keys"`` or ``"queries"``."""
     types = {f"{name}_ptr": f"*{dtype}" for name in ("q", "k", "v", "mask", "out", "rest", "do")}
     types |= {f"{name}_ptr": f"*{dtype}" for name in ("dq", "dk", "dv")}
-    types |= {f"{name}_ptr": "*fp32" for name in ("slopes", "sinks", "lse", "delta", "exact", "ds")}
+    types |= {f"{name}_ptr": "*fp32" for name in ("slopes", "sinks", "lse", "parts")}
+    types |= {f"{name}_ptr": "*fp32" for name in ("delta", "exact", "ds")}
     types |= {f"{name}_ptr": "*i64" for name in ("seed", "ends_q", "ends_k")}
     types |= {f"stride_{tensor}{dim}": "i32" for tensor in ("q", "k", "v", "do") for dim in "bhs"}
     types |= {f"stride_{name}": "i32" for name in ("mb", "mh", "mm", "slope")}

@@ -50,7 +50,7 @@ def forward(
     window_right: int,
     softcap: float,
     keep_remainder: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     """Launch the forward; arguments and results are those of ``fusedops::attention``."""
     call = _call(
         query,
@@ -69,7 +69,8 @@ def forward(
     # Torch's kernels do not tell what their output's rounding took.
     served = "" if keep_remainder else _torch_serves(call)
     if served:
-        return (*_by_torch(served, call), query.new_empty(0))
+        output, lse = _by_torch(served, call)
+        return output, lse, query.new_empty(0), lse.new_empty(0)
     return _attention_forward.forward(call, keep_remainder)
 
 
@@ -86,6 +87,7 @@ def backward(
     output: torch.Tensor,
     lse: torch.Tensor,
     remainder: torch.Tensor,
+    lse_parts: torch.Tensor,
     dropout_p: float,
     scale: float,
     window_left: int,
@@ -110,7 +112,7 @@ def backward(
         softcap,
     )
     return _attention_backward.backward(
-        call, grad_output, grad_lse, output, lse, remainder, output_mask
+        call, grad_output, grad_lse, output, lse, remainder, lse_parts, output_mask
     )
 
 

@@ -46,7 +46,7 @@ def forward(
     tables = (cu_seqlens_q, cu_seqlens_k)
     *sizes, keep_remainder = numbers
     call = _call(query, key, value, alibi_slopes, sinks, seed, tables, *sizes)
-    output, lse, remainder = _attention_forward.forward(call, keep_remainder)
+    output, lse, remainder, _ = _attention_forward.forward(call, keep_remainder)
     if remainder.dim() == 4:
         remainder = remainder[0].transpose(0, 1)
     return output[0].transpose(0, 1), lse[0], remainder
@@ -79,6 +79,7 @@ def backward(
         _one_batch(output),
         lse.unsqueeze(0),
         _one_batch(remainder) if remainder.numel() else remainder,
+        lse.new_empty(0),
         (*output_mask[:3], False, output_mask[3]),
     )
     packed = (None if each is None else each[0].transpose(0, 1) for each in (dq, dk, dv))

@@ -47,12 +47,16 @@ class Softmax:
         probabilities: ``[B, Hq, Sq, Sk]``; rows with nothing to attend to are 0.
         sink: probability of the sink ``[B, Hq, Sq]``, ``None`` without.
         lse: ``[B, Hq, Sq]``, minus infinity for rows with nothing to attend to.
+        top: ``[B, Hq, Sq]``, the largest score, likewise.
+        total: ``[B, Hq, Sq]``, the sum of ``exp(score - top)``, 1 for rows with nothing.
     """
 
     tanh: torch.Tensor | None
     probabilities: torch.Tensor
     sink: torch.Tensor | None
     lse: torch.Tensor
+    top: torch.Tensor
+    total: torch.Tensor
 
 
 def per_query_head(tensor: torch.Tensor, heads: int) -> torch.Tensor:
@@ -130,9 +134,10 @@ def _normalized(
         total = total + sink
     empty = total == 0
     total = torch.where(empty, 1.0, total)
-    lse = torch.where(empty, -torch.inf, top + torch.log(total))
+    top = torch.where(empty, -torch.inf, top)
     probabilities = exponentials / total.unsqueeze(-1)
-    return Softmax(tanh, probabilities, None if sink is None else sink / total, lse)
+    sink = None if sink is None else sink / total
+    return Softmax(tanh, probabilities, sink, top + torch.log(total), top, total)
 
 
 def forward(
@@ -144,15 +149,16 @@ def forward(
     sinks: torch.Tensor | None,
     keep: torch.Tensor | None,
     pattern: Pattern,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the output, not rounded, and the log-sum-exp.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the output, not rounded, the log-sum-exp and its parts (``keeps_parts``).
 
     ``keep`` is dropout's factor of each probability: 0, or that of the kept ones.
     """
     found = softmax(query, key, attn_mask, alibi_slopes, sinks, pattern)
     kept = found.probabilities if keep is None else found.probabilities * keep
     output = kept @ per_query_head(value.to(kept.dtype), query.shape[1])
-    return output, found.lse
+    parts = torch.stack([found.top / math.log(2.0), torch.log2(found.total)], -1)
+    return output, found.lse, parts
 
 
 def rounded(wide: torch.Tensor, dtype: torch.dtype, keep: bool) -> tuple[torch.Tensor, ...]:
@@ -170,6 +176,17 @@ def rounded(wide: torch.Tensor, dtype: torch.dtype, keep: bool) -> tuple[torch.T
 def keeps(dtype: torch.dtype, keep_remainder: bool) -> bool:
     """Return whether the output's remainder is kept: only where a half-precision one exists."""
     return keep_remainder and dtype in (torch.bfloat16, torch.float16)
+
+
+def keeps_parts(attn_mask: Any, keep_remainder: bool) -> bool:
+    """Return whether the log-sum-exp is kept in two parts too: with an additive mask.
+
+    Where all that a query may attend has a bias of -1e9, say, the log-sum-exp is so large that the
+    sum vanishes in its rounding: the backward would take probabilities that sum to their number.
+    The parts ``[..., 2]`` are the row's maximum and the logarithm of the sum relative to it, in
+    units of log2.
+    """
+    return keep_remainder and attn_mask is not None and attn_mask.dtype != torch.bool
 
 
 def wants_gradient(*tensors: torch.Tensor | None) -> bool:

@@ -82,9 +82,11 @@ def attention(
         Scores, softmax and sums are float32 (float64 for float64); the probabilities enter the
         second product in query's dtype. Saves the inputs, the output, one number per row and, in
         half precision, what the output's rounding took: without it the gradients' error would be
-        several times that of eager attention. The gradient of an additive mask needs the scores'
-        gradient whole, O(Sq Sk), for the time of the backward. Deterministic: the same bits for any
-        number of threads; a single query takes a path of its own, that of decoding. Dropout
+        several times that of eager attention. With an additive mask, a row's maximum and sum are
+        saved apart as well: gradients are right whatever the mask adds to a whole row. The gradient
+        of such a mask needs the scores' gradient whole, O(Sq Sk), for the time of the backward.
+        Deterministic: the same bits for any number of threads; a single query takes a path of its
+        own, that of decoding. Dropout
         draws by a counter at ``((b * H + h) * Sq + i) * Sk + j``. Backends: cpp, triton, torch.
         Under autocast query, key and value are cast, as torch does; mask, slopes and sinks keep
         their dtype.
@@ -122,7 +124,7 @@ def attention(
     bonds = sinks.to(wide) if sinks is not None else None
     keep = math.wants_gradient(q, k, v, mask, bonds)
     numbers = (float(dropout_p), factor, left, right, cap, keep)
-    output, lse, _ = _OP(q, k, v, mask, slopes, bonds, seed, *numbers)
+    output, lse, *_ = _OP(q, k, v, mask, slopes, bonds, seed, *numbers)
     if query.dim() != 4:
         drop = 2 if matrices else 1
         output = output.reshape(*leading, *output.shape[drop:])
@@ -276,29 +278,34 @@ class _Arguments(NamedTuple):
 
 def _of_backward(args: Sequence[Any]) -> tuple[_Arguments, tuple[Any, ...], Sequence[bool]]:
     """Return the op's arguments, the incoming gradients and the mask of the backward's own."""
-    grads, inputs, numbers = args[:2], args[2:9], args[12:-1]
+    grads, inputs, numbers = args[:2], args[2:9], args[13:-1]
     return _Arguments(*inputs, *numbers), tuple(grads), args[-1]
 
 
-def _reference(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _reference(*args: Any) -> tuple[torch.Tensor, ...]:
     call = _Arguments(*args)
-    wide, lse = math.forward(*call.dense())
+    wide, lse, parts = math.forward(*call.dense())
     output, remainder = math.rounded(wide, call.query.dtype, call.keep_remainder)
     if remainder.dim() == 4:
         remainder = math.heads_inside(remainder)
-    return math.heads_inside(output), lse, remainder
+    if not math.keeps_parts(call.attn_mask, call.keep_remainder):
+        parts = lse.new_empty(0)
+    return math.heads_inside(output), lse, remainder, parts
 
 
-def _fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _fake(*args: Any) -> tuple[torch.Tensor, ...]:
     call = _Arguments(*args)
     query = call.query
     batch, heads, rows, _ = query.shape
     shape = (batch, heads, rows, call.value.shape[3])
     kept = math.keeps(query.dtype, call.keep_remainder)
+    lse = query.new_empty(batch, heads, rows, dtype=dtypes.statistics_dtype(query.dtype))
+    parts = math.keeps_parts(call.attn_mask, call.keep_remainder)
     return (
         math.new_heads_inside(query, *shape),
-        query.new_empty(batch, heads, rows, dtype=dtypes.statistics_dtype(query.dtype)),
+        lse,
         math.new_heads_inside(query, *shape) if kept else query.new_empty(0),
+        lse.new_empty((*lse.shape, 2) if parts else (0,)),
     )
 
 
@@ -370,6 +377,12 @@ def _remainder_word(word: Placement, query: Any, numbers: Sequence[Any]) -> Plac
     return word if kept else REPLICATE
 
 
+def _parts_word(word: Placement, attn_mask: Any, numbers: Sequence[Any]) -> Placement:
+    if attn_mask is None:
+        return REPLICATE
+    return word if math.keeps_parts(attn_mask.tensor_meta, numbers[-1]) else REPLICATE
+
+
 def _shard(
     query: Any,
     key: Any,
@@ -382,7 +395,12 @@ def _shard(
 ) -> list[tuple[list[Placement], list[Placement]]]:
     return [
         (
-            [word, word, _remainder_word(word, query, numbers)],
+            [
+                word,
+                word,
+                _remainder_word(word, query, numbers),
+                _parts_word(word, attn_mask, numbers),
+            ],
             [
                 word,
                 *[_keys_word(word)] * 2,
@@ -407,6 +425,7 @@ def _shard_backward(
     output: Any,
     lse: Any,
     remainder: Any,
+    lse_parts: Any,
     *numbers: Any,
 ) -> list[tuple[list[Placement], list[Placement]]]:
     """What is shared by the ranks of a shard gets a part of its gradient from each."""
@@ -424,7 +443,8 @@ def _shard_backward(
         ]
         grads = [word if each is not None else None for each in (grad_output, grad_lse)]
         rest = _remainder_word(word, query, numbers[:-1])
-        saved = [word, keys, keys, *options, word, word, rest]
+        parts = _parts_word(word, attn_mask, numbers[:-1])
+        saved = [word, keys, keys, *options, word, word, rest, parts]
         inputs = [*grads, *saved, *[None] * len(numbers)]
         rules.append((outputs, inputs))
     return rules
@@ -435,7 +455,7 @@ _OP = define_op(
     "(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? alibi_slopes,"
     " Tensor? sinks, Tensor? seed, float dropout_p, float scale, SymInt window_left,"
     " SymInt window_right, float softcap, bool keep_remainder)"
-    " -> (Tensor output, Tensor lse, Tensor remainder)",
+    " -> (Tensor output, Tensor lse, Tensor remainder, Tensor lse_parts)",
     reference=_reference,
     fake=_fake,
     gradient=Gradient(
@@ -452,6 +472,7 @@ _OP = define_op(
             "output",
             "lse",
             "remainder",
+            "lse_parts",
         ),
         reference=_backward_reference,
         fake=_backward_fake,

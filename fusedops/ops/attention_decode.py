@@ -170,7 +170,7 @@ def _reference(
         pattern = Pattern(scale, window_left, 0, softcap, length - query.shape[2])
         here = slice(n, n + 1)
         k, v = key_cache[here, :, :length], value_cache[here, :, :length]
-        wide, lse[here] = math.forward(query[here], k, v, None, slopes, sinks, None, pattern)
+        wide, lse[here], _ = math.forward(query[here], k, v, None, slopes, sinks, None, pattern)
         output[here] = wide.to(query.dtype)
     return output, lse
 

@@ -203,7 +203,7 @@ def _reference(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     outputs = [query.new_empty(0, heads, call.value.shape[2], dtype=wide)]
     lses = [query.new_empty(heads, 0, dtype=wide)]
     for _, arguments in call.sequences():
-        output, lse = math.forward(*arguments)
+        output, lse, _ = math.forward(*arguments)
         outputs.append(output[0].transpose(0, 1))
         lses.append(lse[0])
     output, remainder = math.rounded(torch.cat(outputs), query.dtype, call.keep_remainder)

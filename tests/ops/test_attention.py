@@ -203,3 +203,31 @@ def test_few_heads_give_the_same_bits_on_any_number_of_threads(columns: int) -> 
         torch.set_num_threads(threads)
     for result in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("bias", [-1e4, -1e9, -1e37])
+@pytest.mark.parametrize("per_query", [True, False], ids=["per_query", "per_key"])
+def test_a_row_that_is_all_but_forbidden_has_the_gradients_of_its_probabilities(
+    backend: str, dtype: torch.dtype, bias: float, per_query: bool
+) -> None:
+    q, k, v = qkv(1, 2, 4, 8, columns=40, dtype=dtype)
+    mask = torch.zeros(4 if per_query else 1, 40, dtype=dtype)
+    mask[-1] = bias
+    # Scores of zero: what they add to the bias is not lost in rounding, in any dtype.
+    q = (q * (mask[:, :1] == 0)).detach().requires_grad_()
+    grad = randn(1, 2, 4, 8, device=CPU, dtype=dtype, key="grad")
+    with fusedops.use_backend(backend):
+        output = fusedops.attention(q, k, v, mask)
+        ours = torch.autograd.grad(output, (q, k, v), grad)
+
+    def written_out(wide: torch.dtype) -> tuple[torch.Tensor, ...]:
+        queries, keys, values = (each.to(wide) for each in (q, k, v))
+        output = torch.softmax(queries @ keys.mT * 8**-0.5 + mask.to(wide), -1) @ values
+        return torch.autograd.grad(output, (q, k, v), grad.to(wide))
+
+    for name, mine, exact, theirs in zip(
+        ("query", "key", "value"), ours, written_out(torch.float64), written_out(dtype), strict=True
+    ):
+        assert_close(mine, exact, theirs, name, depth=40)
