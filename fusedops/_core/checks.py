@@ -116,6 +116,33 @@ def number(op: str, argument: str, value: Any) -> None:
         raise TypeError(f"{op}: {argument} must be a float, got {type(value).__name__}")
 
 
+def integer(op: str, argument: str, value: Any) -> None:
+    """Raise unless ``value`` is an integer (also one of a graph whose sizes are symbols)."""
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise TypeError(f"{op}: {argument} must be an int, got {type(value).__name__}")
+
+
+def boolean(op: str, argument: str, value: Any) -> None:
+    """Raise unless ``value`` is ``True`` or ``False``."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{op}: {argument} must be a bool, got {type(value).__name__}")
+
+
+def sum_dtype(
+    op: str, argument: str, value: torch.Tensor, owner: str, dtype: torch.dtype
+) -> torch.dtype:
+    """Return the dtype of a tensor's sum with ``owner``; raise where torch does not add the two."""
+    if value.dtype == dtype:
+        return dtype
+    try:
+        return torch.promote_types(value.dtype, dtype)
+    except RuntimeError:  # of two that differ, one has eight bits
+        raise TypeError(
+            f"{op}: {argument} must have a dtype that torch adds to that of {owner}, "
+            f"{_short(dtype)}, got {_short(value.dtype)}; cast it first"
+        ) from None
+
+
 def _shape(sizes: Iterable[Any]) -> str:
     return "[" + ", ".join(str(size) for size in sizes) + "]"
 

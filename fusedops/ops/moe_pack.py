@@ -66,6 +66,7 @@ def moe_pack(
         (torch.Size([2, 16]), [[3.0, 4.0], [1.0, 2.0]])
     """
     _check(input, probs, expert_ids, index, num_rows, span)
+    checks.boolean("moe_pack", "quantized", quantized)
     layout = payload_layout(input, probs, index=index, span=span, quantized=quantized)
     return _OP(input, probs, expert_ids, index, num_rows, span, quantized, layout.offsets)
 
@@ -102,6 +103,7 @@ def _check(input: Any, probs: Any, expert_ids: Any, index: Any, num_rows: Any, s
         checks.fail(op, "index", "of 1 dim", list(index.shape))
     if num_rows is not None and num_rows.numel() != 1:
         checks.fail(op, "num_rows", "one number", list(num_rows.shape))
+    checks.integer(op, "span", span)
     if span < 0:
         checks.fail(op, "span", "at least 0", span)
     if span > 0 and (index is None or expert_ids is None):

@@ -124,9 +124,20 @@ def _counts(
     rows = ids.to(torch.int64)
     if mask is not None:
         rows = torch.where(mask[:, None], rows, experts)
+    _check_range(rows, experts)
     rows = rows.reshape(sequences, -1)
     counts = torch.zeros(sequences, experts + 1, dtype=torch.int64, device=ids.device)
     return counts.scatter_add(1, rows, torch.ones_like(rows))[:, :experts]
+
+
+def _check_range(ids: torch.Tensor, experts: int) -> None:
+    """Raise unless all are in ``[0, experts]``; on a GPU the assertion of scatter_add tells."""
+    if ids.numel() == 0 or not checks.readable(ids):
+        return
+    for extreme in torch.aminmax(ids):
+        if not 0 <= int(extreme) <= experts:
+            wanted = f"of experts in [0, {experts}), or {experts} for none"
+            checks.fail("moe_router_loss", "choices", wanted, int(extreme))
 
 
 def _sum_over_ranks(
@@ -165,9 +176,7 @@ def _check(
     checks.number(op, "z", z)
     checks.choice(op, "form", form, _FORMS)
     checks.choice(op, "score", score, _SCORES)
-    if isinstance(num_sequences, bool) or not isinstance(num_sequences, (int, torch.SymInt)):
-        kind = type(num_sequences).__name__
-        raise TypeError(f"{op}: num_sequences must be an int, got {kind}")
+    checks.integer(op, "num_sequences", num_sequences)
     if num_sequences < 1 or logits.shape[0] % num_sequences != 0:
         wanted = f"a divisor of {logits.shape[0]}, the tokens"
         checks.fail(op, "num_sequences", wanted, num_sequences)

@@ -67,12 +67,14 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
 
 
 def _bad_inputs(device: torch.device) -> list[BadInput]:
+    narrow = torch.zeros(3, 8, device=device, dtype=torch.float8_e4m3fn)
     x, weight = torch.randn(3, 8, device=device), torch.ones(8, device=device)
     return [
         BadInput("normalized_shape", (x, x, (7,)), {}, ValueError, ("normalized_shape", "7")),
         BadInput("residual_shape", (x, x[:2], (8,)), {}, ValueError, ("residual", "[3, 8]")),
         BadInput("residual_device", (x, x.to("meta"), (8,)), {}, ValueError, ("residual", "meta")),
         BadInput("residual_dtype", (x, x.long(), (8,)), {}, TypeError, ("residual", "int64")),
+        BadInput("float8", (x, narrow, (8,)), {}, TypeError, ("residual", "float8_e4m3fn")),
         BadInput("no_residual", (x, None, (8,)), {}, TypeError, ("residual", "NoneType")),
         BadInput("integers", (x.long(), x, (8,)), {}, TypeError, ("input", "int64")),
         BadInput("weight_shape", (x, x, (8,), weight[:7]), {}, ValueError, ("weight", "[7]")),

@@ -60,10 +60,13 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
 
 def _bad_inputs(device: torch.device) -> list[BadInput]:
     x, bias = torch.randn(3, 8, device=device), torch.ones(8, device=device)
+    narrow = torch.zeros(3, 8, device=device, dtype=torch.float8_e4m3fn)
     return [
         BadInput("residual_shape", (x, bias, x[:2]), {}, ValueError, ("residual", "[3, 8]")),
         BadInput("residual_device", (x, bias, x.to("meta")), {}, ValueError, ("residual", "meta")),
         BadInput("no_residual", (x, bias, None), {}, TypeError, ("residual", "NoneType")),
+        BadInput("residual_dtype", (x, bias, narrow), {}, TypeError, ("residual", "float8_e4m3fn")),
+        BadInput("bias_float8", (x, narrow[0], x), {}, TypeError, ("bias", "float8_e4m3fn")),
         BadInput("bias_shape", (x, bias[:7], x), {}, ValueError, ("bias", "[8]", "[7]")),
         BadInput("bias_rank", (x, x, x), {}, ValueError, ("bias", "[8]", "[3, 8]")),
         BadInput("bias_dtype", (x, bias.long(), x), {}, TypeError, ("bias", "int64")),

@@ -136,6 +136,8 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
         bad("count", x, probs, num_rows=index, mentions=("num_rows", "one")),
         bad("span", x, probs, ids, span=2, mentions=("span", "index")),
         bad("span_negative", x, probs, ids, index=index, span=-1, mentions=("span", "-1")),
+        bad("span_type", x, probs, span=None, error=TypeError, mentions=("span", "NoneType")),
+        bad("quantized", x, probs, quantized=None, error=TypeError, mentions=("quantized", "None")),
         bad("device", x, probs.to("meta"), mentions=("probs", "meta")),
         bad("no_tensor", x, probs, [1], error=TypeError, mentions=("expert_ids", "list")),
     ]

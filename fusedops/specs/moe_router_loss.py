@@ -101,6 +101,8 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
         bad("choices_dtype", x, x, error=TypeError, mentions=("choices", "float32")),
         bad("choices_shape", x, ids[:5], mentions=("choices", "[6, top_k]", "[5, 2]")),
         bad("choices_device", x, ids.to("meta"), mentions=("choices", "meta")),
+        bad("choices_range", x, ids + 5, mentions=("choices", "[0, 4)", "got 5")),
+        bad("choices_negative", x, ids - 1, mask=mask, mentions=("choices", "got -1")),
         bad("form", x, ids, form="square", mentions=("form", "squared")),
         bad("score", x, ids, score="relu", mentions=("score", "softmax")),
         bad("balance", x, ids, balance="1", error=TypeError, mentions=("balance", "str")),
