@@ -75,6 +75,7 @@ _COUNTS: collections.Counter[tuple[str, str]] = collections.Counter()
 _LOGGED: set[tuple[str, str, str]] = set()
 _WARNED: set[str] = set()
 _requested: str | None = None
+_mistake: str | None = None  # of the environment: until something else is asked for, no op runs
 _tuned: dict[torch.device, tuning.Loaded] = {}
 
 
@@ -116,12 +117,12 @@ def use_backend(name: str | None) -> Iterator[None]:
     """
     if name is not None:
         checks.choice("use_backend", "name", name, BACKENDS)
-    before = _requested
+    before = _requested, _mistake
     _request(name)
     try:
         yield
     finally:
-        _request(before)
+        _request(*before)
 
 
 def resolve(name: str, *args: Any, backward: bool = False) -> Resolution:
@@ -133,9 +134,12 @@ def resolve(name: str, *args: Any, backward: bool = False) -> Resolution:
         backward: ask for the backward op instead.
 
     Raises:
-        ValueError: if there is no op of this name.
+        ValueError: if there is no op of this name, or a variable of the environment, such as
+            ``FUSEDOPS_BACKEND``, has a value that means nothing.
         UnsupportedError: if a backend is requested that cannot run them.
     """
+    if _mistake is not None:
+        raise ValueError(_mistake)
     if name not in _KERNELS:
         checks.choice("resolve", "name", name, op_names())
     kernels = _KERNELS[name]
@@ -253,11 +257,12 @@ def reset_counters() -> None:
         torch.ops.fusedops_native.reset_counts()
 
 
-def _request(name: str | None) -> None:
-    global _requested
-    _requested = name
+def _request(name: str | None, mistake: str | None = None) -> None:
+    global _requested, _mistake
+    _requested, _mistake = name, mistake
     if extension.cpu_library() is None:
-        torch.ops.fusedops_native.set_route_to_python(name is not None)
+        in_python = name is not None or mistake is not None
+        torch.ops.fusedops_native.set_route_to_python(in_python)
 
 
 def _put_in_force(device: torch.device, tables: tuning.Loaded) -> None:
@@ -353,11 +358,15 @@ def _unsupported_dtype(args: tuple[Any, ...], known: tuple[torch.dtype, ...]) ->
 
 
 def start() -> None:
-    """Apply the CPU's tuning table and ``FUSEDOPS_BACKEND``; called once, at import."""
+    """Apply the CPU's tuning table and ``FUSEDOPS_BACKEND``; called once, at import.
+
+    What the environment has wrong is the error of the first op that runs (``env.mistakes``).
+    """
     for message in env.unknown():
         _LOG.warning(message)
     tuning_in_force(torch.device("cpu"))
-    name = env.backend()
-    if name is not None:
-        checks.choice("FUSEDOPS_BACKEND", "value", name, BACKENDS)
-        _request(name)
+    wrong = env.mistakes(BACKENDS)
+    if wrong:
+        _request(None, wrong[0])
+    elif env.backend() is not None:
+        _request(env.backend())

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import difflib
 import os
+from collections.abc import Collection
 from pathlib import Path
 
 from fusedops._core import checks
@@ -42,6 +43,24 @@ def unknown() -> list[str]:
     return sentences
 
 
+def mistakes(backends: Collection[str]) -> list[str]:
+    """Return a sentence for each variable that is set to a value that means nothing.
+
+    They are told where something would obey them, not at import: ``fusedops doctor`` must run.
+
+    Args:
+        backends: what ``FUSEDOPS_BACKEND`` may name.
+    """
+    choices = {"FUSEDOPS_BACKEND": backends, "FUSEDOPS_DISABLE_NATIVE": ("0", "1")}
+    sentences = []
+    for name, known in choices.items():
+        try:
+            checks.choice(name, "value", os.environ.get(name) or next(iter(known)), known)
+        except ValueError as error:
+            sentences.append(str(error))
+    return sentences
+
+
 def backend() -> str | None:
     """Return the backend that ``FUSEDOPS_BACKEND`` asks for, or ``None``."""
     return os.environ.get("FUSEDOPS_BACKEND") or None
@@ -56,12 +75,9 @@ def library_folder() -> Path:
 def native_disabled() -> bool:
     """Return whether the compiled libraries must not be loaded.
 
-    Raises:
-        ValueError: the variable is neither ``0`` nor ``1``: ``true`` must not mean no.
+    A value that means nothing (``mistakes``) is no reason to load them: ``true`` must not mean no.
     """
-    value = os.environ.get("FUSEDOPS_DISABLE_NATIVE") or "0"
-    checks.choice("FUSEDOPS_DISABLE_NATIVE", "value", value, ("0", "1"))
-    return value == "1"
+    return (os.environ.get("FUSEDOPS_DISABLE_NATIVE") or "0") != "0"
 
 
 def tuning() -> str | None:

@@ -57,7 +57,7 @@ def has_operator(namespace: str, name: str) -> bool:
 
 def _load(file_name: str) -> str | None:
     if env.native_disabled():
-        return "FUSEDOPS_DISABLE_NATIVE=1 is set"
+        return f"FUSEDOPS_DISABLE_NATIVE={env.settings()['FUSEDOPS_DISABLE_NATIVE']} is set"
     path = env.library_folder() / file_name
     if not path.exists():
         return f"{path} does not exist: {HOW_TO_BUILD}"

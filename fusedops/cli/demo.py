@@ -18,6 +18,7 @@ def demo(context: typer.Context) -> None:
     """Train a small GPT-2, stock and fused, side by side (`fusedops demo --help`)."""
     script = Path(__file__).resolve().parents[2] / "bench" / "models" / "train_gpt2.py"
     with files.one_line_errors():
+        files.check_environment()
         if not script.exists():
             raise files.UserError(
                 f"the demo is part of the source tree, and {script} does not exist"

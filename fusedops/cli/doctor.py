@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -28,8 +29,11 @@ def doctor(
 ) -> None:
     """Tell what is installed, what each op runs on, whether it is right, and what costs speed.
 
-    Runs every op on small inputs against float64 (under 30 s). Exits with 1 when an op fails.
+    Runs every op on small inputs against float64 (under 30 s). Exits with 1 when an op fails, with
+    2 when the environment asks for what does not exist; ops then run as if it asked for nothing.
     """
+    from fusedops._core import backends, env
+
     with files.one_line_errors():
         devices = _devices(device)
     from rich.console import Console
@@ -41,11 +45,16 @@ def doctor(
     out.print(Rule("host", align="left"))
     _show_host(out)
     failed: list[Outcome] = []
-    for each in devices:
-        out.print(Rule(f"ops on {each.type}", align="left"))
-        failed += _show_ops(out, each)
+    wrong = env.mistakes(backends.BACKENDS)
+    with backends.use_backend(None) if wrong else nullcontext():
+        for each in devices:
+            out.print(Rule(f"ops on {each.type}", align="left"))
+            failed += _show_ops(out, each)
     if failed:
         _show_conclusion(out, failed)
+    with files.one_line_errors():
+        files.check_environment()
+    if failed:
         raise typer.Exit(1)
 
 
@@ -67,7 +76,7 @@ def _devices(text: str) -> list[torch.device]:
 def _show_installed(out: Console) -> None:
     import torch
 
-    from fusedops._core import env, extension
+    from fusedops._core import backends, env, extension
     from fusedops.cli.bench import machine
 
     versions = machine.versions()
@@ -93,7 +102,7 @@ def _show_installed(out: Console) -> None:
         _show_tuning(out, device)
     for name, value in env.settings().items():
         out.print(f"  {'environment':14} {name}={value}", markup=False)
-    for message in env.unknown():
+    for message in [*env.unknown(), *env.mistakes(backends.BACKENDS)]:
         out.print(f"  {'':14} {message}", style="yellow", markup=False)
 
 

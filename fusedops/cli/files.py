@@ -32,6 +32,18 @@ def one_line_errors() -> Iterator[None]:
         raise SystemExit(2) from None
 
 
+def check_environment() -> None:
+    """Raise unless every variable of the environment that ops obey has a value that means one.
+
+    Raises:
+        UserError: with the variable and what it may be.
+    """
+    from fusedops._core import backends, env
+
+    for message in env.mistakes(backends.BACKENDS):
+        raise UserError(message)
+
+
 def check_writable(path: str | os.PathLike[str]) -> None:
     """Raise unless ``path`` can be written; call it before hours of work, not after.
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import Result
 from typer.testing import CliRunner
 
 from fusedops._core import backends, tuning
@@ -112,6 +116,50 @@ def test_it_tells_what_the_environment_asks_for(monkeypatch: pytest.MonkeyPatch)
     assert "FUSEDOPS_BACKND is set, but nothing reads it: did you mean" in done.output
     assert "fails  gelu" in done.output and "WRONG" not in done.output
     assert "unset FUSEDOPS_BACKEND" in done.output
+
+
+MISSPELT = (
+    "FUSEDOPS_BACKEND: value must be one of 'cpp', 'cuda', 'triton', 'torch', got 'tritn' "
+    "(did you mean 'triton'?)"
+)
+
+
+def run_misspelt(monkeypatch: pytest.MonkeyPatch, *words: str) -> Result:
+    specs = {"gelu": all_specs()["gelu"]}
+    monkeypatch.setattr("fusedops.specs.all_specs", lambda: specs)
+    monkeypatch.setenv("FUSEDOPS_BACKEND", "tritn")
+    with backends.use_backend(None):
+        backends.start()  # as the import of a process of its own does
+        return CliRunner().invoke(app, words, env={"COLUMNS": "200"})
+
+
+def test_a_misspelt_backend_does_not_keep_the_doctor_from_reporting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done = run_misspelt(monkeypatch, "doctor", "--device", "cpu")
+    assert done.exit_code == 2
+    assert done.stderr.splitlines()[-1] == f"fusedops: error: {MISSPELT}"
+    assert MISSPELT in done.stdout and "allocator" in done.stdout and "right  gelu" in done.stdout
+
+
+@pytest.mark.parametrize("words", ["bench gelu", "bench tune", "bench compare a b", "demo"])
+def test_a_misspelt_backend_is_one_line_of_every_other_command(
+    monkeypatch: pytest.MonkeyPatch, words: str
+) -> None:
+    done = run_misspelt(monkeypatch, *words.split())
+    assert done.exit_code == 2
+    assert done.output == f"fusedops: error: {MISSPELT}\n"
+
+
+def test_a_misspelt_backend_does_not_hide_the_help() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "fusedops.cli.main", "--help"],
+        env=os.environ | {"FUSEDOPS_BACKEND": "tritn"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0 and "doctor" in done.stdout and not done.stderr
 
 
 def test_eager_torchs_warnings_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,6 +104,7 @@ def run(
     do not: bench/README.md has the protocol.
     """
     with files.one_line_errors():
+        files.check_environment()
         if every and ops:
             raise files.UserError("name ops or say --all, not both")
         for path in (json_file, csv_file, png_file):
@@ -156,6 +157,7 @@ def compare(
     from fusedops.cli.bench.results import load_json
 
     with files.one_line_errors():
+        files.check_environment()
         allowed = parse_share(fail_if_slower)
         verdict = judge(
             load_json(before), load_json(after), allowed=allowed, allow_different=allow_different
@@ -190,6 +192,7 @@ def tune(
     FUSEDOPS_TUNING=FILE puts the table in force: those choices then cost a dictionary lookup.
     """
     with files.one_line_errors():
+        files.check_environment()
         names = _words(dtype, _DTYPES, "dtype")
         _words(allocator, _ALLOCATORS, "allocator")
         from fusedops._core.architecture import architecture
