@@ -21,6 +21,7 @@ from fusedops.kernels._attention_device import (
     span,
     statistics_row,
     store_tile,
+    stretch,
     within,
 )
 from fusedops.kernels._attention_launch import NOT_SPECIALIZED
@@ -131,14 +132,7 @@ def keys_kernel(
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_DV), tl.float32)
     for part in tl.static_range(0 if SPLIT and RIGHT else 1, 3 if SPLIT and LEFT else 2):
-        if not SPLIT:
-            begin, end = low, high
-        elif part == 0:
-            begin, end = low, tl.minimum(full_low, high)
-        elif part == 1:
-            begin, end = full_low, full_high
-        else:
-            begin, end = full_high, high
+        begin, end = stretch(part, low, full_low, full_high, high, SPLIT)
         # One loop over the queries of all heads: with a loop of heads around it, every size spills.
         blocks = tl.cdiv(tl.maximum(end - begin, 0), BLOCK_M)
         h = kh * GROUP

@@ -81,6 +81,22 @@ def span(
 
 
 @triton.jit
+def stretch(part: tl.constexpr, low, full_low, full_high, high, SPLIT: tl.constexpr):
+    """Return begin and end of a part of a ``span``: 0 is its lower edge, 1 full blocks, 2 the rest.
+
+    Not ``SPLIT``: all of it, whichever part.
+    """
+    if not SPLIT:
+        return low, high
+    elif part == 0:
+        return low, tl.minimum(full_low, high)
+    elif part == 1:
+        return full_low, full_high
+    else:
+        return full_high, high
+
+
+@triton.jit
 def load_tile(
     base, row, stride, num_rows, SIZE: tl.constexpr, BLOCK: tl.constexpr, CHECK: tl.constexpr
 ):

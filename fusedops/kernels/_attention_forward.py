@@ -25,6 +25,7 @@ from fusedops.kernels._attention_device import (
     span,
     statistics_row,
     store_tile,
+    stretch,
     within,
 )
 from fusedops.kernels._attention_launch import NOT_SPECIALIZED, Call, blocks
@@ -152,14 +153,7 @@ def forward_kernel(
     for part in tl.static_range((0 if LEFT else 1) if SPLIT else 2, 3):
         # Keys at the left edge of the window, keys that all queries attend, keys at the right edge;
         # not ``SPLIT``: all keys as at an edge.
-        if not SPLIT:
-            begin, end = low, high
-        elif part == 0:
-            begin, end = low, tl.minimum(full_low, high)
-        elif part == 1:
-            begin, end = full_low, full_high
-        else:
-            begin, end = full_high, high
+        begin, end = stretch(part, low, full_low, full_high, high, SPLIT)
         for first in tl.range(begin, end, BLOCK_N):
             first = tl.multiple_of(first, BLOCK_N)
             wide = tl.cast(first, tl.int64)
