@@ -16,6 +16,7 @@ from fusedops import ops
 from fusedops._core import backends as _backends
 from fusedops._core.backends import counters, reset_counters, resolve, use_backend
 from fusedops._core.checks import UnsupportedError
+from fusedops._core.library import tag_compiled_code as _tag_compiled_code
 from fusedops.ops import *  # noqa: F403
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ __all__ = [
 __all__ += ops.__all__
 
 _backends.start()
+_tag_compiled_code()
 
 
 def __getattr__(name: str) -> Any:

@@ -19,6 +19,7 @@ own. Without it, the same is done here in Python.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from fusedops._core import backends, checks, dtypes, extension, sharding
 
 _NAMESPACE = "fusedops"
 _LIBRARY = torch.library.Library(_NAMESPACE, "DEF")
+_SCHEMAS: list[str] = []
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,20 @@ def define_op(
     return op if check is None else _explaining(op, check)
 
 
+def tag_compiled_code() -> None:
+    """Make torch.compile's caches on disk tell the ops defined so far from those of other versions.
+
+    A cached graph calls the backward of an op with the arguments that it had when the graph was
+    made, but torch's key for it names the ops of the forward alone: after an update that gave a
+    backward one more argument, the graph was found and failed.
+    """
+    from torch.compiler import config
+
+    digest = hashlib.sha256("\n".join(sorted(_SCHEMAS)).encode()).hexdigest()[:12]
+    others = re.sub(r"fusedops:\w+;", "", config.cache_key_tag)
+    config.cache_key_tag = f"{others}fusedops:{digest};"
+
+
 def define_exchange(
     name: str,
     schema: str,
@@ -230,6 +246,7 @@ def _check_names(op: str, schema: _Schema, gradient: Gradient) -> None:
 
 
 def _define(name: str, schema: str, fake: Callable[..., Any]) -> Any:
+    _SCHEMAS.append(name + schema)
     _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     torch.library.register_fake(f"{_NAMESPACE}::{name}", fake, lib=_LIBRARY)
     return getattr(torch.ops.fusedops, name).default

@@ -169,6 +169,28 @@ def test_compiled_code_obeys_a_later_request() -> None:
     assert fusedops.counters() == {("layer_norm", "torch"): 1}
 
 
+def test_compiled_code_on_disk_is_that_of_these_schemas() -> None:
+    printed = _run(
+        """
+        import torch, fusedops
+        from fusedops._core import library
+        tags = [torch.compiler.config.cache_key_tag]
+        library.tag_compiled_code()
+        tags.append(torch.compiler.config.cache_key_tag)
+        library._SCHEMAS.append("another_op(Tensor input) -> Tensor")
+        library.tag_compiled_code()
+        tags.append(torch.compiler.config.cache_key_tag)
+        print(*tags)
+        """,
+        TORCH_COMPILE_CACHE_KEY_TAG="mine;",
+    )
+    at_import, again, changed = printed.split()
+    assert at_import.startswith("mine;fusedops:") and at_import.count("fusedops") == 1
+    assert again == at_import
+    assert changed != at_import and changed.startswith("mine;fusedops:")
+    assert changed.count("fusedops") == 1
+
+
 def test_resolve_tells_why() -> None:
     arguments = (torch.randn(2, 4, dtype=torch.float16), (4,), None, None, 1e-5)
     resolution = fusedops.resolve("layer_norm", *arguments)
