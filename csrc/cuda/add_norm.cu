@@ -83,12 +83,10 @@ cudaError_t pass(const ResidualSink<T, S>& sink, int64_t count, cudaStream_t str
   constexpr int kPack = kPackOf<T>;
   if (count % kPack == 0 && sink.aligned()) {
     const auto blocks = static_cast<unsigned>((count + 256 * kPack - 1) / (256 * kPack));
-    pass_kernel<T, S, kPack><<<blocks, 256, 0, stream>>>(sink, count);
-  } else {
-    pass_kernel<T, S, 1>
-        <<<static_cast<unsigned>((count + 255) / 256), 256, 0, stream>>>(sink, count);
+    return enqueue(pass_kernel<T, S, kPack>, blocks, 256, 0, stream, sink, count);
   }
-  return cudaGetLastError();
+  const auto blocks = static_cast<unsigned>((count + 255) / 256);
+  return enqueue(pass_kernel<T, S, 1>, blocks, 256, 0, stream, sink, count);
 }
 
 // Calls f(T(), S()) with the type of the input too: T, or a half beside float.

@@ -99,11 +99,10 @@ cudaError_t launch(const BiasGeluForward& a, cudaStream_t stream) {
   const Shape shape(a.columns, kPack);
   const int64_t per_block = int64_t{kRowsPerThread} * shape.block.y;
   const auto blocks = std::min<int64_t>((a.rows + per_block - 1) / per_block, 65535);
-  bias_gelu_kernel<T, P, kActivation, kPack>
-      <<<dim3(shape.tiles, static_cast<unsigned>(blocks)), shape.block, 0, stream>>>(
-          static_cast<const T*>(a.input), static_cast<const P*>(a.bias), static_cast<T*>(a.output),
-          a.rows, a.columns);
-  return cudaGetLastError();
+  return enqueue(bias_gelu_kernel<T, P, kActivation, kPack>,
+                 dim3(shape.tiles, static_cast<unsigned>(blocks)), shape.block, 0, stream,
+                 static_cast<const T*>(a.input), static_cast<const P*>(a.bias),
+                 static_cast<T*>(a.output), a.rows, a.columns);
 }
 
 template <typename T, typename P, Activation kActivation, int kPack>
@@ -114,13 +113,11 @@ cudaError_t launch(const BiasGeluBackward& a, cudaStream_t stream) {
   // multiple of the larger one.
   const auto blocks = static_cast<unsigned>(parts / shape.block.y);
   auto* partials = a.grad_bias != nullptr ? static_cast<Acc<T>*>(a.partials) : nullptr;
-  bias_gelu_backward_kernel<T, P, kActivation, kPack>
-      <<<dim3(shape.tiles, blocks), shape.block, 0, stream>>>(
-          static_cast<const T*>(a.grad_output), static_cast<const T*>(a.input),
-          static_cast<const P*>(a.bias), static_cast<T*>(a.grad_input), partials, a.rows,
-          a.columns);
-  if (const auto error = cudaGetLastError()) return error;
-  if (partials == nullptr) return cudaSuccess;
+  const auto error = enqueue(
+      bias_gelu_backward_kernel<T, P, kActivation, kPack>, dim3(shape.tiles, blocks), shape.block,
+      0, stream, static_cast<const T*>(a.grad_output), static_cast<const T*>(a.input),
+      static_cast<const P*>(a.bias), static_cast<T*>(a.grad_input), partials, a.rows, a.columns);
+  if (error != cudaSuccess || partials == nullptr) return error;
   return add_partials<Acc<T>, P>(partials, static_cast<P*>(a.grad_bias), nullptr, parts, a.columns,
                                  stream);
 }

@@ -96,6 +96,13 @@ __device__ __forceinline__ void load_or(const P* pointer, int64_t column, A abse
   }
 }
 
+// The shared memory that the launch asks for.
+template <typename A>
+__device__ __forceinline__ A* dynamic_shared() {
+  extern __shared__ __align__(16) unsigned char dynamic_memory[];
+  return reinterpret_cast<A*>(dynamic_memory);
+}
+
 // Adds K numbers over the threads of a row, in an order that is always the same; every thread gets
 // the sums. A row's threads are threadIdx.x, whole warps; all threads of the block must call.
 // Two calls in a row must use different `turn`s (0, 1): that saves a barrier.

@@ -48,10 +48,9 @@ template <typename T, Activation kActivation, bool kBackward, int kPack>
 cudaError_t launch(const Gelu& a, cudaStream_t stream) {
   constexpr int64_t kPerBlock = int64_t{kThreads} * kPacksPerThread * kPack;
   const auto blocks = static_cast<unsigned>((a.count + kPerBlock - 1) / kPerBlock);
-  gelu_kernel<T, kActivation, kBackward, kPack><<<blocks, kThreads, 0, stream>>>(
-      static_cast<const T*>(a.grad_output), static_cast<const T*>(a.input),
-      static_cast<T*>(a.output), a.count);
-  return cudaGetLastError();
+  return enqueue(gelu_kernel<T, kActivation, kBackward, kPack>, blocks, kThreads, 0, stream,
+                 static_cast<const T*>(a.grad_output), static_cast<const T*>(a.input),
+                 static_cast<T*>(a.output), a.count);
 }
 
 }  // namespace

@@ -19,6 +19,15 @@ inline bool aligned(const void* pointer) {
   return reinterpret_cast<uintptr_t>(pointer) % 16 == 0;  // null counts
 }
 
+// Launches a kernel by the call of the runtime library in place of nvcc's <<<>>>, so that any C++
+// compiler reads these files: tools/cuda_on_host runs them without a GPU.
+template <typename... Parameters, typename... Arguments>
+cudaError_t enqueue(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared,
+                    cudaStream_t stream, const Arguments&... arguments) {
+  const cudaLaunchConfig_t config{grid, block, shared, stream, nullptr, 0};
+  return cudaLaunchKernelEx(&config, kernel, arguments...);
+}
+
 // Calls f(T()) for data of type T.
 template <typename F>
 cudaError_t switch_type(Type data, const F& f) {
@@ -83,10 +92,8 @@ template <typename A, typename P>
 cudaError_t add_partials(const A* partials, P* grad_weight, P* grad_bias, int64_t count,
                          int64_t columns, cudaStream_t stream) {
   const auto tiles = static_cast<unsigned>((columns + kWarp - 1) / kWarp);
-  add_partials_kernel<A, P>
-      <<<dim3(tiles, grad_bias == nullptr ? 1 : 2), dim3(kWarp, 16), 0, stream>>>(
-          partials, grad_weight, grad_bias, count, columns);
-  return cudaGetLastError();
+  return enqueue(add_partials_kernel<A, P>, dim3(tiles, grad_bias == nullptr ? 1 : 2),
+                 dim3(kWarp, 16), 0, stream, partials, grad_weight, grad_bias, count, columns);
 }
 
 }  // namespace

@@ -316,8 +316,7 @@ __global__ void __launch_bounds__(kBackwardThreads<T, kPack>, 1)
     }
   }
   // The rows of threads of the block add their parts in order, through shared memory.
-  extern __shared__ __align__(16) unsigned char shared[];
-  A* parts = reinterpret_cast<A*>(shared);
+  A* parts = dynamic_shared<A>();
   const int threads = static_cast<int>(blockDim.x * blockDim.y);
 #pragma unroll
   for (int which = 0; which < 2; ++which) {
@@ -487,18 +486,16 @@ struct ForwardCall {
         if (columns <= 1024 * 32) return run<kPack, 32>();
       }
     }
-    forward_long_kernel<Source, kPack><<<static_cast<unsigned>(rows), kLongThreads, 0, stream>>>(
-        source, parameters, results, columns, static_cast<Acc<T>>(eps));
-    return cudaGetLastError();
+    return enqueue(forward_long_kernel<Source, kPack>, static_cast<unsigned>(rows), kLongThreads, 0,
+                   stream, source, parameters, results, columns, static_cast<Acc<T>>(eps));
   }
 
   template <int kPack, int kValues>
   cudaError_t run() const {
     const dim3 block = block_shape(columns, kValues, 256);
     const auto grid = static_cast<unsigned>((rows + block.y - 1) / block.y);
-    forward_kernel<Source, kPack, kValues / kPack><<<grid, block, 0, stream>>>(
-        source, parameters, results, rows, static_cast<int>(columns), static_cast<Acc<T>>(eps));
-    return cudaGetLastError();
+    return enqueue(forward_kernel<Source, kPack, kValues / kPack>, grid, block, 0, stream, source,
+                   parameters, results, rows, static_cast<int>(columns), static_cast<Acc<T>>(eps));
   }
 };
 
@@ -529,23 +526,25 @@ struct BackwardCall {
     if (in.columns <= kBackwardThreads<T, kPack> * kValues) {
       const dim3 block = block_shape(in.columns, kValues, 512);
       const size_t shared = block.y > 1 ? block.y * in.columns * sizeof(Acc<T>) : 0;
-      backward_kernel<Sink, T, kPack, kValues / kPack>
-          <<<static_cast<unsigned>(count), block, shared, stream>>>(in, sink, weight_parts,
-                                                                    bias_parts);
+      const auto error =
+          enqueue(backward_kernel<Sink, T, kPack, kValues / kPack>, static_cast<unsigned>(count),
+                  block, shared, stream, in, sink, weight_parts, bias_parts);
+      if (error != cudaSuccess) return error;
     } else {
       if (sink.wanted()) {
-        backward_input_long_kernel<Sink, T, kPack>
-            <<<static_cast<unsigned>(in.rows), kLongThreads, 0, stream>>>(in, sink);
-        if (const auto error = cudaGetLastError()) return error;
+        const auto error =
+            enqueue(backward_input_long_kernel<Sink, T, kPack>, static_cast<unsigned>(in.rows),
+                    kLongThreads, 0, stream, in, sink);
+        if (error != cudaSuccess) return error;
       }
       if (parameters) {
         const auto tiles = static_cast<unsigned>((in.columns + 256 * kPack - 1) / (256 * kPack));
-        partial_sums_kernel<T, kPack>
-            <<<dim3(tiles, static_cast<unsigned>(count)), 256, 0, stream>>>(in, weight_parts,
-                                                                            bias_parts);
+        const auto error =
+            enqueue(partial_sums_kernel<T, kPack>, dim3(tiles, static_cast<unsigned>(count)), 256,
+                    0, stream, in, weight_parts, bias_parts);
+        if (error != cudaSuccess) return error;
       }
     }
-    if (const auto error = cudaGetLastError()) return error;
     if (!parameters) return cudaSuccess;
     return in.parameters.wide ? add_parts<Acc<T>>(count) : add_parts<T>(count);
   }

@@ -171,9 +171,8 @@ cudaError_t launch(const Rotation<T, P>& a, cudaStream_t stream) {
   const auto x = static_cast<unsigned>(std::min<int64_t>(wanted, kThreads));
   const int64_t heads = std::max(a.tensors[0].heads, a.tensors[1].heads);
   const auto y = static_cast<unsigned>(std::min<int64_t>(heads, kThreads / x));
-  rotate_kernel<T, P, kPairs, kInterleaved, kVector>
-      <<<static_cast<unsigned>(a.positions), dim3(x, y), 0, stream>>>(a);
-  return cudaGetLastError();
+  return enqueue(rotate_kernel<T, P, kPairs, kInterleaved, kVector>,
+                 static_cast<unsigned>(a.positions), dim3(x, y), 0, stream, a);
 }
 
 template <typename T>
