@@ -25,7 +25,7 @@ for a build in place), ``all`` (what a wheel gets), or names with commas.
 A build that has more than is asked for is left as it is.
 
 Where ccache is installed every checkout of the same sources shares its objects: paths count
-relative to the checkout, and a precompiled header by what it is made from (``_header_digest``)
+relative to the checkout, and a precompiled header by what it is made from (``header_digest``)
 instead of by its 300 MB, which hold the paths.
 
 This file does not import torch (1.5 s): it reads ``torch/version.py``.
@@ -305,7 +305,7 @@ def build(*, verbose: bool = False) -> list[Path]:
     """
     names = library_names()
     for name in names:
-        with _locked(name):
+        with locked(name):
             if not is_current(name):
                 _build_one(name, verbose=verbose)
     return [library_path(name) for name in names]
@@ -323,12 +323,12 @@ def check_cuda(*, only: Sequence[str] | None = None, verbose: bool = False) -> s
     """
     if cuda_home() is None:
         raise CannotBuildError("check-cuda needs nvcc: set CUDA_HOME or put nvcc on PATH")
-    with _locked("cuda"):
+    with locked("cuda"):
         folder = build_folder()
         edges = [edge for edge in _edges("cuda", folder) if edge.rule != "link"]
         if only is not None:
             edges = [each for each in edges if Path(each.output).name.split(".cu.")[0] in only]
-        _execute(folder, "cuda", edges, verbose=verbose)
+        execute(folder, "cuda", edges, verbose=verbose)
         logs = (Path(edge.output + ".log") for edge in edges if edge.rule == "nvcc")
         return "\n".join(log.read_text() for log in sorted(logs))
 
@@ -348,7 +348,7 @@ def _build_one(name: str, *, verbose: bool) -> None:
     expected = stamp(name)
     folder = build_folder()
     edges = _edges(name, folder)
-    _execute(folder, name, edges, verbose=verbose)
+    execute(folder, name, edges, verbose=verbose)
     # Replaced in one step, the stamp last: a process that has the old library mapped keeps it.
     LIBRARIES.mkdir(parents=True, exist_ok=True)
     target = library_path(name)
@@ -380,7 +380,7 @@ def _edges(name: str, folder: Path) -> list[Edge]:
                 made.parent.mkdir(parents=True, exist_ok=True)
                 precompiled[key] = str(made)
                 # Read by ccache in place of the .gch (CCACHE_PCH_EXTSUM).
-                Path(f"{made}.gch.sum").write_text(_header_digest(header, flags))
+                Path(f"{made}.gch.sum").write_text(header_digest(header, flags))
                 edges.append(Edge("precompile", f"{made}.gch", (str(header),), tuple(flags)))
             needs = (f"{precompiled[key]}.gch",)
             flags = (*flags, "-include", precompiled[key])
@@ -399,7 +399,7 @@ def _edges(name: str, folder: Path) -> list[Edge]:
             built = [f"-DFUSEDOPS_HAS_{isa}" for isa in isa_variants()]
             objects.append(compiled("cxx", source, ".o", [*built, *_cuda_includes(name)]))
     output = str(folder / f"libfusedops_{name}.so")
-    edges.append(Edge("link", output, tuple(objects), tuple(_link_flags(name))))
+    edges.append(Edge("link", output, tuple(objects), tuple(link_flags(name))))
     return edges
 
 
@@ -411,7 +411,7 @@ def _header_of(source: Path) -> Path | None:
     return header if plain and header.exists() else None
 
 
-def _header_digest(header: Path, flags: Sequence[str]) -> str:
+def header_digest(header: Path, flags: Sequence[str]) -> str:
     """Return what identifies a precompiled header: its text, flags, compiler and torch."""
     digest = hashlib.sha256(header.read_bytes())
     digest.update((find_torch().folder / "version.py").read_bytes())
@@ -463,7 +463,7 @@ def _cuda_includes(name: str) -> list[str]:
     return [*compat, f"-isystem{home}/include"]
 
 
-def _link_flags(name: str) -> list[str]:
+def link_flags(name: str) -> list[str]:
     folder = find_torch().folder / "lib"
     flags = [f"-L{folder}", "-Wl,--no-as-needed", "-lc10", "-ltorch_cpu", "-ltorch"]
     # Without -fopenmp: the only OpenMP runtime in the process must be the one that torch brings.
@@ -499,7 +499,7 @@ def _rules() -> dict[str, str]:
     return rules
 
 
-def _execute(folder: Path, name: str, edges: list[Edge], *, verbose: bool) -> None:
+def execute(folder: Path, name: str, edges: list[Edge], *, verbose: bool) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     rules = _rules()
     jobs = int(os.environ.get("MAX_JOBS") or len(os.sched_getaffinity(0)))
@@ -548,7 +548,7 @@ def _find_ninja() -> str | None:
 
 
 @contextlib.contextmanager
-def _locked(name: str) -> Iterator[None]:
+def locked(name: str) -> Iterator[None]:
     """Let one build of a library run at a time: two pytest workers may start one at once."""
     folder = build_folder()
     folder.mkdir(parents=True, exist_ok=True)
