@@ -5,7 +5,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # For example an index that has CPU builds of torch: make setup PIP_FLAGS="--extra-index-url URL"
 PIP_FLAGS ?=
 BIN := .venv/bin
-CPP := $(wildcard csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu csrc/*/*.cuh)
+CPP := $(wildcard $(foreach each,csrc csrc/* tools/cuda_on_host tools/cuda_on_host/c10/*, \
+         $(addprefix $(each)/*.,h cpp cu cuh)))
 
 # A machine whose own Python sees a GPU may have neither network nor virtual environment: the GPU
 # targets use that Python as it is, and fall back to .venv (where GPU tests are skipped).

@@ -1,0 +1,311 @@
+"""The CUDA C++ kernels run on the host under watch (tools/cuda_on_host.py): no GPU is needed.
+
+Every call runs with its threads and blocks in three orders. What a launch must not do stops it with
+an error: see ``FAULTS``. What may differ by is the error budget of every op.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import cuda_on_host
+import native
+import pytest
+import torch
+
+import fusedops
+from fusedops._core import backends
+from fusedops.specs import Sample, Spec, all_specs
+from fusedops.specs.comparison import Result, difference_from_truth, floating, fresh, incoming, run
+from fusedops.specs.make import randn
+
+SCHEMAS = (native.CSRC / "cuda" / "schemas.cpp").read_text()
+OPS = [name for name in re.findall(r'"(\w+)\(Tensor', SCHEMAS) if not name.endswith("_backward")]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+FORWARD, BACKWARD, DRAWN = 0, 1, 2  # orders of threads and blocks
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def library() -> ctypes.CDLL:
+    try:
+        path = cuda_on_host.build()
+    except native.CannotBuildError as problem:
+        pytest.skip(str(problem))
+    torch.ops.load_library(str(path))
+    loaded = ctypes.CDLL(str(path))
+    loaded.cuda_on_host_fault.restype = ctypes.c_char_p
+    loaded.cuda_on_host_fault.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
+    return loaded
+
+
+@dataclass
+class Host:
+    """Runs ops on the host's CUDA kernels."""
+
+    library: ctypes.CDLL
+
+    def run(self, spec: Spec, sample: Sample, order: int = FORWARD, processors: int = 2) -> Result:
+        """Run the op and its gradients, on tensors made under watch; it must not change them."""
+        self.library.cuda_on_host_configure(order, processors)
+        before = [tensor.detach().clone() for tensor in sample.tensors]
+        with fusedops.use_backend("cuda"):
+            result = run(spec.op, sample)
+        assert_same_bits(sample.tensors, before)
+        return result
+
+
+@pytest.fixture
+def host(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
+    """The backend "cuda" runs on the host, and new tensors are watched."""
+    usual = backends._implementation
+
+    def implementation(kernels: backends.Kernels, backend: str, backward: bool) -> Any:
+        if backend != "cuda":
+            return usual(kernels, backend, backward)
+        name = kernels.name + "_backward" * backward
+        return getattr(torch.ops.fusedops_cuda_on_host, name).default
+
+    monkeypatch.setattr(backends, "_unsupported", lambda *_: None)
+    monkeypatch.setattr(backends, "_implementation", implementation)
+    library.cuda_on_host_watch(True)
+    yield Host(library)
+    library.cuda_on_host_watch(False)
+    library.cuda_on_host_configure(FORWARD, 2)
+
+
+def assert_same_bits(got: Any, want: Any) -> None:
+    for i, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert a.dtype == b.dtype and torch.equal(bits(a), bits(b)), f"tensor {i}"
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+@functools.cache
+def samples(op: str, dtype: torch.dtype) -> dict[str, Sample]:
+    return {each.name: each for each in all_specs()[op].samples(CPU, dtype)}
+
+
+def check(host: Host, spec: Spec, sample: Sample, *orders: int, processors: int = 2) -> None:
+    """Check values and gradients; every further order gives the same bits."""
+    actual = host.run(spec, sample, processors=processors)
+    found = difference_from_truth(actual, spec, sample)
+    assert found is None, found
+    for order in orders:
+        again = host.run(spec, sample, order, processors)
+        assert_same_bits(again.outputs + again.grads, actual.outputs + actual.grads)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize(
+    ("op", "name"), [(op, name) for op in OPS for name in samples(op, torch.float32)]
+)
+def test_samples_match_float64(host: Host, op: str, name: str, dtype: torch.dtype) -> None:
+    sample = fresh(samples(op, dtype)[name])
+    large = sample.args[0].numel() > 10_000  # seconds an order
+    check(host, all_specs()[op], sample, *((BACKWARD,) if large else (BACKWARD, DRAWN)))
+
+
+def norm_call(op: str, rows: int, columns: int, dtype: torch.dtype) -> Sample:
+    new = functools.partial(randn, device=CPU, dtype=dtype)
+    data = [new(rows, columns), *([new(rows, columns, key="r")] * op.startswith("add"))]
+    parameters = [new(columns, shift=1.0, key="w"), *([new(columns, key="b")] * ("layer" in op))]
+    return Sample("rows", (*data, (columns,), *parameters))
+
+
+# On both sides of each size at which launchers change the kernel, its block or its packs.
+ROWS = (
+    (37, 3),
+    (21, 248),
+    (21, 255),
+    (9, 256),
+    (9, 257),
+    (9, 264),
+    (5, 512),
+    (5, 520),
+    (5, 1024),
+    (5, 1032),
+    (13, 2048),
+    (13, 2049),
+    (13, 2056),
+    (2, 4096),
+    (2, 4097),
+    (2, 4104),
+    (1, 8192),
+    (1, 8193),
+    (3, 8200),
+    (1, 16384),
+    (1, 16392),
+    (1, 32768),
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("op", ["layer_norm", "add_rms_norm"])
+@pytest.mark.parametrize(("rows", "columns"), ROWS)
+def test_norms_of_every_kernel(
+    host: Host, op: str, rows: int, columns: int, dtype: torch.dtype
+) -> None:
+    check(host, all_specs()[op], norm_call(op, rows, columns, dtype), processors=1)
+
+
+@pytest.mark.parametrize("processors", [1, 132])
+@pytest.mark.parametrize("op", ["layer_norm", "bias_gelu"])
+def test_sums_over_rows_on_small_and_large_gpus(host: Host, op: str, processors: int) -> None:
+    sample = norm_call("layer_norm", 700, 64, torch.float32)
+    if op == "bias_gelu":
+        sample = Sample("rows", (sample.args[0], sample.args[3]))
+    check(host, all_specs()[op], sample, BACKWARD, DRAWN, processors=processors)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "rotary_dim"),
+    [(3, 64, 64), (3, 64, 32), (70, 32, 16), (1, 1040, 1036), (2, 72, 24)],
+)
+def test_rotary_embedding_of_every_shape(
+    host: Host, heads: int, head_dim: int, rotary_dim: int, interleaved: bool, dtype: torch.dtype
+) -> None:
+    new = functools.partial(randn, device=CPU, dtype=dtype)
+    tables = [new(2, 3, rotary_dim, grad=False, key=key) for key in ("cos", "sin")]
+    # Heads lie in a longer row, as those of one product for query, key and value do.
+    query = new(2, 3, heads + 2, head_dim).transpose(1, 2)[:, :heads]
+    query = query.detach().requires_grad_()
+    call = (query, new(2, 1, 3, head_dim), *tables)
+    sample = Sample("heads", call, {"interleaved": interleaved})
+    check(host, all_specs()["rotary_embedding"], sample, DRAWN)
+
+
+def vector_call(op: str, dtype: torch.dtype) -> Sample:
+    """Return a call whose sizes fit packs, so that addresses alone decide."""
+    new = functools.partial(randn, device=CPU, dtype=dtype)
+    match op:
+        case "gelu":
+            return Sample("packs", (new(7, 64),))
+        case "bias_gelu":
+            return Sample("packs", (new(7, 64), new(64, key="b")))
+        case "rotary_embedding":
+            tables = (new(3, 32, grad=False, key="c"), new(3, 32, grad=False, key="s"))
+            return Sample("packs", (new(2, 3, 3, 32), new(2, 1, 3, 32), *tables))
+    return norm_call(op, 7, 64, dtype)
+
+
+def off_by_one(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor one element further in memory: dense, and not aligned for packs."""
+    longer = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)
+    moved = longer[1:].view(tensor.shape).copy_(tensor.detach())
+    return moved.requires_grad_(tensor.requires_grad)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("op", OPS)
+def test_addresses_that_do_not_fit_packs(host: Host, op: str, dtype: torch.dtype) -> None:
+    spec, sample = all_specs()[op], vector_call(op, dtype)
+    for position in range(len(sample.tensors) + 1):  # the last: the incoming gradients
+        moved = [off_by_one(t) if i == position else t for i, t in enumerate(sample.tensors)]
+        places = {id(old): new for old, new in zip(sample.tensors, moved, strict=True)}
+        call = sample.map(lambda tensor, places=places: places[id(tensor)])
+        with fusedops.use_backend("cuda"):
+            outputs = floating(spec.op(*call.args, **call.kwargs))
+            grads = [off_by_one(grad) for grad in incoming(outputs)]
+            if position < len(moved):
+                grads = incoming(outputs)
+            results = torch.autograd.grad(outputs, call.leaves, grads)
+        actual = Result([output.detach() for output in outputs], list(results))
+        found = difference_from_truth(actual, spec, sample)
+        assert found is None, f"tensor {position}: {found}"
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_one_gradient_alone_has_the_same_bits(host: Host, op: str) -> None:
+    spec = all_specs()[op]
+    first = next(iter(samples(op, torch.bfloat16).values()))
+    for sample in (vector_call(op, torch.float32), fresh(first)):
+        whole = host.run(spec, sample)
+        for index, leaf in enumerate(sample.leaves):
+            alone = sample.map(lambda t, leaf=leaf: t if t is leaf else t.detach())
+            (grad,) = host.run(spec, alone).grads
+            assert_same_bits([grad], [whole.grads[index]])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("op", ["add_layer_norm", "add_rms_norm"])
+@pytest.mark.parametrize("output", [0, 1], ids=["normed", "summed"])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.4, 1.0])
+def test_one_output_alone_has_a_gradient(
+    host: Host, op: str, output: int, dropout_p: float, dtype: torch.dtype
+) -> None:
+    whole = all_specs()[op]
+
+    def one_of(function: Any) -> Any:
+        return lambda *args, **kwargs: function(*args, **kwargs)[output]
+
+    spec = replace(whole, op=one_of(whole.op), eager=one_of(whole.eager))
+    for columns in (64, 33):
+        x, r, shape, *_ = norm_call(op, 7, columns, dtype).args
+        sample = Sample("one", (x, r, shape), {"dropout_p": dropout_p}, random=dropout_p > 0)
+        check(host, spec, sample, DRAWN)
+
+
+@pytest.mark.parametrize("columns", [3, 33, 64, 2048])
+def test_dropout_drops_what_the_cpu_drops(host: Host, columns: int) -> None:
+    x, r, shape, *parameters = norm_call("add_layer_norm", 9, columns, torch.float32).args
+    sample = Sample("dropout", (x, r, shape, *parameters), {"dropout_p": 0.3}, random=True)
+    spec = all_specs()["add_layer_norm"]
+    on_host = host.run(spec, sample)
+    with fusedops.use_backend("cpp"):
+        want = run(spec.op, sample)
+    assert_same_bits([on_host.outputs[1]], [want.outputs[1]])
+    grad_x = [result.grads[0] == 0 for result in (on_host, want)]
+    assert torch.equal(*grad_x) and grad_x[0].any() and not grad_x[0].all()
+
+
+def test_more_rows_than_a_grid_is_high(host: Host) -> None:
+    new = functools.partial(randn, device=CPU, dtype=torch.bfloat16)
+    sample = Sample("high", (new(65535 * 16 + 5, 1), new(1, key="b")))
+    check(host, all_specs()["bias_gelu"], sample)
+
+
+FAULTS = {
+    1: "faults.cu:19 of shared memory that nothing has written",
+    2: "faults.cu:19 races with a write of thread",
+    3: "hangs: 32 threads at the barrier",
+    4: "hangs: 1 threads at the barrier",
+    5: "shuffle of faults.cu:43",
+    6: "the mask leaves out the lane that calls",
+    7: "512 bytes from the beginning of a tensor of 512",
+    8: "misaligned access at device.cuh",
+    9: "of shared memory that nothing has written",
+    10: "252 bytes from the beginning of dynamic shared memory of 252",
+    11: "races with a write of another block",
+    12: "index outside of an array",
+    13: "a block of (1025, 1, 1) threads",
+    14: "a grid of (1, 65536, 1) blocks",
+}
+
+
+@pytest.mark.parametrize("order", [FORWARD, BACKWARD, DRAWN])
+def test_each_fault_is_found(host: Host, order: int) -> None:
+    host.library.cuda_on_host_configure(order, 2)
+    for fault in (0, *FAULTS, 0):
+        numbers = torch.arange(128.0)
+        said = host.library.cuda_on_host_fault(fault, numbers.data_ptr(), 128).decode()
+        if fault == 0:
+            assert said == "" and torch.equal(numbers, torch.arange(128.0))
+        else:
+            assert FAULTS[fault] in said
+
+
+def test_a_fault_is_an_error_of_the_op(host: Host) -> None:
+    host.library.cuda_on_host_watch(False)
+    elsewhere = torch.ones(8)
+    with fusedops.use_backend("cuda"), pytest.raises(RuntimeError, match="a tensor|every tensor"):
+        fusedops.gelu(elsewhere)

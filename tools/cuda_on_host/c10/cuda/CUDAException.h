@@ -1,0 +1,10 @@
+// In place of torch's: the error of a launch tells what the kernel did wrong.
+#pragma once
+
+#include <c10/util/Exception.h>
+#include <driver_types.h>
+
+#include "../../machine.h"
+
+#define C10_CUDA_CHECK(error) \
+  TORCH_CHECK((error) == cudaSuccess, "CUDA kernel on the host: ", cuda_on_host::finding())
