@@ -75,7 +75,7 @@ def _pack_kernel(
     slot = row * top_k
     if HAS_INDEX:
         slot = tl.load(index_ptr + row, mask=real, other=0).to(tl.int64)
-        real = real & (slot >= 0) & (slot < num_tokens.to(tl.int64) * top_k)
+        real = real & (slot >= 0) & (slot < tl.cast(num_tokens, tl.int64) * top_k)
         slot = tl.where(real, slot, 0)
     token = slot // top_k
     x_row = x_ptr + token * stride_x
