@@ -40,7 +40,8 @@ def dropout_arguments(p: float, num_cols: int) -> dict[str, Any]:
 
 def precision() -> str:
     """Return how float32 operands are multiplied: exactly, unless torch is told otherwise."""
-    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    # This answers for the older ways to tell torch too; they raise once this one has been used.
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 @functools.cache

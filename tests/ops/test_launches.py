@@ -224,3 +224,20 @@ def test_every_launch_is_one_that_a_gpu_takes(spec: Spec, dtype: torch.dtype) ->
     for sample in samples(spec.name, dtype):
         launch_everything(spec, fresh(sample))
     assert _launches > before
+
+
+@pytest.mark.parametrize("told", ["nothing", "fp32_precision", "allow_tf32", "high"])
+def test_float32_products_are_exact_unless_torch_is_told_otherwise(told: str) -> None:
+    from fusedops.kernels import _launch
+
+    try:
+        if told == "fp32_precision":
+            torch.backends.cuda.matmul.fp32_precision = "tf32"
+        elif told == "allow_tf32":
+            torch.backends.cuda.matmul.allow_tf32 = True
+        elif told == "high":
+            torch.set_float32_matmul_precision("high")
+        assert _launch.precision() == ("ieee" if told == "nothing" else "tf32")
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert _launch.precision() == "ieee"
