@@ -74,7 +74,7 @@ def _forward_kernel(
     # Rows past the edge read row 0; columns are masked: a row of b is then read in whole vectors.
     row_read = tl.where(row < num_rows, row, 0).to(tl.int64)
     a_ptrs = a_ptr + row_read[:, None] * stride_am + k[None, :] * stride_ak
-    b_ptrs = b_ptr + k[:, None].to(tl.int64) * stride_bk + col[None, :] * stride_bn
+    b_ptrs = b_ptr + k[:, None].to(tl.int64) * stride_bk + col.to(tl.int64)[None, :] * stride_bn
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for first in range(0, depth, BLOCK_K):
         left = depth - first
@@ -94,7 +94,7 @@ def _forward_kernel(
         mask = (row < num_rows)[:, None] & (part_col < num_cols)[None, :]
         y = alpha * parts[part]
         if HAS_ADDEND:
-            c_offset = row_read[:, None] * stride_cm + part_col[None, :] * stride_cn
+            c_offset = row_read[:, None] * stride_cm + part_col.to(tl.int64)[None, :] * stride_cn
             y += beta * tl.load(addend_ptr + c_offset, mask=mask, other=0.0).to(tl.float32)
         offset = tl.arange(0, BLOCK_M)[:, None] * num_cols + part_col[None, :]
         tl.store(y_ptr + corner + offset, y.to(y_ptr.dtype.element_ty), mask=mask)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from op_testing import assert_close
@@ -126,3 +127,19 @@ def test_offsets_past_2_to_the_31_elements() -> None:
     b, input = torch.randn(2, 4, 5).bfloat16(), torch.randn(5).bfloat16()
     want = fusedops.baddbmm(input, apart.contiguous(), b)
     assert torch.equal(fusedops.baddbmm(input, apart, b), want)
+
+
+@pytest.mark.parametrize("backend", ["cpp", pytest.param("triton", marks=pytest.mark.interpreter)])
+@pytest.mark.parametrize("far", ["batch2", "addend"])
+def test_columns_may_lie_2_to_the_31_elements_away(far: str, backend: str) -> None:
+    """Each is fewer elements from the next than 32 bits count, as in a large transposed matrix."""
+    stride = 2**30 + 64
+    # Of numpy: torch may be told to fill what it leaves uninitialised, here gigabytes.
+    memory = torch.from_numpy(np.empty(2 * stride + 4, dtype=np.int16)).view(torch.bfloat16)
+    a, b, input = (torch.randn(shape).bfloat16() for shape in ((1, 2, 4), (1, 4, 3), (2, 3)))
+    shape, strides = ((1, 4, 3), (4, 1, stride)) if far == "batch2" else ((2, 3), (1, stride))
+    apart = memory.as_strided(shape, strides).copy_(b if far == "batch2" else input)
+    batch2, addend = (apart, input) if far == "batch2" else (b, apart)
+    with fusedops.use_backend(backend):
+        want = fusedops.baddbmm(input, a, b)
+        assert torch.equal(fusedops.baddbmm(addend, a, batch2), want)
