@@ -1,9 +1,9 @@
 """Every launch of a Triton kernel as a GPU sees it, without one: arguments, guards, compilation.
 
 The launchers run on fake tensors of a second GPU. A fake has no values: what would wait for the
-device raises. Each launch goes through Triton's own ``run`` up to the compiler's front end, with the
-types and specialisations of its arguments: a size of 1 is then a constant of Python, which to the
-interpreter is a tensor like all sizes.
+device raises. Each launch goes through Triton's own ``run`` up to the compiler's front end, with
+the types and specialisations of its arguments, and with all numbers 1: a size of 1 is a constant of
+Python there, and a tensor like all sizes in the interpreter.
 """
 
 from __future__ import annotations
@@ -102,7 +102,14 @@ def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
 
         args = tuple(mocked(arg) for arg in args)
         kwargs = {name: mocked(arg) for name, arg in kwargs.items()}
-        return original(self, *args, grid=grid, warmup=True, **kwargs)
+        original(self, *args, grid=grid, warmup=True, **kwargs)
+        numbers = {each.name for each in self.params if not each.is_constexpr}
+        by_name = dict(zip(self.arg_names, args, strict=False)) | kwargs
+        ones = {
+            name: 1 if name in numbers and type(value) is int else value
+            for name, value in by_name.items()
+        }
+        original(self, grid=grid, warmup=True, **ones)
 
     return launch
 
@@ -217,11 +224,16 @@ def samples(name: str, dtype: torch.dtype) -> list[Sample]:
     return all_specs()[name].samples(torch.device("cpu"), dtype)
 
 
+@pytest.mark.parametrize(
+    "count", [1, pytest.param(None, marks=pytest.mark.slow)], ids=["first", "all"]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda dtype: str(dtype)[6:])
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
-def test_every_launch_is_one_that_a_gpu_takes(spec: Spec, dtype: torch.dtype) -> None:
+def test_every_launch_is_one_that_a_gpu_takes(
+    spec: Spec, dtype: torch.dtype, count: int | None
+) -> None:
     before = _launches
-    for sample in samples(spec.name, dtype):
+    for sample in samples(spec.name, dtype)[:count]:
         launch_everything(spec, fresh(sample))
     assert _launches > before
 
