@@ -122,7 +122,7 @@ class Nodes:
             rows,
             plan_in_node(travel.ids, probs, travel.experts),
             [travel.group, self._within],
-            dropped=torch.tensor(sum(travel.agreement.dropped), device=rows.device),
+            dropped=rows.new_full((), sum(travel.agreement.dropped), dtype=torch.int64),
             quantized=self._quantized,
             reduce=self._reduce,
             grads=wants_gradient(rows, probs),
