@@ -1,4 +1,4 @@
-"""Shared by all tests: where they run, and Triton's interpreter made right for bfloat16."""
+"""Shared by all tests: where they run, and Triton's interpreter made right and strict."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ torch.set_num_threads(min(2, torch.get_num_threads()))
 def pytest_configure(config: pytest.Config) -> None:
     if env.triton_interpreted():
         import triton_interpreter_bf16  # noqa: F401
+        import triton_interpreter_strict  # noqa: F401
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -33,3 +34,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)
+    if env.triton_interpreted():
+        import triton_interpreter_strict
+
+        triton_interpreter_strict.restart()
