@@ -44,6 +44,11 @@ struct Nothing {
   inline void operator()(auto...) const {}
 };
 
+// Columns after which the sums of a centred row are put aside: a sum of a million elements in one
+// vector would have lost two digits more than torch's (rows of 150528 elements, one image, half a
+// digit).
+constexpr int64_t kPieceColumns = 16384;
+
 // How many elements at the beginning of a row give its pivot.
 template <typename T>
 constexpr int64_t kPivotColumns = 4 * Vec<T>::size();
@@ -76,13 +81,26 @@ struct PivotSums {
 template <typename T, typename Beside>
 inline __attribute__((always_inline)) PivotSums<T> sum_from_pivot(const T* x, int64_t columns,
                                                                   const Beside& beside) {
+  using A = Acc<T>;
+  using V = Vec<T>;
   PivotSums<T> sums(x, columns);
+  V distances = V(A(0)), squares = V(A(0));  // of the pieces before
   const T* next = x + prefetch_distance<T>(columns);
-  for_each_vector<Vec<T>::size()>(columns, [&](int64_t c, int64_t count, auto full) {
-    __builtin_prefetch(next + c, 0, 2);
-    if constexpr (full) sums.add(load_vec(x + c));
-    beside(c, count, full);
-  });
+  for (int64_t first = 0; first < columns; first += kPieceColumns) {
+    const int64_t size = std::min(kPieceColumns, columns - first);
+    for_each_vector<Vec<T>::size()>(size, [&](int64_t i, int64_t count, auto full) {
+      const int64_t c = first + i;
+      __builtin_prefetch(next + c, 0, 2);
+      if constexpr (full) sums.add(load_vec(x + c));
+      beside(c, count, full);
+    });
+    if (columns <= kPieceColumns) return sums;
+    distances = distances + sums.distances;
+    squares = squares + sums.squares;
+    sums.distances = sums.squares = V(A(0));
+  }
+  sums.distances = distances;
+  sums.squares = squares;
   return sums;
 }
 
@@ -94,25 +112,36 @@ inline __attribute__((noinline)) Moments<Acc<T>> two_pass_moments(const T* x, in
   using V = Vec<T>;
   constexpr int W = V::size();
   const int64_t blocked = columns - columns % (4 * W);
-  V first[4] = {V(A(0)), V(A(0)), V(A(0)), V(A(0))};
-  V second[4] = {V(A(0)), V(A(0)), V(A(0)), V(A(0))};
-  for (int64_t c = 0; c < blocked; c += 4 * W) {
-    for (int k = 0; k < 4; ++k) first[k] = first[k] + load_vec(x + c + k * W);
-  }
-  A total = sum_lanes((first[0] + first[1]) + (first[2] + first[3]));
+  A total(0), deviation(0), squares(0);
+  const auto pieces = [&](const auto& add) {
+    for (int64_t first = 0; first < blocked; first += kPieceColumns) {
+      add(first, std::min(first + kPieceColumns, blocked));
+    }
+  };
+  pieces([&](int64_t from, int64_t to) {
+    V sum[4] = {V(A(0)), V(A(0)), V(A(0)), V(A(0))};
+    for (int64_t c = from; c < to; c += 4 * W) {
+      for (int k = 0; k < 4; ++k) sum[k] = sum[k] + load_vec(x + c + k * W);
+    }
+    total += sum_lanes((sum[0] + sum[1]) + (sum[2] + sum[3]));
+  });
   for (int64_t c = blocked; c < columns; ++c) total += static_cast<A>(x[c]);
 
   const A mean = total / static_cast<A>(columns);
-  std::fill(first, first + 4, V(A(0)));
-  for (int64_t c = 0; c < blocked; c += 4 * W) {
-    for (int k = 0; k < 4; ++k) {
-      const V centred = load_vec(x + c + k * W) - V(mean);
-      first[k] = first[k] + centred;
-      second[k] = at::vec::fmadd(centred, centred, second[k]);
+  pieces([&](int64_t from, int64_t to) {
+    V sum[4] = {V(A(0)), V(A(0)), V(A(0)), V(A(0))};
+    V sum_of_squares[4] = {V(A(0)), V(A(0)), V(A(0)), V(A(0))};
+    for (int64_t c = from; c < to; c += 4 * W) {
+      for (int k = 0; k < 4; ++k) {
+        const V centred = load_vec(x + c + k * W) - V(mean);
+        sum[k] = sum[k] + centred;
+        sum_of_squares[k] = at::vec::fmadd(centred, centred, sum_of_squares[k]);
+      }
     }
-  }
-  A deviation = sum_lanes((first[0] + first[1]) + (first[2] + first[3]));
-  A squares = sum_lanes((second[0] + second[1]) + (second[2] + second[3]));
+    deviation += sum_lanes((sum[0] + sum[1]) + (sum[2] + sum[3]));
+    squares += sum_lanes((sum_of_squares[0] + sum_of_squares[1]) +
+                         (sum_of_squares[2] + sum_of_squares[3]));
+  });
   for (int64_t c = blocked; c < columns; ++c) {
     const A centred = static_cast<A>(x[c]) - mean;
     deviation += centred;

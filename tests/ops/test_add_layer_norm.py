@@ -168,3 +168,19 @@ def test_a_row_that_begins_far_from_its_mean_keeps_its_statistics(
     want = F.layer_norm(summed.double(), (cols,))
     assert_close(normed, want, F.layer_norm(summed, (cols,)), "normed")
     assert torch.equal(normed, fusedops.layer_norm(summed, (cols,)))
+
+
+@pytest.mark.parametrize("shift", [0.0, 100.0], ids=["pivot", "two_passes"])
+@pytest.mark.parametrize("added", [False, True])
+def test_a_row_of_a_million_elements_is_as_exact_as_torchs(added: bool, shift: float) -> None:
+    size = (1 << 20) + 5
+    x = torch.randn(1, size, generator=torch.Generator().manual_seed(0))
+    x[:, 64:] += shift  # far from the mean of the row's beginning
+
+    def ours(row: torch.Tensor) -> torch.Tensor:
+        if added:
+            return fusedops.add_layer_norm(row, torch.zeros_like(row), (size,))[0]
+        return fusedops.layer_norm(row, (size,))
+
+    got, exact, eager = ours(x), F.layer_norm(x.double(), (size,)), F.layer_norm(x, (size,))
+    assert_close(got, exact, eager, "normed")
