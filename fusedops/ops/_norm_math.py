@@ -30,7 +30,7 @@ def check(
     eps: Any,
 ) -> None:
     """Raise unless rows of ``input`` can be normalised; ``owner`` is what messages call it."""
-    if normalized_shape is None or isinstance(normalized_shape, int):
+    if normalized_shape is None or isinstance(normalized_shape, (int, float)):
         wanted = "normalized_shape must be a sequence of sizes, such as (64,)"
         raise TypeError(f"{op}: {wanted}, got {normalized_shape!r}")
     shape = tuple(normalized_shape)

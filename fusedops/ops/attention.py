@@ -150,7 +150,8 @@ def merge_attention(
         are 0 with log-sum-exp minus infinity. Differentiable torch operations.
 
     Raises:
-        ValueError: shapes do not fit.
+        ValueError: shapes or devices do not fit.
+        TypeError: an argument is no floating tensor.
 
     Example:
         >>> import torch, fusedops
@@ -159,8 +160,13 @@ def merge_attention(
         >>> fusedops.merge_attention(*halves[0], *halves[1])[0]
         tensor([[[[1., 1.]]]])
     """
-    for name, value, owner in (("other", other, output), ("other_lse", other_lse, lse)):
-        checks.shape("merge_attention", name, value, owner.shape, "that of the first part")
+    op = "merge_attention"
+    given = (("output", output), ("lse", lse), ("other", other), ("other_lse", other_lse))
+    for name, value in given:
+        checks.like(op, name, value, "output", output)
+    checks.shape(op, "lse", lse, output.shape[:-1], "one per row of output")
+    checks.shape(op, "other", other, output.shape, "that of the first part")
+    checks.shape(op, "other_lse", other_lse, lse.shape, "that of the first part")
     top = torch.maximum(lse, other_lse).detach()
     top = torch.where(top == -torch.inf, 0.0, top)
     first, second = torch.exp(lse - top), torch.exp(other_lse - top)

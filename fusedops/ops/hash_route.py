@@ -53,7 +53,7 @@ def hash_route(
         >>> plan.expert_ids.flatten().tolist()
         [3, 0, 3]
     """
-    _check(token_ids, num_experts, top_k, table)
+    _check(token_ids, num_experts, top_k, table, seed)
     if table is not None:
         experts = table[token_ids]
     else:
@@ -62,7 +62,7 @@ def hash_route(
     return RoutingPlan.from_choices(experts, probs, num_experts)
 
 
-def _check(token_ids: Any, num_experts: Any, top_k: Any, table: Any) -> None:
+def _check(token_ids: Any, num_experts: Any, top_k: Any, table: Any, seed: Any) -> None:
     op = "hash_route"
     for name, value, dims in (("token_ids", token_ids, 1), ("table", table, 2)):
         if name == "table" and value is None:
@@ -74,9 +74,8 @@ def _check(token_ids: Any, num_experts: Any, top_k: Any, table: Any) -> None:
             checks.fail(op, name, f"of {dims} dims", list(value.shape))
         if value.device != token_ids.device:
             checks.fail(op, name, f"on {token_ids.device}, the device of token_ids", value.device)
-    for name, value in (("num_experts", num_experts), ("top_k", top_k)):
-        if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-            raise TypeError(f"{op}: {name} must be an int, got {type(value).__name__}")
+    for name, value in (("num_experts", num_experts), ("top_k", top_k), ("seed", seed)):
+        checks.integer(op, name, value)
     if num_experts < 1:
         checks.fail(op, "num_experts", "at least 1", num_experts)
     if not 1 <= top_k <= num_experts:

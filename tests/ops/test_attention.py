@@ -107,6 +107,24 @@ def test_merging_nothing_with_nothing_is_nothing() -> None:
     assert torch.equal(merged, output) and torch.equal(merged_lse, lse)
 
 
+@pytest.mark.parametrize(
+    ("place", "value", "error", "said"),
+    [
+        (0, None, TypeError, "output must be a torch.Tensor, got NoneType"),
+        (1, torch.zeros(1, 2, 5), ValueError, r"lse must be of shape \[1, 2, 4\]"),
+        (2, torch.zeros(1, 2, 4, 7), ValueError, r"other must be of shape \[1, 2, 4, 8\]"),
+        (3, 3, TypeError, "other_lse must be a torch.Tensor, got int"),
+    ],
+)
+def test_what_cannot_be_merged_is_named(
+    place: int, value: object, error: type[Exception], said: str
+) -> None:
+    halves: list[object] = [torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, 4)] * 2
+    halves[place] = value
+    with pytest.raises(error, match=f"merge_attention: {said}"):
+        fusedops.merge_attention(*halves)
+
+
 def test_packed_sequences_equal_each_on_its_own() -> None:
     lengths = (5, 0, 70, 33)
     ends = torch.tensor([0, *lengths]).cumsum(0)

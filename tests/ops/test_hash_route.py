@@ -57,6 +57,7 @@ BAD: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = {
     "dims": ((torch.zeros(2, 3).long(), 4), {}, ValueError, "token_ids must be of 1 dims"),
     "table": ((torch.arange(3), 4), {"table": torch.arange(3)}, ValueError, "table must be of 2"),
     "kind": ((torch.arange(3), 4.0), {}, TypeError, "num_experts must be an int, got float"),
+    "seed": ((torch.arange(3), 4), {"seed": None}, TypeError, "seed must be an int, got NoneType"),
 }
 
 
