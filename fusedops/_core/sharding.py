@@ -2,16 +2,15 @@
 
 A rule is written per mesh dimension and says nothing of how many there are: DTensor combines.
 Registration waits until somebody imports ``torch.distributed.tensor`` (a DTensor cannot exist
-before), because that import costs about a second: a one-shot import hook then registers.
+before), because that import costs about a second.
 """
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.util
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
+
+from fusedops._core import imports
 
 # rule(*schema_args) -> [(output placements, input placements)], one placement per tensor output
 # and one per argument (None for what is not a tensor). Written with the words of this module:
@@ -23,16 +22,12 @@ REPLICATE = "replicate"
 PARTIAL = "partial"
 
 _WAITING: list[tuple[Any, Rule]] = []
-_MODULE = "torch.distributed.tensor"
 
 
 def register(op: Any, rule: Rule) -> None:
     """Register ``rule`` for the overload ``op`` with DTensor, now or when DTensor is imported."""
     _WAITING.append((op, rule))
-    if _MODULE in sys.modules:
-        flush()
-    elif not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _AfterImport())
+    imports.after("torch.distributed.tensor", flush)
 
 
 def flush() -> None:
@@ -63,22 +58,3 @@ def _translated(rule: Rule) -> Callable[..., Any]:
         ]
 
     return strategy
-
-
-class _AfterImport(importlib.abc.MetaPathFinder):
-    """Calls ``flush`` right after ``torch.distributed.tensor`` has been imported, once."""
-
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        if fullname != _MODULE:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def execute_and_flush(module: Any) -> None:
-                execute(module)
-                flush()
-
-            spec.loader.exec_module = execute_and_flush  # type: ignore[method-assign]
-        return spec

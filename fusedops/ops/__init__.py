@@ -1,5 +1,6 @@
 """The ops: one file each, with the public function, the specification and the registration."""
 
+from fusedops.ops import _flops
 from fusedops.ops._balancing import update_balancing_bias
 from fusedops.ops._routing_plan import RoutingPlan
 from fusedops.ops._routing_reuse import keep_routing, routing_contexts
@@ -34,6 +35,8 @@ from fusedops.ops.rms_norm import rms_norm
 from fusedops.ops.rotary_embedding import rotary_embedding
 from fusedops.ops.scaled_masked_softmax import scaled_masked_softmax
 from fusedops.ops.swiglu import swiglu
+
+_flops.register()
 
 __all__ = [
     "RoutingPlan",

@@ -1,0 +1,43 @@
+"""What waits for somebody else to import a module that costs too much to import for it."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.util
+import sys
+from collections.abc import Callable
+from typing import Any
+
+
+def after(module: str, call: Callable[[], None]) -> None:
+    """Call once: now, if ``module`` is there, else right after somebody has imported it."""
+    if module in sys.modules:
+        call()
+    elif not any(
+        isinstance(finder, _AfterImport) and (finder.module, finder.call) == (module, call)
+        for finder in sys.meta_path
+    ):
+        sys.meta_path.insert(0, _AfterImport(module, call))
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Calls right after a module has been imported, once."""
+
+    def __init__(self, module: str, call: Callable[[], None]) -> None:
+        self.module = module
+        self.call = call
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
+        if fullname != self.module:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_call(module: Any) -> None:
+                execute(module)
+                self.call()
+
+            spec.loader.exec_module = execute_and_call  # type: ignore[method-assign]
+        return spec

@@ -1,0 +1,211 @@
+"""What torch's ``FlopCounterMode`` counts for the ops that multiply matrices.
+
+Without a formula it counts 0 for them, and a patched model would seem to do a fraction of its
+work. Two operations per multiply-add, products alone, as torch counts its own; what a backward
+makes again counts; causality, windows and the unused end of a cache do not lessen the count.
+Formulae see the ops' arguments in the order of their schemas, shapes in place of tensors (packed
+sequences: the tensors). They wait for somebody to import the counter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+
+from fusedops._core import checks, imports
+
+_Shape = Sequence[int]
+
+
+def _linear(input: _Shape, weight: _Shape, *_: Any, **__: Any) -> int:
+    return 2 * prod(input) * weight[0]
+
+
+def _linear_backward(
+    grad: Any,
+    input: _Shape,
+    weight: _Shape,
+    bias: Any,
+    kept: _Shape,
+    activation: str,
+    *rest: Any,
+    **_: Any,
+) -> int:
+    again = prod(kept) == 0 and activation != "identity"
+    return _linear(input, weight) * (rest[-1][0] + rest[-1][1] + again)
+
+
+def _linear_glu(input: _Shape, weight: _Shape, *_: Any, **__: Any) -> int:
+    return 2 * _linear(input, weight)
+
+
+def _linear_glu_backward(
+    grad: Any, input: _Shape, weight: _Shape, up_weight: Any, kept: _Shape, *rest: Any, **_: Any
+) -> int:
+    mask, again = rest[-1], prod(kept) == 0
+    return _linear(input, weight) * (2 * mask[0] + mask[1] + mask[2] + 2 * again)
+
+
+def _mlp(input: _Shape, w1: _Shape, b1: Any, w2: _Shape, *_: Any, **__: Any) -> int:
+    return 2 * prod(input[:-1]) * (prod(w1) + prod(w2))
+
+
+def _mlp_backward(
+    grad: Any,
+    input: _Shape,
+    w1: _Shape,
+    b1: Any,
+    w2: _Shape,
+    b2: Any,
+    kept: _Shape,
+    *rest: Any,
+    **_: Any,
+) -> int:
+    mask, again = rest[-1], prod(kept) == 0
+    first, second = mask[0] + mask[1] + again, any(mask[:3]) + mask[3]
+    return 2 * prod(input[:-1]) * (first * prod(w1) + second * prod(w2))
+
+
+def _baddbmm(input: Any, batch1: _Shape, *_: Any, out_shape: _Shape, **__: Any) -> int:
+    return 2 * prod(out_shape) * batch1[-1]
+
+
+def _baddbmm_backward(
+    grad: _Shape,
+    batch1: _Shape,
+    batch2: Any,
+    beta: Any,
+    alpha: Any,
+    broadcast: Any,
+    mask: Any,
+    **_: Any,
+) -> int:
+    return 2 * prod(grad) * batch1[-1] * (mask[1] + mask[2])
+
+
+def _linear_cross_entropy_backward(
+    grad: Any,
+    hidden: _Shape,
+    weight: _Shape,
+    target: Any,
+    bias: Any,
+    lse: Any,
+    logits: _Shape,
+    *rest: Any,
+    **_: Any,
+) -> int:
+    mask, again = rest[-1], prod(logits) == 0
+    return _linear(hidden, weight) * (mask[0] + mask[1] + again)
+
+
+def _grouped_mm(input: _Shape, weight: _Shape, *_: Any, **__: Any) -> int:
+    return 2 * prod(input) * weight[-1]
+
+
+def _grouped_mm_backward(
+    grad: Any,
+    input: _Shape,
+    weight: _Shape,
+    offsets: Any,
+    bias: Any,
+    kept: _Shape,
+    activation: str,
+    *rest: Any,
+    **_: Any,
+) -> int:
+    again = prod(kept) == 0 and activation != "identity"
+    return _grouped_mm(input, weight) * (rest[-1][0] + rest[-1][1] + again)
+
+
+def _moe_mlp(
+    input: Any,
+    probs: _Shape,
+    permutation: Any,
+    positions: Any,
+    offsets: Any,
+    w1: _Shape,
+    w2: _Shape,
+    *_: Any,
+    **__: Any,
+) -> int:
+    return 2 * prod(probs) * (prod(w1[1:]) + prod(w2[1:]))
+
+
+def _moe_mlp_backward(grad: Any, input: Any, probs: _Shape, *rest: Any, **_: Any) -> int:
+    w1, w2, kept, mask = rest[3], rest[4], rest[7], rest[-1]
+    first = mask[0] + mask[2] + (prod(kept) == 0)
+    second = any(mask[:3]) + mask[3]
+    return 2 * prod(probs) * (first * prod(w1[1:]) + second * prod(w2[1:]))
+
+
+def _attention(query: _Shape, key: _Shape, value: _Shape, *_: Any, **__: Any) -> int:
+    return 2 * prod(query[:3]) * key[2] * (query[3] + value[3])
+
+
+def _attention_backward(
+    grad: Any, grad_lse: Any, query: _Shape, key: _Shape, value: _Shape, *rest: Any, **_: Any
+) -> int:
+    mask = rest[-1]
+    # The scores again, for the gradients of queries and keys; that of the probabilities, of values.
+    sizes = (1 + mask[0] + mask[1]) * query[3] + (1 + mask[2]) * value[3]
+    return 2 * prod(query[:3]) * key[2] * sizes
+
+
+def _pairs(ends_q: torch.Tensor, ends_k: torch.Tensor, most: int) -> int:
+    """Return the pairs of query and key of packed sequences, at most where no value can be read."""
+    if checks.readable(ends_q) and checks.readable(ends_k):
+        return int((ends_q.diff() * ends_k.diff()).sum())
+    return most
+
+
+def _attention_varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    ends_q: torch.Tensor,
+    ends_k: torch.Tensor,
+    *rest: Any,
+    **_: Any,
+) -> int:
+    tokens, heads, size = query.shape
+    return 2 * _pairs(ends_q, ends_k, tokens * rest[4]) * heads * (size + value.shape[2])
+
+
+def _attention_varlen_backward(grad: Any, grad_lse: Any, *call: Any, **_: Any) -> int:
+    query, _, value, ends_q, ends_k = call[:5]
+    mask, most = call[-1], query.shape[0] * call[12]
+    sizes = (1 + mask[0] + mask[1]) * query.shape[2] + (1 + mask[2]) * value.shape[2]
+    return 2 * _pairs(ends_q, ends_k, most) * query.shape[1] * sizes
+
+
+_FORMULAE = {
+    "linear_act": (_linear, _linear_backward),
+    "linear_glu": (_linear_glu, _linear_glu_backward),
+    "mlp": (_mlp, _mlp_backward),
+    "baddbmm": (_baddbmm, _baddbmm_backward),
+    "linear_cross_entropy": (_linear, _linear_cross_entropy_backward),
+    "grouped_mm": (_grouped_mm, _grouped_mm_backward),
+    "moe_mlp": (_moe_mlp, _moe_mlp_backward),
+    "attention": (_attention, _attention_backward),
+    "attention_decode": (_attention, None),
+}
+_OF_TENSORS = {"attention_varlen": (_attention_varlen, _attention_varlen_backward)}
+
+
+def register() -> None:
+    """Tell torch's counter the formulae, now or when it is imported."""
+    imports.after("torch.utils.flop_counter", _tell)
+
+
+def _tell() -> None:
+    from torch.utils import flop_counter
+
+    register: Any = flop_counter.register_flop_formula  # its type knows one signature alone
+    for name, formulae in [*_FORMULAE.items(), *_OF_TENSORS.items()]:
+        for op, formula in zip((name, f"{name}_backward"), formulae, strict=True):
+            if formula is not None:
+                packet = getattr(torch.ops.fusedops, op)
+                register(packet, get_raw=name in _OF_TENSORS)(formula)
