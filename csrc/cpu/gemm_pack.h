@@ -242,18 +242,35 @@ inline void store_first(P* to, const V& v) {
   std::memcpy(to, &v, kCount * sizeof(P));
 }
 
+// Steps of lines along k that are fetched before they are packed. Sixteen streams are more than the
+// hardware follows, and short ones end before it begins.
+template <typename Policy>
+constexpr int64_t kAhead = 8 * kLanes<typename Policy::Packed>;
+
+// Fetches what the packing of the first panel does not fetch itself.
+template <typename Policy>
+inline void fetch_first(const Lines<typename Policy::T>& source, int64_t lines, int64_t count) {
+  const int64_t end = std::min(kAhead<Policy> * Policy::kPair, count);
+  constexpr int64_t kLine = 64 / sizeof(typename Policy::T);
+  for (int64_t line = 0; line < lines; ++line) {
+    const auto* from = source.at(line, 0);
+    for (int64_t k = 0; k < end; k += kLine) __builtin_prefetch(from + k);
+  }
+}
+
 // Packs lines [0, lines) of `source`, lines <= kWidth, elements [0, count) along k, into one panel.
+// `more` lines follow, which are packed next.
 template <typename Policy, int kWidth, int kFirst = 0>
-inline void pack_transposing(const Lines<typename Policy::T>& source, int lines, int64_t count,
-                             typename Policy::Packed* panel) {
+inline void pack_transposing(const Lines<typename Policy::T>& source, int lines, int64_t more,
+                             int64_t count, typename Policy::Packed* panel) {
   using V = PackedLanes<Policy>;
   constexpr int n = kLanes<typename Policy::Packed>;
   constexpr int kPair = Policy::kPair;
-  constexpr int64_t kAhead = 8 * n;
   constexpr int kHere = kWidth - kFirst < n ? kWidth - kFirst : n;
   const int valid = std::clamp(lines - kFirst, 0, kHere);
   const int64_t steps = (count + kPair - 1) / kPair;
   const int64_t blocked = count / (kPair * n) * n;
+  const int64_t ahead = std::min(blocked, kAhead<Policy>);
   const typename Policy::T* begin[n];
   for (int i = 0; i < valid; ++i) begin[i] = source.at(kFirst + i, 0);
   const auto store_steps = [panel](const V(&v)[n], int64_t step, int64_t here) {
@@ -268,8 +285,14 @@ inline void pack_transposing(const Lines<typename Policy::T>& source, int lines,
   };
   for (int64_t step = 0; step < blocked; step += n) {
     V v[n];
-    // Sixteen streams are more than the hardware follows.
-    for (int i = 0; i < valid; ++i) __builtin_prefetch(begin[i] + (step + kAhead) * kPair);
+    if (step + ahead < blocked) {
+      for (int i = 0; i < valid; ++i) __builtin_prefetch(begin[i] + (step + ahead) * kPair);
+    } else if (kFirst + n >= kWidth) {
+      const int64_t later = (step + ahead - blocked) * kPair;
+      for (int i = 0; i < std::min<int64_t>(kWidth, more); ++i) {
+        __builtin_prefetch(source.at(lines + i, later));
+      }
+    }
     if (valid == kHere) {
       load_transposed<Policy, kHere>(begin, step * kPair, v);
     } else {
@@ -299,7 +322,7 @@ inline void pack_transposing(const Lines<typename Policy::T>& source, int lines,
     }
   }
   if constexpr (kFirst + n < kWidth) {
-    pack_transposing<Policy, kWidth, kFirst + n>(source, lines, count, panel);
+    pack_transposing<Policy, kWidth, kFirst + n>(source, lines, more, count, panel);
   }
 }
 
@@ -358,11 +381,13 @@ void pack(const Lines<typename Policy::T>& source, int64_t lines, int64_t readab
     }
     return;
   }
+  if (along_k) fetch_first<Policy>(source, std::min<int64_t>(kWidth, lines), count);
   for (int64_t line = 0; line < lines; line += kWidth) {
     const int here = static_cast<int>(std::min<int64_t>(kWidth, lines - line));
     auto* panel = panels + line / kWidth * panel_stride;
     if (along_k) {
-      pack_transposing<Policy, kWidth>(source.from(line, 0), here, count, panel);
+      pack_transposing<Policy, kWidth>(source.from(line, 0), here, lines - line - here, count,
+                                       panel);
       continue;
     }
     for (int64_t k = 0; k < count; k += kPair) {

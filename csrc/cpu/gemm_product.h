@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <vector>
 
 #include <ATen/Parallel.h>
 
@@ -25,6 +26,13 @@ constexpr int64_t kMaxTiles = 8;                       // tiles of C in L1
 constexpr int64_t kFewRows = 4 * kTileRows;            // up to here B is not packed ahead
 constexpr int64_t kFewTerms = 4;                       // up to here along k nothing is packed
 constexpr int64_t kBlockBytes = int64_t{256} << 10;    // packed A that meets B at a time in a batch
+
+// Units of the next task, at most `most`, where `left` are still to be handed out. The last tasks
+// are small, so that the threads end together, whatever held one of them up.
+inline int64_t size_of_task(int64_t left, int64_t most) {
+  const int64_t threads = at::get_num_threads();
+  return std::min(most, threads == 1 ? left : (left + 2 * threads - 1) / (2 * threads));
+}
 
 template <typename Policy>
 class Batch;
@@ -389,14 +397,17 @@ class Gemm {
 
   // b: [panel][side][block][steps][kColumns].
   void pack_columns(Packed* b, int64_t first, int64_t count) const {
-    constexpr int64_t kGroup = 4;  // panels that share cache lines of rows of B
-    const int64_t groups = ceil_div(count, kGroup), in_panel = sides_ * blocks_;
+    const int64_t in_panel = sides_ * blocks_;
+    // Panels that share cache lines of rows of B.
+    const int64_t together =
+        std::clamp<int64_t>(count * in_panel / (4 * at::get_num_threads()), 1, 4);
+    const int64_t groups = ceil_div(count, together);
     share_tasks(groups * in_panel, [&](const auto& next_task) {
       for (int64_t task; (task = next_task()) >= 0;) {
-        const int64_t panel = task / in_panel * kGroup;
+        const int64_t panel = task / in_panel * together;
         const int64_t part = task % in_panel;
         const int64_t column = (first + panel) * kColumns;
-        const int64_t lines = std::min(std::min(kGroup, count - panel) * kColumns, n_ - column);
+        const int64_t lines = std::min(std::min(together, count - panel) * kColumns, n_ - column);
         pack_columns_of_b(static_cast<int>(part / blocks_), column, lines, part % blocks_,
                           b + (panel * in_panel + part) * kPanelB, in_panel * kPanelB);
       }
@@ -408,21 +419,22 @@ class Gemm {
     const int64_t a_panel_bytes = std::max<int64_t>(1, blocks_) * kPanelA * sizeof(Packed);
     const int64_t together = std::clamp<int64_t>(kPrivateBytes / a_panel_bytes, 4, kMaxTiles);
     // A task is a block of rows and a part of the chunk's columns: parts only where there are too
-    // few blocks for the threads. Blocks are even, and as many for each thread.
-    const int64_t threads = at::get_num_threads();
-    const int64_t even = ceil_div(ceil_div(row_panels, together), threads) * threads;
-    const int64_t block = ceil_div(row_panels, std::min(even, row_panels));
-    const int64_t row_blocks = ceil_div(row_panels, block);
-    const int64_t parts =
-        std::clamp<int64_t>(ceil_div(4 * threads, row_blocks), 1, std::max<int64_t>(1, count / 4));
+    // few blocks for the threads.
+    std::vector<int64_t> begins{0};
+    while (begins.back() < row_panels) {
+      begins.push_back(begins.back() + size_of_task(row_panels - begins.back(), together));
+    }
+    const auto row_blocks = static_cast<int64_t>(begins.size()) - 1;
+    const int64_t parts = std::clamp<int64_t>(ceil_div(4 * at::get_num_threads(), row_blocks), 1,
+                                              std::max<int64_t>(1, count / 4));
     const int64_t part = ceil_div(count, parts);
     share_tasks(parts * row_blocks, [&](const auto& next) {
-      Sum* tiles = tile_buffer(block);
+      Sum* tiles = tile_buffer(std::min(together, row_panels));
       for (int64_t task; (task = next()) >= 0;) {
-        const int64_t row = task % row_blocks * block * kRows;
-        const int64_t rows = std::min(block * kRows, m_ - row);
+        const int64_t block = task / parts, row = begins[block] * kRows;
+        const int64_t rows = std::min(begins[block + 1] * kRows, m_) - row;
         const Packed* a = pack_rows(row, rows);
-        const int64_t from = task / row_blocks * part;
+        const int64_t from = task % parts * part;
         for (int64_t p = from; p < std::min(from + part, count); ++p) {
           compute(row, rows, (first + p) * kColumns, tiles, [&](int side, Sum* to) {
             multiply_panels(side, row, rows, (first + p) * kColumns, a, to, [&](int64_t k_block) {

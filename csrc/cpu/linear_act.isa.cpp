@@ -121,6 +121,8 @@ void gradient(const ActivationGradient& a) {
 void linear_forward(const LinearForward& a) {
   GemmCall product = a.product;
   product.context = &a;
+  product.touched[0] = {a.output, product.n};
+  product.touched[1] = {a.preactivation, product.n};
   with_types(product.dtype, a.activation, [&](auto t, auto tag) {
     product.store = store_forward<decltype(t), decltype(tag)::value>;
   });
