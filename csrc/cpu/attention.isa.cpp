@@ -147,7 +147,7 @@ class Forward {
       const int64_t count = std::min(kBlockKeys, range.end - key) - from;
       if (!options.set_keys(key + from, count)) continue;
       multiply_keys(m, (key + from) / R, count);
-      if (!options.plain()) options.apply(m.scores, nullptr, 0, count);
+      options.apply(m.scores, nullptr, 0, count);
       const A factor = options.plain() ? options.factor() : A(1);
       soften(m, options.keep(0), count, factor, first, top, sum);
       const Packed* values =
@@ -212,6 +212,7 @@ class Forward {
         store(s + j * W, p);
       }
       sum[half] = sum[half] * rescale[half] + (total + more);
+      if (first) continue;
       for (int i = 0; i < n; ++i) moved |= rescale[half][i] != A(1);
     }
     if (keep != nullptr) {
@@ -240,21 +241,21 @@ class Forward {
   void finish(const AttentionSequence& sequence, int64_t head, int64_t row, int rows,
               const Memory& m, bool nothing, const V<A> (&top)[2], const V<A> (&sum)[2]) const {
     if (nothing) std::fill_n(m.output, call_.value_size * W, A(0));
-    A scale[W];
+    alignas(64) A scale[W], most[W], rest[W];
+    const V<A> none{}, lowest = all(-std::numeric_limits<A>::infinity());
+    for (int half = 0; half < 2; ++half) {
+      const V<A> total = sum[half];
+      store(scale + half * n, total == none ? none : A(1) / total);
+      store(most + half * n, total == none ? lowest : top[half]);
+      store(rest + half * n, total == none ? none : log2_of<A>(total));
+    }
     const int64_t line = head * call_.lse_head_stride + row;
     A* lse = static_cast<A*>(sequence.lse) + line;
-    A* parts = static_cast<A*>(sequence.lse_parts);
-    if (parts != nullptr) parts += 2 * line;
-    for (int i = 0; i < W; ++i) {
-      const A total = sum[i / n][i % n];
-      scale[i] = total == 0 ? A(0) : A(1) / total;
-      if (i >= rows) continue;
-      const A most = total == 0 ? -std::numeric_limits<A>::infinity() : top[i / n][i % n];
-      const A rest = total == 0 ? A(0) : std::log2(total);
-      lse[i] = static_cast<A>(kLn2) * (most + rest);
-      if (parts != nullptr) {
-        parts[2 * i] = most;
-        parts[2 * i + 1] = rest;
+    for (int i = 0; i < rows; ++i) lse[i] = static_cast<A>(kLn2) * (most[i] + rest[i]);
+    if (A* parts = static_cast<A*>(sequence.lse_parts); parts != nullptr) {
+      for (int i = 0; i < rows; ++i) {
+        parts[2 * (line + i)] = most[i];
+        parts[2 * (line + i) + 1] = rest[i];
       }
     }
     T* output = static_cast<T*>(sequence.output) + head * call_.output.head_stride +

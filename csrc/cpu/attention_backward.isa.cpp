@@ -335,9 +335,8 @@ class Backward {
     // number has no place for the sum); only the sum's is left for the loop below.
     const A* origins =
         sequence.lse_parts == nullptr ? nullptr : m.statistics + 2 * kQueries + half * W;
-    const bool plain = options.plain() && origins == nullptr;
-    if (!plain) options.apply(s, capped ? m.tanh : nullptr, offset, here, origins);
-    const A factor = plain ? options.factor() : A(1);
+    options.apply(s, capped ? m.tanh : nullptr, offset, here, origins);
+    const A factor = options.plain() && origins == nullptr ? options.factor() : A(1);
     const A* keep = options.keep(offset);
     A* p = m.dp;  // P^T takes the place of dP^T, dS^T that of S^T
     for (int j = 0; j < here; ++j) {

@@ -11,6 +11,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 
 #include "activation.h"
 #include "attention.h"
@@ -116,6 +117,23 @@ inline V<A> tanh_of(const V<A>& x) {
 #endif
 }
 
+template <typename A>
+inline V<A> log2_of(const V<A>& x) {
+#if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
+  at::vec::Vectorized<A> wide;
+  static_assert(sizeof(wide) == sizeof(x));
+  std::memcpy(static_cast<void*>(&wide), &x, sizeof(x));
+  wide = wide.log2();
+  V<A> y;
+  std::memcpy(&y, static_cast<const void*>(&wide), sizeof(y));
+  return y;
+#else
+  V<A> y;
+  for (int i = 0; i < kLanes<A>; ++i) y[i] = std::log2(x[i]);
+  return y;
+#endif
+}
+
 // The sum of the lanes, in a fixed order.
 template <typename A>
 inline A sum_of(const V<A>& v) {
@@ -160,24 +178,24 @@ inline V<A> load_as(const T* from, int64_t stride, int64_t count) {
   return v;
 }
 
-template <typename A>
-inline V<A> load_boolean(const bool* from, int64_t stride, int64_t count) {
-  constexpr int n = kLanes<A>;
-  constexpr A kForbidden = -std::numeric_limits<A>::infinity();
-  V<A> v{};
-  if (stride == 1 && count >= n) {
+// Bit j: whether from[j * stride] is true, for j < count <= 32.
+inline uint32_t allowed_bits(const bool* from, int64_t stride, int64_t count) {
 #if defined(CPU_CAPABILITY_AVX512)
-    if constexpr (sizeof(A) == 4) {
-      const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
-      const __mmask16 forbidden = _mm_testn_epi8_mask(bytes, bytes);
-      return (V<A>)_mm512_maskz_mov_ps(forbidden, _mm512_set1_ps(kForbidden));
-    }
-#endif
-    for (int i = 0; i < n; ++i) v[i] = from[i] ? A(0) : kForbidden;
-    return v;
+  if (stride == 1) {
+    const auto some = static_cast<__mmask32>((uint64_t{1} << count) - 1);
+    const __m256i bytes = _mm256_maskz_loadu_epi8(some, from);
+    return _mm256_test_epi8_mask(bytes, bytes);
   }
-  for (int i = 0; i < std::min<int64_t>(count, n); ++i) v[i] = from[i * stride] ? A(0) : kForbidden;
-  return v;
+#elif defined(CPU_CAPABILITY_AVX2)
+  if (stride == 1 && count == 32) {
+    const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+    return ~static_cast<uint32_t>(
+        _mm256_movemask_epi8(_mm256_cmpeq_epi8(bytes, _mm256_setzero_si256())));
+  }
+#endif
+  uint32_t bits = 0;
+  for (int64_t j = 0; j < count; ++j) bits |= uint32_t{from[j * stride]} << j;
+  return bits;
 }
 
 // The options of the scores of up to kTileColumns queries of one head.
@@ -223,21 +241,33 @@ class Scores {
     key_ = key;
     const int64_t place = first_ + sequence_.offset;
     windowed_ = key + count - 1 > place + right_ || key < place + rows_ - 1 - left_;
-    per_key_ = per_pair_ = false;
+    per_key_ = per_pair_ = per_bit_ = false;
     if (call_.mask_kind != MaskKind::none && !load_mask(count)) return false;
     if (call_.dropout.active()) load_keep(count);
     return true;
   }
 
-  // Whether scores are nothing but products times the scale.
+  // Whether scores are nothing but products times the scale, or forbidden. `apply` then leaves the
+  // scale to the caller, who multiplies by factor(): a row has the same bits whether forbidden keys
+  // are there or not.
   bool plain() const {
-    return !windowed_ && !per_key_ && !per_pair_ && slope_ == 0 && call_.softcap == 0.0;
+    return !windowed_ && !per_key_ && !per_pair_ && slope_ == 0 && call_.softcap == 0.0 &&
+           (!per_bit_ || factor() > 0);
   }
 
   // Turns the products s [count][W] of keys [key, key + count) of the block into scores, in units
   // of log 2; tanh [count][W] or null receives the soft-cap's hyperbolic tangent. origins [W] or
   // null: what is subtracted from each query's.
   void apply(A* s, A* tanh, int64_t key, int64_t count, const A* origins = nullptr) const {
+    if (plain() && origins == nullptr) {
+      for (int64_t j = 0; j < (per_bit_ ? count : 0); ++j) {
+        for (int half = 0; half < W; half += n) {
+          A* at = s + j * W + half;
+          store(at, where_allowed(load(at), key + j, half));
+        }
+      }
+      return;
+    }
     const A scale = static_cast<A>(call_.scale);
     const A cap = static_cast<A>(call_.softcap);
     const auto into_bits = static_cast<A>(kLog2Of);
@@ -254,7 +284,7 @@ class Scores {
           if (tanh != nullptr) store(tanh + j * W + half, t);
           x = t * (cap * into_bits);
         } else {
-          x = x * (scale * into_bits);
+          x = x * factor();
         }
         if (slope_ != 0) {
           const V<A> far = distance - lane;
@@ -263,6 +293,7 @@ class Scores {
         if (per_key_) x = x + key_bias_[key + j];
         if (per_pair_) x = x + load(bias_ + (key + j) * W + half);
         if (origins != nullptr) x = x - load(origins + half);
+        if (per_bit_) x = where_allowed(x, key + j, half);
         if (windowed_) {
           const V<A> forbidden = all(-std::numeric_limits<A>::infinity());
           x = lane < low ? forbidden : x;
@@ -273,7 +304,7 @@ class Scores {
     }
   }
 
-  // What to multiply plain products by.
+  // What to multiply plain scores by.
   A factor() const { return static_cast<A>(call_.scale * kLog2Of); }
 
   // Dropout's factors [count][W] from key `key` of the block on, or null.
@@ -281,6 +312,14 @@ class Scores {
 
  private:
   static constexpr int64_t kFar = int64_t{1} << 40;
+  // A lane of bits: whether its query may attend each of 32 keys.
+  using Bits = std::conditional_t<sizeof(A) == 8, uint64_t, uint32_t>;
+  static_assert(std::is_floating_point_v<A> && sizeof(Bits) == sizeof(A));
+
+  V<A> where_allowed(const V<A>& x, int64_t key, int half) const {
+    const auto bits = load(reinterpret_cast<const Bits*>(bias_) + key / 32 * W + half);
+    return (bits & (Bits{1} << key % 32)) != 0 ? x : all(-std::numeric_limits<A>::infinity());
+  }
 
   // to[(j) * W + lane] = at(lane, j) for the keys j of the block, by blocks of n x n.
   template <typename At>
@@ -300,7 +339,7 @@ class Scores {
   bool load_mask(int64_t count) {
     switch (call_.mask_kind) {
       case MaskKind::boolean:
-        return load_mask_of<bool>(count);
+        return load_bits(count);
       case MaskKind::data:
         return load_mask_of<T>(count);
       default:
@@ -313,13 +352,9 @@ class Scores {
     const int64_t stride = call_.mask_column_stride;
     const M* mask = static_cast<const M*>(sequence_.mask) + head_ * call_.mask_head_stride +
                     first_ * call_.mask_row_stride + key_ * stride;
-    const auto at = [&](int64_t row, int64_t j, int64_t valid) -> V<A> {
-      const M* from = mask + row * call_.mask_row_stride + j * stride;
-      if constexpr (std::is_same_v<M, bool>) {
-        return load_boolean<A>(from, stride, valid);
-      } else {
-        return load_as<M, A>(from, stride, valid) * static_cast<A>(kLog2Of);
-      }
+    const auto at = [&](int64_t row, int64_t j, int64_t valid) {
+      return load_as<M, A>(mask + row * call_.mask_row_stride + j * stride, stride, valid) *
+             static_cast<A>(kLog2Of);
     };
     if (call_.mask_row_stride != 0) {
       per_pair_ = true;
@@ -336,6 +371,30 @@ class Scores {
       }
     }
     return some;
+  }
+
+  // A boolean mask stays bits: testing one costs less than adding a bias, and 32 keys of a query
+  // are loaded at once. Lanes without a query may attend all.
+  bool load_bits(int64_t count) {
+    const int64_t stride = call_.mask_column_stride, row_stride = call_.mask_row_stride;
+    const bool* mask = static_cast<const bool*>(sequence_.mask) + head_ * call_.mask_head_stride +
+                       first_ * row_stride + key_ * stride;
+    auto* to = reinterpret_cast<Bits*>(bias_);
+    uint32_t some = 0, forbidden = 0;
+    for (int64_t j = 0; j < count; j += 32, to += W) {
+      const int64_t here = std::min<int64_t>(32, count - j);
+      const auto valid = static_cast<uint32_t>((uint64_t{1} << here) - 1);
+      const int rows = row_stride == 0 ? 1 : rows_;
+      for (int lane = 0; lane < rows; ++lane) {
+        const uint32_t bits = allowed_bits(mask + lane * row_stride + j * stride, stride, here);
+        some |= bits;
+        forbidden |= bits ^ valid;
+        to[lane] = bits;
+      }
+      std::fill(to + rows, to + W, row_stride == 0 ? to[0] : Bits{valid});
+    }
+    per_bit_ = forbidden != 0;
+    return some != 0;
   }
 
   void load_keep(int64_t count) {
@@ -367,6 +426,7 @@ class Scores {
   bool windowed_ = false;
   bool per_key_ = false;
   bool per_pair_ = false;
+  bool per_bit_ = false;
 };
 
 #if defined(CPU_CAPABILITY_AVX512)

@@ -60,6 +60,35 @@ def test_the_least_finite_number_in_a_mask_forbids(backend: str, dtype: torch.dt
     assert torch.equal(results[0][0][:, :, 2], torch.zeros(1, 2, 8, dtype=dtype))
 
 
+@pytest.mark.parametrize("shape", [(2, 1, 40, 130), (2, 1, 1, 130), (40, 1), (1, 2, 40, 130)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_boolean_mask_is_minus_infinity_to_those_it_forbids(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    q, k, v = qkv(2, 2, 40, 32, columns=130, dtype=dtype)
+    keep = randn(*shape, device=CPU, dtype=torch.float32, key="mask", grad=False) > -0.3
+    if shape[0] == 1:
+        keep = keep.transpose(-2, -1).contiguous().transpose(-2, -1)
+    if keep.shape[-2] > 1:
+        keep[..., 3, :] = True
+        keep[..., 16:39, 100:] = False
+    found = fusedops.attention(q, k, v, keep)
+    added = torch.zeros_like(keep, dtype=dtype).masked_fill(~keep, -torch.inf)
+    expected = fusedops.attention(q, k, v, added)
+    doubles = [tensor.detach().double().requires_grad_() for tensor in (q, k, v)]
+    exact = fusedops.attention(*doubles, keep)
+    assert_close(found, exact, expected, "output", depth=130)
+    grads = [
+        torch.autograd.grad(output.sum(), inputs)
+        for output, inputs in ((found, (q, k, v)), (exact, doubles), (expected, (q, k, v)))
+    ]
+    for name, of_found, of_exact, of_expected in zip("qkv", *grads, strict=True):
+        assert_close(of_found, of_exact, of_expected, f"gradient of {name}", depth=130)
+    alone = fusedops.attention(q, k, v)
+    allowed = keep.all(-1).expand(2, 2, 40)
+    assert torch.equal(found[allowed], alone[allowed])
+
+
 @pytest.mark.parametrize("leading", [(3, 2), (1, 2), (3, 1), (1, 1), (2,), (1,), ()])
 def test_a_mask_broadcasts_over_several_batch_dims(leading: tuple[int, ...]) -> None:
     q, k, v = qkv(3, 2, 2, 5, 8)
