@@ -23,11 +23,22 @@ from fusedops.kernels._attention_device import LN2, LOG2E, load_tile, scores
 from fusedops.kernels._attention_launch import readable, unsupported
 
 # Numbers that a kernel need not know: another cache then needs no new compilation.
-NOT_SPECIALIZED = ("num_tiles", "num_parts", "num_heads", "num_rows", "left")
+NOT_SPECIALIZED = ("num_tiles", "num_parts", "num_heads", "num_rows", "capacity", "left")
 
 _MERGE_OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
 _MOST_PARTS = 64
 _SMALLEST_PART = 128
+
+
+@triton.jit
+def _length(lengths_ptr, n, capacity):
+    """Return the keys of a sequence, and whether the number is none that a cache can have.
+
+    No key is read then, and the result is NaN: compiled code and captured graphs look no more.
+    """
+    length = tl.load(lengths_ptr + n)
+    wrong = (length < 0) | (length > capacity)
+    return tl.where(wrong, 0, length).to(tl.int32), wrong
 
 
 @triton.jit
@@ -64,6 +75,7 @@ def parts_kernel(
     num_heads,
     num_rows,
     part_size,
+    capacity,
     factor,
     bound,
     left,
@@ -89,7 +101,7 @@ def parts_kernel(
     key_heads = num_heads // GROUP
     kh = rest % key_heads
     n = rest // key_heads
-    length = tl.load(lengths_ptr + n).to(tl.int32)
+    length, wrong = _length(lengths_ptr, n, capacity)
     first, first_part, past_parts = _keys_of(length, num_rows, left, part_size, LEFT)
     if not WHOLE:  # noqa: SIM102 (this one is known at compile time)
         if (part < first_part) | (part >= past_parts):
@@ -144,7 +156,7 @@ def parts_kernel(
         )
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
     divisor = tl.where(total == 0.0, 1.0, total)
-    acc = acc * (1.0 / divisor)[:, None]
+    acc = tl.where(wrong, float("nan"), acc * (1.0 / divisor)[:, None])
     lse = tl.where(total == 0.0, float("-inf"), top * LN2 + tl.log(divisor))
     # Parts lie [B, H, Sq, parts]; the op's output [B, Sq, H], its log-sum-exp [B, H, Sq].
     statistics = (wide_n * num_heads + h) * num_rows + i
@@ -172,6 +184,7 @@ def merge_kernel(
     num_heads,
     num_rows,
     part_size,
+    capacity,
     left,
     LEFT: tl.constexpr,
     SINKS: tl.constexpr,
@@ -184,7 +197,7 @@ def merge_kernel(
     i = program % num_rows
     h = program // num_rows % num_heads
     n = program // num_rows // num_heads
-    length = tl.load(lengths_ptr + n).to(tl.int32)
+    length, wrong = _length(lengths_ptr, n, capacity)
     _, first_part, past_parts = _keys_of(length, num_rows, left, part_size, LEFT)
     part = tl.arange(0, BLOCK_P)
     exists = (part >= first_part) & (part < past_parts)
@@ -203,7 +216,7 @@ def merge_kernel(
     mask = exists[:, None] & (d < VALUE_DIM)[None, :]
     parts = tl.load(parts_ptr + at[:, None] * VALUE_DIM + d[None, :], mask=mask, other=0.0)
     divisor = tl.where(total == 0.0, 1.0, total)
-    out = tl.sum(parts * weight[:, None], 0) / divisor
+    out = tl.where(wrong, float("nan"), tl.sum(parts * weight[:, None], 0) / divisor)
     place_out = ((n * num_rows + i) * num_heads + h) * VALUE_DIM
     tl.store(out_ptr + place_out + d, out.to(out_ptr.dtype.element_ty), mask=d < VALUE_DIM)
     tl.store(lse_ptr + program, tl.where(total == 0.0, float("-inf"), top + tl.log(divisor)))
@@ -263,6 +276,7 @@ def forward(
             heads,
             rows,
             part_size,
+            capacity,
             factor,
             softcap * LOG2E.value,
             min(window_left, capacity),
@@ -290,6 +304,7 @@ def forward(
                 heads,
                 rows,
                 part_size,
+                capacity,
                 min(window_left, capacity),
                 LEFT=window_left >= 0,
                 SINKS=sinks is not None,

@@ -56,7 +56,8 @@ def attention_decode(
 
     Raises:
         ValueError: a shape, device or option does not fit; a length is negative or above the
-            cache's capacity (on a GPU that trips an assertion on the device).
+            cache's capacity (on a GPU that trips an assertion on the device, and in compiled code
+            gives NaN).
         TypeError: an argument is no tensor, or its dtype does not fit.
         UnsupportedError: a gradient is asked for; call it under ``torch.no_grad()``.
 

@@ -125,3 +125,16 @@ def test_decoding_merges_many_parts() -> None:
                 )
         for got, want in zip(*found, strict=True):
             assert_close(got, want.double(), want, "decoded", 300)
+
+
+@pytest.mark.parametrize("capacity", [20, 300])  # one part, and many
+def test_a_length_past_the_cache_reads_nothing_and_gives_nan(capacity: int) -> None:
+    """What a GPU does where nobody has looked: in compiled code, in a captured graph."""
+    cache = torch.randn(1, 2, 4 * capacity, 16)[:, :, :capacity].expand(4, -1, -1, -1)
+    q, lengths = torch.randn(4, 4, 1, 16), torch.tensor([capacity, capacity + 1, -1, 2**40])
+    with fusedops.use_backend("triton"):
+        found, _ = torch.ops.fusedops.attention_decode(
+            q, cache, cache, lengths, None, None, 0.25, -1, 0.0
+        )
+    assert found[0].isfinite().all()
+    assert found[1:].isnan().all()
