@@ -1,4 +1,4 @@
-// Philox4x32-10 (Salmon et al., SC 2011), one counter at a time, and what dropout draws from it.
+// Philox4x32-7 (Salmon et al., SC 2011), one counter at a time, and what dropout draws from it.
 // The specification is fusedops/_core/philox.py; plain C++, for nvcc too.
 #pragma once
 
@@ -13,6 +13,7 @@
 
 namespace fusedops {
 
+inline constexpr int kPhiloxRounds = 7;
 inline constexpr uint32_t kPhiloxMultiplier0 = 0xD2511F53;
 inline constexpr uint32_t kPhiloxMultiplier1 = 0xCD9E8D57;
 inline constexpr uint32_t kPhiloxWeyl0 = 0x9E3779B9;
@@ -25,7 +26,7 @@ struct PhiloxWords {
 FUSEDOPS_HOST_DEVICE inline PhiloxWords philox4x32(PhiloxWords counter, uint32_t key0,
                                                    uint32_t key1) {
   uint32_t* c = counter.word;
-  for (int round = 0; round < 10; ++round) {
+  for (int round = 0; round < kPhiloxRounds; ++round) {
     const uint64_t product0 = uint64_t{kPhiloxMultiplier0} * c[0];
     const uint64_t product1 = uint64_t{kPhiloxMultiplier1} * c[2];
     c[0] = static_cast<uint32_t>(product1 >> 32) ^ c[1] ^ key0;

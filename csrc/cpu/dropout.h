@@ -84,15 +84,15 @@ struct PhiloxLanes {
 struct RoundKeys {
   explicit RoundKeys(uint64_t seed) {
     auto key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(seed >> 32);
-    for (int round = 0; round < 10; ++round) {
+    for (int round = 0; round < kPhiloxRounds; ++round) {
       first[round] = key0;
       second[round] = key1;
       key0 += kPhiloxWeyl0;
       key1 += kPhiloxWeyl1;
     }
   }
-  uint64_t first[10];
-  uint64_t second[10];
+  uint64_t first[kPhiloxRounds];
+  uint64_t second[kPhiloxRounds];
 };
 
 // What the first three rounds take that all counters with one upper half share: three of the four
@@ -133,7 +133,7 @@ inline void keep_bits(const Dropout& d, const RoundKeys& keys, const FirstRounds
     c2[i] = p0 ^ L::all(first.key2_of_round1);
   }
 #pragma GCC unroll 8
-  for (int round = 2; round < 10; ++round) {
+  for (int round = 2; round < kPhiloxRounds; ++round) {
     const V key0 = L::all(keys.first[round]);
     const V key1 = L::all(round == 2 ? first.key2_of_round2 : keys.second[round]);
 #pragma GCC unroll 4

@@ -1,8 +1,9 @@
-// Dropout without a stored mask: Philox4x32-10, the numbers of fusedops/_core/philox.py.
+// Dropout without a stored mask: Philox4x32-7, the numbers of fusedops/_core/philox.py.
 #pragma once
 
 #include <cstdint>
 
+#include "../common/philox.h"
 #include "device.cuh"
 #include "dropout.h"
 
@@ -10,14 +11,14 @@ namespace fusedops::cuda {
 
 __device__ __forceinline__ uint4 philox4x32(uint4 counter, uint2 key) {
 #pragma unroll
-  for (int round = 0; round < 10; ++round) {
-    const uint32_t high0 = __umulhi(0xD2511F53u, counter.x);
-    const uint32_t high1 = __umulhi(0xCD9E8D57u, counter.z);
-    const uint32_t low0 = 0xD2511F53u * counter.x;
-    const uint32_t low1 = 0xCD9E8D57u * counter.z;
+  for (int round = 0; round < kPhiloxRounds; ++round) {
+    const uint32_t high0 = __umulhi(kPhiloxMultiplier0, counter.x);
+    const uint32_t high1 = __umulhi(kPhiloxMultiplier1, counter.z);
+    const uint32_t low0 = kPhiloxMultiplier0 * counter.x;
+    const uint32_t low1 = kPhiloxMultiplier1 * counter.z;
     counter = make_uint4(high1 ^ counter.y ^ key.x, low1, high0 ^ counter.w ^ key.y, low0);
-    key.x += 0x9E3779B9u;
-    key.y += 0xBB67AE85u;
+    key.x += kPhiloxWeyl0;
+    key.y += kPhiloxWeyl1;
   }
   return counter;
 }

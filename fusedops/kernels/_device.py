@@ -10,6 +10,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fusedops._core import philox
+
+PHILOX_ROUNDS = tl.constexpr(philox.ROUNDS)
+
 
 @triton.jit
 def clamp(x, low, high):
@@ -142,7 +146,7 @@ def kept(start, seed_ptr, limit, BLOCK_N: tl.constexpr, DROPOUT: tl.constexpr):
     if DROPOUT == "draw":
         counter = (start >> 2) + tl.arange(0, BLOCK_N // 4)
         low, high = (counter & 0xFFFFFFFF).to(tl.uint32), (counter >> 32).to(tl.uint32)
-        w0, w1, w2, w3 = tl.philox(seed, low, high, offset_low, offset_high)
+        w0, w1, w2, w3 = tl.philox(seed, low, high, offset_low, offset_high, PHILOX_ROUNDS)
         even = tl.interleave(w0 > bound, w2 > bound)
         odd = tl.interleave(w1 > bound, w3 > bound)
         return tl.interleave(even, odd)
@@ -150,7 +154,7 @@ def kept(start, seed_ptr, limit, BLOCK_N: tl.constexpr, DROPOUT: tl.constexpr):
         index = start + tl.arange(0, BLOCK_N)
         counter = index >> 2
         low, high = (counter & 0xFFFFFFFF).to(tl.uint32), (counter >> 32).to(tl.uint32)
-        w0, w1, w2, w3 = tl.philox(seed, low, high, offset_low, offset_high)
+        w0, w1, w2, w3 = tl.philox(seed, low, high, offset_low, offset_high, PHILOX_ROUNDS)
         word = index & 3
         drawn = tl.where(word == 0, w0, tl.where(word == 1, w1, tl.where(word == 2, w2, w3)))
         return drawn > bound

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from fusedops.kernels import _launch
+from fusedops.kernels._device import PHILOX_ROUNDS
 from fusedops.kernels._moe_drop import drop
 
 _MAX_EXPERTS = 4096
@@ -32,7 +33,7 @@ def _jitter_factors(index, seed_ptr, jitter):
     offset_high = ((offset >> 32) & 0xFFFFFFFF).to(tl.uint32)
     counter = index >> 2
     low, high = (counter & 0xFFFFFFFF).to(tl.uint32), (counter >> 32).to(tl.uint32)
-    w0, w1, w2, w3 = tl.philox(seed, low, high, offset_low, offset_high)
+    w0, w1, w2, w3 = tl.philox(seed, low, high, offset_low, offset_high, PHILOX_ROUNDS)
     word = index & 3
     drawn = tl.where(word == 0, w0, tl.where(word == 1, w1, tl.where(word == 2, w2, w3)))
     uniform = (drawn >> 8).to(tl.float32)
