@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -246,11 +247,13 @@ def test_full_disk_keeps_the_table_and_the_other_files(known: None, tmp_path: Pa
     assert "of limit" in done.stdout and len(path.read_text().splitlines()) == 10
 
 
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
 def test_interrupt_keeps_what_was_measured_before(
-    known: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    known: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: signal.Signals
 ) -> None:
     def interrupted(device: torch.device, dtype: torch.dtype) -> Sample:
-        raise KeyboardInterrupt
+        signal.raise_signal(by)
+        raise AssertionError("still running")
 
     stopped = _spec("other")
     stopped = replace(stopped, bench_cases=(replace(stopped.bench_cases[0], make=interrupted),))

@@ -6,9 +6,11 @@ itself does.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import re
-from collections.abc import Callable, Iterable
+import signal
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -298,6 +300,20 @@ def _device(text: str) -> torch.device:
     return device
 
 
+@contextlib.contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """Let SIGTERM, by which ``timeout`` and batch systems end a program, do what Ctrl-C does."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def _measure(
     plan: list[tuple[Spec, BenchCase]],
     names: list[str],
@@ -343,7 +359,7 @@ def _measure(
     notes: list[str] = []
     whole = True
     overhead: dict[tuple[str, torch.dtype], dict[tuple[str, str], float]] = {}
-    with steps(1 + len(plan) * len(dtypes)) as progress:
+    with steps(1 + len(plan) * len(dtypes)) as progress, _sigterm_interrupts():
         progress.say("limits of this machine")
         limits = measure_limits(device, dtypes, clock)
         progress.advance()
