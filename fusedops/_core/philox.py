@@ -94,13 +94,20 @@ def keep_mask(shape: Sequence[int], seed: torch.Tensor, p: float) -> torch.Tenso
 
 
 def dropout(x: torch.Tensor, seed: torch.Tensor | None, p: float) -> torch.Tensor:
-    """Drop elements of ``x``, which has the accumulation dtype; ``p`` 0 returns it as it is."""
-    assert x.dtype == dtypes.statistics_dtype(x.dtype)
+    """Drop elements of ``x``, which has the accumulation dtype; ``p`` 0 returns it as it is.
+
+    Raises:
+        ValueError: there is no seed, and ``p`` is neither 0 nor 1.
+        TypeError: ``x`` has a narrower dtype.
+    """
+    if x.dtype != dtypes.statistics_dtype(x.dtype):
+        raise TypeError(f"dropout: x must have an accumulation dtype, got {x.dtype}")
     if threshold(p) == 0:
         return x
     if p == 1.0:
         keep = torch.zeros((), dtype=torch.bool, device=x.device)
     else:
-        assert seed is not None
+        if seed is None:
+            raise ValueError(f"dropout: seed must be a tensor for p = {p}, got None")
         keep = keep_mask(x.shape, seed, p)
     return torch.where(keep, x * scale(p), 0.0)
