@@ -254,6 +254,17 @@ _OP = define_op(
     "(Tensor input, Tensor residual, SymInt[] normalized_shape, Tensor? weight, Tensor? bias,"
     " Tensor? seed, float eps, float dropout_p, ScalarType input_dtype)"
     " -> (Tensor normed, Tensor summed, Tensor mean, Tensor rstd)",
+    contract={
+        "input": "input_dtype [*rows, *normalized_shape]",
+        "residual": "param(input_dtype) as T [*rows, *normalized_shape]",
+        "summed": "param(input_dtype) as T [*rows, *normalized_shape]",
+        "normed": "T [*rows, *normalized_shape]",
+        "weight, bias": "param(T) [*normalized_shape]",
+        "mean, rstd": "stat(T) [*rows]",
+        "seed": "int64 [2]",
+        "normalized_shape": "len(normalized_shape) >= 1",
+        "dropout_p": "0 <= dropout_p <= 1",
+    },
     reference=_reference,
     fake=_fake,
     gradient=Gradient(

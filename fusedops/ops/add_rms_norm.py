@@ -269,6 +269,18 @@ _OP = define_op(
     "(Tensor input, Tensor residual, SymInt[] normalized_shape, Tensor? weight, Tensor? seed,"
     " float eps, float weight_offset, str rounding, float dropout_p, ScalarType input_dtype)"
     " -> (Tensor normed, Tensor summed, Tensor rstd)",
+    contract={
+        "input": "input_dtype [*rows, *normalized_shape]",
+        "residual": "param(input_dtype) as T [*rows, *normalized_shape]",
+        "summed": "param(input_dtype) as T [*rows, *normalized_shape]",
+        "normed": "param(T) [*rows, *normalized_shape]",
+        "weight": "param(T) [*normalized_shape]",
+        "rstd": "stat(T) [*rows]",
+        "seed": "int64 [2]",
+        "normalized_shape": "len(normalized_shape) >= 1",
+        "rounding": _norm_math.ROUNDINGS,
+        "dropout_p": "0 <= dropout_p <= 1",
+    },
     reference=_reference,
     fake=_fake,
     gradient=Gradient(

@@ -294,6 +294,14 @@ _OP = define_op(
     "baddbmm",
     "(Tensor input, Tensor batch1, Tensor batch2, float beta, float alpha, bool[] broadcast)"
     " -> (Tensor output)",
+    contract={
+        "batch1": "T [*batches1, rows, inner]",
+        "batch2": "T [*batches2, inner, columns]",
+        "batches": "broadcast(batches1, batches2)",
+        "output": "T [*batches, rows, columns]",
+        "input": "T [~*batches, ~rows, ~columns]",
+        "broadcast": "len(broadcast) == len(batches1) + 2",
+    },
     reference=_reference,
     fake=_fake,
     gradient=Gradient(

@@ -183,6 +183,12 @@ _OP = define_op(
     "layer_norm",
     "(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps)"
     " -> (Tensor output, Tensor mean, Tensor rstd)",
+    contract={
+        "input, output": "T [*rows, *normalized_shape]",
+        "weight, bias": "param(T) [*normalized_shape]",
+        "mean, rstd": "stat(T) [*rows]",
+        "normalized_shape": "len(normalized_shape) >= 1",
+    },
     reference=_reference,
     fake=_fake,
     gradient=Gradient(

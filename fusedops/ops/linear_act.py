@@ -288,6 +288,14 @@ _OP = define_op(
     "linear_act",
     "(Tensor input, Tensor weight, Tensor? bias, str activation, bool keep_preactivation)"
     " -> (Tensor output, Tensor preactivation)",
+    contract={
+        "input": "T [*rows, features]",
+        "weight": "T [columns, features]",
+        "bias": "T [columns]",
+        "output": "T [*rows, columns]",
+        "preactivation": "T [*rows, columns] | [0]",
+        "activation": tuple(ACTIVATIONS),
+    },
     reference=_reference,
     fake=_fake,
     gradient=Gradient(

@@ -259,6 +259,22 @@ _OP = define_op(
     "(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, int ignore_index,"
     " float label_smoothing, float z_loss, float softcap, str reduction, int chunk_size,"
     " bool keep_logits) -> (Tensor loss, Tensor count, Tensor lse, Tensor logits)",
+    contract={
+        "hidden": "T [*rows, features]",
+        "weight": "T [classes, features]",
+        "classes": "classes >= 1",
+        "target": "int64 [*rows]",
+        "bias": "T [classes]",
+        "loss": "stat(T) [*rows] | []",
+        "count": "stat(T) []",
+        "lse": "stat(T) [*rows]",
+        "logits": "stat(T) [*rows, classes if keep_logits else 0]",
+        "label_smoothing": "0 <= label_smoothing <= 1",
+        "z_loss": "0 <= z_loss < inf",
+        "softcap": "0 <= softcap < inf",
+        "reduction": ("none", "sum"),
+        "chunk_size": "chunk_size >= 1",
+    },
     reference=_reference,
     fake=_fake,
     gradient=Gradient(

@@ -413,6 +413,24 @@ _OP = define_op(
     " SymInt top_k, str score, bool normalize, float scaling, int num_groups, int topk_groups,"
     " str group_score, float jitter, SymInt capacity, str drop_policy)"
     " -> (Tensor probs, Tensor expert_ids, Tensor kept)",
+    contract={
+        "logits": "T [tokens, experts]",
+        "slots": "experts if drop_policy == 'expert_choice' else top_k",
+        "bias": "float [experts]",
+        "seed": "int64 [2]",
+        "chosen": "int32 [tokens, slots]",
+        "chosen_kept": "bool [tokens, slots]",
+        "probs": "stat(T) [tokens, slots]",
+        "expert_ids": "int32 [tokens, slots]",
+        "kept": "bool [tokens if capacity >= 0 else 0, slots]",
+        "top_k": "1 <= top_k <= experts",
+        "num_groups": "num_groups >= 1 and experts % num_groups == 0",
+        "topk_groups": "1 <= topk_groups <= num_groups",
+        "score": _SCORES,
+        "group_score": _GROUP_SCORES,
+        "drop_policy": (*_DROP_POLICIES, "expert_choice"),
+        "jitter": "0 <= jitter < 1",
+    },
     reference=_reference,
     fake=_fake,
     gradient=Gradient(

@@ -135,6 +135,14 @@ _OP = define_op(
     "moe_sort",
     "(Tensor expert_ids, Tensor? kept, SymInt num_experts)"
     " -> (Tensor permutation, Tensor positions, Tensor tokens_per_expert, Tensor offsets)",
+    contract={
+        "expert_ids": "int32 | int64 [tokens, top_k]",
+        "kept": "bool [tokens, top_k]",
+        "num_experts": "0 <= num_experts <= 16777216",
+        "permutation": "int32 [tokens * top_k]",
+        "positions": "int32 [tokens, top_k]",
+        "tokens_per_expert, offsets": "int32 [num_experts]",
+    },
     reference=_reference,
     fake=_fake,
     triton="fusedops.kernels.moe_sort",

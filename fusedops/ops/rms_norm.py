@@ -215,6 +215,14 @@ _OP = define_op(
     "rms_norm",
     "(Tensor input, SymInt[] normalized_shape, Tensor? weight, float eps, float weight_offset,"
     " str rounding) -> (Tensor output, Tensor rstd)",
+    contract={
+        "input": "T [*rows, *normalized_shape]",
+        "output": "param(T) [*rows, *normalized_shape]",
+        "weight": "param(T) [*normalized_shape]",
+        "rstd": "stat(T) [*rows]",
+        "normalized_shape": "len(normalized_shape) >= 1",
+        "rounding": _norm_math.ROUNDINGS,
+    },
     reference=_reference,
     fake=_fake,
     gradient=Gradient(
