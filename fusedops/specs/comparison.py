@@ -53,11 +53,18 @@ def incoming(outputs: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
 
 
 def run(function: Callable[..., Any], sample: Sample) -> Result:
-    """Call ``function`` on the sample and differentiate all outputs with respect to all leaves."""
+    """Call ``function`` on the sample and differentiate all outputs with respect to all leaves.
+
+    Outputs that have no gradient, where only some tensors of the sample require one, are left out.
+    """
     torch.manual_seed(11)
     outputs = tensors_in(function(*sample.args, **sample.kwargs))
     leaves, wide = sample.leaves, floating(outputs)
-    grads = torch.autograd.grad(wide, leaves, incoming(wide)) if leaves else ()
+    pairs = [pair for pair in zip(wide, incoming(wide), strict=True) if pair[0].requires_grad]
+    grads: tuple[torch.Tensor, ...] = ()
+    if leaves:
+        differentiable, given = zip(*pairs, strict=True)
+        grads = torch.autograd.grad(differentiable, leaves, given)
     return Result([output.detach() for output in outputs], list(grads))
 
 
@@ -85,9 +92,34 @@ def difference_from_truth(actual: Result, spec: Spec, sample: Sample) -> str | N
     Returns:
         A sentence, or ``None`` when all is within budget.
     """
-    exact, eager = truth(spec, sample), baseline(spec, fresh(sample))
+    return difference_from_exact(
+        actual, truth(spec, sample), baseline(spec, fresh(sample)), spec, sample
+    )
+
+
+def difference_from_exact(
+    actual: Result,
+    exact: Result,
+    eager: Result,
+    spec: Spec,
+    sample: Sample,
+    inside: torch.dtype | None = None,
+) -> str | None:
+    """Return what ``difference_from_truth`` does, of a truth and a baseline that are given.
+
+    Args:
+        actual: what the call gave.
+        exact: what it should give, in float64.
+        eager: what another implementation gets in the dtypes of the call.
+        spec: of the op.
+        sample: the call.
+        inside: dtype of the values that results are made of, where the spec does not say it.
+
+    Returns:
+        A sentence, or ``None`` when all is within budget.
+    """
     depth = spec.depth(sample)
-    inside = spec.inner_dtype(sample)
+    inside = inside or spec.inner_dtype(sample)
     of_outputs = [depth.outputs] * len(exact.outputs)
     for kind, got, want, base, terms in (
         ("output", actual.outputs, exact.outputs, eager.outputs, of_outputs),

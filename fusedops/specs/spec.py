@@ -42,6 +42,12 @@ class Sample:
         """The tensors that require a gradient, in the order of the call."""
         return [each for each in self.tensors if each.requires_grad]
 
+    @property
+    def least_dtype(self) -> torch.dtype | None:
+        """The floating dtype of the least precision among the tensors, if there is one."""
+        found = {each.dtype for each in self.tensors if each.is_floating_point()}
+        return max(found, key=lambda dtype: torch.finfo(dtype).eps, default=None)
+
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Sample:
         """Return the call with every tensor replaced by ``change(tensor)``."""
         args, kwargs = pytree.tree_map_only(torch.Tensor, change, (self.args, dict(self.kwargs)))
@@ -160,7 +166,4 @@ class Spec:
 
         That is the one of the least precision among the floating tensors of the call.
         """
-        if not self.rounds_inside:
-            return None
-        found = {each.dtype for each in sample.tensors if each.is_floating_point()}
-        return max(found, key=lambda dtype: torch.finfo(dtype).eps)
+        return sample.least_dtype if self.rounds_inside else None

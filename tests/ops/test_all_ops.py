@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from op_testing import assert_close, assert_within_budget
+from op_testing import RecordOps, assert_close, assert_within_budget
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal import common_methods_invocations
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedops
 from fusedops._core import backends, extension
@@ -101,19 +100,6 @@ def _as_function_of_leaves(spec: Spec, sample: Sample) -> tuple[Any, tuple[torch
         return floating(spec.op(*call.args, **call.kwargs))
 
     return function, tuple(leaves)
-
-
-class RecordOps(TorchDispatchMode):
-    """Records the fusedops operators that a call reaches, with their arguments."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[Any, tuple[Any, ...]]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "fusedops":
-            self.calls.append((func, args))
-        return func(*args, **(kwargs or {}))
 
 
 @each_sample()

@@ -1,0 +1,102 @@
+"""Calls whose tensors have several dtypes, with each subset of them requiring a gradient.
+
+A binding that takes the dtype of one gradient from another tensor is right in every test where all
+tensors are alike, or all require one. What an op accepts is found by asking it: a mixture that it
+refuses must be refused by a ``TypeError`` that names it.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+from op_testing import difference_of_mixture
+
+from fusedops.specs import Sample, Spec, all_specs
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+# More tensors than this are not given all combinations, but each pair of dtypes for each of them.
+MOST_TENSORS = 4
+
+
+def _kind(sample: Sample) -> tuple[object, ...]:
+    """What tells samples of one op apart here: which arguments are tensors, and their options."""
+    places = tuple(type(arg).__name__ for arg in (*sample.args, *sample.kwargs.values()))
+    return places, tuple(sample.kwargs), tuple(each.dtype for each in sample.tensors)
+
+
+@functools.cache
+def _samples(spec: Spec) -> list[Sample]:
+    """One sample of each kind, small ones with elements before others."""
+    found: dict[tuple[object, ...], Sample] = {}
+    for each in spec.samples(torch.device("cpu"), torch.float32):
+        size = sum(tensor.numel() for tensor in each.tensors)
+        if size < 3000 and all(tensor.numel() for tensor in each.tensors):
+            found.setdefault(_kind(each), each)
+    return list(found.values())
+
+
+def _mixtures(count: int) -> Iterator[tuple[torch.dtype, ...]]:
+    """Yield dtypes for ``count`` tensors, of at least two kinds."""
+    if count <= MOST_TENSORS:
+        combined = itertools.product(DTYPES, repeat=count)
+        yield from (each for each in combined if len(set(each)) > 1)
+        return
+    for most, other in itertools.permutations(DTYPES, 2):
+        for place in range(count):
+            yield tuple(other if at == place else most for at in range(count))
+        for first in range(2, count - 1):
+            yield tuple(other if at >= first else most for at in range(count))
+
+
+def _subsets(count: int) -> Iterator[tuple[bool, ...]]:
+    """Yield which of ``count`` tensors require a gradient: all subsets, of many the small ones."""
+    for subset in itertools.product((False, True), repeat=count):
+        if count <= MOST_TENSORS or sum(subset) in (0, 1, count):
+            yield subset
+
+
+def _with(sample: Sample, dtypes: tuple[torch.dtype, ...], wanted: tuple[bool, ...]) -> Sample:
+    """Return the call with these dtypes of its floating tensors and gradients of its leaves."""
+    of_floating, of_leaves = iter(dtypes), iter(wanted)
+
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        new = tensor.detach().to(next(of_floating))
+        return new.requires_grad_(tensor.requires_grad and next(of_leaves))
+
+    return sample.map(change)
+
+
+def _is_accepted(spec: Spec, sample: Sample) -> bool:
+    try:
+        spec.op(*sample.args, **sample.kwargs)
+    except TypeError as error:
+        assert spec.name in str(error), f"the message does not name {spec.name}: {error}"
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("spec", "sample"),
+    [
+        pytest.param(spec, sample, id=f"{spec.name}-{sample.name}")
+        for spec in all_specs().values()
+        for sample in _samples(spec)
+    ],
+)
+def test_mixed_dtypes_match_float64_for_each_subset_of_gradients(
+    spec: Spec, sample: Sample
+) -> None:
+    count = sum(tensor.is_floating_point() for tensor in sample.tensors)
+    for dtypes in _mixtures(count):
+        none = (False,) * len(sample.leaves)
+        if not _is_accepted(spec, _with(sample, dtypes, none)):
+            continue
+        for wanted in _subsets(len(sample.leaves)):
+            found = difference_of_mixture(spec, _with(sample, dtypes, wanted))
+            assert found is None, f"dtypes {dtypes}, gradients {wanted}: {found}"
