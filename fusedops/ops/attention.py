@@ -198,7 +198,7 @@ def _check(
     if key.shape[-1] != query.shape[-1]:
         checks.fail(op, "key", f"of head size {query.shape[-1]}, query's", key.shape[-1])
     leading = [each.shape[:-3] for each in (query, key, value)]
-    if len(set(leading)) > 1:
+    if any(each != leading[0] for each in leading):
         try:
             shared = torch.broadcast_shapes(*leading)
         except RuntimeError:

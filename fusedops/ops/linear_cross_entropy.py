@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from fusedops._core import checks, dtypes
 from fusedops._core.library import Gradient, define_op
 from fusedops._core.sharding import PARTIAL, REPLICATE, Placement
+from fusedops._core.tracing import holds_for_all
 from fusedops.kernels._loss_arguments import LinearCrossEntropy, of_backward
 from fusedops.ops import _cross_entropy_math as math_of
 from fusedops.ops.linear_act import check_parameter, rows_of, wants_gradient
@@ -157,7 +158,7 @@ def _keeps(
     if recompute is not None:
         return not recompute
     bytes_per_class = dtypes.statistics_dtype(hidden.dtype).itemsize * math.prod(hidden.shape[:-1])
-    return bytes_per_class <= weight.shape[1] * weight.dtype.itemsize
+    return holds_for_all(bytes_per_class <= weight.shape[1] * weight.dtype.itemsize)
 
 
 def _logits(call: LinearCrossEntropy) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -15,6 +15,7 @@ import torch
 from fusedops._core import checks, dtypes, philox
 from fusedops._core.library import Gradient, define_op
 from fusedops._core.sharding import REPLICATE, Placement
+from fusedops._core.tracing import plain_size
 from fusedops.kernels._moe_drop import drop
 from fusedops.ops import _route_math as math
 from fusedops.ops import _routing_reuse
@@ -133,9 +134,10 @@ def moe_route(
     probs, ids, kept = _OP(logits, bias, seed, ids, kept, top_k, *rule)
     mask = kept if rule.capacity >= 0 else None
     _routing_reuse.record(ids, mask, seed)
-    order = moe_sort(ids, logits.shape[1], kept=mask)
+    experts = plain_size(logits.shape[1])
+    order = moe_sort(ids, experts, kept=mask)
     capacity = rule.capacity if mask is not None else None
-    return RoutingPlan(ids, probs, *order, mask, logits.shape[1], capacity)
+    return RoutingPlan(ids, probs, *order, mask, experts, capacity)
 
 
 def moe_capacity(top_k: int, num_tokens: int, capacity_factor: float, num_experts: int) -> int:
@@ -234,7 +236,7 @@ def _check(
         checks.number(op, "capacity_factor", capacity_factor)
         if not 0 < capacity_factor < float("inf"):
             checks.fail(op, "capacity_factor", "positive and finite", capacity_factor)
-        capacity = moe_capacity(top_k, tokens, capacity_factor, experts)
+        capacity = plain_size(moe_capacity(top_k, tokens, capacity_factor, experts))
     normalize = bool(normalize or softmax_after)
     rule = Rule(
         score,
