@@ -1,0 +1,25 @@
+"""Records which operators a call of a public function reaches, and with what."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class RecordOps(TorchDispatchMode):
+    """Inside its ``with`` block: the fusedops operators that run, backwards too.
+
+    Attributes:
+        calls: operator and arguments of each, in order.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note an operator of fusedops, and run it."""
+        if func.namespace == "fusedops":
+            self.calls.append((func, args))
+        return func(*args, **(kwargs or {}))
