@@ -1,9 +1,10 @@
-// Autocast and CPU routing for every op, once, as boxed kernels.
+// Autocast and routing for every op, once, as boxed kernels.
 //
-// The route of fusedops::X on the CPU: the C++ kernel fusedops_cpp::X when the floating tensors
-// are float32, bfloat16 or float64, no backend was requested and no tuning table prefers another
-// one for these sizes; otherwise fusedops::X_choose, which is Python and knows the rest
-// (fusedops/_core/backends.py).
+// The route of fusedops::X: a call that is not as its contract says is refused. On the CPU the C++
+// kernel fusedops_cpp::X runs when the floating tensors are float32, bfloat16 or float64, no
+// backend was requested and no tuning table prefers another one for these sizes; otherwise
+// fusedops::X_choose, which is Python, knows the rest (fusedops/_core/backends.py), and has the
+// words of a refusal.
 #include <array>
 #include <atomic>
 #include <bit>
@@ -12,6 +13,7 @@
 #include <ATen/autocast_mode.h>
 
 #include "common/registry.h"
+#include "contract.h"
 
 namespace fusedops {
 namespace {
@@ -75,19 +77,24 @@ bool has_cpp_dtypes(at::ArrayRef<c10::IValue> arguments) {
 
 class Router : public c10::OperatorKernel {
  public:
-  explicit Router(const std::string& name)
-      : native_(c10::Dispatcher::singleton().findSchema({"fusedops_cpp::" + name, ""})),
-        choose_(find_operator("fusedops", name + "_choose")),
-        state_(states()[name]) {}
+  // On a GPU (`on_cpu` does not hold) Python chooses always.
+  Router(const std::string& name, bool on_cpu)
+      : choose_(find_operator("fusedops", name + "_choose")),
+        contract_(contract_of(name)),
+        state_(states()[name]) {
+    if (on_cpu) native_ = c10::Dispatcher::singleton().findSchema({"fusedops_cpp::" + name, ""});
+  }
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet,
                   torch::jit::Stack* stack) const {
     const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
-    if (native_.has_value() && !route_to_python.load(std::memory_order_relaxed) &&
+    const bool allowed = contract_ == nullptr || contract_->allows(arguments);
+    if (allowed && native_.has_value() && !route_to_python.load(std::memory_order_relaxed) &&
         has_cpp_dtypes(arguments) && !state_.bypasses(arguments)) {
       state_.count.fetch_add(1, std::memory_order_relaxed);
       native_->callBoxed(stack);
     } else {
+      set_verdict(allowed ? Verdict::allowed : Verdict::refused);
       choose_.callBoxed(stack);
     }
   }
@@ -95,6 +102,7 @@ class Router : public c10::OperatorKernel {
  private:
   std::optional<c10::OperatorHandle> native_;
   c10::OperatorHandle choose_;
+  const Contract* contract_;
   State& state_;
 };
 
@@ -148,7 +156,10 @@ class Autocast : public c10::OperatorKernel {
 
 TORCH_LIBRARY_FRAGMENT(fusedops_native, m) {
   m.def("route(str name) -> ()", [](std::string name) {
-    fusedops::install(name, c10::DispatchKey::CPU, std::make_unique<fusedops::Router>(name));
+    for (const auto key : {c10::DispatchKey::CPU, c10::DispatchKey::CUDA}) {
+      const bool on_cpu = key == c10::DispatchKey::CPU;
+      fusedops::install(name, key, std::make_unique<fusedops::Router>(name, on_cpu));
+    }
   });
   m.def("autocast(str name, str rule) -> ()", [](std::string name, std::string rule) {
     if (rule != "norm") {

@@ -27,10 +27,10 @@ TORCH_LIBRARY(fusedops_cpp, m) {
       " bool[] output_mask) -> (Tensor, Tensor)");
   m.def(
       "baddbmm(Tensor input, Tensor batch1, Tensor batch2, float beta, float alpha,"
-      " bool[] broadcast) -> (Tensor output)");
+      " int[] broadcast) -> (Tensor output)");
   m.def(
       "baddbmm_backward(Tensor? grad_output, Tensor batch1, Tensor batch2, float beta,"
-      " float alpha, bool[] broadcast, bool[] output_mask) -> (Tensor, Tensor, Tensor)");
+      " float alpha, int[] broadcast, bool[] output_mask) -> (Tensor, Tensor, Tensor)");
   m.def(
       "linear_act(Tensor input, Tensor weight, Tensor? bias, str activation,"
       " bool keep_preactivation) -> (Tensor output, Tensor preactivation)");

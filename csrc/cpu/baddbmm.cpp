@@ -55,7 +55,7 @@ void fold(BatchedProduct& a) {
 }
 
 at::Tensor forward(const at::Tensor& input, const at::Tensor& batch1, const at::Tensor& batch2,
-                   double beta, double alpha, const c10::List<bool>& /*broadcast*/) {
+                   double beta, double alpha, at::IntArrayRef /*broadcast*/) {
   const int64_t rank = batch1.dim();
   std::vector<int64_t> shape(rank);
   BatchedProduct arguments{product_of_last(batch1, batch2), {}, {}, {}, nullptr, alpha, beta};
@@ -105,14 +105,14 @@ at::Tensor operand_gradient(const at::Tensor& a, const at::Tensor& b, const at::
   return gradient;
 }
 
-// beta * the sum of `grad` over the dimensions where `broadcast` holds, which keep size 1.
-at::Tensor addend_gradient(const at::Tensor& grad, double beta, const c10::List<bool>& broadcast) {
+// beta * the sum of `grad` over the dimensions where `broadcast` is not 0, which keep size 1.
+at::Tensor addend_gradient(const at::Tensor& grad, double beta, at::IntArrayRef broadcast) {
   // Neighbouring dimensions that are treated alike are one.
   std::vector<int64_t> sizes;
   std::vector<bool> summed;
   auto shape = grad.sizes().vec();
   for (int64_t dim = 0; dim < grad.dim(); ++dim) {
-    const bool sum = broadcast.get(dim);
+    const bool sum = broadcast[dim] != 0;
     if (sum) shape[dim] = 1;
     if (!sizes.empty() && summed.back() == sum) {
       sizes.back() *= grad.size(dim);
@@ -135,12 +135,14 @@ at::Tensor addend_gradient(const at::Tensor& grad, double beta, const c10::List<
   return gradient;
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(
-    const Optional& grad_output, const at::Tensor& batch1, const at::Tensor& batch2, double beta,
-    double alpha, const c10::List<bool>& broadcast, std::array<bool, 3> output_mask) {
+std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(const Optional& grad_output,
+                                                        const at::Tensor& batch1,
+                                                        const at::Tensor& batch2, double beta,
+                                                        double alpha, at::IntArrayRef broadcast,
+                                                        std::array<bool, 3> output_mask) {
   const auto grad = grad_output->contiguous();
-  const auto flags = broadcast.vec();
-  const bool same = beta == 1.0 && std::find(flags.begin(), flags.end(), true) == flags.end();
+  const auto is_zero = [](int64_t flag) { return flag == 0; };
+  const bool same = beta == 1.0 && std::all_of(broadcast.begin(), broadcast.end(), is_zero);
   at::Tensor dinput, dbatch1, dbatch2;
   if (output_mask[0] && !same) dinput = addend_gradient(grad, beta, broadcast);
   if (output_mask[1]) dbatch1 = operand_gradient(grad, batch2.transpose(-2, -1), batch1, alpha);

@@ -23,6 +23,7 @@ import torch
 
 from fusedops._core import checks, env, extension, tuning
 from fusedops._core.checks import UnsupportedError
+from fusedops._core.contract import Program
 
 _LOG = logging.getLogger("fusedops")
 
@@ -43,6 +44,7 @@ class Kernels:
         part_of: name of the op whose function calls this one, ``None`` for an op of its own.
         check: raises for arguments of the forward that do not fit; ``None`` where the public
             function has looked at them.
+        contracts: what the arguments of forward and backward are to each other.
     """
 
     name: str
@@ -51,6 +53,7 @@ class Kernels:
     triton: str | None
     part_of: str | None = None
     check: Callable[..., None] | None = None
+    contracts: tuple[Program, Program | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -176,16 +179,21 @@ def resolve(name: str, *args: Any, backward: bool = False) -> Resolution:
 
 def run(name: str, args: tuple[Any, ...], backward: bool = False) -> Any:
     """Run the op ``name``, or its backward, on the backend that ``resolve`` names."""
-    check = _KERNELS[name].check
-    if check is not None and not backward:
-        check(*args)
+    kernels, verdict = _KERNELS[name], _verdict()
+    if kernels.check is not None and not backward:
+        kernels.check(*args)
+    program = None if kernels.contracts is None else kernels.contracts[backward]
+    if program is not None and verdict != _ALLOWED:
+        program.check(args)
+        if verdict == _REFUSED:
+            raise AssertionError(f"{program.op}: csrc/contract.cpp refuses what Python allows")
     choice = resolve(name, *args, backward=backward)
     for backend, reason in choice.passed_over:
         if (name, backend, reason) not in _LOGGED:
             _LOGGED.add((name, backend, reason))
             _LOG.info("%s: runs on %s, not on %s: %s", name, choice.backend, backend, reason)
     _COUNTS[name + "_backward" * backward, choice.backend] += 1
-    implementation = _implementation(_KERNELS[name], choice.backend, backward)
+    implementation = _implementation(kernels, choice.backend, backward)
     if choice.config is not None:
         implementation = partial(implementation, config=choice.config)
     return implementation(*args)
@@ -263,6 +271,15 @@ def _request(name: str | None, mistake: str | None = None) -> None:
     if extension.cpu_library() is None:
         in_python = name is not None or mistake is not None
         torch.ops.fusedops_native.set_route_to_python(in_python)
+
+
+# What the compiled router says of the call that it hands over (csrc/contract.h).
+_ALLOWED, _REFUSED = 1, 2
+
+
+def _verdict() -> int:
+    """Return whether the compiled router has held this call to its contract; 0: it has not."""
+    return torch.ops.fusedops_native.take_verdict() if extension.cpu_library() is None else 0
 
 
 def _put_in_force(device: torch.device, tables: tuning.Loaded) -> None:

@@ -27,7 +27,16 @@ from typing import Any
 
 import torch
 
-from fusedops._core import backends, checks, dtypes, extension, sharding
+from fusedops._core import (
+    _contract_code,
+    _contract_grammar,
+    backends,
+    checks,
+    dtypes,
+    extension,
+    sharding,
+)
+from fusedops._core.contract import Gradients, Program, Rules
 
 _NAMESPACE = "fusedops"
 _LIBRARY = torch.library.Library(_NAMESPACE, "DEF")
@@ -90,6 +99,7 @@ def define_op(
     name: str,
     schema: str,
     *,
+    contract: Rules,
     reference: Callable[..., Any],
     fake: Callable[..., Any],
     gradient: Gradient | None = None,
@@ -107,6 +117,8 @@ def define_op(
         schema: arguments and named returns, ``"(Tensor input, float eps) -> (Tensor output)"``.
             Sizes are ``SymInt``. Outputs never alias inputs. An op without a gradient may write
             to an argument, ``"(Tensor(a!) into, ...) -> ()"``.
+        contract: what arguments and results are to each other, in the words of ``contract.py``.
+            Every call of the operator is held to it: kernels and fakes see nothing else.
         reference: eager torch, the specification; also the backend ``"torch"``.
         fake: returns empty tensors of the right shapes, dtypes and strides.
         gradient: how it is differentiated; ``None`` for an op without gradient.
@@ -129,16 +141,23 @@ def define_op(
     parsed = _parse(schema)
     if gradient is not None:
         _check_names(name, parsed, gradient)
+    programs = _programs(name, parsed, gradient, contract)
+    fake = _after(programs[0].check, fake, whole=True)
     op = _define(name, schema, fake if check is None else _after(check, fake))
     native = extension.cpu_library() is None
     backward_reference = gradient.reference if gradient else None
-    backends.register(backends.Kernels(name, reference, backward_reference, triton, part_of, check))
-    _route(name, backward=False, native=native, schema=schema)
+    backends.register(
+        backends.Kernels(name, reference, backward_reference, triton, part_of, check, programs)
+    )
+    _route(name, programs[0], native=native, schema=schema)
     if gradient is not None:
+        assert programs[1] is not None
         backward_name = f"{name}_backward"
         backward_schema = _backward_schema(parsed, gradient)
-        _define(backward_name, backward_schema, gradient.fake)
-        _route(name, backward=True, native=native, schema=backward_schema)
+        _define(
+            backward_name, backward_schema, _after(programs[1].check, gradient.fake, whole=True)
+        )
+        _route(name, programs[1], native=native, schema=backward_schema)
         _LIBRARY.define(f"{backward_name}_composite{backward_schema}")
         _LIBRARY.impl(f"{backward_name}_composite", gradient.reference, "CompositeImplicitAutograd")
         if native:
@@ -205,11 +224,13 @@ def define_exchange(
     return op
 
 
-def _after(check: Callable[..., None], function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function`` behind ``check``."""
+def _after(
+    check: Callable[..., None], function: Callable[..., Any], *, whole: bool = False
+) -> Callable[..., Any]:
+    """Return ``function`` behind ``check``, which takes the arguments as they are or as a whole."""
 
     def checked(*args: Any) -> Any:
-        check(*args)
+        check(args) if whole else check(*args)
         return function(*args)
 
     return checked
@@ -252,20 +273,50 @@ def _define(name: str, schema: str, fake: Callable[..., Any]) -> Any:
     return getattr(torch.ops.fusedops, name).default
 
 
-def _route(name: str, *, backward: bool, native: bool, schema: str) -> None:
+def _programs(
+    name: str, schema: _Schema, gradient: Gradient | None, rules: Rules
+) -> tuple[Program, Program | None]:
+    """Return the contracts of the op and of its backward, ready to be checked."""
+    returns = [each for _, each in schema.returns]
+    if gradient is None:
+        return _contract_grammar.programs(name, schema.arguments, rules, returns=returns)
+    backward = _backward_arguments(schema, gradient)
+    places = {each: index for index, (_, each) in enumerate(backward)}
+    needs = [
+        (i, each)
+        for i, each in enumerate(gradient.inputs)
+        if each in gradient.saves and each not in gradient.saved_for
+    ]
+    needs += [(gradient.inputs.index(why), each) for each, why in gradient.saved_for.items()]
+    step = Gradients(
+        incoming=tuple(places[f"grad_{each}"] for each in gradient.outputs),
+        mask=places["output_mask"],
+        count=len(gradient.inputs),
+        needs=tuple((i, places[each]) for i, each in needs),
+    )
+    return _contract_grammar.programs(
+        name, schema.arguments, rules, returns=returns, backward=backward, gradients=step
+    )
+
+
+def _route(name: str, program: Program, *, native: bool, schema: str) -> None:
     """Register the CPU and CUDA kernels, which choose a backend when they are called."""
-    full = name + "_backward" * backward
+    full = program.op
+    backward = full != name
 
     def choose(*args: Any) -> Any:
         return backends.run(name, args, backward)
 
-    _LIBRARY.impl(full, choose, "CUDA")
     if not native:
         _LIBRARY.impl(full, choose, "CPU")
+        _LIBRARY.impl(full, choose, "CUDA")
         return
-    # The compiled router calls this op when a backend is requested or a dtype has no C++ kernel.
+    # The compiled router holds a call to the contract. It calls this op on a GPU, when a backend is
+    # requested, when a dtype has no C++ kernel, and for the words of a refusal.
     _LIBRARY.define(f"{full}_choose{schema}")
     _LIBRARY.impl(f"{full}_choose", choose, "CPU")
+    _LIBRARY.impl(f"{full}_choose", choose, "CUDA")
+    torch.ops.fusedops_native.contract(full, *_contract_code.encode(program))
     torch.ops.fusedops_native.route(full)
 
 
@@ -404,15 +455,23 @@ def _widest(given: Sequence[torch.dtype]) -> torch.dtype:
     return widest
 
 
-def _backward_schema(schema: _Schema, gradient: Gradient) -> str:
+def _backward_arguments(schema: _Schema, gradient: Gradient) -> list[tuple[str, str]]:
+    """Return kind and name of each argument of the backward."""
     kinds = {name: kind for kind, name in (*schema.arguments, *schema.returns)}
-    grads = [f"Tensor? grad_{name}" for name in gradient.outputs]
     kinds |= dict.fromkeys(gradient.saved_for, "Tensor?")
-    saved = [f"{kinds[name]} {name}" for name in gradient.saves]
-    others = [f"{kind} {name}" for kind, name in schema.others]
+    return [
+        *(("Tensor?", f"grad_{name}") for name in gradient.outputs),
+        *((kinds[name], name) for name in gradient.saves),
+        *schema.others,
+        ("bool[]", "output_mask"),
+    ]
+
+
+def _backward_schema(schema: _Schema, gradient: Gradient) -> str:
+    arguments = ", ".join(f"{kind} {name}" for kind, name in _backward_arguments(schema, gradient))
     returns = ", ".join("Tensor" for _ in gradient.inputs)
     returns = f"({returns})" if len(gradient.inputs) > 1 else returns
-    return f"({', '.join([*grads, *saved, *others, 'bool[] output_mask'])}) -> {returns}"
+    return f"({arguments}) -> {returns}"
 
 
 def _parse(schema: str) -> _Schema:

@@ -106,7 +106,7 @@ def forward(
     batch2: torch.Tensor,
     beta: float,
     alpha: float,
-    broadcast: Sequence[bool],
+    broadcast: Sequence[int],
 ) -> torch.Tensor:
     """Launch the forward; arguments and results are those of ``fusedops::baddbmm``."""
     leading = torch.broadcast_shapes(batch1.shape[:-2], batch2.shape[:-2])
@@ -194,7 +194,7 @@ def backward(
     batch2: torch.Tensor,
     beta: float,
     alpha: float,
-    broadcast: Sequence[bool],
+    broadcast: Sequence[int],
     output_mask: Sequence[bool],
 ) -> tuple[torch.Tensor | None, ...]:
     """Compute the gradients; arguments and results are those of ``fusedops::baddbmm_backward``."""

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from fusedops._core import checks, dtypes, philox
+from fusedops._core.tracing import is_traced, plain_size
 
 
 @dataclass(frozen=True)
@@ -190,9 +191,15 @@ def keeps_parts(attn_mask: Any, keep_remainder: bool) -> bool:
 
 
 def wants_gradient(*tensors: torch.Tensor | None) -> bool:
-    """Return whether a graph is being recorded through one of ``tensors``."""
-    return torch.is_grad_enabled() and any(
-        tensor is not None and tensor.requires_grad for tensor in tensors
+    """Return whether a graph is being recorded through one of ``tensors``.
+
+    Always while ``torch.jit.trace`` runs: its graph serves with a gradient in view and without, and
+    no backward can make again what is kept for it here.
+    """
+    return (
+        is_traced()
+        or torch.is_grad_enabled()
+        and any(tensor is not None and tensor.requires_grad for tensor in tensors)
     )
 
 
@@ -311,8 +318,9 @@ def check_options(
 ) -> tuple[int, int, float, float]:
     """Raise unless the options fit; return window_left, window_right, softcap and scale."""
     given = (window, softcap, alibi_slopes, sinks, scale)
-    if all(each is None for each in given) and query.shape[-1]:
-        return -1, -1, 0.0, float(query.shape[-1] ** -0.5)
+    size = plain_size(query.shape[-1])
+    if all(each is None for each in given) and size:
+        return -1, -1, 0.0, float(size**-0.5)
     left, right = -1, -1
     if window is not None:
         pair = isinstance(window, (tuple, list)) and len(window) == 2
@@ -337,7 +345,6 @@ def check_options(
     if sinks is not None:
         checks.like(op, "sinks", sinks, "query", query)
         checks.shape(op, "sinks", sinks, (heads,), "one per query head")
-    size = query.shape[-1]
     factor = float(scale) if scale is not None else (size**-0.5 if size else 1.0)
     return left, right, float(softcap or 0.0), factor
 

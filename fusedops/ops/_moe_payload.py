@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
+from fusedops._core.tracing import plain_sizes
+
 _SCALE_BYTES = 4
 _LARGEST = 448.0  # of e4m3
 _MANTISSA_OF_LARGEST = 0x600000  # 448 = 1.75 * 2**8
@@ -65,7 +67,7 @@ class PayloadLayout:
     @property
     def offsets(self) -> list[int]:
         """What the kernels need: ``[probs_at, ids_at, scale_at, stride]``."""
-        return [self.probs_at, self.ids_at, self.scale_at, self.stride]
+        return plain_sizes([self.probs_at, self.ids_at, self.scale_at, self.stride])
 
     def rows(self, payload: torch.Tensor) -> torch.Tensor:
         """Return the rows that are not quantized as a view ``[rows, hidden_size]``."""

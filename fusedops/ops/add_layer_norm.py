@@ -18,6 +18,7 @@ import torch
 from fusedops._core import dtypes, philox
 from fusedops._core.library import Gradient, define_op
 from fusedops._core.sharding import PARTIAL, REPLICATE, Placement
+from fusedops._core.tracing import plain_sizes
 from fusedops.ops import _norm_math, _residual
 from fusedops.ops._norm_math import (
     affine,
@@ -83,6 +84,7 @@ def add_layer_norm(
         >>> fusedops.add_layer_norm(x, residual, (3,), eps=0.0)
         (tensor([[-1.2247,  0.0000,  1.2247]]), tensor([[1., 2., 3.]]))
     """
+    normalized_shape = plain_sizes(normalized_shape)
     dtype = _residual.check("add_layer_norm", input, residual, "dropout_p", dropout_p)
     source, stream = _residual.promote(input, residual, dtype)
     _norm_math.check("add_layer_norm", "the sum", stream, normalized_shape, weight, bias, eps)
@@ -254,6 +256,17 @@ _OP = define_op(
     "(Tensor input, Tensor residual, SymInt[] normalized_shape, Tensor? weight, Tensor? bias,"
     " Tensor? seed, float eps, float dropout_p, ScalarType input_dtype)"
     " -> (Tensor normed, Tensor summed, Tensor mean, Tensor rstd)",
+    contract={
+        "input": "input_dtype [*rows, *normalized_shape]",
+        "residual": "param(input_dtype) as T [*rows, *normalized_shape]",
+        "summed": "param(input_dtype) as T [*rows, *normalized_shape]",
+        "normed": "T [*rows, *normalized_shape]",
+        "weight, bias": "param(T) [*normalized_shape]",
+        "mean, rstd": "stat(T) [*rows]",
+        "seed": "int64 [2]",
+        "normalized_shape": "len(normalized_shape) >= 1",
+        "dropout_p": "0 <= dropout_p <= 1",
+    },
     reference=_reference,
     fake=_fake,
     gradient=Gradient(

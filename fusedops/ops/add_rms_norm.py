@@ -18,6 +18,7 @@ import torch
 from fusedops._core import dtypes, philox
 from fusedops._core.library import Gradient, define_op
 from fusedops._core.sharding import PARTIAL, REPLICATE, Placement
+from fusedops._core.tracing import plain_sizes
 from fusedops.ops import _norm_math, _residual
 from fusedops.ops._norm_math import (
     counted_row_placements,
@@ -91,6 +92,7 @@ def add_rms_norm(
         >>> fusedops.add_rms_norm(x, residual, (2,), eps=0.0)
         (tensor([[0.8485, 1.1314]]), tensor([[3., 4.]]))
     """
+    normalized_shape = plain_sizes(normalized_shape)
     dtype = _residual.check("add_rms_norm", input, residual, "dropout_p", dropout_p)
     source, stream = _residual.promote(input, residual, dtype)
     checked_eps = 0.0 if eps is None else eps
@@ -269,6 +271,18 @@ _OP = define_op(
     "(Tensor input, Tensor residual, SymInt[] normalized_shape, Tensor? weight, Tensor? seed,"
     " float eps, float weight_offset, str rounding, float dropout_p, ScalarType input_dtype)"
     " -> (Tensor normed, Tensor summed, Tensor rstd)",
+    contract={
+        "input": "input_dtype [*rows, *normalized_shape]",
+        "residual": "param(input_dtype) as T [*rows, *normalized_shape]",
+        "summed": "param(input_dtype) as T [*rows, *normalized_shape]",
+        "normed": "param(T) [*rows, *normalized_shape]",
+        "weight": "param(T) [*normalized_shape]",
+        "rstd": "stat(T) [*rows]",
+        "seed": "int64 [2]",
+        "normalized_shape": "len(normalized_shape) >= 1",
+        "rounding": _norm_math.ROUNDINGS,
+        "dropout_p": "0 <= dropout_p <= 1",
+    },
     reference=_reference,
     fake=_fake,
     gradient=Gradient(

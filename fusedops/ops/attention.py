@@ -198,7 +198,7 @@ def _check(
     if key.shape[-1] != query.shape[-1]:
         checks.fail(op, "key", f"of head size {query.shape[-1]}, query's", key.shape[-1])
     leading = [each.shape[:-3] for each in (query, key, value)]
-    if len(set(leading)) > 1:
+    if any(each != leading[0] for each in leading):
         try:
             shared = torch.broadcast_shapes(*leading)
         except RuntimeError:
@@ -463,6 +463,22 @@ _OP = define_op(
     " Tensor? sinks, Tensor? seed, float dropout_p, float scale, SymInt window_left,"
     " SymInt window_right, float softcap, bool keep_remainder)"
     " -> (Tensor output, Tensor lse, Tensor remainder, Tensor lse_parts)",
+    contract={
+        "query": "T [batch, heads, queries, size]",
+        "key": "T [batch, key_heads, keys, size]",
+        "value": "T [batch, key_heads, keys, value_size]",
+        "attn_mask": "bool | T | stat(T) [~batch, ~heads, ~queries, ~keys]",
+        "alibi_slopes": "stat(T) [heads] | [batch, heads]",
+        "sinks": "stat(T) [heads]",
+        "seed": "int64 [2]",
+        "output": "T [batch, heads, queries, value_size]",
+        "lse": "stat(T) [batch, heads, queries]",
+        "remainder": "T [batch, heads, queries, value_size] | [0]",
+        "lse_parts": "stat(T) [batch, heads, queries, 2] | [0]",
+        "heads": "heads == 0 or key_heads > 0 and heads % key_heads == 0",
+        "dropout_p": "0 <= dropout_p <= 1",
+        "softcap": "0 <= softcap < inf",
+    },
     reference=_reference,
     fake=_fake,
     gradient=Gradient(

@@ -225,6 +225,18 @@ _OP = define_op(
     "(Tensor query, Tensor key_cache, Tensor value_cache, Tensor cache_seqlens,"
     " Tensor? alibi_slopes, Tensor? sinks, float scale, SymInt window_left, float softcap)"
     " -> (Tensor output, Tensor lse)",
+    contract={
+        "query": "T [batch, heads, queries, size]",
+        "key_cache": "T [batch, key_heads, capacity, size]",
+        "value_cache": "T [batch, key_heads, capacity, value_size]",
+        "cache_seqlens": "int64 [batch]",
+        "alibi_slopes": "stat(T) [heads] | [batch, heads]",
+        "sinks": "stat(T) [heads]",
+        "output": "T [batch, heads, queries, value_size]",
+        "lse": "stat(T) [batch, heads, queries]",
+        "heads": "heads == 0 or key_heads > 0 and heads % key_heads == 0",
+        "softcap": "0 <= softcap < inf",
+    },
     reference=_reference,
     fake=_fake,
     triton="fusedops.kernels.attention_decode",

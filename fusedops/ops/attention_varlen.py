@@ -342,6 +342,24 @@ _OP = define_op(
     " Tensor? alibi_slopes, Tensor? sinks, Tensor? seed, SymInt max_seqlen_q, SymInt max_seqlen_k,"
     " float dropout_p, float scale, SymInt window_left, SymInt window_right, float softcap,"
     " bool keep_remainder) -> (Tensor output, Tensor lse, Tensor remainder)",
+    contract={
+        "query": "T [tokens, heads, size]",
+        "key": "T [key_tokens, key_heads, size]",
+        "value": "T [key_tokens, key_heads, value_size]",
+        "cu_seqlens_q, cu_seqlens_k": "int64 [ends]",
+        "alibi_slopes": "stat(T) [heads] | [ends - 1, heads]",
+        "sinks": "stat(T) [heads]",
+        "seed": "int64 [2]",
+        "output": "T [tokens, heads, value_size]",
+        "lse": "stat(T) [heads, tokens]",
+        "remainder": "T [tokens, heads, value_size] | [0]",
+        "ends": "ends >= 1",
+        "heads": "heads == 0 or key_heads > 0 and heads % key_heads == 0",
+        "max_seqlen_q": "max_seqlen_q >= 0",
+        "max_seqlen_k": "max_seqlen_k >= 0",
+        "dropout_p": "0 <= dropout_p <= 1",
+        "softcap": "0 <= softcap < inf",
+    },
     reference=_reference,
     fake=_fake,
     gradient=Gradient(

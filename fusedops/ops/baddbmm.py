@@ -76,11 +76,12 @@ def baddbmm(
     rank = len(shape)
     batch1, batch2 = _with_rank(batch1, rank), _with_rank(batch2, rank)
     if input.shape == shape:
-        broadcast = [False] * rank
+        broadcast = [0] * rank
     else:
         input = _with_rank(input, rank)
         pairs = zip(input.shape, shape, strict=True)
-        broadcast = [size == 1 and wanted != 1 for size, wanted in pairs]
+        # Numbers, because torch.jit.trace records no list of bools.
+        broadcast = [int(size == 1 and wanted != 1) for size, wanted in pairs]
     return _OP(input, batch1, batch2, float(beta), float(alpha), broadcast)
 
 
@@ -135,7 +136,7 @@ def _reference(
     batch2: torch.Tensor,
     beta: float,
     alpha: float,
-    broadcast: Sequence[bool],
+    broadcast: Sequence[int],
 ) -> torch.Tensor:
     product = torch.matmul(batch1, batch2)
     wide = dtypes.statistics_dtype(product.dtype)
@@ -151,7 +152,7 @@ def _fake(
     batch2: torch.Tensor,
     beta: float,
     alpha: float,
-    broadcast: Sequence[bool],
+    broadcast: Sequence[int],
 ) -> torch.Tensor:
     leading = torch.broadcast_shapes(batch1.shape[:-2], batch2.shape[:-2])
     return batch1.new_empty((*leading, batch1.shape[-2], batch2.shape[-1]))
@@ -183,7 +184,7 @@ def _backward_reference(
     batch2: torch.Tensor,
     beta: float,
     alpha: float,
-    broadcast: Sequence[bool],
+    broadcast: Sequence[int],
     output_mask: Sequence[bool],
 ) -> tuple[torch.Tensor | None, ...]:
     grad_input = None
@@ -206,7 +207,7 @@ def _backward_fake(
     batch2: torch.Tensor,
     beta: float,
     alpha: float,
-    broadcast: Sequence[bool],
+    broadcast: Sequence[int],
     output_mask: Sequence[bool],
 ) -> tuple[torch.Tensor | None, ...]:
     grad_input = None
@@ -227,7 +228,7 @@ def _backward_fake(
 
 
 def _splits(
-    batch1: Any, batch2: Any, broadcast: Sequence[bool]
+    batch1: Any, batch2: Any, broadcast: Sequence[int]
 ) -> list[tuple[Placement, Placement, Placement, Placement]]:
     """Return the placements of input, batch1, batch2 and result that need no communication."""
     rows, columns = batch1.ndim - 2, batch1.ndim - 1
@@ -248,7 +249,7 @@ def _splits(
 
 
 def _shard(
-    input: Any, batch1: Any, batch2: Any, beta: float, alpha: float, broadcast: Sequence[bool]
+    input: Any, batch1: Any, batch2: Any, beta: float, alpha: float, broadcast: Sequence[int]
 ) -> list[tuple[list[Placement], list[Placement]]]:
     """Shard a batch dimension, the rows or the columns; or the sum, when the addend is a sum."""
     splits = _splits(batch1, batch2, broadcast)
@@ -265,7 +266,7 @@ def _shard_backward(
     batch2: Any,
     beta: float,
     alpha: float,
-    broadcast: Sequence[bool],
+    broadcast: Sequence[int],
     output_mask: Sequence[bool],
 ) -> list[tuple[list[Placement], list[Placement]]]:
     has_input = any(broadcast) or beta != 1
@@ -292,8 +293,16 @@ def _shard_backward(
 
 _OP = define_op(
     "baddbmm",
-    "(Tensor input, Tensor batch1, Tensor batch2, float beta, float alpha, bool[] broadcast)"
+    "(Tensor input, Tensor batch1, Tensor batch2, float beta, float alpha, int[] broadcast)"
     " -> (Tensor output)",
+    contract={
+        "batch1": "T [*batches1, rows, inner]",
+        "batch2": "T [*batches2, inner, columns]",
+        "batches": "broadcast(batches1, batches2)",
+        "output": "T [*batches, rows, columns]",
+        "input": "T [~*batches, ~rows, ~columns]",
+        "broadcast": "len(broadcast) == len(batches1) + 2",
+    },
     reference=_reference,
     fake=_fake,
     gradient=Gradient(

@@ -191,6 +191,13 @@ _OP = define_op(
     "bias_dropout_add",
     "(Tensor input, Tensor? bias, Tensor residual, Tensor? seed, float p, ScalarType input_dtype)"
     " -> (Tensor output)",
+    contract={
+        "input": "input_dtype [*shape]",
+        "residual, output": "param(input_dtype) as T [*shape]",
+        "bias": "input_dtype | T [shape[-1]]",
+        "seed": "int64 [2]",
+        "p": "0 <= p <= 1",
+    },
     reference=_reference,
     fake=_fake,
     gradient=Gradient(

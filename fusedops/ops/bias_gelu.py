@@ -143,6 +143,11 @@ def _shard_backward(
 _OP = define_op(
     "bias_gelu",
     "(Tensor input, Tensor bias, str approximate) -> (Tensor output)",
+    contract={
+        "input, output": "T [*rows, columns]",
+        "bias": "param(T) [columns]",
+        "approximate": tuple(GELU_VARIANTS),
+    },
     reference=_reference,
     fake=_fake,
     gradient=Gradient(

@@ -188,6 +188,18 @@ _OP = define_op(
     "(Tensor logits, Tensor target, int ignore_index, float label_smoothing, float z_loss,"
     " float softcap, str reduction, ScalarType dtype)"
     " -> (Tensor loss, Tensor count, Tensor lse)",
+    contract={
+        "logits": "T [*rows, classes]",
+        "classes": "classes >= 1",
+        "target": "int64 [*rows]",
+        "loss": "dtype [*rows] | []",
+        "count": "stat(T) []",
+        "lse": "stat(T) [*rows]",
+        "label_smoothing": "0 <= label_smoothing <= 1",
+        "z_loss": "0 <= z_loss < inf",
+        "softcap": "0 <= softcap < inf",
+        "reduction": math_of.REDUCTIONS,
+    },
     reference=_reference,
     fake=_fake,
     gradient=Gradient(

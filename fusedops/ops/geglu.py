@@ -98,6 +98,10 @@ def _shard_backward(
 _OP = define_op(
     "geglu",
     "(Tensor gate, Tensor up, str approximate) -> (Tensor output)",
+    contract={
+        "gate, up, output": "T [*shape]",
+        "approximate": tuple(GELU_VARIANTS),
+    },
     reference=_reference,
     fake=_fake,
     gradient=Gradient(

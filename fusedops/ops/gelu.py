@@ -104,6 +104,10 @@ def _shard_backward(
 _OP = define_op(
     "gelu",
     "(Tensor input, str approximate) -> (Tensor output)",
+    contract={
+        "input, output": "T [*shape]",
+        "approximate": tuple(GELU_VARIANTS),
+    },
     reference=_reference,
     fake=_fake,
     gradient=Gradient(

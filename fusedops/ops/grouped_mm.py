@@ -284,6 +284,15 @@ _OP = define_op(
     "grouped_mm",
     "(Tensor input, Tensor weight, Tensor offsets, Tensor? bias, str activation,"
     " bool keep_preactivation) -> (Tensor output, Tensor preactivation)",
+    contract={
+        "input": "T [rows, inner]",
+        "weight": "T [groups, inner, columns]",
+        "offsets": "int32 [groups]",
+        "bias": "T [groups, columns]",
+        "output": "T [rows, columns]",
+        "preactivation": "T [rows, columns] | [0]",
+        "activation": tuple(ACTIVATIONS),
+    },
     reference=_reference,
     fake=_fake,
     gradient=Gradient(
@@ -317,6 +326,12 @@ def _add_gradient_fake(
 _ADD_GRADIENT = define_op(
     "grouped_mm_add_gradient",
     "(Tensor(a!) into, Tensor input, Tensor grad, Tensor offsets) -> ()",
+    contract={
+        "input": "T [rows, inner]",
+        "grad": "T [rows, columns]",
+        "offsets": "int32 [groups]",
+        "into": "stat(T) [groups, inner, columns]",
+    },
     reference=_add_gradient_reference,
     fake=_add_gradient_fake,
     triton="fusedops.kernels.grouped_mm_add_gradient",

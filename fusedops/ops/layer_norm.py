@@ -17,6 +17,7 @@ import torch
 from fusedops._core import checks, dtypes
 from fusedops._core.library import Gradient, define_op
 from fusedops._core.sharding import PARTIAL, REPLICATE, Placement
+from fusedops._core.tracing import plain_sizes
 from fusedops.ops import _norm_math
 from fusedops.ops._norm_math import (
     affine,
@@ -68,6 +69,7 @@ def layer_norm(
         >>> fusedops.layer_norm(torch.tensor([[1.0, 2.0, 3.0]]), (3,), eps=0.0)
         tensor([[-1.2247,  0.0000,  1.2247]])
     """
+    normalized_shape = plain_sizes(normalized_shape)
     return _OP(input, normalized_shape, weight, bias, eps)[0]
 
 
@@ -183,6 +185,12 @@ _OP = define_op(
     "layer_norm",
     "(Tensor input, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps)"
     " -> (Tensor output, Tensor mean, Tensor rstd)",
+    contract={
+        "input, output": "T [*rows, *normalized_shape]",
+        "weight, bias": "param(T) [*normalized_shape]",
+        "mean, rstd": "stat(T) [*rows]",
+        "normalized_shape": "len(normalized_shape) >= 1",
+    },
     reference=_reference,
     fake=_fake,
     gradient=Gradient(

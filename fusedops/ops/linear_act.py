@@ -19,6 +19,7 @@ from fusedops._core import checks, dtypes
 from fusedops._core.activation import ACTIVATIONS, SLOPES
 from fusedops._core.library import Gradient, define_op
 from fusedops._core.sharding import PARTIAL, REPLICATE, Placement
+from fusedops._core.tracing import is_traced
 
 
 def linear_act(
@@ -95,7 +96,13 @@ def check_parameter(op: str, name: str, value: Any, input: torch.Tensor) -> None
 
 
 def wants_gradient(*tensors: torch.Tensor | None) -> bool:
-    """Return whether a graph is being recorded through one of ``tensors``."""
+    """Return whether a graph is being recorded through one of ``tensors``.
+
+    Not while ``torch.jit.trace`` runs, whose graph serves both ways: with a gradient in view and,
+    as its own check runs it, without. What is not kept a backward makes again.
+    """
+    if is_traced():
+        return False
     return torch.is_grad_enabled() and any(
         tensor is not None and tensor.requires_grad for tensor in tensors
     )
@@ -288,6 +295,14 @@ _OP = define_op(
     "linear_act",
     "(Tensor input, Tensor weight, Tensor? bias, str activation, bool keep_preactivation)"
     " -> (Tensor output, Tensor preactivation)",
+    contract={
+        "input": "T [*rows, features]",
+        "weight": "T [columns, features]",
+        "bias": "T [columns]",
+        "output": "T [*rows, columns]",
+        "preactivation": "T [*rows, columns] | [0]",
+        "activation": tuple(ACTIVATIONS),
+    },
     reference=_reference,
     fake=_fake,
     gradient=Gradient(

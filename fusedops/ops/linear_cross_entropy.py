@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from fusedops._core import checks, dtypes
 from fusedops._core.library import Gradient, define_op
 from fusedops._core.sharding import PARTIAL, REPLICATE, Placement
+from fusedops._core.tracing import holds_for_all
 from fusedops.kernels._loss_arguments import LinearCrossEntropy, of_backward
 from fusedops.ops import _cross_entropy_math as math_of
 from fusedops.ops.linear_act import check_parameter, rows_of, wants_gradient
@@ -157,7 +158,7 @@ def _keeps(
     if recompute is not None:
         return not recompute
     bytes_per_class = dtypes.statistics_dtype(hidden.dtype).itemsize * math.prod(hidden.shape[:-1])
-    return bytes_per_class <= weight.shape[1] * weight.dtype.itemsize
+    return holds_for_all(bytes_per_class <= weight.shape[1] * weight.dtype.itemsize)
 
 
 def _logits(call: LinearCrossEntropy) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -259,6 +260,22 @@ _OP = define_op(
     "(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, int ignore_index,"
     " float label_smoothing, float z_loss, float softcap, str reduction, int chunk_size,"
     " bool keep_logits) -> (Tensor loss, Tensor count, Tensor lse, Tensor logits)",
+    contract={
+        "hidden": "T [*rows, features]",
+        "weight": "T [classes, features]",
+        "classes": "classes >= 1",
+        "target": "int64 [*rows]",
+        "bias": "T [classes]",
+        "loss": "stat(T) [*rows] | []",
+        "count": "stat(T) []",
+        "lse": "stat(T) [*rows]",
+        "logits": "stat(T) [*rows, classes if keep_logits else 0]",
+        "label_smoothing": "0 <= label_smoothing <= 1",
+        "z_loss": "0 <= z_loss < inf",
+        "softcap": "0 <= softcap < inf",
+        "reduction": ("none", "sum"),
+        "chunk_size": "chunk_size >= 1",
+    },
     reference=_reference,
     fake=_fake,
     gradient=Gradient(

@@ -201,6 +201,13 @@ _OP = define_op(
     "linear_glu",
     "(Tensor input, Tensor gate_weight, Tensor up_weight, str activation,"
     " bool keep_preactivations) -> (Tensor output, Tensor gate, Tensor up)",
+    contract={
+        "input": "T [*rows, features]",
+        "gate_weight, up_weight": "T [columns, features]",
+        "output": "T [*rows, columns]",
+        "gate, up": "T [*rows, columns] | [0]",
+        "activation": tuple(ACTIVATIONS),
+    },
     reference=_reference,
     fake=_fake,
     gradient=Gradient(

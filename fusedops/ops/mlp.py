@@ -233,6 +233,16 @@ _OP = define_op(
     "mlp",
     "(Tensor input, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, str activation,"
     " bool keep_preactivation) -> (Tensor output, Tensor preactivation)",
+    contract={
+        "input": "T [*rows, features]",
+        "w1": "T [hidden, features]",
+        "b1": "T [hidden]",
+        "w2": "T [columns, hidden]",
+        "b2": "T [columns]",
+        "output": "T [*rows, columns]",
+        "preactivation": "T [*rows, hidden] | [0]",
+        "activation": tuple(ACTIVATIONS),
+    },
     reference=_reference,
     fake=_fake,
     gradient=Gradient(

@@ -298,6 +298,20 @@ _OP = define_op(
     "(Tensor input, Tensor probs, Tensor permutation, Tensor positions, Tensor offsets, Tensor w1,"
     " Tensor w2, Tensor? b1, Tensor? b2, str activation, bool gated, bool interleaved,"
     " bool keep_preactivation) -> (Tensor output, Tensor preactivation)",
+    contract={
+        "input": "T [tokens, features]",
+        "positions": "int32 [tokens, top_k]",
+        "probs": "stat(T) [tokens, top_k]",
+        "permutation": "int32 [tokens * top_k]",
+        "offsets": "int32 [experts]",
+        "w2": "T [experts, inner, columns]",
+        "w1": "T [experts, features, inner * (1 + gated)]",
+        "b1": "T [experts, inner * (1 + gated)]",
+        "b2": "T [experts, columns]",
+        "output": "T [tokens, columns]",
+        "preactivation": "T [tokens * top_k, inner * (1 + gated)] | [0, inner * (1 + gated)]",
+        "activation": (*ACTIVATIONS, "swiglu_oai"),
+    },
     reference=_reference,
     fake=_fake,
     gradient=Gradient(

@@ -168,6 +168,22 @@ _OP = define_op(
     "moe_pack",
     "(Tensor input, Tensor probs, Tensor? expert_ids, Tensor? index, Tensor? num_rows,"
     " SymInt span, bool quantized, SymInt[] layout) -> (Tensor payload)",
+    contract={
+        "input": "T [tokens, features]",
+        "probs": "float32 | float64 [tokens, top_k]",
+        "expert_ids": "int32 [tokens, top_k]",
+        "index": "int32 [rows]",
+        "num_rows": "int32 [] | [1]",
+        "payload": "uint8 [rows if given(index) else tokens, layout[3]]",
+        "features": "features >= 1",
+        "pairs": "1 if given(index) and span == 0 else top_k",
+        "span": "span == 0 or span > 0 and given(index) and given(expert_ids)",
+        "layout": "len(layout) == 4"
+        " and layout[0] == (features * (1 if quantized else itemsize(input)) + 7) // 8 * 8"
+        " and layout[1] == layout[0] + pairs * itemsize(probs)"
+        " and layout[2] == layout[1] + pairs * 4"
+        " and layout[3] == (layout[2] + 4 * quantized + 15) // 16 * 16",
+    },
     reference=_reference,
     fake=_fake,
     triton="fusedops.kernels.moe_pack",

@@ -109,6 +109,13 @@ def _shard_backward(
 _OP = define_op(
     "moe_permute",
     "(Tensor input, Tensor positions, Tensor offsets) -> (Tensor output)",
+    contract={
+        "positions": "int32 [tokens, top_k]",
+        "offsets": "int32 [experts]",
+        "experts": "experts >= 1",
+        "input": "T [tokens, features]",
+        "output": "T [tokens * top_k, features]",
+    },
     reference=_reference,
     fake=_fake,
     gradient=Gradient(

@@ -205,6 +205,12 @@ def _shard_backward(
 _OP = define_op(
     "moe_relayout",
     "(Tensor input, Tensor index, Tensor inverse) -> (Tensor output)",
+    contract={
+        "index": "int32 [rows]",
+        "inverse": "int32 [source_rows]",
+        "input": "T [source_rows, features]",
+        "output": "T [rows, features]",
+    },
     reference=_reference,
     fake=_fake,
     gradient=Gradient(

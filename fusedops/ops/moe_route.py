@@ -15,6 +15,7 @@ import torch
 from fusedops._core import checks, dtypes, philox
 from fusedops._core.library import Gradient, define_op
 from fusedops._core.sharding import REPLICATE, Placement
+from fusedops._core.tracing import plain_size
 from fusedops.kernels._moe_drop import drop
 from fusedops.ops import _route_math as math
 from fusedops.ops import _routing_reuse
@@ -133,9 +134,10 @@ def moe_route(
     probs, ids, kept = _OP(logits, bias, seed, ids, kept, top_k, *rule)
     mask = kept if rule.capacity >= 0 else None
     _routing_reuse.record(ids, mask, seed)
-    order = moe_sort(ids, logits.shape[1], kept=mask)
+    experts = plain_size(logits.shape[1])
+    order = moe_sort(ids, experts, kept=mask)
     capacity = rule.capacity if mask is not None else None
-    return RoutingPlan(ids, probs, *order, mask, logits.shape[1], capacity)
+    return RoutingPlan(ids, probs, *order, mask, experts, capacity)
 
 
 def moe_capacity(top_k: int, num_tokens: int, capacity_factor: float, num_experts: int) -> int:
@@ -234,7 +236,7 @@ def _check(
         checks.number(op, "capacity_factor", capacity_factor)
         if not 0 < capacity_factor < float("inf"):
             checks.fail(op, "capacity_factor", "positive and finite", capacity_factor)
-        capacity = moe_capacity(top_k, tokens, capacity_factor, experts)
+        capacity = plain_size(moe_capacity(top_k, tokens, capacity_factor, experts))
     normalize = bool(normalize or softmax_after)
     rule = Rule(
         score,
@@ -413,6 +415,24 @@ _OP = define_op(
     " SymInt top_k, str score, bool normalize, float scaling, int num_groups, int topk_groups,"
     " str group_score, float jitter, SymInt capacity, str drop_policy)"
     " -> (Tensor probs, Tensor expert_ids, Tensor kept)",
+    contract={
+        "logits": "T [tokens, experts]",
+        "slots": "experts if drop_policy == 'expert_choice' else top_k",
+        "bias": "float [experts]",
+        "seed": "int64 [2]",
+        "chosen": "int32 [tokens, slots]",
+        "chosen_kept": "bool [tokens, slots]",
+        "probs": "stat(T) [tokens, slots]",
+        "expert_ids": "int32 [tokens, slots]",
+        "kept": "bool [tokens if capacity >= 0 else 0, slots]",
+        "top_k": "1 <= top_k <= experts",
+        "num_groups": "num_groups >= 1 and experts % num_groups == 0",
+        "topk_groups": "1 <= topk_groups <= num_groups",
+        "score": _SCORES,
+        "group_score": _GROUP_SCORES,
+        "drop_policy": (*_DROP_POLICIES, "expert_choice"),
+        "jitter": "0 <= jitter < 1",
+    },
     reference=_reference,
     fake=_fake,
     gradient=Gradient(

@@ -295,6 +295,15 @@ def _shard_backward(grad_loss: Any, *args: Any) -> list[tuple[list[Placement], l
 _OP = define_op(
     "moe_router_loss",
     "(Tensor logits, Tensor? weights, Tensor? z_weight, Tensor? mask, str score) -> (Tensor loss)",
+    contract={
+        "logits": "T [tokens, experts]",
+        "weights": "stat(T) [sequences, experts]",
+        "sequences": "sequences >= 1 and tokens % sequences == 0",
+        "z_weight": "stat(T) []",
+        "mask": "bool [tokens]",
+        "loss": "stat(T) []",
+        "score": _SCORES,
+    },
     reference=_reference,
     fake=_fake,
     gradient=Gradient(

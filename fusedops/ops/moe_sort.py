@@ -15,6 +15,7 @@ import torch
 from fusedops._core import checks
 from fusedops._core.library import define_op
 from fusedops._core.sharding import REPLICATE, Placement
+from fusedops._core.tracing import holds_for_all
 
 Sorted = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -81,7 +82,7 @@ def check_choices(op: str, expert_ids: Any, num_experts: Any, kept: Any) -> None
         raise TypeError(f"{op}: num_experts must be an int, got {type(num_experts).__name__}")
     if num_experts < 1:
         checks.fail(op, "num_experts", "at least 1", num_experts)
-    if expert_ids.numel() >= 2**31 or num_experts >= 2**31:
+    if holds_for_all(expert_ids.numel() >= 2**31) or num_experts >= 2**31:
         checks.fail(op, "expert_ids", "of fewer than 2**31 slots: rows are int32", expert_ids.shape)
     if kept is None:
         return
@@ -135,6 +136,14 @@ _OP = define_op(
     "moe_sort",
     "(Tensor expert_ids, Tensor? kept, SymInt num_experts)"
     " -> (Tensor permutation, Tensor positions, Tensor tokens_per_expert, Tensor offsets)",
+    contract={
+        "expert_ids": "int32 | int64 [tokens, top_k]",
+        "kept": "bool [tokens, top_k]",
+        "num_experts": "0 <= num_experts <= 16777216",
+        "permutation": "int32 [tokens * top_k]",
+        "positions": "int32 [tokens, top_k]",
+        "tokens_per_expert, offsets": "int32 [num_experts]",
+    },
     reference=_reference,
     fake=_fake,
     triton="fusedops.kernels.moe_sort",

@@ -78,6 +78,12 @@ def _fake(payload: torch.Tensor, like: torch.Tensor, layout: Sequence[int]) -> t
 _OP = define_op(
     "moe_unpack",
     "(Tensor payload, Tensor like, SymInt[] layout) -> (Tensor rows)",
+    contract={
+        "payload": "uint8 [count, layout[3]]",
+        "like": "T [*leading, features]",
+        "rows": "T [count, features]",
+        "layout": "len(layout) == 4 and features <= layout[2] and layout[2] + 4 <= layout[3]",
+    },
     reference=_reference,
     fake=_fake,
     triton="fusedops.kernels.moe_unpack",

@@ -154,6 +154,14 @@ def _shard_backward(
 _OP = define_op(
     "moe_unpermute",
     "(Tensor input, Tensor? probs, Tensor positions, Tensor offsets) -> (Tensor output)",
+    contract={
+        "positions": "int32 [tokens, top_k]",
+        "offsets": "int32 [experts]",
+        "experts": "experts >= 1",
+        "input": "T [tokens * top_k, features]",
+        "output": "T [tokens, features]",
+        "probs": "stat(T) [tokens, top_k]",
+    },
     reference=_reference,
     fake=_fake,
     gradient=Gradient(

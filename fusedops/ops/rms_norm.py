@@ -17,6 +17,7 @@ import torch
 from fusedops._core import checks, dtypes
 from fusedops._core.library import Gradient, define_op
 from fusedops._core.sharding import PARTIAL, REPLICATE, Placement
+from fusedops._core.tracing import plain_sizes
 from fusedops.ops import _norm_math
 from fusedops.ops._norm_math import (
     default_eps,
@@ -87,6 +88,7 @@ def rms_norm(
         >>> fusedops.rms_norm(torch.tensor([[3.0, 4.0, 0.0, 0.0]]), (4,), eps=0.0)
         tensor([[1.2000, 1.6000, 0.0000, 0.0000]])
     """
+    normalized_shape = plain_sizes(normalized_shape)
     _check(input, normalized_shape, weight, eps, weight_offset, rounding)
     if input.is_cuda and rounding == "torch" and torch.is_autocast_enabled("cuda"):
         input, weight = in_float32(input), in_float32(weight)
@@ -215,6 +217,14 @@ _OP = define_op(
     "rms_norm",
     "(Tensor input, SymInt[] normalized_shape, Tensor? weight, float eps, float weight_offset,"
     " str rounding) -> (Tensor output, Tensor rstd)",
+    contract={
+        "input": "T [*rows, *normalized_shape]",
+        "output": "param(T) [*rows, *normalized_shape]",
+        "weight": "param(T) [*normalized_shape]",
+        "rstd": "stat(T) [*rows]",
+        "normalized_shape": "len(normalized_shape) >= 1",
+        "rounding": _norm_math.ROUNDINGS,
+    },
     reference=_reference,
     fake=_fake,
     gradient=Gradient(

@@ -225,6 +225,13 @@ _OP = define_op(
     "rotary_embedding",
     "(Tensor query, Tensor key, Tensor cos, Tensor sin, bool interleaved)"
     " -> (Tensor rotated_query, Tensor rotated_key)",
+    contract={
+        "query, rotated_query": "T [batch, num_heads, seq_len, head_dim]",
+        "key, rotated_key": "T [batch, num_key_heads, seq_len, head_dim]",
+        "cos": "param(T) as P [seq_len, rotary_dim] | [~batch, seq_len, rotary_dim]",
+        "sin": "P [seq_len, rotary_dim] | [~batch, seq_len, rotary_dim]",
+        "rotary_dim": "0 < rotary_dim <= head_dim and rotary_dim % 2 == 0",
+    },
     reference=_reference,
     fake=_fake,
     gradient=Gradient(

@@ -204,6 +204,11 @@ def _shard_backward(
 _OP = define_op(
     "scaled_masked_softmax",
     "(Tensor input, Tensor? mask, float scale, bool is_causal) -> (Tensor output)",
+    contract={
+        "input, output": "T [*shape]",
+        "mask": "bool | param(T) [~...shape]",
+        "shape": "len(shape) >= 2",
+    },
     reference=_reference,
     fake=_fake,
     gradient=Gradient(

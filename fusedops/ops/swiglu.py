@@ -85,6 +85,9 @@ def _shard_backward(
 _OP = define_op(
     "swiglu",
     "(Tensor gate, Tensor up) -> (Tensor output)",
+    contract={
+        "gate, up, output": "T [*shape]",
+    },
     reference=_reference,
     fake=_fake,
     gradient=Gradient(

@@ -139,6 +139,7 @@ def test_gradient_names_are_those_of_the_schema(
         define_op(
             "wrong",
             "(Tensor input) -> (Tensor output, Tensor rstd)",
+            contract={"input, output, rstd": "T [*shape]"},
             reference=torch.abs,
             fake=torch.abs,
             gradient=dataclasses.replace(usual, **{attribute: names}),

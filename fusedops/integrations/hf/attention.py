@@ -67,7 +67,10 @@ def attend(
         ``[B, Sq, H, Dv]``, and ``None`` for the weights, which are never whole.
     """
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    causal = query.shape[2] > 1 and attention_mask is None and causal
+    # One query beside a cache sees all keys. Equal lengths are asked for first: of symbols that is
+    # no guard.
+    whole = query.shape[2] == key.shape[2] or query.shape[2] > 1
+    causal = attention_mask is None and causal and whole
     if position_bias is not None:
         attention_mask = create_position_bias_mask(
             position_bias, attention_mask, causal, query, key

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from fusedops import nn as fused
+from fusedops._core.tracing import holds_for_all, is_traced
 from fusedops.integrations.hf.rules import (
     Rule,
     bypass_obstacle,
@@ -49,8 +50,13 @@ def pays(input: torch.Tensor, rows: int = MIN_ROWS) -> bool:
 
 
 def enough_rows(input: torch.Tensor, rows: int = MIN_ROWS) -> bool:
-    """Return whether the own CPU product is not slower than torch's for the rows of ``input``."""
-    return input.device.type != "cpu" or input.numel() >= rows * input.shape[-1]
+    """Return whether the own CPU product is not slower than torch's for the rows of ``input``.
+
+    In a graph for many sizes it is taken for all of them.
+    """
+    if input.device.type != "cpu" or is_traced():
+        return True
+    return not holds_for_all(input.numel() < rows * input.shape[-1])
 
 
 class LayerNorm(fused.LayerNorm):

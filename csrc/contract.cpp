@@ -1,0 +1,587 @@
+// See contract.h. A tree of steps is made from the code once; a call walks through it with a few
+// small arrays on the stack.
+#include "contract.h"
+
+#include <array>
+#include <cmath>
+#include <map>
+#include <optional>
+#include <span>
+
+#include <c10/util/SmallVector.h>
+#include <c10/util/safe_numerics.h>
+#include <torch/library.h>
+
+namespace fusedops {
+namespace {
+
+constexpr size_t kMostNames = 16;  // of each kind, in one operator
+constexpr size_t kMostDepth = 16;  // of an expression
+
+// In the order of _OPERATIONS.
+enum class Operation : int64_t {
+  constant,
+  size,
+  argument,
+  word,
+  given,
+  itemsize,
+  len,
+  item,
+  select,
+  add,
+  subtract,
+  multiply,
+  divide,
+  modulo,
+  less,
+  less_equal,
+  greater,
+  greater_equal,
+  equal,
+  not_equal,
+  both,
+  either,
+  unknown
+};
+
+using Expression = std::vector<int64_t>;
+
+enum class AtomKind : int64_t { set, same, param, stat };
+
+struct Atom {
+  AtomKind kind;
+  int64_t operand;  // a set of bits, or a letter
+};
+
+enum class SizeKind : int64_t { expression, list, name };
+
+struct Size {
+  bool broadcast;
+  bool shorter;  // a broadcast list may lack its first sizes
+  SizeKind kind;
+  int64_t name = 0;
+  Expression expression = {};
+};
+
+using Shape = std::vector<Size>;
+
+struct TensorRule {
+  int64_t argument;
+  bool optional;
+  int64_t binds;
+  std::vector<Atom> atoms;
+  std::vector<Shape> shapes;
+};
+
+struct Definition {
+  bool is_list;
+  int64_t name;
+  int64_t first = 0, second = 0;
+  Expression expression = {};
+};
+
+struct Range {
+  int64_t argument;
+  double low, high;
+  bool low_open, high_open;
+};
+
+struct Choice {
+  int64_t argument;
+  std::vector<std::string> words;
+};
+
+struct Gradients {
+  std::vector<int64_t> incoming;
+  int64_t mask, count;
+  std::vector<std::pair<int64_t, int64_t>> needs;
+};
+
+using Step = std::variant<TensorRule, Definition, Expression, Range, Choice, Gradients>;
+
+// A number, or nothing where what it depends on is not known; `wrong` where it cannot be.
+struct Number {
+  int64_t value = 0;
+  bool known = false;
+  bool wrong = false;
+};
+
+bool is_given(const c10::IValue& value) {
+  return value.isTensor() && value.toTensor().defined();
+}
+
+bool is_float(at::ScalarType type) {
+  return type == at::kHalf || type == at::kBFloat16 || type == at::kFloat || type == at::kDouble;
+}
+
+// What the arguments looked at so far have told.
+struct Known {
+  at::ArrayRef<c10::IValue> arguments;
+  std::array<std::optional<int64_t>, kMostNames> sizes = {};
+  std::array<std::optional<at::IntArrayRef>, kMostNames> lists = {};
+  std::array<at::ScalarType, kMostNames> letters;  // Undefined: not known
+  // Lists that no tensor holds.
+  c10::SmallVector<c10::SmallVector<int64_t, 8>, 2> kept = {};
+
+  explicit Known(at::ArrayRef<c10::IValue> arguments) : arguments(arguments) {
+    letters.fill(at::ScalarType::Undefined);
+  }
+};
+
+int64_t integer_of(const c10::IValue& value) {
+  if (value.isBool()) return value.toBool();
+  return value.isInt() ? value.toInt() : value.toSymInt().expect_int();
+}
+
+Number compute(Operation operation, Number a, Number b) {
+  Number result{0, a.known && b.known, a.wrong || b.wrong};
+  if (!result.known) return result;
+  bool overflows = false;
+  switch (operation) {
+    case Operation::add:
+      overflows = __builtin_add_overflow(a.value, b.value, &result.value);
+      break;
+    case Operation::subtract:
+      overflows = __builtin_sub_overflow(a.value, b.value, &result.value);
+      break;
+    case Operation::multiply:
+      overflows = __builtin_mul_overflow(a.value, b.value, &result.value);
+      break;
+    case Operation::divide:
+    case Operation::modulo: {
+      // As in Python: towards minus infinity.
+      if (b.value == 0 || (b.value == -1 && a.value == INT64_MIN)) {
+        overflows = true;
+        break;
+      }
+      const int64_t rest = a.value % b.value;
+      const bool below = rest != 0 && (rest < 0) != (b.value < 0);
+      result.value =
+          operation == Operation::divide ? a.value / b.value - below : rest + below * b.value;
+      break;
+    }
+    case Operation::less:
+      result.value = a.value < b.value;
+      break;
+    case Operation::less_equal:
+      result.value = a.value <= b.value;
+      break;
+    case Operation::greater:
+      result.value = a.value > b.value;
+      break;
+    case Operation::greater_equal:
+      result.value = a.value >= b.value;
+      break;
+    case Operation::equal:
+      result.value = a.value == b.value;
+      break;
+    case Operation::not_equal:
+      result.value = a.value != b.value;
+      break;
+    case Operation::both:
+      result.value = a.value && b.value;
+      break;
+    case Operation::either:
+      result.value = a.value || b.value;
+      break;
+    default:
+      overflows = true;
+  }
+  result.wrong |= overflows;
+  return result;
+}
+
+}  // namespace
+
+struct Contract::Rules {
+  std::vector<std::string> words;
+  std::vector<int64_t> tensors;
+  std::vector<std::pair<int64_t, int64_t>> lists, letters;  // name, argument
+  std::vector<Step> steps;
+
+  Number evaluate(const Expression& code, const Known& known) const {
+    std::array<Number, kMostDepth> stack;
+    size_t top = 0;
+    const auto push = [&](int64_t value) { stack[top++] = {value, true, false}; };
+    for (size_t at = 0; at < code.size();) {
+      const auto operation = static_cast<Operation>(code[at++]);
+      switch (operation) {
+        case Operation::constant:
+          push(code[at++]);
+          break;
+        case Operation::size: {
+          const auto& size = known.sizes[code[at++]];
+          stack[top++] = {size.value_or(0), size.has_value(), false};
+          break;
+        }
+        case Operation::argument:
+          push(integer_of(known.arguments[code[at++]]));
+          break;
+        case Operation::word: {
+          const auto& value = known.arguments[code[at]];
+          push(value.toStringView() == words[code[at + 1]]);
+          at += 2;
+          break;
+        }
+        case Operation::given:
+          push(is_given(known.arguments[code[at++]]));
+          break;
+        case Operation::itemsize:
+          push(static_cast<int64_t>(known.arguments[code[at++]].toTensor().element_size()));
+          break;
+        case Operation::len: {
+          const auto& list = known.lists[code[at++]];
+          stack[top++] = {list ? static_cast<int64_t>(list->size()) : 0, list.has_value(), false};
+          break;
+        }
+        case Operation::item: {
+          const auto& list = known.lists[code[at]];
+          const int64_t count = list ? static_cast<int64_t>(list->size()) : 0;
+          const int64_t index = code[at + 1] + (code[at + 1] < 0 ? count : 0);
+          const bool inside = index >= 0 && index < count;
+          stack[top++] = {inside ? (*list)[index] : 0, list.has_value(), list && !inside};
+          at += 2;
+          break;
+        }
+        case Operation::select: {
+          top -= 2;
+          const Number condition = stack[top - 1];
+          stack[top - 1] = condition.value ? stack[top] : stack[top + 1];
+          stack[top - 1].known &= condition.known;
+          break;
+        }
+        case Operation::unknown:
+          stack[top++] = {};
+          break;
+        default:
+          --top;
+          stack[top - 1] = compute(operation, stack[top - 1], stack[top]);
+      }
+    }
+    return stack[0];
+  }
+
+  // Whether the dtype is right; binds the letter that it has.
+  static bool fits(const TensorRule& rule, at::ScalarType type, Known& known) {
+    if (rule.binds >= 0) {
+      auto& letter = known.letters[rule.binds];
+      if (letter != at::ScalarType::Undefined) return letter == type;
+      letter = type;
+    }
+    for (const auto& atom : rule.atoms) {
+      if (atom.kind == AtomKind::set) {
+        const auto place = static_cast<int64_t>(type);
+        if (place < 63 && (atom.operand >> place & 1)) return true;
+        continue;
+      }
+      const auto letter = known.letters[atom.operand];
+      if (letter == at::ScalarType::Undefined) {
+        if (is_float(type)) return true;
+        continue;
+      }
+      const bool half = letter == at::kHalf || letter == at::kBFloat16;
+      if (atom.kind == AtomKind::stat) {
+        if (type == (letter == at::kDouble ? at::kDouble : at::kFloat)) return true;
+      } else if (type == letter || (atom.kind == AtomKind::param && half && type == at::kFloat)) {
+        return true;
+      }
+    }
+    return false;
+  }
+
+  static bool broadcasts(at::IntArrayRef sizes, at::IntArrayRef wanted) {
+    if (sizes.size() != wanted.size()) return false;
+    for (size_t i = 0; i < sizes.size(); ++i) {
+      if (sizes[i] != wanted[i] && sizes[i] != 1) return false;
+    }
+    return true;
+  }
+
+  // Whether the sizes are as described; known then has the names that they tell.
+  bool match(const Shape& shape, at::IntArrayRef sizes, Known& known) const {
+    size_t fixed = 0;
+    bool free = false;
+    for (const auto& each : shape) {
+      if (each.kind != SizeKind::list) {
+        ++fixed;
+      } else if (known.lists[each.name] && !each.shorter) {
+        fixed += known.lists[each.name]->size();
+      } else {
+        free = true;
+      }
+    }
+    if (sizes.size() < fixed || (sizes.size() > fixed && !free)) return false;
+    const auto names_before = known.sizes;
+    const auto lists_before = known.lists;
+    const auto fail = [&] {
+      known.sizes = names_before;
+      known.lists = lists_before;
+      return false;
+    };
+    size_t at = 0;
+    for (const auto& each : shape) {
+      if (each.kind == SizeKind::list) {
+        auto& list = known.lists[each.name];
+        const bool open_ended = each.shorter || !list;
+        const auto part = sizes.slice(at, open_ended ? sizes.size() - fixed : list->size());
+        at += part.size();
+        if (!list) {
+          list = part;
+          continue;
+        }
+        const size_t left_out =
+            each.shorter && list->size() > part.size() ? list->size() - part.size() : 0;
+        const auto wanted = list->slice(left_out);
+        if (!(each.broadcast ? broadcasts(part, wanted) : part == wanted)) return fail();
+        continue;
+      }
+      const int64_t size = sizes[at++];
+      Number wanted;
+      if (each.kind == SizeKind::name) {
+        auto& name = known.sizes[each.name];
+        if (!name && !each.broadcast) name = size;
+        wanted = {name.value_or(0), name.has_value(), false};
+      } else {
+        wanted = evaluate(each.expression, known);
+      }
+      if (wanted.wrong) return fail();
+      if (wanted.known && size != wanted.value && !(each.broadcast && size == 1)) return fail();
+    }
+    return true;
+  }
+
+  bool allows(const TensorRule& rule, Known& known) const {
+    const auto& value = known.arguments[rule.argument];
+    if (!is_given(value)) return rule.optional;
+    const auto& tensor = value.toTensor();
+    if (!fits(rule, tensor.scalar_type(), known)) return false;
+    for (const auto& shape : rule.shapes) {
+      if (match(shape, tensor.sizes(), known)) return true;
+    }
+    return false;
+  }
+
+  bool allows(const Definition& step, Known& known) const {
+    if (!step.is_list) {
+      const auto number = evaluate(step.expression, known);
+      if (number.known) known.sizes[step.name] = number.value;
+      return !number.wrong;
+    }
+    const auto &first = known.lists[step.first], &second = known.lists[step.second];
+    if (!first || !second) return true;
+    if (first->size() != second->size()) return false;
+    c10::SmallVector<int64_t, 8> wide;
+    for (size_t i = 0; i < first->size(); ++i) {
+      wide.push_back((*second)[i] == 1 ? (*first)[i] : (*second)[i]);
+    }
+    if (!broadcasts(*first, wide) || !broadcasts(*second, wide)) return false;
+    known.kept.push_back(std::move(wide));
+    known.lists[step.name] = known.kept.back();
+    return true;
+  }
+
+  bool allows(const Expression& step, Known& known) const {
+    const auto number = evaluate(step, known);
+    return !number.wrong && (!number.known || number.value != 0);
+  }
+
+  static bool allows(const Range& step, Known& known) {
+    const double value = known.arguments[step.argument].toDouble();
+    return (step.low_open ? step.low < value : step.low <= value) &&
+           (step.high_open ? value < step.high : value <= step.high);
+  }
+
+  static bool allows(const Choice& step, Known& known) {
+    const auto word = known.arguments[step.argument].toStringView();
+    return std::find(step.words.begin(), step.words.end(), word) != step.words.end();
+  }
+
+  static bool allows(const Gradients& step, Known& known) {
+    bool any = false;
+    for (auto place : step.incoming) any |= is_given(known.arguments[place]);
+    const auto mask = known.arguments[step.mask].toListRef();
+    if (!any || static_cast<int64_t>(mask.size()) != step.count) return false;
+    for (const auto& [place, argument] : step.needs) {
+      if (mask[place].toBool() && !is_given(known.arguments[argument])) return false;
+    }
+    return true;
+  }
+};
+
+namespace {
+
+// Reads the integers of a code from the front.
+class Reader {
+ public:
+  Reader(const std::vector<int64_t>& code, const std::vector<std::string>& words,
+         const std::vector<double>& bounds)
+      : code_(code), words_(words), bounds_(bounds) {}
+
+  int64_t number() { return code_.at(at_++); }
+
+  std::vector<int64_t> numbers() {
+    const int64_t count = number();
+    std::vector<int64_t> found;
+    for (int64_t i = 0; i < count; ++i) found.push_back(number());
+    return found;
+  }
+
+  std::vector<std::pair<int64_t, int64_t>> pairs() {
+    const int64_t count = number();
+    std::vector<std::pair<int64_t, int64_t>> found;
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t first = number();
+      found.emplace_back(first, number());
+    }
+    return found;
+  }
+
+  Step step() {
+    switch (number()) {
+      case 1:
+        return tensor();
+      case 2: {
+        Definition step{.is_list = number() != 0, .name = number()};
+        if (step.is_list) {
+          step.first = number();
+          step.second = number();
+        } else {
+          step.expression = numbers();
+        }
+        return step;
+      }
+      case 3:
+        return numbers();
+      case 4: {
+        const int64_t argument = number(), place = number();
+        const bool low_open = number() != 0, high_open = number() != 0;
+        return Range{argument, bounds_.at(place), bounds_.at(place + 1), low_open, high_open};
+      }
+      case 5: {
+        Choice step{.argument = number(), .words = {}};
+        for (auto each : numbers()) step.words.push_back(words_.at(each));
+        return step;
+      }
+      default: {
+        Gradients step{.incoming = numbers(), .mask = number(), .count = number(), .needs = {}};
+        step.needs = pairs();
+        return step;
+      }
+    }
+  }
+
+ private:
+  TensorRule tensor() {
+    TensorRule rule{.argument = number(),
+                    .optional = number() != 0,
+                    .binds = number(),
+                    .atoms = {},
+                    .shapes = {}};
+    const int64_t atoms = number();
+    for (int64_t i = 0; i < atoms; ++i) {
+      const auto kind = static_cast<AtomKind>(number());
+      rule.atoms.push_back({kind, number()});
+    }
+    rule.shapes.resize(number());
+    for (auto& shape : rule.shapes) {
+      shape.resize(number());
+      for (auto& size : shape) {
+        const int64_t how = number();
+        size.broadcast = how > 0;
+        size.shorter = how > 1;
+        size.kind = static_cast<SizeKind>(number());
+        if (size.kind == SizeKind::expression) {
+          size.expression = numbers();
+        } else {
+          size.name = number();
+        }
+      }
+    }
+    return rule;
+  }
+
+  const std::vector<int64_t>& code_;
+  const std::vector<std::string>& words_;
+  const std::vector<double>& bounds_;
+  size_t at_ = 0;
+};
+
+std::map<std::string, Contract>& contracts() {
+  static auto* map = new std::map<std::string, Contract>();
+  return *map;
+}
+
+thread_local Verdict last_verdict = Verdict::none;
+
+}  // namespace
+
+Contract::Contract(const std::vector<int64_t>& code, std::vector<std::string> words,
+                   std::vector<double> bounds)
+    : rules_(std::make_unique<Rules>()) {
+  Reader reader(code, words, bounds);
+  for (int i = 0; i < 3; ++i) {
+    TORCH_CHECK(reader.number() <= static_cast<int64_t>(kMostNames), "a contract has more than ",
+                kMostNames, " names of one kind");
+  }
+  rules_->tensors = reader.numbers();
+  rules_->lists = reader.pairs();
+  rules_->letters = reader.pairs();
+  const int64_t steps = reader.number();
+  for (int64_t i = 0; i < steps; ++i) rules_->steps.push_back(reader.step());
+  rules_->words = std::move(words);
+}
+
+Contract::~Contract() = default;
+
+bool Contract::allows(at::ArrayRef<c10::IValue> arguments) const {
+  Known known(arguments);
+  const at::Tensor* first = nullptr;
+  for (auto place : rules_->tensors) {
+    if (!is_given(arguments[place])) continue;
+    const auto& tensor = arguments[place].toTensor();
+    if (first == nullptr) first = &tensor;
+    if (tensor.device() != first->device()) return false;
+  }
+  for (const auto& [name, place] : rules_->letters) {
+    const auto type = static_cast<at::ScalarType>(arguments[place].toInt());
+    if (!is_float(type)) return false;
+    known.letters[name] = type;
+  }
+  known.kept.reserve(rules_->lists.size() + 2);  // what refers to them must not move
+  for (const auto& [name, place] : rules_->lists) {
+    c10::SmallVector<int64_t, 8> sizes;
+    for (const auto& each : arguments[place].toListRef()) sizes.push_back(integer_of(each));
+    known.kept.push_back(std::move(sizes));
+    known.lists[name] = known.kept.back();
+  }
+  for (const auto& step : rules_->steps) {
+    if (!std::visit([&](const auto& each) { return rules_->allows(each, known); }, step)) {
+      return false;
+    }
+  }
+  return true;
+}
+
+const Contract* contract_of(const std::string& name) {
+  const auto found = contracts().find(name);
+  return found == contracts().end() ? nullptr : &found->second;
+}
+
+void set_verdict(Verdict verdict) {
+  last_verdict = verdict;
+}
+
+}  // namespace fusedops
+
+TORCH_LIBRARY_FRAGMENT(fusedops_native, m) {
+  m.def("contract(str name, int[] code, str[] words, float[] bounds) -> ()",
+        [](std::string name, std::vector<int64_t> code, std::vector<std::string> words,
+           std::vector<double> bounds) {
+          fusedops::contracts().try_emplace(name, code, std::move(words), std::move(bounds));
+        });
+  m.def("take_verdict() -> int", [] {
+    using fusedops::Verdict;
+    return static_cast<int64_t>(std::exchange(fusedops::last_verdict, Verdict::none));
+  });
+}

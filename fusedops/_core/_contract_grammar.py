@@ -1,0 +1,271 @@
+"""Reads contracts: from rules in the words of ``contract.py`` to the steps of a ``Program``."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from fusedops._core.contract import (
+    DTYPES,
+    FLOATS,
+    Atom,
+    Choice,
+    Definition,
+    Expression,
+    Gradients,
+    Program,
+    Range,
+    Requirement,
+    Rules,
+    Size,
+    Step,
+    TensorRule,
+)
+
+_OPERATORS: dict[type, str] = {
+    ast.Add: "+",
+    ast.Sub: "-",
+    ast.Mult: "*",
+    ast.FloorDiv: "//",
+    ast.Mod: "%",
+    ast.Lt: "<",
+    ast.LtE: "<=",
+    ast.Gt: ">",
+    ast.GtE: ">=",
+    ast.Eq: "==",
+    ast.NotEq: "!=",
+    ast.And: "and",
+    ast.Or: "or",
+}
+
+_COMPARISONS = ("<", "<=", ">", ">=", "==", "!=", "and", "or")
+
+
+class _AbsentError(Exception):
+    """An expression names an argument that this operator does not have."""
+
+
+def programs(
+    op: str,
+    forward: Sequence[tuple[str, str]],
+    rules: Rules,
+    *,
+    returns: Collection[str] = (),
+    backward: Sequence[tuple[str, str]] | None = None,
+    gradients: Gradients | None = None,
+) -> tuple[Program, Program | None]:
+    """Return the programs of an op and of its backward.
+
+    Args:
+        op: the op's name.
+        forward: kind and name of each argument, in the order of the schema.
+        rules: the contract, as this file's first paragraphs describe it.
+        returns: names of the results, which have rules as well.
+        backward: the arguments of the backward, ``None`` without one.
+        gradients: what the backward's mask needs.
+
+    Raises:
+        ValueError: a rule cannot be read, or an argument has none.
+    """
+    builder = _Builder(op, forward, rules, returns)
+    first = Program(op, tuple(forward), builder.steps(forward, backward=False))
+    if backward is None:
+        return first, None
+    assert gradients is not None
+    steps = (gradients, *builder.steps(backward, backward=True))
+    return first, Program(f"{op}_backward", tuple(backward), steps)
+
+
+class _Builder:
+    """Reads the rules of one op."""
+
+    def __init__(
+        self,
+        op: str,
+        forward: Sequence[tuple[str, str]],
+        rules: Rules,
+        returns: Collection[str],
+    ) -> None:
+        self.op = op
+        self.rules = [
+            (name.strip(), rule) for names, rule in rules.items() for name in names.split(",")
+        ]
+        named = {name for name, _ in self.rules}
+        tensors = {name for kind, name in forward if kind.startswith("Tensor")}
+        if missing := sorted((tensors | set(returns)) - named):
+            raise ValueError(f"contract of {op}: no rule for {', '.join(missing)}")
+        self.forward = {name for _, name in forward} | set(returns)
+
+    def steps(self, arguments: Sequence[tuple[str, str]], *, backward: bool) -> tuple[Step, ...]:
+        """Return what is looked at of these arguments, in the order of the rules."""
+        places = {name: index for index, (_, name) in enumerate(arguments)}
+        kinds = {name: kind for kind, name in arguments}
+        found: list[Step | None] = []
+        for name, rule in self.rules:
+            for each in (f"grad_{name}", name) if backward else (name,):
+                if each in places:
+                    found.append(self._step(each, kinds[each], places, kinds, rule))
+            if name not in self.forward:
+                found.append(self._name(name, str(rule), places, kinds))
+        return tuple(each for each in found if each is not None)
+
+    def _name(
+        self, name: str, rule: str, places: Mapping[str, int], kinds: Mapping[str, str]
+    ) -> Step | None:
+        expression = self._expression(rule, places, kinds)
+        if expression is None:
+            return None
+        if expression[0] in _COMPARISONS:
+            return Requirement(name, expression, rule)
+        return Definition(name, expression)
+
+    def _step(
+        self,
+        name: str,
+        kind: str,
+        places: Mapping[str, int],
+        kinds: Mapping[str, str],
+        rule: str | Collection[str],
+    ) -> Any:
+        if not isinstance(rule, str):
+            return Choice(places[name], name, tuple(rule))
+        if kind.startswith("Tensor"):
+            return self._tensor(name, kind.endswith("?"), places, kinds, rule)
+        if kind == "float":
+            return self._range(name, places[name], rule)
+        expression = self._expression(rule, places, kinds)
+        return None if expression is None else Requirement(name, expression, rule)
+
+    def _tensor(
+        self,
+        name: str,
+        optional: bool,
+        places: Mapping[str, int],
+        kinds: Mapping[str, str],
+        rule: str,
+    ) -> TensorRule:
+        types, _, shapes = rule.partition("[")
+        types, _, binds = (part.strip() for part in types.partition(" as "))
+        words = [word.strip() for word in types.split("|")]
+        atoms = tuple(_atom(word) for word in words)
+        if len(atoms) == 1 and atoms[0].kind == "same" and words[0] not in kinds:
+            binds, atoms = words[0], (Atom("set", FLOATS),)
+        alternatives = re.findall(r"\[((?:[^\[\]]|\[[^\]]*\])*)\]", f"[{shapes}")
+        return TensorRule(
+            places[name],
+            name,
+            optional,
+            binds or None,
+            atoms,
+            tuple(self._shape(each, places, kinds) for each in alternatives),
+        )
+
+    def _shape(
+        self, text: str, places: Mapping[str, int], kinds: Mapping[str, str]
+    ) -> tuple[Size, ...]:
+        sizes = []
+        for part in (each.strip() for each in text.split(",") if each.strip()):
+            broadcast, rest = part.startswith("~"), part.removeprefix("~")
+            if rest.startswith(("*", "...")):
+                sizes.append(Size(rest.lstrip("*."), True, broadcast, rest[0] == ".", part))
+                continue
+            expression = self._expression(rest, places, kinds)
+            if expression is None:
+                expression = ("unknown",)
+            sizes.append(Size(expression, False, broadcast, False, part))
+        return tuple(sizes)
+
+    def _range(self, name: str, place: int, rule: str) -> Range:
+        number = r"(-?[\d.]+|-?inf)"
+        match = re.fullmatch(rf"(?:{number}\s*(<=?)\s*)?{name}(?:\s*(<=?)\s*{number})?", rule)
+        if match is None:
+            raise ValueError(f"contract of {self.op}: {rule!r} is no range of {name}")
+        low, low_sign, high_sign, high = match.groups()
+        return Range(
+            place,
+            name,
+            None if low is None else float(low),
+            None if high is None else float(high),
+            low_sign == "<",
+            high_sign == "<",
+            rule,
+        )
+
+    def _expression(
+        self, text: str, places: Mapping[str, int], kinds: Mapping[str, str]
+    ) -> Expression | None:
+        """Return an expression, or ``None`` where it names an argument that is not among these."""
+        try:
+            return self._parse(ast.parse(text.strip(), mode="eval").body, places, kinds)
+        except _AbsentError:
+            return None
+        except (SyntaxError, KeyError, AttributeError) as error:
+            raise ValueError(f"contract of {self.op}: cannot read {text!r}") from error
+
+    # Of a node that is not as expected the attributes are missing: that is the reader's error.
+    def _parse(self, node: Any, places: Mapping[str, int], kinds: Mapping[str, str]) -> Expression:
+        def parse(each: Any) -> Expression:
+            return self._parse(each, places, kinds)
+
+        if isinstance(node, ast.Constant):
+            return node.value
+        if isinstance(node, ast.UnaryOp):
+            return -parse(node.operand)
+        if isinstance(node, ast.Name):
+            if node.id in places:
+                return ("argument", places[node.id])
+            if node.id in self.forward:
+                raise _AbsentError
+            return ("size", node.id)
+        if isinstance(node, ast.Call):
+            return self._call(node, places)
+        if isinstance(node, ast.Subscript):
+            place: Any = node.value
+            return ("item", place.id, parse(node.slice))
+        if isinstance(node, ast.IfExp):
+            return ("if", parse(node.test), parse(node.body), parse(node.orelse))
+        if isinstance(node, ast.BinOp):
+            return (_OPERATORS[type(node.op)], parse(node.left), parse(node.right))
+        if isinstance(node, ast.BoolOp):
+            operator = _OPERATORS[type(node.op)]
+            return _chain([parse(each) for each in node.values], operator)
+        if isinstance(node.comparators[0], ast.Constant) and isinstance(
+            node.comparators[0].value, str
+        ):
+            if node.left.id not in places:
+                raise _AbsentError
+            return ("word", places[node.left.id], node.comparators[0].value)
+        operands = [node.left, *node.comparators]
+        pairs = [
+            (_OPERATORS[type(op)], parse(operands[i]), parse(operands[i + 1]))
+            for i, op in enumerate(node.ops)
+        ]
+        return _chain(pairs, "and")
+
+    def _call(self, node: Any, places: Mapping[str, int]) -> Expression:
+        function, names = node.func.id, [each.id for each in node.args]
+        if function in ("given", "itemsize"):
+            if names[0] not in places:
+                raise _AbsentError
+            return (function, places[names[0]])
+        if function not in ("len", "broadcast"):
+            raise KeyError(function)
+        return (function, *names)
+
+
+def _chain(parts: list[Expression], operator: str) -> Expression:
+    result = parts[0]
+    for each in parts[1:]:
+        result = (operator, result, each)
+    return result
+
+
+def _atom(word: str) -> Atom:
+    if word in DTYPES:
+        return Atom("set", DTYPES[word])
+    match = re.fullmatch(r"(param|stat)\((\w+)\)", word)
+    if match is not None:
+        return Atom(match[1], letter=match[2])
+    return Atom("same", letter=word)

@@ -1,0 +1,441 @@
+"""Contracts: what an operator's arguments must be to each other, said once per op.
+
+A registered operator is called by more than its public function: by compiled code, by exporters, by
+other libraries. Its contract says which shapes and dtypes fit together, so that a kernel never
+reads what is not there. One description serves forward and backward, and is obeyed three times:
+by the compiled router before a kernel runs (``csrc/contract.h``, a tenth of a microsecond), by
+the fake kernels, and here, where a refusal gets its words. ``_contract_grammar.py`` reads the
+rules, ``_contract_code.py`` writes them down for C++.
+
+    contract={
+        "input, output": "T [*rows, *normalized_shape]",
+        "weight, bias": "param(T) [*normalized_shape]",
+        "mean, rstd": "stat(T) [*rows]",
+        "normalized_shape": "len(normalized_shape) >= 1",
+    }
+
+Keys are names of arguments and results; a result's rule holds for it, and for its gradient, where
+the backward receives them. Rules are read in order. Of a tensor: dtype, then shape.
+
+| dtype | means |
+|---|---|
+| ``int32 | int64`` | one of these; ``float`` is float16, bfloat16, float32 or float64 |
+| ``T`` | a floating dtype, the same wherever the letter stands; also a ``ScalarType`` argument |
+| ``param(T)`` | T, or float32 beside half precision |
+| ``stat(T)`` | float32, or float64 beside float64 |
+| ``param(T) as P`` | and the letter P names it |
+
+| size | means |
+|---|---|
+| ``n`` | a size, the same wherever the name stands; or an integer argument |
+| ``*rows`` | any number of sizes; or a list argument |
+| ``2 * n + 1`` | an expression, of which below |
+| ``~n``, ``~*rows`` | a size, or as many sizes, that broadcast to these; ``~...rows``: or fewer |
+| ``[a, b] | [0]`` | one of these shapes |
+
+An expression has ``+ - * // %``, comparisons, ``and``, ``or``, ``a if c else b``, ``len(list)``,
+``list[i]``, ``given(argument)``, ``itemsize(tensor)`` and ``name == "word"``.
+
+Of anything else: an expression that must hold, ``lo <= x < hi`` for a float, a collection of words
+for a string. A key that is no argument is a name: what it must be if the expression compares,
+else what it is; ``broadcast(first, second)`` makes a list of two. What depends on a tensor that is
+not given is not asked.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fusedops._core import checks
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_HALF = (torch.float16, torch.bfloat16)
+DTYPES: dict[str, tuple[torch.dtype, ...]] = {
+    "float": FLOATS,
+    "float32": (torch.float32,),
+    "float64": (torch.float64,),
+    "int32": (torch.int32,),
+    "int64": (torch.int64,),
+    "uint8": (torch.uint8,),
+    "bool": (torch.bool,),
+}
+Rules = Mapping[str, "str | Collection[str]"]
+# An expression: a tuple of what it is and its operands, for example ("+", ("size", "n"), 1).
+Expression = Any
+
+
+@dataclass(frozen=True)
+class Atom:
+    """One way for a dtype to be right: ``kind`` is "set", "same", "param" or "stat"."""
+
+    kind: str
+    dtypes: tuple[torch.dtype, ...] = ()
+    letter: str = ""
+
+    def allowed(self, letters: Mapping[str, torch.dtype]) -> tuple[torch.dtype, ...]:
+        """Return the dtypes that are right; all floating ones while the letter is not known."""
+        if self.kind == "set":
+            return self.dtypes
+        known = letters.get(self.letter)
+        if known is None:
+            return FLOATS
+        if self.kind == "stat":
+            return (torch.float64 if known == torch.float64 else torch.float32,)
+        if self.kind == "param" and known in _HALF:
+            return known, torch.float32
+        return (known,)
+
+
+@dataclass(frozen=True)
+class Size:
+    """One entry of a shape: an expression, or a named list of sizes; exact, or broadcast."""
+
+    expression: Expression
+    is_list: bool
+    broadcast: bool
+    shorter: bool  # a broadcast list may lack its first sizes
+    text: str
+
+
+@dataclass(frozen=True)
+class TensorRule:
+    """What one tensor must be. ``binds`` is the letter that its dtype gets."""
+
+    argument: int
+    name: str
+    optional: bool
+    binds: str | None
+    atoms: tuple[Atom, ...]
+    shapes: tuple[tuple[Size, ...], ...]
+
+
+@dataclass(frozen=True)
+class Definition:
+    """A name for a size (an expression), or for the sizes that two lists broadcast to."""
+
+    name: str
+    expression: Expression
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """An expression that must hold."""
+
+    name: str
+    expression: Expression
+    text: str
+
+
+@dataclass(frozen=True)
+class Range:
+    """Bounds of a float; ``None`` is none. A NaN is never inside."""
+
+    argument: int
+    name: str
+    low: float | None
+    high: float | None
+    low_open: bool
+    high_open: bool
+    text: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The words that a string may be."""
+
+    argument: int
+    name: str
+    words: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Of a backward: the incoming gradients, and what the mask of wanted ones needs."""
+
+    incoming: tuple[int, ...]
+    mask: int
+    count: int
+    needs: tuple[tuple[int, int], ...]  # place in the mask -> argument
+
+
+Step = TensorRule | Definition | Requirement | Range | Choice | Gradients
+
+
+@dataclass
+class _Known:
+    """What the arguments looked at so far have told."""
+
+    args: Sequence[Any]
+    sizes: dict[str, Any] = field(default_factory=dict)
+    lists: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    letters: dict[str, torch.dtype] = field(default_factory=dict)
+
+
+class _UnknownError(Exception):
+    """An expression names what is not known: nothing is asked."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """The steps of one operator, in order.
+
+    Attributes:
+        op: the operator's name, for messages.
+        arguments: kind and name of each argument, as the schema has them.
+        steps: what is looked at, in order.
+    """
+
+    op: str
+    arguments: tuple[tuple[str, str], ...]
+    steps: tuple[Step, ...]
+
+    def check(self, args: Sequence[Any]) -> None:
+        """Raise unless the operator's arguments fit together."""
+        known = _Known(args)
+        self._check_devices(args)
+        for (kind, name), value in zip(self.arguments, args, strict=True):
+            if kind == "ScalarType":
+                self._check_scalar_type(name, value)
+                known.letters[name] = value
+            elif kind in ("SymInt[]", "int[]", "bool[]"):
+                known.lists[name] = tuple(value)
+        for step in self.steps:
+            _CHECKS[type(step)](self, step, known)
+
+    def _check_devices(self, args: Sequence[Any]) -> None:
+        owner = device = None
+        for (_, name), value in zip(self.arguments, args, strict=True):
+            if not isinstance(value, torch.Tensor):
+                continue
+            if device is None:
+                owner, device = name, value.device
+            elif value.device != device:
+                wanted = f"on {device}, the device of {owner}"
+                checks.fail(self.op, name, wanted, value.device)
+
+    def _check_scalar_type(self, name: str, value: Any) -> None:
+        if value not in FLOATS:
+            raise TypeError(f"{self.op}: {name} must be a floating dtype, got {value}")
+
+    def _check_tensor(self, rule: TensorRule, known: _Known) -> None:
+        value = known.args[rule.argument]
+        if value is None:
+            if not rule.optional:
+                raise TypeError(f"{self.op}: {rule.name} must be a torch.Tensor, got None")
+            return
+        allowed = self._allowed(rule, known)
+        if value.dtype not in allowed:
+            wanted = " or ".join(str(each)[6:] for each in dict.fromkeys(allowed))
+            raise TypeError(
+                f"{self.op}: {rule.name} must have dtype {wanted}, got {str(value.dtype)[6:]}"
+            )
+        if rule.binds is not None:
+            known.letters[rule.binds] = value.dtype
+        if not any(_match(sizes, value.shape, known) for sizes in rule.shapes):
+            wanted = " or ".join(_rendered(sizes, known) for sizes in rule.shapes)
+            checks.fail(self.op, rule.name, f"of shape {wanted}", list(value.shape))
+
+    @staticmethod
+    def _allowed(rule: TensorRule, known: _Known) -> list[torch.dtype]:
+        if rule.binds is not None and rule.binds in known.letters:
+            return [known.letters[rule.binds]]
+        return [dtype for atom in rule.atoms for dtype in atom.allowed(known.letters)]
+
+    def _define(self, step: Definition, known: _Known) -> None:
+        try:
+            if step.expression[0] == "broadcast":
+                pair = [known.lists.get(name) for name in step.expression[1:]]
+                if None not in pair:
+                    known.lists[step.name] = self._broadcast(step.name, *pair)
+            else:
+                known.sizes[step.name] = _value(step.expression, known)
+        except _UnknownError:
+            pass
+
+    def _broadcast(self, name: str, first: Any, second: Any) -> tuple[Any, ...]:
+        wide = tuple(a if _holds(b == 1) else b for a, b in zip(first, second, strict=False))
+        if len(first) != len(second) or not (_fits(first, wide) and _fits(second, wide)):
+            checks.fail(self.op, name, f"sizes that broadcast with {list(first)}", list(second))
+        return wide
+
+    def _require(self, step: Requirement, known: _Known) -> None:
+        try:
+            holds = _holds(_value(step.expression, known))
+        except _UnknownError:
+            return
+        except (ZeroDivisionError, IndexError):
+            holds = False
+        if not holds:
+            given = {
+                name: value for (_, name), value in zip(self.arguments, known.args, strict=True)
+            }
+            given |= known.sizes | known.lists
+            values = (f"{each} = {given[each]}" for each in _names(step) if each in given)
+            checks.fail(self.op, step.name, f"such that {step.text}", ", ".join(values))
+
+    def _check_range(self, step: Range, known: _Known) -> None:
+        value = known.args[step.argument]
+        low = -math.inf if step.low is None else step.low
+        high = math.inf if step.high is None else step.high
+        above = low < value if step.low_open else low <= value
+        below = value < high if step.high_open else value <= high
+        if not (above and below):
+            checks.fail(self.op, step.name, f"a number such that {step.text}", value)
+
+    def _check_choice(self, step: Choice, known: _Known) -> None:
+        checks.choice(self.op, step.name, known.args[step.argument], step.words)
+
+    def _check_gradients(self, step: Gradients, known: _Known) -> None:
+        names = [name for _, name in self.arguments]
+        if all(known.args[each] is None for each in step.incoming):
+            wanted = " or ".join(names[each] for each in step.incoming)
+            raise TypeError(f"{self.op}: {wanted} must be a torch.Tensor, got None")
+        mask = known.args[step.mask]
+        if len(mask) != step.count:
+            checks.fail(self.op, names[step.mask], f"{step.count} flags", len(mask))
+        for place, argument in step.needs:
+            if mask[place] and known.args[argument] is None:
+                wanted = f"given: output_mask[{place}] asks for a gradient that needs it"
+                checks.fail(self.op, names[argument], wanted, None)
+
+
+_CHECKS: dict[type, Any] = {
+    TensorRule: Program._check_tensor,
+    Definition: Program._define,
+    Requirement: Program._require,
+    Range: Program._check_range,
+    Choice: Program._check_choice,
+    Gradients: Program._check_gradients,
+}
+
+
+def _holds(condition: Any) -> bool:
+    """Return whether a condition holds; one of sizes that only a run tells is taken to."""
+    if isinstance(condition, torch.SymBool):
+        from torch.fx.experimental.symbolic_shapes import guard_or_true
+
+        return guard_or_true(condition)
+    return bool(condition)
+
+
+def _fits(sizes: Sequence[Any], wanted: Sequence[Any], broadcast: bool = True) -> bool:
+    """Return whether sizes are others, of which there are as many, or broadcast to them."""
+    return len(sizes) == len(wanted) and all(
+        size is other or _holds(size == other) or (broadcast and _holds(size == 1))
+        for size, other in zip(sizes, wanted, strict=True)
+    )
+
+
+def _match(sizes: tuple[Size, ...], shape: Sequence[Any], known: _Known) -> bool:
+    """Return whether a shape is as described, and learn the names that it tells if so."""
+    found, lists = dict(known.sizes), dict(known.lists)
+    open_ended = [each.is_list and (each.shorter or each.expression not in lists) for each in sizes]
+    counts = [
+        0 if free else len(lists[each.expression]) if each.is_list else 1
+        for each, free in zip(sizes, open_ended, strict=True)
+    ]
+    rest = len(shape) - sum(counts)
+    if rest < 0 or (rest > 0 and not any(open_ended)):
+        return False
+    at = 0
+    for each, free, fixed in zip(sizes, open_ended, counts, strict=True):
+        if each.is_list:
+            wanted = lists.get(each.expression)
+            count = rest if free else fixed
+            part = tuple(shape[at : at + count])
+            at += count
+            if each.shorter and wanted is not None:
+                wanted = wanted[max(0, len(wanted) - count) :]
+            if wanted is None:
+                lists[each.expression] = part
+            elif not _fits(part, wanted, each.broadcast):
+                return False
+            continue
+        size = shape[at]
+        at += 1
+        kind = each.expression[0] if isinstance(each.expression, tuple) else ""
+        if kind == "size" and each.expression[1] not in found and not each.broadcast:
+            found[each.expression[1]] = size
+            continue
+        try:
+            wanted = _value(each.expression, _Known(known.args, found, lists))
+        except _UnknownError:
+            continue
+        except IndexError:
+            return False
+        if not (size is wanted or _holds(size == wanted) or (each.broadcast and _holds(size == 1))):
+            return False
+    known.sizes, known.lists = found, lists
+    return True
+
+
+def _value(expression: Expression, known: _Known) -> Any:
+    if not isinstance(expression, tuple):
+        return expression
+    kind, *operands = expression
+    if kind == "unknown" or (kind == "size" and operands[0] not in known.sizes):
+        raise _UnknownError
+    if kind == "size":
+        return known.sizes[operands[0]]
+    if kind == "argument":
+        return known.args[operands[0]]
+    if kind == "word":
+        return known.args[operands[0]] == operands[1]
+    if kind == "given":
+        return known.args[operands[0]] is not None
+    if kind == "itemsize":
+        return known.args[operands[0]].dtype.itemsize
+    if kind in ("len", "item"):
+        sizes = known.lists.get(operands[0])
+        if sizes is None:
+            raise _UnknownError
+        return len(sizes) if kind == "len" else sizes[operands[1]]
+    if kind == "if":
+        condition, then, otherwise = operands
+        return _value(then if _holds(_value(condition, known)) else otherwise, known)
+    first, second = (_value(each, known) for each in operands)
+    return _COMPUTE[kind](first, second)
+
+
+_COMPUTE: dict[str, Any] = {
+    "+": lambda a, b: a + b,
+    "-": lambda a, b: a - b,
+    "*": lambda a, b: a * b,
+    "//": lambda a, b: a // b,
+    "%": lambda a, b: a % b,
+    "<": lambda a, b: a < b,
+    "<=": lambda a, b: a <= b,
+    ">": lambda a, b: a > b,
+    ">=": lambda a, b: a >= b,
+    "==": lambda a, b: a == b,
+    "!=": lambda a, b: a != b,
+    "and": lambda a, b: _holds(a) and _holds(b),
+    "or": lambda a, b: _holds(a) or _holds(b),
+}
+
+
+def _rendered(sizes: tuple[Size, ...], known: _Known) -> str:
+    """Return a shape for a message: numbers where they are known."""
+    parts = []
+    for each in sizes:
+        if each.is_list:
+            wanted = known.lists.get(each.expression)
+            parts += [each.text] if wanted is None else [str(size) for size in wanted]
+            continue
+        try:
+            value = _value(each.expression, known)
+        except _UnknownError:
+            value = each.text
+        parts.append(f"1 or {value}" if each.broadcast else str(value))
+    return f"[{', '.join(parts)}]"
+
+
+def _names(step: Requirement) -> list[str]:
+    words = re.findall(r"[A-Za-z_]\w*", re.sub(r"'\w*'|\"\w*\"", "", step.text))
+    return list(dict.fromkeys(words))

@@ -1,0 +1,303 @@
+"""Contracts of operators: the language, and that Python, C++ and the fake kernels say the same."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import fusedops
+from fusedops._core import _contract_grammar, backends, contract, extension
+from fusedops.specs import all_specs
+from fusedops.specs.comparison import floating, fresh, incoming
+from fusedops.specs.recorder import RecordOps
+
+CPU = torch.device("cpu")
+SPECS = list(all_specs().values())
+by_spec = pytest.mark.parametrize("spec", SPECS, ids=[spec.name for spec in SPECS])
+native = pytest.mark.skipif(
+    extension.cpu_library() is not None, reason="the compiled library is not there"
+)
+
+
+def program(rules: contract.Rules, *arguments: tuple[str, str]) -> contract.Program:
+    return _contract_grammar.programs("op", arguments, rules)[0]
+
+
+def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+BF16, F64 = torch.bfloat16, torch.float64
+NAN = float("nan")
+LEN = "len(list) >= 1"
+
+
+def case(words: str | None, *args: Any, others: str = "", **rules: Any) -> Any:
+    """A call with arguments x, w (tensors) and others, its rules, and what refuses it."""
+    tensors = [("Tensor", name) for name in rules if name in ("x", "w")]
+    kinds = [tuple(each.split()) for each in others.split(",") if each]
+    return pytest.param(rules, [*tensors, *kinds], args, words)
+
+
+CASES = [
+    case(None, tensor(2, 3), tensor(3), x="T [*rows, n]", w="T [n]"),
+    case(r"w must be of shape \[3\]", tensor(2, 3), tensor(2), x="T [*rows, n]", w="T [n]"),
+    case(r"x must be of shape \[\*rows, n\]", tensor(), tensor(2), x="T [*rows, n]", w="T [n]"),
+    case(
+        "w must have dtype float32, got float64",
+        tensor(3),
+        tensor(3, dtype=F64),
+        x="T [n]",
+        w="T [n]",
+    ),
+    case(None, tensor(3, dtype=BF16), tensor(3), x="T [n]", w="param(T) [n]"),
+    case(
+        "w must have dtype float32", tensor(3), tensor(3, dtype=BF16), x="T [n]", w="param(T) [n]"
+    ),
+    case(None, tensor(3, dtype=BF16), tensor(3), x="T [n]", w="stat(T) [n]"),
+    case("w must have dtype float64", tensor(3, dtype=F64), tensor(3), x="T [n]", w="stat(T) [n]"),
+    case("x must have dtype float16 or bfloat16 or", tensor(3, dtype=torch.int64), x="T [n]"),
+    case(None, tensor(3), tensor(0), x="T [n] | [0]", w="T [n] | [0]"),
+    case(r"w must be of shape \[3\] or \[0\]", tensor(3), tensor(1), x="T [n]", w="T [n] | [0]"),
+    case(None, tensor(3, 2), tensor(1, 2), x="T [n, m]", w="T [~n, ~m]"),
+    case(
+        r"w must be of shape \[1 or 3, 1 or 2\]",
+        tensor(3, 2),
+        tensor(2, 2),
+        x="T [n, m]",
+        w="T [~n, ~m]",
+    ),
+    case(None, tensor(3, 2), tensor(1), x="T [*all]", w="T [~...all]"),
+    case("w must be of shape", tensor(3, 2), tensor(3), x="T [*all]", w="T [~...all]"),
+    case("w must be of shape", tensor(3, 2), tensor(1, 3, 2), x="T [*all]", w="T [~...all]"),
+    case(None, tensor(1, 2), tensor(4, 2), x="T [*a, m]", w="T [*b, m]", c="broadcast(a, b)"),
+    case(
+        "c must be sizes that",
+        tensor(3, 2),
+        tensor(4, 2),
+        x="T [*a, m]",
+        w="T [*b, m]",
+        c="broadcast(a, b)",
+    ),
+    case(None, tensor(2), tensor(5), x="T [n]", w="T [2 * n + 1]"),
+    case(r"w must be of shape \[5\]", tensor(2), tensor(4), x="T [n]", w="T [2 * n + 1]"),
+    case("n must be such that n % 2 == 0, got n = 3", tensor(3), x="T [n]", n="n % 2 == 0"),
+    case(
+        "k must be such that .*k = 4, n = 3",
+        tensor(3),
+        4,
+        others="int k",
+        x="T [n]",
+        k="1 <= k <= n",
+    ),
+    case(
+        "p must be a number such that", tensor(3), 1.0, others="float p", x="T [n]", p="0 <= p < 1"
+    ),
+    case(
+        "p must be a number such that", tensor(3), NAN, others="float p", x="T [n]", p="0 <= p < 1"
+    ),
+    case(
+        "mode .*did you mean 'mean'",
+        tensor(3),
+        "meen",
+        others="str mode",
+        x="T [n]",
+        mode=("sum", "mean"),
+    ),
+    case(
+        None,
+        tensor(0),
+        "none",
+        others="str mode",
+        n="2 + 1",
+        x="T [n if mode == 'all' else 0]",
+        mode=("all", "none"),
+    ),
+    case(None, tensor(2, 3), [2, 3], others="int[] list", x="T [*list]", list=LEN),
+    case("list must be such that", tensor(), [], others="int[] list", x="T [*list]", list=LEN),
+    case(
+        "list must be such that",
+        tensor(2),
+        [2],
+        others="int[] list",
+        x="T [n]",
+        list="list[1] == n",
+    ),
+    case("x must have dtype bfloat16", tensor(2), BF16, others="ScalarType dtype", x="dtype [n]"),
+    case(
+        "dtype must be a floating", tensor(2), torch.int8, others="ScalarType dtype", x="dtype [n]"
+    ),
+    case("w must be a torch.Tensor, got None", tensor(3), None, x="T [n]", w="T [n]"),
+    case(
+        "w must be on cpu, the device of x", tensor(3), tensor(3).to("meta"), x="T [n]", w="T [n]"
+    ),
+]
+
+
+@pytest.mark.parametrize(("rules", "arguments", "args", "words"), CASES)
+def test_rules_mean_what_they_say(
+    rules: contract.Rules, arguments: Any, args: Sequence[Any], words: str | None
+) -> None:
+    checked = program(rules, *arguments)
+    if words is None:
+        checked.check(args)
+    else:
+        with pytest.raises((TypeError, ValueError), match=f"op: ({words})"):
+            checked.check(args)
+
+
+def test_what_is_not_given_is_not_asked() -> None:
+    rules = {"x": "T [n]", "w": "T [m]", "m": "m == 2 * n"}
+    checked = program(rules, ("Tensor", "x"), ("Tensor?", "w"))
+    checked.check((tensor(3), None))
+    with pytest.raises(ValueError, match="m must be such that"):
+        checked.check((tensor(3), tensor(3)))
+
+
+def test_an_argument_without_a_rule_is_told() -> None:
+    with pytest.raises(ValueError, match="contract of op: no rule for w"):
+        program({"x": "T [n]"}, ("Tensor", "x"), ("Tensor", "w"))
+
+
+def test_a_rule_that_cannot_be_read_is_told() -> None:
+    for rule in ("1 +", "sizes(x) == 1"):
+        with pytest.raises(ValueError, match="contract of op: cannot read"):
+            program({"x": "T [n]", "k": rule}, ("Tensor", "x"), ("int", "k"))
+
+
+def _calls(spec: Any, dtype: torch.dtype) -> list[tuple[Any, tuple[Any, ...]]]:
+    """Return the operator calls of a spec's samples, forward and backward."""
+    with RecordOps() as recorded:
+        for sample in map(fresh, spec.samples(CPU, dtype)[:6]):
+            outputs = floating(spec.op(*sample.args, **sample.kwargs))
+            if sample.leaves:
+                torch.autograd.grad(outputs, sample.leaves, incoming(outputs))
+    return recorded.calls
+
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.int64)
+
+
+def _changes(value: Any, pick: random.Random) -> Iterator[Callable[[], Any]]:
+    """Yield ways to make another value of an argument."""
+    if isinstance(value, torch.Tensor):
+        yield lambda: None
+        yield lambda: value.detach().to(pick.choice(_DTYPES))
+        yield lambda: value.detach().unsqueeze(0)
+        yield lambda: value.detach().reshape(-1)
+        if value.dim():
+            dim = pick.randrange(value.dim())
+            yield lambda: value.detach().narrow(dim, 0, max(0, value.shape[dim] - 1))
+            yield lambda: torch.cat([value.detach()] * 2, dim)
+            yield lambda: value.detach().movedim(dim, 0).contiguous()
+            yield lambda: value.detach()[0] if len(value) else value.detach().sum(0)
+    elif isinstance(value, bool):
+        yield lambda: not value
+    elif isinstance(value, int):
+        yield from (lambda x=x: x for x in (-1, 0, 1, value + 1, 2**40))
+    elif isinstance(value, float):
+        yield from (lambda x=x: x for x in (-1.0, 0.0, 1.0, 2.0, float("nan"), float("inf")))
+    elif isinstance(value, str):
+        yield lambda: value + "x"
+    elif isinstance(value, (list, tuple)):
+        yield lambda: list(value)[:-1]
+        yield lambda: [*value, *value[:1]]
+        if value and not isinstance(value[0], bool):
+            yield lambda: [each + 1 for each in value]
+
+
+def _wrong_calls(
+    func: Any, args: tuple[Any, ...], pick: random.Random, count: int
+) -> Iterator[tuple[Any, ...]]:
+    places = [i for i, value in enumerate(args) if any(True for _ in _changes(value, pick))]
+    for _ in range(count):
+        changed = list(args)
+        for place in pick.sample(places, min(len(places), pick.choice((1, 1, 1, 2)))):
+            changed[place] = pick.choice(list(_changes(args[place], pick)))()
+        yield tuple(changed)
+
+
+def _refusal(function: Callable[..., Any], *args: Any) -> str | None:
+    try:
+        function(*args)
+    except (TypeError, ValueError, IndexError, RuntimeError, NotImplementedError) as error:
+        return str(error)
+    return None
+
+
+@native
+@by_spec
+def test_python_and_cpp_refuse_the_same_calls(spec: Any) -> None:
+    """Each valid call with one or two arguments changed: the router's verdict is Python's.
+
+    A call that C++ refuses gets Python's words, or an AssertionError where Python would allow it.
+    """
+    pick = random.Random(zlib.crc32(spec.name.encode()))
+    refused = 0
+    for func, args in itertools.chain(_calls(spec, torch.float32), _calls(spec, torch.bfloat16)):
+        programs = backends._KERNELS[func._opname.removesuffix("_backward")].contracts
+        checked = programs[func._opname.endswith("_backward")]
+        checked.check(args)
+        for wrong in _wrong_calls(func, args, pick, 12):
+            if not any(isinstance(each, torch.Tensor) for each in wrong):
+                continue
+            words = _refusal(checked.check, wrong)
+            with torch.no_grad():
+                said = _refusal(func, *wrong)
+            if words is None:
+                continue  # what it computes is for others to look at
+            refused += 1
+            assert said is not None, f"{func} ran what Python refuses: {words}"
+            # The dispatcher itself refuses another type than the schema says; some ops have words
+            # of their own (define_op(check=...)).
+            others = "fusedops::" in said or said.startswith(f"{spec.name}: ")
+            assert said == words or others, f"{func}: {said!r}, Python: {words!r}"
+    assert refused > 0
+
+
+@by_spec
+def test_fake_kernels_refuse_what_the_contract_refuses(spec: Any) -> None:
+    pick = random.Random(7)
+    for func, args in _calls(spec, torch.float32)[:6]:
+        programs = backends._KERNELS[func._opname.removesuffix("_backward")].contracts
+        checked = programs[func._opname.endswith("_backward")]
+        for wrong in _wrong_calls(func, args, pick, 6):
+            words = _refusal(checked.check, wrong)
+            meta = [each.to("meta") if isinstance(each, torch.Tensor) else each for each in wrong]
+            if words is not None and any(isinstance(each, torch.Tensor) for each in meta):
+                with torch.no_grad():
+                    assert _refusal(func, *meta) is not None, f"{func}: {words}"
+
+
+def test_the_operator_refuses_in_words() -> None:
+    x = torch.randn(3, 8)
+    _, mean, rstd = torch.ops.fusedops.layer_norm(x, [8], None, None, 1e-5)
+    backward = torch.ops.fusedops.layer_norm_backward
+    mask = [True, False, False]
+    for args, words in (
+        (
+            (x[:2], x, None, mean, rstd, [8], 1e-5, mask),
+            r"grad_output must be of shape|input must be",
+        ),
+        ((x, x, None, mean, rstd[:2], [8], 1e-5, mask), r"rstd must be of shape \[3\], got \[2\]"),
+        ((None, x, None, mean, rstd, [8], 1e-5, mask), "grad_output must be a torch.Tensor"),
+        ((x, x, None, mean, rstd, [8], 1e-5, [True]), "output_mask must be 3 flags, got 1"),
+        ((x, x, None, mean, rstd, [8], 1e-5, [False, True, False]), "weight must be given"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=f"layer_norm_backward: ({words})"):
+            backward(*args)
+
+
+def test_a_requested_backend_is_held_to_the_contract_too() -> None:
+    x = torch.randn(3, 8)
+    with (
+        fusedops.use_backend("torch"),
+        pytest.raises(ValueError, match="gelu_backward: (input|grad_output) must"),
+    ):
+        torch.ops.fusedops.gelu_backward(x, x[:2], "none", [True])
