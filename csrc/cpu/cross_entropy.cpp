@@ -61,6 +61,7 @@ at::Tensor backward(const std::optional<at::Tensor>& grad_loss, const at::Tensor
   auto grad = grad_loss->to(lse.scalar_type()).contiguous();
   if (reduction_of(reduction) == Reduction::mean) grad = grad.div(count);
   const int64_t rows = targets.numel(), classes = x.size(-1);
+  count_targets("cross_entropy", targets.const_data_ptr<int64_t>(), rows, classes, ignore_index);
   auto grad_logits = at::empty(x.sizes(), x.options());
   const CrossEntropyBackward arguments{data(x),
                                        targets.const_data_ptr<int64_t>(),

@@ -60,6 +60,13 @@ struct Rows {
   at::Tensor index;  // undefined when no row is ignored
 };
 
+// The most classes of a chunk. Chunks of none would have no end.
+int64_t widest_chunk(int64_t chunk_size, int64_t classes) {
+  TORCH_CHECK_VALUE(chunk_size >= 1, "linear_cross_entropy: chunk_size must be at least 1, got ",
+                    chunk_size);
+  return std::min(chunk_size, classes);
+}
+
 // Calls body(first, weight of the chunk, bias of the chunk) chunk by chunk.
 template <typename Body>
 void for_each_chunk(const at::Tensor& weight, const at::Tensor& bias, int64_t chunk_size,
@@ -81,7 +88,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> forward(
     const Optional& bias, int64_t ignore_index, double label_smoothing, double z_loss,
     double softcap, std::string_view reduction, int64_t chunk_size, bool keep_logits) {
   const LossOptions options{ignore_index, label_smoothing, z_loss, softcap};
-  const int64_t classes = weight.size(0);
+  const int64_t classes = weight.size(0), widest = widest_chunk(chunk_size, classes);
   const Rows rows(hidden, target, classes, ignore_index);
   const auto wide = rows.x.options().dtype(statistics_type(hidden));
   const auto kind = reduction_of(reduction);
@@ -90,8 +97,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> forward(
   shape.push_back(keep_logits ? classes : 0);
   // Rows that are ignored are 0 there.
   const auto kept = rows.index.defined() ? at::zeros(shape, wide) : at::empty(shape, wide);
-  const auto logits =
-      keep_logits ? kept : at::empty({rows.count, std::min(chunk_size, classes)}, wide);
+  const auto logits = keep_logits ? kept : at::empty({rows.count, widest}, wide);
   const int64_t* index = keep_logits ? rows.index_data() : nullptr;
   std::vector<RowSums> sums(rows.count);
   for_each_chunk(weight, dense(bias), chunk_size,
@@ -137,6 +143,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(
     std::array<bool, 3> output_mask) {
   const LossOptions options{ignore_index, label_smoothing, z_loss, softcap};
   const int64_t classes = weight.size(0), features = weight.size(1);
+  const int64_t widest = widest_chunk(chunk_size, classes);
   const Rows rows(hidden, target, classes, ignore_index);
   const auto wide = rows.x.options().dtype(statistics_type(hidden));
   const auto grads = reduction_of(reduction) == Reduction::none
@@ -145,7 +152,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(
   const auto gradient =
       row_gradients(grads, rows.pick(lse.contiguous().view(-1)), options, classes);
   const auto kept = kept_logits.contiguous();
-  const auto grad_logits = at::empty({rows.count, std::min(chunk_size, classes)}, rows.x.options());
+  const auto grad_logits = at::empty({rows.count, widest}, rows.x.options());
   at::Tensor grad_hidden, sums, grad_weight, grad_bias, partials;
   if (output_mask[0]) {
     grad_hidden = at::empty({rows.count, features}, rows.x.options());
@@ -155,7 +162,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(
   if (output_mask[1]) grad_weight = at::empty(weight.sizes(), weight.options());
   if (output_mask[2]) {
     grad_bias = at::empty({classes}, weight.options());
-    partials = at::empty({Chunks(rows.count).count, std::min(chunk_size, classes)}, wide);
+    partials = at::empty({Chunks(rows.count).count, widest}, wide);
     if (rows.count == 0) grad_bias.zero_();
   }
   for_each_chunk(

@@ -97,6 +97,29 @@ def difference_from_truth(actual: Result, spec: Spec, sample: Sample) -> str | N
     )
 
 
+def difference_of_mixture(spec: Spec, sample: Sample) -> str | None:
+    """Run a call of any dtypes and return where it is over its error budget, or ``None``.
+
+    Eager torch has no counterpart of many calls of several dtypes. The results must have the dtypes
+    that the reference gives, and be no more wrong than eager torch is where all tensors have the
+    least precise dtype among them, which inner values may have. The truth is eager float64.
+
+    Args:
+        spec: of the op.
+        sample: the call.
+    """
+    got = run(spec.op, sample)
+    with backends.use_backend("torch"):
+        reference = run(spec.op, fresh(sample))
+    least = baseline(spec, fresh(sample, sample.least_dtype))
+    base = Result(
+        [each.to(like.dtype) for each, like in zip(least.outputs, reference.outputs, strict=True)],
+        [each.to(like.dtype) for each, like in zip(least.grads, reference.grads, strict=True)],
+    )
+    exact = truth(spec, sample)
+    return difference_from_exact(got, exact, base, spec, sample, inside=sample.least_dtype)
+
+
 def difference_from_exact(
     actual: Result,
     exact: Result,

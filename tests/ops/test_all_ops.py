@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from op_testing import RecordOps, assert_close, assert_within_budget
+from op_testing import assert_close, assert_within_budget
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal import common_methods_invocations
 
@@ -17,6 +17,7 @@ import fusedops
 from fusedops._core import backends, extension
 from fusedops.specs import BadInput, Sample, Spec, all_specs, tensors_in
 from fusedops.specs.comparison import floating, fresh, incoming, run, truth
+from fusedops.specs.recorder import RecordOps
 
 CPU = torch.device("cpu")
 SPECS = list(all_specs().values())

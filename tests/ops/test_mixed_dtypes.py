@@ -13,9 +13,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from op_testing import difference_of_mixture
 
 from fusedops.specs import Sample, Spec, all_specs
+from fusedops.specs.comparison import difference_of_mixture
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 # More tensors than this are not given all combinations, but each pair of dtypes for each of them.

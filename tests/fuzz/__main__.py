@@ -1,0 +1,61 @@
+"""The command line of the fuzzers.
+
+python -m tests.fuzz operators --calls 100000 --seed 1 --processes 2
+python -m tests.fuzz operators --seed 1 --first 4711 --calls 1    # one call again
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from . import engine
+from .arguments import Arguments
+from .functions import Functions
+from .operators import Operators
+
+FUZZERS = {each.name: each for each in (Operators, Functions, Arguments)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz")
+    parser.add_argument("fuzzer", choices=FUZZERS)
+    parser.add_argument("--calls", type=int, default=100_000)
+    parser.add_argument("--seed", type=int, default=None, help="default: of the clock")
+    parser.add_argument("--first", type=int, default=0, help="number of the first call")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument("--patience", type=float, default=20.0, help="seconds until a call hangs")
+    parser.add_argument("--only", help="part of an op's name")
+    parser.add_argument(
+        "--data-only", action="store_true", help="operators: change values, no shapes and dtypes"
+    )
+    parser.add_argument("--findings", type=int, default=1000, help="stop after so many")
+    parser.add_argument("--out", type=Path, default=Path("out/fuzz"))
+    parser.add_argument("--show", type=int, default=3, help="findings that are printed whole")
+    asked = parser.parse_args()
+    given = {"data_only": True} if asked.data_only else {}
+    fuzzer = FUZZERS[asked.fuzzer](asked.only, **given)
+    report = engine.run(
+        fuzzer,
+        seed=int(time.time()) if asked.seed is None else asked.seed,
+        calls=asked.calls,
+        folder=asked.out,
+        processes=asked.processes,
+        first=asked.first,
+        seconds=asked.seconds,
+        patience=asked.patience,
+        most_findings=asked.findings,
+        progress=True,
+    )
+    for finding in report.findings[: asked.show]:
+        print(f"--- {finding.op}: {finding.outcome}; again: {finding.again}")
+        print(f"{finding.snippet}\n{finding.log}")
+    print(report)
+    return bool(report.findings)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,170 @@
+"""Right calls of the public functions, forward and backward, against float64.
+
+A sample of a spec gets other sizes, dtypes, strides and tensors that require a gradient. What the
+function refuses is no finding (``arguments.py`` looks at how it refuses); what it takes must be
+right within the error budget, in the dtypes that the reference gives.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+
+import fusedops
+from fusedops.specs import Sample, Spec, all_specs
+from fusedops.specs.comparison import difference_of_mixture, fresh, run, truth
+
+from . import mutate, snippet
+from .engine import WrongResultError
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+SIZES = (0, 1, 2, 3, 5, 16, 17, 31, 33, 64, 65, 100)
+MOST_ELEMENTS = 30_000
+REFUSALS = (ValueError, TypeError, fusedops.UnsupportedError)
+
+
+def picked(only: str | None) -> list[tuple[Spec, dict[torch.dtype, list[Sample]]]]:
+    """Return the specs whose name contains ``only``, with their small samples by dtype."""
+    found = []
+    for name, spec in all_specs().items():
+        if only is not None and only not in name:
+            continue
+        by_dtype = {dtype: spec.samples(torch.device("cpu"), dtype) for dtype in DTYPES}
+        small = {
+            dtype: [s for s in every if sum(t.numel() for t in s.tensors) < MOST_ELEMENTS]
+            for dtype, every in by_dtype.items()
+        }
+        found.append((spec, small))
+    assert found, f"no op's name contains {only!r}"
+    return found
+
+
+class Functions:
+    """Right calls of public functions."""
+
+    name = "functions"
+    batch = 200
+
+    def __init__(self, only: str | None = None) -> None:
+        self.specs = picked(only)
+
+    def _make(self, rng: random.Random) -> tuple[Spec, Sample]:
+        spec, by_dtype = rng.choice(self.specs)
+        sample = rng.choice(by_dtype[rng.choice(DTYPES)])
+        if rng.random() < 0.5:
+            sample = _resized(rng, sample)
+        mixed, laid_out = rng.random() < 0.3, rng.random() < 0.5
+
+        def change(tensor: torch.Tensor) -> torch.Tensor:
+            new = tensor.detach()
+            if new.is_floating_point() and mixed and rng.random() < 0.5:
+                new = new.to(rng.choice(DTYPES))
+            if laid_out:
+                new = _laid_out(rng, new)
+            return new.requires_grad_(tensor.requires_grad and rng.random() < 0.7)
+
+        return spec, sample.map(change)
+
+    def run(self, rng: random.Random) -> str:
+        """Make a call and compare it with float64.
+
+        Raises:
+            WrongResultError: it is over the error budget, or raises what it must not.
+        """
+        spec, sample = self._make(rng)
+        try:
+            spec.op(*sample.args, **sample.kwargs)
+        except REFUSALS as refusal:
+            return type(refusal).__name__
+        except Exception as error:
+            raise WrongResultError(f"{type(error).__name__}: {error}") from error
+        if any(_is_expanded(tensor) for tensor in sample.tensors):
+            return self._compare_with_dense(spec, sample)
+        try:
+            truth(spec, fresh(sample))
+        except Exception:
+            return "skipped"  # eager torch has no such call
+        found = difference_of_mixture(spec, sample)
+        if found is not None:
+            raise WrongResultError(found)
+        return "returned"
+
+    def _compare_with_dense(self, spec: Spec, sample: Sample) -> str:
+        """Compare bits: equal values make ties and exact zeros, which no budget knows."""
+        got, want = run(spec.op, sample), run(spec.op, fresh(sample.map(_dense)))
+        kinds = {"output": (got.outputs, want.outputs), "gradient": (got.grads, want.grads)}
+        for kind, (mine, others) in kinds.items():
+            for place, (one, other) in enumerate(zip(mine, others, strict=True)):
+                if not torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0)):
+                    raise WrongResultError(f"{kind} {place}: other bits than of dense tensors")
+        return "returned"
+
+    def describe(self, rng: random.Random) -> tuple[str, str]:
+        """Return the op and code that calls it."""
+        spec, sample = self._make(rng)
+        return spec.name, snippet.call(f"fusedops.{spec.name}", sample.args, dict(sample.kwargs))
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    return any(s == 0 and n > 1 for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    plain = tensor.detach().clone(memory_format=torch.contiguous_format)
+    return plain.requires_grad_(tensor.requires_grad)
+
+
+def _resized(rng: random.Random, sample: Sample) -> Sample:
+    """Change a size wherever it occurs, unless integers count on it."""
+    whole = [each for each in sample.tensors if not each.is_floating_point()]
+    fixed = {size for each in whole if each.dtype != torch.bool for size in each.shape}
+    fixed |= {int(value) for each in whole for value in each.reshape(-1)[:64].tolist()}
+    free = sorted({size for each in sample.tensors for size in each.shape} - fixed)
+    if not free:
+        return sample
+    old, new = rng.choice(free), rng.choice(SIZES)
+    generator = torch.Generator().manual_seed(rng.randrange(2**31))
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            shape = [new if size == old else size for size in value.shape]
+            tiled = mutate.filled(value.detach(), shape)
+            if value.requires_grad:  # no ties between the copies
+                tiled = tiled * (1 + 0.1 * torch.rand(shape, generator=generator)).to(tiled.dtype)
+            return tiled.requires_grad_(value.requires_grad)
+        if isinstance(value, (tuple, list)):
+            return type(value)(new if each == old else each for each in value)
+        return value
+
+    resized = sample.map(changed)
+    args = tuple(
+        changed(arg) if isinstance(arg, (tuple, list)) and type(arg) in (tuple, list) else arg
+        for arg in resized.args
+    )
+    return Sample(sample.name, args, resized.kwargs, sample.random)
+
+
+def _laid_out(rng: random.Random, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values in another layout, or those of one row for all."""
+    kind = rng.randrange(5)
+    if kind == 0 and tensor.dim() >= 2:
+        order = list(range(tensor.dim()))
+        rng.shuffle(order)
+        back = [order.index(dim) for dim in range(tensor.dim())]
+        return tensor.permute(order).contiguous().permute(back)
+    if kind == 1:
+        wide = tensor.new_full((*tensor.shape, 2), -1)
+        wide[..., 0] = tensor
+        return wide[..., 0]
+    if kind == 2 and tensor.dim() >= 1:
+        longer = torch.cat((tensor, tensor.new_full((3, *tensor.shape[1:]), -1)))
+        return longer[: tensor.shape[0]]
+    if kind == 3 and tensor.is_floating_point() and tensor.numel():
+        return (
+            tensor.narrow(rng.randrange(tensor.dim()), 0, 1).expand(tensor.shape)
+            if (tensor.dim())
+            else tensor
+        )
+    return tensor.clone()

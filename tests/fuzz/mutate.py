@@ -1,0 +1,221 @@
+"""Changes to the arguments of an operator's call that make it another call, mostly a wrong one."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+
+DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float64,
+    torch.int64,
+    torch.int32,
+    torch.bool,
+    torch.float16,
+    torch.uint8,
+)
+CODES = (*DTYPES, torch.complex64, torch.int8, torch.float8_e4m3fn, torch.quint8)
+INTEGERS = (
+    -1,
+    0,
+    1,
+    2,
+    3,
+    7,
+    -2,
+    -7,
+    64,
+    2**15,
+    2**31 - 1,
+    -(2**31),
+    2**31,
+    2**40,
+    2**62,
+    -(2**63),
+)
+NUMBERS = (0.0, 1.0, -1.0, 0.5, 2.0, 1e-30, -1e30, 1e300, float("nan"), float("inf"), -float("inf"))
+STRINGS = ("", "none", "mean", "gelu", "tanh", "torch", "softmax", "x" * 300, "\0")
+
+
+def tensor(rng: random.Random, given: torch.Tensor, *, data_only: bool = False) -> Any:
+    """Return something else in place of a tensor; only its values differ if asked."""
+    changes = (_values,) if data_only else _TENSOR_CHANGES
+    return given if given.is_meta else rng.choice(changes)(rng, given)
+
+
+def filled(given: torch.Tensor, shape: list[int]) -> torch.Tensor:
+    """Return the values of a tensor, over and over, in memory of its own of another shape."""
+    count = 1
+    for size in shape:
+        count *= size
+    flat = given.reshape(-1)
+    if flat.numel() == 0:
+        return given.new_zeros(shape)
+    if flat.numel() < count:
+        flat = flat.repeat(-(-count // flat.numel()))
+    return flat[:count].clone().view(shape)
+
+
+def _resized(rng: random.Random, given: torch.Tensor) -> Any:
+    shape = list(given.shape)
+    if not shape:
+        return given.expand(rng.choice((1, 2, 5))).clone()
+    dim = rng.randrange(len(shape))
+    n = shape[dim]
+    shape[dim] = rng.choice((0, 1, n - 1, n + 1, n // 2, 2 * n, n + rng.randrange(1, 70)))
+    if shape[dim] < 0:
+        shape[dim] = 3
+    count = 1
+    for size in shape:
+        count *= size
+    return filled(given, shape) if count < 200_000 else given
+
+
+def _other_rank(rng: random.Random, given: torch.Tensor) -> Any:
+    kind = rng.randrange(5)
+    if kind == 0 and given.dim():
+        dim = rng.randrange(given.dim())
+        return given.select(dim, 0) if given.shape[dim] else given
+    if kind == 1:
+        return given.unsqueeze(rng.randrange(given.dim() + 1))
+    if kind == 2:
+        return given.reshape(-1)
+    if kind == 3:
+        return given.reshape(-1)[:1].reshape(()) if given.numel() else given.new_zeros(())
+    return filled(given, [rng.choice((0, 1, 2, 3, 5)) for _ in range(rng.randrange(6))])
+
+
+def _permuted(rng: random.Random, given: torch.Tensor) -> Any:
+    order = list(range(given.dim()))
+    rng.shuffle(order)
+    turned = given.permute(order)
+    return turned if rng.random() < 0.5 else turned.contiguous()
+
+
+def _cast(rng: random.Random, given: torch.Tensor) -> Any:
+    return given.to(rng.choice(DTYPES))
+
+
+def _expanded(rng: random.Random, given: torch.Tensor) -> Any:
+    if given.dim() == 0 or given.numel() == 0:
+        return given.new_zeros(1).expand(3, 4)
+    dim = rng.randrange(given.dim())
+    return given.narrow(dim, 0, 1).expand(given.shape)
+
+
+def _strided(rng: random.Random, given: torch.Tensor) -> Any:
+    wide = given.new_zeros((*given.shape, 3))
+    wide[..., 1] = given
+    return wide[..., 1]
+
+
+def _values(rng: random.Random, given: torch.Tensor) -> Any:
+    if given.numel() == 0:
+        return given
+    changed = given.clone(memory_format=torch.contiguous_format)
+    flat = changed.view(-1)
+    places = [rng.randrange(flat.numel()) for _ in range(rng.choice((1, 1, 2, 5)))]
+    if given.dtype.is_floating_point:
+        for place in places:
+            flat[place] = torch.tensor(rng.choice(NUMBERS), dtype=torch.float64).to(given.dtype)
+        return changed
+    if given.dtype == torch.bool:
+        for place in places:
+            flat[place] = rng.random() < 0.5
+        return changed
+    if rng.random() < 0.2:
+        return torch.randint_like(given, 0, rng.choice((1, 3, 100)))
+    limits = torch.iinfo(given.dtype)
+    largest = int(flat.max())
+    near = (largest + 1, largest, largest - 1, -1, 0, given.numel(), given.numel() - 1, -100)
+    for place in places:
+        number = rng.choice(near) if rng.random() < 0.7 else rng.choice(INTEGERS)
+        flat[place] = min(max(number, limits.min), limits.max)
+    return changed
+
+
+def _meta(rng: random.Random, given: torch.Tensor) -> Any:
+    return given.to("meta")
+
+
+def _nothing(rng: random.Random, given: torch.Tensor) -> Any:
+    return None
+
+
+def _empty(rng: random.Random, given: torch.Tensor) -> Any:
+    return given.new_empty(rng.choice(((0,), (0, 3), (3, 0), (0, 0, 0), ())))
+
+
+_TENSOR_CHANGES = (
+    *(_resized,) * 6,
+    *(_other_rank,) * 3,
+    *(_permuted,) * 2,
+    *(_cast,) * 3,
+    *(_values,) * 4,
+    *(_nothing,) * 2,
+    _expanded,
+    _strided,
+    _meta,
+    _empty,
+)
+
+
+def other(rng: random.Random, given: Any) -> Any:
+    """Return something else in place of an argument that is no tensor."""
+    if given is None:
+        return torch.randn([rng.choice((0, 1, 2, 5, 8)) for _ in range(rng.randrange(4))]).to(
+            rng.choice(DTYPES)
+        )
+    if isinstance(given, bool):
+        return not given
+    if isinstance(given, int):
+        near = (given - 1, given + 1, 2 * given, given // 2)
+        return rng.choice(near) if rng.random() < 0.4 else rng.choice(INTEGERS)
+    if isinstance(given, float):
+        return rng.choice(NUMBERS)
+    if isinstance(given, str):
+        return rng.choice(STRINGS)
+    if isinstance(given, torch.dtype):
+        return rng.choice(CODES)
+    if isinstance(given, (list, tuple)):
+        return _listed(rng, list(given))
+    return given
+
+
+def _listed(rng: random.Random, given: list[Any]) -> list[Any]:
+    kind = rng.randrange(4)
+    if kind == 0 and given:
+        return given[:-1]
+    if kind == 1:
+        return [*given, given[-1] if given else True]
+    if kind == 2 or not given:
+        return []
+    place = rng.randrange(len(given))
+    given[place] = other(rng, given[place])
+    return given
+
+
+def sizes(rng: random.Random, args: list[Any]) -> None:
+    """Change one size wherever it occurs, which often leaves a call that is right."""
+    found = {size for arg in args if isinstance(arg, torch.Tensor) for size in arg.shape}
+    if not found:
+        return
+    size = rng.choice(sorted(found))
+    new = rng.choice((0, 1, 2, size + 1, size - 1, 17, 33, 64, 65))
+    if new < 0:
+        return
+    for place, arg in enumerate(args):
+        if isinstance(arg, torch.Tensor) and size in arg.shape and not arg.is_meta:
+            shape = [new if each == size else each for each in arg.shape]
+            count = 1
+            for each in shape:
+                count *= each
+            if count < 200_000:
+                args[place] = filled(arg, shape)
+        elif isinstance(arg, int) and not isinstance(arg, bool) and arg == size:
+            args[place] = new
+        elif isinstance(arg, list) and size in arg and not isinstance(arg[0], bool):
+            args[place] = [new if each == size else each for each in arg]

@@ -1,0 +1,108 @@
+"""Calls of ``torch.ops.fusedops.*``, forward and backward, that nothing has checked before.
+
+Calls that are right are recorded from the specs' samples; one to three arguments of one are then
+changed. Any exception is a right answer, and so is a result; the process must live.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+
+from fusedops.specs import all_specs, tensors_in
+from fusedops.specs.comparison import fresh, run
+from fusedops.specs.recorder import RecordOps
+
+from . import mutate, snippet
+
+# Larger calls say no more about bounds, and slow the others down.
+MOST_ELEMENTS = 12_000
+
+
+class Operators:
+    """Wrong calls of operators."""
+
+    name = "operators"
+    batch = 4000
+
+    def __init__(self, only: str | None = None, *, data_only: bool = False) -> None:
+        self.data_only = data_only
+        self.calls = _recorded(only)
+        self.names = sorted(self.calls)
+        assert self.names, f"no operator's name contains {only!r}"
+
+    def _make(self, rng: random.Random) -> tuple[Any, list[Any]]:
+        calls = self.calls[rng.choice(self.names)]
+        func, args = rng.choice(calls)
+        made = list(args)
+        if self.data_only:
+            self._change_data(rng, made)
+            return func, made
+        kind = rng.random()
+        if kind < 0.15:
+            mutate.sizes(rng, made)
+        for _ in range(rng.choice((0, 1)) if kind < 0.15 else rng.choice((1, 1, 2, 3))):
+            place = rng.randrange(len(made))
+            if rng.random() < 0.15:
+                made[place] = rng.choice(calls)[1][place]
+            elif isinstance(made[place], torch.Tensor):
+                made[place] = mutate.tensor(rng, made[place])
+            else:
+                made[place] = mutate.other(rng, made[place])
+        for place, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and isinstance(made[place], torch.Tensor):
+                made[place] = made[place].clone()
+        return func, made
+
+    def _change_data(self, rng: random.Random, made: list[Any]) -> None:
+        """Change what no contract of shapes and dtypes speaks of."""
+        for _ in range(rng.choice((1, 1, 2, 3))):
+            place = rng.randrange(len(made))
+            if isinstance(made[place], torch.Tensor):
+                made[place] = mutate.tensor(rng, made[place], data_only=True)
+            elif isinstance(made[place], (int, float)):
+                made[place] = mutate.other(rng, made[place])
+
+    def run(self, rng: random.Random) -> str:
+        """Make a call and run it."""
+        func, made = self._make(rng)
+        try:
+            with torch.no_grad():
+                func(*made)
+        except Exception as error:
+            if "out of memory" in str(error) or "can't allocate memory" in str(error):
+                return "OutOfMemoryError"
+            return type(error).__name__
+        return "returned"
+
+    def describe(self, rng: random.Random) -> tuple[str, str]:
+        """Return the operator and code that calls it."""
+        func, made = self._make(rng)
+        return func._opname, snippet.call(f"torch.ops.fusedops.{func._opname}", made)
+
+
+def _recorded(only: str | None) -> dict[str, list[tuple[Any, tuple[Any, ...]]]]:
+    """Return operator -> the calls of it that the specs' samples make."""
+    found: dict[str, list[tuple[Any, tuple[Any, ...]]]] = {}
+    for spec in all_specs().values():
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+            for sample in spec.samples(torch.device("cpu"), dtype):
+                if sum(tensor.numel() for tensor in sample.tensors) > MOST_ELEMENTS:
+                    continue
+                with RecordOps() as recorded:
+                    run(spec.op, fresh(sample))
+                for func, args in recorded.calls:
+                    if sum(tensor.numel() for tensor in tensors_in(args)) > 4 * MOST_ELEMENTS:
+                        continue
+                    if only is None or only in func._opname:
+                        plain = tuple(_plain(arg) for arg in args)
+                        found.setdefault(func._opname, []).append((func, plain))
+    return found
+
+
+def _plain(arg: Any) -> Any:
+    if isinstance(arg, torch.Tensor):
+        return arg.detach().clone(memory_format=torch.preserve_format)
+    return list(arg) if isinstance(arg, (list, tuple)) else arg
