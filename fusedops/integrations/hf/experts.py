@@ -187,6 +187,8 @@ def obstacle(module: Any) -> str | None:
 class Experts(nn.Module):
     """The forward of every patched experts module."""
 
+    fused_rule: Rule
+
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the weighted sum of each token's experts."""
         if obstacle(self) is not None:
@@ -198,7 +200,7 @@ def experts_obstacle(name: str, experts: Any) -> str | None:
     """Return why a layer must not do the work of ``experts`` itself, or ``None``."""
     if not isinstance(experts, Experts):
         return f"{name} is a {type(experts).__name__}"
-    return bypass_obstacle(name, experts, (type(experts),)) or obstacle(experts)
+    return bypass_obstacle(name, experts, (experts.fused_rule.patched,)) or obstacle(experts)
 
 
 def experts_rule(original: type[nn.Module], module_name: str) -> Rule:

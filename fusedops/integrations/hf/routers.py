@@ -23,6 +23,8 @@ Routed = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 class Router(nn.Module):
     """The forward of every patched router, around the family's own ``_route``."""
 
+    fused_rule: Rule
+
     def forward(self, hidden_states: torch.Tensor) -> Routed:
         """Return logits ``[tokens, num_experts]``, weights and indices ``[tokens, k]``."""
         if not runs_here(hidden_states):
@@ -96,7 +98,7 @@ def router_obstacle(name: str, router: Any) -> str | None:
     """Return why a layer must not ask ``router`` for its plan, or ``None``."""
     if not isinstance(router, Router):
         return f"{name} is a {type(router).__name__}"
-    return bypass_obstacle(name, router, (type(router),))
+    return bypass_obstacle(name, router, (router.fused_rule.patched,))
 
 
 def router_rule(original: type[nn.Module], forward: type[Router], module_name: str) -> Rule:

@@ -26,7 +26,7 @@ from fusedops.integrations.hf.feed_forward import (
 )
 from fusedops.integrations.hf.lm_heads import Arguments, head_rule
 from fusedops.integrations.hf.residual import dropout_obstacle, probability, unknown_forward
-from fusedops.integrations.hf.rules import Rule, global_hooks, like, runs_here
+from fusedops.integrations.hf.rules import Rule, global_hooks, like, runs_here, whole
 from fusedops.integrations.hf.torch_modules import linear_obstacle
 from fusedops.integrations.hf.transformers_modules import activation_name
 from fusedops.ops.bias_dropout_add import bias_dropout_add
@@ -194,7 +194,8 @@ _UNKNOWN_SUBLAYER = next(
 
 
 def _probe_norm(norm: Any) -> None:
-    rms_norm(norm.weight.new_zeros(1, *norm.weight.shape), norm.weight.shape, norm.weight)
+    weight = whole(norm.weight)
+    rms_norm(weight.new_zeros(1, *weight.shape), weight.shape, weight)
 
 
 def _probe_gated(module: Any) -> None:

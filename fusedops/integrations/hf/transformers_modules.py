@@ -14,7 +14,15 @@ from torch import nn
 from transformers import activations, pytorch_utils
 
 from fusedops.integrations.hf import torch_modules
-from fusedops.integrations.hf.rules import Rule, bypass_obstacle, plain_weight, runs_here
+from fusedops.integrations.hf.originals import remember
+from fusedops.integrations.hf.rules import (
+    Rule,
+    bypass_obstacle,
+    like,
+    plain_weight,
+    runs_here,
+    whole,
+)
 from fusedops.integrations.hf.torch_modules import MIN_CONV1D_ROWS, pays
 from fusedops.ops.gelu import gelu
 from fusedops.ops.linear_act import linear_act
@@ -83,6 +91,7 @@ for _name, (_, _activation) in _GELUS.items():
 for _name, _activation in _OTHERS.items():
     if hasattr(activations, _name):
         _NAMES[getattr(activations, _name)] = _activation
+        remember(getattr(activations, _name))
 
 
 def activation_obstacle(name: str, module: Any) -> str | None:
@@ -127,8 +136,10 @@ def _conv1d_plain(module: Any) -> str | None:
 
 
 def _probe_conv1d(module: Any) -> None:
-    if plain_weight(module.weight):
-        Conv1D.forward(module, module.weight.new_zeros(MIN_CONV1D_ROWS, module.weight.shape[0]))
+    weight = whole(module.weight)
+    rows = like(module).new_zeros(MIN_CONV1D_ROWS, weight.shape[0])
+    if plain_weight(weight) and pays(rows, MIN_CONV1D_ROWS):
+        linear_act(rows, weight.t(), None, activation="identity")
 
 
 RULES = (
