@@ -1,0 +1,29 @@
+"""The trainers that people have: a tier of its own (`make test-clients`).
+
+Only an environment that has all of them (`requirements.txt` here) collects these tests. Each row
+of a test goes into `results/trainers.json`, of which docs/gen_trainers.py makes a page.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+NEEDED = ("accelerate", "datasets", "deepspeed", "lightning", "megatron", "peft", "torchao", "trl")
+
+# The models and what compares them are those of the patch tests.
+sys.path.append(str(HERE.parent / "integrations"))
+
+if any(find_spec(name) is None for name in NEEDED):
+    collect_ignore_glob = ["*"]
+else:
+    import outcomes
+
+    @pytest.fixture
+    def table(request: pytest.FixtureRequest) -> outcomes.Table:
+        """Where a test writes down what it found."""
+        return outcomes.Table(HERE / "results", request)

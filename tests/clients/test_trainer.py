@@ -1,0 +1,103 @@
+"""transformers' Trainer, in one process and in two, trains a patched model as the stock one."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+from harness import BATCH, LEARNING_RATE, OPS, STEPS, Trained, Trial, rows, whole
+from outcomes import Table
+from torch import nn
+
+
+def train(model: nn.Module, parallel: dict[str, int] | None = None, **options: Any) -> Trained:
+    """Train with the Trainer; ``parallel`` are the sizes of accelerate's ``ParallelismConfig``."""
+    from accelerate.utils import ParallelismConfig
+    from transformers import Trainer, TrainingArguments
+
+    if "fsdp" in options:
+        shard_on_cpu()
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            output_dir=folder,
+            use_cpu="deepspeed" not in options,  # with it DeepSpeed would be ignored
+            optim="sgd",
+            learning_rate=LEARNING_RATE,
+            max_steps=STEPS,
+            per_device_train_batch_size=BATCH,
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            seed=1,
+            parallelism_config=ParallelismConfig(**parallel) if parallel else None,
+            **options,
+        )
+        trainer = Trainer(model=model, args=arguments, train_dataset=rows())
+        trainer.train()
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        return Trained(losses, _weights(trainer))
+
+
+def shard_on_cpu() -> None:
+    """Let accelerate shard: of processes without an accelerator it would only copy the model."""
+    from accelerate import PartialState
+    from accelerate.utils import DistributedType
+
+    state = PartialState(cpu=True)
+    assert state.distributed_type is DistributedType.MULTI_CPU
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
+def _weights(trainer: Any) -> dict[str, torch.Tensor]:
+    """Return the whole weights; of FSDP1, which keeps flat pieces, by accelerate."""
+    state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    return {name: whole(each).clone() for name, each in state.items()}
+
+
+def zero(stage: int) -> dict[str, Any]:
+    """Return DeepSpeed's configuration."""
+    return {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+
+
+FSDP = {"fsdp": True}
+FSDP1 = {"version": 1, "sync_module_states": False}
+ONE = {
+    "plain": Trial(train),
+    "gradient checkpointing": Trial(train, {"gradient_checkpointing": True}),
+    "gradient accumulation": Trial(train, {"gradient_accumulation_steps": 2}, backwards=2 * STEPS),
+    "bf16 autocast": Trial(train, {"bf16": True}, exactly={"bf16": False}, dtype=torch.bfloat16),
+    "label smoothing": Trial(
+        train, {"label_smoothing_factor": 0.1}, ops={**OPS, "cross_entropy": 0}
+    ),
+    "torch_compile (aot_eager)": Trial(train, {"torch_compile_backend": "aot_eager"}),
+}
+TWO = {
+    "DDP": Trial(train),
+    "FSDP1": Trial(train, {**FSDP, "fsdp_config": FSDP1}),
+    "FSDP2": Trial(train, {**FSDP, "fsdp_config": {"version": 2}}),
+    "sp_size=2 (Ulysses)": Trial(
+        train, {"deepspeed": zero(1), "parallel": {"sp_size": 2}}, exactly=None
+    ),
+    "cp_size=2 (context parallel)": Trial(
+        train, {**FSDP, "fsdp_config": {"version": 2}, "parallel": {"cp_size": 2}}
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", ONE)
+def test_one_process(mode: str, table: Table) -> None:
+    table.compare(ONE[mode], "transformers", f"Trainer, {mode}")
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("mode", TWO)
+def test_two_processes(mode: str, table: Table) -> None:
+    table.compare(TWO[mode], "transformers", f"Trainer, {mode}", processes=2)
