@@ -49,11 +49,16 @@ class Known:
 
     Attributes:
         test: pattern of test ids (``fnmatch``).
+        failure: what its failure says; another failure of the same test is new.
         reason: why the test fails on a patched model.
     """
 
     test: str
+    failure: str
     reason: str
+
+    def covers(self, test: str, failure: str) -> bool:
+        return fnmatch.fnmatchcase(test, self.test) and self.failure in failure
 
 
 @dataclass
@@ -93,20 +98,21 @@ def compare(
             result.passed_patched += 1
             result.fused += bool(other["ops"])
             continue
-        reasons = [each.reason for each in known if fnmatch.fnmatchcase(test, each.test)]
+        failure = f"{other['outcome']}: {other.get('reason', '')}"
+        reasons = [each.reason for each in known if each.covers(test, failure)]
         if reasons:
             result.known[test] = reasons[0]
         else:
-            result.new[test] = f"{other['outcome']}: {other.get('reason', '')}"
+            result.new[test] = failure
     return result
 
 
 def read_known(path: Path) -> list[Known]:
-    """Read the list; every entry has a pattern and a reason."""
+    """Read the list; no entry may lack its reason."""
     entries = tomllib.loads(path.read_text()).get("known", [])
     for entry in entries:
-        if set(entry) != {"test", "reason"} or not entry["reason"].strip():
-            raise ValueError(f"{path}: an entry needs a test and a reason, got {entry}")
+        if set(entry) != {"test", "failure", "reason"} or not all(entry.values()):
+            raise ValueError(f"{path}: an entry needs test, failure and reason, got {entry}")
     return [Known(**entry) for entry in entries]
 
 

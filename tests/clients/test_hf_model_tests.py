@@ -84,7 +84,8 @@ def test_what_passes_stock_and_fails_patched_is_new(runs: list[dict[str, dict]])
 
 @pytest.mark.slow
 def test_a_known_difference_is_counted_apart(runs: list[dict[str, dict]]) -> None:
-    known = [command.Known("*::BertModelTest::test_exact_*", "the class is ours")]
+    pattern = "*::BertModelTest::test_exact_*"
+    known = [command.Known(pattern, "AssertionError", "the class is ours")]
     result = command.compare(*runs, known=known)
     assert not result.new
     assert result.known == {CLASS + "test_exact_class": "the class is ours"}
@@ -94,6 +95,14 @@ def test_a_test_that_did_not_run_patched_is_new() -> None:
     passed = {"outcome": "passed", "ops": {}}
     result = command.compare({"a": passed, "b": passed}, {"a": {"outcome": "unfinished"}}, [])
     assert result.new == {"a": "unfinished: ", "b": "not run: "}
+
+
+def test_a_known_test_that_fails_otherwise_is_new() -> None:
+    stock = {"a": {"outcome": "passed", "ops": {}}}
+    patched = {"a": {"outcome": "failed", "reason": "KeyError: 1"}}
+    result = command.compare(stock, patched, [command.Known("a", "ValueError", "refused")])
+    assert result.new == {"a": "failed: KeyError: 1"}
+    assert not result.known
 
 
 def test_lines_of_one_test_are_added_up(tmp_path: Path) -> None:
@@ -109,8 +118,8 @@ def test_lines_of_one_test_are_added_up(tmp_path: Path) -> None:
 
 def test_a_known_difference_needs_a_reason(tmp_path: Path) -> None:
     path = tmp_path / "known.toml"
-    path.write_text('[[known]]\ntest = "a"\nreason = " "\n')
-    with pytest.raises(ValueError, match="needs a test and a reason"):
+    path.write_text('[[known]]\ntest = "a"\nfailure = "b"\nreason = ""\n')
+    with pytest.raises(ValueError, match="needs test, failure and reason"):
         command.read_known(path)
     assert command.read_known(HERE / "hf_model_tests_known.toml") is not None
 
