@@ -174,7 +174,7 @@ def absorbing(model: nn.Module) -> list[nn.Module]:
         model: patched or not.
     """
     names = {module: name for name, module in model.named_modules()}
-    owners = _owners(names, _patched_classes())
+    owners = _owners(names)
     parents = {
         owner
         for name, (owner, _) in owners.items()
