@@ -14,6 +14,7 @@ from torch import nn
 from fusedops import nn as fused
 from fusedops._core.tracing import holds_for_all, is_traced
 from fusedops.integrations.hf.originals import remember
+from fusedops.integrations.hf.partitioned import whole
 from fusedops.integrations.hf.rules import (
     Rule,
     bypass_obstacle,
@@ -21,7 +22,6 @@ from fusedops.integrations.hf.rules import (
     like,
     plain_weight,
     runs_here,
-    whole,
 )
 from fusedops.ops.cross_entropy import cross_entropy
 from fusedops.ops.gelu import gelu
