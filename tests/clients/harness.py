@@ -102,16 +102,21 @@ class Trial:
         fused, aside = run(_compare, self, processes=processes)[0]
         return Outcome(self.family, processes, fused, aside)
 
-    def model(self, patched: bool, dtype: torch.dtype = torch.float32) -> nn.Module:
-        """Return the model, the same at every call."""
+    def model(self, dtype: torch.dtype = torch.float32) -> nn.Module:
+        """Return the model before ``patch``, the same at every call."""
         build = self.build or (DENSE | SPARSE)[self.family].model
         model = build(**self.config).to(dtype)
         torch.manual_seed(1)
-        if self.prepare is not None:
-            model = self.prepare(model)
-        if patched:
-            fusedops.patch(model)
-        return self.finish(model) if self.finish is not None else model
+        return self.prepare(model) if self.prepare is not None else model
+
+    def run(self, model: nn.Module, **options: Any) -> tuple[nn.Module, Trained]:
+        """Finish and train a model; return it as it was trained."""
+        torch.manual_seed(1)
+        model = self.finish(model) if self.finish is not None else model
+        try:
+            return model, self.train(model, **(self.options | options))
+        finally:
+            _forget_accelerate()
 
 
 def rows(count: int = STEPS * BATCH * 2, length: int = 16) -> list[dict[str, torch.Tensor]]:
@@ -139,28 +144,20 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _compare(trial: Trial) -> tuple[dict[str, int], list[str]]:
-    model = trial.model(patched=True)
+    model = trial.model()
+    at_first = fusedops.patch(model)
     with counted() as calls:
-        found = _train(trial, model)
-    report = describe(model)
-    stock = _train(trial, trial.model(patched=False))
+        model, found = trial.run(model)
+    at_last = describe(model)
+    _, stock = trial.run(trial.model())
     exact = None
     if trial.exactly is not None:
-        double = trial.model(patched=False, dtype=torch.float64)
-        exact = _train(trial, double, **trial.exactly)
+        _, exact = trial.run(trial.model(torch.float64), **trial.exactly)
     assert_same(found, stock, exact, trial.dtype)
     for op, per_backward in trial.ops.items():
         wanted, ran = per_backward * trial.backwards, calls[op + trial.suffix]
         assert ran == wanted, f"{op} ran {ran} times instead of {wanted}: {dict(calls)}"
-    return dict(calls), steps_aside(report)
-
-
-def _train(trial: Trial, model: nn.Module, **options: Any) -> Trained:
-    torch.manual_seed(1)
-    try:
-        return trial.train(model, **(trial.options | options))
-    finally:
-        _forget_accelerate()
+    return dict(calls), steps_aside(at_first, at_last)
 
 
 def _forget_accelerate() -> None:
@@ -187,14 +184,19 @@ def assert_same(
         assert excess.max() <= 0, f"{name}: {excess.max():.3g} beyond the budget"
 
 
-def steps_aside(report: fusedops.PatchReport) -> list[str]:
-    """Return what has a rule and does not run fused, with the reason, each kind once."""
-    found = []
-    for each in report.modules:
+def steps_aside(at_first: fusedops.PatchReport, at_last: fusedops.PatchReport) -> list[str]:
+    """Return what has a rule and does not run fused, with the reason, each kind once.
+
+    Args:
+        at_first: what ``patch`` reported, which knows why it left something alone.
+        at_last: what ``describe`` reports of the model as it was trained.
+    """
+    refused = {each.name: each.reason for each in at_first.kept}
+    lines = []
+    for each in at_last.modules:
         stepped = each.replaced and each.reason.startswith("steps aside now: ")
         if stepped or (not each.replaced and each.reason != "no fused op for this class"):
-            reason = each.reason.removeprefix("steps aside now: ")
-            line = f"{each.cls}: {re.sub(r'[.][0-9]+[.]', '.*.', reason)}"
-            if line not in found:
-                found.append(line)
-    return found
+            reason = each.reason if stepped else refused.get(each.name, each.reason)
+            reason = re.sub(r"[.][0-9]+[.]", ".*.", reason.removeprefix("steps aside now: "))
+            lines.append(f"{each.cls}: {reason}")
+    return list(dict.fromkeys(lines))

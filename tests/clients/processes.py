@@ -1,8 +1,8 @@
 """Runs a function in fresh processes, one or several on gloo, and never hangs.
 
 Trainers keep global state (accelerate's singletons, DeepSpeed's groups, environment variables), so
-each run has processes of its own. A fork server has imported torch and transformers once: without
-it a process would take ten seconds to start. What runs must be a function of a module.
+each run has processes of its own. A fork server has imported it all once: without it a
+process would take ten seconds to start. What runs must be a function of a module.
 """
 
 from __future__ import annotations
@@ -19,16 +19,19 @@ from typing import Any
 TIMEOUT = 600.0
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(
-    [
-        "torch.distributed.tensor",
-        "transformers.trainer",
-        "accelerate",
-        "peft",
-        "torchao",
-        "fusedops",
-    ]
+# Whatever takes long to import; nothing of it computes when it is imported.
+PRELOADED = (
+    "harness",
+    "deepspeed",
+    "lightning",
+    "peft",
+    "torch.distributed.tensor",
+    "torchao",
+    "transformers.models.llama.modeling_llama",
+    "transformers.trainer",
+    "trl.trainer.sft_trainer",
 )
+CONTEXT.set_forkserver_preload(list(PRELOADED))
 
 
 def run(function: Callable[..., Any], *args: Any, processes: int = 1) -> list[Any]:

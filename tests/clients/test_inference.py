@@ -69,5 +69,6 @@ def test_quantize(kind: str, order: str, table: Table) -> None:
 
 
 def test_export(table: Table) -> None:
-    # Beside the program's ten runs the model may run while it is read: on fake tensors, uncounted.
-    table.compare(Trial(exported, suffix=""), "torch", "torch.export")
+    # The fused loss leaves the fake tensors of an export to the stock one, as sharded logits.
+    ops = {**OPS, "cross_entropy": 0}
+    table.compare(Trial(exported, ops=ops, suffix=""), "torch", "torch.export")

@@ -54,18 +54,20 @@ def lora(*targets: str, **options: Any) -> Any:
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
-NO_GLU = {**OPS, "linear_glu": 0}
+# The gated layer calls the adapters, and fuses what is between the products.
+CALLED = {**OPS, "linear_glu": 0, "swiglu": 2}
+INNER = {op: OPS[op] for op in ("attention", "rotary_embedding", "add_rms_norm", "cross_entropy")}
 # Of what lies before the first adapter no gradient is asked for: forward calls are counted.
 trial = partial(Trial, suffix="")
 TRIALS = {
     "q_proj, v_proj": trial(train, prepare=lora("q_proj", "v_proj")),
     "attention": trial(train, prepare=lora(*ATTENTION)),
     "down_proj": trial(train, prepare=lora("down_proj")),
-    "MLP": trial(train, ops=NO_GLU, prepare=lora(*MLP)),
-    "all-linear": trial(train, ops=NO_GLU, prepare=lora()),
-    "all-linear, put in after patch": trial(train, ops=NO_GLU, finish=lora()),
-    "all-linear, merged at the end": trial(merged, ops=NO_GLU, prepare=lora()),
-    "all-linear, DoRA": trial(train, ops=NO_GLU, prepare=lora(use_dora=True)),
+    "MLP": trial(train, ops=CALLED, prepare=lora(*MLP)),
+    "all-linear": trial(train, ops=CALLED, prepare=lora()),
+    "all-linear, put in after patch": trial(train, ops=CALLED, finish=lora()),
+    "all-linear, merged at the end": Trial(merged, ops=INNER, prepare=lora()),
+    "all-linear, DoRA": trial(train, ops=CALLED, prepare=lora(use_dora=True)),
     "attention, rsLoRA": trial(train, prepare=lora(*ATTENTION, use_rslora=True)),
     "attention, a norm saved": trial(
         train, prepare=lora(*ATTENTION, modules_to_save=["input_layernorm"])

@@ -26,18 +26,10 @@ import fusedops
 
 
 def start() -> tuple[int, int]:
-    """Join the group of all processes; return rank and size, of one process 0 and 1."""
-    if not dist.is_torchelastic_launched() and not _launched():
-        return 0, 1
+    """Join the group of all processes; return rank and size."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     return dist.get_rank(), dist.get_world_size()
-
-
-def _launched() -> bool:
-    import os
-
-    return "WORLD_SIZE" in os.environ
 
 
 def steps(model: nn.Module, ids: list[torch.Tensor]) -> list[float]:
@@ -85,19 +77,27 @@ def split(model: nn.Module) -> nn.Module:
     return model
 
 
-def planned(model: nn.Module) -> nn.Module:
-    """Load the model again as transformers splits it by its own plan."""
+def planned(model: nn.Module, size: str) -> nn.Module:
+    """Load the model again as transformers splits it by its own plan for that size."""
     from transformers.distributed.configuration_utils import DistributedConfig
 
     _, processes = start()
-    with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
-        loaded = type(model).from_pretrained(
-            folder,
-            dtype=next(model.parameters()).dtype,
-            distributed_config=DistributedConfig(tp_size=processes),
-        )
+    folder = together(tempfile.mkdtemp())
+    model.save_pretrained(folder)  # by the first process only
+    dist.barrier()
+    loaded = type(model).from_pretrained(
+        folder,
+        dtype=next(model.parameters()).dtype,
+        distributed_config=DistributedConfig(**{size: processes}),
+    )
     return loaded.train()
+
+
+def together(folder: str) -> str:
+    """Return the first process's folder."""
+    named = [folder]
+    dist.broadcast_object_list(named)
+    return named[0]
 
 
 def compiled(model: nn.Module, backend: str = "inductor") -> Trained:
@@ -136,16 +136,16 @@ def resumed(model: nn.Module, first: str) -> Trained:
     shard(loader)
     ids = batches(rank, processes)
     losses = steps(saver, ids[: STEPS // 2])
-    folder = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(folder)
-    dcp.save(get_model_state_dict(saver), checkpoint_id=folder[0])
+    folder = together(tempfile.mkdtemp())
+    dcp.save(get_model_state_dict(saver), checkpoint_id=folder)
     state = get_model_state_dict(loader)
-    dcp.load(state, checkpoint_id=folder[0])
+    dcp.load(state, checkpoint_id=folder)
     set_model_state_dict(loader, state)
     return Trained(losses + steps(loader, ids[STEPS // 2 :]), weights(loader))
 
 
 NO_GLU = {**OPS, "linear_glu": 0}
+INNER = {op: OPS[op] for op in ("attention", "rotary_embedding", "linear_glu", "cross_entropy")}
 EAGER = {"backend": "eager"}
 ONE = {
     "torch.compile (inductor)": Trial(compiled, config={"num_hidden_layers": 1}, exactly=EAGER),
@@ -160,7 +160,11 @@ TWO = {
     "FSDP2": Trial(sharded),
     "FSDP2, bf16": HALF,
     "Colwise and Rowwise": Trial(train, ops=NO_GLU, finish=split),
-    "tp_plan of transformers": Trial(train, ops=NO_GLU, prepare=planned),
+    "tp_size=2 of transformers": Trial(train, ops=NO_GLU, prepare=partial(planned, size="tp_size")),
+    # Loaded and sharded at once, so patched afterwards: what has the sharding's class stays.
+    "fsdp_size=2 of transformers": Trial(
+        train, ops=INNER, prepare=partial(planned, size="fsdp_size")
+    ),
     "DCP: patched saves, stock loads": Trial(resumed, {"first": "patched"}, backwards=STEPS // 2),
     "DCP: stock saves, patched loads": Trial(resumed, {"first": "stock"}, backwards=STEPS // 2),
 }

@@ -19,6 +19,8 @@ def train(model: nn.Module, parallel: dict[str, int] | None = None, **options: A
 
     if "fsdp" in options:
         shard_on_cpu()
+    if "deepspeed" in options:
+        compile_nothing()
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             output_dir=folder,
@@ -51,6 +53,13 @@ def shard_on_cpu() -> None:
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
+def compile_nothing() -> None:
+    """Let DeepSpeed send by gloo alone: it would compile an extension for shared memory."""
+    from deepspeed import ops
+
+    ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
 def _weights(trainer: Any) -> dict[str, torch.Tensor]:
     """Return the whole weights; of FSDP1, which keeps flat pieces, by accelerate."""
     state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
@@ -61,7 +70,11 @@ def zero(stage: int) -> dict[str, Any]:
     """Return DeepSpeed's configuration."""
     return {
         "train_micro_batch_size_per_gpu": BATCH,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "zero_optimization": {
+            "stage": stage,
+            "stage3_param_persistence_threshold": 0,  # no weight is small enough to be kept whole
+            "stage3_gather_16bit_weights_on_model_save": True,
+        },
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
