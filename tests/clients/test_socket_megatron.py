@@ -7,8 +7,9 @@ and the generator that tensor-parallel ranks draw from. Dropout is off where res
 from __future__ import annotations
 
 import copy
+import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from socket_testing import assert_same_training, assert_within_budget, counted, results
-from torch import nn
+from torch import multiprocessing, nn
 
 import fusedops
 
@@ -70,14 +71,17 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
 }
 
 
+def stand_in(replace: Callable[[Any, str, Any], None]) -> None:
+    replace(torch.cuda, "current_device", lambda: "cpu")
+    replace(torch.cuda, "synchronize", lambda: None)
+    # 0.16.1 asks whether this is None, but only defines it with Transformer Engine.
+    replace(moe_utils, "te_general_gemm", None)
+    megatron_random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+
+
 @pytest.fixture(autouse=True)
 def megatron_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    # 0.16.1 asks whether this is None, but only defines it with Transformer Engine.
-    monkeypatch.setattr(moe_utils, "te_general_gemm", None, raising=False)
-    monkeypatch.setattr(megatron_random, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", False)
-    megatron_random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+    stand_in(partial(monkeypatch.setattr, raising=False))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     yield
@@ -105,8 +109,9 @@ def gpt(configured: TransformerConfig, *, fused: bool, grouped: bool = False) ->
     return GPTModel(
         configured,
         megatron.fused_spec(spec) if fused else spec,
-        vocab_size=97,
+        vocab_size=98,
         max_sequence_length=32,
+        parallel_output=False,
         position_embedding_type="rope" if configured.gated_linear_unit else "learned_absolute",
     )
 
@@ -125,7 +130,7 @@ def future(tokens: int = TOKENS) -> torch.Tensor:
 
 
 def loss(model: nn.Module, mask: torch.Tensor | None = None) -> torch.Tensor:
-    ids = torch.arange(2 * (TOKENS + 1)).mul(7).remainder(97).view(2, -1)
+    ids = torch.arange(2 * (TOKENS + 1)).mul(7).remainder(98).view(2, -1)
     places = torch.arange(TOKENS).expand(2, -1)
     logits = model(ids[:, :-1], places, future() if mask is None else mask)
     return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
@@ -372,3 +377,59 @@ def test_a_watched_layer_is_called() -> None:
         found = results(fused, loss)
     assert seen == [1] and calls["linear_glu"] == calls["swiglu"] == 1
     assert_within_budget(found, expected, {name: each.double() for name, each in expected.items()})
+
+
+# Two tensor-parallel ranks: bias and activation are fused, the products communicate.
+SPLIT: dict[str, tuple[dict[str, Any], str]] = {
+    "gpt": ({}, "bias_gelu"),
+    "llama": (LLAMA, "swiglu"),
+    "sequence_parallel": (LLAMA, "swiglu"),
+    "experts": (EXPERTS, "linear_glu"),
+}
+
+
+def serve(rank: int, folder: str) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    stand_in(setattr)
+    store = dist.FileStore(f"{folder}/store", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    found = {}
+    for name, (options, _) in SPLIT.items():
+        split = {"tensor_model_parallel_size": 2} | options
+        stock = varied(gpt(config(**split), fused=False))
+        with torch.no_grad():
+            for parameter in stock.parameters():
+                if getattr(parameter, "tensor_model_parallel", False):
+                    parameter *= 1 + rank / 2
+        fused = gpt(config(**split, sequence_parallel=name == "sequence_parallel"), fused=True)
+        fused.load_state_dict(stock.state_dict())
+        with counted() as calls:
+            ours = results(fused, loss)
+        for key, parameter in fused.named_parameters():
+            if getattr(parameter, "sequence_parallel", False):
+                dist.all_reduce(ours[key])
+        eager = results(stock, loss)
+        found[name] = (ours, eager, results(stock.double(), loss), dict(calls))
+    torch.save(found, f"{folder}/{rank}.pt")
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        multiprocessing.spawn(serve, (folder,), 2)
+        return [torch.load(Path(folder) / f"{rank}.pt") for rank in range(2)]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", SPLIT)
+def test_two_tensor_parallel_ranks_have_the_gradients_of_the_local_spec(
+    name: str, ranks: list[dict[str, Any]]
+) -> None:
+    op = SPLIT[name][1]
+    for rank in ranks:
+        found, eager, exact, calls = rank[name]
+        assert calls[f"{op}_backward"] >= LAYERS and calls["attention_backward"] == LAYERS
+        assert_within_budget(found, eager, exact)
+    assert torch.equal(ranks[0][name][0]["loss"], ranks[1][name][0]["loss"])
