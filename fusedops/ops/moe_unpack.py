@@ -82,7 +82,8 @@ _OP = define_op(
         "payload": "uint8 [count, layout[3]]",
         "like": "T [*leading, features]",
         "rows": "T [count, features]",
-        "layout": "len(layout) == 4 and features <= layout[2] and layout[2] + 4 <= layout[3]",
+        "layout": "len(layout) == 4 and features <= layout[0] and layout[0] <= layout[1]"
+        " and layout[1] <= layout[2] and layout[2] + 4 <= layout[3]",
     },
     reference=_reference,
     fake=_fake,
