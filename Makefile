@@ -20,8 +20,8 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -q
 # Exit code 3: no compiler. It says so, and the ops then run on the reference.
 NATIVE := $(BIN)/python tools/native.py build > /dev/null || test $$? -eq 3
 
-.PHONY: setup native demo test test-isas test-all test-torch test-clients test-gpu bench bench-gpu lint format check-cuda \
-        kernel-report-all docs clean clean-venv
+.PHONY: setup native demo test test-isas test-asan fuzz test-all test-torch test-clients test-gpu bench bench-gpu \
+        lint format check-cuda kernel-report-all docs clean clean-venv
 
 setup: .venv/.editable .venv/.models native
 
@@ -66,6 +66,24 @@ test-isas: setup
 test-all: setup
 	$(PYTEST) tests -m "not gpu and not interpreter"
 	TRITON_INTERPRET=1 $(PYTEST) tests -m interpreter
+
+# The ops and fuzzers with kernels that watch each access; the first error ends a test. A second
+# tier: the build takes ten minutes of a processor. Each test is several times slower.
+test-asan: setup
+	$(BIN)/python tools/sanitized.py -m pytest -q tests/ops \
+	  -m "not slow and not gpu and not interpreter" -k "not compiled and not 2_to_the_31 and not torch-cpu"
+	for fuzzer in operators functions arguments; do \
+	  $(BIN)/python tools/sanitized.py -m tests.fuzz $$fuzzer --calls 20000 --processes $(WORKERS) \
+	    || exit 1; \
+	done
+
+# Calls that are made up, by the million: make fuzz CALLS=1000000 SEED=1
+CALLS ?= 100000
+fuzz: setup
+	for fuzzer in operators functions arguments; do \
+	  $(BIN)/python -m tests.fuzz $$fuzzer --calls $(CALLS) --processes $(WORKERS) \
+	    $(if $(SEED),--seed $(SEED)) || exit 1; \
+	done
 
 # The committed tree against another torch than the pinned one, in an environment of its own, with
 # that torch's Triton (gigabytes of downloads): make test-torch TORCH=2.11.0

@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 
 os.environ.setdefault("FUSEDOPS_SANITIZE", "address,undefined")
-import native  # noqa: E402 - reads the variable
+import native
 
 OPTIONS = {
     "ASAN_OPTIONS": (

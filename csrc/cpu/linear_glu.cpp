@@ -56,7 +56,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(
   const int64_t rows = x.size(0), columns = gate_weight.size(0);
   const auto dy = grad_output->contiguous();
   at::Tensor gate = kept_gate.contiguous(), up = kept_up.contiguous();
-  if (gate.numel() != dy.numel()) {
+  if (gate.numel() != dy.numel() || up.numel() != dy.numel()) {
     // The forward ran without a gradient in view: make the pre-activations again.
     gate = at::empty({rows, columns}, x.options());
     up = at::empty({rows, columns}, x.options());

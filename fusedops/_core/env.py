@@ -6,6 +6,7 @@
 | ``FUSEDOPS_LIBRARY`` | folder that holds the compiled libraries | ``fusedops/lib`` |
 | ``FUSEDOPS_DISABLE_NATIVE`` | ``1``: do not load the compiled libraries | ``0`` |
 | ``FUSEDOPS_ISAS`` | instruction sets to build, or ``all``; only the build reads it | this one |
+| ``FUSEDOPS_SANITIZE`` | sanitizers of a build of its own; only the build reads it | none |
 | ``FUSEDOPS_TUNING`` | tuning table that wins over the shipped one; ``off``: no table | shipped |
 | ``THP_MEM_ALLOC_ENABLE`` | torch's: ``1`` asks for huge pages (``tune_host`` sets it) | ``0`` |
 | ``TRITON_INTERPRET`` | Triton's own: ``1`` interprets its kernels, on CPU tensors too | ``0`` |
@@ -21,7 +22,7 @@ from pathlib import Path
 from fusedops._core import checks
 
 _PREFIX = "FUSEDOPS_"
-_KNOWN = ("BACKEND", "DISABLE_NATIVE", "ISAS", "LIBRARY", "TUNING")
+_KNOWN = ("BACKEND", "DISABLE_NATIVE", "ISAS", "LIBRARY", "SANITIZE", "TUNING")
 
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 

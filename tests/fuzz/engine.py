@@ -44,6 +44,8 @@ OUTCOMES = (
 # shadow memory is larger, and they have a limit of their own (tools/sanitized.py).
 MOST_MEMORY = 12 << 30
 KEPT_LINES = 60
+# A call hangs when it has taken its patience of the processor's time, or so many times it of time.
+WAITS = 10
 
 
 class WrongResultError(Exception):
@@ -121,7 +123,7 @@ class _Child:
         self.first, self.last, self.log = first, last, log
         self.shared = mmap.mmap(-1, 8 * (1 + len(OUTCOMES)))
         self._at(0, first)
-        self.seen, self.since = first, time.monotonic()
+        self.seen, self.since, self.spent = first, time.monotonic(), 0.0
         self.pid = os.fork()
         if self.pid == 0:
             code = 1
@@ -156,6 +158,7 @@ class _Child:
     def _run(self, fuzzer: Fuzzer, seed: int) -> None:
         for descriptor in (1, 2):
             os.dup2(os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
+        sys.stderr = os.fdopen(2, "w", buffering=1)  # pytest has another
         faulthandler.enable()
         if "ASAN_OPTIONS" not in os.environ:
             resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
@@ -173,10 +176,11 @@ class _Child:
         """Return how the process ended (``""``: well), or ``None`` while it runs; end a hang."""
         pid, status = os.waitpid(self.pid, os.WNOHANG)
         if pid == 0:
-            now = time.monotonic()
+            now, spent = time.monotonic(), _processor_seconds(self.pid)
             if self.index != self.seen:
-                self.seen, self.since = self.index, now
-            if now - self.since < patience:
+                self.seen, self.since, self.spent = self.index, now, spent
+            # A machine that is busy with other things is no hang, but a call that waits is.
+            if spent - self.spent < patience and now - self.since < WAITS * patience:
                 return None
             os.kill(self.pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)
@@ -190,6 +194,12 @@ class _Child:
         """Return the last lines that the process wrote."""
         lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
         return "\n".join(lines[:KEPT_LINES])
+
+
+def _processor_seconds(pid: int) -> float:
+    """Return the processor time that a process has taken."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def run(
@@ -215,7 +225,7 @@ def run(
         processes: how many children at a time.
         first: number of the first call.
         seconds: no batch begins after this time.
-        patience: a call that takes longer hangs (seconds).
+        patience: a call that takes longer hangs (seconds of the processor).
         most_findings: no batch begins after so many.
         progress: whether to tell on stderr.
     """

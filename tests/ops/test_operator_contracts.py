@@ -108,3 +108,11 @@ def test_choices_handed_in_are_looked_through_before_a_drop_counts_them() -> Non
         arguments["chosen"] = torch.full((tokens, top_k), wrong, dtype=torch.int32)
         with pytest.raises(ValueError, match="chosen"):
             func(*arguments.values())
+
+
+def test_a_gate_without_its_up_is_made_again() -> None:
+    func, arguments = recorded("linear_glu_backward", "default")
+    want = func(*arguments.values())
+    for name in ("gate", "up"):
+        got = func(*{**arguments, name: arguments[name].new_empty(0)}.values())
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
