@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from fusedops._core import checks, imports
-from fusedops.integrations._deepspeed_aware import patch_for
+from fusedops.integrations.hf.patch import patch
 
 _accelerate = imports.needed("accelerate", "accelerate", "fusedops.integrations.accelerate")
 
@@ -25,8 +25,7 @@ def prepare(
 ) -> Any:
     """Patch the models among ``objects``, and prepare all as ``Accelerator.prepare`` does.
 
-    Under DeepSpeed it is the patch of ``fusedops.integrations.deepspeed``. The reports are logged
-    by the logger ``fusedops`` at level INFO, by one process of each machine.
+    The reports are logged by the logger ``fusedops`` at level INFO, by one process of each machine.
 
     Args:
         accelerator: an ``accelerate.Accelerator``.
@@ -52,9 +51,8 @@ def prepare(
     if not models:
         names = [type(each).__name__ for each in objects]
         checks.fail("prepare", "objects", "such that a model is among them", names)
-    deepspeed = accelerator.distributed_type == _accelerate.DistributedType.DEEPSPEED
     for model in models:
-        report = patch_for(deepspeed)(model, level=level, strict=strict)
+        report = patch(model, level=level, strict=strict)
         if accelerator.is_local_main_process:
             _LOG.info("%s", report)
     return accelerator.prepare(*objects, **options)

@@ -11,14 +11,12 @@ from importlib.util import find_spec
 from typing import Any
 
 from fusedops._core import checks, imports
-from fusedops.integrations._deepspeed_aware import patch_for
-from fusedops.integrations.hf.patch import unpatch
+from fusedops.integrations.hf.patch import patch, unpatch
 from fusedops.integrations.hf.report import PatchReport
 from fusedops.integrations.hf.rules import LEVELS
 
 _ROOT = "lightning.pytorch" if find_spec("lightning") is not None else "pytorch_lightning"
 _lightning = imports.needed(_ROOT, "lightning", "fusedops.integrations.lightning")
-_strategies = imports.needed(f"{_ROOT}.strategies", "lightning", "FusedOps")
 _Callback: Any = _lightning.Callback
 _rank_zero = imports.needed(f"{_ROOT}.utilities.rank_zero", "lightning", "FusedOps")
 
@@ -28,8 +26,7 @@ class FusedOps(_Callback):
 
     It is patched before its own ``setup`` and ``configure_model`` run, because the latter may shard
     it, and again between them and the strategy's set-up, because they may have built it. The report
-    is printed by Lightning's ``rank_zero_info`` and kept as ``report``. Under a
-    ``DeepSpeedStrategy`` it is the patch of ``fusedops.integrations.deepspeed``.
+    is printed by Lightning's ``rank_zero_info`` and kept as ``report``.
 
     Args:
         level: as for ``fusedops.patch``.
@@ -54,9 +51,8 @@ class FusedOps(_Callback):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Patch now, and once more right before the strategy's set-up."""
-        strategy = trainer.strategy
-        patch = patch_for(isinstance(strategy, _strategies.DeepSpeedStrategy))
         patch(pl_module, level=self.level)
+        strategy = trainer.strategy
         set_up = strategy.setup
 
         def patch_and_set_up(*args: Any) -> None:

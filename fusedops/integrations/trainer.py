@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 from fusedops._core import checks, imports
 from fusedops._core.checks import UnsupportedError
-from fusedops.integrations._deepspeed_aware import patch_for
 from fusedops.integrations.hf.patch import describe, patch
 from fusedops.integrations.hf.report import PatchReport
 from fusedops.integrations.hf.rules import LEVELS
@@ -31,8 +29,7 @@ def use_fused_kernels(target: Any, *, level: str = "O2", strict: bool = False) -
     """Let a Trainer's model run on the fused ops.
 
     It is what ``TrainingArguments(use_liger_kernel=True)`` is for another library. Call it before
-    ``train``, which wraps the model. Adapters that trl puts in are there by then. Under DeepSpeed
-    it is the patch of ``fusedops.integrations.deepspeed``.
+    ``train``, which wraps the model. Adapters that trl puts in are there by then.
     With ``model_init`` each model that is made later is patched as well.
 
     Args:
@@ -59,25 +56,19 @@ def use_fused_kernels(target: Any, *, level: str = "O2", strict: bool = False) -
             "use_fused_kernels: the model is wrapped already, as a "
             f"{type(target.model_wrapped).__name__}; call it before train()"
         )
-    patched = _patch_of(target.args, level, strict)
-    report = patched(target.model)
+    report = patch(target.model, level=level, strict=strict)
     if target.model_init is not None:
-        target.model_init = _patching(target.model_init, patched)
+        target.model_init = _patching(target.model_init, level, strict)
     return report
 
 
-def _patch_of(args: Any, level: str, strict: bool) -> Callable[[nn.Module], PatchReport]:
-    deepspeed = getattr(args, "deepspeed_plugin", None) is not None
-    return functools.partial(patch_for(deepspeed), level=level, strict=strict)
-
-
-def _patching(model_init: Any, patched: Callable[[nn.Module], PatchReport]) -> Any:
+def _patching(model_init: Any, level: str, strict: bool) -> Any:
     """Return ``model_init``, under its own signature, with a patched result."""
 
     @functools.wraps(model_init)
     def call(*args: Any) -> Any:
         model = model_init(*args)
-        patched(model)
+        patch(model, level=level, strict=strict)
         return model
 
     return call
@@ -108,14 +99,14 @@ class FusedOpsCallback(_Callback):
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Patch the model."""
-        self._patch(kwargs["model"], args, state)
+        self._patch(kwargs["model"], state)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Patch the model if it is another one than at the end of the construction."""
         if describe(kwargs["model"]).num_replaced == 0:
-            self._patch(kwargs["model"], args, state)
+            self._patch(kwargs["model"], state)
 
-    def _patch(self, model: Any, args: Any, state: Any) -> None:
-        self.report = _patch_of(args, self.level, self.strict)(model)
+    def _patch(self, model: Any, state: Any) -> None:
+        self.report = patch(model, level=self.level, strict=self.strict)
         if state.is_local_process_zero:
             _LOG.info("%s", self.report)

@@ -402,8 +402,8 @@ def serve(rank: int, folder: str) -> None:
         stock = varied(gpt(config(**split), fused=False))
         with torch.no_grad():
             for parameter in stock.parameters():
-                split_one = getattr(parameter, "tensor_model_parallel", False)
-                if split_one or not getattr(parameter, "allreduce", True):
+                part = getattr(parameter, "tensor_model_parallel", False) and sizes is TENSOR
+                if part or not getattr(parameter, "allreduce", True):
                     parameter *= 1 + rank / 2
         fused = gpt(config(**split, sequence_parallel=name == "sequence_parallel"), fused=True)
         fused.load_state_dict(stock.state_dict())

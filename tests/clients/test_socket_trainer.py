@@ -98,19 +98,6 @@ def test_the_level_and_strictness_reach_patch(tmp_path: Path) -> None:
         FusedOpsCallback(level="02")
 
 
-@pytest.mark.parametrize("way", ["line", "callback"])
-def test_under_deepspeed_blocks_are_marked_for_it(way: str, tmp_path: Path) -> None:
-    utils = pytest.importorskip("deepspeed.utils", reason="deepspeed is not installed")
-    fused = trainer(tmp_path)
-    fused.args.deepspeed_plugin = object()
-    if way == "line":
-        use_fused_kernels(fused)
-    else:
-        FusedOpsCallback().on_init_end(fused.args, fused.state, fused.control, model=fused.model)
-    assert utils.z3_leaf_module(fused.model.model.layers[0])
-    assert not utils.z3_leaf_module(fused.model.model)
-
-
 def test_what_is_no_trainer_and_what_is_wrapped_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="transformers.Trainer"):
         use_fused_kernels("llama")
