@@ -1,7 +1,6 @@
-"""DeepSpeed: patched models under ZeRO, also where ZeRO-3 gathers parameters by hooks.
+"""DeepSpeed: ``initialize`` with the model patched before, and the ops into or out of an engine.
 
-    patch(model)                                               # before
-    engine, *_ = deepspeed.initialize(model=model, config=...)
+    engine, *_ = initialize(model=model, optimizer=optimizer, config=config)
 
 Importing this module imports DeepSpeed.
 """
@@ -14,24 +13,48 @@ from fusedops._core import imports
 from fusedops.integrations.hf import patch as hf
 from fusedops.integrations.hf.report import PatchReport
 
-_BY = "fusedops.integrations.deepspeed"
-_deepspeed = imports.needed("deepspeed", "deepspeed", _BY)
-_utils = imports.needed("deepspeed.utils", "deepspeed", _BY)
+_deepspeed = imports.needed("deepspeed", "deepspeed", "fusedops.integrations.deepspeed")
 
 
-def patch(model: Any, *, level: str = "O2", strict: bool = False) -> PatchReport:
-    """Patch a model for DeepSpeed, as ``fusedops.patch`` and with what ZeRO-3 needs.
+def initialize(
+    args: Any = None,
+    model: Any = None,
+    *rest: Any,
+    level: str = "O2",
+    strict: bool = False,
+    **options: Any,
+) -> Any:
+    """Patch a model and give it to ``deepspeed.initialize``.
 
-    ZeRO-3 gathers a module's parameters by hooks on that module. A fused block reads the parameters
-    of children that it does not call, so it steps aside when each child has its hooks. This marks
-    such blocks as ZeRO-3 leaves, whose parameters are gathered together when the block is entered:
-    of a decoder layer with a fused residual sum that is the whole layer, as under ``fully_shard``.
-    Stages 0 to 2 do not look at the marks.
+    Stages 0 to 3 of ZeRO. Under stage 3, which gathers a module's parameters by hooks on it, a
+    fused block reads its children's parameters without calling them: the engine gathers what is
+    read, and from then on with the block's own.
 
     Args:
-        model: a model before ``deepspeed.initialize``; or an engine, of which the module is
-            patched. Under stage 3 that is late for the marks: the blocks step aside, norms,
-            attention and single layers are fused, and ``strict`` raises.
+        args: of ``deepspeed.initialize``.
+        model: the model.
+        *rest: of ``deepspeed.initialize``.
+        level: as for ``fusedops.patch``.
+        strict: as for ``fusedops.patch``.
+        **options: of ``deepspeed.initialize``.
+
+    Returns:
+        What ``deepspeed.initialize`` returns: engine, optimizer, data loader, scheduler.
+
+    Raises:
+        TypeError: ``model`` is no module.
+        UnsupportedError: as ``fusedops.patch``.
+    """
+    report = hf.patch(model, level=level, strict=strict)
+    _deepspeed.utils.log_dist(str(report), ranks=[0])
+    return _deepspeed.initialize(args, model, *rest, **options)
+
+
+def patch(engine: Any, *, level: str = "O2", strict: bool = False) -> PatchReport:
+    """Patch the module of an engine that exists.
+
+    Args:
+        engine: what ``deepspeed.initialize`` returns first.
         level: as for ``fusedops.patch``.
         strict: as for ``fusedops.patch``.
 
@@ -39,31 +62,28 @@ def patch(model: Any, *, level: str = "O2", strict: bool = False) -> PatchReport
         The report.
 
     Raises:
-        TypeError: ``model`` is neither.
+        TypeError: ``engine`` is no ``DeepSpeedEngine``.
         UnsupportedError: as ``fusedops.patch``.
     """
-    if isinstance(model, _deepspeed.DeepSpeedEngine):
-        return hf.patch(model.module, level=level, strict=strict)
-    report = hf.patch(model, level=level, strict=strict)
-    for module in hf.absorbing(model):
-        _utils.set_z3_leaf_module(module, True)
-    return report
+    return hf.patch(_module("patch", engine), level=level, strict=strict)
 
 
-def unpatch(model: Any) -> None:
-    """Take fused ops and marks out of a model again, before it is given to DeepSpeed.
+def unpatch(engine: Any) -> None:
+    """Take the fused ops out of the module of an engine.
 
     Args:
-        model: as for ``patch``. An engine keeps its hooks as they are.
+        engine: what ``deepspeed.initialize`` returns first.
 
     Raises:
-        TypeError: ``model`` is neither.
+        TypeError: ``engine`` is no ``DeepSpeedEngine``.
         UnsupportedError: as ``fusedops.unpatch``.
     """
-    if isinstance(model, _deepspeed.DeepSpeedEngine):
-        return hf.unpatch(model.module)
-    marked = hf.absorbing(model)
-    hf.unpatch(model)
-    for module in marked:
-        _utils.set_z3_leaf_module(module, False)
-    return None
+    hf.unpatch(_module("unpatch", engine))
+
+
+def _module(function: str, engine: Any) -> Any:
+    if not isinstance(engine, _deepspeed.DeepSpeedEngine):
+        raise TypeError(
+            f"{function}: engine must be a deepspeed.DeepSpeedEngine, got {type(engine).__name__}"
+        )
+    return engine.module

@@ -40,10 +40,6 @@ def register(*, level: str = "O2") -> None:
 
     Raises:
         ValueError: ``level`` is unknown.
-
-    Example:
-        >>> from fusedops.integrations import kernels  # doctest: +SKIP
-        >>> kernels.register()  # doctest: +SKIP
     """
     checks.choice("register", "level", level, LEVELS)
     unregister()

@@ -12,8 +12,6 @@ import torch
 from socket_testing import assert_same_losses, counted, llama, rows
 from torch import multiprocessing
 
-import fusedops
-
 pytest.importorskip("transformers", reason="transformers is not installed")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 pytest.importorskip("deepspeed", reason="deepspeed is not installed")
@@ -24,6 +22,8 @@ from fusedops.integrations import deepspeed as socket
 
 RANKS = 2
 STEPS = 10
+STAGES = (0, 1, 2, 3)
+WAYS = ("stock", "initialize", "engine", "unpatched")
 
 
 def settings(stage: int) -> dict[str, Any]:
@@ -36,11 +36,17 @@ def settings(stage: int) -> dict[str, Any]:
     }
 
 
-def train(model: Any, stage: int, rank: int, *, late: bool = False) -> list[float]:
+def train(way: str, stage: int, rank: int) -> list[float]:
+    model = llama()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings(stage))
-    if late:
+    given = {"model": model, "optimizer": optimizer, "config": settings(stage)}
+    module = socket if way == "initialize" else deepspeed
+    engine, *_ = module.initialize(**given)
+    if way == "engine":
         socket.patch(engine)
+    elif way == "unpatched":
+        socket.patch(engine)
+        socket.unpatch(engine)
     data, losses = rows(), []
     for step in range(STEPS):
         mine = data[4 * step + 2 * rank : 4 * step + 2 * rank + 2]
@@ -64,16 +70,10 @@ def serve(rank: int, folder: str) -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="gloo")
     found: dict[Any, Any] = {}
-    for stage in (0, 1, 2, 3):
-        found[stage, "stock"] = (train(llama(), stage, rank), {})
-        for way in ("before", "late", "plain"):
-            model = llama()
-            if way == "before":
-                socket.patch(model)
-            elif way == "plain":
-                fusedops.patch(model)
+    for stage in STAGES:
+        for way in WAYS:
             with counted() as calls:
-                losses = train(model, stage, rank, late=way == "late")
+                losses = train(way, stage, rank)
             found[stage, way] = (losses, dict(calls))
     torch.save(found, f"{folder}/{rank}.pt")
 
@@ -86,31 +86,28 @@ def runs() -> list[dict[Any, Any]]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("way", ["before", "late", "plain"])
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("way", ["initialize", "engine"])
 def test_losses_are_those_of_the_stock_model(stage: int, way: str, runs: Any) -> None:
-    # What reads its children's parameters needs them gathered: the marks, under stage 3.
-    gathered = stage < 3 or way == "before"
     for run in runs:
         losses, calls = run[stage, way]
-        assert calls["attention_backward"] == 2 * STEPS
-        assert calls.get("linear_glu_backward", 0) == (2 * STEPS if gathered else 0)
-        assert calls.get("add_rms_norm_backward", 0) == (2 * STEPS if gathered else 0)
+        for op in ("attention", "linear_glu", "add_rms_norm"):
+            assert calls[f"{op}_backward"] == 2 * STEPS, op
+        assert calls["cross_entropy_backward"] == STEPS
         assert_same_losses(losses, run[stage, "stock"][0])
 
 
-def test_blocks_are_marked_and_unmarked() -> None:
-    model = llama()
-    before = {name: type(module) for name, module in model.named_modules()}
-    socket.patch(model)
-    marked = {name for name, each in model.named_modules() if deepspeed.utils.z3_leaf_module(each)}
-    parts = ("", ".mlp")
-    assert marked == {f"model.layers.{layer}{part}" for layer in (0, 1) for part in parts}
-    socket.unpatch(model)
-    assert not any(deepspeed.utils.z3_leaf_module(each) for each in model.modules())
-    assert before == {name: type(module) for name, module in model.named_modules()}
+@pytest.mark.distributed
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_unpatched_engine_is_a_stock_one(stage: int, runs: Any) -> None:
+    for run in runs:
+        losses, calls = run[stage, "unpatched"]
+        assert losses == run[stage, "stock"][0] and not calls
 
 
-def test_what_is_no_model_is_refused() -> None:
+def test_what_is_no_model_and_no_engine_is_refused() -> None:
     with pytest.raises(TypeError, match=r"torch\.nn\.Module"):
-        socket.patch({})
+        socket.initialize(model={}, config={})
+    for function in (socket.patch, socket.unpatch):
+        with pytest.raises(TypeError, match="DeepSpeedEngine"):
+            function(llama())

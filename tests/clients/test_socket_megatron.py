@@ -379,12 +379,13 @@ def test_a_watched_layer_is_called() -> None:
     assert_within_budget(found, expected, {name: each.double() for name, each in expected.items()})
 
 
-# Two tensor-parallel ranks: bias and activation are fused, the products communicate.
-SPLIT: dict[str, tuple[dict[str, Any], str]] = {
-    "gpt": ({}, "bias_gelu"),
-    "llama": (LLAMA, "swiglu"),
-    "sequence_parallel": (LLAMA, "swiglu"),
-    "experts": (EXPERTS, "linear_glu"),
+# Of tensor-parallel ranks bias and activation are fused, the products communicate.
+TENSOR = {"tensor_model_parallel_size": 2}
+SPLIT: dict[str, tuple[dict[str, int], dict[str, Any], str]] = {
+    "gpt": (TENSOR, {}, "bias_gelu"),
+    "llama": (TENSOR, LLAMA, "swiglu"),
+    "sequence_parallel": (TENSOR, LLAMA, "swiglu"),
+    "experts": ({"expert_model_parallel_size": 2}, EXPERTS, "linear_glu"),
 }
 
 
@@ -394,14 +395,15 @@ def serve(rank: int, folder: str) -> None:
     stand_in(setattr)
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     found = {}
-    for name, (options, _) in SPLIT.items():
-        split = {"tensor_model_parallel_size": 2} | options
+    for name, (sizes, options, _) in SPLIT.items():
+        parallel_state.initialize_model_parallel(**sizes)
+        split = sizes | options
         stock = varied(gpt(config(**split), fused=False))
         with torch.no_grad():
             for parameter in stock.parameters():
-                if getattr(parameter, "tensor_model_parallel", False):
+                part = getattr(parameter, "tensor_model_parallel", False) and sizes is TENSOR
+                if part or not getattr(parameter, "allreduce", True):
                     parameter *= 1 + rank / 2
         fused = gpt(config(**split, sequence_parallel=name == "sequence_parallel"), fused=True)
         fused.load_state_dict(stock.state_dict())
@@ -412,6 +414,7 @@ def serve(rank: int, folder: str) -> None:
                 dist.all_reduce(ours[key])
         eager = results(stock, loss)
         found[name] = (ours, eager, results(stock.double(), loss), dict(calls))
+        parallel_state.destroy_model_parallel()
     torch.save(found, f"{folder}/{rank}.pt")
 
 
@@ -424,10 +427,10 @@ def ranks() -> list[dict[str, Any]]:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", SPLIT)
-def test_two_tensor_parallel_ranks_have_the_gradients_of_the_local_spec(
+def test_two_ranks_have_the_gradients_of_the_local_spec(
     name: str, ranks: list[dict[str, Any]]
 ) -> None:
-    op = SPLIT[name][1]
+    op = SPLIT[name][2]
     for rank in ranks:
         found, eager, exact, calls = rank[name]
         assert calls[f"{op}_backward"] >= LAYERS and calls["attention_backward"] == LAYERS

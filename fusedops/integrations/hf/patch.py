@@ -167,22 +167,6 @@ def describe(model: nn.Module) -> PatchReport:
     return _report(model, "-")
 
 
-def absorbing(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of a patched model that read the parameters of children not called.
-
-    Args:
-        model: patched or not.
-    """
-    names = {module: name for name, module in model.named_modules()}
-    owners = _owners(names)
-    parents = {
-        owner
-        for name, (owner, _) in owners.items()
-        if next(model.get_submodule(name).parameters(), None) is not None
-    }
-    return [module for module, name in names.items() if name in parents]
-
-
 def register_attention() -> None:
     """Let transformers know ``attn_implementation="fusedops"``, for models that are not patched.
 
