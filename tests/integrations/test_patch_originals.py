@@ -248,3 +248,44 @@ def test_what_was_replaced_before_is_not_taken_for_the_original(
     monkeypatch.setattr(functional, "scaled_dot_product_attention", lambda *args: args)
     (place,) = originals.functions("scaled_dot_product_attention")
     assert place.known is known
+
+
+class UlyssesSPAttentionHF(nn.Module):
+    """What DeepSpeed's class of the name is to a patched module, on one process."""
+
+    def __init__(self, attn: Callable[..., Any]) -> None:
+        super().__init__()
+        self.attn = attn
+        self.calls = 0
+
+    def forward(self, module: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return self.attn(module, 2 * query, *args, **kwargs)
+
+
+UlyssesSPAttentionHF.__module__ = "deepspeed.runtime.sequence_parallel.ulysses_sp"
+
+
+@pytest.mark.parametrize("core", ["known", "unknown"])
+def test_ulysses_runs_around_the_fused_op(monkeypatch: pytest.MonkeyPatch, core: str) -> None:
+    stock = DENSE["Llama"].model(attn_implementation="sdpa")
+    model = copy.deepcopy(stock)
+    fusedops.patch(model)
+    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    exchange = UlyssesSPAttentionHF(
+        sdpa if core == "known" else lambda *args, **kwargs: sdpa(*args, **kwargs)
+    )
+
+    def wrapper(module: Any, *args: Any, **kwargs: Any) -> Any:
+        return exchange(module, *args, **kwargs)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", wrapper)
+    with counted() as calls:
+        found = model(IDS).logits
+    assert_close(found, stock(IDS).logits)
+    entry = describe(model)["model.layers.1.self_attn"]
+    if core == "known":
+        assert calls["attention"] == 2 and entry.reason.startswith("inside test_patch_originals.")
+    else:
+        assert not calls["attention"] and "'sdpa' was replaced by" in entry.reason
+    assert exchange.calls == (2 if core == "known" else 4)  # a copy of it runs, or it runs itself

@@ -43,6 +43,7 @@ from fusedops.integrations.hf.rules import (
     runs_here,
     subclass,
 )
+from fusedops.integrations.hf.sequence_parallel import fused_name
 from fusedops.ops.attention import attention
 
 # Configured implementation -> what a patched module asks for.
@@ -198,7 +199,8 @@ class Implementations:
         configured = module.__dict__["config"]._attn_implementation
         found = self.registry.get(configured)
         if configured == "sdpa":
-            reason = replaced(_SDPA) if found is sdpa_attention_forward else _entry("sdpa", found)
+            known = found is sdpa_attention_forward or _shared(found) is not None
+            reason = replaced(_SDPA) if known else _entry("sdpa", found)
         elif configured == "fusedops":
             reason = None if found is attend else _entry(configured, found)
         elif configured == "eager" and self.eager is not None:
@@ -207,11 +209,22 @@ class Implementations:
             if reason is None and watched is not None:
                 reason = f"it gives its attention weights away: {watched}"
         else:
-            known = "'sdpa'" if self.eager is None else "'sdpa' or 'eager'"
-            return f"its attention is configured as {configured!r}: " + (
-                f"attn_implementation={known} is known"
+            names = "'sdpa'" if self.eager is None else "'sdpa' or 'eager'"
+            reason = (
+                f"its attention is configured as {configured!r}: "
+                f"attn_implementation={names} is known"
             )
         return reason
+
+    def name(self, configured: str) -> str:
+        """Return what a patched module asks for in the place of ``configured``."""
+        if configured == "sdpa":
+            return _shared(self.registry.get(configured)) or NAMES[configured]
+        return NAMES[configured]
+
+
+def _shared(found: Any) -> str | None:
+    return None if found is sdpa_attention_forward else fused_name(found, attend_as_sdpa)
 
 
 def _entry(name: str, found: Any) -> str:
@@ -221,9 +234,9 @@ def _entry(name: str, found: Any) -> str:
 class _View:
     """A configuration in which the attention's implementation is ours."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, name: str) -> None:
         self._config = config
-        self._attn_implementation = NAMES[config._attn_implementation]
+        self._attn_implementation = name
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._config, name)
@@ -243,7 +256,7 @@ class _Attention(nn.Module):
             return config
         if self.implementations.obstacle(self) is not None or intercepted() is not None:
             return config
-        return _View(config)
+        return _View(config, self.implementations.name(config._attn_implementation))
 
     @config.setter
     def config(self, config: Any) -> None:
@@ -295,7 +308,10 @@ def attention_rule(
 
 
 def _note(module: Any) -> str | None:
-    if module.__dict__["config"]._attn_implementation == "eager":
+    configured = module.__dict__["config"]._attn_implementation
+    if module.implementations.name(configured) not in NAMES.values():
+        return f"inside {name_of(module.implementations.registry.get(configured))}"
+    if configured == "eager":
         return "eager, but gives its caller no weights until a hook asks for them"
     return None
 

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from fusedops.integrations.hf.originals import remember
-from fusedops.integrations.hf.rules import bypass_obstacle, whole
+from fusedops.integrations.hf.partitioned import whole
+from fusedops.integrations.hf.rules import bypass_obstacle
 from fusedops.integrations.hf.torch_modules import LayerNorm
 from fusedops.ops.add_layer_norm import add_layer_norm
 

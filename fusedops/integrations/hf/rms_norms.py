@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedops.integrations.hf.rules import Rule, bypass_obstacle, runs_here, subclass, whole
+from fusedops.integrations.hf.partitioned import whole
+from fusedops.integrations.hf.rules import Rule, bypass_obstacle, runs_here, subclass
 from fusedops.ops.add_rms_norm import add_rms_norm
 from fusedops.ops.rms_norm import rms_norm
 

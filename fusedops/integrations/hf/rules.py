@@ -35,6 +35,7 @@ from fusedops.integrations.hf.originals import (
     remember,
     replaced,
 )
+from fusedops.integrations.hf.partitioned import only_gather
 
 LEVELS = ("O0", "O1", "O2", "O3")
 
@@ -124,7 +125,6 @@ def _asking(rule: Rule, name: str) -> Callable[..., Any]:
     original, patched, places = rule.original, rule.patched, rule.places
     fused = getattr(patched, name)
 
-    @functools.wraps(fused)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self, patched) or replaced(places) or intercepted():
             return getattr(original, name)(self, *args, **kwargs)
@@ -132,7 +132,7 @@ def _asking(rule: Rule, name: str) -> Callable[..., Any]:
 
     # Code of its own: Dynamo counts how often code was compiled, and stops at a limit.
     method.__code__ = method.__code__.replace(co_name=f"{patched.__name__}.{name}")
-    return method
+    return functools.wraps(fused)(method)
 
 
 def rule_of(module: nn.Module) -> Rule | None:
@@ -183,7 +183,7 @@ def hooks_obstacle(name: str, child: Any) -> str | None:
         or child._forward_pre_hooks
         or child._backward_hooks
         or child._backward_pre_hooks
-    ):
+    ) and not only_gather(child):
         return f"{name} has hooks"
     if "forward" in child.__dict__:
         return f"{name}.forward is overridden on the instance"
@@ -220,15 +220,6 @@ def like(module: nn.Module) -> torch.Tensor:
         if each.is_floating_point():
             return torch.empty(0, dtype=each.dtype, device=each.device)
     return torch.empty(0)
-
-
-def whole(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a parameter for probes: with its full shape where only a part of it is here.
-
-    DeepSpeed's ZeRO-3 keeps no element between two forwards, and the shape as ``ds_shape``.
-    """
-    shape = getattr(parameter, "ds_shape", parameter.shape)
-    return parameter if shape == parameter.shape else parameter.new_empty(shape)
 
 
 def resolution(op: str, probe: Callable[[Any], object], module: nn.Module) -> str | None:

@@ -25,8 +25,9 @@ from fusedops.integrations.hf.feed_forward import (
     probe_feed_forward,
 )
 from fusedops.integrations.hf.lm_heads import Arguments, head_rule
+from fusedops.integrations.hf.partitioned import whole
 from fusedops.integrations.hf.residual import dropout_obstacle, probability, unknown_forward
-from fusedops.integrations.hf.rules import Rule, global_hooks, like, runs_here, whole
+from fusedops.integrations.hf.rules import Rule, global_hooks, like, runs_here
 from fusedops.integrations.hf.torch_modules import linear_obstacle
 from fusedops.integrations.hf.transformers_modules import activation_name
 from fusedops.ops.bias_dropout_add import bias_dropout_add

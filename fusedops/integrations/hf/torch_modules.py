@@ -13,6 +13,7 @@ from torch import nn
 
 from fusedops import nn as fused
 from fusedops.integrations.hf.originals import remember
+from fusedops.integrations.hf.partitioned import whole
 from fusedops.integrations.hf.rules import (
     Rule,
     bypass_obstacle,
@@ -20,7 +21,6 @@ from fusedops.integrations.hf.rules import (
     like,
     plain_weight,
     runs_here,
-    whole,
 )
 from fusedops.ops.cross_entropy import cross_entropy
 from fusedops.ops.gelu import gelu

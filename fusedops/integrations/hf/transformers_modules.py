@@ -15,14 +15,8 @@ from transformers import activations, pytorch_utils
 
 from fusedops.integrations.hf import torch_modules
 from fusedops.integrations.hf.originals import remember
-from fusedops.integrations.hf.rules import (
-    Rule,
-    bypass_obstacle,
-    like,
-    plain_weight,
-    runs_here,
-    whole,
-)
+from fusedops.integrations.hf.partitioned import gathers_on_access, whole
+from fusedops.integrations.hf.rules import Rule, bypass_obstacle, like, plain_weight, runs_here
 from fusedops.integrations.hf.torch_modules import MIN_CONV1D_ROWS, pays
 from fusedops.ops.gelu import gelu
 from fusedops.ops.linear_act import linear_act
@@ -113,9 +107,10 @@ class Conv1D(pytorch_utils.Conv1D):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x @ weight + bias``."""
-        if not pays(x, MIN_CONV1D_ROWS) or not plain_weight(self.weight):
+        weight = self.weight
+        if not pays(x, MIN_CONV1D_ROWS) or not plain_weight(weight) or gathers_on_access(self):
             return super().forward(x)
-        return linear_act(x, self.weight.t(), self.bias, activation="identity")
+        return linear_act(x, weight.t(), self.bias, activation="identity")
 
 
 CONV1DS = (pytorch_utils.Conv1D, Conv1D)
@@ -124,6 +119,8 @@ CONV1DS = (pytorch_utils.Conv1D, Conv1D)
 def conv1d_obstacle(name: str, module: Any) -> str | None:
     """Return why the product of ``module`` must not be done without calling it, or ``None``."""
     reason = bypass_obstacle(name, module, CONV1DS)
+    if reason is None and gathers_on_access(module):
+        reason = f"{name} is partitioned: its transpose, kept for backward, would stay gathered"
     if reason is None and not plain_weight(module.weight):
         reason = f"{name}.weight is a {type(module.weight).__name__}"
     return reason
