@@ -121,6 +121,7 @@ $(CLIENTS)/.packages: tests/clients/requirements.txt
 	@touch $@
 
 test-clients: $(CLIENTS)/.packages native
+	rm -f tests/clients/results/trainers.json
 	PYTHONPATH=$(CURDIR) $(CLIENTS_PYTEST)
 	PYTHONPATH=$(CURDIR)/$(CLIENTS_TRANSFORMERS):$(CURDIR) $(CLIENTS_PYTEST)
 

@@ -31,6 +31,7 @@ def train(model: nn.Module, precision: str = "no", fsdp: bool = False, every: in
         fsdp_plugin=plugin,
         gradient_accumulation_steps=every,
     )
+    assert accelerator.is_fsdp2 == fsdp
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     model, optimizer = accelerator.prepare(model, optimizer)
     losses = []

@@ -46,8 +46,9 @@ def by_trainer(model: nn.Module, processes: int = 1, precision: str = "32-true")
             enable_model_summary=False,
             use_distributed_sampler=False,
         )
-        rank = trainer.global_rank
-        trainer.fit(module, DataLoader(batches(rank, processes), batch_size=None))
+        assert trainer.world_size == processes
+        mine = batches(trainer.global_rank, processes)
+        trainer.fit(module, DataLoader(mine, batch_size=None))
     return Trained(module.losses, weights(model))
 
 
@@ -59,6 +60,7 @@ def by_fabric(model: nn.Module, processes: int = 1, precision: str = "32-true") 
         precision=precision,
     )
     fabric.launch()
+    assert fabric.world_size == processes
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     wrapped, optimizer = fabric.setup(model, optimizer)
     losses = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from typing import Any
 
@@ -52,7 +53,7 @@ def sft(model: nn.Module, **more: Any) -> Trained:
 
     data = Dataset.from_list([{"text": text(row["input_ids"])} for row in rows()])
     with tempfile.TemporaryDirectory() as folder:
-        return _train(SFTTrainer, SFTConfig(**(options(folder) | more)), model, data)
+        return _train(SFTTrainer, SFTConfig(**(options(folder) | more)), data, model=model)
 
 
 def dpo(model: nn.Module) -> Trained:
@@ -68,14 +69,15 @@ def dpo(model: nn.Module) -> Trained:
 
     data = Dataset.from_list([row(each["input_ids"]) for each in rows()])
     with tempfile.TemporaryDirectory() as folder:
-        return _train(DPOTrainer, DPOConfig(**options(folder)), model, data)
+        models = {"model": model, "ref_model": copy.deepcopy(model)}
+        return _train(DPOTrainer, DPOConfig(**options(folder)), data, **models)
 
 
-def _train(kind: Any, arguments: Any, model: nn.Module, data: Dataset) -> Trained:
-    trainer = kind(model=model, args=arguments, train_dataset=data, processing_class=tokenizer())
+def _train(kind: Any, arguments: Any, data: Dataset, **models: nn.Module) -> Trained:
+    trainer = kind(args=arguments, train_dataset=data, processing_class=tokenizer(), **models)
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return Trained(losses, weights(model))
+    return Trained(losses, weights(models["model"]))
 
 
 # Both compute their losses from the logits or from the head themselves.
