@@ -83,7 +83,7 @@ def add_layer_norm(
         >>> fusedops.add_layer_norm(x, residual, (3,), eps=0.0)
         (tensor([[-1.2247,  0.0000,  1.2247]]), tensor([[1., 2., 3.]]))
     """
-    dtype = _residual.check("add_layer_norm", input, residual, "dropout_p", dropout_p)
+    dtype = _residual.check("add_layer_norm", input, residual, "dropout_p", dropout_p, training)
     source, stream = _residual.promote(input, residual, dtype)
     _norm_math.check("add_layer_norm", "the sum", stream, normalized_shape, weight, bias, eps)
     if stream.is_cuda and torch.is_autocast_enabled("cuda"):

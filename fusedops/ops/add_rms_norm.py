@@ -91,7 +91,7 @@ def add_rms_norm(
         >>> fusedops.add_rms_norm(x, residual, (2,), eps=0.0)
         (tensor([[0.8485, 1.1314]]), tensor([[3., 4.]]))
     """
-    dtype = _residual.check("add_rms_norm", input, residual, "dropout_p", dropout_p)
+    dtype = _residual.check("add_rms_norm", input, residual, "dropout_p", dropout_p, training)
     source, stream = _residual.promote(input, residual, dtype)
     checked_eps = 0.0 if eps is None else eps
     checked = (stream, normalized_shape, weight, None, checked_eps)
