@@ -93,7 +93,7 @@ def add_rms_norm(
         (tensor([[0.8485, 1.1314]]), tensor([[3., 4.]]))
     """
     normalized_shape = plain_sizes(normalized_shape)
-    dtype = _residual.check("add_rms_norm", input, residual, "dropout_p", dropout_p)
+    dtype = _residual.check("add_rms_norm", input, residual, "dropout_p", dropout_p, training)
     source, stream = _residual.promote(input, residual, dtype)
     checked_eps = 0.0 if eps is None else eps
     checked = (stream, normalized_shape, weight, None, checked_eps)

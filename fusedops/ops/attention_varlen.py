@@ -89,6 +89,8 @@ def attention_varlen(
         tensor([1., 3., 3.])
     """
     op = "attention_varlen"
+    checks.flag(op, "is_causal", is_causal)
+    checks.flag(op, "return_lse", return_lse)
     _check(query, key, value, cu_seqlens_q, cu_seqlens_k)
     math.check_sequences(op, "cu_seqlens_q", cu_seqlens_q, query.shape[0], max_seqlen_q)
     math.check_sequences(op, "cu_seqlens_k", cu_seqlens_k, key.shape[0], max_seqlen_k)

@@ -82,8 +82,15 @@ def cross_entropy(
         >>> fusedops.cross_entropy(logits, torch.tensor([2, -100]))
         tensor(1.3863)
     """
+    # The dispatcher would take a bool for an int, bytes for a string and an int for a dtype.
+    if type(ignore_index) is not int:
+        checks.integer("cross_entropy", "ignore_index", ignore_index)
+    if type(reduction) is not str:
+        checks.choice("cross_entropy", "reduction", reduction, math_of.REDUCTIONS)
     numbers = ignore_index, label_smoothing, z_loss, math_of.softcap_of("cross_entropy", softcap)
     checks.tensor("cross_entropy", "logits", logits)
+    if dtype is not None and type(dtype) is not torch.dtype:
+        math_of.check_dtype("cross_entropy", dtype, logits)
     if dtype is None:
         dtype = math_of.result_dtype(logits)
     if reduction == "mean" and type(logits) is not torch.Tensor:

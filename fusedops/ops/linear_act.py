@@ -91,6 +91,8 @@ def check_linear(
 
 def check_parameter(op: str, name: str, value: Any, input: torch.Tensor) -> None:
     """Raise unless ``value`` has the device of ``input``, and its dtype (autocast may cast)."""
+    if checks.alike(value, input.dtype, input.device):
+        return
     same = dtypes.autocast_dtype(input.device) is None
     checks.like(op, name, value, "input", input, dtype=same)
 

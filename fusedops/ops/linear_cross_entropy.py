@@ -106,8 +106,8 @@ def linear_cross_entropy(
     """
     op = "linear_cross_entropy"
     _check(op, hidden, weight, target, bias, chunk_size)
-    if recompute is not None and not isinstance(recompute, bool):
-        raise TypeError(f"{op}: recompute must be a bool or None, got {type(recompute).__name__}")
+    if recompute is not None:
+        checks.flag(op, "recompute", recompute)
     math_of.check_options(op, ignore_index, label_smoothing, z_loss, softcap, reduction)
     loss, count, *_ = _OP(
         hidden,
@@ -139,12 +139,8 @@ def _check(op: str, hidden: Any, weight: Any, target: Any, bias: Any, chunk_size
         checks.shape(op, "bias", bias, weight.shape[:1], "the rows of weight")
     math_of.check_target(op, target, "hidden", hidden)
     math_of.check_classes(op, "weight", weight.shape[0])
-    if chunk_size is None:
-        return
-    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int):
-        raise TypeError(f"{op}: chunk_size must be an int, got {type(chunk_size).__name__}")
-    if chunk_size < 1:
-        checks.fail(op, "chunk_size", "None, or at least 1", chunk_size)
+    if chunk_size is not None:
+        checks.integer(op, "chunk_size", chunk_size, least=1)
 
 
 def _keeps(

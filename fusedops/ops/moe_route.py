@@ -164,16 +164,10 @@ def moe_capacity(top_k: int, num_tokens: int, capacity_factor: float, num_expert
         320
     """
     op = "moe_capacity"
-    checks.number(op, "capacity_factor", capacity_factor)
-    if not 0 < capacity_factor < float("inf"):
-        checks.fail(op, "capacity_factor", "positive and finite", capacity_factor)
-    for name, value, least in (
-        ("top_k", top_k, 1),
-        ("num_tokens", num_tokens, 0),
-        ("num_experts", num_experts, 1),
-    ):
-        if value < least:
-            checks.fail(op, name, f"at least {least}", value)
+    checks.positive(op, "capacity_factor", capacity_factor)
+    checks.integer(op, "top_k", top_k, least=1)
+    checks.integer(op, "num_tokens", num_tokens, least=0)
+    checks.integer(op, "num_experts", num_experts, least=1)
     billionths = int(capacity_factor * 1e9 + 0.5)
     return -(-top_k * num_tokens * billionths // (10**9 * num_experts))
 
@@ -182,7 +176,7 @@ def _check(
     logits: Any,
     top_k: Any,
     score: Any,
-    normalize: bool,
+    normalize: Any,
     bias: Any,
     num_groups: Any,
     topk_groups: Any,
@@ -191,8 +185,8 @@ def _check(
     capacity_factor: Any,
     drop_policy: Any,
     jitter: Any,
-    softmax_after: bool,
-    expert_choice: bool,
+    softmax_after: Any,
+    expert_choice: Any,
 ) -> tuple[Rule, bool]:
     """Raise unless the arguments fit; return the rule, and whether it draws random numbers."""
     op = "moe_route"
@@ -203,11 +197,17 @@ def _check(
     checks.choice(op, "score", score, _SCORES)
     checks.choice(op, "group_score", group_score, _GROUP_SCORES)
     checks.choice(op, "drop_policy", drop_policy, _DROP_POLICIES)
-    checks.number(op, "scaling", scaling)
+    checks.finite(op, "scaling", scaling)
     checks.number(op, "jitter", jitter)
     if not 0.0 <= jitter < 1.0:
         checks.fail(op, "jitter", "in [0, 1)", jitter)
-    _check_int("top_k", top_k)
+    for name, value in (
+        ("normalize", normalize),
+        ("softmax_after", softmax_after),
+        ("expert_choice", expert_choice),
+    ):
+        checks.flag(op, name, value)
+    checks.integer(op, "top_k", top_k)
     if bias is not None:
         checks.like(op, "bias", bias, "logits", logits)
         checks.shape(op, "bias", bias, (experts,), "one per expert")
@@ -233,11 +233,9 @@ def _check(
         drop_policy = "expert_choice"
     capacity = -1
     if capacity_factor is not None:
-        checks.number(op, "capacity_factor", capacity_factor)
-        if not 0 < capacity_factor < float("inf"):
-            checks.fail(op, "capacity_factor", "positive and finite", capacity_factor)
+        checks.positive(op, "capacity_factor", capacity_factor)
         capacity = plain_size(moe_capacity(top_k, tokens, capacity_factor, experts))
-    normalize = bool(normalize or softmax_after)
+    normalize = normalize or softmax_after
     rule = Rule(
         score,
         normalize,
@@ -252,11 +250,6 @@ def _check(
     return rule, jitter > 0
 
 
-def _check_int(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise TypeError(f"moe_route: {name} must be an int, got {type(value).__name__}")
-
-
 def _check_groups(
     experts: int, num_groups: Any, topk_groups: Any, group_score: str
 ) -> tuple[int, int]:
@@ -266,8 +259,8 @@ def _check_groups(
     if num_groups is None or topk_groups is None:
         missing = "num_groups" if num_groups is None else "topk_groups"
         checks.fail(op, missing, "given beside num_groups or topk_groups", None)
-    _check_int("num_groups", num_groups)
-    _check_int("topk_groups", topk_groups)
+    checks.integer(op, "num_groups", num_groups)
+    checks.integer(op, "topk_groups", topk_groups)
     if num_groups < 1 or experts % num_groups != 0:
         checks.fail(op, "num_groups", f"a divisor of {experts}, the experts", num_groups)
     if not 1 <= topk_groups <= num_groups:

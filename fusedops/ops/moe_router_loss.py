@@ -172,8 +172,8 @@ def _check(
         checks.fail(op, "logits", "of 2 dims, [tokens, experts]", list(logits.shape))
     if logits.shape[1] < 1:
         checks.fail(op, "logits", "of at least one expert", list(logits.shape))
-    checks.number(op, "balance", balance)
-    checks.number(op, "z", z)
+    checks.finite(op, "balance", balance)
+    checks.finite(op, "z", z)
     checks.choice(op, "form", form, _FORMS)
     checks.choice(op, "score", score, _SCORES)
     checks.integer(op, "num_sequences", num_sequences)
@@ -182,10 +182,9 @@ def _check(
         checks.fail(op, "num_sequences", wanted, num_sequences)
     if group is not None and num_sequences != 1:
         checks.fail(op, "group", "left out beside num_sequences", "it")
+    checks.group(op, "group", group)
     if mask is not None:
-        checks.tensor(op, "mask", mask, floating=False)
-        if mask.dtype != torch.bool:
-            raise TypeError(f"{op}: mask must be bool, got {mask.dtype}")
+        checks.index_tensor(op, "mask", mask, dtypes=(torch.bool,))
         checks.shape(op, "mask", mask, logits.shape[:1], "one per token")
         if mask.device != logits.device:
             checks.fail(op, "mask", f"on {logits.device}, the device of logits", mask.device)
@@ -195,8 +194,7 @@ def _check(
     if not isinstance(ids, torch.Tensor):
         kind = type(choices).__name__
         raise TypeError(f"{op}: choices must be a RoutingPlan or a torch.Tensor, got {kind}")
-    if ids.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{op}: choices must be int32 or int64, got {ids.dtype}")
+    checks.index_tensor(op, "choices", ids, dtypes=(torch.int32, torch.int64))
     if ids.dim() != 2 or ids.shape[0] != logits.shape[0]:
         checks.fail(op, "choices", f"of shape [{logits.shape[0]}, top_k]", list(ids.shape))
     if ids.device != logits.device:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fusedops._core import dtypes
+from fusedops._core import checks, dtypes
 from fusedops._core.library import Gradient, define_op
 from fusedops._core.sharding import PARTIAL, REPLICATE, Placement
 from fusedops.ops import _moe_math as math
@@ -59,6 +59,7 @@ def moe_unpermute(input: torch.Tensor, plan: RoutingPlan, *, weighted: bool = Tr
         tensor([1.5000, 3.0000])
     """
     op = "moe_unpermute"
+    checks.flag(op, "weighted", weighted)
     math.check(op, input, plan, of_tokens=False)
     probs = None
     if weighted:

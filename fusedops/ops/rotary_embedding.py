@@ -73,6 +73,7 @@ def rotary_embedding(
         >>> fusedops.rotary_embedding(x, x, *quarter)[0].flatten()
         tensor([-2.,  1.])
     """
+    checks.flag("rotary_embedding", "interleaved", interleaved)
     _check(query, key, cos, sin)
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
         requested = backends.requested()
@@ -81,8 +82,8 @@ def rotary_embedding(
                 f"rotary_embedding: backend {requested!r} was requested but gives no gradient to "
                 "cos and sin; detach them or use the backend 'torch'"
             )
-        return _reference(query, key, cos, sin, bool(interleaved))
-    return _OP(query, key, cos, sin, bool(interleaved))
+        return _reference(query, key, cos, sin, interleaved)
+    return _OP(query, key, cos, sin, interleaved)
 
 
 def _check(query: Any, key: Any, cos: Any, sin: Any) -> None:

@@ -117,7 +117,9 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
         bad("softcap_type", TypeError, "softcap", "str", softcap="30"),
         bad("ignore_index", TypeError, "ignore_index", "float", ignore_index=-100.0),
         bad("dtype", ValueError, "dtype", "float32", "float16", dtype=torch.float16),
-        bad("dtype_type", TypeError, "dtype", "str", dtype="float32"),
+        bad("dtype_type", TypeError, "dtype", "'float32'", dtype="float32"),
+        bad("dtype_number", TypeError, "dtype", "-1", dtype=-1),
+        bad("ignore_flag", TypeError, "ignore_index", "bool", ignore_index=True),
     ]
 
 

@@ -93,8 +93,7 @@ def patch(model: nn.Module, *, level: str = "O2", strict: bool = False) -> Patch
     """
     _check_model("patch", model)
     checks.choice("patch", "level", level, LEVELS)
-    if not isinstance(strict, bool):
-        raise TypeError(f"patch: strict must be a bool, got {type(strict).__name__}")
+    checks.flag("patch", "strict", strict)
     before = {module: type(module) for module in model.modules()}
     taken = [owner for _, owner in _loss_owners(model) if _losses().is_taken(owner)]
     try:
