@@ -422,7 +422,7 @@ _OP = define_op(
         "topk_groups": "1 <= topk_groups <= num_groups",
         "within": "experts if topk_groups == num_groups else experts // num_groups * topk_groups",
         "top_k": "1 <= top_k <= within",
-        "top2": "topk_groups == num_groups or group_score != 'top2_sum' or experts >= 2 * num_groups",
+        "top2": "group_score == 'max' or topk_groups == num_groups or experts >= 2 * num_groups",
         "score": _SCORES,
         "group_score": _GROUP_SCORES,
         "drop_policy": (*_DROP_POLICIES, "expert_choice"),
