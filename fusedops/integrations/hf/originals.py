@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+_num_modes = torch._C._len_torch_function_stack
+
 # Modes of torch that look at no function which a fused op replaces: the default device, tracing.
 _PASSIVE_MODES = (
     "torch.utils._device",
@@ -84,7 +86,10 @@ def name_of(function: Any) -> str:
 
 def intercepted() -> str | None:
     """Return which active ``TorchFunctionMode`` may answer for torch's functions, or ``None``."""
-    for index in range(torch._C._len_torch_function_stack()):
+    count = _num_modes()
+    if count == 0:
+        return None
+    for index in range(count):
         mode = type(torch._C._get_function_stack_at(index))
         if not mode.__module__.startswith(_PASSIVE_MODES):
             return f"{mode.__name__} intercepts torch's functions"
@@ -101,9 +106,9 @@ def remember(cls: type[nn.Module], places: Places | None = None) -> None:
     _PLACES[cls] = places_of(cls) if places is None else places
 
 
-def child_replaced(child: nn.Module) -> str | None:
-    """Return what of the forward of ``child`` was replaced, or ``None``; its class is known."""
-    return replaced(_PLACES[type(child)])
+def places_of_known(cls: type[nn.Module]) -> Places:
+    """Return what ``remember`` has kept."""
+    return _PLACES[cls]
 
 
 def places_of(cls: type[nn.Module], *methods: str) -> Places:

@@ -29,9 +29,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fusedops._core import backends
 from fusedops.integrations.hf.originals import (
     Places,
-    child_replaced,
     intercepted,
     places_of,
+    places_of_known,
     remember,
     replaced,
 )
@@ -173,7 +173,7 @@ def bypass_obstacle(name: str, child: Any, classes: Iterable[type]) -> str | Non
     """
     if type(child) not in classes:
         return f"{name} is a {type(child).__name__}"
-    return hooks_obstacle(name, child) or child_replaced(child)
+    return hooks_obstacle(name, child) or replaced(places_of_known(type(child)))
 
 
 def hooks_obstacle(name: str, child: Any) -> str | None:
