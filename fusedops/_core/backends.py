@@ -105,6 +105,11 @@ def op_names() -> list[str]:
     return sorted(name for name, kernels in _KERNELS.items() if kernels.part_of is None)
 
 
+def reference(name: str) -> Callable[..., Any]:
+    """Return the reference of an op: torch operations of the arguments of its schema."""
+    return _KERNELS[name].forward
+
+
 def requested() -> str | None:
     """Return the backend that was asked for explicitly, or ``None``."""
     return _requested

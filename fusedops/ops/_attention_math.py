@@ -68,17 +68,28 @@ def per_query_head(tensor: torch.Tensor, heads: int) -> torch.Tensor:
     return tensor if groups == 1 else tensor.repeat_interleave(groups, dim=1)
 
 
-def _allowed(rows: int, columns: int, pattern: Pattern, device: torch.device) -> Any:
+def allowed(rows: int, columns: int, pattern: Pattern, device: torch.device) -> torch.Tensor | None:
+    """Return which keys the window lets a query attend, ``[Sq, Sk]``, or ``None`` for all."""
     if pattern.window_left < 0 and pattern.window_right < 0:
         return None
     i = torch.arange(rows, device=device).unsqueeze(1)
     distance = torch.arange(columns, device=device) - i - pattern.offset
-    allowed = torch.ones((), dtype=torch.bool, device=device)
+    inside = torch.ones((), dtype=torch.bool, device=device)
     if pattern.window_left >= 0:
-        allowed = allowed & (distance >= -pattern.window_left)
+        inside = inside & (distance >= -pattern.window_left)
     if pattern.window_right >= 0:
-        allowed = allowed & (distance <= pattern.window_right)
-    return allowed
+        inside = inside & (distance <= pattern.window_right)
+    return inside
+
+
+def additive(mask: torch.Tensor, accumulation: torch.dtype) -> torch.Tensor:
+    """Return an additive mask in ``accumulation``, minus infinity for its least finite numbers.
+
+    In units of log2, the kernels', they are minus infinity.
+    """
+    least = torch.finfo(accumulation).min * math.log(2.0)
+    bias = mask.to(accumulation)
+    return bias.masked_fill(bias < least, -torch.inf)
 
 
 def softmax(
@@ -104,11 +115,8 @@ def softmax(
         distance = (torch.arange(columns, device=q.device) - i).abs()
         scores = scores - alibi_slopes.to(accumulation)[..., None, None] * distance
     if attn_mask is not None and attn_mask.dtype != torch.bool:
-        # In units of log2, the kernels', the least finite numbers are minus infinity.
-        least = torch.finfo(accumulation).min * math.log(2.0)
-        bias = attn_mask.to(accumulation)
-        scores = scores + bias.masked_fill(bias < least, -torch.inf)
-    masks = [_allowed(rows, columns, pattern, q.device)]
+        scores = scores + additive(attn_mask, accumulation)
+    masks = [allowed(rows, columns, pattern, q.device)]
     masks += [attn_mask] if attn_mask is not None and attn_mask.dtype == torch.bool else []
     for mask in masks:
         if mask is not None:

@@ -123,7 +123,7 @@ def _check(
 def _reference(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     call = CrossEntropy(*args)
     logits, target = call.logits, call.target
-    if target.device.type == "cpu":
+    if checks.readable(target):
         math_of.check_range("cross_entropy", target, logits.shape[-1], call.ignore_index)
     y = math_of.capped(logits, call.softcap)
     loss, lse, count = math_of.row_losses(y, target, call.options)

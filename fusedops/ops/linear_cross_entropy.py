@@ -167,7 +167,7 @@ def _logits(call: LinearCrossEntropy) -> tuple[torch.Tensor, torch.Tensor, torch
 def _reference(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     call = LinearCrossEntropy(*args)
     target, classes = call.target, call.weight.shape[0]
-    if target.device.type == "cpu":
+    if checks.readable(target):
         math_of.check_range("linear_cross_entropy", target, classes, call.ignore_index)
     _, _, logits = _logits(call)
     y = math_of.capped(logits, call.softcap)

@@ -90,7 +90,7 @@ def check_choices(op: str, expert_ids: Any, num_experts: Any, kept: Any) -> None
 def _reference(expert_ids: torch.Tensor, kept: torch.Tensor | None, num_experts: int) -> Sorted:
     ids = expert_ids.reshape(-1)
     legal = (ids >= 0) & (ids <= num_experts)
-    if ids.device.type == "cpu" and not bool(legal.all()):
+    if checks.readable(ids) and not bool(legal.all()):
         slot = int(legal.logical_not().nonzero()[0])
         where = f"token {slot // expert_ids.shape[1]}, choice {slot % expert_ids.shape[1]}"
         wanted = f"in [0, {num_experts}), or {num_experts} for nobody"
@@ -99,8 +99,8 @@ def _reference(expert_ids: torch.Tensor, kept: torch.Tensor | None, num_experts:
         legal = legal & kept.reshape(-1)
     ids = torch.where(legal, ids, num_experts)
     permutation = torch.argsort(ids, stable=True)
-    positions = torch.empty_like(permutation)
-    positions[permutation] = torch.arange(ids.numel(), device=ids.device)
+    rows = torch.arange(ids.numel(), device=ids.device)
+    positions = torch.zeros_like(permutation).scatter(0, permutation, rows)
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids.device)
     counts = counts.scatter_add(0, ids.long(), torch.ones_like(ids, dtype=torch.int64))[:-1]
     results = (permutation, positions.view(expert_ids.shape), counts, counts.cumsum(0))

@@ -126,9 +126,10 @@ def _empty(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _rotate(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, inverse: bool
+def rotated(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, inverse: bool = False
 ) -> torch.Tensor:
+    """Return ``x`` rotated, contiguous, in differentiable torch operations."""
     dtype = dtypes.statistics_dtype(x.dtype)
     cos, sin = cos.to(dtype).unsqueeze(-3), sin.to(dtype).unsqueeze(-3)
     rotary_dim = cos.shape[-1]
@@ -137,8 +138,13 @@ def _rotate(
         part = part * cos - _turn(part * sin, interleaved)
     else:
         part = part * cos + _turn(part, interleaved) * sin
-    rotated = torch.cat((part.to(x.dtype), x[..., rotary_dim:]), -1)
-    return _empty(x).copy_(rotated)
+    return torch.cat((part.to(x.dtype), x[..., rotary_dim:]), -1)
+
+
+def _rotate(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, inverse: bool
+) -> torch.Tensor:
+    return _empty(x).copy_(rotated(x, cos, sin, interleaved, inverse))
 
 
 def _reference(
