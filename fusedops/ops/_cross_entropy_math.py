@@ -118,11 +118,12 @@ def row_losses(
     valid = target != options.ignore_index
     lse = torch.where(valid, torch.logsumexp(y, -1), 0.0)
     inside = (target >= 0) & (target < y.shape[-1])
-    label = y.gather(-1, torch.where(inside, target, 0).unsqueeze(-1)).squeeze(-1)
+    logs = torch.log_softmax(y, -1)  # NaN beside an infinity, where the log-sum-exp is infinite
+    label = logs.gather(-1, torch.where(inside, target, 0).unsqueeze(-1)).squeeze(-1)
     label = torch.where(inside, label, math.nan)
-    loss = lse - (1.0 - options.label_smoothing) * label + options.z_loss * lse.square()
+    loss = (options.label_smoothing - 1.0) * label + options.z_loss * lse.square()
     if options.label_smoothing > 0.0:
-        loss = loss - options.label_smoothing * y.mean(-1)
+        loss = loss - options.label_smoothing * logs.mean(-1)
     return torch.where(valid, loss, 0.0), lse, valid.sum(dtype=loss.dtype)
 
 

@@ -55,7 +55,7 @@ def add_layer_norm(
         bias: as ``weight``.
         eps: added to the variance.
         dropout_p: probability with which an element of ``input`` is dropped; kept ones are scaled
-            by ``1 / (1 - dropout_p)``.
+            by ``1 / (1 - dropout_p)``, dropped ones are 0 also where they are not finite.
         training: ``False`` turns dropout off.
 
     Returns:

@@ -60,7 +60,7 @@ def add_rms_norm(
         weight_offset: added to the weight, in float32; 1 for Gemma.
         rounding: ``"torch"`` or ``"hf"``, see ``rms_norm``.
         dropout_p: probability with which an element of ``input`` is dropped; kept ones are scaled
-            by ``1 / (1 - dropout_p)``.
+            by ``1 / (1 - dropout_p)``, dropped ones are 0 also where they are not finite.
         training: ``False`` turns dropout off.
 
     Returns:

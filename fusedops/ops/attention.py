@@ -88,7 +88,11 @@ def attention(
         score (float32; 1e-3 at 1e4), all of a row alike. The gradient of an additive mask needs the
         scores' gradient whole, O(Sq Sk), for the time of the backward. Deterministic: the same bits
         for any number of threads; a single query takes a path of its own, that of decoding. Dropout
-        draws by a counter at ``((b * H + h) * Sq + i) * Sk + j``. Backends: cpp, triton, torch.
+        draws by a counter at ``((b * H + h) * Sq + i) * Sk + j``. NaN and infinities give what the
+        formula gives, with a log-sum-exp of NaN beside a score of inf; what a key or value holds
+        that a query may not attend reaches it, as 0 times NaN, or does not: blocks of such keys are
+        skipped, as torch's kernels do. A dropped weight is 0, also of NaN. Backends: cpp, triton,
+        torch.
         Under autocast query, key and value are cast, as torch does; mask, slopes and sinks keep
         their dtype.
 

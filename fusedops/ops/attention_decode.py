@@ -62,8 +62,10 @@ def attention_decode(
         UnsupportedError: a gradient is asked for; call it under ``torch.no_grad()``.
 
     Note:
-        Reads each key and value once, whatever the number of query heads that share them. Float32
-        scores and sums; deterministic. Backends: cpp, triton, torch. Under autocast all are cast.
+        Reads each key and value once, whatever the number of query heads that share them, and none
+        behind the length: the cache may hold anything there. Float32 scores and sums; NaN and
+        infinities as in ``attention``; deterministic. Backends: cpp, triton, torch. Under autocast
+        all are cast.
 
     Reference:
         Shazeer: Fast Transformer Decoding, arXiv:1911.02150.

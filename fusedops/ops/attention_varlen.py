@@ -73,7 +73,8 @@ def attention_varlen(
         TypeError: an argument is no tensor, or its dtype does not fit.
 
     Note:
-        Numerics, saved tensors and determinism are those of ``attention``. Dropout draws by a
+        Numerics, saved tensors, determinism and what is not finite are those of ``attention``; no
+        sequence sees what is in another. Dropout draws by a
         counter at ``(h * tokens_q + t) * max_seqlen_k + j``. Backends: cpp, triton, torch. Under
         autocast query, key and value are cast.
 

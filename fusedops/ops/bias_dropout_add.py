@@ -34,7 +34,8 @@ def bias_dropout_add(
         input: ``[..., hidden_size]``, any floating dtype, any strides.
         bias: ``[hidden_size]`` or ``None``, any floating dtype.
         residual: the shape of ``input``, any floating dtype.
-        p: probability with which an element is dropped; kept ones are scaled by ``1 / (1 - p)``.
+        p: probability with which an element is dropped; kept ones are scaled by ``1 / (1 - p)``,
+            dropped ones are 0 also where they are not finite (torch's are 0 times what they were).
         training: ``False`` turns dropout off.
 
     Returns:

@@ -67,7 +67,8 @@ def cross_entropy(
         on the CPU; a loss is rounded once. A row's result does not depend on the other rows, and
         no result on the number of threads. Saves ``logits``, ``target``, one number per row and a
         count; the backward computes the softmax again and writes a new tensor. Twice
-        differentiable. Rows may be sharded, classes may not (the vocabulary is replicated).
+        differentiable. Rows may be sharded, classes may not (the vocabulary is replicated). The
+        logits of an ignored row may hold anything: its gradient is 0, where torch's is NaN.
         Backends: cpp, triton, torch. Under autocast the logits keep their dtype.
 
     Reference:

@@ -91,8 +91,9 @@ def linear_cross_entropy(
         Measured forward and backward at 2048 x 768 and 50257 classes, beyond the arguments: 197 MiB
         in float32 (153 are the gradients) where ``F.linear`` and ``F.cross_entropy`` take 1188, 105
         and 589 in bfloat16. Twice differentiable, through whole logits. Rows may be sharded,
-        classes may not. Backends: cpp, triton, torch. Under autocast all arguments are cast, as
-        torch does for linear.
+        classes may not. Ignored rows of ``hidden`` may hold anything (on Triton, where all rows are
+        multiplied, NaN among them reaches the gradient of ``weight``). Backends: cpp, triton,
+        torch. Under autocast all arguments are cast, as torch does for linear.
 
     Reference:
         Wijmans et al.: Cut Your Losses in Large-Vocabulary Language Models, arXiv:2411.09009; Hsu
@@ -193,11 +194,13 @@ def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, ...]:
     # What was kept is not used: this is also the second derivative.
     grad_loss, call, _, output_mask = of_backward(LinearCrossEntropy, args)
     h, w, logits = _logits(call)
+    ignored = (call.target == call.ignore_index).unsqueeze(-1)
+    h = h.masked_fill(ignored, 0.0)  # whatever it holds, of which 0 times may be NaN
     grad = math_of.logits_gradient(grad_loss, logits, call.target, call.options)
     rows, dtype = rows_of(grad), call.weight.dtype
     grad_hidden = grad_weight = grad_bias = None
     if output_mask[0]:
-        grad_hidden = (grad @ w).to(call.hidden.dtype).contiguous()
+        grad_hidden = (grad @ w).masked_fill(ignored, 0.0).to(call.hidden.dtype).contiguous()
     if output_mask[1]:
         grad_weight = (rows.t() @ rows_of(h)).to(dtype).contiguous()
     if output_mask[2]:

@@ -56,7 +56,8 @@ def moe_router_loss(
         score: ``"softmax"``, or ``"sigmoid"``, divided by its sum (DeepSeek-V3).
         num_sequences: the tokens are so many sequences of equal length, each balanced for itself;
             the loss is their mean. It must divide ``T``.
-        mask: ``[T]`` bool; other tokens (padding) count nowhere.
+        mask: ``[T]`` bool; other tokens (padding) count nowhere, whatever
+            their logits hold.
         group: a process group: ``f`` is taken over the tokens of all its ranks, by one all-reduce
             of ``E + 1`` integers. The mean of the result over the ranks is then the loss of the
             whole batch, and the mean of gradients over ranks, as DDP takes it, its gradient.
@@ -248,9 +249,10 @@ def _backward_reference(grad_loss: torch.Tensor, *args: Any) -> torch.Tensor | N
     if z_weight is not None:
         lse = x.logsumexp(-1, keepdim=True)
         grad = grad + 2.0 * z_weight * lse * torch.exp(x - lse)
+    grad = grad * grad_loss
     if mask is not None:
         grad = grad.masked_fill(~mask[:, None], 0.0)
-    return (grad * grad_loss).to(logits.dtype).contiguous()
+    return grad.to(logits.dtype).contiguous()
 
 
 def _backward_fake(grad_loss: torch.Tensor, *args: Any) -> torch.Tensor | None:

@@ -96,6 +96,8 @@ def _backward_reference(
         assert input is not None
         slots = math.slots_of(input, positions, offsets)
         grad_probs = (slots * grad_output.to(probs.dtype).unsqueeze(1)).sum(2)
+        # A dropped slot's row, 0, may meet a gradient that is not finite.
+        grad_probs = torch.where(math.kept_slots(positions, offsets), grad_probs, 0.0)
     return grad_input, grad_probs
 
 
