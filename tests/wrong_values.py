@@ -83,7 +83,7 @@ def values_for(annotation: str, present: Any, like: torch.Tensor | None) -> list
         number = 1 if present is None else present
         meant |= {"numpy int64": (np.int64(number), number)}
         meant |= {"tensor": (torch.tensor(number), number)}
-    if "str" in kinds:
+    if "str" in kinds and "torch.device" not in kinds:
         wrong |= {"''": "", "'no such'": "no such", "1": 1, "1.5": 1.5, "nan": NAN, "[]": []}
         wrong |= {"array": np.array(["a", "b"]), "tensor": torch.ones(2)}
         if isinstance(present, str):
@@ -104,12 +104,16 @@ def values_for(annotation: str, present: Any, like: torch.Tensor | None) -> list
         wrong |= {"nan": (NAN, 0), "strings": ("1", "2"), "bools": (True, False), "[None]": [None]}
         wrong |= {"2**70": (2**70, 0), "-2": (-2, 0), "tensor": torch.tensor([1, 0])}
         meant |= {"list": ([1, 0], (1, 0)), "numpy": (np.array([1, 0]), (1, 0))}
+    if "torch.device" in kinds:
+        wrong = {"'no such'": "no such", "''": "", "1.5": 1.5, "[]": [], "True": True}
     if "torch.dtype" in kinds:
         wrong |= {"-1": -1, "6": 6, "200": 200, "'float32'": "float32", "float": float}
         wrong |= {"numpy": np.float32, "layout": torch.strided, "int64": torch.int64}
         wrong |= {"float8": torch.float8_e4m3fn, "complex": torch.complex64}
     if annotation == "Any":  # a process group
         wrong |= {"'group'": "group", "1": 1, "[0]": [0], "nan": NAN}
+    if "list[int]" in kinds:
+        wrong.pop("[1]")
     listed = [Value(label, value, WRONG) for label, value in wrong.items()]
     return listed + [Value(label, *pair) for label, pair in meant.items()]
 
@@ -164,13 +168,17 @@ def arguments_of(
 
 
 def complaint(
-    call: Callable[[], Any], name: str, argument: str, value: Value, meant: Callable[[], Any]
+    call: Callable[[], Any],
+    name: str | tuple[str, ...],
+    argument: str,
+    value: Value,
+    meant: Callable[[], Any],
 ) -> str | None:
     """Return what is wrong with how ``call`` takes a value, or ``None``.
 
     Args:
         call: passes the value.
-        name: what a message begins with.
+        name: what a message begins with: an op, or one of several.
         argument: what it names.
         value: what is passed.
         meant: passes what the value means.
@@ -183,13 +191,12 @@ def complaint(
         text = str(error)
         if type(error) not in REFUSALS:
             return f"{where}: {type(error).__name__}: {text[:200]}"
-        if not text.startswith(f"{name}: ") or argument not in text:
+        names = (name,) if isinstance(name, str) else name
+        if not text.startswith(tuple(f"{each}: " for each in names)) or argument not in text:
             return f"{where}: the message names not both: {text[:200]}"
         ran = fusedops.counters().items() - before[0].items()
         # Of these the compiled kernel is called, and refuses.
-        refuses_itself = name in ("layer_norm", "cross_entropy") and {key for key, _ in ran} == {
-            (name, "cpp")
-        }
+        refuses_itself = {op for (op, _), _ in ran} <= {"layer_norm", "cross_entropy"}
         drawn = not torch.equal(torch.get_rng_state(), before[1])
         if drawn or (ran and not refuses_itself):
             return f"{where}: something ran before the refusal"

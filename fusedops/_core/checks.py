@@ -6,8 +6,10 @@ function, before anything is computed or written.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import math
+import operator
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NoReturn
 
@@ -47,9 +49,7 @@ def index_tensor(
     """Raise unless ``value`` is a dense tensor of one of the dtypes."""
     tensor(op, argument, value, floating=False)
     if value.dtype not in dtypes:
-        raise TypeError(
-            f"{op}: {argument} must have dtype {_names(dtypes)}, got {_short(value.dtype)}"
-        )
+        raise TypeError(f"{op}: {argument} must be {_names(dtypes)}, got {_short(value.dtype)}")
 
 
 def like(
@@ -125,9 +125,13 @@ def sizes(op: str, argument: str, value: Any) -> tuple[Any, ...]:
 
 
 def _size(op: str, argument: str, value: Any) -> None:
-    index = hasattr(type(value), "__index__") and not isinstance(value, (bool, torch.Tensor))
-    if not index:  # an integer of numpy has one, as torch's own functions take it
-        raise TypeError(f"{op}: {argument} must be a tuple of ints, got {shown(value)} in it")
+    if isinstance(value, torch.SymInt):
+        return
+    if not isinstance(value, (bool, torch.Tensor)):
+        with contextlib.suppress(TypeError):
+            operator.index(value)  # an integer of numpy has one, as torch's own functions take it
+            return
+    raise TypeError(f"{op}: {argument} must be a tuple of ints, got {shown(value)} in it")
 
 
 def choice(op: str, argument: str, value: Any, choices: Collection[str]) -> None:

@@ -106,9 +106,8 @@ def linear_cross_entropy(
         tensor(1.3863)
     """
     op = "linear_cross_entropy"
-    _check(op, hidden, weight, target, bias, chunk_size)
-    if recompute is not None:
-        checks.flag(op, "recompute", recompute)
+    _check(op, hidden, weight, target, bias)
+    check_chunks(op, chunk_size, recompute)
     math_of.check_options(op, ignore_index, label_smoothing, z_loss, softcap, reduction)
     loss, count, *_ = _OP(
         hidden,
@@ -126,7 +125,7 @@ def linear_cross_entropy(
     return math_of.reduce_loss(loss, count, math_of.result_dtype(hidden), reduction)
 
 
-def _check(op: str, hidden: Any, weight: Any, target: Any, bias: Any, chunk_size: Any) -> None:
+def _check(op: str, hidden: Any, weight: Any, target: Any, bias: Any) -> None:
     checks.tensor(op, "hidden", hidden)
     if hidden.dim() == 0:
         checks.fail(op, "hidden", "a tensor with at least one dimension", "a scalar")
@@ -140,8 +139,14 @@ def _check(op: str, hidden: Any, weight: Any, target: Any, bias: Any, chunk_size
         checks.shape(op, "bias", bias, weight.shape[:1], "the rows of weight")
     math_of.check_target(op, target, "hidden", hidden)
     math_of.check_classes(op, "weight", weight.shape[0])
+
+
+def check_chunks(op: str, chunk_size: Any, recompute: Any) -> None:
+    """Raise unless the options of how the loss is computed are what they should be."""
     if chunk_size is not None:
         checks.integer(op, "chunk_size", chunk_size, least=1)
+    if recompute is not None:
+        checks.flag(op, "recompute", recompute)
 
 
 def _keeps(

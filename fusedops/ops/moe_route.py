@@ -111,6 +111,7 @@ def moe_route(
                 [0.5000, 0.5000]])
     """
     rule, seeded = _check(
+        "moe_route",
         logits,
         top_k,
         score,
@@ -172,7 +173,14 @@ def moe_capacity(top_k: int, num_tokens: int, capacity_factor: float, num_expert
     return -(-top_k * num_tokens * billionths // (10**9 * num_experts))
 
 
+def check_options(op: str, num_experts: int, top_k: Any, **options: Any) -> None:
+    """Raise unless these options of ``moe_route`` fit ``num_experts``; those left out do."""
+    defaults = moe_route.__kwdefaults__ or {}
+    _check(op, torch.empty(0, num_experts), top_k, *(defaults | options).values())
+
+
 def _check(
+    op: str,
     logits: Any,
     top_k: Any,
     score: Any,
@@ -189,7 +197,6 @@ def _check(
     expert_choice: Any,
 ) -> tuple[Rule, bool]:
     """Raise unless the arguments fit; return the rule, and whether it draws random numbers."""
-    op = "moe_route"
     checks.tensor(op, "logits", logits)
     if logits.dim() != 2:
         checks.fail(op, "logits", "of 2 dims, [tokens, experts]", list(logits.shape))
@@ -213,7 +220,7 @@ def _check(
         checks.shape(op, "bias", bias, (experts,), "one per expert")
     if softmax_after and score != "softmax":
         checks.fail(op, "score", "'softmax' beside softmax_after", repr(score))
-    groups, best = _check_groups(experts, num_groups, topk_groups, group_score)
+    groups, best = _check_groups(op, experts, num_groups, topk_groups, group_score)
     within = experts if best == groups else experts // groups * best
     if not 1 <= top_k <= within:
         which = "the number of experts" if within == experts else "the experts of the best groups"
@@ -251,9 +258,8 @@ def _check(
 
 
 def _check_groups(
-    experts: int, num_groups: Any, topk_groups: Any, group_score: str
+    op: str, experts: int, num_groups: Any, topk_groups: Any, group_score: str
 ) -> tuple[int, int]:
-    op = "moe_route"
     if num_groups is None and topk_groups is None:
         return 1, 1
     if num_groups is None or topk_groups is None:
