@@ -176,7 +176,9 @@ TWO = {
     "FSDP2": Trial(sharded),
     "FSDP2, bf16": HALF,
     "Colwise and Rowwise": Trial(train, ops=NO_GLU, finish=split),
-    "tp_size=2 of transformers": Trial(train, ops=NO_GLU, prepare=partial(planned, size="tp_size")),
+    "tp_size=2 of transformers": Trial(
+        train, config={"vocab_size": 98}, ops=NO_GLU, prepare=partial(planned, size="tp_size")
+    ),
     # Loaded and sharded at once, so patched afterwards: what has the sharding's class stays.
     "fsdp_size=2 of transformers": Trial(
         train, ops=INNER, prepare=partial(planned, size="fsdp_size")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import BATCH, LEARNING_RATE, OPS, STEPS, Trained, Trial, rows, whole
+from harness import BATCH, LEARNING_RATE, OPS, STEPS, Trained, Trial, rows, weights, whole
 from outcomes import Table
 from torch import nn
 
@@ -69,8 +69,18 @@ def compile_nothing() -> None:
     ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
+def gathered(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the whole weights, of which under ZeRO's third stage a rank has a piece of each."""
+    from deepspeed.zero import GatheredParameters
+
+    with GatheredParameters(list(model.parameters())):
+        return weights(model)
+
+
 def _weights(trainer: Any) -> dict[str, torch.Tensor]:
-    """Return the whole weights; of FSDP1, which keeps flat pieces, by accelerate."""
+    """Return the whole weights on every rank."""
+    if trainer.is_deepspeed_enabled:
+        return gathered(trainer.model)
     state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     return {name: whole(each).clone() for name, each in state.items()}
 
