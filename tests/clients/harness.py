@@ -1,14 +1,15 @@
 """A training run with somebody else's trainer: a patched model against the stock one.
 
-The run is made three times in one process (or in each of several): by the patched model, by the
-stock model, and by the stock model in float64. Losses and weights of the patched one may be as far
-from float64 as the ops' error budget allows. The ops are counted: equal numbers from a fused model
-that ran nothing fused are no success.
+The run is made three times, in one process or in several: by the patched model, by the stock model,
+and by the stock model in float64. Losses and weights of the patched one may be as far from float64
+as the ops' error budget allows. The ops are counted: equal numbers from a fused model that ran
+nothing fused are no success.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,6 +38,21 @@ class Trained:
 
     losses: list[float]
     weights: dict[str, torch.Tensor]
+
+    def __reduce__(self) -> Any:
+        """Travel by value: a tensor would be shared with a process that has ended."""
+        return _trained, (self.losses, {name: each.numpy() for name, each in self.weights.items()})
+
+
+def _trained(losses: list[float], weights: dict[str, Any]) -> Trained:
+    return Trained(losses, {name: torch.from_numpy(each) for name, each in weights.items()})
+
+
+@dataclass
+class _Ran:
+    trained: Trained
+    calls: Counter[str]
+    aside: list[str]
 
 
 @dataclass
@@ -94,29 +110,42 @@ class Trial:
     finish: Change | None = None
 
     def compare(self, processes: int = 1) -> Outcome:
-        """Make the runs, each rank its three, and compare them there.
+        """Make the runs, each in processes of its own, and compare what each rank has.
 
         Raises:
             AssertionError: numbers differ or ops did not run; or a process raised, with its text.
         """
-        fused, aside = run(_compare, self, processes=processes)[0]
-        return Outcome(self.family, processes, fused, aside)
+        patched = run(_run, self, True, processes=processes)
+        stock = run(_run, self, False, processes=processes)
+        exact = stock
+        if self.exactly is not None:
+            exact = run(_run, self, False, torch.float64, self.exactly, processes=processes)
+        for found, theirs, truth in zip(patched, stock, exact, strict=True):
+            assert_same(found.trained, theirs.trained, truth.trained, self.dtype)
+            for op, per_backward in self.ops.items():
+                wanted, ran = per_backward * self.backwards, found.calls[op + self.suffix]
+                assert ran == wanted, f"{op} ran {ran} times, not {wanted}: {found.calls}"
+        return Outcome(self.family, processes, patched[0].calls, patched[0].aside)
 
-    def model(self, dtype: torch.dtype = torch.float32) -> nn.Module:
-        """Return the model before ``patch``, the same at every call."""
-        build = self.build or (DENSE | SPARSE)[self.family].model
-        model = build(**self.config).to(dtype)
-        torch.manual_seed(1)
-        return self.prepare(model) if self.prepare is not None else model
 
-    def run(self, model: nn.Module, **options: Any) -> tuple[nn.Module, Trained]:
-        """Finish and train a model; return it as it was trained."""
-        torch.manual_seed(1)
-        model = self.finish(model) if self.finish is not None else model
-        try:
-            return model, self.train(model, **(self.options | options))
-        finally:
-            _forget_accelerate()
+def _run(
+    trial: Trial,
+    patch: bool,
+    dtype: torch.dtype = torch.float32,
+    options: dict[str, Any] | None = None,
+) -> _Ran:
+    """Make the model, the same at every call, and train it."""
+    build = trial.build or (DENSE | SPARSE)[trial.family].model
+    model = build(**trial.config).to(dtype)
+    torch.manual_seed(1)
+    model = trial.prepare(model) if trial.prepare is not None else model
+    at_first = fusedops.patch(model) if patch else None
+    torch.manual_seed(1)
+    model = trial.finish(model) if trial.finish is not None else model
+    with counted() as calls:
+        trained = trial.train(model, **(trial.options | (options or {})))
+    aside = steps_aside(at_first, describe(model)) if at_first is not None else []
+    return _Ran(trained, calls, aside)
 
 
 def rows(count: int = STEPS * BATCH * 2, length: int = 16) -> list[dict[str, torch.Tensor]]:
@@ -143,36 +172,10 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def _compare(trial: Trial) -> tuple[dict[str, int], list[str]]:
-    model = trial.model()
-    at_first = fusedops.patch(model)
-    with counted() as calls:
-        model, found = trial.run(model)
-    at_last = describe(model)
-    _, stock = trial.run(trial.model())
-    exact = None
-    if trial.exactly is not None:
-        _, exact = trial.run(trial.model(torch.float64), **trial.exactly)
-    assert_same(found, stock, exact, trial.dtype)
-    for op, per_backward in trial.ops.items():
-        wanted, ran = per_backward * trial.backwards, calls[op + trial.suffix]
-        assert ran == wanted, f"{op} ran {ran} times instead of {wanted}: {dict(calls)}"
-    return dict(calls), steps_aside(at_first, at_last)
-
-
-def _forget_accelerate() -> None:
-    """Clear accelerate's singletons, or the next run's precision would be this one's."""
-    from accelerate.state import AcceleratorState, GradientState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-
-
 def assert_same(
-    found: Trained, stock: Trained, exact: Trained | None, dtype: torch.dtype = torch.float32
+    found: Trained, stock: Trained, exact: Trained, dtype: torch.dtype = torch.float32
 ) -> None:
     """Compare two runs within the ops' error budget, as far as they are from float64."""
-    exact = stock if exact is None else exact
     assert len(found.losses) == len(stock.losses) == len(exact.losses) > 0
     assert found.weights.keys() == stock.weights.keys() == exact.weights.keys()
     runs = [{"loss": torch.tensor(each.losses), **each.weights} for each in (found, stock, exact)]

@@ -13,7 +13,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import transformers
 from filelock import FileLock
@@ -32,25 +31,26 @@ class Row:
 class Table:
     """Where the rows of a test go."""
 
-    def __init__(self, folder: Path, request: pytest.FixtureRequest) -> None:
+    def __init__(self, folder: Path) -> None:
         self._path = folder / "trainers.json"
-        self._gap = request.node.get_closest_marker("xfail")
 
-    def compare(self, trial: Trial, package: str, mode: str, processes: int = 1) -> None:
-        """Make a comparison and write its row."""
-        with self.row(package, mode, processes) as row:
+    def compare(
+        self, trial: Trial, package: str, mode: str, processes: int = 1, gap: str = ""
+    ) -> None:
+        """Make a comparison and write its row; ``gap`` says why it cannot succeed yet."""
+        with self.row(package, mode, processes, gap) as row:
             row.model = trial.family
             found = trial.compare(processes)
             row.fused, row.aside = found.fused, found.aside
 
     @contextmanager
-    def row(self, package: str, mode: str, processes: int = 1) -> Iterator[Row]:
+    def row(self, package: str, mode: str, processes: int = 1, gap: str = "") -> Iterator[Row]:
         """Write a row: that what runs inside raises nothing, or why it does."""
         row, note = Row(), ""
         try:
             yield row
         except BaseException as error:
-            note = self._gap.kwargs["reason"] if self._gap else _last_line(error)
+            note = gap or _last_line(error)
             raise
         finally:
             key = {"package": package, "mode": mode, "transformers": transformers.__version__}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from harness import LEARNING_RATE, Trained, Trial, batches
 from outcomes import Table
-from test_trainer import compile_nothing, zero
+from test_trainer import compile_nothing, gathered, zero
 from test_trainer import train as by_trainer
 from torch import nn
 
@@ -27,16 +27,7 @@ def train(model: nn.Module, stage: int) -> Trained:
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
-    return Trained(losses, _weights(model))
-
-
-def _weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the whole weights; under stage 3 a rank has a piece of each."""
-    import deepspeed
-
-    parameters = dict(model.named_parameters())
-    with deepspeed.zero.GatheredParameters(list(parameters.values())):
-        return {name: each.detach().clone() for name, each in parameters.items()}
+    return Trained(losses, gathered(model))
 
 
 @pytest.mark.distributed

@@ -63,6 +63,21 @@ def shard(model: nn.Module, half: bool = False) -> None:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
 
 
+def flattened(model: nn.Module) -> Trained:
+    """Train under FSDP1, which keeps a layer's weights in one flat tensor."""
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    rank, processes = start()
+    layers = ModuleWrapPolicy({type(layer) for layer in model.model.layers})
+    wrapped = FSDP(
+        model, auto_wrap_policy=layers, device_id=torch.device("cpu"), use_orig_params=True
+    )
+    losses = steps(wrapped, batches(rank, processes))
+    with FSDP.summon_full_params(wrapped):
+        return Trained(losses, weights(wrapped))
+
+
 def split(model: nn.Module) -> nn.Module:
     """Split every layer's products over the processes."""
     _, processes = start()
@@ -157,10 +172,13 @@ ONE["torch.compile (inductor)"].ops.update(
 )
 HALF = Trial(sharded, {"half": True}, exactly={"half": False}, dtype=torch.bfloat16)
 TWO = {
+    "FSDP1": Trial(flattened),
     "FSDP2": Trial(sharded),
     "FSDP2, bf16": HALF,
     "Colwise and Rowwise": Trial(train, ops=NO_GLU, finish=split),
-    "tp_size=2 of transformers": Trial(train, ops=NO_GLU, prepare=partial(planned, size="tp_size")),
+    "tp_size=2 of transformers": Trial(
+        train, config={"vocab_size": 98}, ops=NO_GLU, prepare=partial(planned, size="tp_size")
+    ),
     # Loaded and sharded at once, so patched afterwards: what has the sharding's class stays.
     "fsdp_size=2 of transformers": Trial(
         train, ops=INNER, prepare=partial(planned, size="fsdp_size")
