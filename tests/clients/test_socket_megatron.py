@@ -242,6 +242,13 @@ def test_padding_between_packed_sequences_needs_causality() -> None:
         core(True, AttnMaskType.padding)(query, key, value, None, packed_seq_params=packing)
 
 
+def test_a_causal_type_needs_no_mask() -> None:
+    given = heads(9, 9)
+    output, expected = (core(True, AttnMaskType.causal)(*given, mask) for mask in (None, future(9)))
+    exact = core(False, AttnMaskType.causal)(*(each.double() for each in given), future(9))
+    assert_within_budget({"o": output}, {"o": expected}, {"o": exact})
+
+
 def test_an_attention_bias_is_refused() -> None:
     given = heads(4, 4)
     with pytest.raises(fusedops.UnsupportedError, match="attention_bias"):
