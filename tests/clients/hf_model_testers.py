@@ -22,6 +22,7 @@ from tests.generation.test_utils import GenerationTesterMixin
 from tests import test_modeling_common
 
 BATCH, SEQ_LEN = 3, 7
+PATCHES = (16 // 4) ** 2 + 1  # of encoder_families.VISION, with the class token
 TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 TEXT_TASKS = (
     "MODEL",
@@ -68,6 +69,10 @@ def speech_to_text(config: Any) -> dict[str, torch.Tensor]:
 def image(config: Any) -> dict[str, torch.Tensor]:
     size = config.image_size
     return {"pixel_values": test_modeling_common.floats_tensor([BATCH, 3, size, size])}
+
+
+def image_of_two_towers(config: Any) -> dict[str, torch.Tensor]:
+    return image(config.vision_config)
 
 
 def text_and_image(config: Any) -> dict[str, torch.Tensor]:
@@ -135,13 +140,14 @@ class Tester:
 def arguments(
     self: Any, inputs: dict[str, torch.Tensor], model_class: type, return_labels: bool = False
 ) -> dict[str, torch.Tensor]:
-    """Return a model's arguments; the shared tests know no labels of models for pretraining."""
+    """Return a model's arguments, with the labels that the shared tests do not know."""
     shared = test_modeling_common.ModelTesterMixin._prepare_for_class
     found = shared(self, inputs, model_class, return_labels=return_labels)
-    if return_labels and model_class.__name__.endswith("ForPreTraining"):
+    unknown = ("BertForPreTraining", "ElectraForPreTraining", "WhisperForConditionalGeneration")
+    if return_labels and model_class.__name__ in unknown:
         found["labels"] = torch.zeros(BATCH, SEQ_LEN, dtype=torch.long)
-        if model_class.__name__ == "BertForPreTraining":
-            found["next_sentence_label"] = torch.zeros(BATCH, dtype=torch.long)
+    if return_labels and model_class.__name__ == "BertForPreTraining":
+        found["next_sentence_label"] = torch.zeros(BATCH, dtype=torch.long)
     return found
 
 
@@ -190,8 +196,7 @@ def t5() -> tuple[Group, ...]:
 
 def clip() -> tuple[Group, ...]:
     options = encoder_families.CLIP.options
-    patches = (16 // 4) ** 2 + 1
-    vision = {"inputs": image, "tasks": (), "facts": {"seq_length": patches}}
+    both = {"_is_composite": True, "has_attentions": False}
     return (
         Group(
             "CLIPText",
@@ -199,31 +204,35 @@ def clip() -> tuple[Group, ...]:
             options["text_config"],
             tasks=(),
             models=("CLIPTextModel", "CLIPTextModelWithProjection"),
+            facts={"is_training": False},  # they have no loss
         ),
         Group(
             "CLIPVision",
             "CLIPVisionConfig",
             options["vision_config"],
+            image,
+            tasks=(),
             models=("CLIPVisionModel", "CLIPVisionModelWithProjection"),
-            **vision,
+            facts={"is_training": False, "seq_length": PATCHES},
         ),
-        Group(
-            "CLIP",
-            "CLIPConfig",
-            options,
-            inputs=text_and_image,
-            tasks=("MODEL",),
-            flags={"_is_composite": True, "has_attentions": False},
-        ),
+        Group("CLIP", "CLIPConfig", options, text_and_image, ("MODEL",), flags=both),
         Group(
             "CLIPForImageClassification",
             "CLIPConfig",
             options,
+            image_of_two_towers,
+            tasks=(),
             models=("CLIPForImageClassification",),
-            flags={"_is_composite": True, "has_attentions": False},
-            **vision,
+            facts={"seq_length": PATCHES},
+            flags=both,
         ),
     )
+
+
+def vit() -> tuple[Group, ...]:
+    options = encoder_families.VIT.options | {"encoder_stride": 4}
+    facts = {"seq_length": PATCHES, "num_masks": 8, "mask_length": PATCHES - 1}
+    return (Group("ViT", "ViTConfig", options, image, IMAGE_TASKS, facts=facts),)
 
 
 GPT2 = {
@@ -263,13 +272,7 @@ FAMILIES: dict[str, tuple[Group, ...]] = {key: causal(name) for key, name in CAU
     "camembert": encoder("Camembert", "CamembertForMaskedLM"),
     "electra": encoder("Electra", "ElectraForMaskedLM", models=("ElectraForPreTraining",)),
     "distilbert": encoder("DistilBert", "DistilBertForMaskedLM"),
-    "vit": encoder(
-        "ViT",
-        "ViTForImageClassification",
-        inputs=image,
-        tasks=IMAGE_TASKS,
-        facts={"seq_length": (16 // 4) ** 2 + 1},
-    ),
+    "vit": vit(),
     "clip": clip(),
     "t5": t5(),
     "whisper": encoder(
