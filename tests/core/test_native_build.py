@@ -291,3 +291,21 @@ def test_a_library_of_other_sources_is_told(tmp_path: Path) -> None:
     ]
     assert told == [True, False, False, False]
     assert not extension._is_stale(library, {})
+
+
+def test_a_sanitizers_build_has_folders_of_its_own() -> None:
+    code = "import native; print(native.LIBRARIES, native.build_folder(), native.EXTRA_FLAGS)"
+    plain, sanitized = (
+        subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=native.ROOT / "tools",
+            env={**os.environ, "FUSEDOPS_SANITIZE": asked, "CXXFLAGS": "-DX"},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.split()
+        for asked in ("", "address,undefined")
+    )
+    assert plain[2:] == ["-DX"] and "-fsanitize=address,undefined" in sanitized
+    assert all("sanitized" in path for path in sanitized[:2])
+    assert not any("sanitized" in path for path in plain[:2])

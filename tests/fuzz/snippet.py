@@ -40,22 +40,39 @@ def value(given: Any) -> str:
 
 def tensor(given: torch.Tensor) -> str:
     """Return code for a tensor: its values where they matter, its layout where it is not dense."""
-    shape, dtype = list(given.shape), given.dtype
-    if given.device.type == "meta":
+    dtype = given.dtype
+    gradient = ".requires_grad_()" if given.requires_grad else ""
+    if given.is_nested:
+        return "torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged)"
+    shape = list(given.shape)
+    if given.layout == torch.sparse_coo:
+        return f"torch.zeros({shape}, dtype={dtype}).to_sparse()"
+    if given.is_quantized:
+        return f"torch.quantize_per_tensor(torch.zeros({shape}), 0.1, 0, {dtype})"
+    if given.is_meta:
         return f"torch.empty({shape}, dtype={dtype}, device='meta')"
     plain = given.detach()
-    finite = not dtype.is_floating_point or bool(plain.isfinite().all())
-    if (dtype.is_floating_point and finite) or dtype.is_complex or plain.numel() > MOST_VALUES:
-        random = "randn" if dtype.is_floating_point or dtype.is_complex else "ones"
-        code = f"torch.{random}({shape}).to({dtype})"
-    else:
-        listed = str(plain.tolist()).replace("nan", "float('nan')").replace("inf", "float('inf')")
-        code = f"torch.tensor({listed}, dtype={dtype}).reshape({shape})"
-    if not plain.is_contiguous():
-        span = 1 + sum((n - 1) * s for n, s in zip(shape, plain.stride(), strict=True))
-        code += (
-            f".new_empty({max(span, 0)}).as_strided({shape}, {list(plain.stride())}).copy_({code})"
-        )
-        if any(s == 0 and n > 1 for n, s in zip(shape, plain.stride(), strict=True)):
-            code = f"torch.zeros(1).to({dtype}).expand({shape})  # {code}"
-    return code + (".requires_grad_()" if given.requires_grad else "")
+    repeated = [d for d in range(plain.dim()) if plain.stride(d) == 0 and plain.shape[d] > 1]
+    if repeated:
+        for dim in repeated:
+            plain = plain.narrow(dim, 0, 1)
+        return f"{tensor(plain)}.expand({shape}){gradient}"
+    if plain.is_contiguous():
+        return values(plain) + gradient
+    span = 1 + sum((n - 1) * s for n, s in zip(shape, plain.stride(), strict=True))
+    memory = f"torch.empty({max(span, 0)}, dtype={dtype})"
+    layout = f"as_strided({shape}, {list(plain.stride())})"
+    return f"{memory}.{layout}.copy_({values(plain)}){gradient}"
+
+
+def values(given: torch.Tensor) -> str:
+    """Return code for a dense tensor like this one."""
+    shape, dtype = list(given.shape), given.dtype
+    drawn = dtype.is_complex or (dtype.is_floating_point and bool(given.double().isfinite().all()))
+    if drawn:
+        return f"torch.randn({shape}).to({dtype})"
+    if given.numel() > MOST_VALUES:
+        return f"torch.ones({shape}, dtype={dtype})"
+    listed = str(given.reshape(-1).tolist())
+    listed = listed.replace("nan", "float('nan')").replace("inf", "float('inf')")
+    return f"torch.tensor({listed}, dtype={dtype}).reshape({shape})"

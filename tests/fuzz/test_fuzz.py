@@ -9,13 +9,14 @@ import random
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from fusedops._core import extension
 
-from . import engine
+from . import engine, snippet
 from .arguments import Arguments
 from .functions import Functions
 from .operators import Operators
@@ -82,3 +83,25 @@ def test_a_death_costs_one_call_and_is_known_by_its_number(tmp_path: Path) -> No
     assert report.counts == {"returned": 11, "other": 11} and report.calls == 25
     lines = (tmp_path / "deadly-7.jsonl").read_text().splitlines()
     assert {json.loads(line)["index"] for line in lines} == {3, 8, 12}
+
+
+def test_a_snippet_makes_the_arguments_again() -> None:
+    counts = torch.tensor([[3, -1], [2**40, 0]])
+    strided = torch.arange(12).reshape(3, 4).t()
+    repeated = torch.tensor([[float("inf")], [float("nan")]]).expand(2, 3)
+    given = [counts, strided, repeated, None, 1.5, float("-inf"), "x", [True, 2], torch.bfloat16]
+    code = snippet.call("record", given)
+    made: list[Any] = []
+    exec(code, {"record": lambda *args: made.extend(args)})
+    for one, other in zip(made, given, strict=True):
+        if isinstance(other, torch.Tensor):
+            assert one.stride() == other.stride()
+            assert torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
+        else:
+            assert one == other
+    odd = [torch.zeros(2, 2).to_sparse(), torch.zeros(3, device="meta"), torch.ones(2).cfloat()]
+    made.clear()
+    exec(snippet.call("record", odd), {"record": lambda *args: made.extend(args)})
+    assert [(x.shape, x.dtype, x.layout, x.device) for x in made] == [
+        (x.shape, x.dtype, x.layout, x.device) for x in odd
+    ]
