@@ -86,9 +86,9 @@ inline VecF gelu_slope_short(const VecF& x_in) {
     const __mmask16 negative = _mm512_movepi32_mask(_mm512_castps_si512(x_in));
     return _mm512_mask_sub_ps(slope, _knot_mask16(negative), one, slope);
   } else {
-    // The tanh form's z_slope overflows before x does: it is taken of a bounded x, which is given
-    // back its NaN at infinities at the end.
-    constexpr bool kBounded = kActivation == Activation::gelu_tanh;
+    // x * z_slope may overflow before x does: it is taken of a bounded x, which is given back its
+    // NaN at infinities at the end.
+    constexpr bool kBounded = kActivation != Activation::silu;
     const VecF x = kBounded ? at::vec::clamp(x_in, VecF(-1e3f), VecF(1e3f)) : x_in;
     const VecF s = one / (one + exp2_short(minus_z_in_bits<kActivation>(x)));
     const VecF s_slope = at::vec::fnmadd(s, s, s);

@@ -56,7 +56,7 @@ def value(x: torch.Tensor, name: str) -> torch.Tensor:
 
 def _gated_slope(x: torch.Tensor, z: torch.Tensor, dz: torch.Tensor | float) -> torch.Tensor:
     """Return the derivative of ``x * sigmoid(z(x))`` given ``z`` and ``dz = z'(x)``."""
-    return torch.sigmoid(z) + x * dz * torch.sigmoid(z) * torch.sigmoid(-z)
+    return torch.sigmoid(z) + x * (dz * torch.sigmoid(z) * torch.sigmoid(-z))
 
 
 def _silu_slope(x: torch.Tensor) -> torch.Tensor:

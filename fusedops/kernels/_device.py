@@ -82,7 +82,7 @@ def gelu_slope(x, APPROXIMATE: tl.constexpr):
         return value + bounded * dz * slope + 0.0 * x
     else:
         value, slope = sigmoid(1.702 * x)
-        return value + x * 1.702 * slope
+        return value + x * (1.702 * slope)
 
 
 @triton.jit
