@@ -97,6 +97,16 @@ def test_a_test_that_did_not_run_patched_is_new() -> None:
     assert result.new == {"a": "unfinished: ", "b": "not run: "}
 
 
+@pytest.mark.slow
+def test_a_family_without_tests_to_run_is_no_failure(tmp_path: Path) -> None:
+    command.write(tmp_path / command.test_file("bert"), TINY)
+    options = {"select": "no_such_test", "limit": 300, "outcomes": tmp_path / "outcomes"}
+    assert command.run(tmp_path, "bert", patched=False, **options) == {}
+    command.write(tmp_path / command.test_file("bert"), "import no_such_module")
+    with pytest.raises(SystemExit, match="no_such_module"):
+        command.run(tmp_path, "bert", patched=False, **options)
+
+
 def test_a_known_test_that_fails_otherwise_is_new() -> None:
     stock = {"a": {"outcome": "passed", "ops": {}}}
     patched = {"a": {"outcome": "failed", "reason": "KeyError: 1"}}
