@@ -23,6 +23,7 @@ pytest.importorskip("transformers")
 
 from causal_families import DENSE, IDS, SPARSE, loss
 from encoder_families import FAMILIES as ENCODERS
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.loss import loss_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 from transformers.models.llama import modeling_llama
@@ -169,6 +170,27 @@ def test_a_replaced_rotary_function_is_called(monkeypatch: pytest.MonkeyPatch, n
     with counted() as calls:
         loss(model)
     assert len(seen) == 2 and "rotary_embedding" not in calls and calls["attention"] == 2
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("configured", ["eager", "grouped_mm", "batched_mm"])
+def test_a_replaced_experts_function_is_called(
+    monkeypatch: pytest.MonkeyPatch, configured: str, compiled: bool
+) -> None:
+    model = SPARSE["Mixtral"].model(experts_implementation=configured)
+    fusedops.patch(model)
+    call = torch.compile(model, fullgraph=True, backend="eager") if compiled else model
+    expected = call(IDS).logits
+    functions = ALL_EXPERTS_FUNCTIONS._local_mapping
+    monkeypatch.setitem(functions, configured, lambda module, rows, *args: torch.zeros_like(rows))
+    with counted() as calls:
+        found = call(IDS).logits
+    assert not calls["moe_mlp"]
+    entry = describe(model)["model.layers.0.mlp.experts"]
+    assert f"the experts function {configured!r} was replaced by" in entry.reason
+    fusedops.unpatch(model)
+    assert_close(found, model(IDS).logits)
+    assert not torch.allclose(found, expected)
 
 
 @pytest.mark.parametrize("place", ["F", "file", "mapping"])

@@ -25,7 +25,12 @@ def whole(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def gathers_on_access(module: Any) -> bool:
-    """Return whether reading a parameter of ``module`` gathers it: the engine has taken it over."""
+    """Return whether reading a parameter of ``module`` gathers it: the engine has taken it over.
+
+    In code that is being compiled it does not: there the hooks must run.
+    """
+    if torch.compiler.is_compiling():
+        return False
     return type(module._parameters).__module__.startswith(_ENGINE)
 
 

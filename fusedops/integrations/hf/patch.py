@@ -80,7 +80,8 @@ def patch(model: nn.Module, *, level: str = "O2", strict: bool = False) -> Patch
 
     Note:
         Patch after loading adapters and before ``fully_shard``. A fused module whose children get
-        hooks or adapters later runs its original forward from then on; ``describe`` shows it.
+        hooks or adapters later, or of whose original another library replaces a function, runs its
+        original forward from then on; ``describe`` shows it.
         What compares exact classes (``torch.ao.quantization``) does not know the patched ones:
         ``unpatch`` first.
 

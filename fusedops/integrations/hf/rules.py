@@ -28,8 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedops._core import backends
 from fusedops.integrations.hf.originals import (
+    KNOWN,
     Places,
-    child_replaced,
     intercepted,
     places_of,
     remember,
@@ -119,8 +119,10 @@ def _asking(rule: Rule, name: str) -> Callable[..., Any]:
     """Return a method of a patched class that asks whether the original is what it was.
 
     It runs the original's also on an instance that is not patched any more: accelerate and others
-    keep the forward that they found on the instance. The questions take 0.3 to 0.6 us for two to
-    five places, Dynamo answers them when it compiles and guards what it found.
+    keep the forward that they found on the instance. On a Zen 4 core the questions take 0.22 us for
+    a norm, 0.31 for a linear layer, 0.36 for an attention, and with those for the three children
+    that it bypasses 0.96 for a gated feed-forward layer. Dynamo answers them when it compiles, and
+    guards what it found.
     """
     original, patched, places = rule.original, rule.patched, rule.places
     fused = getattr(patched, name)
@@ -173,7 +175,7 @@ def bypass_obstacle(name: str, child: Any, classes: Iterable[type]) -> str | Non
     """
     if type(child) not in classes:
         return f"{name} is a {type(child).__name__}"
-    return hooks_obstacle(name, child) or child_replaced(child)
+    return hooks_obstacle(name, child) or replaced(KNOWN[type(child)])
 
 
 def hooks_obstacle(name: str, child: Any) -> str | None:
