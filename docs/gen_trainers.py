@@ -73,9 +73,9 @@ with Fabric before `fabric.setup`. `precision="bf16-mixed"` is autocast, which t
     "deepspeed": (
         "DeepSpeed",
         """
-Call `fusedops.patch(model)` before `deepspeed.initialize`.
-On a CPU DeepSpeed compiles an extension for shared memory at its first start, or goes on without
-it. ZeRO's checkpoints hold the stock names.
+Call `fusedops.patch(model)` before or after `deepspeed.initialize`: under ZeRO-3 the fused blocks
+gather the weights of their children as the stock ones do. Checkpoints hold the stock names. On
+a CPU DeepSpeed wants to compile an extension for shared memory; the tests go without it.
 """,
     ),
     "megatron-core": (
@@ -124,6 +124,7 @@ def _page(rows: list[dict[str, Any]]) -> str:
         f"(patching.md#what-the-same-results-means), and the fused ops ran as often as they "
         f"should. torch {_list({row['torch'] for row in rows})}, "
         f"transformers {_list({row['transformers'] for row in rows})}.",
+        f"Why something steps aside: [what patching does](patching.md#in-trainers). "
         f"*All* of a Llama are {_names(ALL)}; calls are those of one process, backward included.",
     ]
     for package, (title, prose) in PROSE.items():

@@ -21,8 +21,8 @@ TIMEOUT = 600.0
 CONTEXT = multiprocessing.get_context("forkserver")
 # Whatever takes long to import; nothing of it computes when it is imported.
 PRELOADED = (
-    "harness",
     "deepspeed",
+    "fusedops.integrations",
     "lightning",
     "peft",
     "torch.distributed.tensor",

@@ -71,9 +71,9 @@ def compile_nothing() -> None:
 
 def gathered(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the whole weights, of which under ZeRO's third stage a rank has a piece of each."""
-    from deepspeed.zero import GatheredParameters
+    import deepspeed
 
-    with GatheredParameters(list(model.parameters())):
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
         return weights(model)
 
 
