@@ -20,8 +20,8 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -q
 # Exit code 3: no compiler. It says so, and the ops then run on the reference.
 NATIVE := $(BIN)/python tools/native.py build > /dev/null || test $$? -eq 3
 
-.PHONY: setup native demo test test-isas test-asan fuzz test-all test-torch test-gpu bench bench-gpu lint format check-cuda \
-        kernel-report-all docs clean clean-venv
+.PHONY: setup native demo test test-isas test-asan fuzz test-all test-torch test-clients test-gpu bench bench-gpu \
+        lint format check-cuda kernel-report-all docs clean clean-venv
 
 setup: .venv/.editable .venv/.models native
 
@@ -99,6 +99,32 @@ test-torch:
 	  OMP_NUM_THREADS=1 ../venv/bin/python -m pytest -n $(WORKERS) -q tests \
 	    -m "not slow and not gpu and not interpreter"
 
+# The trainers that people have, in an environment of their own (1.5 GB), under two versions of
+# transformers. It writes tests/clients/results, from which `make docs` makes docs/trainers.md.
+CLIENTS := build/clients
+CLIENTS_TRANSFORMERS := $(CLIENTS)/transformers-5.23.0
+CLIENTS_PIP := $(CLIENTS)/venv/bin/python -m pip install --quiet --disable-pip-version-check \
+  --no-compile $(PIP_FLAGS)
+CLIENTS_PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(CLIENTS)/venv/bin/python -m pytest \
+  -n $(WORKERS) --dist loadfile -q tests/clients
+
+# torch first: some of the others look for it while they are built.
+$(CLIENTS)/.packages: tests/clients/requirements.txt
+	test -x $(CLIENTS)/venv/bin/python || $(PYTHON) -m venv $(CLIENTS)/venv
+	grep -E "^(torch|triton|setuptools|wheel|ninja|numpy|packaging|psutil|pybind11)==" $< \
+	  > $(CLIENTS)/first.txt
+	$(CLIENTS_PIP) -r $(CLIENTS)/first.txt
+	DS_BUILD_OPS=0 $(CLIENTS_PIP) --no-build-isolation -r $<
+	rm -rf $(CLIENTS_TRANSFORMERS)
+	$(CLIENTS_PIP) --no-deps --target $(CLIENTS_TRANSFORMERS) \
+	  transformers==$(subst $(CLIENTS)/transformers-,,$(CLIENTS_TRANSFORMERS))
+	@touch $@
+
+test-clients: $(CLIENTS)/.packages native
+	rm -f tests/clients/results/trainers.json
+	PYTHONPATH=$(CURDIR) $(CLIENTS_PYTEST)
+	PYTHONPATH=$(CURDIR)/$(CLIENTS_TRANSFORMERS):$(CURDIR) $(CLIENTS_PYTEST)
+
 ifneq ($(filter test-gpu bench-gpu,$(MAKECMDGOALS)),)
 PY := $(GPU_PYTHON)
 GPU_SETUP := $(if $(filter python3,$(PY)),gpu-native,setup)
@@ -140,6 +166,7 @@ kernel-report-all: setup
 
 docs: setup
 	$(BIN)/python docs/gen_ops.py
+	$(BIN)/python docs/gen_trainers.py
 
 clean:
 	rm -rf build fusedops/lib out .pytest_cache .mypy_cache .ruff_cache *.egg-info

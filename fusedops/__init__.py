@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from fusedops._core.host import tune_host
     from fusedops.integrations import (
         PatchReport,
+        decompositions,
         patch,
         register_attention,
         register_experts,
@@ -37,6 +38,7 @@ _LAZY = {
     "nn": "fusedops.nn",
     "parallel": "fusedops.parallel",
     "tune_host": "fusedops._core.host",
+    "decompositions": "fusedops.integrations",
     "patch": "fusedops.integrations",
     "unpatch": "fusedops.integrations",
     "PatchReport": "fusedops.integrations",
@@ -48,6 +50,7 @@ __all__ = [
     "PatchReport",
     "UnsupportedError",
     "counters",
+    "decompositions",
     "nn",
     "parallel",
     "patch",

@@ -364,6 +364,14 @@ class Backward {
         store(s + i, load(s + i) * (A(1) - t * t));
       }
     }
+    if constexpr (Policy::kPair == 2) {
+      // An odd number of queries: the zeros beside the last one are read with it, and 0 times what
+      // a key or the memory for dropout holds may be NaN.
+      const int64_t lane = sequence.rows - row - half * W;
+      for (int j = 0; lane % 2 != 0 && lane < W && j < here; ++j) {
+        p[j * W + lane] = s[j * W + lane] = A(0);
+      }
+    }
     const int64_t step = half * W / Policy::kPair;
     if (sequence.grad_value != nullptr) {
       pack_left(p, here, m.left_p + offset / R * left_panel() + step * R);

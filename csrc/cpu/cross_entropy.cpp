@@ -11,7 +11,8 @@ namespace fusedops {
 namespace {
 
 // Says no to what fusedops/ops/cross_entropy.py says no to; it is asked for the words only then.
-void check(const at::Tensor& logits, const at::Tensor& target, const LossOptions& o) {
+void check(const at::Tensor& logits, const at::Tensor& target, const LossOptions& o,
+           at::ScalarType dtype) {
   constexpr auto kOp = "cross_entropy";
   TORCH_CHECK_VALUE(logits.dim() > 0 && logits.size(-1) > 0, kOp, ": logits must have classes");
   TORCH_CHECK_TYPE(target.scalar_type() == at::kLong, kOp, ": target must have dtype int64");
@@ -23,6 +24,9 @@ void check(const at::Tensor& logits, const at::Tensor& target, const LossOptions
   TORCH_CHECK_VALUE(
       o.label_smoothing >= 0 && o.label_smoothing <= 1 && finite(o.z_loss) && finite(o.softcap),
       kOp, ": label_smoothing must be in [0, 1], z_loss and softcap finite");
+  // Any integer can come as a dtype, and one that is none would end the process.
+  TORCH_CHECK_VALUE(dtype == logits.scalar_type() || dtype == statistics_type(logits), kOp,
+                    ": dtype must be that of logits or of its statistics");
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> forward(const at::Tensor& logits,
@@ -32,7 +36,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> forward(const at::Tensor& logits,
                                                        std::string_view reduction,
                                                        at::ScalarType dtype) {
   const LossOptions options{ignore_index, label_smoothing, z_loss, softcap};
-  check(logits, target, options);
+  check(logits, target, options, dtype);
   const auto x = logits.contiguous();
   const auto targets = target.contiguous();
   const int64_t rows = targets.numel(), classes = x.size(-1);

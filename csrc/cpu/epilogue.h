@@ -27,7 +27,7 @@ constexpr bool kHasShortForm =
     false;
 #endif
 
-// The activation of z, a sum of products of T, and its derivative.
+// The activation of z, a sum of products of T, and its derivative (for with_slope).
 template <typename T, Activation A>
 inline Vec<T> activated(const Vec<T>& z) {
   if constexpr (is_gelu(A) || kHasShortForm<T, A>) {

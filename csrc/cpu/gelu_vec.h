@@ -1,13 +1,10 @@
 // The variants of GELU and their derivatives on vectors, for gelu and bias_gelu.
 //
-// Two things beyond activation.h, which serves the matrix kernels too:
-//
-// * Infinities. x times a factor that vanishes is NaN at an infinity (as eager torch's). Here the
-//   limits are returned: gelu(-inf) = 0, gelu'(inf) = 1, gelu'(-inf) = 0. NaN stays NaN.
-// * bfloat16 data on AVX-512: forms good to 2e-5, a hundredth of the rounding that follows, in half
-//   of the instructions, so that two cores keep up with memory. On one Zen 5 core with data in L1,
-//   ns an element forward and backward: erf 0.17 and 0.19, tanh 0.11 and 0.15, fast 0.08 and 0.12;
-//   the float32 forms take 0.36 and 0.39, 0.21 and 0.34, 0.16 and 0.26.
+// Beyond activation.h: for bfloat16 data on AVX-512 forms good to 2e-5, a hundredth of the rounding
+// that follows, in half of the instructions, so that two cores keep up with memory. On one Zen 5
+// core with data in L1, ns an element forward and backward: erf 0.17 and 0.19, tanh 0.11 and 0.15,
+// fast 0.08 and 0.12; the float32 forms take 0.36 and 0.39, 0.21 and 0.34, 0.16 and 0.26. NaN and
+// infinities give what they give there.
 //
 // Include from *.isa.cpp only.
 #pragma once
@@ -53,11 +50,6 @@ struct Tail {
   VecF share;
 };
 
-inline VecF finite_abs(const VecF& x) {
-  // vminps returns its second operand where there is a NaN.
-  return _mm512_min_ps(VecF(std::numeric_limits<float>::max()), x.abs());
-}
-
 inline Tail normal_tail_short(const VecF& a) {
   const VecF e = exp2_short(a * (a * VecF(static_cast<float>(-0.5 * kLog2E))));
   const VecF t = VecF(1.0f) / at::vec::fmadd(VecF(0.3f), a, VecF(1.0f));
@@ -73,12 +65,12 @@ template <Activation kActivation>
 inline VecF gelu_value_short(const VecF& x) {
   const VecF zero(0.0f);
   if constexpr (kActivation == Activation::gelu) {
-    // x * Phi(x) = max(x, 0) - |x| * Phi(-|x|)
-    const VecF a = finite_abs(x);
+    // x * Phi(x) = max(x, 0) - |x| * Phi(-|x|), with -inf * 0 = NaN and no inf * 0. (vminps returns
+    // its second operand where there is a NaN.)
+    const VecF a = VecF(_mm512_min_ps(VecF(std::numeric_limits<float>::max()), x)).abs();
     return at::vec::fnmadd(a, normal_tail_short(a).share, VecF(_mm512_max_ps(zero, x)));
   } else {
-    const VecF bounded = _mm512_max_ps(VecF(std::numeric_limits<float>::lowest()), x);
-    return bounded / (VecF(1.0f) + exp2_short(minus_z_in_bits<kActivation>(bounded)));
+    return x / (VecF(1.0f) + exp2_short(minus_z_in_bits<kActivation>(x)));
   }
 }
 
@@ -87,17 +79,21 @@ inline VecF gelu_slope_short(const VecF& x_in) {
   const VecF one(1.0f);
   if constexpr (kActivation == Activation::gelu) {
     // At -|x|; the derivative at |x| is one minus it.
-    const VecF a = finite_abs(x_in);
+    const VecF a = x_in.abs();
     const Tail tail = normal_tail_short(a);
     const VecF scaled = a * VecF(static_cast<float>(kInvSqrt2Pi));
     const VecF slope = at::vec::fnmadd(scaled, tail.exponential, tail.share);
     const __mmask16 negative = _mm512_movepi32_mask(_mm512_castps_si512(x_in));
     return _mm512_mask_sub_ps(slope, _knot_mask16(negative), one, slope);
   } else {
-    const VecF x = at::vec::clamp(x_in, VecF(-1e3f), VecF(1e3f));
+    // The tanh form's z_slope overflows before x does: it is taken of a bounded x, which is given
+    // back its NaN at infinities at the end.
+    constexpr bool kBounded = kActivation == Activation::gelu_tanh;
+    const VecF x = kBounded ? at::vec::clamp(x_in, VecF(-1e3f), VecF(1e3f)) : x_in;
     const VecF s = one / (one + exp2_short(minus_z_in_bits<kActivation>(x)));
     const VecF s_slope = at::vec::fnmadd(s, s, s);
-    return at::vec::fmadd(x * z_slope<kActivation>(x), s_slope, s);
+    const VecF slope = at::vec::fmadd(x * z_slope<kActivation>(x), s_slope, s);
+    return kBounded ? at::vec::fmadd(x_in, VecF(0.0f), slope) : slope;
   }
 }
 #endif
@@ -108,17 +104,16 @@ inline Vec<T> gelu_value(const Vec<T>& x) {
 #if defined(CPU_CAPABILITY_AVX512)
   if constexpr (std::is_same_v<T, c10::BFloat16>) return gelu_value_short<kActivation>(x);
 #endif
-  const Vec<T> lowest(std::numeric_limits<Acc<T>>::lowest());
-  return act_forward<kActivation>(at::vec::clamp_min(x, lowest));
+  return act_forward<kActivation>(x);
 }
 
-// Its derivative. All derivatives are 0 or 1 to double precision where |x| > 1e3.
+// Its derivative.
 template <typename T, Activation kActivation>
 inline Vec<T> gelu_slope(const Vec<T>& x) {
 #if defined(CPU_CAPABILITY_AVX512)
   if constexpr (std::is_same_v<T, c10::BFloat16>) return gelu_slope_short<kActivation>(x);
 #endif
-  return act_backward<kActivation>(at::vec::clamp(x, Vec<T>(Acc<T>(-1e3)), Vec<T>(Acc<T>(1e3))));
+  return act_backward<kActivation>(x);
 }
 
 // Calls body(std::integral_constant<Activation, A>{}) for the GELU variant met at run time.

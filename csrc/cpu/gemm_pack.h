@@ -50,13 +50,16 @@ template <typename Policy>
 constexpr bool kWidens =
     Policy::kPair == 1 && !std::is_same_v<typename Policy::T, typename Policy::Packed>;
 
-// One vector of consecutive steps of one line that is contiguous along k.
+// One vector of consecutive steps of one line that is contiguous along k. Memory is aligned to its
+// own elements only: the pairs of bfloat16 that become an element of a panel may lie anywhere.
 template <typename Policy>
 inline PackedLanes<Policy> load_steps(const typename Policy::T* from) {
   using V = PackedLanes<Policy>;
   using T = typename Policy::T;
   if constexpr (Policy::kPair == 2 || std::is_same_v<T, typename Policy::Packed>) {
-    return *reinterpret_cast<const V*>(from);
+    V values;
+    std::memcpy(&values, from, sizeof(V));
+    return values;
   } else {
 #if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
     const Vec<T> wide = load_vec(from);
@@ -89,7 +92,9 @@ inline PackedLanes<Policy> load_lines(const typename Policy::T* from,
   } else {
 #if defined(CPU_CAPABILITY_AVX512)
     const auto half = [](const void* p) {
-      return _mm256_loadu_si256(static_cast<const __m256i*>(p));
+      __m256i values;
+      std::memcpy(&values, p, sizeof(values));
+      return values;
     };
     const __m256i high = next == nullptr ? _mm256_setzero_si256() : half(next);
     return (PackedLanes<Policy>)interleave(half(from), high);
@@ -179,9 +184,11 @@ inline __attribute__((always_inline)) void load_transposed(
   if constexpr (sizeof(typename Policy::Packed) == 4 && !kWidens<Policy>) {
     // 32-bit words: the loads bring halves of two lines together, which leaves 48 shuffles of the
     // 64 of an exchange in four rounds; and these are the cheap ones (68 for 77 cycles on Zen 4).
+    constexpr int64_t kHalf = sizeof(__m256i) / sizeof(typename Policy::T);
     const auto half = [&](int line, int part) {
-      const auto* from = reinterpret_cast<const __m256i*>(lines[line] + k) + part;
-      return line < kCount ? _mm256_loadu_si256(from) : _mm256_setzero_si256();
+      __m256i values = _mm256_setzero_si256();
+      if (line < kCount) std::memcpy(&values, lines[line] + k + part * kHalf, sizeof(values));
+      return values;
     };
     const auto halves = [&](int line, int part) {
       const __m512i low = _mm512_zextsi256_si512(half(line, part));

@@ -59,7 +59,7 @@ void store_hidden_gradient(const void* context, const Tile& tile) {
       V dz = sum;
       if constexpr (A != Activation::identity) {
         const V z = load_vec(kept + c, count, full);
-        dz = sum * slope<T, A>(z);
+        dz = with_slope<A>(sum, slope<T, A>(z), z);
         if (hidden != nullptr) store_vec(hidden + c, activated<T, A>(z), count, full);
       } else if (hidden != nullptr) {
         store_vec(hidden + c, load_vec(kept + c, count, full), count, full);
@@ -80,7 +80,8 @@ inline void gradient_row(const T* dy, const T* kept, T* grad, Acc<T>* partial, i
   for_each_vector<V::size()>(columns, [&](int64_t c, int64_t count, auto full) {
     V dz = load_vec(dy + c, count, full);
     if constexpr (A != Activation::identity) {
-      dz = dz * slope<T, A>(load_vec(kept + c, count, full));
+      const V z = load_vec(kept + c, count, full);
+      dz = with_slope<A>(dz, slope<T, A>(z), z);
     }
     if (grad != nullptr) store_vec(grad + c, dz, count, full);
     if (partial != nullptr) {

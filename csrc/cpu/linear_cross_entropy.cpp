@@ -60,13 +60,6 @@ struct Rows {
   at::Tensor index;  // undefined when no row is ignored
 };
 
-// The most classes of a chunk. Chunks of none would have no end.
-int64_t widest_chunk(int64_t chunk_size, int64_t classes) {
-  TORCH_CHECK_VALUE(chunk_size >= 1, "linear_cross_entropy: chunk_size must be at least 1, got ",
-                    chunk_size);
-  return std::min(chunk_size, classes);
-}
-
 // Calls body(first, weight of the chunk, bias of the chunk) chunk by chunk.
 template <typename Body>
 void for_each_chunk(const at::Tensor& weight, const at::Tensor& bias, int64_t chunk_size,
@@ -88,7 +81,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> forward(
     const Optional& bias, int64_t ignore_index, double label_smoothing, double z_loss,
     double softcap, std::string_view reduction, int64_t chunk_size, bool keep_logits) {
   const LossOptions options{ignore_index, label_smoothing, z_loss, softcap};
-  const int64_t classes = weight.size(0), widest = widest_chunk(chunk_size, classes);
+  const int64_t classes = weight.size(0), widest = std::min(chunk_size, classes);
   const Rows rows(hidden, target, classes, ignore_index);
   const auto wide = rows.x.options().dtype(statistics_type(hidden));
   const auto kind = reduction_of(reduction);
@@ -143,7 +136,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(
     std::array<bool, 3> output_mask) {
   const LossOptions options{ignore_index, label_smoothing, z_loss, softcap};
   const int64_t classes = weight.size(0), features = weight.size(1);
-  const int64_t widest = widest_chunk(chunk_size, classes);
+  const int64_t widest = std::min(chunk_size, classes);
   const Rows rows(hidden, target, classes, ignore_index);
   const auto wide = rows.x.options().dtype(statistics_type(hidden));
   const auto grads = reduction_of(reduction) == Reduction::none

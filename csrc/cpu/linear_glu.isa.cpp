@@ -50,7 +50,7 @@ void gradient(const GluGradient& a) {
     for_each_vector<V::size()>(size, [&](int64_t i, int64_t count, auto full) {
       const V g = load_vec(gate + i, count, full), d = load_vec(dy + i, count, full);
       if (dgate != nullptr) {
-        const V grad = d * load_vec(up + i, count, full) * slope<T, A>(g);
+        const V grad = with_slope<A>(d * load_vec(up + i, count, full), slope<T, A>(g), g);
         store_or_stream(stream, dgate + i, grad, count, full);
       }
       if (dup != nullptr) {

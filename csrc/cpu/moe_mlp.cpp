@@ -94,14 +94,6 @@ Gate gate_of(std::string_view activation, bool gated, bool interleaved) {
           clamped};
 }
 
-// The kernels read and write by the columns of either layer.
-void check_layers(const at::Tensor& w1, const at::Tensor& w2, bool gated) {
-  TORCH_CHECK_VALUE(
-      w1.size(2) == (gated ? 2 : 1) * w2.size(1), kOp, ": w1 must have ",
-      gated ? "two columns for each row of w2, got " : "a column for each row of w2, got ",
-      w1.size(2), " for ", w2.size(1));
-}
-
 // hidden = scale * h(x * w1 + b1) of all rows; `preactivation` may be undefined.
 void first_product(const Rows& rows, const at::Tensor& x, const at::Tensor& w1,
                    const at::Tensor& b1, const Gate& gate, const at::Tensor& preactivation,
@@ -145,7 +137,6 @@ std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& input, const at::Te
                                            const Optional& b1, const Optional& b2,
                                            std::string_view activation, bool gated,
                                            bool interleaved, bool keep_preactivation) {
-  check_layers(w1, w2, gated);
   const Rows rows(input, probs, permutation, positions, offsets);
   const auto hidden = at::empty({rows.count(), w2.size(1)}, input.options());
   const auto kept =
@@ -204,7 +195,6 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
     const at::Tensor& preactivation, std::string_view activation, bool gated, bool interleaved,
     bool /*keep_preactivation*/, std::array<bool, 6> output_mask) {
   const auto [wants_input, wants_probs, wants_w1, wants_w2, wants_b1, wants_b2] = output_mask;
-  check_layers(w1, w2, gated);
   const Rows rows(input, probs, permutation, positions, offsets);
   const auto gate = gate_of(activation, gated, interleaved);
   const auto dy = grad_output->contiguous();

@@ -76,26 +76,27 @@ inline Vec<T> gated_value(const Gate& gate, const Pair<T>& z) {
   return activated<T, A>(at::vec::clamp_max(z.gate, limit)) * (up + V(S(1)));
 }
 
-// The value, and the derivatives after gate and up.
+// The value, and from the gradient d of it those of gate and up.
 template <typename T, Activation A>
-inline Vec<T> gated_slopes(const Gate& gate, const Pair<T>& z, Pair<T>& slopes) {
+inline Vec<T> gated_gradient(const Gate& gate, const Pair<T>& z, const Vec<T>& d, Pair<T>& grad) {
   using V = Vec<T>;
   using S = Acc<T>;
   if (gate.layout == GateLayout::none) {
-    slopes.gate = slope<T, A>(z.gate);
+    grad.gate = with_slope<A>(d, slope<T, A>(z.gate), z.gate);
     return activated<T, A>(z.gate);
   }
   if (!gate.clamped) {
     const V value = activated<T, A>(z.gate);
-    slopes = {slope<T, A>(z.gate) * z.up, value};
+    grad = {with_slope<A>(d, slope<T, A>(z.gate) * z.up, z.gate), d * value};
     return value * z.up;
   }
   const V limit(static_cast<S>(kGateLimit)), least(static_cast<S>(-kGateLimit)), zero(S(0));
+  // As the gradient of torch's clamp: 0 of what was bounded, and of NaN.
   const V inner = at::vec::clamp_max(z.gate, limit);
   const V factor = at::vec::clamp(z.up, least, limit) + V(S(1));
   const V value = activated<T, A>(inner);
-  slopes.gate = V::blendv(slope<T, A>(inner) * factor, zero, z.gate > limit);
-  slopes.up = V::blendv(V::blendv(value, zero, z.up > limit), zero, z.up < least);
+  grad.gate = V::blendv(zero, d * (slope<T, A>(inner) * factor), z.gate <= limit);
+  grad.up = V::blendv(zero, d * value, z.up.abs() <= limit);
   return value * factor;
 }
 
@@ -155,14 +156,11 @@ void store_expert_gradient(const void* context, const Tile& tile) {
     V dot(S(0));
     for_each_vector<V::size()>(tile.columns, [&](int64_t c, int64_t count, auto full) {
       const V d = load_vec(sums + c, count, full);
-      Pair<T> slopes;
-      const V value =
-          gated_slopes<T, A>(a.gate, load_pair<T>(kept, layout, n, c, count, full), slopes);
+      const Pair<T> z = load_pair<T>(kept, layout, n, c, count, full);
+      Pair<T> grads;
+      const V value = gated_gradient<T, A>(a.gate, z, d * scale, grads);
       if (hidden != nullptr) store_vec(hidden + c, value * scale, count, full);
-      if (grad != nullptr) {
-        const V scaled = d * scale;
-        store_pair<T>(grad, layout, n, c, {scaled * slopes.gate, scaled * slopes.up}, count, full);
-      }
+      if (grad != nullptr) store_pair<T>(grad, layout, n, c, grads, count, full);
       if (a.dots != nullptr) dot = at::vec::fmadd(d, value, dot);  // past the end d is 0
     });
     if (a.dots != nullptr) {

@@ -26,24 +26,6 @@ struct Slots {
   int64_t capacity;
 };
 
-// What the kernel and its lists count on; fusedops/ops/moe_route.py says it in other words.
-void check_choice(int64_t experts, int64_t top_k, int64_t num_groups, int64_t topk_groups,
-                  bool top2_sum) {
-  TORCH_CHECK_VALUE(num_groups >= 1 && experts % num_groups == 0,
-                    "moe_route: num_groups must be a divisor of ", experts, ", the experts, got ",
-                    num_groups);
-  TORCH_CHECK_VALUE(topk_groups >= 1 && topk_groups <= num_groups,
-                    "moe_route: topk_groups must be from 1 to ", num_groups, ", the groups, got ",
-                    topk_groups);
-  const int64_t size = experts / num_groups;
-  const bool grouped = topk_groups < num_groups;
-  TORCH_CHECK_VALUE(!grouped || !top2_sum || size >= 2,
-                    "moe_route: group_score must be 'max' for groups of one expert");
-  const int64_t within = grouped ? size * topk_groups : experts;
-  TORCH_CHECK_VALUE(top_k >= 1 && top_k <= within, "moe_route: top_k must be from 1 to ", within,
-                    ", the experts to choose from, got ", top_k);
-}
-
 // A drop counts by expert: choices that were handed in are looked through.
 void check_chosen(const at::Tensor& chosen, int64_t experts) {
   const auto* id = chosen.const_data_ptr<int32_t>();
@@ -139,7 +121,6 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> forward(
   const auto added = bias.has_value() ? bias->to(wide).contiguous() : at::Tensor();
   const auto pair = dense(seed), given = dense(chosen);
   const int64_t tokens = x.size(0), experts = x.size(1);
-  check_choice(experts, top_k, num_groups, topk_groups, group_score == "top2_sum");
   const bool drops = capacity >= 0 && !chosen_kept.has_value();
   if (drops && given.defined()) check_chosen(given, experts);
   const int64_t slots = drop_policy == "expert_choice" ? experts : top_k;

@@ -40,8 +40,9 @@ class Row {
       store_vec(x_.data() + c, load_vec(logits + c, count, full), count, full);
       peaks = at::vec::maximum(peaks, V::loadu(x_.data() + c));
     });
-    const A peak = at::vec::vec_reduce_all<A>(
+    A peak = at::vec::vec_reduce_all<A>(
         [](const V& p, const V& q) { return at::vec::maximum(p, q); }, peaks);
+    if (std::isinf(peak)) peak = A(0);  // as torch's logsumexp: its logarithm is then infinite
     V sums(A(0));
     for (int64_t c = 0; c < width_; c += W) {
       const V e = exp_of<A>(V::loadu(x_.data() + c) - V(peak));

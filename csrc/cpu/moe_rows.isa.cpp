@@ -37,9 +37,10 @@ inline void write_row(bool stream, void* to, const void* from, int64_t bytes) {
   }
 }
 
+// A tensor without columns has no memory, and its rows no place.
 template <typename T>
 inline const T* row_of(const MoeRows& rows, int64_t row) {
-  return static_cast<const T*>(rows.data) + row * rows.stride;
+  return rows.data == nullptr ? nullptr : static_cast<const T*>(rows.data) + row * rows.stride;
 }
 
 // Vectors of a row that are summed together: enough to hide the latency of their additions.
@@ -181,8 +182,9 @@ void moe_gather(const MoeGather& a) {
   parallel_rows(a.rows, 2 * a.row_bytes, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       const int64_t from = a.index[row];
-      const char* source = static_cast<const char*>(a.input) + from * a.input_stride;
-      write_row(stream, output + row * a.row_bytes, from >= 0 ? source : nullptr, a.row_bytes);
+      const void* source =
+          from >= 0 ? static_cast<const char*>(a.input) + from * a.input_stride : nullptr;
+      write_row(stream, output + row * a.row_bytes, source, a.row_bytes);
     }
   });
 }

@@ -71,13 +71,13 @@ inline at::vec::Vectorized<A> keep_where(const bool* mask, const at::vec::Vector
 }
 
 template <typename T>
-inline void fill_zeros(bool stream, T* to, int64_t begin, int64_t end) {
+inline void fill(bool stream, T* to, int64_t begin, int64_t end, Acc<T> value) {
   // From a multiple of the vectors that are streamed.
   constexpr int64_t kWidth = Vec<T>::size();
   const int64_t aligned = std::min(end, (begin + kWidth - 1) / kWidth * kWidth);
-  std::fill(to + begin, to + aligned, T(0));
+  std::fill(to + begin, to + aligned, static_cast<T>(value));
   for_each_vector<kWidth>(end - aligned, [&](int64_t c, int64_t count, auto full) {
-    store_or_stream(stream, to + aligned + c, Vec<T>(Acc<T>(0)), count, full);
+    store_or_stream(stream, to + aligned + c, Vec<T>(value), count, full);
   });
 }
 
@@ -131,7 +131,7 @@ void forward(const ScaledMaskedSoftmaxForward& a) {
           at::vec::vec_reduce_all<A>([](const V& p, const V& q) { return at::vec::maximum(p, q); },
                                      at::vec::maximum(highest[0], highest[1]));
       if (peak == kNone) {
-        fill_zeros(stream, y, 0, a.columns);
+        fill(stream, y, 0, a.columns, A(0));
         continue;
       }
       const V peaks(peak);
@@ -143,12 +143,13 @@ void forward(const ScaledMaskedSoftmaxForward& a) {
         sums[turn] = sums[turn] + e;
         turn ^= 1;
       });
-      const V inverse(A(1) / sum_lanes(sums[0] + sums[1]));
+      const A inverse = A(1) / sum_lanes(sums[0] + sums[1]);
       for_each_vector<W>(columns, [&](int64_t c, int64_t count, auto full) {
-        const V value = load_vec(scratch.data() + c, count, full) * inverse;
+        const V value = load_vec(scratch.data() + c, count, full) * V(inverse);
         store_or_stream(stream, y + c, value, count, full);
       });
-      if (columns < a.columns) fill_zeros(stream, y, columns, a.columns);
+      // Their exponentials are 0, or NaN as those of the whole row.
+      if (columns < a.columns) fill(stream, y, columns, a.columns, A(0) * inverse);
     }
   });
 }
@@ -186,7 +187,7 @@ inline void backward_row(const ScaledMaskedSoftmaxBackward& a, bool stream, int6
       store_vec(dmask + c, sum, count, full);
     }
   });
-  if (dx != nullptr && columns < a.columns) fill_zeros(stream, dx, columns, a.columns);
+  if (dx != nullptr && columns < a.columns) fill(stream, dx, columns, a.columns, A(0));
 }
 
 template <typename T, typename M>

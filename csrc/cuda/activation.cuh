@@ -1,5 +1,5 @@
 // The variants of GELU and their derivatives on float and double: device functions, the formulae of
-// csrc/cpu/activation.h. Infinities give the limits and NaN stays: see csrc/cpu/gelu_vec.h.
+// csrc/cpu/activation.h, with what is not finite as there.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -99,7 +99,6 @@ __device__ __forceinline__ A argument_slope(A x) {
 
 template <Activation kActivation, typename A>
 __device__ __forceinline__ A gelu_value(A x) {
-  x = x < A(-3e38) ? A(-3e38) : x;  // -inf * 0 would be NaN
   if constexpr (kActivation == Activation::gelu) {
     return x * normal_law(bounded(x, A(-40), A(40))).cdf;
   } else {
@@ -110,13 +109,13 @@ __device__ __forceinline__ A gelu_value(A x) {
 template <Activation kActivation, typename A>
 __device__ __forceinline__ A gelu_slope(A x) {
   if constexpr (kActivation == Activation::gelu) {
-    x = bounded(x, A(-40), A(40));
-    const Normal<A> n = normal_law(x);
+    const Normal<A> n = normal_law(bounded(x, A(-40), A(40)));
     return n.cdf + x * n.pdf;
   } else {
-    x = bounded(x, A(-1e3), A(1e3));
-    const Sigmoid<A> s = sigmoid(argument<kActivation>(x));
-    return s.value + x * argument_slope<kActivation>(x) * s.slope;
+    // The tanh form's argument overflows before x does; 0 * x is NaN at infinities.
+    const A y = bounded(x, A(-1e3), A(1e3));
+    const Sigmoid<A> s = sigmoid(argument<kActivation>(y));
+    return s.value + y * argument_slope<kActivation>(y) * s.slope + A(0) * x;
   }
 }
 

@@ -236,7 +236,8 @@ class _Builder:
         ):
             if node.left.id not in places:
                 raise _AbsentError
-            return ("word", places[node.left.id], node.comparators[0].value)
+            word = ("word", places[node.left.id], node.comparators[0].value)
+            return ("==", word, 1 if isinstance(node.ops[0], ast.Eq) else 0)
         operands = [node.left, *node.comparators]
         pairs = [
             (_OPERATORS[type(op)], parse(operands[i]), parse(operands[i + 1]))

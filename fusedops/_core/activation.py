@@ -48,13 +48,10 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def value(x: torch.Tensor, name: str) -> torch.Tensor:
-    """Return ``silu`` or a GELU of ``x`` with its limits at infinities, where eager has a NaN."""
-    return torch.where(x.isinf(), x.clamp_min(0.0), ACTIVATIONS[name](x))
-
-
-def _bounded(x: torch.Tensor) -> torch.Tensor:
-    """Bound ``x`` to where a slope is 0 or 1: x * 0 of an infinity would be NaN."""
-    return x.clamp(-1e3, 1e3)
+    """Return the activation of ``x``: the specification of the kernels' forward."""
+    y = ACTIVATIONS[name](x)
+    # torch's own is inf at inf in float64 and of one element, but NaN in vectors of float32.
+    return torch.where(x == torch.inf, x, y) if name == "gelu" else y
 
 
 def _gated_slope(x: torch.Tensor, z: torch.Tensor, dz: torch.Tensor | float) -> torch.Tensor:
@@ -63,39 +60,47 @@ def _gated_slope(x: torch.Tensor, z: torch.Tensor, dz: torch.Tensor | float) -> 
 
 
 def _silu_slope(x: torch.Tensor) -> torch.Tensor:
-    x = _bounded(x)
     return _gated_slope(x, x, 1.0)
 
 
 def _fast_gelu_slope(x: torch.Tensor) -> torch.Tensor:
-    x = _bounded(x)
     return _gated_slope(x, FAST_GELU_SLOPE * x, FAST_GELU_SLOPE)
 
 
 def _gelu_slope(x: torch.Tensor) -> torch.Tensor:
-    x = _bounded(x)
     density = torch.exp(-0.5 * x.square()) / math.sqrt(2 * math.pi)
     return 0.5 * torch.erfc(x * -math.sqrt(0.5)) + x * density
 
 
 def _gelu_tanh_slope(x: torch.Tensor) -> torch.Tensor:
-    x = _bounded(x)
-    # (1 + tanh u) / 2 = sigmoid(2 u)
+    # (1 + tanh u) / 2 = sigmoid(2 u). The cube overflows before x does; x - x is NaN at infinities.
+    bounded = x.clamp(-1e3, 1e3)
     scale = math.sqrt(8 / math.pi)
-    z = scale * (x + 0.044715 * x * x.square())
-    return _gated_slope(x, z, scale * (1 + 3 * 0.044715 * x.square()))
+    z = scale * (bounded + 0.044715 * bounded * bounded.square())
+    return _gated_slope(bounded, z, scale * (1 + 3 * 0.044715 * bounded.square())) + (x - x)
 
 
-# The derivatives, in differentiable torch operations: the specification of the kernels' backward.
-SLOPES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+# The derivatives, of relu where it passes x on.
+_SLOPES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "identity": torch.ones_like,
-    "relu": lambda x: (x > 0).to(x.dtype),
-    "relu2": lambda x: 2 * torch.relu(x),
+    "relu": torch.ones_like,
+    "relu2": lambda x: 2 * x,
     "silu": _silu_slope,
     "gelu": _gelu_slope,
     "gelu_tanh": _gelu_tanh_slope,
     "fast_gelu": _fast_gelu_slope,
 }
+
+
+def gradient(grad: torch.Tensor, x: torch.Tensor, name: str) -> torch.Tensor:
+    """Return ``grad`` times the derivative at ``x``: the specification of the kernels' backward.
+
+    Made of differentiable torch operations. As in torch's own, nothing passes what relu stopped,
+    NaN neither, and all passes where ``x`` is NaN.
+    """
+    product = grad * _SLOPES[name](x)
+    return torch.where(x <= 0, 0.0, product) if name in ("relu", "relu2") else product
+
 
 # torch's `approximate` argument of gelu, extended by "fast" -> the activation's name.
 GELU_VARIANTS = {"none": "gelu", "tanh": "gelu_tanh", "fast": "fast_gelu"}

@@ -14,6 +14,7 @@ import collections
 import contextlib
 import importlib
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -73,6 +74,13 @@ class Resolution:
         return f"{chosen} ({reasons})" if reasons else chosen
 
 
+@dataclass(frozen=True, eq=False)
+class _Block:
+    """What an open block asks for, or (the first of several) what holds without any."""
+
+    wish: Any
+
+
 _KERNELS: dict[str, Kernels] = {}
 _COUNTS: collections.Counter[tuple[str, str]] = collections.Counter()
 _LOGGED: set[tuple[str, str, str]] = set()
@@ -80,6 +88,11 @@ _WARNED: set[str] = set()
 _requested: str | None = None
 _mistake: str | None = None  # of the environment: until something else is asked for, no op runs
 _tuned: dict[torch.device, tuning.Loaded] = {}
+# Blocks of use_backend and use_tuning that are open, oldest first: those of several threads, tasks
+# or generators end in any order. Reentrant: a generator may be collected, and end, at any time.
+_BLOCKS_LOCK = threading.RLock()
+_requests: list[_Block] = []
+_tunings: collections.defaultdict[torch.device, list[_Block]] = collections.defaultdict(list)
 
 
 def register(kernels: Kernels) -> None:
@@ -90,6 +103,11 @@ def register(kernels: Kernels) -> None:
 def op_names() -> list[str]:
     """Return the names of all registered ops that are no part of another."""
     return sorted(name for name, kernels in _KERNELS.items() if kernels.part_of is None)
+
+
+def reference(name: str) -> Callable[..., Any]:
+    """Return the reference of an op: torch operations of the arguments of its schema."""
+    return _KERNELS[name].forward
 
 
 def requested() -> str | None:
@@ -110,7 +128,8 @@ def use_backend(name: str | None) -> Iterator[None]:
 
     Note:
         The request holds for the process, not for the thread: the backward of CUDA tensors runs
-        in threads of its own.
+        in threads of its own. Where blocks overlap, in threads or tasks, the one that was entered
+        last of those still open counts; after the last one nothing remains of any.
 
     Example:
         >>> import torch, fusedops
@@ -120,12 +139,10 @@ def use_backend(name: str | None) -> Iterator[None]:
     """
     if name is not None:
         checks.choice("use_backend", "name", name, BACKENDS)
-    before = _requested, _mistake
-    _request(name)
-    try:
+    with _opened(
+        _requests, (name, None), lambda: (_requested, _mistake), lambda wish: _request(*wish)
+    ):
         yield
-    finally:
-        _request(*before)
 
 
 def resolve(name: str, *args: Any, backward: bool = False) -> Resolution:
@@ -143,8 +160,9 @@ def resolve(name: str, *args: Any, backward: bool = False) -> Resolution:
     """
     if _mistake is not None:
         raise ValueError(_mistake)
-    if name not in _KERNELS:
+    if not isinstance(name, str) or name not in _KERNELS:
         checks.choice("resolve", "name", name, op_names())
+    checks.flag("resolve", "backward", backward)
     kernels = _KERNELS[name]
     device = _device(args)
     if _requested is not None:
@@ -221,12 +239,9 @@ def use_tuning(device: torch.device, entries: Mapping[tuning.Key, tuning.Entry])
         device: as tensors on it have it: a GPU with its index.
         entries: by op, dtype and size class.
     """
-    before = tuning_in_force(device)
-    _put_in_force(device, tuning.Loaded(entries))
-    try:
+    present, obey = partial(tuning_in_force, device), partial(_put_in_force, device)
+    with _opened(_tunings[device], tuning.Loaded(entries), present, obey):
         yield
-    finally:
-        _put_in_force(device, before)
 
 
 def order(device: torch.device) -> tuple[str, ...]:
@@ -263,6 +278,32 @@ def reset_counters() -> None:
     _COUNTS.clear()
     if extension.cpu_library() is None:
         torch.ops.fusedops_native.reset_counts()
+
+
+@contextlib.contextmanager
+def _opened(
+    blocks: list[_Block], wish: Any, present: Callable[[], Any], obey: Callable[[Any], None]
+) -> Iterator[None]:
+    """Obey ``wish`` while the block is open and none that was entered later is.
+
+    Args:
+        blocks: those that are open.
+        wish: what this one asks for.
+        present: returns what is in force: what holds without any block while none is open.
+        obey: puts a wish in force.
+    """
+    block = _Block(wish)
+    with _BLOCKS_LOCK:
+        blocks.extend([block] if blocks else [_Block(present()), block])
+        obey(wish)
+    try:
+        yield
+    finally:
+        with _BLOCKS_LOCK:
+            blocks.remove(block)
+            obey(blocks[-1].wish)
+            if len(blocks) == 1:
+                blocks.clear()
 
 
 def _request(name: str | None, mistake: str | None = None) -> None:
@@ -306,7 +347,7 @@ def _device(args: tuple[Any, ...]) -> torch.device:
     for arg in args:
         if isinstance(arg, torch.Tensor):
             return arg.device
-    raise TypeError("no tensor among the arguments")
+    raise TypeError("resolve: args must be those of the registered op, got no torch.Tensor in them")
 
 
 def _implementation(kernels: Kernels, backend: str, backward: bool) -> Callable[..., Any]:

@@ -6,11 +6,19 @@ function, before anything is computed or written.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import math
+import operator
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
+
+# What kernels and references compute with. Torch calls float8 floating too, and can only cast it.
+FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_STRIDED = torch.strided
+_INT64 = range(-(2**63), 2**63)
 
 
 class UnsupportedError(RuntimeError):
@@ -23,14 +31,25 @@ def fail(op: str, argument: str, wanted: str, got: object) -> NoReturn:
 
 
 def tensor(op: str, argument: str, value: Any, *, floating: bool = True) -> None:
-    """Raise unless ``value`` is a tensor (of a floating dtype)."""
+    """Raise unless ``value`` is a dense tensor (of a floating dtype that is computed with)."""
     if not isinstance(value, torch.Tensor):
-        raise TypeError(f"{op}: {argument} must be a torch.Tensor, got {type(value).__name__}")
-    if floating and not value.dtype.is_floating_point:
+        raise TypeError(f"{op}: {argument} must be a torch.Tensor, got {type_name(value)}")
+    if value.layout is not _STRIDED or value.is_nested:
+        _refuse_layout(op, argument, value)
+    if floating and value.dtype not in FLOATING:
         raise TypeError(
-            f"{op}: {argument} must have a floating dtype, got {_short(value.dtype)}; "
-            f"cast it first, for example with {argument}.float()"
+            f"{op}: {argument} must have a floating dtype ({_names(FLOATING)}), "
+            f"got {_short(value.dtype)}; cast it first, for example with {argument}.float()"
         )
+
+
+def index_tensor(
+    op: str, argument: str, value: Any, *, dtypes: Sequence[torch.dtype] = (torch.int32,)
+) -> None:
+    """Raise unless ``value`` is a dense tensor of one of the dtypes."""
+    tensor(op, argument, value, floating=False)
+    if value.dtype not in dtypes:
+        raise TypeError(f"{op}: {argument} must be {_names(dtypes)}, got {_short(value.dtype)}")
 
 
 def like(
@@ -47,16 +66,18 @@ def like(
         )
 
 
-def alike(value: Any, reference: torch.Tensor) -> bool:
-    """Whether a tensor has the dtype and the device of ``reference``.
+def alike(value: Any, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether ``value`` is a dense tensor of this dtype on this device.
 
-    Most arguments do. Asking this before other checks costs a small call half a microsecond for
+    Most arguments are. Asking this before other checks costs a small call half a microsecond for
     each argument instead of one and a half.
     """
     return (
         isinstance(value, torch.Tensor)
-        and value.dtype == reference.dtype
-        and value.device == reference.device
+        and value.dtype == dtype
+        and value.device == device
+        and value.layout is _STRIDED
+        and not value.is_nested
     )
 
 
@@ -92,60 +113,126 @@ def shape(op: str, argument: str, value: torch.Tensor, wanted: Sequence[Any], wh
         fail(op, argument, f"of shape {_shape(wanted)} ({why})", _shape(value.shape))
 
 
+def sizes(op: str, argument: str, value: Any) -> tuple[Any, ...]:
+    """Return ``value`` as a tuple; raise unless it is a tuple or list of integers."""
+    if not isinstance(value, (tuple, list)):
+        wanted = f"{argument} must be a tuple of ints, such as (64,)"
+        raise TypeError(f"{op}: {wanted}, got {shown(value)}")
+    for each in value:
+        if type(each) is not int:
+            _size(op, argument, each)
+    return tuple(value)
+
+
+def _size(op: str, argument: str, value: Any) -> None:
+    if isinstance(value, torch.SymInt):
+        return
+    if not isinstance(value, (bool, torch.Tensor)):
+        with contextlib.suppress(TypeError):
+            operator.index(value)  # an integer of numpy has one, as torch's own functions take it
+            return
+    raise TypeError(f"{op}: {argument} must be a tuple of ints, got {shown(value)} in it")
+
+
 def choice(op: str, argument: str, value: Any, choices: Collection[str]) -> None:
     """Raise unless ``value`` is one of ``choices``; the message suggests the nearest."""
     if isinstance(value, str) and value in choices:
         return
-    near = difflib.get_close_matches(str(value), choices, n=1)
+    near = difflib.get_close_matches(value, choices, n=1) if isinstance(value, str) else []
     hint = f" (did you mean {near[0]!r}?)" if near else ""
-    fail(op, argument, f"one of {', '.join(map(repr, choices))}", f"{value!r}{hint}")
+    fail(op, argument, f"one of {', '.join(map(repr, choices))}", f"{shown(value)}{hint}")
 
 
 def probability(op: str, argument: str, value: Any) -> None:
     """Raise unless ``value`` is a number in [0, 1]."""
-    number(op, argument, value)
+    if not isinstance(value, float):
+        number(op, argument, value)
     if not 0.0 <= value <= 1.0:
         fail(op, argument, "a probability in [0, 1]", value)
 
 
 def number(op: str, argument: str, value: Any) -> None:
-    """Raise unless ``value`` is a real number."""
+    """Raise unless ``value`` is a real number (also one of a graph whose sizes are symbols)."""
     if isinstance(value, float):
         return
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{op}: {argument} must be a float, got {type(value).__name__}")
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymFloat, torch.SymInt)):
+        raise TypeError(f"{op}: {argument} must be a float, got {type_name(value)}")
+    if isinstance(value, int) and not -(2**1023) < value < 2**1023:
+        fail(op, argument, "in the range of a float", f"an integer of {value.bit_length()} bits")
 
 
-def integer(op: str, argument: str, value: Any) -> None:
-    """Raise unless ``value`` is an integer (also one of a graph whose sizes are symbols)."""
+def finite(op: str, argument: str, value: Any) -> None:
+    """Raise unless ``value`` is a number, neither NaN nor infinite."""
+    number(op, argument, value)
+    if isinstance(value, float) and not math.isfinite(value):
+        fail(op, argument, "finite", value)
+
+
+def positive(op: str, argument: str, value: Any) -> None:
+    """Raise unless ``value`` is a finite number above 0."""
+    number(op, argument, value)
+    if not 0 < value < math.inf:
+        fail(op, argument, "positive and finite", value)
+
+
+def integer(op: str, argument: str, value: Any, *, least: int | None = None) -> None:
+    """Raise unless ``value`` is an integer (also a symbol of a graph), and at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise TypeError(f"{op}: {argument} must be an int, got {type(value).__name__}")
+        raise TypeError(f"{op}: {argument} must be an int, got {type_name(value)}")
+    if isinstance(value, int) and value not in _INT64:
+        fail(op, argument, "an int of 64 bits", f"one of {value.bit_length()} bits")
+    if least is not None and value < least:
+        fail(op, argument, f"at least {least}", value)
 
 
-def boolean(op: str, argument: str, value: Any) -> None:
-    """Raise unless ``value`` is ``True`` or ``False``."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{op}: {argument} must be a bool, got {type(value).__name__}")
+def flag(op: str, argument: str, value: Any) -> None:
+    """Raise unless ``value`` is ``True`` or ``False``, as torch's own functions do."""
+    if value is True or value is False or isinstance(value, torch.SymBool):
+        return
+    raise TypeError(f"{op}: {argument} must be a bool, got {type_name(value)}")
 
 
-def sum_dtype(
-    op: str, argument: str, value: torch.Tensor, owner: str, dtype: torch.dtype
-) -> torch.dtype:
-    """Return the dtype of a tensor's sum with ``owner``; raise where torch does not add the two."""
-    if value.dtype == dtype:
-        return dtype
-    try:
-        return torch.promote_types(value.dtype, dtype)
-    except RuntimeError:  # of two that differ, one has eight bits
+def group(op: str, argument: str, value: Any) -> None:
+    """Raise unless ``value`` is ``None`` or a process group that this process belongs to."""
+    if value is None:
+        return
+    import torch.distributed as dist
+
+    if not dist.is_available() or not isinstance(value, dist.ProcessGroup):
         raise TypeError(
-            f"{op}: {argument} must have a dtype that torch adds to that of {owner}, "
-            f"{_short(dtype)}, got {_short(value.dtype)}; cast it first"
-        ) from None
+            f"{op}: {argument} must be None or a torch.distributed.ProcessGroup that this process "
+            f"belongs to, got {shown(value)}"
+        )
+
+
+def type_name(value: Any) -> str:
+    """Return the name of a value's type, with its module where that is not Python's."""
+    kind = type(value)
+    plain = kind.__module__ in ("builtins", "torch")
+    return kind.__qualname__ if plain else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def shown(value: Any) -> str:
+    """Return a value as a message shows it: short ones whole, others by their type."""
+    if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
+        text = repr(value) if not isinstance(value, int) or value in _INT64 else "a larger int"
+        return text if len(text) <= 60 else f"{text[:57]}..."
+    return type_name(value)
+
+
+def _refuse_layout(op: str, argument: str, value: torch.Tensor) -> NoReturn:
+    got = "a nested tensor" if value.is_nested else f"layout {_short(value.layout)}"
+    raise TypeError(f"{op}: {argument} must be a dense torch.Tensor (torch.strided), got {got}")
 
 
 def _shape(sizes: Iterable[Any]) -> str:
     return "[" + ", ".join(str(size) for size in sizes) + "]"
 
 
-def _short(dtype: torch.dtype) -> str:
+def _names(dtypes: Sequence[torch.dtype]) -> str:
+    *others, last = map(_short, dtypes)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def _short(dtype: torch.dtype | torch.layout) -> str:
     return str(dtype).removeprefix("torch.")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from fusedops._core import env
+from fusedops._core import checks, env
 
 # glibc's mallopt parameters (malloc.h).
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
@@ -110,8 +110,8 @@ def tune_host(*, threads: int | None = None) -> HostTuning:
         >>> [change.setting for change in fusedops.tune_host().changes][-2:]
         ['allocator', 'threads']
     """
-    if threads is not None and threads < 1:
-        raise ValueError(f"tune_host: threads must be at least 1, got {threads}")
+    if threads is not None:
+        checks.integer("tune_host", "threads", threads, least=1)
     # Huge pages first: their trial block is then mapped and given back.
     changes = (_tune_huge_pages(), _tune_allocator(), _tune_threads(threads))
     return HostTuning(tuple(change for change in changes if change is not None))

@@ -1,7 +1,8 @@
-"""What waits for somebody else to import a module that costs too much to import for it."""
+"""Imports that are not ours to make: what waits for somebody else's, and what names a package."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import importlib.util
 import sys
@@ -18,6 +19,26 @@ def after(module: str, call: Callable[[], None]) -> None:
         for finder in sys.meta_path
     ):
         sys.meta_path.insert(0, _AfterImport(module, call))
+
+
+def needed(module: str, package: str, by: str) -> Any:
+    """Import a module of another project.
+
+    Args:
+        module: its name.
+        package: what pip calls the project.
+        by: what of ours needs it, for the message.
+
+    Raises:
+        ImportError: the project is not installed. An error inside of it stays what it is.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise
+        message = f"{by} needs {module}, which is not installed: pip install {package}"
+        raise ImportError(message, name=error.name) from error
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):

@@ -1,5 +1,6 @@
 """What puts the fused ops into other people's models and trainers."""
 
+from fusedops.integrations.decompositions import decompositions
 from fusedops.integrations.hf.patch import (
     describe,
     patch,
@@ -12,6 +13,7 @@ from fusedops.integrations.hf.report import ModuleReport, PatchReport
 __all__ = [
     "ModuleReport",
     "PatchReport",
+    "decompositions",
     "describe",
     "patch",
     "register_attention",

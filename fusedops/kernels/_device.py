@@ -2,7 +2,8 @@
 
 The formulae are those of ``csrc/cpu/activation.h``. No libdevice: the normal law is
 ``exp(-x^2/2)`` times a polynomial in ``1 / (1 + 0.3 |x|)``, which unlike ``1 + erf(x)`` does not
-cancel in the tail, and ``(1 + tanh u) / 2`` is ``sigmoid(2 u)``. Infinities give the limits.
+cancel in the tail, and ``(1 + tanh u) / 2`` is ``sigmoid(2 u)``. As in torch an activation of inf
+is inf, and what multiplies an infinity by a factor that vanishes is NaN.
 """
 
 from __future__ import annotations
@@ -52,7 +53,6 @@ def sigmoid(z):
 @triton.jit
 def gelu_value(x, APPROXIMATE: tl.constexpr):
     """Return GELU of float32 ``x``; ``APPROXIMATE`` is ``"none"``, ``"tanh"`` or ``"fast"``."""
-    x = tl.maximum(x, -3.4028234e38, propagate_nan=tl.PropagateNan.ALL)  # -inf * 0 would be NaN
     if APPROXIMATE == "none":
         below, _ = normal_law(clamp(x, -14.5, 14.5))
         return x * below
@@ -70,20 +70,19 @@ def gelu_value(x, APPROXIMATE: tl.constexpr):
 def gelu_slope(x, APPROXIMATE: tl.constexpr):
     """Return the derivative of GELU at float32 ``x``."""
     if APPROXIMATE == "none":
-        x = clamp(x, -14.5, 14.5)
-        below, density = normal_law(x)
+        below, density = normal_law(clamp(x, -14.5, 14.5))
         return below + x * density
-    else:
-        x = clamp(x, -1e3, 1e3)
-        if APPROXIMATE == "tanh":
-            square = x * x
-            z = x * (1.5957691216057308 + 0.07135481282052166 * square)
-            dz = 1.5957691216057308 + 3.0 * 0.07135481282052166 * square
-        else:
-            z = 1.702 * x
-            dz = 1.702
+    elif APPROXIMATE == "tanh":
+        # The square overflows before x does; 0 * x is NaN at infinities.
+        bounded = clamp(x, -1e3, 1e3)
+        square = bounded * bounded
+        z = bounded * (1.5957691216057308 + 0.07135481282052166 * square)
+        dz = 1.5957691216057308 + 3.0 * 0.07135481282052166 * square
         value, slope = sigmoid(z)
-        return value + x * dz * slope
+        return value + bounded * dz * slope + 0.0 * x
+    else:
+        value, slope = sigmoid(1.702 * x)
+        return value + x * 1.702 * slope
 
 
 @triton.jit
@@ -97,7 +96,6 @@ def act_value(x, ACTIVATION: tl.constexpr):
         positive = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
         return positive * positive
     elif ACTIVATION == "silu":
-        x = tl.maximum(x, -3.4028234e38, propagate_nan=tl.PropagateNan.ALL)  # as gelu_value
         value, _ = sigmoid(x)
         return x * value
     elif ACTIVATION == "gelu":
@@ -110,15 +108,12 @@ def act_value(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def act_slope(x, ACTIVATION: tl.constexpr):
-    """Return the derivative of the activation at float32 ``x``."""
-    if ACTIVATION == "identity":
+    """Return the derivative at float32 ``x``, of relu where it passes ``x`` on: see with_slope."""
+    if ACTIVATION == "identity" or ACTIVATION == "relu":
         return tl.full(x.shape, 1.0, tl.float32)
-    elif ACTIVATION == "relu":
-        return tl.where(x <= 0.0, 0.0, 1.0)
     elif ACTIVATION == "relu2":
-        return 2.0 * tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        return 2.0 * x
     elif ACTIVATION == "silu":
-        x = clamp(x, -1e3, 1e3)
         value, slope = sigmoid(x)
         return value + x * slope
     elif ACTIVATION == "gelu":
@@ -127,6 +122,15 @@ def act_slope(x, ACTIVATION: tl.constexpr):
         return gelu_slope(x, "tanh")
     else:
         return gelu_slope(x, "fast")
+
+
+@triton.jit
+def with_slope(grad, slope, x, ACTIVATION: tl.constexpr):
+    """Return ``grad * slope``; as in torch, nothing passes what relu stopped, NaN neither."""
+    if ACTIVATION == "relu" or ACTIVATION == "relu2":
+        return tl.where(x <= 0.0, 0.0, grad * slope)
+    else:
+        return grad * slope
 
 
 @triton.jit

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from fusedops.kernels import _launch
-from fusedops.kernels._device import act_slope, act_value
+from fusedops.kernels._device import act_slope, act_value, with_slope
 
 # Eight elements a thread: one 16-byte access in half precision, two in float32.
 _BLOCK = 1024
@@ -66,7 +66,7 @@ def _backward_kernel(
     gate = tl.load(gate_ptr + row * stride_gate + col, mask=mask, other=0.0).to(tl.float32)
     if WANTS_GATE:
         up = tl.load(up_ptr + row * stride_up + col, mask=mask, other=0.0).to(tl.float32)
-        dgate = dy * up * act_slope(gate, ACTIVATION)
+        dgate = with_slope(dy * up, act_slope(gate, ACTIVATION), gate, ACTIVATION)
         tl.store(dgate_ptr + row * num_cols + col, dgate.to(dgate_ptr.dtype.element_ty), mask=mask)
     if WANTS_UP:
         dup = dy * act_value(gate, ACTIVATION)

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from fusedops.kernels import _launch
-from fusedops.kernels._device import act_slope, act_value
+from fusedops.kernels._device import act_slope, act_value, with_slope
 
 GROUP_M = 8
 _GRADIENT_TILE = {"BLOCK_M": 8, "BLOCK_N": 256}
@@ -148,7 +148,7 @@ def _gradient_kernel(
         dz = tl.load(dy_ptr + offset, mask=mask, other=0.0).to(tl.float32)
         if ACTIVATION != "identity" or WANTS_HIDDEN:
             z = tl.load(kept_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-            dz = dz * act_slope(z, ACTIVATION)
+            dz = with_slope(dz, act_slope(z, ACTIVATION), z, ACTIVATION)
             if WANTS_HIDDEN:
                 hidden = act_value(z, ACTIVATION).to(hidden_ptr.dtype.element_ty)
                 tl.store(hidden_ptr + offset, hidden, mask=mask)

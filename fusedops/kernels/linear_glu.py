@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from fusedops.kernels import _launch
-from fusedops.kernels._device import act_slope, act_value
+from fusedops.kernels._device import act_slope, act_value, with_slope
 from fusedops.kernels.linear_act import (
     GROUP_M,
     blocks_of,
@@ -115,7 +115,7 @@ def _gradient_kernel(
     gate = tl.load(gate_ptr + offset, mask=mask, other=0.0).to(tl.float32)
     if WANTS_GATE:
         up = tl.load(up_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-        dgate = dy * up * act_slope(gate, ACTIVATION)
+        dgate = with_slope(dy * up, act_slope(gate, ACTIVATION), gate, ACTIVATION)
         tl.store(dgate_ptr + offset, dgate.to(dgate_ptr.dtype.element_ty), mask=mask)
     if WANTS_UP:
         dup = dy * act_value(gate, ACTIVATION)

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from fusedops.kernels import _grouped, _launch, _moe_rows
-from fusedops.kernels._device import act_slope, act_value, clamp
+from fusedops.kernels._device import act_slope, act_value, clamp, with_slope
 from fusedops.kernels._grouped import find_group
 from fusedops.kernels._grouped_arguments import MoeMLP, of_backward
 from fusedops.kernels.grouped_mm import supports as _supports_groups
@@ -38,16 +38,18 @@ def _gated_value(gate, up, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _gated_slopes(gate, up, ACTIVATION: tl.constexpr):
-    """Return the derivatives of the gated value after gate and up."""
+def _gated_gradients(grad, gate, up, ACTIVATION: tl.constexpr):
+    """Return the gradients of gate and up from that of the gated value."""
     if ACTIVATION == "swiglu_oai":
         bounded = tl.minimum(gate, 7.0, propagate_nan=tl.PropagateNan.ALL)
         factor = clamp(up, -7.0, 7.0) + 1.0
-        grad_gate = tl.where(gate > 7.0, 0.0, act_slope(bounded, "fast_gelu") * factor)
-        grad_up = tl.where(tl.abs(up) > 7.0, 0.0, act_value(bounded, "fast_gelu"))
+        # As the gradient of torch's clamp: 0 of what was bounded, and of NaN.
+        grad_gate = tl.where(gate <= 7.0, grad * (act_slope(bounded, "fast_gelu") * factor), 0.0)
+        grad_up = tl.where(tl.abs(up) <= 7.0, grad * act_value(bounded, "fast_gelu"), 0.0)
         return grad_gate, grad_up
     else:
-        return act_slope(gate, ACTIVATION) * up, act_value(gate, ACTIVATION)
+        slope = act_slope(gate, ACTIVATION) * up
+        return with_slope(grad, slope, gate, ACTIVATION), grad * act_value(gate, ACTIVATION)
 
 
 @triton.jit
@@ -217,8 +219,8 @@ def _pass_kernel(
             z = tl.load(z_ptr + row * width + c, mask=mask, other=0.0).to(tl.float32)
             value = act_value(z, ACTIVATION)
             if WANTS_GRAD:
-                dz = (d * scale * act_slope(z, ACTIVATION)).to(dz_ptr.dtype.element_ty)
-                tl.store(dz_ptr + row * width + c, dz, mask=mask)
+                dz = with_slope(d * scale, act_slope(z, ACTIVATION), z, ACTIVATION)
+                tl.store(dz_ptr + row * width + c, dz.to(dz_ptr.dtype.element_ty), mask=mask)
         else:
             if GATE == "halves":
                 gate_col = c
@@ -231,12 +233,10 @@ def _pass_kernel(
             up = tl.load(z_row + up_col, mask=mask, other=0.0).to(tl.float32)
             value = _gated_value(gate, up, ACTIVATION)
             if WANTS_GRAD:
-                gate_slope, up_slope = _gated_slopes(gate, up, ACTIVATION)
+                dgate, dup = _gated_gradients(d * scale, gate, up, ACTIVATION)
                 dz_row = dz_ptr + row * width
-                dgate = (d * scale * gate_slope).to(dz_ptr.dtype.element_ty)
-                dup = (d * scale * up_slope).to(dz_ptr.dtype.element_ty)
-                tl.store(dz_row + gate_col, dgate, mask=mask)
-                tl.store(dz_row + up_col, dup, mask=mask)
+                tl.store(dz_row + gate_col, dgate.to(dz_ptr.dtype.element_ty), mask=mask)
+                tl.store(dz_row + up_col, dup.to(dz_ptr.dtype.element_ty), mask=mask)
         if WANTS_HIDDEN:
             hidden = (value * scale).to(hidden_ptr.dtype.element_ty)
             tl.store(hidden_ptr + row * inner + c, hidden, mask=mask)

@@ -61,6 +61,8 @@ def _tile(
 @triton.jit
 def _softmax(x, there):
     peak = tl.max(x, axis=1)
+    # As torch's logsumexp: its logarithm is then infinite.
+    peak = tl.where(tl.abs(peak) == float("inf"), 0.0, peak)
     e = tl.where(there, tl.exp(x - peak[:, None]), 0.0)
     total = tl.sum(e, axis=1)
     return e / total[:, None], peak + tl.log(total)

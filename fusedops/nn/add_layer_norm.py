@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from fusedops._core import checks
+from fusedops.nn._arguments import check_norm, check_place
 from fusedops.ops.add_layer_norm import add_layer_norm
 
 
@@ -51,7 +52,10 @@ class AddLayerNorm(nn.LayerNorm):
         *,
         dropout_p: float = 0.0,
     ) -> None:
-        checks.probability("AddLayerNorm", "dropout_p", dropout_p)
+        name = type(self).__name__
+        checks.probability(name, "dropout_p", dropout_p)
+        check_norm(name, normalized_shape, eps, elementwise_affine=elementwise_affine, bias=bias)
+        check_place(name, device, dtype)
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
         self.dropout_p = dropout_p
 

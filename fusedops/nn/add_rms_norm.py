@@ -53,7 +53,7 @@ class AddRMSNorm(RMSNorm):
         rounding: str = "torch",
         dropout_p: float = 0.0,
     ) -> None:
-        checks.probability("AddRMSNorm", "dropout_p", dropout_p)
+        checks.probability(type(self).__name__, "dropout_p", dropout_p)
         super().__init__(
             normalized_shape,
             eps,

@@ -6,7 +6,10 @@ from typing import Any
 
 import torch
 
+from fusedops._core import checks
+from fusedops.nn._arguments import check_flags, check_place
 from fusedops.ops import RoutingPlan, update_balancing_bias
+from fusedops.ops._routing_plan import check_plan
 from fusedops.ops._routing_reuse import recomputing
 
 
@@ -67,8 +70,12 @@ class BalancingBias(torch.nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        if num_experts < 1:
-            raise ValueError(f"BalancingBias: num_experts must be positive, got {num_experts}")
+        op = "BalancingBias"
+        checks.integer(op, "num_experts", num_experts, least=1)
+        checks.finite(op, "rate", rate)
+        check_flags(op, centered=centered)
+        checks.group(op, "group", group)
+        check_place(op, device, None)
         self.rate = rate
         self.centered = centered
         self.group = group
@@ -79,6 +86,7 @@ class BalancingBias(torch.nn.Module):
     @torch.no_grad()
     def count(self, plan: RoutingPlan) -> None:
         """Add the choices of a plan, unless it is made by a recomputation."""
+        check_plan("BalancingBias.count", plan)
         if not self.training or recomputing():
             return
         counts = plan.tokens_per_expert

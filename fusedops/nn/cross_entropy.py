@@ -56,8 +56,13 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         z_loss: float = 0.0,
         softcap: float | None = None,
     ) -> None:
-        super().__init__(weight, size_average, ignore_index, reduce, reduction, label_smoothing)
         op = "CrossEntropyLoss"
+        for name, value in (("size_average", size_average), ("reduce", reduce)):
+            if value is not None:
+                checks.flag(op, name, value)
+        if weight is not None:
+            checks.tensor(op, "weight", weight)
+        super().__init__(weight, size_average, ignore_index, reduce, reduction, label_smoothing)
         check_options(op, ignore_index, label_smoothing, z_loss, softcap, self.reduction)
         if weight is not None and (z_loss or softcap is not None):
             checks.fail(op, "weight", "None beside z_loss or softcap", "class weights")
@@ -66,6 +71,11 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
 
     def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """Return the loss of logits ``[N, C]`` or ``[C]`` (or whatever else torch takes)."""
+        checks.tensor("CrossEntropyLoss", "input", input)
+        known = (torch.int64, torch.uint8, *checks.FLOATING)
+        checks.index_tensor("CrossEntropyLoss", "target", target, dtypes=known)
+        if target.is_floating_point():
+            checks.shape("CrossEntropyLoss", "target", target, input.shape, "of probabilities")
         if self.weight is None and input.dim() <= 2 and target.dtype == torch.int64:
             return cross_entropy(
                 input,

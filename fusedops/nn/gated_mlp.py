@@ -7,6 +7,7 @@ from torch import nn
 
 from fusedops._core import checks
 from fusedops._core.activation import ACTIVATIONS
+from fusedops.nn._arguments import check_flags, check_place, check_sizes
 from fusedops.nn.linear_act import LinearAct
 from fusedops.ops.linear_glu import linear_glu
 
@@ -51,7 +52,11 @@ class GatedMLP(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        checks.choice("GatedMLP", "activation", activation, ACTIVATIONS)
+        name = "GatedMLP"
+        check_sizes(name, hidden_size=hidden_size, intermediate_size=intermediate_size)
+        checks.choice(name, "activation", activation, ACTIVATIONS)
+        check_flags(name, bias=bias)
+        check_place(name, device, dtype)
         self.hidden_size = hidden_size
         self.intermediate_size = intermediate_size
         self.activation = activation

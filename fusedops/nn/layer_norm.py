@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from fusedops.nn._arguments import check_norm, check_place
 from fusedops.ops.layer_norm import layer_norm
 
 
@@ -26,8 +27,10 @@ class LayerNorm(nn.LayerNorm):
         dtype: of the parameters.
 
     Raises:
-        ValueError: the forward's input does not end in ``normalized_shape``.
-        TypeError: the forward's input is no floating tensor of the parameters' dtype.
+        ValueError: a size is negative, or the forward's input does not end in
+            ``normalized_shape``.
+        TypeError: an argument has another type than said, or the forward's input is no floating
+            tensor of the parameters' dtype.
 
     Note:
         Numerics and backends are those of ``fusedops.layer_norm``.
@@ -37,6 +40,20 @@ class LayerNorm(nn.LayerNorm):
         >>> fusedops.nn.LayerNorm(3, eps=0.0)(torch.tensor([[1.0, 2.0, 3.0]])).detach()
         tensor([[-1.2247,  0.0000,  1.2247]])
     """
+
+    def __init__(
+        self,
+        normalized_shape: int | list[int] | torch.Size,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        name = type(self).__name__
+        check_norm(name, normalized_shape, eps, elementwise_affine=elementwise_affine, bias=bias)
+        check_place(name, device, dtype)
+        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return the normalised input, ``[..., *normalized_shape]``."""

@@ -9,6 +9,7 @@ from torch import nn
 
 from fusedops._core import checks
 from fusedops._core.activation import ACTIVATIONS
+from fusedops.nn._arguments import check_flags, check_place, check_sizes
 from fusedops.ops.linear_act import linear_act
 
 
@@ -52,7 +53,11 @@ class LinearAct(nn.Module):
         activation: str = "fast_gelu",
     ) -> None:
         super().__init__()
-        checks.choice("LinearAct", "activation", activation, ACTIVATIONS)
+        name = "LinearAct"
+        check_sizes(name, in_features=in_features, out_features=out_features)
+        checks.choice(name, "activation", activation, ACTIVATIONS)
+        check_flags(name, bias=bias)
+        check_place(name, device, dtype)
         self.in_features = in_features
         self.out_features = out_features
         self.activation = activation

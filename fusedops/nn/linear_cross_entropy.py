@@ -6,9 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fusedops._core import checks
+from fusedops.nn._arguments import check_flags, check_place, check_sizes
 from fusedops.nn.linear_act import reset_linear
 from fusedops.ops._cross_entropy_math import check_options
-from fusedops.ops.linear_cross_entropy import linear_cross_entropy
+from fusedops.ops.linear_cross_entropy import check_chunks, linear_cross_entropy
 
 
 class LinearCrossEntropyLoss(nn.Module):
@@ -70,7 +72,11 @@ class LinearCrossEntropyLoss(nn.Module):
     ) -> None:
         super().__init__()
         op = "LinearCrossEntropyLoss"
+        check_sizes(op, hidden_size=hidden_size, vocab_size=vocab_size)
+        check_flags(op, bias=bias)
+        check_place(op, device, dtype)
         check_options(op, ignore_index, label_smoothing, z_loss, softcap, reduction)
+        check_chunks(op, chunk_size, recompute)
         self.hidden_size = hidden_size
         self.vocab_size = vocab_size
         self.ignore_index = ignore_index
@@ -109,6 +115,7 @@ class LinearCrossEntropyLoss(nn.Module):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits ``[..., vocab_size]``, soft-capped, as generation needs them."""
+        checks.tensor("LinearCrossEntropyLoss.logits", "hidden", hidden)
         logits = F.linear(hidden, self.weight, self.bias)
         if self.softcap is None:
             return logits

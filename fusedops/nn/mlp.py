@@ -7,6 +7,7 @@ from torch import nn
 
 from fusedops._core import checks
 from fusedops._core.activation import ACTIVATIONS
+from fusedops.nn._arguments import check_flags, check_place, check_sizes
 from fusedops.nn.linear_act import reset_linear
 from fusedops.ops.mlp import mlp
 
@@ -54,7 +55,13 @@ class MLP(nn.Module):
         recompute: bool = False,
     ) -> None:
         super().__init__()
-        checks.choice("MLP", "activation", activation, ACTIVATIONS)
+        name = "MLP"
+        check_sizes(name, in_features=in_features, hidden_features=hidden_features)
+        if out_features is not None:
+            check_sizes(name, out_features=out_features)
+        checks.choice(name, "activation", activation, ACTIVATIONS)
+        check_flags(name, bias=bias, recompute=recompute)
+        check_place(name, device, dtype)
         self.in_features = in_features
         self.hidden_features = hidden_features
         self.out_features = in_features if out_features is None else out_features

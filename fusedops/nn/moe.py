@@ -14,10 +14,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from fusedops._core import checks
+from fusedops._core.activation import ACTIVATIONS
+from fusedops.nn._arguments import check_flags, check_place, check_sizes
 from fusedops.nn.gated_mlp import GatedMLP
+from fusedops.ops._moe_gate import GATES
 from fusedops.ops._routing_plan import RoutingPlan
 from fusedops.ops.moe_mlp import moe_mlp
-from fusedops.ops.moe_route import moe_route
+from fusedops.ops.moe_route import check_options, moe_route
 
 
 class MoE(nn.Module):
@@ -125,12 +128,32 @@ class MoE(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        name = "MoE"
+        check_sizes(name, hidden_size=hidden_size, intermediate_size=intermediate_size)
+        if shared_intermediate_size is not None:
+            check_sizes(name, shared_intermediate_size=shared_intermediate_size)
+        checks.integer(name, "num_experts", num_experts, least=1)
+        checks.integer(name, "top_k", top_k)
+        check_flags(
+            name,
+            gated=gated,
+            interleaved=interleaved,
+            bias=bias,
+            router_bias=router_bias,
+            transposed=transposed,
+            correction_bias=correction_bias,
+            shared_gate=shared_gate,
+            recompute=recompute,
+        )
+        check_place(name, device, dtype)
+        check_place(name, None, router_dtype, "router_dtype")
+        checks.choice(name, "activation", activation, GATES if gated else ACTIVATIONS)
         if not 1 <= top_k <= num_experts:
             checks.fail("MoE", "top_k", f"from 1 to num_experts, {num_experts}", top_k)
         if shared_gate and shared_intermediate_size is None:
             checks.fail("MoE", "shared_gate", "False without shared_intermediate_size", shared_gate)
         self.hidden_size = hidden_size
-        options = {
+        options: dict[str, Any] = {
             "score": score,
             "normalize": normalize,
             "softmax_after": softmax_after,
@@ -142,6 +165,8 @@ class MoE(nn.Module):
             "drop_policy": drop_policy,
             "expert_choice": expert_choice,
         }
+        balance = torch.empty(num_experts) if correction_bias else None
+        check_options(name, num_experts, top_k, bias=balance, jitter=jitter, **options)
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         self.gate = _Router(
             hidden_size,
@@ -183,6 +208,7 @@ class MoE(nn.Module):
         Returns:
             The plan of the flattened tokens, as ``fusedops.moe_route`` makes it.
         """
+        checks.tensor("MoE.route", "input", input)
         return self.gate(input)[1]
 
     def forward(self, input: torch.Tensor, *, plan: RoutingPlan | None = None) -> torch.Tensor:
@@ -195,6 +221,7 @@ class MoE(nn.Module):
         Returns:
             ``[..., hidden_size]``.
         """
+        checks.tensor("MoE", "input", input)
         plan = self.route(input) if plan is None else plan
         output = self.experts(input.reshape(-1, self.hidden_size), plan).view_as(input)
         if self.shared_experts is None:

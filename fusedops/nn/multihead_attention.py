@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
+from fusedops._core import checks
+from fusedops.nn._arguments import check_flags
 from fusedops.ops.attention import attention
 from fusedops.ops.linear_act import linear_act
 
@@ -60,6 +64,14 @@ class MultiheadAttention(nn.MultiheadAttention):
         is_causal: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the output, and the weights if they are needed: as torch's module."""
+        check_inputs(
+            "MultiheadAttention",
+            {"query": query, "key": key, "value": value},
+            {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask},
+            need_weights=need_weights,
+            average_attn_weights=average_attn_weights,
+            is_causal=is_causal,
+        )
         if need_weights or not self._is_plain(query, key, value, attn_mask, is_causal):
             return super().forward(
                 query,
@@ -129,6 +141,20 @@ class MultiheadAttention(nn.MultiheadAttention):
 
 def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return linear_act(input, weight, bias, activation="identity")
+
+
+def check_inputs(module: str, tensors: dict[str, Any], masks: dict[str, Any], **flags: Any) -> None:
+    """Raise unless the arguments of a forward have the types that it takes, nested tensors too."""
+    check_flags(module, **flags)
+    for name, value in (tensors | masks).items():
+        if value is None and name in masks:
+            continue
+        if not isinstance(value, torch.Tensor):
+            kind = checks.type_name(value)
+            raise TypeError(f"{module}: {name} must be a torch.Tensor, got {kind}")
+        if not value.is_nested:
+            known = checks.FLOATING if name in tensors else (torch.bool, *checks.FLOATING)
+            checks.index_tensor(module, name, value, dtypes=known)
 
 
 def joined_mask(

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from fusedops._core import checks
+from fusedops.nn._arguments import check_norm, check_place
 from fusedops.ops.rms_norm import ROUNDINGS, rms_norm
 
 
@@ -54,7 +55,10 @@ class RMSNorm(nn.RMSNorm):
         rounding: str = "torch",
     ) -> None:
         name = type(self).__name__
-        checks.number(name, "weight_offset", weight_offset)
+        checked_eps = 0.0 if eps is None else eps
+        check_norm(name, normalized_shape, checked_eps, elementwise_affine=elementwise_affine)
+        check_place(name, device, dtype)
+        checks.finite(name, "weight_offset", weight_offset)
         checks.choice(name, "rounding", rounding, ROUNDINGS)
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
         self.weight_offset = weight_offset

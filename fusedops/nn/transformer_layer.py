@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedops.nn.multihead_attention import MultiheadAttention
+from fusedops.nn.multihead_attention import MultiheadAttention, check_inputs
 from fusedops.ops.add_layer_norm import add_layer_norm
 from fusedops.ops.bias_dropout_add import bias_dropout_add
 from fusedops.ops.layer_norm import layer_norm
@@ -136,6 +136,12 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
         is_causal: bool = False,
     ) -> torch.Tensor:
         """Return the layer's output, the shape of ``src``; masks as torch's."""
+        check_inputs(
+            "TransformerEncoderLayer",
+            {"src": src},
+            {"src_mask": src_mask, "src_key_padding_mask": src_key_padding_mask},
+            is_causal=is_causal,
+        )
         if src.is_nested:
             return super().forward(src, src_mask, src_key_padding_mask, is_causal)
 
@@ -211,6 +217,14 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
         memory_is_causal: bool = False,
     ) -> torch.Tensor:
         """Return the layer's output, the shape of ``tgt``; masks as torch's."""
+        masks = {
+            "tgt_mask": tgt_mask,
+            "memory_mask": memory_mask,
+            "tgt_key_padding_mask": tgt_key_padding_mask,
+            "memory_key_padding_mask": memory_key_padding_mask,
+        }
+        flags = {"tgt_is_causal": tgt_is_causal, "memory_is_causal": memory_is_causal}
+        check_inputs("TransformerDecoderLayer", {"tgt": tgt, "memory": memory}, masks, **flags)
 
         def attend(x: torch.Tensor) -> torch.Tensor:
             return self.self_attn(

@@ -18,7 +18,9 @@ and a sink is one more score of the row, of a key whose value is zero.
 
 from __future__ import annotations
 
+import contextlib
 import math
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,17 +68,28 @@ def per_query_head(tensor: torch.Tensor, heads: int) -> torch.Tensor:
     return tensor if groups == 1 else tensor.repeat_interleave(groups, dim=1)
 
 
-def _allowed(rows: int, columns: int, pattern: Pattern, device: torch.device) -> Any:
+def allowed(rows: int, columns: int, pattern: Pattern, device: torch.device) -> torch.Tensor | None:
+    """Return which keys the window lets a query attend, ``[Sq, Sk]``, or ``None`` for all."""
     if pattern.window_left < 0 and pattern.window_right < 0:
         return None
     i = torch.arange(rows, device=device).unsqueeze(1)
     distance = torch.arange(columns, device=device) - i - pattern.offset
-    allowed = torch.ones((), dtype=torch.bool, device=device)
+    inside = torch.ones((), dtype=torch.bool, device=device)
     if pattern.window_left >= 0:
-        allowed = allowed & (distance >= -pattern.window_left)
+        inside = inside & (distance >= -pattern.window_left)
     if pattern.window_right >= 0:
-        allowed = allowed & (distance <= pattern.window_right)
-    return allowed
+        inside = inside & (distance <= pattern.window_right)
+    return inside
+
+
+def additive(mask: torch.Tensor, accumulation: torch.dtype) -> torch.Tensor:
+    """Return an additive mask in ``accumulation``, minus infinity for its least finite numbers.
+
+    In units of log2, the kernels', they are minus infinity.
+    """
+    least = torch.finfo(accumulation).min * math.log(2.0)
+    bias = mask.to(accumulation)
+    return bias.masked_fill(bias < least, -torch.inf)
 
 
 def softmax(
@@ -102,11 +115,8 @@ def softmax(
         distance = (torch.arange(columns, device=q.device) - i).abs()
         scores = scores - alibi_slopes.to(accumulation)[..., None, None] * distance
     if attn_mask is not None and attn_mask.dtype != torch.bool:
-        # In units of log2, the kernels', the least finite numbers are minus infinity.
-        least = torch.finfo(accumulation).min * math.log(2.0)
-        bias = attn_mask.to(accumulation)
-        scores = scores + bias.masked_fill(bias < least, -torch.inf)
-    masks = [_allowed(rows, columns, pattern, q.device)]
+        scores = scores + additive(attn_mask, accumulation)
+    masks = [allowed(rows, columns, pattern, q.device)]
     masks += [attn_mask] if attn_mask is not None and attn_mask.dtype == torch.bool else []
     for mask in masks:
         if mask is not None:
@@ -324,13 +334,13 @@ def check_options(
     left, right = -1, -1
     if window is not None:
         pair = isinstance(window, (tuple, list)) and len(window) == 2
-        if not pair or not all(isinstance(each, int) and each >= -1 for each in window):
-            checks.fail(op, "window", "(left, right), each an int >= -1 (-1: unbounded)", window)
+        if not pair:
+            checks.fail(op, "window", "(left, right), of two ints", checks.shown(window))
+        for each in window:
+            checks.integer(op, "each of window", each, least=-1)
         left, right = window
     if softcap is not None:
-        checks.number(op, "softcap", softcap)
-        if softcap <= 0:
-            checks.fail(op, "softcap", "above 0 (None: no cap)", softcap)
+        checks.positive(op, "softcap", softcap)
     if scale is not None:
         checks.number(op, "scale", scale)
     if alibi_slopes is not None:
@@ -349,21 +359,18 @@ def check_options(
     return left, right, float(softcap or 0.0), factor
 
 
-def check_sequences(op: str, name: str, lengths: torch.Tensor, total: int, longest: int) -> None:
+def check_sequences(op: str, name: str, lengths: torch.Tensor, total: int, longest: Any) -> None:
     """Raise unless ``lengths`` (``cu_seqlens``) cut ``total`` tokens into sequences.
 
     The values are looked at on the CPU only: on a GPU that would stop the host. There a wrong table
     is caught by an assertion on the device.
     """
-    if lengths.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{op}: {name} must be int32 or int64, got {lengths.dtype}")
+    checks.index_tensor(op, name, lengths, dtypes=(torch.int32, torch.int64))
     if lengths.dim() != 1 or lengths.shape[0] < 1:
         checks.fail(op, name, "of shape [sequences + 1]", list(lengths.shape))
     if torch.compiler.is_compiling():
         return
-    if isinstance(longest, bool) or not hasattr(type(longest), "__index__"):
-        most = "max_seqlen" + name.removeprefix("cu_seqlens")
-        raise TypeError(f"{op}: {most} must be an int, got {type(longest).__name__}")
+    longest = _longest(op, "max_seqlen" + name.removeprefix("cu_seqlens"), longest)
     steps = lengths.diff()
     if lengths.device.type != "cpu":
         fine = (lengths[0] == 0) & (lengths[-1] == total) & (steps >= 0).all()
@@ -380,6 +387,15 @@ def check_sequences(op: str, name: str, lengths: torch.Tensor, total: int, longe
         if step > longest:
             what = f"cut into sequences of at most {longest} tokens (its max_seqlen)"
             checks.fail(op, name, what, f"sequence {index} of {step}")
+
+
+def _longest(op: str, name: str, value: Any) -> Any:
+    """Return a ``max_seqlen`` as an int: callers have it as a number of numpy or of torch, too."""
+    if not isinstance(value, (bool, int, torch.SymInt)):
+        with contextlib.suppress(TypeError):
+            value = operator.index(value)
+    checks.integer(op, name, value, least=0)
+    return value
 
 
 def autocast(query: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -52,12 +52,15 @@ def update_balancing_bias(
     checks.tensor(op, "bias", bias)
     if bias.dim() != 1:
         checks.fail(op, "bias", "of 1 dim, [experts]", list(bias.shape))
-    checks.tensor(op, "tokens_per_expert", tokens_per_expert, floating=False)
+    counted = (torch.int64, torch.int32, *checks.FLOATING)
+    checks.index_tensor(op, "tokens_per_expert", tokens_per_expert, dtypes=counted)
     checks.shape(op, "tokens_per_expert", tokens_per_expert, bias.shape, "that of bias")
     if tokens_per_expert.device != bias.device:
         wanted = f"on {bias.device}, the device of bias"
         checks.fail(op, "tokens_per_expert", wanted, tokens_per_expert.device)
-    checks.number(op, "rate", rate)
+    checks.finite(op, "rate", rate)
+    checks.flag(op, "centered", centered)
+    checks.group(op, "group", group)
     counts = tokens_per_expert
     if group is not None:
         import torch.distributed as dist

@@ -31,12 +31,11 @@ def check_options(
     reduction: Any,
 ) -> None:
     """Raise unless the options of a loss are what they should be."""
-    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
-        raise TypeError(f"{op}: ignore_index must be an int, got {type(ignore_index).__name__}")
+    checks.integer(op, "ignore_index", ignore_index)
     checks.probability(op, "label_smoothing", label_smoothing)
-    checks.number(op, "z_loss", z_loss)
-    if not 0.0 <= z_loss < math.inf:
-        checks.fail(op, "z_loss", "finite and not negative", z_loss)
+    checks.finite(op, "z_loss", z_loss)
+    if z_loss < 0:
+        checks.fail(op, "z_loss", "not negative", z_loss)
     softcap_of(op, softcap)
     checks.choice(op, "reduction", reduction, REDUCTIONS)
 
@@ -45,20 +44,13 @@ def softcap_of(op: str, softcap: Any) -> float:
     """Return what the ops take as ``softcap``, 0 for ``None``; raise unless it is a bound."""
     if softcap is None:
         return 0.0
-    checks.number(op, "softcap", softcap)
-    if not 0.0 < softcap < math.inf:
-        checks.fail(op, "softcap", "None, or finite and positive", softcap)
+    checks.positive(op, "softcap", softcap)
     return float(softcap)
 
 
 def check_target(op: str, target: Any, owner: str, rows: torch.Tensor) -> None:
     """Raise unless ``target`` holds one class index per row of ``rows`` ``[..., features]``."""
-    checks.tensor(op, "target", target, floating=False)
-    if target.dtype != torch.int64:
-        raise TypeError(
-            f"{op}: target must have dtype int64 (class indices), "
-            f"got {str(target.dtype).removeprefix('torch.')}"
-        )
+    checks.index_tensor(op, "target", target, dtypes=(torch.int64,))
     if target.device != rows.device:
         checks.fail(op, "target", f"on {rows.device}, the device of {owner}", target.device)
     checks.shape(op, "target", target, rows.shape[:-1], f"{owner} without its last dimension")
@@ -67,7 +59,7 @@ def check_target(op: str, target: Any, owner: str, rows: torch.Tensor) -> None:
 def check_dtype(op: str, dtype: Any, logits: torch.Tensor) -> None:
     """Raise unless ``dtype`` is one in which the loss of ``logits`` can be had."""
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{op}: dtype must be a torch.dtype or None, got {type(dtype).__name__}")
+        raise TypeError(f"{op}: dtype must be a torch.dtype or None, got {checks.shown(dtype)}")
     allowed = list(dict.fromkeys((logits.dtype, dtypes.statistics_dtype(logits.dtype))))
     if dtype not in allowed:
         wanted = " or ".join(str(each).removeprefix("torch.") for each in allowed)
@@ -126,11 +118,12 @@ def row_losses(
     valid = target != options.ignore_index
     lse = torch.where(valid, torch.logsumexp(y, -1), 0.0)
     inside = (target >= 0) & (target < y.shape[-1])
-    label = y.gather(-1, torch.where(inside, target, 0).unsqueeze(-1)).squeeze(-1)
+    logs = torch.log_softmax(y, -1)  # NaN beside an infinity, where the log-sum-exp is infinite
+    label = logs.gather(-1, torch.where(inside, target, 0).unsqueeze(-1)).squeeze(-1)
     label = torch.where(inside, label, math.nan)
-    loss = lse - (1.0 - options.label_smoothing) * label + options.z_loss * lse.square()
+    loss = (options.label_smoothing - 1.0) * label + options.z_loss * lse.square()
     if options.label_smoothing > 0.0:
-        loss = loss - options.label_smoothing * y.mean(-1)
+        loss = loss - options.label_smoothing * logs.mean(-1)
     return torch.where(valid, loss, 0.0), lse, valid.sum(dtype=loss.dtype)
 
 

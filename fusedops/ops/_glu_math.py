@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fusedops._core import checks, dtypes
-from fusedops._core.activation import SLOPES, value
+from fusedops._core.activation import gradient, value
 from fusedops._core.sharding import REPLICATE, Placement
 
 
@@ -46,7 +46,7 @@ def backward(
     grad, x = grad_output.to(wide), gate.to(wide)
     grad_gate = grad_up = None
     if output_mask[0]:
-        grad_gate = (grad * up.to(wide) * SLOPES[act](x)).to(gate.dtype).contiguous()
+        grad_gate = gradient(grad * up.to(wide), x, act).to(gate.dtype).contiguous()
     if output_mask[1]:
         grad_up = (grad * value(x, act)).to(gate.dtype).contiguous()
     return grad_gate, grad_up

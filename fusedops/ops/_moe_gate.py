@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from fusedops._core.activation import ACTIVATIONS, SLOPES
+from fusedops._core.activation import ACTIVATIONS, value
+from fusedops._core.activation import gradient as activation_gradient
 
 # GPT-OSS's: gate and up are clamped, up is shifted by one.
 SWIGLU_OAI = "swiglu_oai"
@@ -34,12 +35,12 @@ def join(gate: torch.Tensor, up: torch.Tensor, interleaved: bool) -> torch.Tenso
 def hidden_of(z: torch.Tensor, activation: str, gated: bool, interleaved: bool) -> torch.Tensor:
     """Return the hidden layer ``[rows, inner]``."""
     if not gated:
-        return ACTIVATIONS[activation](z)
+        return value(z, activation)
     gate, up = split(z, interleaved)
     if activation == SWIGLU_OAI:
         gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
-        return ACTIVATIONS["fast_gelu"](gate) * (up + 1)
-    return ACTIVATIONS[activation](gate) * up
+        return value(gate, "fast_gelu") * (up + 1)
+    return value(gate, activation) * up
 
 
 def preactivation_gradient(
@@ -47,13 +48,15 @@ def preactivation_gradient(
 ) -> torch.Tensor:
     """Return the gradient of ``z`` from that of the hidden layer."""
     if not gated:
-        return grad * SLOPES[activation](z)
+        return activation_gradient(grad, z, activation)
     gate, up = split(z, interleaved)
     if activation == SWIGLU_OAI:
         bounded, factor = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT) + 1
-        grad_gate = grad * factor * SLOPES["fast_gelu"](bounded) * (gate <= LIMIT)
-        grad_up = grad * ACTIVATIONS["fast_gelu"](bounded) * (up.abs() <= LIMIT)
+        # As the gradient of torch's clamp: 0 of what was bounded, and of NaN.
+        grad_gate = activation_gradient(grad * factor, bounded, "fast_gelu")
+        grad_gate = torch.where(gate <= LIMIT, grad_gate, 0.0)
+        grad_up = torch.where(up.abs() <= LIMIT, grad * value(bounded, "fast_gelu"), 0.0)
     else:
-        grad_gate = grad * up * SLOPES[activation](gate)
-        grad_up = grad * ACTIVATIONS[activation](gate)
+        grad_gate = activation_gradient(grad * up, gate, activation)
+        grad_up = grad * value(gate, activation)
     return join(grad_gate, grad_up, interleaved)

@@ -33,9 +33,7 @@ def check_order(op: str, plan: RoutingPlan, input: torch.Tensor) -> None:
     """Raise unless the plan's index tensors are such, and on the device of ``input``."""
     for name, dims in (("positions", 2), ("offsets", 1)):
         tensor = getattr(plan, name)
-        checks.tensor(op, f"plan.{name}", tensor, floating=False)
-        if tensor.dtype != torch.int32:
-            raise TypeError(f"{op}: plan.{name} must be int32, got {tensor.dtype}")
+        checks.index_tensor(op, f"plan.{name}", tensor)
         if tensor.dim() != dims:
             checks.fail(op, f"plan.{name}", f"of {dims} dims", list(tensor.shape))
         if tensor.device != input.device:

@@ -12,17 +12,21 @@ from fusedops._core import checks, philox
 _HALF = (torch.bfloat16, torch.float16)
 
 
-def check(op: str, input: Any, residual: Any, argument: str, p: Any) -> torch.dtype:
+def check(op: str, input: Any, residual: Any, argument: str, p: Any, training: Any) -> torch.dtype:
     """Raise unless ``input`` can be added to ``residual``, dropped with probability ``p``.
 
     Returns the dtype of the sum.
     """
     checks.tensor(op, "input", input)
-    if not checks.alike(residual, input):
+    if not checks.alike(residual, input.dtype, input.device):
         checks.like(op, "residual", residual, "input", input)
-    checks.shape(op, "residual", residual, input.shape, "the shape of input")
+    if residual.shape != input.shape:
+        checks.shape(op, "residual", residual, input.shape, "the shape of input")
     checks.probability(op, argument, p)
-    return checks.sum_dtype(op, "residual", residual, "input", input.dtype)
+    checks.flag(op, "training", training)
+    if residual.dtype == input.dtype:
+        return input.dtype
+    return torch.promote_types(residual.dtype, input.dtype)
 
 
 def promote(

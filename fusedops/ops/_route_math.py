@@ -91,7 +91,7 @@ def _allowed(keys: torch.Tensor, rule: Rule) -> torch.Tensor:
         group_keys = groups.topk(2, dim=-1).values.sum(-1)
         group_keys = group_keys.masked_fill(group_keys.isnan(), -torch.inf)
     best = group_keys.sort(dim=-1, descending=True, stable=True).indices[:, : rule.topk_groups]
-    allowed = torch.zeros_like(group_keys, dtype=torch.bool).scatter_(1, best, True)
+    allowed = torch.zeros_like(group_keys, dtype=torch.bool).scatter(1, best, True)
     return allowed.repeat_interleave(groups.shape[-1], dim=1)
 
 

@@ -21,6 +21,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from fusedops._core import checks
+
 # What is kept of one call of moe_route: ids, mask or None, seed of the jitter or None.
 Kept = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 _Result = TypeVar("_Result")
@@ -73,6 +75,7 @@ def keep_routing(function: Callable[..., _Result]) -> Callable[..., _Result]:
         it lives; the checkpoint drops it with the graph.
 
     Raises:
+        TypeError: ``function`` cannot be called.
         RuntimeError: when it runs: a recomputation routes more often, or other numbers of tokens,
             than the first run did.
 
@@ -88,6 +91,9 @@ def keep_routing(function: Callable[..., _Result]) -> Callable[..., _Result]:
         >>> logits.grad.shape
         torch.Size([4, 8])
     """
+    if not callable(function):
+        kind = checks.type_name(function)
+        raise TypeError(f"keep_routing: function must be callable, got {kind}")
     memory = _Memory()
 
     def run(*args: Any, **kwargs: Any) -> _Result:

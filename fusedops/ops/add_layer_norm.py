@@ -55,7 +55,7 @@ def add_layer_norm(
         bias: as ``weight``.
         eps: added to the variance.
         dropout_p: probability with which an element of ``input`` is dropped; kept ones are scaled
-            by ``1 / (1 - dropout_p)``.
+            by ``1 / (1 - dropout_p)``, dropped ones are 0 also where they are not finite.
         training: ``False`` turns dropout off.
 
     Returns:
@@ -85,7 +85,7 @@ def add_layer_norm(
         (tensor([[-1.2247,  0.0000,  1.2247]]), tensor([[1., 2., 3.]]))
     """
     normalized_shape = plain_sizes(normalized_shape)
-    dtype = _residual.check("add_layer_norm", input, residual, "dropout_p", dropout_p)
+    dtype = _residual.check("add_layer_norm", input, residual, "dropout_p", dropout_p, training)
     source, stream = _residual.promote(input, residual, dtype)
     _norm_math.check("add_layer_norm", "the sum", stream, normalized_shape, weight, bias, eps)
     if stream.is_cuda and torch.is_autocast_enabled("cuda"):

@@ -60,7 +60,7 @@ def add_rms_norm(
         weight_offset: added to the weight, in float32; 1 for Gemma.
         rounding: ``"torch"`` or ``"hf"``, see ``rms_norm``.
         dropout_p: probability with which an element of ``input`` is dropped; kept ones are scaled
-            by ``1 / (1 - dropout_p)``.
+            by ``1 / (1 - dropout_p)``, dropped ones are 0 also where they are not finite.
         training: ``False`` turns dropout off.
 
     Returns:
@@ -93,7 +93,7 @@ def add_rms_norm(
         (tensor([[0.8485, 1.1314]]), tensor([[3., 4.]]))
     """
     normalized_shape = plain_sizes(normalized_shape)
-    dtype = _residual.check("add_rms_norm", input, residual, "dropout_p", dropout_p)
+    dtype = _residual.check("add_rms_norm", input, residual, "dropout_p", dropout_p, training)
     source, stream = _residual.promote(input, residual, dtype)
     checked_eps = 0.0 if eps is None else eps
     checked = (stream, normalized_shape, weight, None, checked_eps)

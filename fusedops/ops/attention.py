@@ -88,7 +88,11 @@ def attention(
         score (float32; 1e-3 at 1e4), all of a row alike. The gradient of an additive mask needs the
         scores' gradient whole, O(Sq Sk), for the time of the backward. Deterministic: the same bits
         for any number of threads; a single query takes a path of its own, that of decoding. Dropout
-        draws by a counter at ``((b * H + h) * Sq + i) * Sk + j``. Backends: cpp, triton, torch.
+        draws by a counter at ``((b * H + h) * Sq + i) * Sk + j``. NaN and infinities give what the
+        formula gives, with a log-sum-exp of NaN beside a score of inf; what a key or value holds
+        that a query may not attend reaches it, as 0 times NaN, or does not: blocks of such keys are
+        skipped, as torch's kernels do. A dropped weight is 0, also of NaN. Backends: cpp, triton,
+        torch.
         Under autocast query, key and value are cast, as torch does; mask, slopes and sinks keep
         their dtype.
 
@@ -105,6 +109,8 @@ def attention(
         tensor([[[[1.0000, 0.0000],
                   [0.5000, 0.5000]]]])
     """
+    if not type(is_causal) is type(enable_gqa) is type(return_lse) is bool:
+        _check_flags(is_causal, enable_gqa, return_lse)
     matrices = isinstance(query, torch.Tensor) and query.dim() == 2
     query, key, value = _check(query, key, value, enable_gqa)
     leading = query.shape[:-3]
@@ -125,7 +131,12 @@ def attention(
     bonds = sinks.to(wide) if sinks is not None else None
     keep = math.wants_gradient(q, k, v, mask, bonds)
     numbers = (float(dropout_p), factor, left, right, cap, keep)
-    output, lse, *_ = _OP(q, k, v, mask, slopes, bonds, seed, *numbers)
+    try:
+        output, lse, *_ = _OP(q, k, v, mask, slopes, bonds, seed, *numbers)
+    except NotImplementedError:  # of the dispatcher: not dense, for which _fits does not look
+        for name, tensor in (("query", query), ("key", key), ("value", value)):
+            checks.tensor("attention", name, tensor)
+        raise
     if query.dim() != 4:
         drop = 2 if matrices else 1
         output = output.reshape(*leading, *output.shape[drop:])
@@ -215,13 +226,22 @@ def _check(
     return query, key, value
 
 
+def _check_flags(is_causal: Any, enable_gqa: Any, return_lse: Any) -> None:
+    checks.flag("attention", "is_causal", is_causal)
+    checks.flag("attention", "enable_gqa", enable_gqa)
+    checks.flag("attention", "return_lse", return_lse)
+
+
 def _fits(query: Any, key: Any, value: Any) -> bool:
     """Return whether all is well, in the everyday case: generation calls it for each token."""
     if not all(isinstance(each, torch.Tensor) and each.dim() == 4 for each in (query, key, value)):
         return False
-    if not query.dtype == key.dtype == value.dtype or not query.dtype.is_floating_point:
+    if not query.dtype == key.dtype == value.dtype or query.dtype not in checks.FLOATING:
         return False
-    shape, keys, values = query.shape, key.shape, value.shape
+    try:
+        shape, keys, values = query.shape, key.shape, value.shape
+    except RuntimeError:  # a nested tensor has none
+        return False
     same_device = query.device == key.device == value.device
     return same_device and shape[:2] == keys[:2] and shape[3] == keys[3] and keys[:3] == values[:3]
 

@@ -62,8 +62,10 @@ def attention_decode(
         UnsupportedError: a gradient is asked for; call it under ``torch.no_grad()``.
 
     Note:
-        Reads each key and value once, whatever the number of query heads that share them. Float32
-        scores and sums; deterministic. Backends: cpp, triton, torch. Under autocast all are cast.
+        Reads each key and value once, whatever the number of query heads that share them, and none
+        behind the length: the cache may hold anything there. Float32 scores and sums; NaN and
+        infinities as in ``attention``; deterministic. Backends: cpp, triton, torch. Under autocast
+        all are cast.
 
     Reference:
         Shazeer: Fast Transformer Decoding, arXiv:1911.02150.
@@ -77,6 +79,7 @@ def attention_decode(
                 [[4.0000]]])
     """
     op = "attention_decode"
+    checks.flag(op, "return_lse", return_lse)
     one = isinstance(query, torch.Tensor) and query.dim() == 3
     if one:
         query = query.unsqueeze(2)
@@ -131,9 +134,7 @@ def _check(query: Any, key_cache: Any, value_cache: Any, cache_seqlens: Any) -> 
 
 def _check_lengths(query: torch.Tensor, capacity: int, lengths: Any) -> None:
     op, name = "attention_decode", "cache_seqlens"
-    checks.tensor(op, name, lengths, floating=False)
-    if lengths.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{op}: {name} must be int32 or int64, got {lengths.dtype}")
+    checks.index_tensor(op, name, lengths, dtypes=(torch.int32, torch.int64))
     if lengths.device != query.device:
         checks.fail(op, name, f"on {query.device}, the device of query", lengths.device)
     checks.shape(op, name, lengths, (query.shape[0],), "one per sequence")

@@ -73,7 +73,8 @@ def attention_varlen(
         TypeError: an argument is no tensor, or its dtype does not fit.
 
     Note:
-        Numerics, saved tensors and determinism are those of ``attention``. Dropout draws by a
+        Numerics, saved tensors, determinism and what is not finite are those of ``attention``; no
+        sequence sees what is in another. Dropout draws by a
         counter at ``(h * tokens_q + t) * max_seqlen_k + j``. Backends: cpp, triton, torch. Under
         autocast query, key and value are cast.
 
@@ -89,6 +90,8 @@ def attention_varlen(
         tensor([1., 3., 3.])
     """
     op = "attention_varlen"
+    checks.flag(op, "is_causal", is_causal)
+    checks.flag(op, "return_lse", return_lse)
     _check(query, key, value, cu_seqlens_q, cu_seqlens_k)
     math.check_sequences(op, "cu_seqlens_q", cu_seqlens_q, query.shape[0], max_seqlen_q)
     math.check_sequences(op, "cu_seqlens_k", cu_seqlens_k, key.shape[0], max_seqlen_k)

@@ -88,8 +88,9 @@ def baddbmm(
 def _check(op: str, input: Any, batch1: Any, batch2: Any) -> tuple[int, ...]:
     """Return the shape of the result."""
     checks.tensor(op, "batch1", batch1)
+    dtype, device = batch1.dtype, batch1.device
     for name, value in (("batch2", batch2), ("input", input)):
-        if not checks.alike(value, batch1):
+        if not checks.alike(value, dtype, device):
             check_parameter(op, name, value, batch1)
     first, second = batch1.shape, batch2.shape
     if len(first) < 2 or len(second) < 2:

@@ -34,7 +34,8 @@ def bias_dropout_add(
         input: ``[..., hidden_size]``, any floating dtype, any strides.
         bias: ``[hidden_size]`` or ``None``, any floating dtype.
         residual: the shape of ``input``, any floating dtype.
-        p: probability with which an element is dropped; kept ones are scaled by ``1 / (1 - p)``.
+        p: probability with which an element is dropped; kept ones are scaled by ``1 / (1 - p)``,
+            dropped ones are 0 also where they are not finite (torch's are 0 times what they were).
         training: ``False`` turns dropout off.
 
     Returns:
@@ -56,7 +57,7 @@ def bias_dropout_add(
         >>> fusedops.bias_dropout_add(torch.ones(2), torch.tensor([1.0, 2.0]), torch.zeros(2))
         tensor([2., 3.])
     """
-    dtype = _check(input, bias, residual, p)
+    dtype = _check(input, bias, residual, p, training)
     source, stream = _residual.promote(input, residual, dtype)
     if bias is not None and bias.dtype not in (source.dtype, dtype):
         bias = bias.to(dtype)
@@ -64,15 +65,15 @@ def bias_dropout_add(
     return _OP(source, bias, stream, seed, p, source.dtype)
 
 
-def _check(input: Any, bias: Any, residual: Any, p: Any) -> torch.dtype:
+def _check(input: Any, bias: Any, residual: Any, p: Any, training: Any) -> torch.dtype:
     op = "bias_dropout_add"
-    dtype = _residual.check(op, input, residual, "p", p)
+    dtype = _residual.check(op, input, residual, "p", p, training)
     if bias is not None:
         checks.like(op, "bias", bias, "input", input)
         if input.dim() == 0:
             checks.fail(op, "input", "a tensor with at least one dimension", "a scalar")
         checks.shape(op, "bias", bias, input.shape[-1:], "the last size of input")
-        dtype = checks.sum_dtype(op, "bias", bias, "input and residual", dtype)
+        dtype = torch.promote_types(bias.dtype, dtype)
     return dtype
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fusedops._core import checks, dtypes
-from fusedops._core.activation import GELU_VARIANTS, SLOPES, value
+from fusedops._core.activation import GELU_VARIANTS, gradient, value
 from fusedops._core.library import Gradient, define_op
 from fusedops._core.sharding import PARTIAL, REPLICATE, Placement
 
@@ -87,7 +87,7 @@ def _backward_reference(
     output_mask: Sequence[bool],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     x = _sum(input, bias)
-    grad = grad_output.to(x.dtype) * SLOPES[GELU_VARIANTS[approximate]](x)
+    grad = gradient(grad_output.to(x.dtype), x, GELU_VARIANTS[approximate])
     grad_input = grad_bias = None
     if output_mask[0]:
         grad_input = grad.to(input.dtype).contiguous()

@@ -67,7 +67,8 @@ def cross_entropy(
         on the CPU; a loss is rounded once. A row's result does not depend on the other rows, and
         no result on the number of threads. Saves ``logits``, ``target``, one number per row and a
         count; the backward computes the softmax again and writes a new tensor. Twice
-        differentiable. Rows may be sharded, classes may not (the vocabulary is replicated).
+        differentiable. Rows may be sharded, classes may not (the vocabulary is replicated). The
+        logits of an ignored row may hold anything: its gradient is 0, where torch's is NaN.
         Backends: cpp, triton, torch. Under autocast the logits keep their dtype.
 
     Reference:
@@ -82,8 +83,15 @@ def cross_entropy(
         >>> fusedops.cross_entropy(logits, torch.tensor([2, -100]))
         tensor(1.3863)
     """
+    # The dispatcher would take a bool for an int, bytes for a string and an int for a dtype.
+    if type(ignore_index) is not int:
+        checks.integer("cross_entropy", "ignore_index", ignore_index)
+    if type(reduction) is not str:
+        checks.choice("cross_entropy", "reduction", reduction, math_of.REDUCTIONS)
     numbers = ignore_index, label_smoothing, z_loss, math_of.softcap_of("cross_entropy", softcap)
     checks.tensor("cross_entropy", "logits", logits)
+    if dtype is not None and type(dtype) is not torch.dtype:
+        math_of.check_dtype("cross_entropy", dtype, logits)
     if dtype is None:
         dtype = math_of.result_dtype(logits)
     if reduction == "mean" and type(logits) is not torch.Tensor:
@@ -116,7 +124,7 @@ def _check(
 def _reference(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     call = CrossEntropy(*args)
     logits, target = call.logits, call.target
-    if target.device.type == "cpu":
+    if checks.readable(target):
         math_of.check_range("cross_entropy", target, logits.shape[-1], call.ignore_index)
     y = math_of.capped(logits, call.softcap)
     loss, lse, count = math_of.row_losses(y, target, call.options)

@@ -40,9 +40,8 @@ def geglu(gate: torch.Tensor, up: torch.Tensor, approximate: str = "none") -> to
 
     Note:
         Arithmetic is float32 (float64 for float64); the result is rounded once, where eager torch
-        also rounds ``gelu(gate)``. Nothing overflows, and infinities of ``gate`` give the limits
-        of ``gelu``. Saves ``gate`` and ``up`` only. Backends: cpp, triton, torch. Autocast leaves
-        it alone.
+        also rounds ``gelu(gate)``. Nothing finite overflows. Saves ``gate`` and ``up`` only.
+        Backends: cpp, triton, torch. Autocast leaves it alone.
 
     Reference:
         Shazeer: GLU Variants Improve Transformer, arXiv:2002.05202.

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fusedops._core import checks, dtypes
-from fusedops._core.activation import GELU_VARIANTS, SLOPES, value
+from fusedops._core.activation import GELU_VARIANTS, gradient, value
 from fusedops._core.library import Gradient, define_op
 from fusedops._core.sharding import REPLICATE, Placement
 
@@ -42,9 +42,10 @@ def gelu(input: torch.Tensor, approximate: str = "none") -> torch.Tensor:
         TypeError: ``input`` is no tensor of a floating dtype.
 
     Note:
-        Arithmetic is float32 (float64 for float64); the result is rounded once. Nothing overflows,
-        and infinities give the limits: ``gelu(-inf) = 0``, where eager torch says NaN. Saves
-        ``input`` only. Backends: cpp, cuda, triton, torch. Autocast leaves it alone, as torch's.
+        Arithmetic is float32 (float64 for float64); the result is rounded once. Nothing finite
+        overflows; infinities give what they give in torch: inf at inf, NaN at -inf, and a
+        derivative of NaN. Saves ``input`` only. Backends: cpp, cuda, triton, torch. Autocast
+        leaves it alone, as torch's.
 
     Reference:
         Hendrycks, Gimpel: Gaussian Error Linear Units, arXiv:1606.08415.
@@ -78,7 +79,7 @@ def _backward_reference(
     if not output_mask[0]:
         return None
     x = input.to(dtypes.statistics_dtype(input.dtype))
-    grad = grad_output.to(x.dtype) * SLOPES[GELU_VARIANTS[approximate]](x)
+    grad = gradient(grad_output.to(x.dtype), x, GELU_VARIANTS[approximate])
     return grad.to(input.dtype).contiguous()
 
 

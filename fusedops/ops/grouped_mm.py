@@ -116,9 +116,7 @@ def _check(op: str, input: Any, weight: Any, offsets: Any, bias: Any) -> None:
 
 def check_offsets(op: str, offsets: Any, input: torch.Tensor, groups: int) -> None:
     """Raise unless ``offsets`` may say where each of ``groups`` groups of rows ends."""
-    checks.tensor(op, "offsets", offsets, floating=False)
-    if offsets.dtype != torch.int32:
-        raise TypeError(f"{op}: offsets must have dtype int32, got {str(offsets.dtype)[6:]}")
+    checks.index_tensor(op, "offsets", offsets)
     checks.shape(op, "offsets", offsets, (groups,), "one end per group")
     if offsets.device != input.device:
         wanted = f"on {input.device}, the device of input"

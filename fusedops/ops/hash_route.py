@@ -67,9 +67,7 @@ def _check(token_ids: Any, num_experts: Any, top_k: Any, table: Any, seed: Any) 
     for name, value, dims in (("token_ids", token_ids, 1), ("table", table, 2)):
         if name == "table" and value is None:
             continue
-        checks.tensor(op, name, value, floating=False)
-        if value.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"{op}: {name} must be int32 or int64, got {value.dtype}")
+        checks.index_tensor(op, name, value, dtypes=(torch.int32, torch.int64))
         if value.dim() != dims:
             checks.fail(op, name, f"of {dims} dims", list(value.shape))
         if value.device != token_ids.device:

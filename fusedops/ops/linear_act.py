@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from fusedops._core import checks, dtypes
-from fusedops._core.activation import ACTIVATIONS, SLOPES
+from fusedops._core.activation import ACTIVATIONS, gradient, value
 from fusedops._core.library import Gradient, define_op
 from fusedops._core.sharding import PARTIAL, REPLICATE, Placement
 from fusedops._core.tracing import is_traced
@@ -91,6 +91,8 @@ def check_linear(
 
 def check_parameter(op: str, name: str, value: Any, input: torch.Tensor) -> None:
     """Raise unless ``value`` has the device of ``input``, and its dtype (autocast may cast)."""
+    if checks.alike(value, input.dtype, input.device):
+        return
     same = dtypes.autocast_dtype(input.device) is None
     checks.like(op, name, value, "input", input, dtype=same)
 
@@ -111,7 +113,7 @@ def wants_gradient(*tensors: torch.Tensor | None) -> bool:
 def activate(preactivation: torch.Tensor, activation: str) -> torch.Tensor:
     """Apply the activation in accumulation dtype and round once."""
     wide = preactivation.to(dtypes.statistics_dtype(preactivation.dtype))
-    return ACTIVATIONS[activation](wide).to(preactivation.dtype)
+    return value(wide, activation).to(preactivation.dtype)
 
 
 def activation_gradient(
@@ -121,7 +123,7 @@ def activation_gradient(
     if activation == "identity":
         return grad
     wide = dtypes.statistics_dtype(grad.dtype)
-    return (grad.to(wide) * SLOPES[activation](preactivation.to(wide))).to(grad.dtype)
+    return gradient(grad.to(wide), preactivation.to(wide), activation).to(grad.dtype)
 
 
 def rows_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -91,8 +91,9 @@ def linear_cross_entropy(
         Measured forward and backward at 2048 x 768 and 50257 classes, beyond the arguments: 197 MiB
         in float32 (153 are the gradients) where ``F.linear`` and ``F.cross_entropy`` take 1188, 105
         and 589 in bfloat16. Twice differentiable, through whole logits. Rows may be sharded,
-        classes may not. Backends: cpp, triton, torch. Under autocast all arguments are cast, as
-        torch does for linear.
+        classes may not. Ignored rows of ``hidden`` may hold anything (on Triton, where all rows are
+        multiplied, NaN among them reaches the gradient of ``weight``). Backends: cpp, triton,
+        torch. Under autocast all arguments are cast, as torch does for linear.
 
     Reference:
         Wijmans et al.: Cut Your Losses in Large-Vocabulary Language Models, arXiv:2411.09009; Hsu
@@ -105,9 +106,8 @@ def linear_cross_entropy(
         tensor(1.3863)
     """
     op = "linear_cross_entropy"
-    _check(op, hidden, weight, target, bias, chunk_size)
-    if recompute is not None and not isinstance(recompute, bool):
-        raise TypeError(f"{op}: recompute must be a bool or None, got {type(recompute).__name__}")
+    _check(op, hidden, weight, target, bias)
+    check_chunks(op, chunk_size, recompute)
     math_of.check_options(op, ignore_index, label_smoothing, z_loss, softcap, reduction)
     loss, count, *_ = _OP(
         hidden,
@@ -125,7 +125,7 @@ def linear_cross_entropy(
     return math_of.reduce_loss(loss, count, math_of.result_dtype(hidden), reduction)
 
 
-def _check(op: str, hidden: Any, weight: Any, target: Any, bias: Any, chunk_size: Any) -> None:
+def _check(op: str, hidden: Any, weight: Any, target: Any, bias: Any) -> None:
     checks.tensor(op, "hidden", hidden)
     if hidden.dim() == 0:
         checks.fail(op, "hidden", "a tensor with at least one dimension", "a scalar")
@@ -139,12 +139,14 @@ def _check(op: str, hidden: Any, weight: Any, target: Any, bias: Any, chunk_size
         checks.shape(op, "bias", bias, weight.shape[:1], "the rows of weight")
     math_of.check_target(op, target, "hidden", hidden)
     math_of.check_classes(op, "weight", weight.shape[0])
-    if chunk_size is None:
-        return
-    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int):
-        raise TypeError(f"{op}: chunk_size must be an int, got {type(chunk_size).__name__}")
-    if chunk_size < 1:
-        checks.fail(op, "chunk_size", "None, or at least 1", chunk_size)
+
+
+def check_chunks(op: str, chunk_size: Any, recompute: Any) -> None:
+    """Raise unless the options of how the loss is computed are what they should be."""
+    if chunk_size is not None:
+        checks.integer(op, "chunk_size", chunk_size, least=1)
+    if recompute is not None:
+        checks.flag(op, "recompute", recompute)
 
 
 def _keeps(
@@ -171,7 +173,7 @@ def _logits(call: LinearCrossEntropy) -> tuple[torch.Tensor, torch.Tensor, torch
 def _reference(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     call = LinearCrossEntropy(*args)
     target, classes = call.target, call.weight.shape[0]
-    if target.device.type == "cpu":
+    if checks.readable(target):
         math_of.check_range("linear_cross_entropy", target, classes, call.ignore_index)
     _, _, logits = _logits(call)
     y = math_of.capped(logits, call.softcap)
@@ -197,11 +199,13 @@ def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, ...]:
     # What was kept is not used: this is also the second derivative.
     grad_loss, call, _, output_mask = of_backward(LinearCrossEntropy, args)
     h, w, logits = _logits(call)
+    ignored = (call.target == call.ignore_index).unsqueeze(-1)
+    h = h.masked_fill(ignored, 0.0)  # whatever it holds, of which 0 times may be NaN
     grad = math_of.logits_gradient(grad_loss, logits, call.target, call.options)
     rows, dtype = rows_of(grad), call.weight.dtype
     grad_hidden = grad_weight = grad_bias = None
     if output_mask[0]:
-        grad_hidden = (grad @ w).to(call.hidden.dtype).contiguous()
+        grad_hidden = (grad @ w).masked_fill(ignored, 0.0).to(call.hidden.dtype).contiguous()
     if output_mask[1]:
         grad_weight = (rows.t() @ rows_of(h)).to(dtype).contiguous()
     if output_mask[2]:

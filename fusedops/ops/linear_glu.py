@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from fusedops._core import checks, dtypes
-from fusedops._core.activation import ACTIVATIONS, SLOPES
+from fusedops._core.activation import ACTIVATIONS, gradient, value
 from fusedops._core.library import Gradient, define_op
 from fusedops._core.sharding import PARTIAL, REPLICATE, Placement
 from fusedops.ops.linear_act import (
@@ -91,7 +91,7 @@ def _reference(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     gate, up = F.linear(input, gate_weight), F.linear(input, up_weight)
     wide = dtypes.statistics_dtype(input.dtype)
-    output = (ACTIVATIONS[activation](gate.to(wide)) * up.to(wide)).to(input.dtype)
+    output = (value(gate.to(wide), activation) * up.to(wide)).to(input.dtype)
     if keep_preactivations:
         return output.contiguous(), gate.contiguous(), up.contiguous()
     return output.contiguous(), input.new_empty(0), input.new_empty(0)
@@ -124,8 +124,8 @@ def _backward_reference(
     gate = preactivation_of(input, gate_weight, None, gate).to(wide)
     up = preactivation_of(input, up_weight, None, up).to(wide)
     grad = grad_output.to(wide)
-    grad_gate = (grad * up * SLOPES[activation](gate)).to(dtype)
-    grad_up = (grad * ACTIVATIONS[activation](gate)).to(dtype)
+    grad_gate = gradient(grad * up, gate, activation).to(dtype)
+    grad_up = (grad * value(gate, activation)).to(dtype)
     grad_input = None
     if output_mask[0]:
         grad_input = (grad_gate @ gate_weight + grad_up @ up_weight).contiguous()

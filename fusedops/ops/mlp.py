@@ -83,8 +83,7 @@ def mlp(
     op = "mlp"
     _check(op, input, w1, b1, w2, b2)
     checks.choice(op, "activation", activation, ACTIVATIONS)
-    if not isinstance(recompute, bool):
-        raise TypeError(f"{op}: recompute must be a bool, got {type(recompute).__name__}")
+    checks.flag(op, "recompute", recompute)
     keep = not recompute and wants_gradient(input, w1, b1, w2, b2)
     return _OP(input, w1, b1, w2, b2, activation, keep)[0]
 

@@ -106,8 +106,7 @@ def moe_mlp(
     """
     op = "moe_mlp"
     for name, value in (("gated", gated), ("interleaved", interleaved), ("recompute", recompute)):
-        if not isinstance(value, bool):
-            raise TypeError(f"{op}: {name} must be a bool, got {type(value).__name__}")
+        checks.flag(op, name, value)
     checks.choice(op, "activation", activation, GATES if gated else ACTIVATIONS)
     _check(op, input, plan, w1, w2, b1, b2, gated)
     probs = plan.probs.to(dtypes.statistics_dtype(input.dtype))

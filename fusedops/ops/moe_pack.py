@@ -66,7 +66,7 @@ def moe_pack(
         (torch.Size([2, 16]), [[3.0, 4.0], [1.0, 2.0]])
     """
     _check(input, probs, expert_ids, index, num_rows, span)
-    checks.boolean("moe_pack", "quantized", quantized)
+    checks.flag("moe_pack", "quantized", quantized)
     layout = payload_layout(input, probs, index=index, span=span, quantized=quantized)
     return _OP(input, probs, expert_ids, index, num_rows, span, quantized, layout.offsets)
 
@@ -103,17 +103,13 @@ def _check(input: Any, probs: Any, expert_ids: Any, index: Any, num_rows: Any, s
         checks.fail(op, "index", "of 1 dim", list(index.shape))
     if num_rows is not None and num_rows.numel() != 1:
         checks.fail(op, "num_rows", "one number", list(num_rows.shape))
-    checks.integer(op, "span", span)
-    if span < 0:
-        checks.fail(op, "span", "at least 0", span)
+    checks.integer(op, "span", span, least=0)
     if span > 0 and (index is None or expert_ids is None):
         checks.fail(op, "span", "0 without index and expert_ids", span)
 
 
 def _check_int32(op: str, name: str, value: Any, input: torch.Tensor) -> None:
-    checks.tensor(op, name, value, floating=False)
-    if value.dtype != torch.int32:
-        raise TypeError(f"{op}: {name} must be int32, got {value.dtype}")
+    checks.index_tensor(op, name, value)
     if value.device != input.device:
         checks.fail(op, name, f"on {input.device}, the device of input", value.device)
 

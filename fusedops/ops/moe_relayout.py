@@ -100,8 +100,7 @@ def _check(input: Any, plan: RoutingPlan, source: str, target: str, capacity: An
         capacity = plan.capacity
     if capacity is None:
         checks.fail(op, "capacity", "given: the plan has none", None)
-    if isinstance(capacity, bool) or not isinstance(capacity, (int, torch.SymInt)):
-        raise TypeError(f"{op}: capacity must be an int, got {type(capacity).__name__}")
+    checks.integer(op, "capacity", capacity)
     if capacity < 0 or plan.num_experts * capacity >= 2**31:
         checks.fail(op, "capacity", "from 0, with fewer than 2**31 rows in all", capacity)
     if source != "capacity":

@@ -111,6 +111,7 @@ def moe_route(
                 [0.5000, 0.5000]])
     """
     rule, seeded = _check(
+        "moe_route",
         logits,
         top_k,
         score,
@@ -164,25 +165,26 @@ def moe_capacity(top_k: int, num_tokens: int, capacity_factor: float, num_expert
         320
     """
     op = "moe_capacity"
-    checks.number(op, "capacity_factor", capacity_factor)
-    if not 0 < capacity_factor < float("inf"):
-        checks.fail(op, "capacity_factor", "positive and finite", capacity_factor)
-    for name, value, least in (
-        ("top_k", top_k, 1),
-        ("num_tokens", num_tokens, 0),
-        ("num_experts", num_experts, 1),
-    ):
-        if value < least:
-            checks.fail(op, name, f"at least {least}", value)
+    checks.positive(op, "capacity_factor", capacity_factor)
+    checks.integer(op, "top_k", top_k, least=1)
+    checks.integer(op, "num_tokens", num_tokens, least=0)
+    checks.integer(op, "num_experts", num_experts, least=1)
     billionths = int(capacity_factor * 1e9 + 0.5)
     return -(-top_k * num_tokens * billionths // (10**9 * num_experts))
 
 
+def check_options(op: str, num_experts: int, top_k: Any, **options: Any) -> None:
+    """Raise unless these options of ``moe_route`` fit ``num_experts``; those left out do."""
+    defaults = moe_route.__kwdefaults__ or {}
+    _check(op, torch.empty(0, num_experts), top_k, *(defaults | options).values())
+
+
 def _check(
+    op: str,
     logits: Any,
     top_k: Any,
     score: Any,
-    normalize: bool,
+    normalize: Any,
     bias: Any,
     num_groups: Any,
     topk_groups: Any,
@@ -191,11 +193,10 @@ def _check(
     capacity_factor: Any,
     drop_policy: Any,
     jitter: Any,
-    softmax_after: bool,
-    expert_choice: bool,
+    softmax_after: Any,
+    expert_choice: Any,
 ) -> tuple[Rule, bool]:
     """Raise unless the arguments fit; return the rule, and whether it draws random numbers."""
-    op = "moe_route"
     checks.tensor(op, "logits", logits)
     if logits.dim() != 2:
         checks.fail(op, "logits", "of 2 dims, [tokens, experts]", list(logits.shape))
@@ -203,17 +204,23 @@ def _check(
     checks.choice(op, "score", score, _SCORES)
     checks.choice(op, "group_score", group_score, _GROUP_SCORES)
     checks.choice(op, "drop_policy", drop_policy, _DROP_POLICIES)
-    checks.number(op, "scaling", scaling)
+    checks.finite(op, "scaling", scaling)
     checks.number(op, "jitter", jitter)
     if not 0.0 <= jitter < 1.0:
         checks.fail(op, "jitter", "in [0, 1)", jitter)
-    _check_int("top_k", top_k)
+    for name, value in (
+        ("normalize", normalize),
+        ("softmax_after", softmax_after),
+        ("expert_choice", expert_choice),
+    ):
+        checks.flag(op, name, value)
+    checks.integer(op, "top_k", top_k)
     if bias is not None:
         checks.like(op, "bias", bias, "logits", logits)
         checks.shape(op, "bias", bias, (experts,), "one per expert")
     if softmax_after and score != "softmax":
         checks.fail(op, "score", "'softmax' beside softmax_after", repr(score))
-    groups, best = _check_groups(experts, num_groups, topk_groups, group_score)
+    groups, best = _check_groups(op, experts, num_groups, topk_groups, group_score)
     within = experts if best == groups else experts // groups * best
     if not 1 <= top_k <= within:
         which = "the number of experts" if within == experts else "the experts of the best groups"
@@ -233,11 +240,9 @@ def _check(
         drop_policy = "expert_choice"
     capacity = -1
     if capacity_factor is not None:
-        checks.number(op, "capacity_factor", capacity_factor)
-        if not 0 < capacity_factor < float("inf"):
-            checks.fail(op, "capacity_factor", "positive and finite", capacity_factor)
+        checks.positive(op, "capacity_factor", capacity_factor)
         capacity = plain_size(moe_capacity(top_k, tokens, capacity_factor, experts))
-    normalize = bool(normalize or softmax_after)
+    normalize = normalize or softmax_after
     rule = Rule(
         score,
         normalize,
@@ -252,22 +257,16 @@ def _check(
     return rule, jitter > 0
 
 
-def _check_int(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise TypeError(f"moe_route: {name} must be an int, got {type(value).__name__}")
-
-
 def _check_groups(
-    experts: int, num_groups: Any, topk_groups: Any, group_score: str
+    op: str, experts: int, num_groups: Any, topk_groups: Any, group_score: str
 ) -> tuple[int, int]:
-    op = "moe_route"
     if num_groups is None and topk_groups is None:
         return 1, 1
     if num_groups is None or topk_groups is None:
         missing = "num_groups" if num_groups is None else "topk_groups"
         checks.fail(op, missing, "given beside num_groups or topk_groups", None)
-    _check_int("num_groups", num_groups)
-    _check_int("topk_groups", topk_groups)
+    checks.integer(op, "num_groups", num_groups)
+    checks.integer(op, "topk_groups", topk_groups)
     if num_groups < 1 or experts % num_groups != 0:
         checks.fail(op, "num_groups", f"a divisor of {experts}, the experts", num_groups)
     if not 1 <= topk_groups <= num_groups:
@@ -425,9 +424,11 @@ _OP = define_op(
         "probs": "stat(T) [tokens, slots]",
         "expert_ids": "int32 [tokens, slots]",
         "kept": "bool [tokens if capacity >= 0 else 0, slots]",
-        "top_k": "1 <= top_k <= experts",
         "num_groups": "num_groups >= 1 and experts % num_groups == 0",
         "topk_groups": "1 <= topk_groups <= num_groups",
+        "within": "experts if topk_groups == num_groups else experts // num_groups * topk_groups",
+        "top_k": "1 <= top_k <= within",
+        "top2": "group_score == 'max' or topk_groups == num_groups or experts >= 2 * num_groups",
         "score": _SCORES,
         "group_score": _GROUP_SCORES,
         "drop_policy": (*_DROP_POLICIES, "expert_choice"),

@@ -56,7 +56,8 @@ def moe_router_loss(
         score: ``"softmax"``, or ``"sigmoid"``, divided by its sum (DeepSeek-V3).
         num_sequences: the tokens are so many sequences of equal length, each balanced for itself;
             the loss is their mean. It must divide ``T``.
-        mask: ``[T]`` bool; other tokens (padding) count nowhere.
+        mask: ``[T]`` bool; other tokens (padding) count nowhere, whatever
+            their logits hold.
         group: a process group: ``f`` is taken over the tokens of all its ranks, by one all-reduce
             of ``E + 1`` integers. The mean of the result over the ranks is then the loss of the
             whole batch, and the mean of gradients over ranks, as DDP takes it, its gradient.
@@ -172,8 +173,8 @@ def _check(
         checks.fail(op, "logits", "of 2 dims, [tokens, experts]", list(logits.shape))
     if logits.shape[1] < 1:
         checks.fail(op, "logits", "of at least one expert", list(logits.shape))
-    checks.number(op, "balance", balance)
-    checks.number(op, "z", z)
+    checks.finite(op, "balance", balance)
+    checks.finite(op, "z", z)
     checks.choice(op, "form", form, _FORMS)
     checks.choice(op, "score", score, _SCORES)
     checks.integer(op, "num_sequences", num_sequences)
@@ -182,10 +183,9 @@ def _check(
         checks.fail(op, "num_sequences", wanted, num_sequences)
     if group is not None and num_sequences != 1:
         checks.fail(op, "group", "left out beside num_sequences", "it")
+    checks.group(op, "group", group)
     if mask is not None:
-        checks.tensor(op, "mask", mask, floating=False)
-        if mask.dtype != torch.bool:
-            raise TypeError(f"{op}: mask must be bool, got {mask.dtype}")
+        checks.index_tensor(op, "mask", mask, dtypes=(torch.bool,))
         checks.shape(op, "mask", mask, logits.shape[:1], "one per token")
         if mask.device != logits.device:
             checks.fail(op, "mask", f"on {logits.device}, the device of logits", mask.device)
@@ -195,8 +195,7 @@ def _check(
     if not isinstance(ids, torch.Tensor):
         kind = type(choices).__name__
         raise TypeError(f"{op}: choices must be a RoutingPlan or a torch.Tensor, got {kind}")
-    if ids.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{op}: choices must be int32 or int64, got {ids.dtype}")
+    checks.index_tensor(op, "choices", ids, dtypes=(torch.int32, torch.int64))
     if ids.dim() != 2 or ids.shape[0] != logits.shape[0]:
         checks.fail(op, "choices", f"of shape [{logits.shape[0]}, top_k]", list(ids.shape))
     if ids.device != logits.device:
@@ -250,9 +249,10 @@ def _backward_reference(grad_loss: torch.Tensor, *args: Any) -> torch.Tensor | N
     if z_weight is not None:
         lse = x.logsumexp(-1, keepdim=True)
         grad = grad + 2.0 * z_weight * lse * torch.exp(x - lse)
+    grad = grad * grad_loss
     if mask is not None:
         grad = grad.masked_fill(~mask[:, None], 0.0)
-    return (grad * grad_loss).to(logits.dtype).contiguous()
+    return grad.to(logits.dtype).contiguous()
 
 
 def _backward_fake(grad_loss: torch.Tensor, *args: Any) -> torch.Tensor | None:

@@ -73,22 +73,15 @@ def moe_sort(
 
 def check_choices(op: str, expert_ids: Any, num_experts: Any, kept: Any) -> None:
     """Raise unless ids (of any value), number of experts and mask fit each other."""
-    checks.tensor(op, "expert_ids", expert_ids, floating=False)
-    if expert_ids.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{op}: expert_ids must be int32 or int64, got {expert_ids.dtype}")
+    checks.index_tensor(op, "expert_ids", expert_ids, dtypes=(torch.int32, torch.int64))
     if expert_ids.dim() != 2:
         checks.fail(op, "expert_ids", "of 2 dims, [tokens, top_k]", list(expert_ids.shape))
-    if isinstance(num_experts, bool) or not isinstance(num_experts, (int, torch.SymInt)):
-        raise TypeError(f"{op}: num_experts must be an int, got {type(num_experts).__name__}")
-    if num_experts < 1:
-        checks.fail(op, "num_experts", "at least 1", num_experts)
+    checks.integer(op, "num_experts", num_experts, least=1)
     if holds_for_all(expert_ids.numel() >= 2**31) or num_experts >= 2**31:
         checks.fail(op, "expert_ids", "of fewer than 2**31 slots: rows are int32", expert_ids.shape)
     if kept is None:
         return
-    checks.tensor(op, "kept", kept, floating=False)
-    if kept.dtype != torch.bool:
-        raise TypeError(f"{op}: kept must be bool, got {kept.dtype}")
+    checks.index_tensor(op, "kept", kept, dtypes=(torch.bool,))
     checks.shape(op, "kept", kept, expert_ids.shape, "that of expert_ids")
     if kept.device != expert_ids.device:
         checks.fail(op, "kept", f"on {expert_ids.device}, the device of expert_ids", kept.device)
@@ -97,7 +90,7 @@ def check_choices(op: str, expert_ids: Any, num_experts: Any, kept: Any) -> None
 def _reference(expert_ids: torch.Tensor, kept: torch.Tensor | None, num_experts: int) -> Sorted:
     ids = expert_ids.reshape(-1)
     legal = (ids >= 0) & (ids <= num_experts)
-    if ids.device.type == "cpu" and not bool(legal.all()):
+    if checks.readable(ids) and not bool(legal.all()):
         slot = int(legal.logical_not().nonzero()[0])
         where = f"token {slot // expert_ids.shape[1]}, choice {slot % expert_ids.shape[1]}"
         wanted = f"in [0, {num_experts}), or {num_experts} for nobody"
@@ -106,8 +99,8 @@ def _reference(expert_ids: torch.Tensor, kept: torch.Tensor | None, num_experts:
         legal = legal & kept.reshape(-1)
     ids = torch.where(legal, ids, num_experts)
     permutation = torch.argsort(ids, stable=True)
-    positions = torch.empty_like(permutation)
-    positions[permutation] = torch.arange(ids.numel(), device=ids.device)
+    rows = torch.arange(ids.numel(), device=ids.device)
+    positions = torch.zeros_like(permutation).scatter(0, permutation, rows)
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids.device)
     counts = counts.scatter_add(0, ids.long(), torch.ones_like(ids, dtype=torch.int64))[:-1]
     results = (permutation, positions.view(expert_ids.shape), counts, counts.cumsum(0))

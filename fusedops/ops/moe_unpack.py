@@ -50,9 +50,7 @@ def moe_unpack(payload: torch.Tensor, probs: torch.Tensor, like: torch.Tensor) -
 
 def _check(payload: Any, probs: Any, like: Any) -> PayloadLayout:
     op = "moe_unpack"
-    checks.tensor(op, "payload", payload, floating=False)
-    if payload.dtype != torch.uint8:
-        raise TypeError(f"{op}: payload must be uint8, got {payload.dtype}")
+    checks.index_tensor(op, "payload", payload, dtypes=(torch.uint8,))
     checks.like(op, "probs", probs, "payload", payload)
     checks.like(op, "like", like, "payload", payload)
     if probs.dim() != 2:
@@ -82,7 +80,8 @@ _OP = define_op(
         "payload": "uint8 [count, layout[3]]",
         "like": "T [*leading, features]",
         "rows": "T [count, features]",
-        "layout": "len(layout) == 4 and features <= layout[2] and layout[2] + 4 <= layout[3]",
+        "layout": "len(layout) == 4 and features <= layout[0] and layout[0] <= layout[1]"
+        " and layout[1] <= layout[2] and layout[2] + 4 <= layout[3]",
     },
     reference=_reference,
     fake=_fake,

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fusedops._core import dtypes
+from fusedops._core import checks, dtypes
 from fusedops._core.library import Gradient, define_op
 from fusedops._core.sharding import PARTIAL, REPLICATE, Placement
 from fusedops.ops import _moe_math as math
@@ -59,6 +59,7 @@ def moe_unpermute(input: torch.Tensor, plan: RoutingPlan, *, weighted: bool = Tr
         tensor([1.5000, 3.0000])
     """
     op = "moe_unpermute"
+    checks.flag(op, "weighted", weighted)
     math.check(op, input, plan, of_tokens=False)
     probs = None
     if weighted:
@@ -95,6 +96,8 @@ def _backward_reference(
         assert input is not None
         slots = math.slots_of(input, positions, offsets)
         grad_probs = (slots * grad_output.to(probs.dtype).unsqueeze(1)).sum(2)
+        # A dropped slot's row, 0, may meet a gradient that is not finite.
+        grad_probs = torch.where(math.kept_slots(positions, offsets), grad_probs, 0.0)
     return grad_input, grad_probs
 
 

@@ -73,6 +73,7 @@ def rotary_embedding(
         >>> fusedops.rotary_embedding(x, x, *quarter)[0].flatten()
         tensor([-2.,  1.])
     """
+    checks.flag("rotary_embedding", "interleaved", interleaved)
     _check(query, key, cos, sin)
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
         requested = backends.requested()
@@ -81,8 +82,8 @@ def rotary_embedding(
                 f"rotary_embedding: backend {requested!r} was requested but gives no gradient to "
                 "cos and sin; detach them or use the backend 'torch'"
             )
-        return _reference(query, key, cos, sin, bool(interleaved))
-    return _OP(query, key, cos, sin, bool(interleaved))
+        return _reference(query, key, cos, sin, interleaved)
+    return _OP(query, key, cos, sin, interleaved)
 
 
 def _check(query: Any, key: Any, cos: Any, sin: Any) -> None:
@@ -125,9 +126,10 @@ def _empty(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _rotate(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, inverse: bool
+def rotated(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, inverse: bool = False
 ) -> torch.Tensor:
+    """Return ``x`` rotated, contiguous, in differentiable torch operations."""
     dtype = dtypes.statistics_dtype(x.dtype)
     cos, sin = cos.to(dtype).unsqueeze(-3), sin.to(dtype).unsqueeze(-3)
     rotary_dim = cos.shape[-1]
@@ -136,8 +138,13 @@ def _rotate(
         part = part * cos - _turn(part * sin, interleaved)
     else:
         part = part * cos + _turn(part, interleaved) * sin
-    rotated = torch.cat((part.to(x.dtype), x[..., rotary_dim:]), -1)
-    return _empty(x).copy_(rotated)
+    return torch.cat((part.to(x.dtype), x[..., rotary_dim:]), -1)
+
+
+def _rotate(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, inverse: bool
+) -> torch.Tensor:
+    return _empty(x).copy_(rotated(x, cos, sin, interleaved, inverse))
 
 
 def _reference(

@@ -65,16 +65,17 @@ def scaled_masked_softmax(
         tensor([[1.0000, 0.0000],
                 [0.5000, 0.5000]])
     """
-    _check(input, mask, scale)
-    return _OP(input, mask, scale, bool(is_causal))
+    _check(input, mask, scale, is_causal)
+    return _OP(input, mask, scale, is_causal)
 
 
-def _check(input: Any, mask: Any, scale: Any) -> None:
+def _check(input: Any, mask: Any, scale: Any, is_causal: Any) -> None:
     op = "scaled_masked_softmax"
     checks.tensor(op, "input", input)
     if input.dim() < 2:
         checks.fail(op, "input", "of at least 2 dimensions", f"{input.dim()}")
     checks.number(op, "scale", scale)
+    checks.flag(op, "is_causal", is_causal)
     if mask is None:
         return
     checks.tensor(op, "mask", mask, floating=False)

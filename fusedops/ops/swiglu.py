@@ -36,9 +36,8 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
     Note:
         Arithmetic is float32 (float64 for float64); the result is rounded once, where eager torch
-        also rounds ``silu(gate)``. Nothing overflows, and infinities of ``gate`` give the limits
-        of ``silu``. Saves ``gate`` and ``up`` only. Backends: cpp, triton, torch. Autocast leaves
-        it alone.
+        also rounds ``silu(gate)``. Nothing finite overflows. Saves ``gate`` and ``up`` only.
+        Backends: cpp, triton, torch. Autocast leaves it alone.
 
     Reference:
         Shazeer: GLU Variants Improve Transformer, arXiv:2002.05202.

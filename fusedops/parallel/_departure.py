@@ -136,6 +136,21 @@ def check_traced(
         checks.fail(op, "input", "of 2 dims, [tokens, hidden_size]", list(input.shape))
 
 
+def check_call(
+    op: str, input: Any, groups: Sequence[dist.ProcessGroup], experts: Any, weighted: Any
+) -> None:
+    """Raise on every rank where these are no function and no bool on this one."""
+    try:
+        checks.flag(op, "weighted", weighted)
+        if not callable(experts):
+            kind = checks.type_name(experts)
+            raise TypeError(f"{op}: experts must be a function of rows and plan, got {kind}")
+    except TypeError as problem:
+        if not torch.compiler.is_compiling():
+            _tell(op, groups, _device_of_notes(input, groups[0]), problem, None)
+        raise
+
+
 def _tell(
     op: str,
     groups: Sequence[dist.ProcessGroup],
@@ -171,14 +186,11 @@ def _check_words(
     checks.choice(op, "reduce", reduce, REDUCTIONS)
     if reduce == "node" and len(sizes) == 1:
         checks.fail(op, "reduce", "'home' where the group is no mesh of 2 dims", "'node'")
-    if isinstance(chunks, bool) or not isinstance(chunks, int):
-        raise TypeError(f"{op}: chunks must be an int, got {type(chunks).__name__}")
+    checks.integer(op, "chunks", chunks)
     if not 1 <= chunks <= MAX_CHUNKS:
         checks.fail(op, "chunks", f"from 1 to {MAX_CHUNKS}", chunks)
-    if max_rows is not None and (isinstance(max_rows, bool) or not isinstance(max_rows, int)):
-        raise TypeError(f"{op}: max_rows must be an int, got {type(max_rows).__name__}")
-    if max_rows is not None and max_rows < 0:
-        checks.fail(op, "max_rows", "at least 0", max_rows)
+    if max_rows is not None:
+        checks.integer(op, "max_rows", max_rows, least=0)
 
 
 def _check_kinds(op: str, input: Any, plan: Any) -> None:
@@ -191,18 +203,18 @@ def _check_tensors(op: str, input: Any, plan: Any, sizes: list[int]) -> None:
     _check_kinds(op, input, plan)
     if input.dim() != 2 or input.shape[1] < 1:
         checks.fail(op, "input", "of 2 dims, [tokens, hidden_size]", list(input.shape))
+    for name in ("expert_ids", "probs", "permutation", "positions", "offsets"):
+        wanted = (torch.float32, torch.float64) if name == "probs" else (torch.int32,)
+        checks.index_tensor(op, f"plan.{name}", getattr(plan, name), dtypes=wanted)
+        device = getattr(plan, name).device
+        if device != input.device:
+            checks.fail(op, f"plan.{name}", f"on {input.device}, the device of input", device)
+    if plan.positions.dim() != 2:
+        checks.fail(op, "plan.positions", "of 2 dims", list(plan.positions.shape))
     if plan.num_tokens != input.shape[0]:
         checks.fail(
             op, "plan", f"of the {input.shape[0]} tokens of input", f"one of {plan.num_tokens}"
         )
-    for name in ("expert_ids", "probs", "permutation", "positions", "offsets"):
-        device = getattr(plan, name).device
-        if device != input.device:
-            checks.fail(op, f"plan.{name}", f"on {input.device}, the device of input", device)
-        wanted = [torch.float32, torch.float64] if name == "probs" else [torch.int32]
-        if getattr(plan, name).dtype not in wanted:
-            shown = " or ".join(str(each).removeprefix("torch.") for each in wanted)
-            raise TypeError(f"{op}: plan.{name} must be {shown}, got {getattr(plan, name).dtype}")
     slots = (plan.num_tokens, plan.top_k)
     checks.shape(op, "plan.expert_ids", plan.expert_ids, slots, "that of positions")
     checks.shape(op, "plan.probs", plan.probs, slots, "that of positions")

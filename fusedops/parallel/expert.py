@@ -18,9 +18,17 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from fusedops._core import checks
 from fusedops.ops import RoutingPlan
 from fusedops.parallel import _traced
-from fusedops.parallel._departure import Group, check_together, check_traced, groups_of, start
+from fusedops.parallel._departure import (
+    Group,
+    check_call,
+    check_together,
+    check_traced,
+    groups_of,
+    start,
+)
 from fusedops.parallel._flat import Flat, FlatReturn
 from fusedops.parallel._nodes import Nodes, NodesReturn
 
@@ -168,6 +176,7 @@ def moe_combine(
     """
     if not isinstance(handle, Dispatched):
         raise TypeError(f"moe_combine: handle must be of moe_dispatch, got {type(handle).__name__}")
+    checks.flag("moe_combine", "weighted", weighted)
     way = handle._way
     if isinstance(way, _traced.Way):
         return way.come_home(output, weighted=weighted)
@@ -229,6 +238,7 @@ def expert_parallel(
     """
     op = "expert_parallel"
     groups = groups_of(op, group)
+    check_call(op, input, groups, experts, weighted)
     if _as_operators(max_rows):
         rows, local_plan, handle = _send(op, input, plan, groups, chunks, reduce, payload, max_rows)
         return moe_combine(experts(rows, local_plan), handle, weighted=weighted)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from fusedops.ops.attention import attention
 from fusedops.specs import _peers
-from fusedops.specs._attention_eager import attend
+from fusedops.specs._attention_eager import NOT_FINITE, Attend, attend
 from fusedops.specs.make import randn
 from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec
 
@@ -30,6 +30,7 @@ def _written_out(
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     return_lse: bool = False,
+    attend: Attend = attend,
 ) -> Any:
     left, right = window or (-1, -1)
     leading = query.shape[:-3]
@@ -264,6 +265,7 @@ SPEC = Spec(
     name="attention",
     op=attention,
     eager=_eager,
+    non_finite=tuple(functools.partial(_written_out, attend=each) for each in NOT_FINITE),
     samples=_samples,
     bad_inputs=_bad_inputs,
     bench_cases=(

@@ -10,7 +10,7 @@ import torch
 from fusedops._core.checks import UnsupportedError
 from fusedops.ops.attention_decode import attention_decode
 from fusedops.specs import _peers
-from fusedops.specs._attention_eager import attend
+from fusedops.specs._attention_eager import NOT_FINITE, Attend, attend
 from fusedops.specs.make import randn
 from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec
 
@@ -24,6 +24,7 @@ def _eager(
     window: tuple[int, int] | None = None,
     return_lse: bool = False,
     alibi_slopes: torch.Tensor | None = None,
+    attend: Attend = attend,
     **options: Any,
 ) -> Any:
     """Attend over the whole cache with a mask of what is filled, as static caches are used."""
@@ -43,6 +44,21 @@ def _eager(
     if one:
         output, lse = output.squeeze(2), lse.squeeze(2)
     return (output, lse) if return_lse else output
+
+
+def _with_empty_end(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    **options: Any,
+) -> Any:
+    """Do the same with a cache that holds zeros behind its length, whatever it holds."""
+    behind = torch.arange(key_cache.shape[2], device=query.device) >= cache_seqlens[:, None]
+    key_cache, value_cache = (
+        each.masked_fill(behind[:, None, :, None], 0.0) for each in (key_cache, value_cache)
+    )
+    return _eager(query, key_cache, value_cache, cache_seqlens, **options)
 
 
 def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
@@ -172,6 +188,7 @@ SPEC = Spec(
     name="attention_decode",
     op=attention_decode,
     eager=_eager,
+    non_finite=tuple(functools.partial(_with_empty_end, attend=each) for each in NOT_FINITE),
     samples=_samples,
     bad_inputs=_bad_inputs,
     bench_cases=(_case(8, 32, 8, 2048, 128), _case(1, 12, 12, 512, 64), _case(1, 32, 8, 8192, 128)),

@@ -9,7 +9,7 @@ import torch
 
 from fusedops.ops.attention_varlen import attention_varlen
 from fusedops.specs import _peers
-from fusedops.specs._attention_eager import attend
+from fusedops.specs._attention_eager import NOT_FINITE, Attend, attend
 from fusedops.specs.make import randn
 from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec
 
@@ -27,6 +27,7 @@ def _eager(
     window: tuple[int, int] | None = None,
     alibi_slopes: torch.Tensor | None = None,
     return_lse: bool = False,
+    attend: Attend = attend,
     **options: Any,
 ) -> Any:
     """Attend sequence by sequence in a loop."""
@@ -222,6 +223,7 @@ SPEC = Spec(
     name="attention_varlen",
     op=attention_varlen,
     eager=_eager,
+    non_finite=tuple(functools.partial(_eager, attend=each) for each in NOT_FINITE),
     samples=_samples,
     bad_inputs=_bad_inputs,
     bench_cases=(

@@ -8,6 +8,7 @@ torch in the same dtype gets and of how many terms the spec says are summed. The
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -52,10 +53,19 @@ def incoming(outputs: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
     ]
 
 
-def run(function: Callable[..., Any], sample: Sample) -> Result:
+def run(
+    function: Callable[..., Any],
+    sample: Sample,
+    incoming: Callable[[tuple[torch.Tensor, ...]], list[torch.Tensor]] = incoming,
+) -> Result:
     """Call ``function`` on the sample and differentiate all outputs with respect to all leaves.
 
     Outputs that have no gradient, where only some tensors of the sample require one, are left out.
+
+    Args:
+        function: the op, or what it is compared with.
+        sample: the call.
+        incoming: gives the incoming gradients of the floating outputs.
     """
     torch.manual_seed(11)
     outputs = tensors_in(function(*sample.args, **sample.kwargs))
@@ -157,6 +167,88 @@ def difference_from_exact(
     return None
 
 
+def differences_where_not_finite(
+    results: dict[str, Result],
+    spec: Spec,
+    sample: Sample,
+    incoming: Callable[[tuple[torch.Tensor, ...]], list[torch.Tensor]],
+) -> dict[str, str | None]:
+    """Return for each result what in it is not what eager torch gives, and where, or ``None``.
+
+    Each element of an output is what one of ``spec.non_finite`` gives, in the dtype of the call or
+    in float64: NaN, the same infinity, or a number within the error budget. Of a gradient NaN may
+    stand for an infinity and the reverse: it comes of differences of infinities, and which are
+    taken first differs between torch's own kernels.
+
+    Args:
+        results: what the call gave, by name of the backend.
+        spec: of the op.
+        sample: the call, with tensors that are not finite.
+        incoming: gave the incoming gradients.
+    """
+    functions = spec.non_finite or (spec.eager,)
+    if sample.random:
+        functions = (functools.partial(_on_reference, spec.op),)
+    pairs = [
+        (run(each, fresh(sample, torch.float64), incoming), run(each, fresh(sample), incoming))
+        for each in functions
+    ]
+    return {name: _unlike_eager(each, pairs, spec, sample) for name, each in results.items()}
+
+
+def _unlike_eager(
+    actual: Result, pairs: list[tuple[Result, Result]], spec: Spec, sample: Sample
+) -> str | None:
+    depth, inside = spec.depth(sample), spec.inner_dtype(sample)
+    for index, got in enumerate(actual.outputs):
+        wanted = [(exact.outputs[index], eager.outputs[index]) for exact, eager in pairs]
+        found = _unlike_all(got, wanted, depth.outputs, inside, of_gradient=False)
+        if found is not None:
+            return f"output {index}: {found}"
+    for index, got in enumerate(actual.grads):
+        wanted = [(exact.grads[index], eager.grads[index]) for exact, eager in pairs]
+        found = _unlike_all(got, wanted, depth.gradients[index], inside, of_gradient=True)
+        if found is not None:
+            return f"gradient {index}: {found}"
+    return None
+
+
+def _on_reference(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with backends.use_backend("torch"):
+        return op(*args, **kwargs)
+
+
+def _unlike_all(
+    got: torch.Tensor,
+    wanted: list[tuple[torch.Tensor, torch.Tensor]],
+    depth: int,
+    inside: torch.dtype | None,
+    *,
+    of_gradient: bool,
+) -> str | None:
+    """Return where a tensor is like none of the pairs of what float64 and eager torch have."""
+    if not got.is_floating_point():
+        same = any(torch.equal(got, exact) for exact, _ in wanted)
+        return None if same else f"{got.tolist()}, wanted {wanted[0][0].tolist()}"
+    good = torch.zeros_like(got, dtype=torch.bool)
+    for exact, eager in wanted:
+        budget = dtypes.error_budget(eager, exact, inside or got.dtype, depth=depth)
+        for want in (exact, eager.double()):
+            near = got.isfinite() & ((got.double() - want).abs() <= budget)
+            good |= near & want.isfinite()
+            good |= (got == want) | (got.isnan() & want.isnan())
+            if of_gradient:
+                good |= (got.isnan() & want.isinf()) | (got.isinf() & want.isnan())
+    if good.all():
+        return None
+    place = tuple(int(index) for index in (~good).nonzero()[0])
+    each = ", ".join(f"{exact[place]:.9g} and {eager[place]:.9g}" for exact, eager in wanted)
+    return (
+        f"{int((~good).sum())} of {got.numel()} elements differ; the first, {list(place)}, is "
+        f"{got[place]:.9g}, eager torch has in float64 and in its dtype {each}"
+    )
+
+
 def difference(
     got: torch.Tensor,
     want: torch.Tensor,
@@ -189,7 +281,7 @@ def difference(
     error = (got.double() - want).abs()
     same = (got.double() == want) | (got.isnan() & want.isnan())
     excess = torch.where(same, torch.zeros_like(error), error - budget)
-    wrong = (excess > 0) | (error.isnan() & ~same)
+    wrong = (excess > 0) | (excess.isnan() & ~same)
     if not wrong.any():
         return None
     worst = torch.where(wrong, excess.nan_to_num(nan=math.inf), -math.inf).argmax()

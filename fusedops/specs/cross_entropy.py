@@ -44,6 +44,14 @@ def eager(
     return loss.reshape(target.shape) if reduction == "none" else loss
 
 
+def _ignoring(
+    logits: torch.Tensor, target: torch.Tensor, *, ignore_index: int = -100, **options: Any
+) -> torch.Tensor:
+    """Compute the same, with a gradient of 0 also for ignored rows that hold NaN."""
+    logits = logits.masked_fill((target == ignore_index).unsqueeze(-1), 0.0)
+    return eager(logits, target, ignore_index=ignore_index, **options)
+
+
 def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
     new = functools.partial(randn, device=device, dtype=dtype)
 
@@ -117,7 +125,9 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
         bad("softcap_type", TypeError, "softcap", "str", softcap="30"),
         bad("ignore_index", TypeError, "ignore_index", "float", ignore_index=-100.0),
         bad("dtype", ValueError, "dtype", "float32", "float16", dtype=torch.float16),
-        bad("dtype_type", TypeError, "dtype", "str", dtype="float32"),
+        bad("dtype_type", TypeError, "dtype", "'float32'", dtype="float32"),
+        bad("dtype_number", TypeError, "dtype", "-1", dtype=-1),
+        bad("ignore_flag", TypeError, "ignore_index", "bool", ignore_index=True),
     ]
 
 
@@ -149,6 +159,7 @@ SPEC = Spec(
     name="cross_entropy",
     op=cross_entropy,
     eager=eager,
+    non_finite=(_ignoring,),
     samples=_samples,
     bad_inputs=_bad_inputs,
     bench_cases=(

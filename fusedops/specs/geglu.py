@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 
-from fusedops._core.activation import ACTIVATIONS, GELU_VARIANTS
+from fusedops._core.activation import ACTIVATIONS, FAST_GELU_SLOPE, GELU_VARIANTS
 from fusedops.ops.geglu import geglu
 from fusedops.specs import _glu, _peers, depth
 from fusedops.specs.make import randn
@@ -15,6 +16,15 @@ from fusedops.specs.spec import BadInput, Sample, Spec
 
 def _eager(gate: torch.Tensor, up: torch.Tensor, approximate: str = "none") -> torch.Tensor:
     return ACTIVATIONS[GELU_VARIANTS[approximate]](gate) * up
+
+
+def _with_tails(gate: torch.Tensor, up: torch.Tensor, approximate: str = "none") -> torch.Tensor:
+    """Compute the same with gelu's far tail, which torch rounds to 0: times inf that is NaN."""
+    if approximate == "none":
+        return gate * (0.5 * torch.special.erfc(gate * -math.sqrt(0.5))) * up
+    cubic = gate + 0.044715 * gate**3 if approximate == "tanh" else gate
+    slope = math.sqrt(8 / math.pi) if approximate == "tanh" else FAST_GELU_SLOPE
+    return gate * torch.sigmoid(slope * cubic) * up
 
 
 def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
@@ -47,6 +57,7 @@ SPEC = Spec(
     name="geglu",
     op=geglu,
     eager=_eager,
+    non_finite=(_eager, _with_tails),
     samples=_samples,
     bad_inputs=_bad_inputs,
     bench_cases=(

@@ -42,8 +42,10 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
     x, weight = torch.randn(3, 8, device=device), torch.ones(8, device=device)
     return [
         BadInput("normalized_shape", (x, (7,)), {}, ValueError, ("normalized_shape", "7")),
-        BadInput("one_size", (x, 8), {}, TypeError, ("normalized_shape", "sequence", "got 8")),
-        BadInput("a_number", (x, 8.0), {}, TypeError, ("normalized_shape", "sequence", "got 8.0")),
+        BadInput("one_size", (x, 8), {}, TypeError, ("normalized_shape", "tuple of ints", "got 8")),
+        BadInput(
+            "a_number", (x, 8.0), {}, TypeError, ("normalized_shape", "tuple of ints", "got 8.0")
+        ),
         BadInput("no_shape", (x, ()), {}, ValueError, ("normalized_shape",)),
         BadInput("weight_shape", (x, (8,), weight[:7]), {}, ValueError, ("weight", "[8]", "[7]")),
         BadInput("bias_shape", (x, (8,), None, weight[:1]), {}, ValueError, ("bias", "[1]")),

@@ -27,6 +27,26 @@ def _eager(
     return cross_entropy.eager(F.linear(hidden, weight, bias), target, **options)
 
 
+def _ignoring(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    reads_hidden: bool,
+    ignore_index: int = -100,
+    chunk_size: int | None = None,
+    recompute: bool | None = None,
+    **options: Any,
+) -> torch.Tensor:
+    """Compute the same with no gradient for ignored rows, whatever they or the weight hold."""
+    ignored = (target == ignore_index).unsqueeze(-1)
+    if not reads_hidden:
+        hidden = hidden.masked_fill(ignored, 0.0)
+    logits = F.linear(hidden, weight, bias).masked_fill(ignored, 0.0)
+    return cross_entropy.eager(logits, target, ignore_index=ignore_index, **options)
+
+
 def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
     new = functools.partial(randn, device=device, dtype=dtype)
 
@@ -132,6 +152,8 @@ SPEC = Spec(
     name="linear_cross_entropy",
     op=linear_cross_entropy,
     eager=_eager,
+    # For the gradient of the weight an ignored row is skipped, or multiplied by a gradient of 0.
+    non_finite=tuple(functools.partial(_ignoring, reads_hidden=reads) for reads in (False, True)),
     samples=_samples,
     bad_inputs=_bad_inputs,
     bench_cases=(

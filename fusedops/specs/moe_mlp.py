@@ -41,6 +41,39 @@ def _eager(
     recompute: bool = True,
 ) -> torch.Tensor:
     """Loop over the experts, as model code does."""
+    return _loop(input, plan, w1, w2, b1, b2, activation, gated, interleaved, weigh_hidden=False)
+
+
+def _weighing_hidden(
+    input: torch.Tensor,
+    plan: RoutingPlan,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    b1: torch.Tensor | None = None,
+    b2: torch.Tensor | None = None,
+    *,
+    activation: str = "silu",
+    gated: bool = True,
+    interleaved: bool = False,
+    recompute: bool = True,
+) -> torch.Tensor:
+    """Do the same with the probabilities before the second product, as the kernels do."""
+    return _loop(input, plan, w1, w2, b1, b2, activation, gated, interleaved, weigh_hidden=True)
+
+
+def _loop(
+    input: torch.Tensor,
+    plan: RoutingPlan,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    b1: torch.Tensor | None,
+    b2: torch.Tensor | None,
+    activation: str,
+    gated: bool,
+    interleaved: bool,
+    *,
+    weigh_hidden: bool,
+) -> torch.Tensor:
     slots, probs = plan.permutation.long(), plan.probs.flatten()
     output = probs.new_zeros(input.shape[0], w2.shape[2])
     rounded, begin = input.dtype, 0
@@ -49,9 +82,15 @@ def _eager(
         begin, tokens = end, chosen // plan.top_k if plan.top_k else chosen
         z = F.linear(input[tokens], w1[expert].t(), None if b1 is None else b1[expert])
         h = _hidden(z, activation, gated, interleaved)
+        weights = probs[chosen, None]
+        if weigh_hidden:
+            y = F.linear((h * weights).to(h.dtype), w2[expert].t())
+            y = y if b2 is None else y + (b2[expert] * weights).to(y.dtype)
+            output = output.index_add(0, tokens, y.to(output.dtype))
+            continue
         y = F.linear(h, w2[expert].t(), None if b2 is None else b2[expert])
         rounded = y.dtype
-        output = output.index_add(0, tokens, (y * probs[chosen, None]).to(output.dtype))
+        output = output.index_add(0, tokens, (y * weights).to(output.dtype))
     return output.to(rounded)
 
 
@@ -241,6 +280,7 @@ SPEC = Spec(
     name="moe_mlp",
     op=moe_mlp,
     eager=_eager,
+    non_finite=(_eager, _weighing_hidden),
     samples=_samples,
     bad_inputs=_bad_inputs,
     bench_cases=(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from fusedops._core import backends
 from fusedops.ops import RoutingPlan, moe_capacity, moe_route
 from fusedops.specs.make import randn
 from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec
@@ -129,6 +130,11 @@ def distinct(
     slopes = most - torch.arange(tokens) % max(1, most // 2)
     values = ranks * slopes[:, None] / 64
     return values.to(device=device, dtype=dtype).requires_grad_(grad)
+
+
+def _reference(*args: Any, **kwargs: Any) -> RoutingPlan:
+    with backends.use_backend("torch"):
+        return moe_route(*args, **kwargs)
 
 
 def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
@@ -263,6 +269,8 @@ SPEC = Spec(
     name="moe_route",
     op=moe_route,
     eager=_eager,
+    # NaN is taken for -inf, inf for the largest number; which of equal logits come first is fixed.
+    non_finite=(_reference,),
     samples=_samples,
     bad_inputs=_bad_inputs,
     bench_cases=(

@@ -48,6 +48,19 @@ def _eager(
     return loss
 
 
+def _of_counted(
+    logits: torch.Tensor,
+    choices: RoutingPlan | torch.Tensor | None = None,
+    *,
+    mask: torch.Tensor | None = None,
+    **options: Any,
+) -> torch.Tensor:
+    """Do the same where the logits of tokens that do not count may hold anything."""
+    if mask is not None:
+        logits = logits.masked_fill(~mask[:, None], 0.0)
+    return _eager(logits, choices, mask=mask, **options)
+
+
 def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
     def new(tokens: int, experts: int) -> torch.Tensor:
         return randn(tokens, experts, device=device, dtype=dtype)
@@ -135,6 +148,7 @@ SPEC = Spec(
     name="moe_router_loss",
     op=moe_router_loss,
     eager=_eager,
+    non_finite=(_of_counted,),
     samples=_samples,
     bad_inputs=_bad_inputs,
     bench_cases=(_case(4096, 8, 2), _case(4096, 64, 8)),

@@ -68,7 +68,7 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
     x, weight = torch.randn(3, 8, device=device), torch.ones(8, device=device)
     return [
         BadInput("normalized_shape", (x, (7,)), {}, ValueError, ("normalized_shape", "7")),
-        BadInput("one_size", (x, 8), {}, TypeError, ("normalized_shape", "sequence", "got 8")),
+        BadInput("one_size", (x, 8), {}, TypeError, ("normalized_shape", "tuple of ints", "got 8")),
         BadInput("no_shape", (x, ()), {}, ValueError, ("normalized_shape",)),
         BadInput("weight_shape", (x, (8,), weight[:7]), {}, ValueError, ("weight", "[8]", "[7]")),
         BadInput("weight_dtype", (x, (8,), weight.double()), {}, TypeError, ("weight", "float64")),

@@ -33,6 +33,37 @@ def _eager(
     return torch.softmax(scores, dim=-1, dtype=wide).to(input.dtype)
 
 
+def _not_finite(
+    input: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    scale: float = 1.0,
+    is_causal: bool = False,
+    *,
+    masks_by: str,
+) -> torch.Tensor:
+    """Mask by ``"filling"`` or by ``"adding"`` -inf; where nothing is left there is no gradient.
+
+    In a row with NaN what was filled has a gradient of 0, what was added to has NaN. Both multiply
+    the incoming gradient of what was masked by 0; by ``"skipping"`` it is not read.
+    """
+    kept = torch.ones(input.shape[-2:], dtype=torch.bool, device=input.device)
+    kept = kept.tril() if is_causal else kept
+    scores = input * scale
+    if mask is not None and mask.dtype == torch.bool:
+        kept = kept & mask
+    elif mask is not None:
+        scores = scores + mask
+    hidden = torch.zeros_like(kept, dtype=scores.dtype).masked_fill(~kept, -torch.inf)
+    adds = masks_by == "adding"
+    scores = scores + hidden if adds else scores.masked_fill(~kept, -torch.inf)
+    empty = (scores == -torch.inf).all(-1, keepdim=True)
+    wide = torch.float64 if scores.dtype == torch.float64 else torch.float32
+    weights = torch.softmax(scores.masked_fill(empty, 0.0), dim=-1, dtype=wide)
+    if masks_by == "skipping":
+        weights = torch.where(kept, weights, weights.detach())
+    return weights.masked_fill(empty, 0.0).to(input.dtype)
+
+
 def _keep(*shape: int, device: torch.device) -> torch.Tensor:
     """Return a boolean mask that leaves something in every row, causal or not."""
     kept = randn(*shape, device=device, dtype=torch.float32, grad=False, key="keep") > 0
@@ -131,6 +162,9 @@ SPEC = Spec(
     name="scaled_masked_softmax",
     op=scaled_masked_softmax,
     eager=_eager,
+    non_finite=tuple(
+        functools.partial(_not_finite, masks_by=way) for way in ("filling", "adding", "skipping")
+    ),
     samples=_samples,
     bad_inputs=_bad_inputs,
     bench_cases=(

@@ -121,6 +121,9 @@ class Spec:
         op: the public function.
         eager: what a user writes today in eager torch, same signature; run in float64 it is the
             truth of the value tests, run as it is it is the benchmark's baseline.
+        non_finite: where NaN and infinities make a difference, the eager functions that say how, a
+            result being what one of them gives; by default ``eager`` alone. Needed where that is a
+            kernel of torch's that loses NaN, and for what an op promises beyond torch.
         samples: ``samples(device, dtype)`` gives small and odd calls (empty, one element, odd
             sizes, optional arguments absent, high-rank); floating tensors require gradients.
         bad_inputs: ``bad_inputs(device)`` gives calls that must raise.
@@ -152,6 +155,7 @@ class Spec:
     bench_cases: tuple[BenchCase, ...]
     summary: str
     autocast: str
+    non_finite: tuple[Callable[..., Tensors], ...] = ()
     peers: Callable[[], dict[str, Callable[..., Tensors]]] = dict
     opinfo: tuple[str, ...] = ()
     from_opinfo: Callable[..., tuple[tuple[Any, ...], dict[str, Any]] | None] | None = None

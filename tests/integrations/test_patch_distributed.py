@@ -12,12 +12,16 @@ from patch_testing import assert_close, counted
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.experimental import context_parallel
+from torch.distributed.tensor.experimental._attention import _ContextParallel
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedops
+from fusedops.integrations import describe
 
 pytest.importorskip("transformers")
 
+from causal_families import DENSE
 from test_patch_gpt2 import IDS, gpt2, loss
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
@@ -75,3 +79,33 @@ def test_unpatch_under_fully_shard_says_what_to_do() -> None:
     fully_shard(model.transformer.h[0], mesh=init_device_mesh("cpu", (1,)))
     with pytest.raises(fusedops.UnsupportedError, match=r"transformer\.h\.0 is a FSDPGPT2Block"):
         fusedops.unpatch(model)
+
+
+@pytest.mark.usefixtures("one_process")
+def test_context_parallelism_sees_the_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its exchanges, which have no kernel on a CPU, are left out: that they are called counts."""
+    seen = []
+
+    def enter(module: None, args: tuple, kwargs: dict, mesh: object) -> tuple[tuple, dict]:
+        seen.append(mesh)
+        return args, kwargs
+
+    monkeypatch.setattr(_ContextParallel, "sdpa_input_fn", staticmethod(enter))
+    monkeypatch.setattr(
+        _ContextParallel,
+        "sdpa_output_fn",
+        staticmethod(lambda *args: args[2]),
+    )
+    model = DENSE["Llama"].model(attn_implementation="sdpa")
+    fusedops.patch(model)
+    expected = model(IDS).logits
+    mesh = init_device_mesh("cpu", (1,))
+    with counted() as calls, context_parallel(mesh, buffers=[IDS.clone()], buffer_seq_dims=[1]):
+        found = model(IDS).logits
+        entry = describe(model)["model.layers.0.self_attn"]
+    assert seen == [mesh, mesh] and "attention" not in calls
+    assert "F.scaled_dot_product_attention was replaced by torch.distributed" in entry.reason
+    assert_close(found, expected)
+    with counted() as calls:
+        model(IDS)
+    assert calls["attention"] == 2

@@ -29,6 +29,7 @@ def feed_forward(activation: nn.Module) -> nn.Sequential:
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "LayerNorm": lambda: nn.LayerNorm(32),
     "LayerNorm, no bias": lambda: nn.LayerNorm(32, eps=0.1, bias=False),
+    "RMSNorm": lambda: nn.RMSNorm(32),
     "Linear": lambda: nn.Linear(32, 8),
     "Linear, no bias": lambda: nn.Linear(32, 8, bias=False),
     "GELU last": lambda: nn.Sequential(nn.Linear(32, 8), nn.LayerNorm(8), nn.GELU()),
@@ -289,3 +290,25 @@ def test_class_weights_are_reported() -> None:
     assert (report["0"].reason, report["1"].op) == ("it has class weights", "cross_entropy")
     fusedops.unpatch(model)
     assert type(model[1]) is nn.CrossEntropyLoss
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("eps", [None, 1e-6, 0.5])
+def test_rms_norm_is_torchs_to_the_bit(eps: float | None, dtype: torch.dtype) -> None:
+    for stock in (nn.RMSNorm(32, eps), nn.RMSNorm((4, 32), eps, elementwise_affine=False)):
+        stock = stock.to(dtype)
+        if stock.weight is not None:
+            nn.init.normal_(stock.weight)
+        patched, _ = patched_pair(stock)
+        rows = INPUT.view(5, 4, 32).to(dtype)
+        with counted() as calls:
+            actual = patched(rows)
+        assert calls == {"rms_norm": 1}
+        assert torch.equal(actual, stock(rows))
+
+
+def test_rms_norm_of_two_dtypes_stays_with_torch() -> None:
+    patched, stock = patched_pair(nn.RMSNorm(32))
+    with counted() as calls:
+        assert torch.equal(patched(INPUT.bfloat16()), stock(INPUT.bfloat16()))
+    assert not calls

@@ -111,7 +111,7 @@ def test_bad_input_is_named() -> None:
         update_balancing_bias(torch.zeros(3, 1), torch.zeros(3).long())
     with pytest.raises(TypeError, match="update_balancing_bias: bias must have a floating dtype"):
         update_balancing_bias(torch.zeros(3).long(), torch.zeros(3).long())
-    with pytest.raises(ValueError, match="BalancingBias: num_experts must be positive, got 0"):
+    with pytest.raises(ValueError, match="BalancingBias: num_experts must be at least 1, got 0"):
         fusedops.nn.BalancingBias(0)
     with pytest.raises(ValueError, match="plan must have 3 experts, got 2"):
         fusedops.nn.BalancingBias(3).count(fusedops.moe_route(torch.zeros(1, 2), 1))

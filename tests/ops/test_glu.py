@@ -75,13 +75,10 @@ def test_the_activation_is_not_rounded(name: str, backend: str) -> None:
 @by_op
 @by_backend
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_infinities_of_the_gate_give_the_limits(
-    name: str, backend: str, dtype: torch.dtype
-) -> None:
+def test_nothing_finite_overflows(name: str, backend: str, dtype: torch.dtype) -> None:
     if backend == "triton" and dtype == torch.float64:
         pytest.skip("the Triton kernels compute in float32")
-    inf = float("inf")
-    gate = torch.tensor([-inf, -1e30, -2e4, 2e4, 1e30, inf] * 3, dtype=dtype)
+    gate = torch.tensor([-1e30, -2e4, 2e4, 1e30] * 5, dtype=dtype)
     up = torch.full_like(gate, 2.0)
     with fusedops.use_backend(backend):
         y, grad_gate, grad_up = results(name, gate, up)

@@ -130,7 +130,7 @@ def test_an_ignored_row_may_hold_anything(backend: str) -> None:
         grad_hidden, grad_weight = torch.autograd.grad(loss, (hidden, weight))
     assert loss.isfinite()
     assert torch.equal(grad_hidden[1], torch.zeros(6)) and grad_hidden.isfinite().all()
-    if backend == "cpp":  # the others multiply a gradient of 0 by what the row holds
+    if backend != "triton":  # which multiplies a gradient of 0 by what the row holds
         assert grad_weight.isfinite().all()
 
 

@@ -5,28 +5,45 @@ is registered under it: ours is ``"fusedops"``. That of a patched model, which b
 model and often to several, is not touched: the patched class shows its instance a view of it in
 which the name is ours. Masks are still made by the model for the implementation that it was
 configured with, and each that is known has a function here which reads them in the same way.
+
+The view is shown only while the implementation is transformers' own: whoever put another function
+in its place, or in that of ``F.scaled_dot_product_attention``, sees the call.
 """
 
 from __future__ import annotations
 
+import inspect
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from transformers.integrations.sdpa_attention import create_position_bias_mask
+from transformers.integrations.sdpa_attention import (
+    create_position_bias_mask,
+    sdpa_attention_forward,
+)
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
-from transformers.modeling_utils import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
+from fusedops.integrations.hf.originals import (
+    Places,
+    functions,
+    global_function,
+    intercepted,
+    name_of,
+    replaced,
+)
 from fusedops.integrations.hf.rotary import forward_with_rotary
 from fusedops.integrations.hf.rules import (
     Rule,
-    bypass_obstacle,
     global_hooks,
+    hooks_obstacle,
     like,
     runs_here,
     subclass,
 )
+from fusedops.integrations.hf.sequence_parallel import fused_name
 from fusedops.ops.attention import attention
 
 # Configured implementation -> what a patched module asks for.
@@ -155,12 +172,74 @@ for _name, _function, _mask in (
     AttentionMaskInterface.register(_name, _mask)
 
 
+_SDPA = functions("scaled_dot_product_attention")
+
+
+@dataclass(frozen=True)
+class Implementations:
+    """Where an attention class looks its implementation up, and what stands for it.
+
+    Attributes:
+        registry: the ``AttentionInterface`` of its file, which may override entries for itself.
+        eager: the places of its ``eager_attention_forward``, where ``attend_as_eager`` computes
+            what that does; else ``None``.
+    """
+
+    registry: Any
+    eager: Places | None
+
+    @staticmethod
+    def of(original: type[nn.Module], *, eager: bool) -> Implementations:
+        """Return those of a class."""
+        code: Any = inspect.unwrap(original.forward)
+        return Implementations(
+            code.__globals__.get("ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS),
+            global_function(original.__module__, "eager_attention_forward") if eager else None,
+        )
+
+    def obstacle(self, module: Any) -> str | None:
+        """Return why the implementation that ``module`` is configured with must stay, or not."""
+        configured = module.__dict__["config"]._attn_implementation
+        found = self.registry.get(configured)
+        if configured == "sdpa":
+            known = found is sdpa_attention_forward or _shared(found) is not None
+            reason = replaced(_SDPA) if known else _entry("sdpa", found)
+        elif configured == "fusedops":
+            reason = None if found is attend else _entry(configured, found)
+        elif configured == "eager" and self.eager is not None:
+            reason = replaced(self.eager) if found is None else _entry("eager", found)
+            watched = hooks_obstacle("the module", module) or global_hooks()
+            if reason is None and watched is not None:
+                reason = f"it gives its attention weights away: {watched}"
+        else:
+            names = "'sdpa'" if self.eager is None else "'sdpa' or 'eager'"
+            reason = (
+                f"its attention is configured as {configured!r}: "
+                f"attn_implementation={names} is known"
+            )
+        return reason
+
+    def name(self, configured: str) -> str:
+        """Return what a patched module asks for in the place of ``configured``."""
+        if configured == "sdpa":
+            return _shared(self.registry.get(configured)) or NAMES[configured]
+        return NAMES[configured]
+
+
+def _shared(found: Any) -> str | None:
+    return None if found is sdpa_attention_forward else fused_name(found, attend_as_sdpa)
+
+
+def _entry(name: str, found: Any) -> str:
+    return f"the attention function {name!r} was replaced by {name_of(found)}"
+
+
 class _View:
     """A configuration in which the attention's implementation is ours."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, name: str) -> None:
         self._config = config
-        self._attn_implementation = NAMES[config._attn_implementation]
+        self._attn_implementation = name
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._config, name)
@@ -169,7 +248,7 @@ class _View:
 class _Attention(nn.Module):
     """The configuration of every patched attention module."""
 
-    knows_eager: bool
+    implementations: Implementations
 
     @property
     def config(self) -> Any:
@@ -178,36 +257,20 @@ class _Attention(nn.Module):
         weight = next(self.parameters(), None)
         if weight is None or not runs_here(weight):
             return config
-        return config if _configured(self, eager=self.knows_eager) is not None else _View(config)
+        if self.implementations.obstacle(self) is not None or intercepted() is not None:
+            return config
+        return _View(config, self.implementations.name(config._attn_implementation))
 
     @config.setter
     def config(self, config: Any) -> None:
         self.__dict__["config"] = config
 
 
-def obstacle(module: Any, *, eager: bool = False) -> str | None:
-    """Return why the module's attention must stay as it is configured, or ``None``.
-
-    Args:
-        module: an attention module.
-        eager: whether ``attend_as_eager`` computes what its class does without the fused op. Then
-            hooks on the module are an obstacle: what records attention weights is a hook.
-    """
+def _obstacle(module: Any, implementations: Implementations) -> str | None:
+    """Return why the module's attention must stay as it is configured, or ``None``."""
     if next(module.parameters(), None) is None:
         return "it has no parameters: its projections are quantised"
-    return _configured(module, eager=eager)
-
-
-def _configured(module: Any, *, eager: bool) -> str | None:
-    """Return why the implementation that the module is configured with must stay, or ``None``."""
-    configured = module.__dict__["config"]._attn_implementation
-    if configured in ("sdpa", "fusedops"):
-        return None
-    if configured == "eager" and eager:
-        reason = bypass_obstacle("the module", module, (type(module),)) or global_hooks()
-        return f"it gives its attention weights away: {reason}" if reason is not None else None
-    known = "'sdpa' or 'eager'" if eager else "'sdpa'"
-    return f"its attention is configured as {configured!r}: attn_implementation={known} is known"
+    return implementations.obstacle(module)
 
 
 def attention_rule(
@@ -234,20 +297,24 @@ def attention_rule(
         forward_with_rotary(original, module_name, half_tables=half_tables) if rotary else None
     )
     methods = {} if forward is None else {"forward": forward}
+    known = Implementations.of(original, eager=eager)
     return Rule(
         original,
-        subclass(original, _Attention, module_name, knows_eager=eager, **methods),
+        subclass(original, _Attention, module_name, implementations=known, **methods),
         ("attention", "rotary_embedding") if methods else ("attention",),
         "O2",
         _probe,
-        partial(obstacle, eager=eager),
+        partial(_obstacle, implementations=known),
         absorbs=absorbs,
         note=_note,
     )
 
 
 def _note(module: Any) -> str | None:
-    if module.__dict__["config"]._attn_implementation == "eager":
+    configured = module.__dict__["config"]._attn_implementation
+    if module.implementations.name(configured) not in NAMES.values():
+        return f"inside {name_of(module.implementations.registry.get(configured))}"
+    if configured == "eager":
         return "eager, but gives its caller no weights until a hook asks for them"
     return None
 

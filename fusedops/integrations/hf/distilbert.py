@@ -104,5 +104,6 @@ RULES = (
         probe_feed_forward,
         _feed_forward_obstacle,
         absorbs=("lin1", "activation", "lin2"),
+        methods=("ff_chunk",),
     ),
 )

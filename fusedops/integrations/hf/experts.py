@@ -19,6 +19,7 @@ from torch import nn
 from transformers.integrations import moe
 
 from fusedops._core import dtypes
+from fusedops.integrations.hf.originals import name_of
 from fusedops.integrations.hf.rules import (
     Rule,
     bypass_obstacle,
@@ -36,9 +37,6 @@ from fusedops.ops.moe_permute import moe_permute
 from fusedops.ops.moe_unpermute import moe_unpermute
 
 NAME = "fusedops"
-
-# Implementations of one formula; the others quantise or are chosen for a device.
-_KNOWN = ("eager", "grouped_mm", "batched_mm", NAME)
 
 
 class Gate(NamedTuple):
@@ -121,6 +119,15 @@ def compute(module: Any, hidden_states: torch.Tensor, plan: RoutingPlan) -> torc
 
 moe.ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
 
+# Implementations of one formula, as they are registered, eager as none; the others quantise or are
+# chosen for a device.
+_KNOWN: dict[str, Any] = {
+    "eager": None,
+    "grouped_mm": moe.grouped_mm_experts_forward,
+    "batched_mm": moe.batched_mm_experts_forward,
+    NAME: experts_forward,
+}
+
 
 def _ends_in_a_norm(module: Any) -> bool:
     # An attribute of transformers 5.23 (Muse Spark); its eager loop applies it before the weights.
@@ -181,11 +188,16 @@ def obstacle(module: Any) -> str | None:
     configured = module.config._experts_implementation
     if configured not in _KNOWN:
         return f"its experts are configured as {configured!r}"
+    found = moe.ALL_EXPERTS_FUNCTIONS.get(configured)
+    if found is not _KNOWN[configured]:
+        return f"the experts function {configured!r} was replaced by {name_of(found)}"
     return _weights_obstacle(module)
 
 
 class Experts(nn.Module):
     """The forward of every patched experts module."""
+
+    fused_rule: Rule
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the weighted sum of each token's experts."""
@@ -198,7 +210,7 @@ def experts_obstacle(name: str, experts: Any) -> str | None:
     """Return why a layer must not do the work of ``experts`` itself, or ``None``."""
     if not isinstance(experts, Experts):
         return f"{name} is a {type(experts).__name__}"
-    return bypass_obstacle(name, experts, (type(experts),)) or obstacle(experts)
+    return bypass_obstacle(name, experts, (experts.fused_rule.patched,)) or obstacle(experts)
 
 
 def experts_rule(original: type[nn.Module], module_name: str) -> Rule:

@@ -17,6 +17,12 @@ from torch import nn
 from transformers.loss import loss_utils
 from transformers.modeling_utils import PreTrainedModel
 
+from fusedops.integrations.hf.originals import (
+    global_function,
+    intercepted,
+    name_of,
+    replaced,
+)
 from fusedops.integrations.hf.rules import like, runs_here
 from fusedops.ops.cross_entropy import cross_entropy
 
@@ -49,8 +55,8 @@ def causal_lm_loss(
         **kwargs: not looked at.
     """
     wanted: Any = labels if shift_labels is None else shift_labels
-    if not served(logits, wanted):
-        return _STOCK_CAUSAL(
+    if not served(logits, wanted) or aside(causal_lm_loss) is not None:
+        return loss_utils.LOSS_MAPPING["ForCausalLM"](
             logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs
         )
     if shift_labels is None:
@@ -76,8 +82,10 @@ def masked_lm_loss(
         ignore_index: label of what does not count.
         **kwargs: not looked at.
     """
-    if not served(logits, labels):
-        return _STOCK_MASKED(logits, labels, vocab_size, num_items_in_batch, ignore_index, **kwargs)
+    if not served(logits, labels) or aside(masked_lm_loss) is not None:
+        return loss_utils.LOSS_MAPPING["ForMaskedLM"](
+            logits, labels, vocab_size, num_items_in_batch, ignore_index, **kwargs
+        )
     return _loss(logits, labels, vocab_size, num_items_in_batch, ignore_index)
 
 
@@ -116,6 +124,22 @@ _PAIRS: tuple[tuple[Any, Any], ...] = (
     (_STOCK_CAUSAL, causal_lm_loss),
     (_STOCK_MASKED, masked_lm_loss),
 )
+_TASKS = {causal_lm_loss: "ForCausalLM", masked_lm_loss: "ForMaskedLM"}
+_PLACES = global_function(loss_utils.__name__, "fixed_cross_entropy")
+
+
+def aside(loss: Any) -> str | None:
+    """Return why one of our losses leaves the work to transformers' now, or ``None``."""
+    return _replaced(loss) or intercepted()
+
+
+def _replaced(loss: Any) -> str | None:
+    task = _TASKS[loss]
+    found = loss_utils.LOSS_MAPPING[task]
+    if found is not _stock(loss):
+        return f"the loss {task!r} was replaced by {name_of(found)}"
+    return replaced(_PLACES)
+
 
 # What the known versions of their losses are made of. Another name is another computation.
 _SHARED_NAMES = {"nn", "functional", "to", "device"}
@@ -141,7 +165,7 @@ def is_taken(owner: Any) -> bool:
     return _stock(_set_loss(owner)) is not None
 
 
-def name_of(owner: Any) -> str:
+def title(owner: Any) -> str:
     """Return the name of the loss that ``owner`` computes; of ours, transformers' name for it."""
     loss = _loss_of(owner)
     return str(getattr(_stock(loss) or loss, "__name__", type(loss).__name__))
@@ -173,6 +197,12 @@ def restore(owner: Any) -> None:
     del owner._loss_function
     if _loss_of(owner) is not stock:  # somebody had chosen it
         owner.loss_function = stock
+
+
+def note(owner: Any) -> str:
+    """Return what a reader of the report should know about the loss taken from ``owner``."""
+    reason = aside(_set_loss(owner))
+    return NOTE if reason is None else f"steps aside now: {reason}"
 
 
 def probe(owner: Any) -> None:
@@ -207,9 +237,10 @@ def _loss_of(owner: Any) -> Any:
 
 def _unknown(stock: Any) -> str | None:
     """Return why ``stock`` is not the loss that ours was written for, or ``None``."""
+    reason = _replaced(_ours(stock))
+    if reason is not None:
+        return reason
     reduction: Any = loss_utils.fixed_cross_entropy
-    if reduction.__module__ != loss_utils.__name__:
-        return f"transformers' fixed_cross_entropy was replaced by one of {reduction.__module__}"
     known = list(inspect.signature(_ours(stock)).parameters)
     used = set(stock.__code__.co_names) - _NAMES
     used |= set(reduction.__code__.co_names) - _REDUCTION_NAMES

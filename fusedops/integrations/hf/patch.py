@@ -16,8 +16,9 @@ from torch import nn
 
 from fusedops._core import checks
 from fusedops._core.checks import UnsupportedError
+from fusedops.integrations.hf.originals import replaced
 from fusedops.integrations.hf.report import ModuleReport, PatchReport
-from fusedops.integrations.hf.rules import LEVELS, Rule, resolution
+from fusedops.integrations.hf.rules import LEVELS, Rule, resolution, rule_of
 
 # Module with RULES -> the module that must be loaded for its classes to exist.
 _TABLES = {
@@ -61,7 +62,8 @@ def patch(model: nn.Module, *, level: str = "O2", strict: bool = False) -> Patch
 
     Args:
         model: any module. Hugging Face's families that have a table in this folder are known as
-            such, torch's ``LayerNorm``, ``GELU``, ``Linear`` and ``Sequential`` by type.
+            such, torch's ``LayerNorm``, ``RMSNorm``, ``GELU``, ``Linear`` and ``Sequential`` by
+            type.
         level: ``"O0"`` nothing; ``"O1"`` norms and element-wise ops; ``"O2"`` also matrix
             products with what follows them, and losses; ``"O3"`` as ``"O2"`` (nothing that
             changes rounding is there yet).
@@ -78,7 +80,8 @@ def patch(model: nn.Module, *, level: str = "O2", strict: bool = False) -> Patch
 
     Note:
         Patch after loading adapters and before ``fully_shard``. A fused module whose children get
-        hooks or adapters later runs its original forward from then on; ``describe`` shows it.
+        hooks or adapters later, or of whose original another library replaces a function, runs its
+        original forward from then on; ``describe`` shows it.
         What compares exact classes (``torch.ao.quantization``) does not know the patched ones:
         ``unpatch`` first.
 
@@ -91,10 +94,24 @@ def patch(model: nn.Module, *, level: str = "O2", strict: bool = False) -> Patch
     """
     _check_model("patch", model)
     checks.choice("patch", "level", level, LEVELS)
-    if not isinstance(strict, bool):
-        raise TypeError(f"patch: strict must be a bool, got {type(strict).__name__}")
+    checks.flag("patch", "strict", strict)
     before = {module: type(module) for module in model.modules()}
     taken = [owner for _, owner in _loss_owners(model) if _losses().is_taken(owner)]
+    try:
+        report = _patched(model, level)
+        if strict and (report.failed or not report.replaced):
+            raise UnsupportedError(f"patch: strict was asked for, but {_failures(report)}")
+    except BaseException:
+        _restore(model)
+        for module, cls in before.items():
+            module.__class__ = cls
+        for owner in taken:
+            _losses().take(owner)
+        raise
+    return report
+
+
+def _patched(model: nn.Module, level: str) -> PatchReport:
     _restore(model)
     rules = _rules()
     for module in list(model.modules()):
@@ -104,15 +121,7 @@ def patch(model: nn.Module, *, level: str = "O2", strict: bool = False) -> Patch
     for _, owner in _loss_owners(model):
         if level >= _losses().LEVEL:
             _losses().take(owner)
-    report = _report(model, level)
-    if strict and (report.failed or not report.replaced):
-        _restore(model)
-        for module, cls in before.items():
-            module.__class__ = cls
-        for owner in taken:
-            _losses().take(owner)
-        raise UnsupportedError(f"patch: strict was asked for, but {_failures(report)}")
-    return report
+    return _report(model, level)
 
 
 def unpatch(model: nn.Module) -> None:
@@ -201,15 +210,10 @@ def _rules() -> dict[type, Rule]:
     return rules
 
 
-def _patched_classes() -> dict[type, Rule]:
-    return {rule.patched: rule for rule in _rules().values()}
-
-
 def _restore(model: nn.Module) -> None:
-    patched = _patched_classes()
     for module in model.modules():
-        rule = patched.get(type(module))
-        if rule is not None:
+        rule = rule_of(module)
+        if rule is not None and not _covered(module):
             module.__class__ = rule.original
     for _, owner in _loss_owners(model):
         _losses().restore(owner)
@@ -227,8 +231,9 @@ def _loss_owners(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 def _covered(module: nn.Module) -> bool:
-    patched = _patched_classes()
-    return type(module) not in patched and any(cls in patched for cls in type(module).__mro__)
+    """Return whether another class lies on top of a patched one: ``fully_shard`` makes such."""
+    rule = rule_of(module)
+    return rule is not None and type(module) is not rule.patched
 
 
 def _refusal(rule: Rule, module: nn.Module, level: str) -> str | None:
@@ -237,26 +242,24 @@ def _refusal(rule: Rule, module: nn.Module, level: str) -> str | None:
         return f"from level {rule.level} on"
     if not rule.applies(module):
         return "not applicable"
-    if "forward" in module.__dict__:
+    if "forward" in module.__dict__ and not rule.runs_inside(module.forward):
         return "its forward is overridden on the instance"
-    return rule.obstacle(module)
+    return replaced(rule.places) or rule.obstacle(module)
 
 
 def _report(model: nn.Module, level: str) -> PatchReport:
-    rules, patched = _rules(), _patched_classes()
+    rules = _rules()
     names = {module: name for name, module in model.named_modules()}
-    owners = _owners(names, patched)
+    owners = _owners(names)
     entries = []
     for module, name in names.items():
-        rule = patched.get(type(module))
+        rule = rule_of(module)
         if rule is not None:
             entries.append(_entry_of_patched(name, module, rule, owners.get(name)))
-        elif _covered(module):
-            entries.append(_entry_of_covered(name, module, patched))
         elif name in owners:
             owner, by = owners[name]
             entries.append(_absorbed(name, module, owner, by))
-        elif (original := rules.get(type(module))) is not None and original.applies(module):
+        elif (original := _rule_for(module, rules)) is not None and original.applies(module):
             entries.append(_entry_of_refused(name, module, original, level))
         elif not any(True for _ in module.children()) and not isinstance(module, nn.Identity):
             entries.append(ModuleReport(name, type(module).__name__, False, reason=_NO_OP))
@@ -268,12 +271,17 @@ _NO_OP = "no fused op for this class"
 _AS_FAST = "torch's own product is as fast here"
 
 
-def _owners(names: dict[nn.Module, str], patched: dict[type, Rule]) -> dict[str, tuple[str, Rule]]:
+def _rule_for(module: nn.Module, rules: dict[type, Rule]) -> Rule | None:
+    """Return the rule for the class of ``module``, or for one that it was derived from."""
+    return next((rules[cls] for cls in type(module).__mro__ if cls in rules), None)
+
+
+def _owners(names: dict[nn.Module, str]) -> dict[str, tuple[str, Rule]]:
     """Return, for each module whose work a fused parent does, that parent's name and rule."""
     owners = {}
     for module, name in names.items():
-        rule = patched.get(type(module))
-        if rule is not None and rule.obstacle(module) is None:
+        rule = rule_of(module)
+        if rule is not None and rule.aside(module) is None:
             absorbed = set(rule.absorbs) - set(rule.calls(module))
             for child in absorbed.union(rule.inside(module)):
                 owners[f"{name}.{child}" if name else child] = (name, rule)
@@ -285,8 +293,10 @@ def _entry_of_patched(
 ) -> ModuleReport:
     if owner is not None:
         return _absorbed(name, module, *owner)
-    aside = rule.obstacle(module)
+    aside = rule.aside(module)
     note = f"steps aside now: {aside}" if aside is not None else rule.note(module)
+    if _covered(module):
+        note = f"another class lies on top of the patched one{f'; {note}' if note else ''}"
     backend = resolution(rule.ops[0], rule.probe, module)
     cls = type(module).__name__
     if backend is None:
@@ -299,27 +309,30 @@ def _absorbed(name: str, module: nn.Module, owner: str, rule: Rule) -> ModuleRep
     return ModuleReport(name, type(module).__name__, True, ", ".join(rule.ops), "", inside)
 
 
-def _entry_of_covered(name: str, module: nn.Module, patched: dict[type, Rule]) -> ModuleReport:
-    rule = next(patched[cls] for cls in type(module).__mro__ if cls in patched)
-    note = "another class lies on top of the patched one"
-    return ModuleReport(name, type(module).__name__, True, ", ".join(rule.ops), "", note)
-
-
 def _entry_of_refused(name: str, module: nn.Module, rule: Rule, level: str) -> ModuleReport:
     if level == "-":
         return ModuleReport(name, type(module).__name__, False, reason="not patched")
-    reason = _refusal(rule, module, level)
-    assert reason is not None
-    failed = level >= rule.level
+    reason = _refusal(rule, module, level) if type(module) is rule.original else None
+    own = type(module).__module__.partition(".")[0] == __name__.partition(".")[0]
+    if reason is None:
+        reason = "it calls fused ops itself" if own else _derived(rule, module)
+    failed = level >= rule.level and not own
     return ModuleReport(name, type(module).__name__, False, reason=reason, failed=failed)
+
+
+def _derived(rule: Rule, module: nn.Module) -> str:
+    """Return why a class that was derived from one with a rule is left alone."""
+    if type(module).forward is rule.original.forward:
+        return f"another class lies on top of {rule.original.__name__}: patch before it comes"
+    return f"it is derived from {rule.original.__name__} and has a forward of its own"
 
 
 def _entry_of_loss(name: str, owner: Any, level: str) -> ModuleReport:
     losses = _losses()
-    name, cls = f"{name}.loss_function".removeprefix("."), losses.name_of(owner)
+    name, cls = f"{name}.loss_function".removeprefix("."), losses.title(owner)
     if losses.is_taken(owner):
         backend = resolution(losses.OP, losses.probe, owner)
-        return ModuleReport(name, cls, True, losses.OP, backend or "", losses.NOTE)
+        return ModuleReport(name, cls, True, losses.OP, backend or "", losses.note(owner))
     reason = losses.obstacle(owner)
     if reason is None:
         reason = "not patched" if level == "-" else f"from level {losses.LEVEL} on"

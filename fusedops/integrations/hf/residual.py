@@ -14,11 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from fusedops.integrations.hf.originals import remember
+from fusedops.integrations.hf.partitioned import whole
 from fusedops.integrations.hf.rules import bypass_obstacle
 from fusedops.integrations.hf.torch_modules import LayerNorm
 from fusedops.ops.add_layer_norm import add_layer_norm
 
 _NORMS = (nn.LayerNorm, LayerNorm)
+remember(nn.Dropout)
 
 # What a forward calls torch's functions by, and these.
 _TORCH = {"torch", "nn", "functional", "F", "linear", *dir(torch)}
@@ -56,8 +59,9 @@ def probability(dropout: Any) -> float:
 
 def probe_add_norm(norm: Any) -> None:
     """Call ``add_layer_norm`` on one row, as ``Rule.probe`` does."""
-    row = norm.weight.new_zeros((1, *norm.normalized_shape))
-    add_norm(row, row, norm)
+    weight = whole(norm.weight)
+    row = weight.new_zeros((1, *norm.normalized_shape))
+    add_layer_norm(row, row, norm.normalized_shape, weight)
 
 
 @contextmanager

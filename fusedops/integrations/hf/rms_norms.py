@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fusedops.integrations.hf.partitioned import whole
 from fusedops.integrations.hf.rules import Rule, bypass_obstacle, runs_here, subclass
 from fusedops.ops.add_rms_norm import add_rms_norm
 from fusedops.ops.rms_norm import rms_norm
@@ -44,22 +45,23 @@ LLAMA = Kind("variance_epsilon", 0.0, "hf")
 GEMMA = Kind("eps", 1.0, "torch")
 GPT_OSS = Kind("variance_epsilon", 0.0, "torch")
 
-# Every class that has a rule and every patched one.
+# Every class that has a rule and every patched one: those that ``add_norm`` may bypass.
 _KINDS: dict[type, Kind] = {}
 
 
 class _RMSNorm(nn.Module):
     """The forward of every patched root-mean-square norm."""
 
+    kind: Kind
     weight: torch.Tensor
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return the normalised and scaled input."""
         if not runs_here(hidden_states) or not _fits(self.weight, hidden_states.dtype):
             return super().forward(hidden_states)
-        kind = _KINDS[type(self)]
-        normed = rms_norm(hidden_states, self.weight.shape, self.weight, **kind.options(self))
-        return _as_model(normed, kind, hidden_states.dtype)
+        options = self.kind.options(self)
+        normed = rms_norm(hidden_states, self.weight.shape, self.weight, **options)
+        return _as_model(normed, self.kind, hidden_states.dtype)
 
 
 def add_norm(
@@ -113,16 +115,18 @@ def rms_norm_rule(original: type[nn.Module], module_name: str, kind: Kind = LLAM
         module_name: name of the module that will hold the patched class under the same name.
         kind: what the class computes.
     """
-    patched = subclass(original, _RMSNorm, module_name)
+    patched = subclass(original, _RMSNorm, module_name, kind=kind)
     _KINDS[original] = _KINDS[patched] = kind
     return Rule(original, patched, ("rms_norm",), "O1", _probe_norm)
 
 
 def _probe_norm(norm: Any) -> None:
-    rms_norm(norm.weight.new_zeros(1, *norm.weight.shape), norm.weight.shape, norm.weight)
+    weight = whole(norm.weight)
+    rms_norm(weight.new_zeros(1, *weight.shape), weight.shape, weight)
 
 
 def probe_add_norm(norm: Any) -> None:
     """Call ``add_rms_norm`` on one row, as ``Rule.probe`` does."""
-    row = norm.weight.new_zeros(1, *norm.weight.shape)
-    add_rms_norm(row, row, norm.weight.shape, norm.weight)
+    weight = whole(norm.weight)
+    row = weight.new_zeros(1, *weight.shape)
+    add_rms_norm(row, row, weight.shape, weight)

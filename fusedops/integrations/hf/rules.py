@@ -9,12 +9,16 @@ transformers and accelerate compare class *names* (``_no_split_modules``) keep w
 A fused forward does the work of children without calling them. Whatever somebody hung on such a
 child (a hook, an adapter, a quantised class, a parametrization, an overridden ``forward``) would
 be lost: the fused forward asks ``bypass_obstacle`` each time and runs the original forward then.
+
+What a rule replaces may itself be replaced by others: ``Rule`` puts that question in front of the
+fused forward (``originals.py``).
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,6 +27,15 @@ from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedops._core import backends
+from fusedops.integrations.hf.originals import (
+    KNOWN,
+    Places,
+    intercepted,
+    places_of,
+    remember,
+    replaced,
+)
+from fusedops.integrations.hf.partitioned import only_gather
 
 LEVELS = ("O0", "O1", "O2", "O3")
 
@@ -56,6 +69,8 @@ class Rule:
         note: what a reader of the report should know about this replacement.
         calls: those of ``absorbs`` that it calls nevertheless for an instance as it is now.
         inside: further children whose work it does for an instance as it is now.
+        methods: those of ``patched`` that call fused ops.
+        places: what these methods of ``original`` are made of, read when the rule is made.
     """
 
     original: type[nn.Module]
@@ -69,6 +84,62 @@ class Rule:
     note: Callable[[Any], str | None] = _none
     calls: Callable[[Any], tuple[str, ...]] = _nothing
     inside: Callable[[Any], tuple[str, ...]] = _nothing
+    methods: tuple[str, ...] = ("forward",)
+    places: Places = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Let the patched class know its rule, and ask first whether the original is as it was."""
+        patched, original = self.patched, self.original
+        places = places_of(original, *self.methods)
+        remember(original, places)
+        remember(patched, places)
+        setattr(patched, "fused_rule", self)  # noqa: B010 (nn.Module has no such attribute)
+        own = [
+            name for name in self.methods if getattr(patched, name) is not getattr(original, name)
+        ]
+        object.__setattr__(self, "places", places if own else ())
+        for name in own:
+            setattr(patched, name, _asking(self, name))
+
+    def aside(self, module: nn.Module) -> str | None:
+        """Return why a patched instance runs its original forward now, or ``None``."""
+        if "forward" in module.__dict__ and not self.runs_inside(module.forward):
+            return "its forward is overridden on the instance"
+        return replaced(self.places) or intercepted() or self.obstacle(module)
+
+    def runs_inside(self, forward: Any) -> bool:
+        """Return whether ``forward``, of an instance, is a wrapper of the patched class's."""
+        layer = getattr(forward, "__func__", forward)
+        while layer is not None and layer is not self.patched.forward:
+            layer = getattr(layer, "__wrapped__", None)
+        return layer is not None
+
+
+def _asking(rule: Rule, name: str) -> Callable[..., Any]:
+    """Return a method of a patched class that asks whether the original is what it was.
+
+    It runs the original's also on an instance that is not patched any more: accelerate and others
+    keep the forward that they found on the instance. On a Zen 4 core the questions take 0.22 us for
+    a norm, 0.31 for a linear layer, 0.36 for an attention, and with those for the three children
+    that it bypasses 0.96 for a gated feed-forward layer. Dynamo answers them when it compiles, and
+    guards what it found.
+    """
+    original, patched, places = rule.original, rule.patched, rule.places
+    fused = getattr(patched, name)
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self, patched) or replaced(places) or intercepted():
+            return getattr(original, name)(self, *args, **kwargs)
+        return fused(self, *args, **kwargs)
+
+    # Code of its own: Dynamo counts how often code was compiled, and stops at a limit.
+    method.__code__ = method.__code__.replace(co_name=f"{patched.__name__}.{name}")
+    return functools.wraps(fused)(method)
+
+
+def rule_of(module: nn.Module) -> Rule | None:
+    """Return the rule by which a module is patched, also under a class on top of the patched."""
+    return getattr(type(module), "fused_rule", None)
 
 
 def subclass(
@@ -104,12 +175,17 @@ def bypass_obstacle(name: str, child: Any, classes: Iterable[type]) -> str | Non
     """
     if type(child) not in classes:
         return f"{name} is a {type(child).__name__}"
+    return hooks_obstacle(name, child) or replaced(KNOWN[type(child)])
+
+
+def hooks_obstacle(name: str, child: Any) -> str | None:
+    """Return why ``child`` must be called for the sake of what hangs on the instance."""
     if (
         child._forward_hooks
         or child._forward_pre_hooks
         or child._backward_hooks
         or child._backward_pre_hooks
-    ):
+    ) and not only_gather(child):
         return f"{name} has hooks"
     if "forward" in child.__dict__:
         return f"{name}.forward is overridden on the instance"
@@ -166,6 +242,8 @@ def resolution(op: str, probe: Callable[[Any], object], module: nn.Module) -> st
             probe(module)
     except _FoundError as found:
         return str(found.resolution)
+    except Exception as error:  # the module's forward would say so: a report never does
+        return f"not known: {error}"
     return None
 
 

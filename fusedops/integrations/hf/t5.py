@@ -25,6 +25,7 @@ from fusedops.integrations.hf.feed_forward import (
     probe_feed_forward,
 )
 from fusedops.integrations.hf.lm_heads import Arguments, head_rule
+from fusedops.integrations.hf.partitioned import whole
 from fusedops.integrations.hf.residual import dropout_obstacle, probability, unknown_forward
 from fusedops.integrations.hf.rules import Rule, global_hooks, like, runs_here
 from fusedops.integrations.hf.torch_modules import linear_obstacle
@@ -194,7 +195,8 @@ _UNKNOWN_SUBLAYER = next(
 
 
 def _probe_norm(norm: Any) -> None:
-    rms_norm(norm.weight.new_zeros(1, *norm.weight.shape), norm.weight.shape, norm.weight)
+    weight = whole(norm.weight)
+    rms_norm(weight.new_zeros(1, *weight.shape), weight.shape, weight)
 
 
 def _probe_gated(module: Any) -> None:

@@ -13,6 +13,8 @@ from torch import nn
 
 from fusedops import nn as fused
 from fusedops._core.tracing import holds_for_all, is_traced
+from fusedops.integrations.hf.originals import remember
+from fusedops.integrations.hf.partitioned import whole
 from fusedops.integrations.hf.rules import (
     Rule,
     bypass_obstacle,
@@ -26,6 +28,7 @@ from fusedops.ops.gelu import gelu
 from fusedops.ops.layer_norm import layer_norm
 from fusedops.ops.linear_act import linear_act
 from fusedops.ops.mlp import mlp
+from fusedops.ops.rms_norm import rms_norm
 
 # The fewest rows for which the own CPU product is not slower than torch's: a single row in float32
 # takes 1.1 to 2.5 times as long, because it keeps the order of the sums of larger batches; two rows
@@ -67,6 +70,17 @@ class LayerNorm(fused.LayerNorm):
         if not runs_here(input):
             return nn.LayerNorm.forward(self, input)
         return super().forward(input)
+
+
+class RMSNorm(nn.RMSNorm):
+    """``nn.RMSNorm`` with the fused op."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the normalised input."""
+        # Of two dtypes torch makes a third way of computing it, with the sums of neither.
+        if not runs_here(x) or (self.weight is not None and self.weight.dtype != x.dtype):
+            return super().forward(x)
+        return rms_norm(x, self.normalized_shape, self.weight, self.eps)
 
 
 class GELU(nn.GELU):
@@ -122,13 +136,16 @@ class CrossEntropyLoss(fused.CrossEntropyLoss):
 
 LINEARS = (nn.Linear, Linear)
 _GELU_NAMES = {"none": "gelu", "tanh": "gelu_tanh"}
+_OTHERS: dict[type[nn.Module], str] = {nn.SiLU: "silu", nn.ReLU: "relu"}
+for _activation in _OTHERS:
+    remember(_activation)
 
 
 def activation_name(module: Any) -> str | None:
     """Return the name of the activation that a torch module computes, ``None`` if unknown."""
     if type(module) in (nn.GELU, GELU):
         return _GELU_NAMES.get(module.approximate)
-    return {nn.SiLU: "silu", nn.ReLU: "relu"}.get(type(module))
+    return _OTHERS.get(type(module))
 
 
 def linear_obstacle(name: str, module: Any) -> str | None:
@@ -216,13 +233,21 @@ def _linear_plain(module: nn.Linear) -> str | None:
 
 def _probe_layer_norm(module: nn.LayerNorm) -> None:
     shape = module.normalized_shape
-    weight = module.weight if module.weight is not None else torch.empty(0)
-    layer_norm(weight.new_zeros((1, *shape)), shape, module.weight, module.bias, module.eps)
+    weight = None if module.weight is None else whole(module.weight)
+    layer_norm(like(module).new_zeros((1, *shape)), shape, weight, None, module.eps)
+
+
+def _probe_rms_norm(module: nn.RMSNorm) -> None:
+    shape = module.normalized_shape
+    weight = None if module.weight is None else whole(module.weight)
+    rms_norm(like(module).new_zeros((1, *shape)), shape, weight, module.eps)
 
 
 def _probe_linear(module: nn.Linear) -> None:
-    if plain_weight(module.weight):
-        module.forward(module.weight.new_zeros(MIN_ROWS, module.in_features))
+    weight = whole(module.weight)
+    rows = like(module).new_zeros(MIN_ROWS, module.in_features)
+    if plain_weight(weight) and pays(rows):
+        linear_act(rows, weight, None, activation="identity")
 
 
 def _probe_sequence(module: nn.Sequential) -> None:
@@ -240,6 +265,7 @@ def _probe_loss(module: nn.CrossEntropyLoss) -> None:
 
 RULES = (
     Rule(nn.LayerNorm, LayerNorm, ("layer_norm",), "O1", _probe_layer_norm),
+    Rule(nn.RMSNorm, RMSNorm, ("rms_norm",), "O1", _probe_rms_norm),
     Rule(nn.GELU, GELU, ("gelu",), "O1", lambda module: gelu(torch.zeros(1), module.approximate)),
     Rule(nn.Linear, Linear, ("linear_act",), "O2", _probe_linear, _linear_plain),
     Rule(

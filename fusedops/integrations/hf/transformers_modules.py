@@ -14,7 +14,9 @@ from torch import nn
 from transformers import activations, pytorch_utils
 
 from fusedops.integrations.hf import torch_modules
-from fusedops.integrations.hf.rules import Rule, bypass_obstacle, plain_weight, runs_here
+from fusedops.integrations.hf.originals import remember
+from fusedops.integrations.hf.partitioned import gathers_on_access, whole
+from fusedops.integrations.hf.rules import Rule, bypass_obstacle, like, plain_weight, runs_here
 from fusedops.integrations.hf.torch_modules import MIN_CONV1D_ROWS, pays
 from fusedops.ops.gelu import gelu
 from fusedops.ops.linear_act import linear_act
@@ -83,6 +85,7 @@ for _name, (_, _activation) in _GELUS.items():
 for _name, _activation in _OTHERS.items():
     if hasattr(activations, _name):
         _NAMES[getattr(activations, _name)] = _activation
+        remember(getattr(activations, _name))
 
 
 def activation_obstacle(name: str, module: Any) -> str | None:
@@ -104,9 +107,10 @@ class Conv1D(pytorch_utils.Conv1D):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x @ weight + bias``."""
-        if not pays(x, MIN_CONV1D_ROWS) or not plain_weight(self.weight):
+        weight = self.weight
+        if not pays(x, MIN_CONV1D_ROWS) or not plain_weight(weight) or gathers_on_access(self):
             return super().forward(x)
-        return linear_act(x, self.weight.t(), self.bias, activation="identity")
+        return linear_act(x, weight.t(), self.bias, activation="identity")
 
 
 CONV1DS = (pytorch_utils.Conv1D, Conv1D)
@@ -115,6 +119,8 @@ CONV1DS = (pytorch_utils.Conv1D, Conv1D)
 def conv1d_obstacle(name: str, module: Any) -> str | None:
     """Return why the product of ``module`` must not be done without calling it, or ``None``."""
     reason = bypass_obstacle(name, module, CONV1DS)
+    if reason is None and gathers_on_access(module):
+        reason = f"{name} is partitioned: its transpose, kept for backward, would stay gathered"
     if reason is None and not plain_weight(module.weight):
         reason = f"{name}.weight is a {type(module.weight).__name__}"
     return reason
@@ -127,8 +133,10 @@ def _conv1d_plain(module: Any) -> str | None:
 
 
 def _probe_conv1d(module: Any) -> None:
-    if plain_weight(module.weight):
-        Conv1D.forward(module, module.weight.new_zeros(MIN_CONV1D_ROWS, module.weight.shape[0]))
+    weight = whole(module.weight)
+    rows = like(module).new_zeros(MIN_CONV1D_ROWS, weight.shape[0])
+    if plain_weight(weight) and pays(rows, MIN_CONV1D_ROWS):
+        linear_act(rows, weight.t(), None, activation="identity")
 
 
 RULES = (

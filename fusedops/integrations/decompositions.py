@@ -1,0 +1,234 @@
+"""The fused operators in plain torch ones: for programs that run where fusedops is not.
+
+    program = torch.export.export(model, args, dynamic_shapes=shapes)
+    program = program.run_decompositions(fusedops.decompositions())
+
+Each op becomes its reference, the specification in torch operations. Where torch has an operator
+for the whole, which a compiler or another runtime knows (LayerNorm, RMSNorm, attention), that takes
+its place, and the experts, whose reference reads the numbers of rows, take their rows by expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from fusedops._core import backends, dtypes
+from fusedops.kernels._grouped_arguments import GroupedMM, MoeMLP
+from fusedops.ops import _attention_math, _moe_math, _norm_math
+from fusedops.ops._moe_gate import hidden_of
+from fusedops.ops.linear_act import activate
+from fusedops.ops.rotary_embedding import rotated
+
+Decompositions = dict[torch._ops.OpOverload, Callable[..., Any]]
+
+
+def decompositions() -> Decompositions:
+    """Return a table for ``torch.export.ExportedProgram.run_decompositions``.
+
+    Returns:
+        Operator -> what computes the same of torch operators alone, for the forward of every op.
+        Results are within each op's error budget; the order of sums is another.
+
+    Note:
+        A graph for inference, made under ``torch.no_grad()``, is what this is for: backward
+        operators are not in the table. ``attention_decode`` and ``attention_varlen`` read lengths
+        on the way, which an exported program cannot: they are left as they are, with ``moe_pack``
+        and ``moe_unpack``, bytes of an exchange between processes.
+
+    Example:
+        >>> import torch, fusedops
+        >>> norm = fusedops.nn.RMSNorm(4)
+        >>> with torch.no_grad():
+        ...     program = torch.export.export(norm, (torch.ones(2, 4),))
+        >>> program = program.run_decompositions(fusedops.decompositions())
+        >>> any("fusedops" in str(node.target) for node in program.graph.nodes)
+        False
+    """
+    table = {name: backends.reference(name) for name in backends.op_names()} | _OWN
+    return {
+        getattr(torch.ops.fusedops, name).default: function
+        for name, function in table.items()
+        if name not in _LEFT
+    }
+
+
+_LEFT = ("attention_decode", "attention_varlen", "moe_pack", "moe_unpack")
+
+
+def _layer_norm(input: Any, shape: Any, weight: Any, bias: Any, eps: float) -> tuple[Any, ...]:
+    output, mean, rstd = backends.reference("layer_norm")(input, shape, weight, bias, eps)
+    if _of_dtype(input.dtype, weight, bias):
+        output = F.layer_norm(input, shape, weight, bias, eps).contiguous()
+    return output, mean, rstd
+
+
+def _add_layer_norm(
+    input: Any, residual: Any, shape: Any, weight: Any, bias: Any, seed: Any, eps: float, *rest: Any
+) -> tuple[Any, ...]:
+    reference = backends.reference("add_layer_norm")
+    _, summed, mean, rstd = reference(input, residual, shape, weight, bias, seed, eps, *rest)
+    return _layer_norm(summed, shape, weight, bias, eps)[0], summed, mean, rstd
+
+
+def _rms_norm(
+    input: Any, shape: Any, weight: Any, eps: float, weight_offset: float, rounding: str
+) -> tuple[Any, ...]:
+    reference = backends.reference("rms_norm")
+    output, rstd = reference(input, shape, weight, eps, weight_offset, rounding)
+    # In half precision models round in other places than torch.
+    if input.dtype == torch.float32 and weight is not None and _of_dtype(input.dtype, weight):
+        factor = _norm_math.offset(weight, weight_offset, input.dtype)
+        output = F.rms_norm(input, shape, factor, eps).contiguous()
+    return output, rstd
+
+
+def _add_rms_norm(
+    input: Any,
+    residual: Any,
+    shape: Any,
+    weight: Any,
+    seed: Any,
+    eps: float,
+    weight_offset: float,
+    rounding: str,
+    *rest: Any,
+) -> tuple[Any, ...]:
+    reference = backends.reference("add_rms_norm")
+    options = (eps, weight_offset, rounding)
+    _, summed, rstd = reference(input, residual, shape, weight, seed, *options, *rest)
+    return _rms_norm(summed, shape, weight, *options)[0], summed, rstd
+
+
+def _of_dtype(dtype: torch.dtype, *parameters: torch.Tensor | None) -> bool:
+    return all(each is None or each.dtype == dtype for each in parameters)
+
+
+def _attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any,
+    alibi_slopes: Any,
+    sinks: Any,
+    seed: Any,
+    dropout_p: float,
+    scale: float,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    keep_remainder: bool,
+) -> tuple[torch.Tensor, ...]:
+    options = (dropout_p, scale, window_left, window_right, softcap, keep_remainder)
+    reference = backends.reference("attention")
+    tensors = (query, key, value, attn_mask, alibi_slopes, sinks, seed)
+    output, *rest = reference(*tensors, *options)
+    # torch's own has a mask of query's dtype, and would round another.
+    fits = attn_mask is None or attn_mask.dtype in (torch.bool, query.dtype)
+    if fits and alibi_slopes is None and sinks is None and seed is None and softcap == 0.0:
+        causal = attn_mask is None and (window_left, window_right) == (-1, 0)
+        mask = None if causal else _whole_mask(query, key, attn_mask, window_left, window_right)
+        grouped = query.shape[1] != key.shape[1]
+        output = F.scaled_dot_product_attention(
+            query, key, value, mask, is_causal=causal, scale=scale, enable_gqa=grouped
+        )
+        if mask is not None:
+            # A query that may attend nothing gets 0, which not every runtime knows.
+            seen = mask if mask.dtype == torch.bool else mask > -torch.inf
+            output = output.masked_fill(~seen.any(-1, keepdim=True), 0.0)
+        output = _attention_math.heads_inside(output)
+    return output, *rest
+
+
+def _whole_mask(
+    query: torch.Tensor, key: torch.Tensor, mask: Any, window_left: int, window_right: int
+) -> torch.Tensor | None:
+    """Return mask and window in one, ``[..., Sq, Sk]``, or ``None`` where all may be attended."""
+    rows, columns = query.shape[2], key.shape[2]
+    pattern = _attention_math.Pattern(1.0, window_left, window_right, 0.0)
+    allowed = _attention_math.allowed(rows, columns, pattern, query.device)
+    if mask is None:
+        return None if allowed is None else allowed.expand(1, 1, rows, columns)
+    mask = mask.expand(*mask.shape[:2], rows, columns)
+    if mask.dtype == torch.bool:
+        return mask if allowed is None else mask & allowed
+    wide = dtypes.statistics_dtype(mask.dtype)
+    mask = _attention_math.additive(mask, wide).to(mask.dtype)
+    return mask if allowed is None else mask.masked_fill(~allowed, -torch.inf)
+
+
+def _rotary_embedding(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
+) -> tuple[torch.Tensor, ...]:
+    # As the op's results lie in memory, but without the reference's copy into them: an exported
+    # graph writes into no tensor.
+    results = []
+    for x in (query, key):
+        turned = rotated(x, cos, sin, interleaved)
+        inside = x.transpose(1, 2).is_contiguous()
+        results.append(_attention_math.heads_inside(turned) if inside else turned.contiguous())
+    return tuple(results)
+
+
+def _grouped_mm(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    call = GroupedMM(*args)
+    group = _groups(call.offsets, call.input.shape[0])
+    z = _grouped_product(call.input, call.weight, group, call.bias)
+    kept = z if call.keeps else call.input.new_empty(0)
+    return activate(z, call.activation), kept
+
+
+def _moe_mlp(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    call = MoeMLP(*args)
+    dtype, slots = call.input.dtype, call.permutation.long()
+    group = _groups(call.offsets, slots.shape[0])
+    probs = call.probs.flatten().index_select(0, slots).unsqueeze(1)
+    wide = probs.dtype
+    rows = call.input.index_select(0, slots // max(1, call.positions.shape[1]))
+    b1 = None if call.b1 is None else call.b1.to(wide)
+    z = _grouped_product(rows.to(wide), call.w1.to(wide), group, b1)
+    hidden = (hidden_of(z, *call.form) * probs).to(dtype)
+    output = _grouped_product(hidden, call.w2, group)
+    if call.b2 is not None:
+        experts = call.offsets.shape[0]
+        of_rows = call.b2.index_select(0, group.clamp(max=experts - 1))
+        output = (output + of_rows * probs).to(dtype)
+    kept = z.to(dtype) if call.keep_preactivation else call.input.new_zeros(0, z.shape[1])
+    return _moe_math.combine(output, None, call.positions, call.offsets), kept
+
+
+def _groups(offsets: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return the group of each row; the number of groups for the rows of nobody."""
+    row = torch.arange(rows, device=offsets.device).unsqueeze(1)
+    return (row >= offsets).sum(1)
+
+
+def _grouped_product(
+    rows: torch.Tensor, weight: torch.Tensor, group: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return each row's product with the weight of its group; 0 for the rows of nobody.
+
+    How many rows a group has is known when the program runs: they are looked up then.
+    """
+    result = rows.new_zeros(rows.shape[0], weight.shape[2])
+    for index in range(weight.shape[0]):
+        places = torch.nonzero(group == index).squeeze(1)
+        product = rows.index_select(0, places) @ weight[index]
+        product = product if bias is None else product + bias[index]
+        result = result.index_copy(0, places, product)
+    return result
+
+
+_OWN: dict[str, Callable[..., Any]] = {
+    "layer_norm": _layer_norm,
+    "add_layer_norm": _add_layer_norm,
+    "rms_norm": _rms_norm,
+    "add_rms_norm": _add_rms_norm,
+    "attention": _attention,
+    "rotary_embedding": _rotary_embedding,
+    "grouped_mm": _grouped_mm,
+    "moe_mlp": _moe_mlp,
+}

@@ -1,0 +1,48 @@
+"""Parameters of which DeepSpeed's ZeRO-3 keeps a part here, and the hooks that gather them.
+
+Between two forwards such a parameter has no element, and its shape as ``ds_shape``. Hooks on every
+module gather its parameters before its forward and let them go afterwards. A fused forward that
+reads the weight of a child gets it too: the engine's dictionary of parameters gathers one that is
+read while another module runs, and has that module's own hooks gather it from then on, in the
+backward as well. So these hooks may be bypassed, as no others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+_ENGINE = "deepspeed.runtime.zero."
+_HOOKS = (_ENGINE, "deepspeed.utils.nvtx")  # the latter wraps hooks to mark them in profiles
+
+
+def whole(parameter: torch.Tensor) -> torch.Tensor:
+    """Return a parameter for probes: an empty one of its full shape where only a part is here."""
+    shape = getattr(parameter, "ds_shape", parameter.shape)
+    return parameter if shape == parameter.shape else parameter.new_empty(shape)
+
+
+def gathers_on_access(module: Any) -> bool:
+    """Return whether reading a parameter of ``module`` gathers it: the engine has taken it over.
+
+    In code that is being compiled it does not: there the hooks must run.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    return type(module._parameters).__module__.startswith(_ENGINE)
+
+
+def only_gather(module: Any) -> bool:
+    """Return whether all hooks on ``module`` are those by which ZeRO-3 gathers its parameters."""
+    if not gathers_on_access(module):
+        return False
+    hooks: tuple[Iterable[Any], ...] = (
+        module._forward_hooks.values(),
+        module._forward_pre_hooks.values(),
+        module._backward_hooks.values(),
+        module._backward_pre_hooks.values(),
+    )
+    homes = (str(getattr(hook, "__module__", None)) for each in hooks for hook in each)
+    return all(home.startswith(_HOOKS) for home in homes)

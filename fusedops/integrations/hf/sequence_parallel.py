@@ -1,0 +1,63 @@
+"""Attention functions that exchange heads for tokens between processes around another function.
+
+DeepSpeed's Ulysses puts such a wrapper in the place of an entry of ``AttentionInterface``: it
+gathers the whole sequence for a part of the heads, calls the function that stood there, and goes
+back. Stepping aside for it would be right, and leave the work between the exchanges to that
+function. Instead a patched module calls a copy of the wrapper around the fused op.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from types import CellType, FunctionType
+from typing import Any
+
+import torch
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import AttentionInterface
+
+_EXCHANGE = "deepspeed.runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF"
+
+# Wrapper that was found -> the name under which its copy is registered.
+_NAMES: dict[Callable[..., Any], str] = {}
+
+
+def fused_name(found: Any, fused: Callable[..., Any]) -> str | None:
+    """Return the name of a copy of the wrapper ``found`` around ``fused``, or ``None``.
+
+    Args:
+        found: what stands in the place of ``sdpa``.
+        fused: what takes the place of ``sdpa_attention_forward`` in it.
+    """
+    name = _NAMES.get(found)
+    if name is None and not torch.compiler.is_compiling():
+        wrapper = _around(found, fused)
+        if wrapper is not None:
+            name = _NAMES[found] = f"fusedops_shared_{len(_NAMES)}"
+            AttentionInterface.register(name, wrapper)
+    return name
+
+
+def _around(found: Any, fused: Callable[..., Any]) -> FunctionType | None:
+    theirs = getattr(found, "__closure__", None) or ()
+    ours = tuple(_exchanged(cell, fused) for cell in theirs)
+    if all(cell is other for cell, other in zip(ours, theirs, strict=True)):
+        return None
+    wrapper = FunctionType(
+        found.__code__, found.__globals__, found.__name__, found.__defaults__, ours
+    )
+    wrapper.__kwdefaults__ = found.__kwdefaults__
+    return wrapper
+
+
+def _exchanged(cell: CellType, fused: Callable[..., Any]) -> CellType:
+    exchange: Any = cell.cell_contents
+    kind = type(exchange)
+    if f"{kind.__module__}.{kind.__qualname__}" != _EXCHANGE:
+        return cell
+    if exchange.attn is not sdpa_attention_forward:
+        return cell
+    exchange = copy.copy(exchange)
+    exchange.attn = fused
+    return CellType(exchange)

@@ -1,0 +1,69 @@
+"""Lightning: a callback that patches the module before the strategy wraps it.
+
+    Trainer(callbacks=[FusedOps(level="O2")])
+
+Importing this module imports ``lightning`` (or ``pytorch_lightning`` where only that is there).
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+from fusedops._core import checks, imports
+from fusedops.integrations.hf.patch import patch, unpatch
+from fusedops.integrations.hf.report import PatchReport
+from fusedops.integrations.hf.rules import LEVELS
+
+_ROOT = "lightning.pytorch" if find_spec("lightning") is not None else "pytorch_lightning"
+_lightning = imports.needed(_ROOT, "lightning", "fusedops.integrations.lightning")
+_Callback: Any = _lightning.Callback
+_rank_zero = imports.needed(f"{_ROOT}.utilities.rank_zero", "lightning", "FusedOps")
+
+
+class FusedOps(_Callback):
+    """Patch the ``LightningModule`` with the fused ops.
+
+    It is patched before its own ``setup`` and ``configure_model`` run, because the latter may shard
+    it, and again between them and the strategy's set-up, because they may have built it. The report
+    is printed by Lightning's ``rank_zero_info`` and kept as ``report``.
+
+    Args:
+        level: as for ``fusedops.patch``.
+        strict: as for ``fusedops.patch``, about the module as the strategy gets it.
+        unpatch: take the fused ops out again when the fit, validation, test or prediction is over.
+
+    Raises:
+        ValueError: ``level`` is unknown.
+
+    Note:
+        A model that ``configure_model`` both builds and shards has to be patched there, by
+        ``fusedops.patch`` between the two.
+    """
+
+    def __init__(self, level: str = "O2", strict: bool = False, unpatch: bool = False) -> None:
+        super().__init__()
+        checks.choice("FusedOps", "level", level, LEVELS)
+        self.level = level
+        self.strict = strict
+        self.unpatch = unpatch
+        self.report: PatchReport | None = None
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Patch now, and once more right before the strategy's set-up."""
+        patch(pl_module, level=self.level)
+        strategy = trainer.strategy
+        set_up = strategy.setup
+
+        def patch_and_set_up(*args: Any) -> None:
+            del strategy.setup  # the method of the class again
+            self.report = patch(pl_module, level=self.level, strict=self.strict)
+            _rank_zero.rank_zero_info(str(self.report))
+            set_up(*args)
+
+        strategy.setup = patch_and_set_up
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Unpatch, if that was asked for."""
+        if self.unpatch:
+            unpatch(pl_module)

@@ -1,0 +1,144 @@
+"""Megatron's feed-forward layers on the fused ops: dense, shared expert, experts one by one.
+
+Where a linear layer is a plain product (one tensor-parallel rank, or an expert, whose tokens the
+dispatcher has moved), it is one op with what follows it. Where it communicates, adds to a main
+gradient or is watched, it is called, and the op does bias and activation.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import activations
+from megatron.core.fusions import fused_bias_geglu
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import mlp as megatron_mlp
+from megatron.core.transformer import transformer_layer
+from megatron.core.transformer.moe import experts, shared_experts
+from megatron.core.utils import get_pg_size
+
+from fusedops.integrations.hf.rules import global_hooks, plain_weight, runs_here
+from fusedops.ops.bias_gelu import bias_gelu
+from fusedops.ops.geglu import geglu
+from fusedops.ops.linear_act import linear_act
+from fusedops.ops.linear_glu import linear_glu
+from fusedops.ops.mlp import mlp
+from fusedops.ops.swiglu import swiglu
+
+_LINEARS = (ColumnParallelLinear, RowParallelLinear)
+_NAMES = {
+    F.silu: "silu",
+    F.relu: "relu",
+    activations.squared_relu: "relu2",
+    activations.quick_gelu: "fast_gelu",
+    fused_bias_geglu.quick_gelu: "fast_gelu",
+}
+_GELUS = {"gelu": "none", "gelu_tanh": "tanh", "fast_gelu": "fast"}
+
+
+def activation_name(config: Any) -> str | None:
+    """Return the name of the activation that Megatron computes, ``None`` where no op has it."""
+    special = (
+        config.use_te_activation_func
+        or config.activation_func_fp8_input_store
+        or config.activation_func_clamp_value is not None
+        or config.glu_linear_offset != 0.0
+    )
+    if special:
+        return None
+    if config.activation_func is F.gelu:  # Megatron's fused form is the tanh one
+        return "gelu_tanh" if config.bias_activation_fusion else "gelu"
+    return _NAMES.get(config.activation_func)
+
+
+def gated(hidden: torch.Tensor, name: str) -> torch.Tensor | None:
+    """Return ``activation(gate) * up`` of the two halves, ``None`` where no op has it."""
+    gate, up = hidden.chunk(2, dim=-1)
+    if name == "silu":
+        return swiglu(gate, up)
+    return geglu(gate, up, _GELUS[name]) if name in _GELUS else None
+
+
+def _is_product(linear: Any) -> bool:
+    """Return whether the layer does nothing but a product, and nobody watches it."""
+    if type(linear) not in _LINEARS:
+        return False
+    alone = linear.explicit_expert_comm or get_pg_size(linear.tp_group) == 1
+    extra = linear.gradient_accumulation_fusion or linear.config._cpu_offloading_context is not None
+    watched = (
+        linear._forward_hooks
+        or linear._forward_pre_hooks
+        or linear._backward_hooks
+        or linear._backward_pre_hooks
+        or "forward" in vars(linear)
+        or global_hooks() is not None
+    )
+    return alone and not extra and not watched and plain_weight(linear.weight)
+
+
+class MLP(megatron_mlp.MLP):
+    """Megatron's ``MLP`` with the fused ops."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        per_token_scale: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the output and the bias that is left to add, as Megatron's."""
+        name = activation_name(self.config)
+        if name is None or not runs_here(hidden_states) or hidden_states.numel() == 0:
+            return super().forward(hidden_states, per_token_scale, **kwargs)
+        first, second = self.linear_fc1, self.linear_fc2
+        product, hidden = _is_product(first), None
+        if self.config.gated_linear_unit:
+            if product and first.bias is None:
+                hidden = linear_glu(hidden_states, *first.weight.chunk(2), activation=name)
+            else:
+                hidden = self._gated_halves(hidden_states, name)
+        elif product and per_token_scale is None and _is_product(second):
+            weights = (first.weight, first.bias, second.weight, None)
+            return mlp(hidden_states, *weights, activation=name), second.bias
+        elif product:
+            hidden = linear_act(hidden_states, first.weight, first.bias, activation=name)
+        elif name in _GELUS and first.bias is not None:
+            hidden, bias = first(hidden_states)
+            hidden = bias_gelu(hidden, bias, _GELUS[name])
+        if hidden is None:
+            return super().forward(hidden_states, per_token_scale, **kwargs)
+        if per_token_scale is None:
+            return second(hidden)
+        scale = per_token_scale.unsqueeze(-1)
+        output, bias = second((hidden * scale).to(hidden.dtype))
+        return output if bias is None else output + bias * scale, None
+
+    def _gated_halves(self, hidden_states: torch.Tensor, name: str) -> torch.Tensor | None:
+        if name != "silu" and name not in _GELUS:
+            return None
+        hidden, bias = self.linear_fc1(hidden_states)
+        return gated(hidden if bias is None else hidden + bias, name)
+
+
+class SharedExpertMLP(shared_experts.SharedExpertMLP, MLP):
+    """Megatron's ``SharedExpertMLP``, which scales what ``MLP`` computes."""
+
+
+class SequentialMLP(experts.SequentialMLP):
+    """Megatron's ``SequentialMLP``, whose experts it makes itself."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for expert in self.local_experts:
+            if type(expert) is megatron_mlp.MLP:
+                expert.__class__ = MLP
+
+
+class TransformerLayer(transformer_layer.TransformerLayer):
+    """Megatron's ``TransformerLayer``, which gives its groups to an ``MLP`` of that very class."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if type(self.mlp) is megatron_mlp.MLP:
+            self.mlp.__class__ = MLP

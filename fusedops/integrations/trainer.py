@@ -1,0 +1,112 @@
+"""Hugging Face's Trainer and what is built on it (trl's): fused ops by one line or by a callback.
+
+    use_fused_kernels(trainer)                                   # before trainer.train()
+    Trainer(model, args, callbacks=[FusedOpsCallback()], ...)    # the same
+
+Importing this module imports transformers.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+from torch import nn
+
+from fusedops._core import checks, imports
+from fusedops._core.checks import UnsupportedError
+from fusedops.integrations.hf.patch import describe, patch
+from fusedops.integrations.hf.report import PatchReport
+from fusedops.integrations.hf.rules import LEVELS
+
+_transformers = imports.needed("transformers", "transformers", "fusedops.integrations.trainer")
+
+_LOG = logging.getLogger("fusedops")
+
+
+def use_fused_kernels(target: Any, *, level: str = "O2", strict: bool = False) -> PatchReport:
+    """Let a Trainer's model run on the fused ops.
+
+    It is what ``TrainingArguments(use_liger_kernel=True)`` is for another library. Call it before
+    ``train``, which wraps the model. Adapters that trl puts in are there by then.
+    With ``model_init`` each model that is made later is patched as well.
+
+    Args:
+        target: a ``transformers.Trainer`` of any kind, or a model.
+        level: as for ``fusedops.patch``.
+        strict: as for ``fusedops.patch``.
+
+    Returns:
+        The report about the model, or about the one that ``model_init`` has made.
+
+    Raises:
+        TypeError: ``target`` is neither.
+        UnsupportedError: ``train`` has wrapped the model; or as ``fusedops.patch``.
+    """
+    if isinstance(target, nn.Module):
+        return patch(target, level=level, strict=strict)
+    if not isinstance(target, _transformers.Trainer):
+        raise TypeError(
+            "use_fused_kernels: target must be a transformers.Trainer or a model, "
+            f"got {type(target).__name__}"
+        )
+    if target.model_wrapped is not target.model:
+        raise UnsupportedError(
+            "use_fused_kernels: the model is wrapped already, as a "
+            f"{type(target.model_wrapped).__name__}; call it before train()"
+        )
+    report = patch(target.model, level=level, strict=strict)
+    if target.model_init is not None:
+        target.model_init = _patching(target.model_init, level, strict)
+    return report
+
+
+def _patching(model_init: Any, level: str, strict: bool) -> Any:
+    """Return ``model_init``, under its own signature, with a patched result."""
+
+    @functools.wraps(model_init)
+    def call(*args: Any) -> Any:
+        model = model_init(*args)
+        patch(model, level=level, strict=strict)
+        return model
+
+    return call
+
+
+_Callback: Any = _transformers.TrainerCallback
+
+
+class FusedOpsCallback(_Callback):
+    """Patch the model at the end of the Trainer's construction, before anything wraps it.
+
+    The report is logged by the logger ``fusedops`` at level INFO, and kept as ``report``. A model
+    that ``model_init`` makes anew for training is patched when the training begins.
+
+    Args:
+        level: as for ``fusedops.patch``.
+        strict: as for ``fusedops.patch``.
+
+    Raises:
+        ValueError: ``level`` is unknown.
+    """
+
+    def __init__(self, level: str = "O2", strict: bool = False) -> None:
+        checks.choice("FusedOpsCallback", "level", level, LEVELS)
+        self.level = level
+        self.strict = strict
+        self.report: PatchReport | None = None
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Patch the model."""
+        self._patch(kwargs["model"], state)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Patch the model if it is another one than at the end of the construction."""
+        if describe(kwargs["model"]).num_replaced == 0:
+            self._patch(kwargs["model"], state)
+
+    def _patch(self, model: Any, state: Any) -> None:
+        self.report = patch(model, level=self.level, strict=self.strict)
+        if state.is_local_process_zero:
+            _LOG.info("%s", self.report)

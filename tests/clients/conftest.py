@@ -1,0 +1,41 @@
+"""The trainers that people have: a tier of its own (`make test-clients`).
+
+The tests that want all of them (`requirements.txt` here) are collected where all of them are. Each
+writes a row into `results/trainers.json`, of which docs/gen_trainers.py makes a page.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+NEEDED = ("accelerate", "datasets", "deepspeed", "lightning", "megatron", "peft", "torchao", "trl")
+WANT_ALL = (
+    "accelerate",
+    "deepspeed",
+    "inference",
+    "lightning",
+    "megatron",
+    "peft",
+    "pipelines",
+    "torch",
+    "trainer",
+    "trl",
+)
+
+# The models and what compares them are those of the patch tests.
+sys.path.append(str(HERE.parent / "integrations"))
+
+if any(find_spec(name) is None for name in NEEDED):
+    collect_ignore = [f"test_{name}.py" for name in WANT_ALL]
+else:
+    import outcomes
+
+    @pytest.fixture
+    def table() -> outcomes.Table:
+        """Where a test writes down what it found."""
+        return outcomes.Table(HERE / "results")

@@ -1,0 +1,205 @@
+"""A training run with somebody else's trainer: a patched model against the stock one.
+
+The run is made three times, in one process or in several: by the patched model, by the stock model,
+and by the stock model in float64. Losses and weights of the patched one may be as far from float64
+as the ops' error budget allows. The ops are counted: equal numbers from a fused model that ran
+nothing fused are no success.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from causal_families import DENSE, LLAMA_OPS, SPARSE
+from patch_testing import counted
+from processes import run
+from torch import nn
+
+import fusedops
+from fusedops._core import dtypes
+from fusedops.integrations import describe
+
+STEPS = 10
+BATCH = 4
+LEARNING_RATE = 0.1
+"""Of plain gradient descent: Adam makes a whole step of a rounding where a gradient is about 0."""
+OPS = LLAMA_OPS
+"""What runs of a patched Llama with its loss in a step of training, and how often."""
+
+
+@dataclass
+class Trained:
+    """What a run leaves: the loss of every step, and the weights by their names in the model."""
+
+    losses: list[float]
+    weights: dict[str, torch.Tensor]
+
+    def __reduce__(self) -> Any:
+        """Travel by value: a tensor would be shared with a process that has ended."""
+        return _trained, (self.losses, {name: each.numpy() for name, each in self.weights.items()})
+
+
+def _trained(losses: list[float], weights: dict[str, Any]) -> Trained:
+    return Trained(losses, {name: torch.from_numpy(each) for name, each in weights.items()})
+
+
+@dataclass
+class _Ran:
+    trained: Trained
+    calls: Counter[str]
+    aside: list[str]
+
+
+@dataclass
+class Outcome:
+    """What a comparison found, for the page of the trainers.
+
+    Attributes:
+        model: the family.
+        processes: how many.
+        fused: op -> how many forward and backward calls one process made.
+        aside: what a fused op could do and does not, with the reason, as ``describe`` says.
+    """
+
+    model: str
+    processes: int
+    fused: dict[str, int]
+    aside: list[str]
+
+
+Train = Callable[..., Trained]
+Change = Callable[[nn.Module], nn.Module]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A comparison. All functions are functions of modules: other processes call them.
+
+    Attributes:
+        train: ``train(model, **options)``.
+        options: see there.
+        family: a name in ``tests/integrations/causal_families.py``.
+        config: of the model.
+        build: makes the model instead, which ``family`` then only names.
+        ops: op -> how often it runs in a backward pass of the loss.
+        suffix: of the names that are counted: ``""`` for the forward operators.
+        backwards: how many backward passes a process makes.
+        exactly: options of the float64 run that differ; ``None`` where the trainer cannot train in
+            float64, and stock's own numbers stand for the exact ones.
+        dtype: of the computation.
+        prepare: done to the model before ``patch``, as adapters.
+        finish: done to it after ``patch``.
+    """
+
+    train: Train
+    options: dict[str, Any] = field(default_factory=dict)
+    family: str = "Llama"
+    config: dict[str, Any] = field(default_factory=dict)
+    build: Callable[..., nn.Module] | None = None
+    ops: dict[str, int] = field(default_factory=lambda: dict(OPS))
+    suffix: str = "_backward"
+    backwards: int = STEPS
+    exactly: dict[str, Any] | None = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
+    prepare: Change | None = None
+    finish: Change | None = None
+
+    def compare(self, processes: int = 1) -> Outcome:
+        """Make the runs, each in processes of its own, and compare what each rank has.
+
+        Raises:
+            AssertionError: numbers differ or ops did not run; or a process raised, with its text.
+        """
+        patched = run(_run, self, True, processes=processes)
+        stock = run(_run, self, False, processes=processes)
+        exact = stock
+        if self.exactly is not None:
+            exact = run(_run, self, False, torch.float64, self.exactly, processes=processes)
+        for found, theirs, truth in zip(patched, stock, exact, strict=True):
+            assert_same(found.trained, theirs.trained, truth.trained, self.dtype)
+            for op, per_backward in self.ops.items():
+                wanted, ran = per_backward * self.backwards, found.calls[op + self.suffix]
+                assert ran == wanted, f"{op} ran {ran} times, not {wanted}: {found.calls}"
+        return Outcome(self.family, processes, patched[0].calls, patched[0].aside)
+
+
+def _run(
+    trial: Trial,
+    patch: bool,
+    dtype: torch.dtype = torch.float32,
+    options: dict[str, Any] | None = None,
+) -> _Ran:
+    """Make the model, the same at every call, and train it."""
+    build = trial.build or (DENSE | SPARSE)[trial.family].model
+    model = build(**trial.config).to(dtype)
+    torch.manual_seed(1)
+    model = trial.prepare(model) if trial.prepare is not None else model
+    at_first = fusedops.patch(model) if patch else None
+    torch.manual_seed(1)
+    model = trial.finish(model) if trial.finish is not None else model
+    with counted() as calls:
+        trained = trial.train(model, **(trial.options | (options or {})))
+    aside = steps_aside(at_first, describe(model)) if at_first is not None else []
+    return _Ran(trained, calls, aside)
+
+
+def rows(count: int = STEPS * BATCH * 2, length: int = 16) -> list[dict[str, torch.Tensor]]:
+    """Return sequences that a model can learn, with their labels."""
+    starts = torch.arange(count).mul(11)
+    ids = (torch.arange(length) * 3 + starts[:, None]) % 97
+    return [{"input_ids": each, "labels": each} for each in ids]
+
+
+def batches(rank: int = 0, processes: int = 1) -> list[torch.Tensor]:
+    """Return the ids of every step's batch, of those that are this rank's."""
+    ids = torch.stack([row["input_ids"] for row in rows(STEPS * BATCH * processes)])
+    return list(ids.view(STEPS, processes, BATCH, -1)[:, rank])
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return copies of the parameters, gathered where they are sharded."""
+    return {name: whole(each).clone() for name, each in model.named_parameters()}
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a plain tensor, of a ``DTensor`` all of it."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def assert_same(
+    found: Trained, stock: Trained, exact: Trained, dtype: torch.dtype = torch.float32
+) -> None:
+    """Compare two runs within the ops' error budget, as far as they are from float64."""
+    assert len(found.losses) == len(stock.losses) == len(exact.losses) > 0
+    assert found.weights.keys() == stock.weights.keys() == exact.weights.keys()
+    runs = [{"loss": torch.tensor(each.losses), **each.weights} for each in (found, stock, exact)]
+    for name in runs[2]:
+        actual, eager, truth = (each[name] for each in runs)
+        truth = truth.double()
+        budget = dtypes.error_budget(eager, truth, dtype, depth=64)
+        excess = (actual.double() - truth).abs() - budget
+        assert excess.max() <= 0, f"{name}: {excess.max():.3g} beyond the budget"
+
+
+def steps_aside(at_first: fusedops.PatchReport, at_last: fusedops.PatchReport) -> list[str]:
+    """Return what has a rule and does not run fused, with the reason, each kind once.
+
+    Args:
+        at_first: what ``patch`` reported, which knows why it left something alone.
+        at_last: what ``describe`` reports of the model as it was trained.
+    """
+    refused = {each.name: each.reason for each in at_first.kept}
+    lines = []
+    for each in at_last.modules:
+        stepped = each.replaced and each.reason.startswith("steps aside now: ")
+        if stepped or (not each.replaced and each.reason != "no fused op for this class"):
+            reason = each.reason if stepped else refused.get(each.name, each.reason)
+            reason = re.sub(r"[.][0-9]+[.]", ".*.", reason.removeprefix("steps aside now: "))
+            lines.append(f"{each.cls}: {reason}")
+    return list(dict.fromkeys(lines))

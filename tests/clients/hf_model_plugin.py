@@ -1,0 +1,142 @@
+"""A pytest plugin: every model that a test of transformers builds is patched, and what ran is kept.
+
+Models are patched where users patch them: after the construction of the whole model, and after
+``from_pretrained``. ``hf_model_tests.py`` loads the plugin into two runs, of which one patches.
+Both write a line of JSON per test: its outcome, the calls of fused ops, and why it failed.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import fusedops
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("fusedops")
+    group.addoption("--patched", action="store_true", help="patch every model that a test builds")
+    group.addoption("--outcomes", type=Path, help="file to which a line per test is appended")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("patched"):
+        Patching().install()
+    if config.getoption("outcomes"):
+        config.pluginmanager.register(Recorder(config.getoption("outcomes")))
+
+
+class Patching:
+    """Patches models once they stand: a model inside another is patched with that one."""
+
+    def __init__(self) -> None:
+        self.under_construction = 0
+
+    def install(self) -> None:
+        """Wrap the constructors of all models, also of those that are defined later."""
+        subclassed = PreTrainedModel.__dict__["__init_subclass__"].__func__
+
+        def wrap_new(cls: type[PreTrainedModel], **options: Any) -> None:
+            subclassed(cls, **options)
+            self.wrap_constructor(cls)
+
+        PreTrainedModel.__init_subclass__ = classmethod(wrap_new)
+        for cls in _subclasses(PreTrainedModel):
+            self.wrap_constructor(cls)
+        load = PreTrainedModel.__dict__["from_pretrained"].__func__
+        PreTrainedModel.from_pretrained = classmethod(self.patching(load, _loaded))
+
+    def wrap_constructor(self, cls: type[PreTrainedModel]) -> None:
+        if "__init__" in cls.__dict__:
+            cls.__init__ = self.patching(cls.__init__, lambda model, _: model)
+
+    def patching(
+        self, build: Callable[..., Any], model_of: Callable[[Any, Any], PreTrainedModel]
+    ) -> Callable[..., Any]:
+        """Return ``build`` that patches; ``model_of`` finds the model in argument and result."""
+
+        @functools.wraps(build)
+        def build_and_patch(first: Any, *args: Any, **options: Any) -> Any:
+            self.under_construction += 1
+            try:
+                result = build(first, *args, **options)
+            finally:
+                self.under_construction -= 1
+            if not self.under_construction:
+                fusedops.patch(model_of(first, result))
+            return result
+
+        return build_and_patch
+
+
+def _subclasses(cls: type) -> Iterator[type]:
+    for each in cls.__subclasses__():
+        yield each
+        yield from _subclasses(each)
+
+
+def _loaded(cls: type, result: Any) -> PreTrainedModel:
+    """Return the model that ``from_pretrained`` returns, with or without its loading info."""
+    return result[0] if isinstance(result, tuple) else result
+
+
+class Recorder:
+    """Appends lines to a file, one when a test starts: a crash shows which one it was."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.reports: dict[str, list[pytest.TestReport]] = {}
+
+    def write(self, **line: Any) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self.reports[nodeid] = []
+        self.write(test=nodeid, outcome="unfinished")
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        """Let both runs draw the same numbers, whichever tests ran before."""
+        torch.manual_seed(0)
+        numpy.random.seed(0)
+        random.seed(0)
+        common = sys.modules.get("tests.test_modeling_common")
+        if common is not None:
+            common.global_rng.seed(0)
+        fusedops.reset_counters()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.reports[report.nodeid].append(report)
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        reports = self.reports.pop(nodeid)
+        failures = [each for each in reports if each.failed]
+        skipped = any(each.skipped for each in reports if type(each) is pytest.TestReport)
+        ops: dict[str, int] = {}
+        for (op, _), count in fusedops.counters().items():
+            ops[op] = ops.get(op, 0) + count
+        self.write(
+            test=nodeid,
+            outcome="failed" if failures else "skipped" if skipped else "passed",
+            seconds=round(sum(each.duration for each in reports), 2),
+            ops=ops,
+            reason=_reason(failures[0]) if failures else "",
+        )
+
+
+def _reason(report: pytest.TestReport) -> str:
+    """Return the exception of a failed test in one line."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    lines = (crash.message if crash is not None else str(report.longrepr)).splitlines()
+    return " ".join(line.strip() for line in lines[:3])[:300]

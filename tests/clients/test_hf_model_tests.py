@@ -1,0 +1,134 @@
+"""The comparison of transformers' own tests: what it counts, what it lets pass, what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import hf_model_tests as command
+
+HERE = Path(__file__).resolve().parent
+TINY = """
+import copy, pathlib, unittest
+import torch
+from transformers import BertConfig, BertForMaskedLM
+
+CONFIG = BertConfig(vocab_size=97, hidden_size=32, num_hidden_layers=1, num_attention_heads=4,
+                    intermediate_size=48, max_position_embeddings=40)
+IDS = torch.arange(12).view(2, 6)
+
+class BertModelTest(unittest.TestCase):
+    def test_forward(self):
+        BertForMaskedLM(CONFIG)(IDS)
+
+    def test_loaded(self):
+        folder = pathlib.Path(__file__).parent / "saved"
+        BertForMaskedLM(CONFIG).save_pretrained(folder)
+        model, info = BertForMaskedLM.from_pretrained(folder, output_loading_info=True)
+        model(IDS)
+        assert not info["missing_keys"]
+
+    def test_exact_class(self):
+        model = BertForMaskedLM(CONFIG)
+        model(IDS)
+        assert type(model.bert.encoder.layer[0].intermediate).__name__ == "BertIntermediate"
+        assert type(model.bert.encoder.layer[0].intermediate).__qualname__ == "BertIntermediate"
+        assert type(model.bert.encoder.layer[0].intermediate).__mro__[1] is torch.nn.Module
+
+    def test_of_the_weights(self):
+        assert BertForMaskedLM(CONFIG).num_parameters() > 0
+
+    def test_that_fails_stock(self):
+        assert False
+
+    @unittest.skip("not for this model")
+    def test_skipped(self):
+        pass
+"""
+CLASS = "tests/models/bert/test_modeling_bert.py::BertModelTest::"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict]]:
+    """Outcomes of a small test file, stock and patched."""
+    tree = tmp_path_factory.mktemp("checkout")
+    command.write(tree / command.test_file("bert"), TINY)
+    return [
+        command.run(
+            tree, "bert", patched=each, outcomes=tree / f"{each}.jsonl", select=None, limit=300
+        )
+        for each in (False, True)
+    ]
+
+
+@pytest.mark.slow
+def test_only_the_patched_run_calls_fused_ops(runs: list[dict[str, dict]]) -> None:
+    stock, patched = runs
+    assert not any(each["ops"] for each in stock.values())
+    for name in ("test_forward", "test_loaded"):
+        assert patched[CLASS + name]["outcome"] == "passed"
+        assert patched[CLASS + name]["ops"]["attention"] == 1
+
+
+@pytest.mark.slow
+def test_what_passes_stock_and_fails_patched_is_new(runs: list[dict[str, dict]]) -> None:
+    result = command.compare(*runs, known=[])
+    assert (result.passed_stock, result.passed_patched, result.fused) == (4, 3, 2)
+    assert list(result.new) == [CLASS + "test_exact_class"]
+    assert result.new[CLASS + "test_exact_class"].startswith("failed: AssertionError")
+    assert result.ops["attention"] == 3
+
+
+@pytest.mark.slow
+def test_a_known_difference_is_counted_apart(runs: list[dict[str, dict]]) -> None:
+    pattern = "*::BertModelTest::test_exact_*"
+    known = [command.Known(pattern, "AssertionError", "the class is ours")]
+    result = command.compare(*runs, known=known)
+    assert not result.new
+    assert result.known == {CLASS + "test_exact_class": "the class is ours"}
+
+
+def test_a_test_that_did_not_run_patched_is_new() -> None:
+    passed = {"outcome": "passed", "ops": {}}
+    result = command.compare({"a": passed, "b": passed}, {"a": {"outcome": "unfinished"}}, [])
+    assert result.new == {"a": "unfinished: ", "b": "not run: "}
+
+
+def test_a_known_test_that_fails_otherwise_is_new() -> None:
+    stock = {"a": {"outcome": "passed", "ops": {}}}
+    patched = {"a": {"outcome": "failed", "reason": "KeyError: 1"}}
+    result = command.compare(stock, patched, [command.Known("a", "ValueError", "refused")])
+    assert result.new == {"a": "failed: KeyError: 1"}
+    assert not result.known
+
+
+def test_lines_of_one_test_are_added_up(tmp_path: Path) -> None:
+    path = tmp_path / "outcomes"
+    path.write_text(
+        '{"test": "a", "outcome": "unfinished"}\n'
+        '{"test": "a", "outcome": "failed", "ops": {"gelu": 2}}\n'
+        '{"test": "a", "outcome": "passed", "ops": {"gelu": 1}}\n'
+    )
+    outcome = command.read_outcomes(path)["a"]
+    assert (outcome["outcome"], outcome["ops"]) == ("passed", {"gelu": 3})
+
+
+def test_a_known_difference_needs_a_reason(tmp_path: Path) -> None:
+    path = tmp_path / "known.toml"
+    path.write_text('[[known]]\ntest = "a"\nfailure = "b"\nreason = ""\n')
+    with pytest.raises(ValueError, match="needs test, failure and reason"):
+        command.read_known(path)
+    assert command.read_known(HERE / "hf_model_tests_known.toml") is not None
+
+
+def test_a_folder_without_tests_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["hf_model_tests.py", "--tests", str(tmp_path)])
+    with pytest.raises(SystemExit) as exit:
+        command.main()
+    assert exit.value.code == 2
+    assert "is no checkout of transformers" in capsys.readouterr().err

@@ -1,0 +1,138 @@
+"""transformers' Trainer, in one process and in two, trains a patched model as the stock one."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+from harness import BATCH, LEARNING_RATE, OPS, STEPS, Trained, Trial, rows, weights, whole
+from outcomes import Table
+from torch import nn
+
+
+def train(model: nn.Module, split: str = "", **options: Any) -> Trained:
+    """Train with the Trainer; ``split`` names the size of accelerate's that is two."""
+    from accelerate.utils import DeepSpeedSequenceParallelConfig, ParallelismConfig
+    from transformers import Trainer, TrainingArguments
+
+    if "deepspeed" in options:
+        compile_nothing()
+    parallel, data = None, rows()
+    if split:
+        data = [{**row, "position_ids": torch.arange(len(row["labels"]))} for row in data]
+        heads = DeepSpeedSequenceParallelConfig(sp_attn_implementation="sdpa")
+        handler = {"sp_handler": heads} if split == "sp_size" else {}
+        parallel = ParallelismConfig(**{split: 2}, **handler)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            output_dir=folder,
+            use_cpu="deepspeed" not in options,  # with it DeepSpeed would be ignored
+            optim="sgd",
+            learning_rate=LEARNING_RATE,
+            max_steps=STEPS,
+            per_device_train_batch_size=BATCH,
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            seed=1,
+            parallelism_config=parallel,
+            **options,
+        )
+        if "fsdp" in options:
+            shard_on_cpu()
+        trainer = Trainer(model=model, args=arguments, train_dataset=data)
+        # What a CPU does not have, both turn off without a word.
+        assert trainer.is_fsdp_enabled == ("fsdp" in options)
+        assert trainer.is_deepspeed_enabled == ("deepspeed" in options)
+        trainer.train()
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        return Trained(losses, _weights(trainer))
+
+
+def shard_on_cpu() -> None:
+    """Let accelerate shard: of processes without an accelerator it would only copy the model."""
+    from accelerate import PartialState
+    from accelerate.utils import DistributedType
+
+    state = PartialState(cpu=True)
+    assert state.distributed_type is DistributedType.MULTI_CPU
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
+def compile_nothing() -> None:
+    """Let DeepSpeed send by gloo alone: it would compile an extension for shared memory."""
+    from deepspeed import ops
+
+    ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def gathered(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the whole weights, of which under ZeRO's third stage a rank has a piece of each."""
+    from deepspeed.zero import GatheredParameters
+
+    with GatheredParameters(list(model.parameters())):
+        return weights(model)
+
+
+def _weights(trainer: Any) -> dict[str, torch.Tensor]:
+    """Return the whole weights on every rank."""
+    if trainer.is_deepspeed_enabled:
+        return gathered(trainer.model)
+    state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    return {name: whole(each).clone() for name, each in state.items()}
+
+
+def zero(stage: int) -> dict[str, Any]:
+    """Return DeepSpeed's configuration."""
+    return {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "zero_optimization": {
+            "stage": stage,
+            "stage3_param_persistence_threshold": 0,  # no weight is small enough to be kept whole
+            "stage3_gather_16bit_weights_on_model_save": True,
+        },
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+
+
+FSDP = {"fsdp": True}
+ONE = {
+    "plain": Trial(train),
+    "gradient checkpointing": Trial(train, {"gradient_checkpointing": True}),
+    "gradient accumulation": Trial(train, {"gradient_accumulation_steps": 2}, backwards=2 * STEPS),
+    "bf16 autocast": Trial(train, {"bf16": True}, exactly={"bf16": False}, dtype=torch.bfloat16),
+    "label smoothing": Trial(
+        train, {"label_smoothing_factor": 0.1}, ops={**OPS, "cross_entropy": 0}
+    ),
+    "torch_compile (aot_eager)": Trial(train, {"torch_compile_backend": "aot_eager"}),
+}
+TWO = {
+    "DDP": Trial(train),
+    "FSDP2": Trial(train, {**FSDP, "fsdp_config": {"version": 2}}),
+    "sp_size=2 (Ulysses)": Trial(train, {"deepspeed": zero(1), "split": "sp_size"}, exactly=None),
+}
+
+
+@pytest.mark.parametrize("mode", ONE)
+def test_one_process(mode: str, table: Table) -> None:
+    table.compare(ONE[mode], "transformers", mode)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("mode", TWO)
+def test_two_processes(mode: str, table: Table) -> None:
+    table.compare(TWO[mode], "transformers", mode, processes=2)
+
+
+@pytest.mark.distributed
+def test_context_parallel(table: Table) -> None:
+    """Under it a patched attention must ask torch for its kernel, which a CPU does not have."""
+    trial = Trial(train, {**FSDP, "fsdp_config": {"version": 2}, "split": "cp_size"})
+    gap = "torch's context parallelism has no attention for CPUs, nor for the stock model"
+    lacking = "attention_for_cpu.default does not have a sharding strategy"
+    with pytest.raises(AssertionError, match=lacking):
+        table.compare(trial, "transformers", "cp_size=2 (context parallel)", processes=2, gap=gap)

@@ -1,0 +1,100 @@
+"""trl's SFT and DPO trainers."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from harness import BATCH, LEARNING_RATE, OPS, STEPS, Trained, Trial, rows, weights
+from outcomes import Table
+from torch import nn
+
+
+def tokenizer() -> Any:
+    """Return a tokenizer of 97 words, of which the last two begin and end a text."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(97)}, unk_token="w0"))
+    words.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w96", pad_token="w95")
+
+
+def text(ids: torch.Tensor) -> str:
+    return " ".join(f"w{int(each) % 95}" for each in ids)
+
+
+def options(folder: str) -> dict[str, Any]:
+    return {
+        "output_dir": folder,
+        "use_cpu": True,
+        "bf16": False,
+        "optim": "sgd",
+        "learning_rate": LEARNING_RATE,
+        "max_steps": STEPS,
+        "per_device_train_batch_size": BATCH,
+        "gradient_checkpointing": False,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "seed": 1,
+    }
+
+
+def sft(model: nn.Module, **more: Any) -> Trained:
+    from trl import SFTConfig, SFTTrainer
+
+    data = Dataset.from_list([{"text": text(row["input_ids"])} for row in rows()])
+    with tempfile.TemporaryDirectory() as folder:
+        return _train(SFTTrainer, SFTConfig(**(options(folder) | more)), data, model=model)
+
+
+def dpo(model: nn.Module) -> Trained:
+    from trl import DPOConfig, DPOTrainer
+
+    def row(ids: torch.Tensor) -> dict[str, str]:
+        prompt, chosen = ids.tensor_split([8])
+        return {
+            "prompt": text(prompt),
+            "chosen": " " + text(chosen),
+            "rejected": " " + text(chosen.flip(0)),
+        }
+
+    data = Dataset.from_list([row(each["input_ids"]) for each in rows()])
+    with tempfile.TemporaryDirectory() as folder:
+        models = {"model": model, "ref_model": copy.deepcopy(model)}
+        return _train(DPOTrainer, DPOConfig(**options(folder)), data, **models)
+
+
+def _train(kind: Any, arguments: Any, data: Dataset, **models: nn.Module) -> Trained:
+    trainer = kind(args=arguments, train_dataset=data, processing_class=tokenizer(), **models)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return Trained(losses, weights(models["model"]))
+
+
+# Both compute their losses from the logits or from the head themselves.
+NO_LOSS = {**OPS, "cross_entropy": 0}
+TRIALS = {
+    "SFTTrainer": Trial(sft, ops=NO_LOSS),
+    "SFTTrainer, packing": Trial(sft, {"packing": True, "max_length": 24}, ops=NO_LOSS),
+    "SFTTrainer, gradient checkpointing": Trial(sft, {"gradient_checkpointing": True}, ops=NO_LOSS),
+    "DPOTrainer": Trial(dpo, ops=NO_LOSS),
+}
+
+
+@pytest.mark.parametrize("mode", TRIALS)
+def test_one_process(mode: str, table: Table) -> None:
+    table.compare(TRIALS[mode], "trl", mode)
+
+
+@pytest.mark.distributed
+def test_ddp(table: Table) -> None:
+    table.compare(Trial(sft, ops=NO_LOSS), "trl", "SFTTrainer, DDP", processes=2)

@@ -1,0 +1,154 @@
+"""Blocks of ``use_backend`` and ``use_tuning`` that overlap: nothing remains of any of them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+
+import fusedops
+from fusedops._core import backends, tuning
+
+CPU = torch.device("cpu")
+
+
+def tuned(backend: str) -> AbstractContextManager[None]:
+    key = ("layer_norm", torch.float32, 5)
+    return backends.use_tuning(
+        CPU, {key: tuning.Entry("layer_norm", "float32", 5, backend, None, {backend: 1.0}, 1.0)}
+    )
+
+
+KINDS: dict[str, Callable[[str], AbstractContextManager[None]]] = {
+    "use_backend": fusedops.use_backend,
+    "use_tuning": tuned,
+}
+each_kind = pytest.mark.parametrize("use", KINDS.values(), ids=KINDS)
+
+
+def state() -> tuple[Any, ...]:
+    return backends.requested(), backends._mistake, dict(backends.tuning_in_force(CPU).entries)
+
+
+def runs_on() -> str:
+    fusedops.reset_counters()
+    fusedops.layer_norm(torch.ones(4, 8), (8,))
+    ((_, backend),) = fusedops.counters()
+    return backend
+
+
+@pytest.fixture(autouse=True)
+def nothing_remains() -> Iterator[None]:
+    before, usual = state(), runs_on()
+    yield
+    assert state() == before
+    assert runs_on() == usual
+
+
+@each_kind
+def test_blocks_that_end_in_the_order_they_began(use: Any) -> None:
+    usual = runs_on()
+    first, second = use("torch"), use("cpp")
+    first.__enter__()
+    assert runs_on() == "torch"
+    second.__enter__()
+    assert runs_on() == "cpp"
+    first.__exit__(None, None, None)
+    assert runs_on() == "cpp"
+    second.__exit__(None, None, None)
+    assert runs_on() == usual
+
+
+@each_kind
+def test_the_newest_block_that_is_open_counts(use: Any) -> None:
+    blocks = [use(name) for name in ("torch", "cpp", "torch")]
+    for block in blocks:
+        block.__enter__()
+    for closed, left in ((2, "cpp"), (0, "cpp")):
+        blocks[closed].__exit__(None, None, None)
+        assert runs_on() == left
+    blocks[1].__exit__(None, None, None)
+
+
+def test_generators_that_are_dropped_leave_nothing() -> None:
+    def generate(name: str) -> Iterator[None]:
+        with fusedops.use_backend(name):
+            yield
+
+    first, second = generate("torch"), generate("cpp")
+    next(first)
+    next(second)
+    del first
+    assert backends.requested() == "cpp"
+    del second
+    assert backends.requested() is None
+
+
+@each_kind
+def test_tasks_that_take_turns(use: Any) -> None:
+    async def work(name: str, steps: int) -> None:
+        with use(name):
+            for _ in range(steps):
+                await asyncio.sleep(0)
+
+    async def all_of_them() -> None:
+        await asyncio.gather(*(work("torch", steps) for steps in (1, 5, 2, 4, 3)))
+
+    asyncio.run(all_of_them())
+
+
+@each_kind
+def test_threads_that_take_turns(use: Any) -> None:
+    inside = threading.Barrier(2, timeout=60)
+    left = threading.Event()
+    seen = []
+
+    def first() -> None:
+        with use("torch"):
+            inside.wait()
+            inside.wait()
+        left.set()
+
+    def second() -> None:
+        inside.wait()
+        with use("cpp"):
+            inside.wait()
+            assert left.wait(60)
+            seen.append(runs_on())
+
+    run_all([first, second])
+    assert seen == ["cpp"]
+
+
+@each_kind
+def test_many_threads_leave_nothing(use: Any) -> None:
+    def work(seed: int) -> None:
+        draw = random.Random(seed)
+        for _ in range(50):
+            with use(draw.choice(["torch", "cpp"])):
+                fusedops.gelu(torch.ones(2))
+
+    run_all([lambda seed=seed: work(seed) for seed in range(8)])
+
+
+def run_all(functions: list[Callable[[], None]]) -> None:
+    errors: list[BaseException] = []
+
+    def guarded(function: Callable[[], None]) -> None:
+        try:
+            function()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(each,)) for each in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors

@@ -1,0 +1,163 @@
+"""Classes and forwards that others put on top of patched modules, before and after."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from patch_testing import assert_close, counted
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.utils import parametrize
+
+import fusedops
+from fusedops.integrations import describe
+
+pytest.importorskip("transformers")
+
+from causal_families import DENSE, IDS, SPARSE, loss
+from encoder_families import FAMILIES as ENCODERS
+from test_patch_gpt2 import gpt2
+
+
+@pytest.fixture
+def mesh() -> Iterator[Any]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+class _Doubled(nn.Module):
+    """A parametrization."""
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return twice the weight."""
+        return 2 * weight
+
+
+NORMS: dict[str, Callable[[Any], nn.Module]] = {
+    "last norm": lambda model: model.model.norm,
+    "norm of a layer": lambda model: model.model.layers[0].input_layernorm,
+    "norm after a sum": lambda model: model.model.layers[1].post_attention_layernorm,
+}
+
+
+@pytest.mark.parametrize("find", NORMS.values(), ids=NORMS)
+@pytest.mark.parametrize("name", ["Llama", "Gemma", "Mixtral", "GptOss"])
+def test_a_parametrized_norm(name: str, find: Callable[[Any], nn.Module]) -> None:
+    patched, stock = (DENSE | SPARSE)[name].pair()
+    for model in (patched, stock):
+        parametrize.register_parametrization(find(model), "weight", _Doubled())
+    assert_close(loss(patched), loss(stock))
+    assert "another class lies on top" in describe(patched)[name_of(patched, find)].reason
+
+
+def name_of(model: nn.Module, find: Callable[[Any], nn.Module]) -> str:
+    return next(name for name, module in model.named_modules() if module is find(model))
+
+
+@pytest.mark.parametrize("find", NORMS.values(), ids=NORMS)
+@pytest.mark.parametrize("name", ["Llama", "Mixtral"])
+def test_a_fully_sharded_norm(mesh: Any, name: str, find: Callable[[Any], nn.Module]) -> None:
+    patched, stock = (DENSE | SPARSE)[name].pair()
+    loss(stock).backward()
+    fully_shard(find(patched), mesh=mesh)
+    fully_shard(patched, mesh=mesh)
+    with counted() as calls:
+        loss(patched).backward()
+    assert calls["rms_norm"] + calls["add_rms_norm"] >= 4
+    for key, parameter in stock.named_parameters():
+        actual = patched.get_parameter(key).grad
+        assert_close(copy.copy(actual).full_tensor(), parameter.grad)
+
+
+@pytest.mark.parametrize("name", ["MixtralExperts", "MixtralTopKRouter"])
+def test_parametrized_experts_and_routers_are_called(name: str) -> None:
+    patched, stock = SPARSE["Mixtral"].pair()
+    for model in (patched, stock):
+        for module in [each for each in model.modules() if type(each).__name__ == name]:
+            weight = "weight" if "Router" in name else "down_proj"
+            parametrize.register_parametrization(module, weight, _Doubled())
+    with counted() as calls:
+        found = loss(patched)
+    assert calls["moe_mlp"] == 2
+    assert_close(found, loss(stock))
+    note = describe(patched)["model.layers.0.mlp"].reason
+    assert note.startswith("router and experts apart: ") and f"Parametrized{name}" in note
+
+
+def test_patching_after_fully_shard_is_reported_and_strictly_refused(mesh: Any) -> None:
+    model = gpt2()
+    for block in model.transformer.h:
+        fully_shard(block, mesh=mesh)
+    report = fusedops.patch(model)
+    entry = report["transformer.h.0"]
+    assert not entry.replaced and entry.failed
+    assert entry.reason == "another class lies on top of GPT2Block: patch before it comes"
+    with pytest.raises(fusedops.UnsupportedError, match=r"transformer\.h\.1: another class lies"):
+        fusedops.patch(model, strict=True)
+
+
+def test_a_derived_class_is_reported_and_strictly_refused() -> None:
+    class Mine(nn.LayerNorm):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return input
+
+    model = nn.Sequential(Mine(8), nn.LayerNorm(8), fusedops.nn.LayerNorm(8))
+    report = fusedops.patch(model)
+    assert report["0"].reason == "it is derived from LayerNorm and has a forward of its own"
+    assert report["2"].reason == "it calls fused ops itself"
+    assert [entry.failed for entry in report.modules] == [True, False, False]
+    with pytest.raises(fusedops.UnsupportedError, match="0: it is derived from LayerNorm"):
+        fusedops.patch(model, strict=True)
+
+
+def test_a_patch_that_fails_leaves_the_model_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU())
+    fusedops.patch(model, level="O1")
+    before = [type(module) for module in model.modules()]
+
+    def fail(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fusedops.integrations.hf.patch.resolution", fail)
+    with pytest.raises(KeyboardInterrupt):
+        fusedops.patch(model)
+    assert [type(module) for module in model.modules()] == before
+
+
+def test_unpatch_under_mixed_precision_of_accelerate() -> None:
+    """``prepare`` keeps the forward that it found on the instance, inside of its own."""
+    accelerate = pytest.importorskip("accelerate")
+    family = ENCODERS["BertForMaskedLM"]
+    patched, stock = family.pair()
+    accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
+    patched, stock = accelerator.prepare(patched, stock)
+    for _ in range(2):
+        with counted() as calls:
+            family.loss(patched)
+        assert calls["cross_entropy"] == 1 and calls["attention"] == 2
+        fusedops.unpatch(patched)
+        with counted() as calls:
+            found = family.loss(patched)
+        assert not calls and torch.equal(found, family.loss(stock))
+        assert fusedops.patch(patched)[""].replaced
+
+
+def test_a_forward_of_somebody_else_on_the_instance_is_reported() -> None:
+    model = DENSE["Llama"].model()
+    fusedops.patch(model)
+    mlp = model.model.layers[0].mlp
+    mlp.forward = lambda x: torch.zeros_like(x)
+    with counted() as calls:
+        model(IDS)
+    assert calls["linear_glu"] == 1
+    reason = "steps aside now: its forward is overridden on the instance"
+    assert describe(model)["model.layers.0.mlp"].reason == reason
+    fusedops.unpatch(model)
+    assert not fusedops.patch(model)["model.layers.0.mlp"].replaced

@@ -1,0 +1,124 @@
+"""Each argument of each module's constructor and forward takes each wrong value of its kind.
+
+Torch's own constructors word the errors of what ``MultiheadAttention`` and the transformer layers
+are made of; nested tensors are theirs as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from wrong_values import INF, NAN, WRONG, Value, arguments_of, complaint, values_for
+
+import fusedops
+from fusedops import nn
+
+CONSTRUCTORS: dict[str, tuple[Any, ...]] = {
+    "AddLayerNorm": (8,),
+    "AddRMSNorm": (8,),
+    "BalancingBias": (4,),
+    "CrossEntropyLoss": (),
+    "GatedMLP": (8, 16),
+    "LayerNorm": (8,),
+    "LinearAct": (8, 16),
+    "LinearCrossEntropyLoss": (8, 16),
+    "MLP": (8, 16),
+    "MoE": (8, 16, 4, 2),
+    "RMSNorm": (8,),
+}
+OF_TORCH = {"MultiheadAttention", "TransformerDecoderLayer", "TransformerEncoderLayer"}
+NUMBERS_AS_TORCH = {"eps"}
+
+X = torch.linspace(-1, 1, 24).view(3, 8)
+TARGET = torch.tensor([0, 3, 1])
+IDS = torch.tensor([[1, 0], [1, 2], [3, 0]])
+PLAN = fusedops.RoutingPlan.from_choices(IDS, torch.full((3, 2), 0.5), 4)
+MASK = torch.zeros(3, 3, dtype=torch.bool)
+
+# Module -> arguments of a forward that is right, and the ops whose names messages may begin with.
+FORWARDS: dict[str, tuple[tuple[Any, ...], dict[str, Any], tuple[str, ...]]] = {
+    "AddLayerNorm": ((X, X), {}, ("add_layer_norm",)),
+    "AddRMSNorm": ((X, X), {}, ("add_rms_norm",)),
+    "CrossEntropyLoss": ((X, TARGET), {}, ("cross_entropy",)),
+    "GatedMLP": ((X,), {}, ("linear_glu",)),
+    "LayerNorm": ((X,), {}, ("layer_norm",)),
+    "LinearAct": ((X,), {}, ("linear_act",)),
+    "LinearCrossEntropyLoss": ((X, TARGET), {}, ("linear_cross_entropy",)),
+    "MLP": ((X,), {}, ("mlp",)),
+    "MoE": ((X,), {"plan": PLAN}, ("moe_mlp",)),
+    "MultiheadAttention": ((X, X, X), {"need_weights": False, "attn_mask": MASK}, ()),
+    "RMSNorm": ((X,), {}, ("rms_norm",)),
+    "TransformerDecoderLayer": ((X, X), {"tgt_mask": MASK, "memory_mask": MASK}, ()),
+    "TransformerEncoderLayer": ((X,), {"src_mask": MASK}, ()),
+}
+
+
+def complaints_about(
+    function: Callable[..., Any],
+    names: tuple[str, ...],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    nested: bool = True,
+) -> list[str]:
+    found = []
+    for parameter, bound in arguments_of(function, args, kwargs):
+        argument, annotation = parameter.name, str(parameter.annotation)
+        values = values_for(annotation, bound.arguments[argument], X)
+        if "float" in annotation and argument not in NUMBERS_AS_TORCH:
+            values += [Value(str(each), each, WRONG) for each in (NAN, INF, -INF)]
+        for value in values:
+            if value.label.startswith("nested") and not nested:
+                continue
+
+            def call(given: Any, argument: str = argument, bound: Any = bound) -> Any:
+                bound.arguments[argument] = given
+                result = function(*bound.args, **bound.kwargs)
+                # A module's parameters are drawn at random: its constructor is right or refuses.
+                return None if isinstance(result, torch.nn.Module) else result
+
+            found.append(
+                complaint(
+                    lambda value=value, call=call: call(value.value),
+                    names,
+                    argument,
+                    value,
+                    lambda value=value, call=call: call(value.means),
+                )
+            )
+    return [each for each in found if each is not None]
+
+
+def test_every_module_is_tested() -> None:
+    assert {*CONSTRUCTORS} | OF_TORCH == set(nn.__all__)
+    assert {*FORWARDS} | {"BalancingBias"} == set(nn.__all__)
+
+
+@pytest.mark.parametrize("name", CONSTRUCTORS)
+def test_constructors_refuse_wrong_values(name: str) -> None:
+    module = getattr(nn, name)
+    complaints = complaints_about(module, (name,), CONSTRUCTORS[name], {})
+    assert not complaints, "\n".join(complaints)
+
+
+@pytest.mark.parametrize("name", FORWARDS)
+def test_forwards_refuse_wrong_values(name: str) -> None:
+    made = CONSTRUCTORS.get(name, (8, 2))
+    module = getattr(nn, name)(*made).eval()
+    args, kwargs, ops = FORWARDS[name]
+    complaints = complaints_about(
+        module.forward, (name, *ops), args, kwargs, nested=name not in OF_TORCH
+    )
+    assert not complaints, "\n".join(complaints)
+
+
+def test_the_counts_of_a_balancing_bias_come_of_a_plan() -> None:
+    balancing = nn.BalancingBias(4)
+    for wrong in (None, "plan", IDS):
+        with pytest.raises(TypeError, match=r"BalancingBias.count: plan must be a RoutingPlan"):
+            balancing.count(wrong)
+    with pytest.raises(TypeError, match="update_balancing_bias: bias must be a torch.Tensor"):
+        balancing.step("bias")

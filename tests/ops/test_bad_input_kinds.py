@@ -1,0 +1,166 @@
+"""Each argument of each op takes each wrong value of its kind: all are refused, in clear words.
+
+Or they mean what they seem to: ``wrong_values`` says which values may be accepted for another.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from op_testing import assert_close
+from wrong_values import INF, NAN, WRONG, Value, arguments_of, complaint, values_for
+
+import fusedops
+from fusedops.specs import Spec, all_specs, tensors_in
+
+CPU = torch.device("cpu")
+
+# Numbers for which torch takes NaN and infinities; the result is then that of the formula.
+TAKES_ANY_NUMBER = {
+    ("layer_norm", "eps"),
+    ("rms_norm", "eps"),
+    ("add_layer_norm", "eps"),
+    ("add_rms_norm", "eps"),
+    ("attention", "scale"),
+    ("attention_decode", "scale"),
+    ("attention_varlen", "scale"),
+    ("scaled_masked_softmax", "scale"),
+    ("baddbmm", "alpha"),
+    ("baddbmm", "beta"),
+}
+
+
+def each_argument() -> Any:
+    pairs = [
+        (spec, parameter)
+        for spec in all_specs().values()
+        for parameter in inspect.signature(spec.op).parameters
+    ]
+    return pytest.mark.parametrize(
+        ("spec", "argument"), pairs, ids=[f"{spec.name}-{argument}" for spec, argument in pairs]
+    )
+
+
+def first_sample(spec: Spec) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    sample = spec.samples(CPU, torch.float32)[0].map(lambda tensor: tensor.detach().clone())
+    return sample.args, dict(sample.kwargs)
+
+
+@each_argument()
+@pytest.mark.parametrize("backend", [None, "torch"])
+def test_wrong_values_are_refused_in_clear_words(
+    spec: Spec, argument: str, backend: str | None
+) -> None:
+    args, kwargs = first_sample(spec)
+    complaints = complaints_about(spec.op, spec.name, argument, args, kwargs, backend)
+    assert not complaints, "\n".join(complaints)
+
+
+def complaints_about(
+    op: Callable[..., Any],
+    name: str,
+    argument: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    backend: str | None,
+) -> list[str]:
+    parameter, bound = next(
+        pair for pair in arguments_of(op, args, kwargs) if pair[0].name == argument
+    )
+    annotation = str(parameter.annotation)
+    like = next((each for each in bound.args if isinstance(each, torch.Tensor)), None)
+    found = []
+    with fusedops.use_backend(backend):
+        for value in values_for(annotation, bound.arguments[argument], like) + numbers(
+            name, argument, annotation
+        ):
+
+            def call(given: Any) -> Any:
+                bound.arguments[argument] = given
+                return op(*bound.args, **bound.kwargs)
+
+            found.append(
+                complaint(
+                    lambda value=value, call=call: call(value.value),
+                    name,
+                    argument,
+                    value,
+                    lambda value=value, call=call: call(value.means),
+                )
+            )
+    return [each for each in found if each is not None]
+
+
+def numbers(name: str, argument: str, annotation: str) -> list[Value]:
+    if "float" not in annotation or (name, argument) in TAKES_ANY_NUMBER:
+        return []
+    return [Value(str(each), each, WRONG) for each in (NAN, INF, -INF)]
+
+
+@pytest.mark.parametrize(("name", "argument"), sorted(TAKES_ANY_NUMBER))
+@pytest.mark.parametrize("number", [NAN, INF, -1.0])
+def test_numbers_that_torch_takes_give_the_formulas_result(
+    name: str, argument: str, number: float
+) -> None:
+    spec = all_specs()[name]
+    args, kwargs = first_sample(spec)
+    bound = inspect.signature(spec.op).bind(*args, **kwargs)
+    bound.arguments[argument] = number
+    results = [tensors_in(spec.op(*bound.args, **bound.kwargs))]
+    # Torch's fused attention makes 0 of a row of NaN, where its other one makes NaN.
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        results.append(tensors_in(spec.eager(*bound.args, **bound.kwargs)))
+    got, want = (torch.cat([each.flatten() for each in result]) for result in results)
+    assert torch.equal(got.isnan(), want.isnan())
+    assert_close(got.nan_to_num(0.0), want.nan_to_num(0.0).double(), want.nan_to_num(0.0), name)
+
+
+def _enter(name: str | None) -> None:
+    with fusedops.use_backend(name):
+        pass
+
+
+IDS, PROBS = torch.tensor([[1, 0], [1, 2]]), torch.full((2, 2), 0.5)
+PLAN = fusedops.RoutingPlan.from_choices(IDS, PROBS, 3)
+MODEL = torch.nn.Sequential(torch.nn.LayerNorm(4))
+
+# Public functions that are no registered op, with a right call of each.
+OTHERS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
+    "RoutingPlan.from_choices": (fusedops.RoutingPlan.from_choices, (IDS, PROBS, 3), {}),
+    "RoutingPlan.with_probs": (PLAN.with_probs, (PROBS,), {}),
+    "hash_route": (fusedops.hash_route, (torch.tensor([7, 8]), 4), {}),
+    "keep_routing": (fusedops.keep_routing, (len,), {}),
+    "merge_attention": (fusedops.merge_attention, (PROBS, PROBS[0], PROBS, PROBS[0]), {}),
+    "moe_capacity": (fusedops.moe_capacity, (2, 8, 1.0, 4), {}),
+    "patch": (fusedops.patch, (MODEL,), {}),
+    "resolve": (fusedops.resolve, ("gelu", PROBS, "none"), {}),
+    "routing_contexts": (fusedops.routing_contexts, (), {}),
+    "tune_host": (fusedops.tune_host, (), {}),
+    "unpatch": (fusedops.unpatch, (MODEL,), {}),
+    "update_balancing_bias": (fusedops.update_balancing_bias, (PROBS[0], IDS[0]), {}),
+    "use_backend": (_enter, ("torch",), {}),
+}
+TYPES = {"PatchReport", "RoutingPlan", "UnsupportedError"}
+WITHOUT_ARGUMENTS = {"counters", "register_attention", "register_experts", "reset_counters"}
+
+
+def test_every_public_function_is_tested() -> None:
+    functions = {name for name in fusedops.__all__ if callable(getattr(fusedops, name))}
+    assert functions - TYPES - WITHOUT_ARGUMENTS <= {*OTHERS, *all_specs()}
+    for name in WITHOUT_ARGUMENTS:
+        assert not inspect.signature(getattr(fusedops, name)).parameters
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_functions_that_are_no_op_refuse_as_ops_do(name: str) -> None:
+    function, args, kwargs = OTHERS[name]
+    complaints = []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind is not parameter.VAR_POSITIONAL:
+            argument = parameter.name
+            complaints += complaints_about(function, name, argument, args, kwargs, None)
+    assert not complaints, "\n".join(complaints)

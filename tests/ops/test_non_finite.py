@@ -1,0 +1,175 @@
+"""What is not finite: NaN and infinities are where eager torch has them, and nowhere else.
+
+Every floating argument of every sample, and every incoming gradient, gets NaN, inf and -inf in
+turn: in one element, in a row, and all of them mixed; inf in the last element too, the end of a
+vector. The rule is in docs/architecture.md; where an op differs on purpose it stands in its
+docstring and, for these tests, in its spec's ``non_finite``.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import fusedops
+from fusedops.specs import Sample, Spec, all_specs
+from fusedops.specs.comparison import (
+    Result,
+    differences_where_not_finite,
+    fresh,
+    incoming,
+    run,
+)
+
+CPU = torch.device("cpu")
+SPECS = list(all_specs().values())
+VALUES = (math.nan, math.inf, -math.inf)
+# A larger tensor has no place that these do not have, but for samples of several blocks.
+MOST_ELEMENTS = 10_000
+
+Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _in_one(tensor: torch.Tensor, value: float, last: bool) -> torch.Tensor:
+    flat = tensor.detach().flatten().clone()
+    flat[-1 if last else flat.numel() // 3] = value
+    return flat.view(tensor.shape)
+
+
+def _in_a_row(tensor: torch.Tensor, value: float) -> torch.Tensor:
+    rows = torch.atleast_1d(tensor.detach()).clone().flatten(0, -2 if tensor.dim() > 1 else -1)
+    rows[len(rows) // 2] = value
+    return rows.view(tensor.shape)
+
+
+def _mixed(tensor: torch.Tensor) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{tuple(tensor.shape)}".encode()))
+    drawn = torch.randint(0, 12, tensor.shape, generator=generator)
+    made = tensor.detach().clone()
+    for number, value in enumerate(VALUES):
+        made[drawn == number] = value
+    return made
+
+
+CHANGES: dict[str, Change] = {"mixed": _mixed}
+for _value in VALUES:
+    CHANGES[f"{_value}"] = functools.partial(_in_one, value=_value, last=False)
+    CHANGES[f"{_value} in a row"] = functools.partial(_in_a_row, value=_value)
+CHANGES["inf at the end"] = functools.partial(_in_one, value=math.inf, last=True)
+
+
+def _calls(sample: Sample, names: Iterable[str]) -> Iterator[tuple[str, Sample, Any]]:
+    """Return name, call and what makes its incoming gradients of each case of a sample."""
+    changes = [(name, CHANGES[name]) for name in names]
+    floats = [each for each in sample.tensors if each.is_floating_point() and each.numel()]
+    for number, target in enumerate(floats):
+        for name, change in changes:
+
+            def changed(tensor: torch.Tensor, *, of=target, by=change) -> torch.Tensor:
+                return by(tensor).requires_grad_(tensor.requires_grad) if tensor is of else tensor
+
+            yield f"{name}, tensor {number} {list(target.shape)}", sample.map(changed), incoming
+    for name, change in changes if sample.leaves else ():
+
+        def gradients(outputs: tuple[torch.Tensor, ...], *, by=change) -> list[torch.Tensor]:
+            return [by(each) if each.numel() else each for each in incoming(outputs)]
+
+        yield f"{name}, incoming gradients", sample, gradients
+
+
+def _named(spec: Spec, name: str, dtype: torch.dtype) -> Sample:
+    (found,) = [each for each in spec.samples(CPU, dtype) if each.name == name]
+    return found
+
+
+def _check(
+    spec: Spec, sample: Sample, used: Iterable[str], changes: Iterable[str] = CHANGES
+) -> None:
+    for case, call, gradients in _calls(sample, changes):
+        _check_call(spec, call, used, case, gradients)
+
+
+def _check_call(
+    spec: Spec, call: Sample, used: Iterable[str], case: str = "", gradients: Any = incoming
+) -> None:
+    results = {}
+    for backend in used:
+        with fusedops.use_backend(backend):
+            results[backend] = run(spec.op, fresh(call), gradients)
+    for backend, found in differences_where_not_finite(results, spec, call, gradients).items():
+        assert found is None, f"{backend}, {case}: {found}"
+
+
+# Samples of an op in the first tier: one costs up to a second in each dtype. The first ones of
+# linear_act are the activations.
+FIRST = {"linear_act": 8}
+
+
+def each_sample(first: dict[str, int], otherwise: int) -> Any:
+    chosen = []
+    for spec in SPECS:
+        fitting = [
+            each.name
+            for each in spec.samples(CPU, torch.float32)
+            if sum(tensor.numel() for tensor in each.tensors) <= MOST_ELEMENTS
+            and any(tensor.is_floating_point() for tensor in each.tensors)
+        ]
+        for number, name in enumerate(fitting):
+            marks = [pytest.mark.slow] * (number >= first.get(spec.name, otherwise))
+            chosen.append(pytest.param(spec, name, id=f"{spec.name}-{name}", marks=marks))
+    return pytest.mark.parametrize(("spec", "sample_name"), chosen)
+
+
+@each_sample(FIRST, 2)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float64], ids=lambda dtype: str(dtype)[6:]
+)
+def test_what_is_not_finite_is_where_eager_torch_has_it(
+    spec: Spec, sample_name: str, dtype: torch.dtype
+) -> None:
+    _check(spec, _named(spec, sample_name, dtype), ("cpp", "torch"))
+
+
+@pytest.mark.interpreter
+@each_sample({}, 1)
+def test_in_triton_too(spec: Spec, sample_name: str) -> None:
+    # The interpreter takes seconds for one call.
+    sample = _named(spec, sample_name, torch.float32)
+    _check(spec, sample, ("triton",), ("mixed", "nan", "-inf", "inf in a row"))
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_row_without_deviation_is_torchs_where_eps_is_zero(name: str, dtype: torch.dtype) -> None:
+    x = torch.randn(5, 33, generator=torch.Generator().manual_seed(3)).to(dtype)
+    x[1], x[3] = 0.0, 2.0  # exact: nothing is left of the rows beside their means
+    residual = [torch.zeros_like(x).requires_grad_()] if name.startswith("add") else []
+    parameters = [torch.randn(33).to(dtype).requires_grad_() for _ in range(1 + ("layer" in name))]
+    args = (x.requires_grad_(), *residual, (33,), *parameters)
+    sample = Sample("constant rows", args, {"eps": 0.0})
+    _check_call(all_specs()[name], sample, ("cpp", "torch"))
+
+
+def test_a_difference_is_named() -> None:
+    spec, x = all_specs()["gelu"], torch.tensor([1.0, math.inf, -math.inf, 2.0])
+    sample = Sample("", (x.requires_grad_(),))
+    right = run(spec.op, fresh(sample))
+    for index, value, words in (
+        (2, 0.0, "[2], is 0"),
+        (1, -math.inf, "is -inf"),
+        (0, 0.75, "is 0.75"),
+    ):
+        wrong = Result([right.outputs[0].clone()], right.grads)
+        wrong.outputs[0][index] = value
+        found = differences_where_not_finite({"": wrong}, spec, sample, incoming)[""]
+        assert found is not None and "output 0: 1 of 4" in found and words in found
+    wrong = Result(right.outputs, [right.grads[0].clone()])
+    wrong.grads[0][1] = 1.0
+    found = differences_where_not_finite({"": wrong}, spec, sample, incoming)[""]
+    assert found is not None and "gradient 0: 1 of 4" in found
