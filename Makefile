@@ -70,7 +70,7 @@ test-all: setup
 # The ops and fuzzers with kernels that watch each access; the first error ends a test. A second
 # tier: the build takes ten minutes of a processor. Each test is several times slower.
 test-asan: setup
-	$(BIN)/python tools/sanitized.py -m pytest -q tests/ops \
+	$(BIN)/python tools/sanitized.py -m pytest -q tests/ops tests/fuzz/test_sanitized.py \
 	  -m "not slow and not gpu and not interpreter" -k "not compiled and not 2_to_the_31 and not torch-cpu"
 	for fuzzer in operators functions arguments; do \
 	  $(BIN)/python tools/sanitized.py -m tests.fuzz $$fuzzer --calls 20000 --processes $(WORKERS) \

@@ -143,7 +143,8 @@ def _resized(rng: random.Random, sample: Sample) -> Sample:
         changed(arg) if isinstance(arg, (tuple, list)) and type(arg) in (tuple, list) else arg
         for arg in resized.args
     )
-    return Sample(sample.name, args, resized.kwargs, sample.random)
+    # The truth is the reference in float64: repeated values tie, and eager torch has no rule for it.
+    return Sample(sample.name, args, resized.kwargs, random=True)
 
 
 def _laid_out(rng: random.Random, tensor: torch.Tensor) -> torch.Tensor:

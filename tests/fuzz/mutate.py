@@ -43,7 +43,13 @@ STRINGS = ("", "none", "mean", "gelu", "tanh", "torch", "softmax", "x" * 300, "\
 def tensor(rng: random.Random, given: torch.Tensor, *, data_only: bool = False) -> Any:
     """Return something else in place of a tensor; only its values differ if asked."""
     changes = (_values,) if data_only else _TENSOR_CHANGES
-    return given if given.is_meta else rng.choice(changes)(rng, given)
+    return rng.choice(changes)(rng, given) if is_plain(given) else given
+
+
+def is_plain(given: torch.Tensor) -> bool:
+    """Whether a tensor has values in strided memory."""
+    special = given.is_nested or given.is_meta or given.is_quantized
+    return not special and given.layout == torch.strided
 
 
 def filled(given: torch.Tensor, shape: list[int]) -> torch.Tensor:
@@ -208,7 +214,7 @@ def sizes(rng: random.Random, args: list[Any]) -> None:
     if new < 0:
         return
     for place, arg in enumerate(args):
-        if isinstance(arg, torch.Tensor) and size in arg.shape and not arg.is_meta:
+        if isinstance(arg, torch.Tensor) and is_plain(arg) and size in arg.shape:
             shape = [new if each == size else each for each in arg.shape]
             count = 1
             for each in shape:
