@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 import fusedops
 from fusedops.integrations import describe
 from fusedops.integrations.hf import originals
+from fusedops.integrations.hf.rules import Rule, subclass
 
 pytest.importorskip("transformers")
 
@@ -311,3 +313,36 @@ def test_ulysses_runs_around_the_fused_op(monkeypatch: pytest.MonkeyPatch, core:
     else:
         assert not calls["attention"] and "'sdpa' was replaced by" in entry.reason
     assert exchange.calls == (2 if core == "known" else 4)  # a copy of it runs, or it runs itself
+
+
+def test_what_a_base_puts_around_each_forward_stays_around_the_fused_one() -> None:
+    """From transformers 5.23 on checkpointing is such a wrapper, and only the outermost one acts."""
+    acted = []
+
+    class Base(nn.Module):
+        def __init_subclass__(cls) -> None:
+            super().__init_subclass__()
+            inner = cls.forward
+
+            @functools.wraps(inner)
+            def outer(self: Any, x: int) -> int:
+                if type(self).forward is outer:
+                    acted.append(type(self))
+                return inner(self, x)
+
+            cls.forward = outer
+
+    class Layer(Base):
+        def forward(self, x: int) -> int:
+            return x
+
+    class Fused(nn.Module):
+        def forward(self, x: int) -> int:
+            return x + 1
+
+    rule = Rule(Layer, subclass(Layer, Fused, __name__), ("gelu",), "O1", lambda module: None)
+    module = Layer()
+    assert module(1) == 1
+    module.__class__ = rule.patched
+    assert module(1) == 2
+    assert acted == [Layer, rule.patched]

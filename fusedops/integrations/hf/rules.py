@@ -100,6 +100,10 @@ class Rule:
         object.__setattr__(self, "places", places if own else ())
         for name in own:
             setattr(patched, name, _asking(self, name))
+        # What a base does with the forward of each new class, it does with this one too: from 5.23 on
+        # transformers' layers put checkpointing around it.
+        if own:
+            super(patched, patched).__init_subclass__()
 
     def aside(self, module: nn.Module) -> str | None:
         """Return why a patched instance runs its original forward now, or ``None``."""
