@@ -316,7 +316,7 @@ def test_ulysses_runs_around_the_fused_op(monkeypatch: pytest.MonkeyPatch, core:
 
 
 def test_what_a_base_puts_around_each_forward_stays_around_the_fused_one() -> None:
-    """From transformers 5.23 on checkpointing is such a wrapper, and only the outermost one acts."""
+    """Checkpointing is such a wrapper from transformers 5.23 on; only the outermost one acts."""
     acted = []
 
     class Base(nn.Module):
