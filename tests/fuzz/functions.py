@@ -143,7 +143,7 @@ def _resized(rng: random.Random, sample: Sample) -> Sample:
         changed(arg) if isinstance(arg, (tuple, list)) and type(arg) in (tuple, list) else arg
         for arg in resized.args
     )
-    # The truth is the reference in float64: of repeated values that tie eager torch takes any.
+    # The truth is the reference in float64: eager torch has no rule for values that tie.
     return Sample(sample.name, args, resized.kwargs, random=True)
 
 

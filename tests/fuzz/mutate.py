@@ -48,7 +48,7 @@ def tensor(rng: random.Random, given: torch.Tensor, *, data_only: bool = False) 
 
 def is_plain(given: torch.Tensor) -> bool:
     """Whether a tensor has values in strided memory."""
-    special = given.is_nested or given.is_meta or given.is_quantized
+    special = given.is_nested or given.is_meta or given.is_quantized or given.is_complex()
     return not special and given.layout == torch.strided
 
 
