@@ -96,8 +96,8 @@ def act_value(x, ACTIVATION: tl.constexpr):
         positive = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
         return positive * positive
     elif ACTIVATION == "silu":
-        value, _ = sigmoid(x)
-        return x * value
+        # An exponential that overflows leaves the 0 that is meant; a select would cost registers.
+        return x / (1.0 + tl.exp(-x))
     elif ACTIVATION == "gelu":
         return gelu_value(x, "none")
     elif ACTIVATION == "gelu_tanh":
