@@ -242,6 +242,9 @@ def _check(
     if capacity_factor is not None:
         checks.positive(op, "capacity_factor", capacity_factor)
         capacity = plain_size(moe_capacity(top_k, tokens, capacity_factor, experts))
+        if isinstance(capacity, int) and capacity >= 2**63:
+            wanted = "one whose capacity is below 2**63"
+            checks.fail(op, "capacity_factor", wanted, capacity_factor)
     normalize = normalize or softmax_after
     rule = Rule(
         score,
