@@ -100,8 +100,8 @@ class Rule:
         object.__setattr__(self, "places", places if own else ())
         for name in own:
             setattr(patched, name, _asking(self, name))
-        # What a base does with the forward of each new class it does with this one too: transformers'
-        # layers put checkpointing around it (from 5.23 on).
+        # What a base does with the forward of each new class it does with this one too: the layers
+        # of transformers put checkpointing around it (from 5.23 on).
         if own:
             super(patched, patched).__init_subclass__()
 
