@@ -18,7 +18,6 @@ import torch
 # What kernels and references compute with. Torch calls float8 floating too, and can only cast it.
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _STRIDED = torch.strided
-_INT64 = range(-(2**63), 2**63)
 
 
 class UnsupportedError(RuntimeError):
@@ -164,7 +163,7 @@ def number(op: str, argument: str, value: Any) -> None:
 def finite(op: str, argument: str, value: Any) -> None:
     """Raise unless ``value`` is a number, neither NaN nor infinite."""
     number(op, argument, value)
-    if isinstance(value, float) and not math.isfinite(value):
+    if isinstance(value, float) and not -math.inf < value < math.inf:
         fail(op, argument, "finite", value)
 
 
@@ -179,7 +178,7 @@ def integer(op: str, argument: str, value: Any, *, least: int | None = None) -> 
     """Raise unless ``value`` is an integer (also a symbol of a graph), and at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{op}: {argument} must be an int, got {type_name(value)}")
-    if isinstance(value, int) and value not in _INT64:
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
         fail(op, argument, "an int of 64 bits", f"one of {value.bit_length()} bits")
     if least is not None and value < least:
         fail(op, argument, f"at least {least}", value)
@@ -215,7 +214,8 @@ def type_name(value: Any) -> str:
 def shown(value: Any) -> str:
     """Return a value as a message shows it: short ones whole, others by their type."""
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
-        text = repr(value) if not isinstance(value, int) or value in _INT64 else "a larger int"
+        large = isinstance(value, int) and not -(2**63) <= value < 2**63
+        text = "a larger int" if large else repr(value)
         return text if len(text) <= 60 else f"{text[:57]}..."
     return type_name(value)
 

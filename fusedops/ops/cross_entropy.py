@@ -113,6 +113,7 @@ def _check(
     dtype: Any,
 ) -> None:
     op = "cross_entropy"
+    checks.tensor(op, "logits", logits)
     math_of.check_dtype(op, dtype, logits)
     if logits.dim() == 0:
         checks.fail(op, "logits", "a tensor with at least one dimension", "a scalar")

@@ -26,6 +26,7 @@ from fusedops.ops.moe_sort import moe_sort
 _SCORES = ("softmax", "sigmoid")
 _GROUP_SCORES = ("max", "top2_sum")
 _DROP_POLICIES = ("position", "probability", "rounds")
+_MOST_FACTOR = 1e9  # a capacity then fits 64 bits, and drops nothing long before
 
 
 def moe_route(
@@ -166,6 +167,8 @@ def moe_capacity(top_k: int, num_tokens: int, capacity_factor: float, num_expert
     """
     op = "moe_capacity"
     checks.positive(op, "capacity_factor", capacity_factor)
+    if capacity_factor > _MOST_FACTOR:
+        checks.fail(op, "capacity_factor", f"at most {_MOST_FACTOR:.0e}", capacity_factor)
     checks.integer(op, "top_k", top_k, least=1)
     checks.integer(op, "num_tokens", num_tokens, least=0)
     checks.integer(op, "num_experts", num_experts, least=1)
@@ -241,10 +244,9 @@ def _check(
     capacity = -1
     if capacity_factor is not None:
         checks.positive(op, "capacity_factor", capacity_factor)
+        if capacity_factor > _MOST_FACTOR:
+            checks.fail(op, "capacity_factor", f"at most {_MOST_FACTOR:.0e}", capacity_factor)
         capacity = plain_size(moe_capacity(top_k, tokens, capacity_factor, experts))
-        if isinstance(capacity, int) and capacity >= 2**63:
-            wanted = "one whose capacity is below 2**63"
-            checks.fail(op, "capacity_factor", wanted, capacity_factor)
     normalize = normalize or softmax_after
     rule = Rule(
         score,

@@ -105,7 +105,7 @@ def moe_router_loss(
         weights = shares * (balance * experts * ranks / num_sequences) / lengths
     elif group is not None:
         _, totals, ranks = _sum_over_ranks(totals[:0], totals, group)
-    z_weight = z * ranks / totals.sum().clamp_min(1).to(wide) if z != 0.0 else None
+    z_weight = float(z) * ranks / totals.sum().clamp_min(1).to(wide) if z != 0.0 else None
     return _OP(logits, weights, z_weight, mask, score)
 
 

@@ -107,7 +107,7 @@ def difference_from_truth(actual: Result, spec: Spec, sample: Sample) -> str | N
     )
 
 
-def difference_of_mixture(spec: Spec, sample: Sample) -> str | None:
+def difference_of_mixture(spec: Spec, sample: Sample, *, loose: bool = False) -> str | None:
     """Run a call of any dtypes and return where it is over its error budget, or ``None``.
 
     Eager torch has no counterpart of many calls of several dtypes. The results must have the dtypes
@@ -117,17 +117,23 @@ def difference_of_mixture(spec: Spec, sample: Sample) -> str | None:
     Args:
         spec: of the op.
         sample: the call.
+        loose: allow half of the digits of the largest value as well, for calls that nobody has
+            looked at: where terms cancel, errors are as large as the terms and not as their sum.
     """
     got = run(spec.op, sample)
     with backends.use_backend("torch"):
         reference = run(spec.op, fresh(sample))
-    least = baseline(spec, fresh(sample, sample.least_dtype))
+    try:
+        least = baseline(spec, fresh(sample, sample.least_dtype))
+    except TypeError:  # some tensor must have the dtype that it has
+        least = reference
     base = Result(
         [each.to(like.dtype) for each, like in zip(least.outputs, reference.outputs, strict=True)],
         [each.to(like.dtype) for each, like in zip(least.grads, reference.grads, strict=True)],
     )
     exact = truth(spec, sample)
-    return difference_from_exact(got, exact, base, spec, sample, inside=sample.least_dtype)
+    inside = sample.least_dtype
+    return difference_from_exact(got, exact, base, spec, sample, inside=inside, loose=loose)
 
 
 def difference_from_exact(
@@ -137,6 +143,7 @@ def difference_from_exact(
     spec: Spec,
     sample: Sample,
     inside: torch.dtype | None = None,
+    loose: bool = False,
 ) -> str | None:
     """Return what ``difference_from_truth`` does, of a truth and a baseline that are given.
 
@@ -147,6 +154,7 @@ def difference_from_exact(
         spec: of the op.
         sample: the call.
         inside: dtype of the values that results are made of, where the spec does not say it.
+        loose: whether half of the digits of the largest value may be wrong.
 
     Returns:
         A sentence, or ``None`` when all is within budget.
@@ -161,7 +169,7 @@ def difference_from_exact(
         if not len(got) == len(want) == len(terms):
             return f"{len(got)} {kind}s, wanted {len(want)} (the spec has depths for {len(terms)})"
         for index, each in enumerate(zip(got, want, base, strict=True)):
-            found = difference(*each, terms[index], inside)
+            found = difference(*each, terms[index], inside, loose)
             if found is not None:
                 return f"{kind} {index}: {found}"
     return None
@@ -255,6 +263,7 @@ def difference(
     base: torch.Tensor,
     depth: int = 1,
     inside: torch.dtype | None = None,
+    loose: bool = False,
 ) -> str | None:
     """Return how a tensor differs from its truth by more than its budget, or ``None``.
 
@@ -264,6 +273,7 @@ def difference(
         base: what eager torch gets in the dtype of ``got``.
         depth: how many terms are summed into an element.
         inside: dtype of the values that the result is made of, where it is not the result's.
+        loose: whether half of the digits of the largest value may be wrong.
     """
     if got.shape != want.shape:
         return f"shape {list(got.shape)}, wanted {list(want.shape)}"
@@ -278,6 +288,10 @@ def difference(
             f"{got[wrong][0].item()}, wanted {want[wrong][0].item()}"
         )
     budget = dtypes.error_budget(base, want, inside or got.dtype, depth=depth)
+    if loose and want.numel() > 0:
+        finite = want.abs().nan_to_num(0.0, 0.0, 0.0)
+        digits = torch.finfo(inside or got.dtype).eps ** 0.5
+        budget = budget + digits * finite.max().clamp_min(1.0)
     error = (got.double() - want).abs()
     same = (got.double() == want) | (got.isnan() & want.isnan())
     excess = torch.where(same, torch.zeros_like(error), error - budget)

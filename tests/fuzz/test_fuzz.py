@@ -1,8 +1,7 @@
-"""Each fuzzer for a few seconds, with the day as its seed: ``make fuzz`` runs them for longer."""
+"""Each fuzzer for a few seconds, always the same calls: ``make fuzz`` runs others, for longer."""
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
 import random
@@ -34,9 +33,8 @@ def _one_thread() -> Iterator[None]:
 @pytest.mark.skipif(extension.cpu_library() is not None, reason="it is the kernels that are tried")
 @pytest.mark.parametrize("fuzzer", [Operators, Functions, Arguments], ids=lambda kind: kind.name)
 def test_no_call_kills_the_process_or_is_wrong(fuzzer: type[engine.Fuzzer], tmp_path: Path) -> None:
-    seed = datetime.date.today().toordinal()
     report = engine.run(
-        fuzzer(), seed=seed, calls=10**9, folder=tmp_path, seconds=SECONDS, most_findings=5
+        fuzzer(), seed=1, calls=10**9, folder=tmp_path, seconds=SECONDS, most_findings=5
     )
     print(report)
     first = "\n".join(f"{each.snippet}\n{each.log}" for each in report.findings[:1])

@@ -241,6 +241,7 @@ def default_device() -> Iterator[None]:
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_a_function_mode_sees_the_function(compiled: bool) -> None:
+    torch._dynamo.reset()  # code that other tests had compiled counts towards its limit
     model = DENSE["Llama"].model(attn_implementation="sdpa").eval()
     stock = copy.deepcopy(model)
     fusedops.patch(model)

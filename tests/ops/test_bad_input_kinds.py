@@ -145,7 +145,10 @@ OTHERS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = 
     "use_backend": (_enter, ("torch",), {}),
 }
 TYPES = {"PatchReport", "RoutingPlan", "UnsupportedError"}
-WITHOUT_ARGUMENTS = {"counters", "register_attention", "register_experts", "reset_counters"}
+WITHOUT_ARGUMENTS = {
+    *("counters", "decompositions"),
+    *("register_attention", "register_experts", "reset_counters"),
+}
 
 
 def test_every_public_function_is_tested() -> None:

@@ -101,7 +101,7 @@ def attend(
         dropout,
         bool(causal),
         scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
+        enable_gqa=bool(query.shape[1] != key.shape[1]),
         softcap=softcap,
         sinks=s_aux,
     )
@@ -155,7 +155,7 @@ def attend_as_eager(
         attention_mask,
         dropout if module.training else 0.0,
         scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
+        enable_gqa=bool(query.shape[1] != key.shape[1]),
         softcap=softcap,
         sinks=s_aux,
     )
