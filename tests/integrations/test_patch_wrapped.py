@@ -134,6 +134,8 @@ def test_a_patch_that_fails_leaves_the_model_alone(monkeypatch: pytest.MonkeyPat
 def test_unpatch_under_mixed_precision_of_accelerate() -> None:
     """``prepare`` keeps the forward that it found on the instance, inside of its own."""
     accelerate = pytest.importorskip("accelerate")
+    reset = accelerate.state.AcceleratorState._reset_state  # of the process: a Trainer has made one
+    reset(reset_partial_state=True)
     family = ENCODERS["BertForMaskedLM"]
     patched, stock = family.pair()
     accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
@@ -147,6 +149,7 @@ def test_unpatch_under_mixed_precision_of_accelerate() -> None:
             found = family.loss(patched)
         assert not calls and torch.equal(found, family.loss(stock))
         assert fusedops.patch(patched)[""].replaced
+    reset(reset_partial_state=True)
 
 
 def test_a_forward_of_somebody_else_on_the_instance_is_reported() -> None:
