@@ -20,7 +20,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -q
 # Exit code 3: no compiler. It says so, and the ops then run on the reference.
 NATIVE := $(BIN)/python tools/native.py build > /dev/null || test $$? -eq 3
 
-.PHONY: setup native demo test test-isas test-asan fuzz test-all test-torch test-clients test-gpu bench bench-gpu \
+.PHONY: setup native demo test test-tiles test-isas test-asan fuzz test-all test-torch test-clients test-gpu bench bench-gpu \
         lint format check-cuda kernel-report-all docs clean clean-venv
 
 setup: .venv/.editable .venv/.models native
@@ -67,11 +67,22 @@ test-all: setup
 	$(PYTEST) tests -m "not gpu and not interpreter"
 	TRITON_INTERPRET=1 $(PYTEST) tests -m interpreter
 
+# The kernels of AMX on a processor without it: their instructions emulated (csrc/cpu/tile_registers.h),
+# every op that multiplies.
+PRODUCTS := $(addprefix tests/ops/test_,$(addsuffix .py,linear_act linear_glu mlp baddbmm grouped_mm \
+              moe_mlp linear_cross_entropy attention))
+test-tiles: setup
+	FUSEDOPS_MAX_ISA=amx_emulated $(PYTEST) $(PRODUCTS) -m "not slow and not gpu and not interpreter" \
+	  -k "not compiled and not torch-cpu and not float64 and not float32 and not float16"
+	FUSEDOPS_MAX_ISA=amx_emulated $(PYTEST) tests/ops/test_all_ops.py \
+	  -m "not slow and not gpu and not interpreter" \
+	  -k "(attention or linear or mlp or mm) and bfloat16 and match_float64 and not torch-cpu"
+
 # The ops and fuzzers with kernels that watch each access; the first error ends a test. A second
 # tier: the build takes ten minutes of a processor. Each test is several times slower.
 test-asan: setup
 	$(BIN)/python tools/sanitized.py -m pytest -q tests/ops tests/fuzz/test_sanitized.py \
-	  -m "not slow and not gpu and not interpreter" -k "not compiled and not 2_to_the_31 and not torch-cpu"
+	  -m "not slow and not gpu and not interpreter" -k "not compiled and not 2_to_the_31 and not far_rows and not torch-cpu"
 	for fuzzer in operators functions arguments; do \
 	  $(BIN)/python tools/sanitized.py -m tests.fuzz $$fuzzer --calls 20000 --processes $(WORKERS) \
 	    || exit 1; \

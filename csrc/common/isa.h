@@ -1,6 +1,7 @@
 // The table of instruction sets. A kernel in X.isa.cpp is compiled once per instruction set into
 // namespace fusedops::DEFAULT, ::AVX2 and ::AVX512; a binding calls FUSEDOPS_CALL_ISA(name, ...),
-// which runs the best one that the machine has (as torch judges it: ATEN_CPU_CAPABILITY applies).
+// which runs the best one that the machine has (as torch judges it: ATEN_CPU_CAPABILITY applies)
+// and FUSEDOPS_MAX_ISA allows.
 //
 // A build may hold some of them only (tools/native.py defines FUSEDOPS_HAS_X for each). One that
 // holds none which runs here is refused by fusedops/_core/extension.py.
@@ -13,9 +14,14 @@ enum class Isa { DEFAULT, AVX2, AVX512 };
 // Which of the instruction sets that were built runs here (csrc/isa.cpp).
 Isa current_isa();
 
-// Whether the AVX512 kernels may use vcvtneps2bf16, one instruction instead of eight
-// (csrc/isa.cpp).
+// Whether the AVX512 kernels may use vcvtneps2bf16, one instruction instead of eight, and
+// vdpbf16ps (csrc/isa.cpp).
 extern const bool kHasAvx512Bf16;
+
+// How the AVX512 kernels multiply tiles of bfloat16: not at all, by AMX, or by its emulation in C++
+// (cpu/tile_registers.h). The first question asks the system for the registers.
+enum class TileForm { none, hardware, emulated };
+extern const TileForm kTileForm;
 
 }  // namespace fusedops
 

@@ -26,15 +26,16 @@ class Forward {
   using Packed = typename Policy::Packed;
   static constexpr int n = kLanes<A>;
   static constexpr int W = kTileColumns<A>;
-  static constexpr int R = kTileRows;
+  static constexpr int R = Policy::kRows;
+  static constexpr int64_t kKeys = kBlockKeys<Policy>;       // of a block
   static constexpr bool kShort = !std::is_same_v<T, float>;  // double has one form
 
  public:
   explicit Forward(const AttentionCall& call)
       : call_(call),
         steps_(steps_of<Policy>(call.size)),
-        key_panel_(panel_elements<Policy, R>(steps_)),
-        value_panel_(panel_elements<Policy, R>(kBlockKeys / Policy::kPair)),
+        key_panel_(panel_elements<Policy, Operand::left>(steps_)),
+        value_panel_(panel_elements<Policy, Operand::left>(kKeys / Policy::kPair)),
         value_panels_((call.value_size + R - 1) / R),
         groups_(call.heads / call.key_heads) {}
 
@@ -62,10 +63,12 @@ class Forward {
     };
     if (threads == 1 || work < 2e5) {  // about 10 us
       parts = 1;
+      const typename Policy::Scope scope;
       for (int64_t task = 0; task < units; ++task) one(task);
       return;
     }
     share_tasks(units * parts, [&](const auto& next) {
+      const typename Policy::Scope scope;
       for (int64_t task = next(); task >= 0; task = next()) one(task);
     });
   }
@@ -83,17 +86,17 @@ class Forward {
 
   Memory lend(int64_t columns) const {
     const int64_t key_panels = (columns + R - 1) / R;
-    const int64_t blocks = (columns + kBlockKeys - 1) / kBlockKeys;
+    const int64_t blocks = (columns + kKeys - 1) / kKeys;
     Memory m{};
     const auto carve = [&](void* memory) {
       Carver carver(memory);
       m.keys = carver.take<Packed>(key_panels * key_panel_);
       m.values = carver.take<Packed>(blocks * value_panels_ * value_panel_);
-      m.query = carver.take<Packed>(panel_elements<Policy, W>(steps_));
-      m.probabilities = carver.take<Packed>(kBlockKeys / Policy::kPair * W);
-      m.scores = carver.take<A>((kBlockKeys + 1) * W);
+      m.query = carver.take<Packed>(panel_elements<Policy, Operand::right>(steps_));
+      m.probabilities = carver.take<Packed>(kKeys / Policy::kPair * W);
+      m.scores = carver.take<A>((kKeys + 1) * W);
       m.output = carver.take<A>((value_panels_ * R + n) * W);
-      m.options = carver.take<A>(Scores<T, A>::kScratch);
+      m.options = carver.take<A>(Scores<Policy>::kScratch);
       return carver.taken(memory);
     };
     const size_t bytes = carve(nullptr);
@@ -108,14 +111,14 @@ class Forward {
     const Memory m = lend(sequence.columns);
     const T* keys = static_cast<const T*>(sequence.key) + key_head * call_.key.head_stride;
     const T* values = static_cast<const T*>(sequence.value) + key_head * call_.value.head_stride;
-    pack_tokens<Policy, R>(keys, call_.key.token_stride, sequence.columns, call_.size, m.keys,
-                           key_panel_);
-    for (int64_t key = 0; key < sequence.columns; key += kBlockKeys) {
-      const int64_t count = std::min(kBlockKeys, sequence.columns - key);
-      pack_elements<Policy, R>(values + key * call_.value.token_stride, call_.value.token_stride,
-                               count, call_.value_size, key + count < sequence.columns,
-                               m.values + key / kBlockKeys * value_panels_ * value_panel_,
-                               value_panel_);
+    pack_tokens<Policy, Operand::left>(keys, call_.key.token_stride, sequence.columns, call_.size,
+                                       m.keys, key_panel_);
+    for (int64_t key = 0; key < sequence.columns; key += kKeys) {
+      const int64_t count = std::min(kKeys, sequence.columns - key);
+      pack_elements<Policy, Operand::left>(
+          values + key * call_.value.token_stride, call_.value.token_stride, count,
+          call_.value_size, key + count < sequence.columns,
+          m.values + key / kKeys * value_panels_ * value_panel_, value_panel_);
     }
     for (int64_t group = 0; group < groups_; ++group) {
       const int64_t head = key_head * groups_ + group;
@@ -130,8 +133,9 @@ class Forward {
     const int rows = static_cast<int>(std::min<int64_t>(W, sequence.rows - row));
     const T* query = static_cast<const T*>(sequence.query) + head * call_.query.head_stride +
                      row * call_.query.token_stride;
-    pack_tokens<Policy, W>(query, call_.query.token_stride, rows, call_.size, m.query, 0);
-    Scores<T, A> options(call_, sequence, head);
+    pack_tokens<Policy, Operand::right>(query, call_.query.token_stride, rows, call_.size, m.query,
+                                        0);
+    Scores<Policy> options(call_, sequence, head);
     options.lend(m.options);
     const auto range = options.set_queries(row, rows);
     V<A> top[2], sum[2];
@@ -142,16 +146,16 @@ class Forward {
       sum[half] = all(sink ? A(1) : A(0));
     }
     bool first = true;
-    for (int64_t key = range.begin / kBlockKeys * kBlockKeys; key < range.end; key += kBlockKeys) {
+    for (int64_t key = range.begin / kKeys * kKeys; key < range.end; key += kKeys) {
       const int64_t from = std::max<int64_t>(0, range.begin - key) / R * R;
-      const int64_t count = std::min(kBlockKeys, range.end - key) - from;
+      const int64_t count = std::min(kKeys, range.end - key) - from;
       if (!options.set_keys(key + from, count)) continue;
       multiply_keys(m, (key + from) / R, count);
       options.apply(m.scores, nullptr, 0, count);
       const A factor = options.plain() ? options.factor() : A(1);
       soften(m, options.keep(0), count, factor, first, top, sum);
       const Packed* values =
-          m.values + key / kBlockKeys * value_panels_ * value_panel_ + from / Policy::kPair * R;
+          m.values + key / kKeys * value_panels_ * value_panel_ + from / Policy::kPair * R;
       multiply_values(m, values, steps_of<Policy>(count), first);
       first = false;
     }
@@ -222,13 +226,7 @@ class Forward {
         store(m.scores + i, kept == 0 ? V<A>{} : load(m.scores + i) * kept);
       }
     }
-    if constexpr (Policy::kPair == 2) {
-      if (count % 2) std::fill_n(m.scores + count * W, W, A(0));
-      for (int64_t j = 0; j < count; j += 2) {
-        pack_pairs_of_keys<Policy>(m.scores + j * W, m.scores + (j + 1) * W,
-                                   m.probabilities + j / 2 * W);
-      }
-    }
+    if constexpr (Policy::kPair == 2) pack_pairs_of_keys<Policy>(m.scores, count, m.probabilities);
     if (first || !moved) return;
     for (int64_t d = 0; d < call_.value_size; ++d) {
       for (int half = 0; half < 2; ++half) {
@@ -282,7 +280,8 @@ void attention_forward(const AttentionCall& call) {
     using T = decltype(t);
 #if defined(CPU_CAPABILITY_AVX512)
     if constexpr (std::is_same_v<T, c10::BFloat16>) {
-      if (has_bf16_dot()) return Forward<Bf16Dot>(call).run();
+      if (kTileForm != TileForm::none) return Forward<Bf16Tiles>(call).run();
+      if (kHasAvx512Bf16) return Forward<Bf16Dot>(call).run();
     }
 #endif
     Forward<Widened<T>>(call).run();

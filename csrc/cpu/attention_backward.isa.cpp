@@ -27,7 +27,6 @@ namespace fusedops::CPU_CAPABILITY {
 namespace {
 
 constexpr int64_t kChunkBlocks = 8;
-constexpr int64_t kChunkKeys = kChunkBlocks * kBlockKeys;
 
 template <typename Policy>
 class Backward {
@@ -36,7 +35,9 @@ class Backward {
   using Packed = typename Policy::Packed;
   static constexpr int n = kLanes<A>;
   static constexpr int W = kTileColumns<A>;
-  static constexpr int R = kTileRows;
+  static constexpr int R = Policy::kRows;
+  static constexpr int64_t kKeys = kBlockKeys<Policy>;  // of a block
+  static constexpr int64_t kChunkKeys = kChunkBlocks * kKeys;
   static constexpr int kQueries = 2 * W;  // queries at a time
   static constexpr bool kShort = !std::is_same_v<T, float>;
 
@@ -68,6 +69,7 @@ class Backward {
       return call_.sequences[unit / call_.key_heads];
     };
     if (threads == 1 || work < 1e5) {
+      const typename Policy::Scope scope;
       for (int64_t unit = 0; unit < units; ++unit) {
         run_unit(unit_of(unit), unit % call_.key_heads, 0, chunks_, nullptr);
       }
@@ -75,6 +77,7 @@ class Backward {
     }
     if (units >= 2 * threads || chunks_ == 1) {
       share_tasks(units, [&](const auto& next) {
+        const typename Policy::Scope scope;
         for (int64_t unit = next(); unit >= 0; unit = next()) {
           run_unit(unit_of(unit), unit % call_.key_heads, 0, chunks_, nullptr);
         }
@@ -84,6 +87,7 @@ class Backward {
     const int64_t lines = units * groups_ * rows_;
     const std::unique_ptr<A[]> partials(new A[chunks_ * lines * call_.size]);
     share_tasks(units * chunks_, [&](const auto& next) {
+      const typename Policy::Scope scope;
       for (int64_t task = next(); task >= 0; task = next()) {
         const int64_t unit = task / chunks_, chunk = task % chunks_;
         A* partial = partials.get() + (unit * chunks_ + chunk) * groups_ * rows_ * call_.size;
@@ -109,7 +113,7 @@ class Backward {
   };
 
   Memory lend(int64_t keys, int64_t chunks) const {
-    const int64_t tiles = (keys + R - 1) / R, blocks = (keys + kBlockKeys - 1) / kBlockKeys;
+    const int64_t tiles = (keys + R - 1) / R, blocks = (keys + kKeys - 1) / kKeys;
     Memory m{};
     const auto carve = [&](void* memory) {
       Carver c(memory);
@@ -120,13 +124,13 @@ class Backward {
       m.grad = c.take<Packed>(2 * right_panel(value_steps_));
       m.query_columns = c.take<Packed>(panels_ * queries_panel());
       m.grad_columns = c.take<Packed>(value_panels_ * queries_panel());
-      m.left_p = c.take<Packed>(kBlockPanels * left_panel());
-      m.left_ds = c.take<Packed>(kBlockPanels * left_panel());
-      m.right_ds = c.take<Packed>(kBlockKeys / Policy::kPair * W);
-      m.s = c.take<A>((kBlockKeys + 1) * W);
+      m.left_p = c.take<Packed>(kBlockPanels<Policy> * left_panel());
+      m.left_ds = c.take<Packed>(kBlockPanels<Policy> * left_panel());
+      m.right_ds = c.take<Packed>(kKeys / Policy::kPair * W);
+      m.s = c.take<A>((kKeys + 1) * W);
       m.dp = c.take<A>(R * W);
       m.tanh = c.take<A>(R * W);
-      for (auto& options : m.options) options = c.take<A>(Scores<T, A>::kScratch);
+      for (auto& options : m.options) options = c.take<A>(Scores<Policy>::kScratch);
       m.statistics = c.take<A>(3 * kQueries);
       m.grad_query = c.take<A>(2 * (query_panels_ * R + n) * W);
       m.chunk_query = c.take<A>(chunks > 1 ? 2 * (query_panels_ * R + n) * W : 1);
@@ -139,12 +143,20 @@ class Backward {
     return m;
   }
 
-  int64_t key_panel() const { return panel_elements<Policy, R>(steps_); }
-  int64_t value_panel() const { return panel_elements<Policy, R>(value_steps_); }
-  static int64_t column_panel() { return panel_elements<Policy, R>(kBlockKeys / Policy::kPair); }
-  static int64_t right_panel(int64_t steps) { return panel_elements<Policy, W>(steps); }
-  static int64_t queries_panel() { return panel_elements<Policy, W>(kQueries / Policy::kPair); }
-  static int64_t left_panel() { return panel_elements<Policy, R>(kQueries / Policy::kPair); }
+  int64_t key_panel() const { return panel_elements<Policy, Operand::left>(steps_); }
+  int64_t value_panel() const { return panel_elements<Policy, Operand::left>(value_steps_); }
+  static int64_t column_panel() {
+    return panel_elements<Policy, Operand::left>(kKeys / Policy::kPair);
+  }
+  static int64_t right_panel(int64_t steps) {
+    return panel_elements<Policy, Operand::right>(steps);
+  }
+  static int64_t queries_panel() {
+    return panel_elements<Policy, Operand::right>(kQueries / Policy::kPair);
+  }
+  static int64_t left_panel() {
+    return panel_elements<Policy, Operand::left>(kQueries / Policy::kPair);
+  }
   int64_t half_of_query() const { return (query_panels_ * R + n) * W; }
 
   // Chunks [first, last) of the keys of one key head. partial: [groups][rows][size] for the
@@ -184,15 +196,15 @@ class Backward {
         static_cast<const T*>(sequence.key) + key_head * call_.key.head_stride + begin * stride;
     const T* values = static_cast<const T*>(sequence.value) + key_head * call_.value.head_stride +
                       begin * value_stride;
-    pack_tokens<Policy, R>(keys, stride, end - begin, call_.size, m.keys, key_panel());
-    pack_tokens<Policy, R>(values, value_stride, end - begin, call_.value_size, m.values,
-                           value_panel());
+    pack_tokens<Policy, Operand::left>(keys, stride, end - begin, call_.size, m.keys, key_panel());
+    pack_tokens<Policy, Operand::left>(values, value_stride, end - begin, call_.value_size,
+                                       m.values, value_panel());
     if (sequence.grad_query == nullptr) return;
-    for (int64_t key = 0; key < end - begin; key += kBlockKeys) {
-      const int64_t count = std::min(kBlockKeys, end - begin - key);
-      pack_elements<Policy, R>(
+    for (int64_t key = 0; key < end - begin; key += kKeys) {
+      const int64_t count = std::min(kKeys, end - begin - key);
+      pack_elements<Policy, Operand::left>(
           keys + key * stride, stride, count, call_.size, begin + key + count < sequence.columns,
-          m.key_columns + key / kBlockKeys * query_panels_ * column_panel(), column_panel());
+          m.key_columns + key / kKeys * query_panels_ * column_panel(), column_panel());
     }
   }
 
@@ -201,7 +213,7 @@ class Backward {
                    int64_t end, const Memory& m, A* partial) const {
     const int rows = static_cast<int>(std::min<int64_t>(kQueries, sequence.rows - row));
     pack_queries(sequence, head, row, rows, m);
-    Scores<T, A> options[2] = {{call_, sequence, head}, {call_, sequence, head}};
+    Scores<Policy> options[2] = {{call_, sequence, head}, {call_, sequence, head}};
     const int halves = rows > W ? 2 : 1;
     int64_t from = end, to = begin;
     for (int half = 0; half < halves; ++half) {
@@ -214,13 +226,13 @@ class Backward {
     to = std::min(to, end);
     std::fill_n(m.grad_query, halves * half_of_query(), A(0));
     bool chunk_is_empty = true;
-    for (int64_t key = begin; key < to; key += kBlockKeys) {
+    for (int64_t key = begin; key < to; key += kKeys) {
       if (partial == nullptr && key > begin && (key - begin) % kChunkKeys == 0) {
         close_chunk(m, halves, chunk_is_empty);
         chunk_is_empty = false;
       }
       const int64_t first = std::max<int64_t>(0, from - key) / R * R;
-      const int64_t count = std::min(kBlockKeys, to - key) - first;
+      const int64_t count = std::min(kKeys, to - key) - first;
       if (count <= 0) continue;
       run_block(sequence, head, row, rows, begin, key, first, count, options, m);
     }
@@ -248,16 +260,17 @@ class Backward {
                     row * grad_stride;
     for (int half = 0; half * W < rows; ++half) {
       const int here = std::min(W, rows - half * W);
-      pack_tokens<Policy, W>(query + half * W * stride, stride, here, call_.size,
-                             m.query + half * right_panel(steps_), 0);
-      pack_tokens<Policy, W>(grad + half * W * grad_stride, grad_stride, here, call_.value_size,
-                             m.grad + half * right_panel(value_steps_), 0);
+      pack_tokens<Policy, Operand::right>(query + half * W * stride, stride, here, call_.size,
+                                          m.query + half * right_panel(steps_), 0);
+      pack_tokens<Policy, Operand::right>(grad + half * W * grad_stride, grad_stride, here,
+                                          call_.value_size,
+                                          m.grad + half * right_panel(value_steps_), 0);
     }
     const bool more = row + rows < sequence.rows;
-    pack_elements<Policy, W>(query, stride, rows, call_.size, more, m.query_columns,
-                             queries_panel());
-    pack_elements<Policy, W>(grad, grad_stride, rows, call_.value_size, more, m.grad_columns,
-                             queries_panel());
+    pack_elements<Policy, Operand::right>(query, stride, rows, call_.size, more, m.query_columns,
+                                          queries_panel());
+    pack_elements<Policy, Operand::right>(grad, grad_stride, rows, call_.value_size, more,
+                                          m.grad_columns, queries_panel());
     const int64_t line = head * call_.lse_head_stride + row;
     const A* lse = static_cast<const A*>(sequence.lse) + line;
     const A* delta = static_cast<const A*>(sequence.delta) + line;
@@ -281,7 +294,7 @@ class Backward {
   // Keys [key + first, key + first + count) of the block at `key`; all count from the sequence's.
   void run_block(const AttentionSequence& sequence, int64_t head, int64_t row, int rows,
                  int64_t begin, int64_t key, int64_t first, int64_t count,
-                 Scores<T, A> (&options)[2], const Memory& m) const {
+                 Scores<Policy> (&options)[2], const Memory& m) const {
     const int64_t tile0 = (key + first - begin) / R, tiles = (count + R - 1) / R;
     const int halves = rows > W ? 2 : 1;
     bool some = false;
@@ -301,7 +314,7 @@ class Backward {
         }
       }
       if (any && sequence.grad_query != nullptr) {
-        multiply_query(m, (key - begin) / kBlockKeys, first, count, half);
+        multiply_query(m, (key - begin) / kKeys, first, count, half);
       }
     }
     if (!some) return;
@@ -321,8 +334,8 @@ class Backward {
 
   // One tile of `here` keys, `offset` after the `first` of the block, and one half of the queries.
   void run_tile(const AttentionSequence& sequence, int64_t head, int64_t row, int half,
-                int64_t tile, int64_t first, int64_t offset, int here, const Scores<T, A>& options,
-                const Memory& m) const {
+                int64_t tile, int64_t first, int64_t offset, int here,
+                const Scores<Policy>& options, const Memory& m) const {
     A* s = m.s + offset * W;
     const Packed* keys = m.keys + tile * key_panel();
     const Packed* values = m.values + tile * value_panel();
@@ -365,19 +378,21 @@ class Backward {
       }
     }
     if constexpr (Policy::kPair == 2) {
-      // An odd number of queries: the zeros beside the last one are read with it, and 0 times what
-      // a key or the memory for dropout holds may be NaN.
+      // Steps that the last queries do not fill: the zeros beside them are read with them, and 0
+      // times what a key or the memory for dropout holds may be NaN.
       const int64_t lane = sequence.rows - row - half * W;
-      for (int j = 0; lane % 2 != 0 && lane < W && j < here; ++j) {
-        p[j * W + lane] = s[j * W + lane] = A(0);
+      const int64_t whole = steps_of<Policy>(lane) * Policy::kPair;
+      for (int j = 0; lane < whole && lane < W && j < here; ++j) {
+        std::fill(p + j * W + lane, p + j * W + whole, A(0));
+        std::fill(s + j * W + lane, s + j * W + whole, A(0));
       }
     }
     const int64_t step = half * W / Policy::kPair;
     if (sequence.grad_value != nullptr) {
-      pack_left(p, here, m.left_p + offset / R * left_panel() + step * R);
+      pack_left_tile(p, here, m.left_p + offset / R * left_panel() + step * R);
     }
     if (sequence.grad_key != nullptr) {
-      pack_left(s, here, m.left_ds + offset / R * left_panel() + step * R);
+      pack_left_tile(s, here, m.left_ds + offset / R * left_panel() + step * R);
     }
   }
 
@@ -396,10 +411,7 @@ class Backward {
                       int half) const {
     const Packed* right = reinterpret_cast<const Packed*>(m.s);
     if constexpr (Policy::kPair == 2) {
-      if (count % 2) std::fill_n(m.s + count * W, W, A(0));
-      for (int64_t j = 0; j < count; j += 2) {
-        pack_pairs_of_keys<Policy>(m.s + j * W, m.s + (j + 1) * W, m.right_ds + j / 2 * W);
-      }
+      pack_pairs_of_keys<Policy>(m.s, count, m.right_ds);
       right = m.right_ds;
     }
     for (int64_t panel = 0; panel < query_panels_; ++panel) {
@@ -422,8 +434,18 @@ class Backward {
   }
 
   // tile [here][W] as a left operand over the queries: [W / pair][R].
-  static void pack_left(const A* tile, int here, Packed* to) {
-    if constexpr (Policy::kPair == 2) {
+  static void pack_left_tile(const A* tile, int here, Packed* to) {
+    if constexpr (kTiled<Policy>) {
+#if defined(CPU_CAPABILITY_AVX512)
+      for (int j = 0; j < R; ++j, to += Policy::kWhole) {
+        const V<Packed> row = j < here
+                                  ? (V<Packed>)round_to_bf16(_mm512_loadu_ps(tile + j * W),
+                                                             _mm512_loadu_ps(tile + j * W + 16))
+                                  : V<Packed>{};
+        store_vector(to, row);
+      }
+#endif
+    } else if constexpr (Policy::kPair == 2) {
 #if defined(CPU_CAPABILITY_AVX512)
       V<Packed> v[16];
       for (int j = 0; j < 16; ++j) {
@@ -557,7 +579,8 @@ void attention_backward(const AttentionCall& call) {
     using T = decltype(t);
 #if defined(CPU_CAPABILITY_AVX512)
     if constexpr (std::is_same_v<T, c10::BFloat16>) {
-      if (has_bf16_dot()) return Backward<Bf16Dot>(call).run();
+      if (kTileForm != TileForm::none) return Backward<Bf16Tiles>(call).run();
+      if (kHasAvx512Bf16) return Backward<Bf16Dot>(call).run();
     }
 #endif
     Backward<Widened<T>>(call).run();

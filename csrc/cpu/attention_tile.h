@@ -28,8 +28,12 @@ using V = typename Lanes<A>::type;
 constexpr double kLog2Of = 1.44269504088896340736;  // of e
 constexpr double kLn2 = 0.69314718055994530942;
 // Keys of a block: whole panels of the kernel, an even number.
-constexpr int kBlockPanels = kTileRows == 14 ? 8 : 16;
-constexpr int64_t kBlockKeys = kBlockPanels * kTileRows;
+template <typename Policy>
+constexpr int kBlockPanels = Policy::kRows == 32   ? 4
+                             : Policy::kRows == 14 ? 8
+                                                   : 16;
+template <typename Policy>
+constexpr int64_t kBlockKeys = kBlockPanels<Policy> * Policy::kRows;
 
 template <typename A>
 inline V<A> all(A value) {
@@ -199,8 +203,11 @@ inline uint32_t allowed_bits(const bool* from, int64_t stride, int64_t count) {
 }
 
 // The options of the scores of up to kTileColumns queries of one head.
-template <typename T, typename A>
+template <typename Policy>
 class Scores {
+  using T = typename Policy::T;
+  using A = typename Policy::Sum;
+
  public:
   static constexpr int n = kLanes<A>;
   static constexpr int W = kTileColumns<A>;
@@ -216,12 +223,12 @@ class Scores {
                    : static_cast<const A*>(sequence.slopes)[head] * static_cast<A>(kLog2Of)) {}
 
   // Elements of A that the caller lends for mask and dropout of one block of keys.
-  static constexpr int64_t kScratch = (2 * (kBlockKeys + n)) * W + kBlockKeys + n;
+  static constexpr int64_t kScratch = (2 * (kBlockKeys<Policy> + n)) * W + kBlockKeys<Policy> + n;
 
   void lend(A* scratch) {
     bias_ = scratch;
-    keep_ = bias_ + (kBlockKeys + n) * W;
-    key_bias_ = keep_ + (kBlockKeys + n) * W;
+    keep_ = bias_ + (kBlockKeys<Policy> + n) * W;
+    key_bias_ = keep_ + (kBlockKeys<Policy> + n) * W;
   }
 
   // The queries that the next calls are about; returns the range of keys that they may attend.
@@ -438,26 +445,6 @@ inline __m512i round_to_bf16(__m512 low, __m512 high) {
 }
 #endif
 
-// The right operand of a product over keys: probabilities [keys][W] as panels of the policy, in
-// place for all but pairs of bfloat16. `keys` is even for pairs (zero rows are added by the
-// caller).
-template <typename Policy>
-inline void pack_pairs_of_keys(const typename Policy::Sum* even, const typename Policy::Sum* odd,
-                               typename Policy::Packed* to) {
-  constexpr int W = kTileColumns<typename Policy::Sum>;
-  if constexpr (Policy::kPair == 2) {
-#if defined(CPU_CAPABILITY_AVX512)
-    const __m512i order =
-        _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
-                         21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-    for (int half = 0; half < W; half += 16) {
-      const __m512i both = round_to_bf16(_mm512_loadu_ps(even + half), _mm512_loadu_ps(odd + half));
-      _mm512_storeu_si512(to + half, _mm512_permutexvar_epi16(order, both));
-    }
-#endif
-  }
-}
-
 // Scratch memory carved into parts of 64-byte alignment.
 class Carver {
  public:
@@ -478,34 +465,73 @@ inline int64_t rounded_up(int64_t count, int64_t unit) {
   return (count + unit - 1) / unit * unit;
 }
 
-// Packs the vectors of `count` tokens (lines) as panels of kWidth tokens along the head.
-template <typename Policy, int kWidth>
-inline void pack_tokens(const typename Policy::T* from, int64_t token_stride, int64_t count,
-                        int64_t size, typename Policy::Packed* to, int64_t panel_stride) {
-  pack<Policy, kWidth>({from, token_stride, 1}, count, count, size, to, panel_stride);
+// Operands of the kernel: panels of Policy::kRows lines, or of kTileColumns.
+enum class Operand { left, right };
+
+template <typename Policy, Operand kOperand>
+constexpr int kOperandLines =
+    kOperand == Operand::left ? Policy::kRows : kTileColumns<typename Policy::Sum>;
+
+template <typename Policy, Operand kOperand>
+inline void pack_operand(const Lines<typename Policy::T>& source, int64_t lines, int64_t readable,
+                         int64_t count, typename Policy::Packed* to, int64_t panel_stride) {
+  if constexpr (kOperand == Operand::left) {
+    pack_left<Policy>(source, lines, readable, count, to, panel_stride);
+  } else {
+    pack<Policy, kOperandLines<Policy, kOperand>>(source, lines, readable, count, to, panel_stride);
+  }
 }
 
-// Packs the elements of the heads (lines) of `count` tokens as panels of kWidth elements along the
-// tokens. `more`: memory goes on after the last token's vector.
-template <typename Policy, int kWidth>
+// Packs the vectors of `count` tokens (lines) as panels of tokens along the head.
+template <typename Policy, Operand kOperand>
+inline void pack_tokens(const typename Policy::T* from, int64_t token_stride, int64_t count,
+                        int64_t size, typename Policy::Packed* to, int64_t panel_stride) {
+  pack_operand<Policy, kOperand>({from, token_stride, 1}, count, count, size, to, panel_stride);
+}
+
+// Packs the elements of the heads (lines) of `count` tokens as panels of elements along the tokens.
+// `more`: memory goes on after the last token's vector.
+template <typename Policy, Operand kOperand>
 inline void pack_elements(const typename Policy::T* from, int64_t token_stride, int64_t count,
                           int64_t size, bool more, typename Policy::Packed* to,
                           int64_t panel_stride) {
   // A head's neighbour is read over, never used: panels of the left operand may hold anything
   // beyond their lines.
   const int64_t readable = more && token_stride >= 16 ? size + 16 : size;
-  pack<Policy, kWidth>({from, 1, token_stride}, size, readable, count, to, panel_stride);
+  pack_operand<Policy, kOperand>({from, 1, token_stride}, size, readable, count, to, panel_stride);
 }
 
-// Elements of a panel of `steps` steps and kWidth lines, with room for the last vector's end.
-template <typename Policy, int kWidth>
+// Elements of a panel of `steps` steps, with room for the last vector's end.
+template <typename Policy, Operand kOperand>
 constexpr int64_t panel_elements(int64_t steps) {
-  return rounded_up(steps * kWidth + 16, 16);
+  return rounded_up(steps * kOperandLines<Policy, kOperand> + 16, 16);
 }
 
+// Steps of a panel of `count` elements along k, zeros at its end included.
 template <typename Policy>
 constexpr int64_t steps_of(int64_t count) {
-  return (count + Policy::kPair - 1) / Policy::kPair;
+  return rounded_up(ceil_div(count, Policy::kPair), Policy::kWhole);
+}
+
+// The right operand of a product over keys: `count` rows of values [keys][W] as a panel of pairs.
+// Rows of zeros are written after them, up to whole steps.
+template <typename Policy>
+inline void pack_pairs_of_keys(typename Policy::Sum* values, int64_t count,
+                               typename Policy::Packed* to) {
+#if defined(CPU_CAPABILITY_AVX512)
+  constexpr int W = kTileColumns<typename Policy::Sum>;
+  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24,
+                                         8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  const int64_t whole = steps_of<Policy>(count) * Policy::kPair;
+  std::fill(values + count * W, values + whole * W, typename Policy::Sum(0));
+  for (int64_t j = 0; j < whole; j += 2, to += W) {
+    const float *even = values + j * W, *odd = even + W;
+    for (int half = 0; half < W; half += 16) {
+      const __m512i both = round_to_bf16(_mm512_loadu_ps(even + half), _mm512_loadu_ps(odd + half));
+      _mm512_storeu_si512(to + half, _mm512_permutexvar_epi16(order, both));
+    }
+  }
+#endif
 }
 
 // out[row][d] = at[d][row] * scale[row] for rows < `rows` and d < `size`; at is [size rounded][W].

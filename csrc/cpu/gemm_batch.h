@@ -24,7 +24,7 @@ class Batch {
     for (int64_t i = 0; i < count; ++i) {
       Product product(calls[i]);
       if (product.m_ == 0 || product.n_ == 0) continue;
-      if (product.all_blocks_ > kOuterBlocks) {
+      if (product.all_blocks_ > Product::kOuterBlocks) {
         product.run_packed();
         continue;
       }
@@ -109,6 +109,7 @@ class Batch {
       tasks += ceil_div(ceil_div(product.n_, Product::kColumns), together(product, even));
     }
     share_tasks(tasks, [&](const auto& next) {
+      const typename Policy::Scope scope;
       int64_t current = first;
       for (int64_t task; (task = next()) >= 0;) {
         const Piece& piece = piece_of(task, current, last);

@@ -5,10 +5,11 @@
 // vectors of B and broadcasts 14 elements of A for 28 multiply-adds. On Zen 5 (gcc 12) this runs at
 // 98 % of the two multiply-adds a cycle, float32 and bfloat16 alike, with panels in L2 as well.
 //
-// bfloat16 has two forms. Where the processor has AVX512_BF16, panels keep bfloat16 in pairs along
-// k and vdpbf16ps multiplies 64 a cycle, accumulating in float32; elsewhere packing widens to
-// float32. The pair kernel carries its own target attribute, so that the AVX512 object needs no
-// other compiler flag, and is called only after a run-time check.
+// bfloat16 has three forms. Where the processor has AVX512_BF16, panels keep bfloat16 in pairs
+// along k and vdpbf16ps multiplies 64 a cycle, accumulating in float32; where it has AMX, tiles of
+// 32 x 32 multiply 1024 a cycle (tile_registers.h); elsewhere packing widens to float32. The pair
+// kernel carries its own target attribute, so that the AVX512 object needs no other compiler flag,
+// and is called only after a run-time check.
 //
 // Include from *.isa.cpp only.
 #pragma once
@@ -21,6 +22,7 @@
 #include <c10/util/BFloat16.h>
 
 #include "../common/dtype.h"
+#include "tile_registers.h"
 #include "vec.h"
 
 namespace fusedops::CPU_CAPABILITY {
@@ -177,19 +179,40 @@ __attribute__((noinline, target("avx512bf16"))) void multiply_tile_pairs(
   }
 }
 
-inline bool has_bf16_dot() {
-  return __builtin_cpu_supports("avx512bf16");
+// The same by tiles, for kRows <= 32: as many of the sums are written as whole tiles hold.
+template <int kRows>
+__attribute__((noinline)) void multiply_tile_registers(int64_t steps, const Bf16Pair* __restrict a,
+                                                       const Bf16Pair* __restrict b,
+                                                       float* __restrict sums, bool accumulate,
+                                                       const char*, Fetch fetch) {
+  const int64_t whole = ceil_div(steps, 16) * 16, rows = ceil_div(16 * fetch.rows, whole);
+  with_tiles([&](auto tiles) {
+    multiply_tiles<decltype(tiles), (kRows > 16)>(whole, a, b, sums, accumulate, [&] {
+      for (int64_t i = 0; i < rows; ++i) fetch.next();
+    });
+  });
 }
 #endif
 
+// Nothing to do before and after a thread multiplies.
+struct NoScope {
+  NoScope() {}
+};
+
 // How one dtype is multiplied: T in memory, Packed in the panels (kPair elements of T along k
-// each), Sum in the accumulators.
+// each), Sum in the accumulators. A tile of C has kRows rows, a chain of sums kSteps steps; panels
+// hold a multiple of kWhole steps, of which those at the end are zero. A thread that runs the
+// kernel is in a Scope.
 template <typename T_>
 struct Widened {
   using T = T_;
   using Sum = Acc<T>;
   using Packed = Sum;
+  using Scope = NoScope;
   static constexpr int kPair = 1;
+  static constexpr int kRows = kTileRows;
+  static constexpr int64_t kSteps = kBlockSteps;
+  static constexpr int64_t kWhole = 1;
   static Packed pack(T value) { return static_cast<Packed>(value); }
   // sum + row * column: the kernel's step.
   template <typename V>
@@ -217,7 +240,11 @@ struct Bf16Dot {
   using T = c10::BFloat16;
   using Sum = float;
   using Packed = Bf16Pair;
+  using Scope = NoScope;
   static constexpr int kPair = 2;
+  static constexpr int kRows = kTileRows;
+  static constexpr int64_t kSteps = kBlockSteps;
+  static constexpr int64_t kWhole = 1;
   // As assembly, because what calls it is compiled for processors without the instruction too.
   template <typename S, typename V>
   static S multiply_add(S sum, const Packed& row, const V& column) {
@@ -247,7 +274,22 @@ struct Bf16Dot {
   template <int kRows>
   static constexpr auto kernel = multiply_tile_pairs<kRows>;
 };
+
+// Panels of A stand as tiles of rows (pack_left in gemm_pack.h), so that the tile of C can be
+// larger; blocks of k are short, so that a panel of B (16 KiB) stays in L1 while the panels of A
+// stream by, and go on with the chain of the block before.
+struct Bf16Tiles : Bf16Dot {
+  using Scope = TileScope;
+  static constexpr int kRows = 2 * kTileHeight;
+  static constexpr int64_t kSteps = 128;
+  static constexpr int64_t kWhole = kTileHeight;
+  template <int kRows>
+  static constexpr auto kernel = multiply_tile_registers<(kRows + 15) / 16 * 16>;
+};
 #endif
+
+template <typename Policy>
+constexpr bool kTiled = Policy::kWhole > 1;
 
 // Calls body(Policy()) with how a dtype is multiplied here.
 template <typename Body>
@@ -256,15 +298,23 @@ void with_policy(DType dtype, const Body& body) {
     using T = decltype(t);
 #if defined(CPU_CAPABILITY_AVX512)
     if constexpr (std::is_same_v<T, c10::BFloat16>) {
-      if (has_bf16_dot()) return body(Bf16Dot());
+      if (kTileForm != TileForm::none) return body(Bf16Tiles());
+      if (kHasAvx512Bf16) return body(Bf16Dot());
     }
 #endif
     body(Widened<T>());
   });
 }
 
-// Runs the kernel for `rows` rows, 1 <= rows <= kTileRows.
-template <typename Policy, int kRows = kTileRows>
+// Rows of a tile of C, whatever is multiplied.
+inline int rows_of_tiles(DType dtype) {
+  int rows = 0;
+  with_policy(dtype, [&](auto policy) { rows = decltype(policy)::kRows; });
+  return rows;
+}
+
+// Runs the kernel for `rows` rows, 1 <= rows <= Policy::kRows.
+template <typename Policy, int kRows = Policy::kRows>
 inline void run_kernel(int rows, int64_t steps, const typename Policy::Packed* a,
                        const typename Policy::Packed* b, typename Policy::Sum* tile,
                        bool accumulate, const char* ahead, const Fetch& fetch = Fetch()) {

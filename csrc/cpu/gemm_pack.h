@@ -233,9 +233,9 @@ inline __attribute__((always_inline)) void load_transposed(
 // (Masked stores are slow on Zen.)
 template <typename Policy, int kWidth>
 constexpr int64_t kPanelSize =
-    kBlockSteps * kWidth + (kWidth % kLanes<typename Policy::Packed> == 0
-                                ? 0
-                                : 64 / static_cast<int64_t>(sizeof(typename Policy::Packed)));
+    Policy::kSteps * kWidth + (kWidth % kLanes<typename Policy::Packed> == 0
+                                   ? 0
+                                   : 64 / static_cast<int64_t>(sizeof(typename Policy::Packed)));
 
 template <typename P, typename V>
 inline void store_vector(P* to, const V& v) {
@@ -360,11 +360,11 @@ inline void pack_step(const typename Policy::T* from, const typename Policy::T* 
   }
 }
 
-// Packs `lines` lines of `source`, elements [0, count) along k, count <= kBlockSteps * kPair, into
+// Packs `lines` lines of `source`, elements [0, count) along k, count <= kSteps * kPair, into
 // panels that lie `panel_stride` apart. The matrix has `readable` lines from here on.
 template <typename Policy, int kWidth>
-void pack(const Lines<typename Policy::T>& source, int64_t lines, int64_t readable, int64_t count,
-          typename Policy::Packed* panels, int64_t panel_stride) {
+void pack_steps(const Lines<typename Policy::T>& source, int64_t lines, int64_t readable,
+                int64_t count, typename Policy::Packed* panels, int64_t panel_stride) {
   constexpr int kPair = Policy::kPair;
   constexpr int n = kLanes<typename Policy::Packed>;
   constexpr int64_t kReach = (kWidth + n - 1) / n * n;
@@ -406,6 +406,86 @@ void pack(const Lines<typename Policy::T>& source, int64_t lines, int64_t readab
             i < here ? pack_one<Policy>(from, next) : typename Policy::Packed(0);
       }
     }
+  }
+}
+
+#if defined(CPU_CAPABILITY_AVX512)
+// 16 pairs along k, from element k on, of 16 lines that are contiguous in memory: v[line].
+template <typename Policy>
+inline void load_pairs(const Lines<typename Policy::T>& source, int64_t line, int lines, int64_t k,
+                       int64_t count, PackedLanes<Policy> (&v)[16]) {
+  for (int pair = 0; pair < 16; ++pair) {
+    const int64_t at = k + 2 * pair;
+    v[pair] = at < count ? load_first_lines<Policy>(
+                               source.at(line, at),
+                               at + 1 < count ? source.at(line, at + 1) : nullptr, lines)
+                         : PackedLanes<Policy>{};
+  }
+  transpose<16>(v);
+}
+
+// Rows of A as tiles: a panel is [steps / 16][kRows][16 pairs], zeros past the edges.
+template <typename Policy>
+void pack_tiles(const Lines<typename Policy::T>& source, int64_t lines, int64_t, int64_t count,
+                typename Policy::Packed* panels, int64_t panel_stride) {
+  using T = typename Policy::T;
+  constexpr int64_t kRows = Policy::kRows, kDepth = Policy::kWhole * Policy::kPair;
+  const bool along_k = source.k_stride == 1 && source.ks == nullptr;
+  const bool along_lines = source.line_stride == 1 && source.lines == nullptr;
+  for (int64_t first = 0; first < lines; first += kRows, panels += panel_stride) {
+    const int64_t here = std::min(kRows, lines - first);
+    const auto tile_row = [&](int64_t k, int64_t i) {
+      return reinterpret_cast<T*>(panels + k / kDepth * kRows * Policy::kWhole +
+                                  i * Policy::kWhole);
+    };
+    for (int64_t i = 0; i < kRows && (along_k || i >= here); ++i) {
+      const T* from = source.at(first + std::min(i, here - 1), 0);
+      for (int64_t k = 0; k < count; k += kDepth) {
+        const auto valid = i < here ? std::min(kDepth, count - k) : 0;
+        const auto mask = static_cast<__mmask32>((uint64_t{1} << valid) - 1);
+        _mm512_storeu_si512(tile_row(k, i), _mm512_maskz_loadu_epi16(mask, from + k));
+      }
+    }
+    if (along_k) continue;
+    for (int64_t k = 0; k < count; k += kDepth) {
+      for (int64_t i = 0; along_lines && i < here; i += 16) {
+        PackedLanes<Policy> v[16];
+        const int some = static_cast<int>(std::min<int64_t>(16, here - i));
+        load_pairs<Policy>(source, first + i, some, k, count, v);
+        for (int j = 0; j < some; ++j) store_vector(tile_row(k, i + j), v[j]);
+      }
+      for (int64_t i = 0; !along_lines && i < here; ++i) {
+        for (int64_t j = 0; j < kDepth; ++j) {
+          tile_row(k, i)[j] = k + j < count ? *source.at(first + i, k + j) : T(0);
+        }
+      }
+    }
+  }
+}
+#endif
+
+// The same of whole panels of columns of B: a multiple of kWhole steps, zeros at the end.
+template <typename Policy, int kWidth>
+void pack(const Lines<typename Policy::T>& source, int64_t lines, int64_t readable, int64_t count,
+          typename Policy::Packed* panels, int64_t panel_stride) {
+  pack_steps<Policy, kWidth>(source, lines, readable, count, panels, panel_stride);
+  if constexpr (kTiled<Policy>) {
+    const int64_t steps = ceil_div(count, Policy::kPair);
+    const int64_t rest = ceil_div(steps, Policy::kWhole) * Policy::kWhole - steps;
+    for (int64_t line = 0; line < lines; line += kWidth, panels += panel_stride) {
+      std::fill_n(panels + steps * kWidth, rest * kWidth, typename Policy::Packed(0));
+    }
+  }
+}
+
+// The same of rows of A, panels of Policy::kRows.
+template <typename Policy>
+void pack_left(const Lines<typename Policy::T>& source, int64_t lines, int64_t readable,
+               int64_t count, typename Policy::Packed* panels, int64_t panel_stride) {
+  if constexpr (kTiled<Policy>) {
+    pack_tiles<Policy>(source, lines, readable, count, panels, panel_stride);
+  } else {
+    pack<Policy, Policy::kRows>(source, lines, readable, count, panels, panel_stride);
   }
 }
 

@@ -19,11 +19,10 @@
 namespace fusedops::CPU_CAPABILITY {
 namespace {
 
-constexpr int64_t kOuterBlocks = 16;                   // blocks of k that are packed at a time
+constexpr int64_t kOuterDepth = 16 * kBlockSteps;      // steps along k that are packed at a time
 constexpr int64_t kSharedBytes = int64_t{12} << 20;    // packed B
 constexpr int64_t kPrivateBytes = int64_t{512} << 10;  // packed A of one thread
 constexpr int64_t kMaxTiles = 8;                       // tiles of C in L1
-constexpr int64_t kFewRows = 4 * kTileRows;            // up to here B is not packed ahead
 constexpr int64_t kFewTerms = 4;                       // up to here along k nothing is packed
 constexpr int64_t kBlockBytes = int64_t{256} << 10;    // packed A that meets B at a time in a batch
 
@@ -42,11 +41,14 @@ class Gemm {
   using T = typename Policy::T;
   using Sum = typename Policy::Sum;
   using Packed = typename Policy::Packed;
-  static constexpr int kRows = kTileRows;
+  using Scope = typename Policy::Scope;
+  static constexpr int kRows = Policy::kRows;
   static constexpr int kColumns = kTileColumns<Sum>;
   static constexpr int64_t kPanelA = kPanelSize<Policy, kRows>;
   static constexpr int64_t kPanelB = kPanelSize<Policy, kColumns>;
-  static constexpr int64_t kBlock = kBlockSteps * Policy::kPair;
+  static constexpr int64_t kBlock = Policy::kSteps * Policy::kPair;
+  static constexpr int64_t kOuterBlocks = kOuterDepth / Policy::kSteps;
+  static constexpr int64_t kFewRows = 4 * kRows;  // up to here B is not packed ahead
 
  public:
   explicit Gemm(const GemmCall& call)
@@ -120,6 +122,7 @@ class Gemm {
     return {index / blocks_of_product_, k, std::min(kBlock, k_ - k)};
   }
 
+  // Without the zeros that may follow.
   int64_t steps_in(int64_t block) const { return ceil_div(stretch(block).count, Policy::kPair); }
 
   // The lines of an operand: rows of A, columns of B.
@@ -135,19 +138,11 @@ class Gemm {
     return {static_cast<const T*>(b.data), b.column_stride, b.row_stride, b.columns, b.rows};
   }
 
-  // Packs k block `block` of `lines` lines from `line` on, of `total` that the operand has.
-  template <int kWidth>
-  void pack_block(const Lines<T>& operand, int64_t line, int64_t lines, int64_t total,
-                  int64_t block, Packed* to, int64_t panel_stride) const {
-    const Stretch part = stretch(block);
-    pack<Policy, kWidth>(operand.from(line, part.k), lines, total - line, part.count, to,
-                         panel_stride);
-  }
-
   void pack_columns_of_b(int side, int64_t column, int64_t columns, int64_t block, Packed* to,
                          int64_t panel_stride) const {
-    pack_block<kColumns>(columns_of_b(stretch(block).product, side), column, columns, n_, block, to,
-                         panel_stride);
+    const Stretch part = stretch(block);
+    pack<Policy, kColumns>(columns_of_b(part.product, side).from(column, part.k), columns,
+                           n_ - column, part.count, to, panel_stride);
   }
 
   bool is_first() const { return first_block_ == 0; }
@@ -281,7 +276,8 @@ class Gemm {
   void pack_rows(int64_t row, int64_t rows, Packed* a) const {
     const int64_t block_size = ceil_div(rows, kRows) * kPanelA;
     for (int64_t block = 0; block < blocks_; ++block) {
-      pack_block<kRows>(rows_of_a(stretch(block).product), row, rows, m_, block,
+      const Stretch part = stretch(block);
+      pack_left<Policy>(rows_of_a(part.product).from(row, part.k), rows, m_ - row, part.count,
                         a + block * block_size, kPanelA);
     }
   }
@@ -292,12 +288,18 @@ class Gemm {
   }
 
   void run_few_rows() const {
+    if constexpr (kTiled<Policy>) {
+      if (n_ >= kColumns && is_first() && is_last() && blocks_ > 0 && lies_along_sum()) {
+        return run_few_rows_in_place();
+      }
+    }
     Packed* a = pack_rows(0, m_);
-    const bool in_place = m_ <= kMaxLinesRows && blocks_ > 0 && lies_along_sum();
+    const bool in_place = !kTiled<Policy> && m_ <= kMaxLinesRows && blocks_ > 0 && lies_along_sum();
     if (in_place) compact_rows<kPanelA>(a, blocks_, padded_rows(m_));
     const int64_t panels = ceil_div(n_, kColumns);
     const int64_t together = panels_per_task();
     share_tasks(ceil_div(panels, together), [&](const auto& next) {
+      const Scope scope;
       Sum* tiles = tile_buffer(ceil_div(m_, kRows));
       auto* panel = static_cast<Packed*>(workspace(Workspace::panel_b, kPanelB * sizeof(Packed)));
       for (int64_t task; (task = next()) >= 0;) {
@@ -317,6 +319,71 @@ class Gemm {
   }
 
 #if defined(CPU_CAPABILITY_AVX512)
+  // Few rows, and B along the sum: the lines of B are tiles as they lie in memory. So B is the
+  // left operand, the packed rows of A the right one, and tiles of C come out transposed: 128
+  // shuffles for 32 x 32 elements, where packing B takes 96 for every 32 x 32 of it.
+  void run_few_rows_in_place() const {
+    constexpr int64_t kWide = kColumns;  // rows of A in a panel
+    const int64_t row_panels = ceil_div(m_, kWide), panels = ceil_div(n_, kColumns);
+    const int64_t block_size = row_panels * kPanelB;
+    auto* a =
+        static_cast<Packed*>(workspace(Workspace::packed_a, blocks_ * block_size * sizeof(Packed)));
+    for (int64_t block = 0; block < blocks_; ++block) {
+      const Stretch part = stretch(block);
+      pack<Policy, kWide>(rows_of_a(part.product).from(0, part.k), m_, m_, part.count,
+                          a + block * block_size, kPanelB);
+    }
+    const int64_t together = panels_per_task();
+    share_tasks(ceil_div(panels, together), [&](const auto& next) {
+      const Scope scope;
+      Sum* tiles = tile_buffer(row_panels);
+      for (int64_t task; (task = next()) >= 0;) {
+        for (int64_t p = task * together; p < std::min(panels, (task + 1) * together); ++p) {
+          // The last panel begins early enough to be whole, and writes its own columns only.
+          const int64_t column = p * kColumns, from = std::min(column, n_ - kColumns);
+          compute(0, m_, column, tiles, [&](int side, Sum* to) {
+            for (int64_t row = 0; row < m_; row += kWide) {
+              multiply_transposed(side, from, static_cast<int>(column - from),
+                                  a + row / kWide * kPanelB, block_size,
+                                  static_cast<int>(std::min(kWide, m_ - row)), to + row * kColumns);
+            }
+          });
+        }
+      }
+    });
+  }
+
+  // sums [rows][kColumns], of the columns of B from `column` on without the first `skipped`.
+  void multiply_transposed(int side, int64_t column, int skipped, const Packed* a,
+                           int64_t block_size, int rows, Sum* sums) const {
+    alignas(64) Sum tiles[kColumns * kColumns];
+    for (int64_t block = 0; block < blocks_; ++block) {
+      const Stretch part = stretch(block);
+      const Lines<T> b = columns_of_b(part.product, side);
+      with_tiles([&](auto form) {
+        const auto multiply = rows > 16 ? multiply_lines_in_place<decltype(form), true>
+                                        : multiply_lines_in_place<decltype(form), false>;
+        multiply(b.at(column, part.k), b.line_stride, part.count, a + block * block_size, tiles,
+                 block == 0, block + 1 == blocks_);
+      });
+    }
+    for (int i = 0; i < rows; i += 16) {
+      for (int j = 0; j < kColumns; j += 16) {
+        typename Lanes<Sum>::type v[16];
+        for (int c = 0; c < 16; ++c) std::memcpy(&v[c], tiles + (j + c) * kColumns + i, 64);
+        transpose<16>(v);
+        for (int r = 0; r < std::min(16, rows - i); ++r) {
+          alignas(64) Sum line[16];
+          std::memcpy(line, &v[r], 64);
+          const int from = std::max(0, skipped - j);
+          if (from < 16) {
+            std::copy_n(line + from, 16 - from, sums + (i + r) * kColumns + j + from - skipped);
+          }
+        }
+      }
+    }
+  }
+
   // One row of bfloat16: B is read where it lies.
   void run_direct_pairs() const {
     const Lines<T> a = rows_of_a(0), b = columns_of_b(0, 0);
@@ -429,6 +496,7 @@ class Gemm {
                                               std::max<int64_t>(1, count / 4));
     const int64_t part = ceil_div(count, parts);
     share_tasks(parts * row_blocks, [&](const auto& next) {
+      const Scope scope;
       Sum* tiles = tile_buffer(std::min(together, row_panels));
       for (int64_t task; (task = next()) >= 0;) {
         const int64_t block = task / parts, row = begins[block] * kRows;

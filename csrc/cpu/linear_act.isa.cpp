@@ -48,7 +48,7 @@ void store_hidden_gradient(const void* context, const Tile& tile) {
   using V = Vec<T>;
   const auto& a = *static_cast<const HiddenGradient*>(context);
   const int64_t n = a.product.n;
-  auto* partial = at<Acc<T>>(a.partials, tile.row / kTileRows, n, tile.column);
+  auto* partial = at<Acc<T>>(a.partials, tile.row / rows_of_tiles(a.product.dtype), n, tile.column);
   for (int i = 0; i < tile.rows; ++i) {
     const auto* sums = static_cast<const Acc<T>*>(tile.sums) + i * tile.stride;
     const T* kept = at<T>(a.preactivation, tile.row + i, n, tile.column);
@@ -154,8 +154,9 @@ void hidden_gradient(const HiddenGradient& a) {
   switch_dtype(product.dtype, [&](auto t) {
     using T = decltype(t);
     const int64_t n = product.n;
-    sum_partials(static_cast<const Acc<T>*>(a.partials), (product.m + kTileRows - 1) / kTileRows, n,
-                 n, static_cast<T*>(a.grad_bias));
+    sum_partials(static_cast<const Acc<T>*>(a.partials),
+                 ceil_div(product.m, rows_of_tiles(product.dtype)), n, n,
+                 static_cast<T*>(a.grad_bias));
   });
 }
 

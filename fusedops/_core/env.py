@@ -6,6 +6,7 @@
 | ``FUSEDOPS_LIBRARY`` | folder that holds the compiled libraries | ``fusedops/lib`` |
 | ``FUSEDOPS_DISABLE_NATIVE`` | ``1``: do not load the compiled libraries | ``0`` |
 | ``FUSEDOPS_ISAS`` | instruction sets to build, or ``all``; only the build reads it | this one |
+| ``FUSEDOPS_MAX_ISA`` | the CPU kernels use no more than this: see ``MAX_ISAS`` | all there is |
 | ``FUSEDOPS_SANITIZE`` | sanitizers of a build of its own; only the build reads it | none |
 | ``FUSEDOPS_TUNING`` | tuning table that wins over the shipped one; ``off``: no table | shipped |
 | ``THP_MEM_ALLOC_ENABLE`` | torch's: ``1`` asks for huge pages (``tune_host`` sets it) | ``0`` |
@@ -22,7 +23,11 @@ from pathlib import Path
 from fusedops._core import checks
 
 _PREFIX = "FUSEDOPS_"
-_KNOWN = ("BACKEND", "DISABLE_NATIVE", "ISAS", "LIBRARY", "SANITIZE", "TUNING")
+_KNOWN = ("BACKEND", "DISABLE_NATIVE", "ISAS", "LIBRARY", "MAX_ISA", "SANITIZE", "TUNING")
+
+# What FUSEDOPS_MAX_ISA may be, from least to most; csrc/isa.cpp has the same list. The emulation of
+# AMX in C++ gives the bits of AMX on any processor with AVX512_BF16, slowly: it is for tests.
+MAX_ISAS = ("default", "avx2", "avx512", "avx512_bf16", "amx", "amx_emulated")
 
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 
@@ -52,7 +57,11 @@ def mistakes(backends: Collection[str]) -> list[str]:
     Args:
         backends: what ``FUSEDOPS_BACKEND`` may name.
     """
-    choices = {"FUSEDOPS_BACKEND": backends, "FUSEDOPS_DISABLE_NATIVE": ("0", "1")}
+    choices = {
+        "FUSEDOPS_BACKEND": backends,
+        "FUSEDOPS_DISABLE_NATIVE": ("0", "1"),
+        "FUSEDOPS_MAX_ISA": MAX_ISAS,
+    }
     sentences = []
     for name, known in choices.items():
         try:
@@ -79,6 +88,15 @@ def native_disabled() -> bool:
     A value that means nothing (``mistakes``) is no reason to load them: ``true`` must not mean no.
     """
     return (os.environ.get("FUSEDOPS_DISABLE_NATIVE") or "0") != "0"
+
+
+def max_isa() -> str | None:
+    """Return what ``FUSEDOPS_MAX_ISA`` is set to, or ``None``; a word that means nothing is none.
+
+    The kernels read it when they are loaded, once for the process.
+    """
+    asked = os.environ.get("FUSEDOPS_MAX_ISA")
+    return asked if asked in MAX_ISAS else None
 
 
 def tuning() -> str | None:

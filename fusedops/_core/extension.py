@@ -113,9 +113,15 @@ def _instruction_sets_missing(built: str) -> str | None:
     order = ["DEFAULT", "AVX2", "AVX512"]
     here = torch.backends.cpu.get_cpu_capability()
     runs = order[: order.index(here) + 1] if here in order else ["DEFAULT"]
+    limit = env.max_isa()
+    if limit is not None:
+        runs = runs[: 1 + env.MAX_ISAS.index(limit)]
     if not built or set(built.split()) & set(runs):
         return None
-    return f"was built for {built.replace(' ', ', ')} only, and torch runs at {here} here"
+    only = f"was built for {built.replace(' ', ', ')} only, and"
+    if here in built.split():
+        return f"{only} FUSEDOPS_MAX_ISA={limit}"
+    return f"{only} torch runs at {here} here"
 
 
 def _stamp(path: Path) -> dict[str, str]:

@@ -90,20 +90,27 @@ def _show_installed(out: Console) -> None:
         out.print("  GPU            none that this torch sees")
     for package in ("python", "torch", "fusedops", "triton", "transformers", "liger-kernel"):
         out.print(f"  {package:14} {versions.get(package, 'not installed')}")
-    isa = torch.backends.cpu.get_cpu_capability()
     for name, missing in (
         ("C++ kernels", extension.cpu_library()),
         ("CUDA kernels", extension.cuda_library()),
         ("Triton kernels", extension.triton_missing()),
     ):
-        state = f"loaded, {isa}" if name == "C++ kernels" else "usable"
-        out.print(f"  {name:14} {state if missing is None else f'no: {missing}'}")
+        out.print(f"  {name:14} {f'no: {missing}' if missing else _state(name)}")
     for device in _devices(""):
         _show_tuning(out, device)
     for name, value in env.settings().items():
         out.print(f"  {'environment':14} {name}={value}", markup=False)
     for message in [*env.unknown(), *env.mistakes(backends.BACKENDS)]:
         out.print(f"  {'':14} {message}", style="yellow", markup=False)
+
+
+def _state(kernels: str) -> str:
+    """Return what to say of kernels that can run: of those for the CPU, on which instructions."""
+    import torch
+
+    if kernels != "C++ kernels":
+        return "usable"
+    return f"loaded, run on {torch.ops.fusedops_native.isa_in_use()}"
 
 
 def _show_tuning(out: Console, device: torch.device) -> None:

@@ -7,6 +7,7 @@ right within the error budget, in the dtypes that the reference gives.
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -129,9 +130,15 @@ def _resized(rng: random.Random, sample: Sample) -> Sample:
     old, new = rng.choice(free), rng.choice(SIZES)
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
 
+    def resized_shape(tensor: torch.Tensor) -> list[int]:
+        return [new if size == old else size for size in tensor.shape]
+
+    if any(math.prod(resized_shape(each)) > 32 * MOST_ELEMENTS for each in sample.tensors):
+        return sample
+
     def changed(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            shape = [new if size == old else size for size in value.shape]
+            shape = resized_shape(value)
             tiled = mutate.filled(value.detach(), shape)
             if value.requires_grad:  # no ties between the copies
                 tiled = tiled * (1 + 0.1 * torch.rand(shape, generator=generator)).to(tiled.dtype)
