@@ -4,6 +4,7 @@
 #include "attention.h"
 
 #include <cmath>
+#include <numbers>
 #include <vector>
 
 #include <ATen/ExpandUtils.h>
@@ -58,8 +59,10 @@ bool keeps(const at::Tensor& query, bool keep_remainder) {
 }
 
 // Whether the log-sum-exp is kept in two parts as well.
-bool keeps_parts(const Optional& mask, bool keep_remainder) {
-  return keep_remainder && mask.has_value() && mask->defined() && mask->scalar_type() != at::kBool;
+bool keeps_parts(const at::Tensor& query, const Optional& mask, bool keep_remainder) {
+  const bool wide = query.scalar_type() == statistics_type(query);
+  const bool additive = mask.has_value() && mask->defined() && mask->scalar_type() != at::kBool;
+  return keep_remainder && (wide || additive);
 }
 
 struct Options {
@@ -92,12 +95,15 @@ const void* slopes_of(const at::Tensor& slopes, int64_t sequence) {
 
 // One query a sequence, the step of generation, would leave most lanes of a matrix product empty.
 // The choice must not depend on what else is in a batch: each op makes it by its own shape.
-void run_forward(const AttentionCall& call, bool few_queries) {
+// Returns whether the parts of the log-sum-exp are written where they are asked for: few queries go
+// the way of decoding, which knows none.
+bool run_forward(const AttentionCall& call, bool few_queries) {
   if (few_queries && call.mask_kind == MaskKind::none && !call.dropout.active()) {
     FUSEDOPS_CALL_ISA(attention_few_queries, call);
-  } else {
-    FUSEDOPS_CALL_ISA(attention_forward, call);
+    return false;
   }
+  FUSEDOPS_CALL_ISA(attention_forward, call);
+  return true;
 }
 
 constexpr int64_t kFewQueries = 4;
@@ -172,7 +178,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> forward(
   auto remainder = keeps(query, keep_remainder)
                        ? heads_inside(batch, heads, rows, value.size(3), query.options())
                        : at::empty({0}, query.options());
-  auto parts = keeps_parts(attn_mask, keep_remainder)
+  auto parts = keeps_parts(query, attn_mask, keep_remainder)
                    ? at::empty({batch, heads, rows, 2}, lse.options())
                    : at::empty({0}, lse.options());
   if (lse.numel() == 0) return {output, lse, remainder, parts};
@@ -185,7 +191,11 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> forward(
     if (remainder.dim() == 4) sequences[b].remainder = mutable_element(remainder, 0, b);
     if (parts.dim() == 4) sequences[b].lse_parts = mutable_element(parts, 0, b);
   }
-  run_forward(call, rows == 1);
+  const bool in_parts = run_forward(call, rows == 1);
+  if (parts.dim() == 4 && !in_parts) {
+    parts.select(-1, 0).copy_(lse).mul_(std::numbers::log2e);
+    parts.select(-1, 1).zero_();
+  }
   return {output, lse, remainder, parts};
 }
 

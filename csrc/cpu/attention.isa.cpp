@@ -202,7 +202,9 @@ class Forward {
       rescale[half] = exp2_of<kShort>(top[half] - origin);
       top[half] = most;
       V<A> total{}, more{};
-      const auto at = [&](int64_t i) { return exp2_of<kShort>(load(s + i * W) * factor - origin); };
+      const auto at = [&](int64_t i) {
+        return exp2_of<kShort>(as_rounded(load(s + i * W) * factor) - origin);
+      };
       for (j = 0; j + 2 <= count; j += 2) {
         const V<A> p0 = at(j), p1 = at(j + 1);
         total += p0;

@@ -344,19 +344,19 @@ class Backward {
     run_kernel<Policy>(here, value_steps_, values, m.grad + half * right_panel(value_steps_), m.dp,
                        false, reinterpret_cast<const char*>(values + value_panel()));
     const bool capped = call_.softcap != 0.0;
-    // With an additive mask the log-sum-exp has two parts (its maximum may be -1e9, where one
-    // number has no place for the sum); only the sum's is left for the loop below.
-    const A* origins =
-        sequence.lse_parts == nullptr ? nullptr : m.statistics + 2 * kQueries + half * W;
-    options.apply(s, capped ? m.tanh : nullptr, offset, here, origins);
-    const A factor = options.plain() && origins == nullptr ? options.factor() : A(1);
+    options.apply(s, capped ? m.tanh : nullptr, offset, here);
+    const A factor = options.plain() ? options.factor() : A(1);
+    // The log-sum-exp may be in two parts: its maximum may be -1e9, where one number has no place
+    // for the sum.
+    const A* origins = m.statistics + 2 * kQueries + half * W;
     const A* keep = options.keep(offset);
     A* p = m.dp;  // P^T takes the place of dP^T, dS^T that of S^T
     for (int j = 0; j < here; ++j) {
       for (int part = 0; part < W; part += n) {
         const V<A> lse = load(m.statistics + half * W + part);
         const V<A> delta = load(m.statistics + kQueries + half * W + part);
-        V<A> weight = exp2_of<kShort>(load(s + j * W + part) * factor - lse);
+        const V<A> score = as_rounded(load(s + j * W + part) * factor);
+        V<A> weight = exp2_of<kShort>((score - load(origins + part)) - lse);
         V<A> grad = load(m.dp + j * W + part);
         V<A> kept = weight;
         if (keep != nullptr) {

@@ -111,15 +111,16 @@ void forward(const ScaledMaskedSoftmaxForward& a) {
       V highest[2] = {V(kNone), V(kNone)};
       int turn = 0;
       for_each_vector<W>(columns, [&](int64_t c, int64_t count, auto full) {
-        V scores = at::vec::fmadd(load_vec(x + c, count, full), scale, shifts);
+        // One rounding of product and mask, whether the mask is one number for the row or many.
+        V added = shifts;
+        if constexpr (!std::is_void_v<M> && !std::is_same_v<M, bool>) {
+          const M* mask = static_cast<const M*>(a.mask) + place.mask + c;
+          if (!a.mask_is_per_row) added = load_vec(mask, count, full);
+        }
+        V scores = at::vec::fmadd(load_vec(x + c, count, full), scale, added);
         if constexpr (std::is_same_v<M, bool>) {
           if (!a.mask_is_per_row) {
             scores = keep_where(static_cast<const bool*>(a.mask) + place.mask + c, scores, count);
-          }
-        } else if constexpr (!std::is_void_v<M>) {
-          if (!a.mask_is_per_row) {
-            const M* mask = static_cast<const M*>(a.mask) + place.mask + c;
-            scores = scores + load_vec(mask, count, full);
           }
         }
         if constexpr (!decltype(full)::value) scores = V::set(V(kNone), scores, count);

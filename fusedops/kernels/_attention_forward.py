@@ -251,7 +251,7 @@ def forward(call: Call, keep_remainder: bool) -> tuple[torch.Tensor, ...]:
     lse = query.new_empty(batch, heads, rows, dtype=torch.float32)
     keeps = keep_remainder and query.dtype != torch.float32
     rest = torch.empty_like(out) if keeps else query.new_empty(0)
-    keeps_parts = keep_remainder and call.additive
+    keeps_parts = keep_remainder and (call.additive or query.dtype == torch.float32)
     parts = lse.new_empty((*lse.shape, 2) if keeps_parts else (0,))
     sizes, options = blocks("forward", call)
     num_blocks = triton.cdiv(call.max_rows, sizes["BLOCK_M"])

@@ -189,14 +189,16 @@ def keeps(dtype: torch.dtype, keep_remainder: bool) -> bool:
     return keep_remainder and dtype in (torch.bfloat16, torch.float16)
 
 
-def keeps_parts(attn_mask: Any, keep_remainder: bool) -> bool:
-    """Return whether the log-sum-exp is kept in two parts too: with an additive mask.
+def keeps_parts(dtype: torch.dtype, attn_mask: Any, keep_remainder: bool) -> bool:
+    """Return whether the log-sum-exp is kept in two parts too: with an additive mask, or wide.
 
     Where all that a query may attend has a bias of -1e9, say, the log-sum-exp is so large that the
     sum vanishes in its rounding: the backward would take probabilities that sum to their number.
-    The parts ``[..., 2]`` are the row's maximum and the logarithm of the sum relative to it, in
-    units of log2.
+    Large scores do the same by degrees, which half precision does not show. The parts ``[..., 2]``
+    are the row's maximum and the logarithm of the sum relative to it, in units of log2.
     """
+    if dtype not in (torch.bfloat16, torch.float16):
+        return keep_remainder
     return keep_remainder and attn_mask is not None and attn_mask.dtype != torch.bool
 
 

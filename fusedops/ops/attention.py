@@ -82,10 +82,11 @@ def attention(
         Scores, softmax and sums are float32 (float64 for float64); the probabilities enter the
         second product in query's dtype. Saves the inputs, the output, one number per row and, in
         half precision, what the output's rounding took: without it the gradients' error would be
-        several times that of eager attention. With an additive mask, a row's maximum and sum are
-        saved apart as well: gradients are right whatever the mask adds to a whole row. Without one,
-        the weights that the backward makes again are off by about 1e-7 times the row's largest
-        score (float32; 1e-3 at 1e4), all of a row alike. The gradient of an additive mask needs the
+        several times that of eager attention. In float32 and float64, and with an additive mask, a
+        row's maximum and sum are saved apart as well: gradients are right however large the scores
+        are, and whatever the mask adds to a whole row. Elsewhere the weights that the backward
+        makes again are off by about 1e-7 times the row's largest score, all of a row alike, which
+        half precision shows from 1e4 on. The gradient of an additive mask needs the
         scores' gradient whole, O(Sq Sk), for the time of the backward. Deterministic: the same bits
         for any number of threads; a single query takes a path of its own, that of decoding. Dropout
         draws by a counter at ``((b * H + h) * Sq + i) * Sk + j``. NaN and infinities give what the
@@ -315,7 +316,7 @@ def _reference(*args: Any) -> tuple[torch.Tensor, ...]:
     output, remainder = math.rounded(wide, call.query.dtype, call.keep_remainder)
     if remainder.dim() == 4:
         remainder = math.heads_inside(remainder)
-    if not math.keeps_parts(call.attn_mask, call.keep_remainder):
+    if not math.keeps_parts(call.query.dtype, call.attn_mask, call.keep_remainder):
         parts = lse.new_empty(0)
     return math.heads_inside(output), lse, remainder, parts
 
@@ -327,7 +328,7 @@ def _fake(*args: Any) -> tuple[torch.Tensor, ...]:
     shape = (batch, heads, rows, call.value.shape[3])
     kept = math.keeps(query.dtype, call.keep_remainder)
     lse = query.new_empty(batch, heads, rows, dtype=dtypes.statistics_dtype(query.dtype))
-    parts = math.keeps_parts(call.attn_mask, call.keep_remainder)
+    parts = math.keeps_parts(call.query.dtype, call.attn_mask, call.keep_remainder)
     return (
         math.new_heads_inside(query, *shape),
         lse,
@@ -404,10 +405,10 @@ def _remainder_word(word: Placement, query: Any, numbers: Sequence[Any]) -> Plac
     return word if kept else REPLICATE
 
 
-def _parts_word(word: Placement, attn_mask: Any, numbers: Sequence[Any]) -> Placement:
-    if attn_mask is None:
-        return REPLICATE
-    return word if math.keeps_parts(attn_mask.tensor_meta, numbers[-1]) else REPLICATE
+def _parts_word(word: Placement, query: Any, attn_mask: Any, numbers: Sequence[Any]) -> Placement:
+    mask = None if attn_mask is None else attn_mask.tensor_meta
+    kept = math.keeps_parts(query.tensor_meta.dtype, mask, numbers[-1])
+    return word if kept else REPLICATE
 
 
 def _shard(
@@ -426,7 +427,7 @@ def _shard(
                 word,
                 word,
                 _remainder_word(word, query, numbers),
-                _parts_word(word, attn_mask, numbers),
+                _parts_word(word, query, attn_mask, numbers),
             ],
             [
                 word,
@@ -470,7 +471,7 @@ def _shard_backward(
         ]
         grads = [word if each is not None else None for each in (grad_output, grad_lse)]
         rest = _remainder_word(word, query, numbers[:-1])
-        parts = _parts_word(word, attn_mask, numbers[:-1])
+        parts = _parts_word(word, query, attn_mask, numbers[:-1])
         saved = [word, keys, keys, *options, word, word, rest, parts]
         inputs = [*grads, *saved, *[None] * len(numbers)]
         rules.append((outputs, inputs))

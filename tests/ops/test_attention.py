@@ -278,3 +278,30 @@ def test_a_row_that_is_all_but_forbidden_has_the_gradients_of_its_probabilities(
         ("query", "key", "value"), ours, written_out(torch.float64), written_out(dtype), strict=True
     ):
         assert_close(mine, exact, theirs, name, depth=40)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("scale", [1e2, 1e4, 1e9, 1e18])
+def test_huge_scores_weigh_values_as_eager_attention_does(backend: str, scale: float) -> None:
+    """Where a row's log-sum-exp is so large that its sum vanishes in the rounding."""
+    generator = torch.Generator().manual_seed(5)
+    query, key, value, grad = (torch.randn(2, 3, 70, 32, generator=generator) for _ in range(4))
+    exact = attended(query.double() * scale, key.double(), value.double(), grad.double())
+    eager = attended(query * scale, key, value, grad)
+    value = value.requires_grad_()
+    with fusedops.use_backend(backend):
+        output = fusedops.attention(query * scale, key, value, is_causal=True)
+        (grad_value,) = torch.autograd.grad(output, value, grad)
+    for got, want, stock in zip((output, grad_value), exact, eager, strict=True):
+        assert (got - want).abs().max() <= 2 * (stock - want).abs().max() + 1e-6
+
+
+def attended(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grad: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return causal attention by its formula, and the gradient of the values."""
+    value = value.requires_grad_()
+    future = torch.ones(query.shape[2], key.shape[2]).triu(1).bool()
+    scores = (query @ key.transpose(-1, -2) / query.shape[3] ** 0.5).masked_fill(future, -torch.inf)
+    output = scores.softmax(-1) @ value
+    return output.detach(), torch.autograd.grad(output, value, grad)[0]

@@ -113,15 +113,19 @@ def test_any_broadcast_of_an_additive_mask(
 
 @by_backend
 @pytest.mark.parametrize("kind", ["keep", "additive"])
-def test_an_expanded_mask_gives_the_bits_of_a_dense_one(kind: str, backend: str) -> None:
+@pytest.mark.parametrize("columns", [19, 1], ids=["per_column", "per_row"])
+def test_an_expanded_mask_gives_the_bits_of_a_dense_one(
+    kind: str, columns: int, backend: str
+) -> None:
     x = torch.randn(2, 3, 6, 19)
-    mask = torch.rand(2, 1, 6, 19) > 0.3 if kind == "keep" else torch.randn(2, 1, 6, 19)
+    mask = torch.randn(2, 1, 6, columns)
+    mask = mask > -0.5 if kind == "keep" else mask
     results = []
     for given in (mask, mask.expand(2, 3, 6, 19), mask.expand(2, 3, 6, 19).contiguous()):
         leaf = x.clone().requires_grad_()
         given = given.detach().requires_grad_(kind == "additive")
         with fusedops.use_backend(backend):
-            y = fusedops.scaled_masked_softmax(leaf, given)
+            y = fusedops.scaled_masked_softmax(leaf, given, 0.7)
             leaves = [leaf, given] if given.requires_grad else [leaf]
             grads = torch.autograd.grad(y, leaves, torch.ones_like(y) + x)
         assert grads[-1].shape == leaves[-1].shape
