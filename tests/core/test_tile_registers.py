@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import torch
 
 from fusedops._core import extension
 
+CASES = ("ordinary", "subnormal", "cancelling")
 TINY = torch.finfo(torch.float32).tiny
 
 
@@ -23,6 +25,7 @@ def isa(**variables: str) -> str:
     return result.stdout.strip()
 
 
+@functools.cache
 def best() -> str:
     """Return the best instruction set of this machine, or skip where there is no library."""
     if extension.cpu_library() is not None:
@@ -58,25 +61,24 @@ def by_the_manual(rows: torch.Tensor, columns: torch.Tensor, sums: torch.Tensor)
 
 PROGRAM = """
 import sys, torch, fusedops
-rows, columns, sums = torch.load(sys.argv[1])
+product = torch.ops.fusedops_native.tile_product
 emulated = sys.argv[2] == "emulated"
-torch.save(torch.ops.fusedops_native.tile_product(rows, columns, sums, emulated), sys.argv[1])
+torch.save([product(*each, emulated) for each in torch.load(sys.argv[1])], sys.argv[1])
 """
 
 
-def product(tensors: tuple[torch.Tensor, ...], folder: object, form: str) -> torch.Tensor:
-    """Return tile_product of a new process, whose tiles may be emulated."""
+def products(folder: object, form: str) -> list[torch.Tensor]:
+    """Return tile_product of all operands in a new process, whose tiles may be emulated."""
     path = f"{folder}/{form}.pt"
-    torch.save(tensors, path)
+    torch.save([operands(case) for case in CASES], path)
     limit = "amx_emulated" if form == "emulated" else "amx"
     subprocess.run(
         [sys.executable, "-c", PROGRAM, path, form],
         env={**os.environ, "FUSEDOPS_MAX_ISA": limit},
         check=True,
     )
-    result = torch.load(path)
-    assert isinstance(result, torch.Tensor)
-    return result
+    found: list[torch.Tensor] = torch.load(path)
+    return found
 
 
 def operands(case: str) -> tuple[torch.Tensor, ...]:
@@ -93,28 +95,57 @@ def operands(case: str) -> tuple[torch.Tensor, ...]:
     return rows.bfloat16(), columns.bfloat16(), sums
 
 
-@pytest.mark.parametrize("case", ["ordinary", "subnormal", "cancelling"])
-def test_the_emulation_does_what_the_manual_says(case: str, tmp_path: object) -> None:
+def test_the_emulation_does_what_the_manual_says(tmp_path: object) -> None:
     needs_emulation()
-    tensors = operands(case)
-    got = product(tensors, tmp_path, "emulated")
-    assert torch.equal(got, by_the_manual(*tensors))
+    for case, got in zip(CASES, products(tmp_path, "emulated"), strict=True):
+        assert torch.equal(got, by_the_manual(*operands(case))), case
 
 
-@pytest.mark.parametrize("case", ["ordinary", "subnormal", "cancelling"])
-def test_the_emulation_gives_the_bits_of_the_processor(case: str, tmp_path: object) -> None:
+def test_the_emulation_gives_the_bits_of_the_processor(tmp_path: object) -> None:
     if best() != "amx":
         pytest.skip("no AMX here")
-    tensors = operands(case)
-    emulated, real = (product(tensors, tmp_path, form) for form in ("emulated", "real"))
-    assert torch.equal(emulated.view(torch.int32), real.view(torch.int32))
+    both = zip(CASES, products(tmp_path, "emulated"), products(tmp_path, "real"), strict=True)
+    for case, emulated, real in both:
+        assert torch.equal(emulated.view(torch.int32), real.view(torch.int32)), case
+
+
+EVERYWHERE = """
+import os, sys, threading, torch, fusedops
+x, weight, bias = (torch.randn(*size).bfloat16() for size in ((70, 96), (64, 96), (64,)))
+results = []
+def product():
+    results.append(fusedops.linear_act(x, weight, bias, activation="gelu_tanh"))
+    results.append(fusedops.linear_act(x[:3], weight, bias, activation="gelu_tanh"))
+torch.set_num_threads(2)
+product()
+thread = threading.Thread(target=product)
+thread.start()
+thread.join()
+torch.mm(x, weight.t())  # oneDNN's own use of the registers
+product()
+for other in (2, 4):
+    assert torch.equal(results[0], results[other]) and torch.equal(results[1], results[other + 1])
+assert torch.equal(results[0][:3], results[1])
+torch.set_num_threads(1)  # no pool of threads survives a fork
+child = os.fork()
+if child == 0:
+    product()
+    os._exit(0 if torch.equal(results[0], results[6]) else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+"""
+
+
+def test_threads_and_forked_processes_have_tiles_of_their_own() -> None:
+    needs_emulation()
+    for limit in {"amx_emulated", "amx"} if best() == "amx" else {"amx_emulated"}:
+        environment = {**os.environ, "FUSEDOPS_MAX_ISA": limit}
+        subprocess.run([sys.executable, "-c", EVERYWHERE], env=environment, check=True)
 
 
 def test_the_limit_is_obeyed() -> None:
     needs_emulation()
-    for limit in ("avx512", "avx512_bf16", "amx_emulated"):
+    for limit in ("avx512", "amx_emulated"):
         assert isa(FUSEDOPS_MAX_ISA=limit) == limit
-    assert isa(FUSEDOPS_MAX_ISA="amx") == best()
 
 
 def test_a_limit_below_what_was_built_says_so() -> None:
