@@ -27,7 +27,7 @@ class Forward {
   static constexpr int n = kLanes<A>;
   static constexpr int W = kTileColumns<A>;
   static constexpr int R = kTileRows;
-  static constexpr bool kShort = !std::is_same_v<T, float>;  // double has one form
+  static constexpr bool kShort = kIsHalf<T>;
 
  public:
   explicit Forward(const AttentionCall& call)

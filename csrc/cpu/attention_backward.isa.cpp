@@ -38,7 +38,7 @@ class Backward {
   static constexpr int W = kTileColumns<A>;
   static constexpr int R = kTileRows;
   static constexpr int kQueries = 2 * W;  // queries at a time
-  static constexpr bool kShort = !std::is_same_v<T, float>;
+  static constexpr bool kShort = kIsHalf<T>;
 
  public:
   explicit Backward(const AttentionCall& call)
