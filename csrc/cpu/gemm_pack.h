@@ -180,13 +180,20 @@ template <typename Policy, int kCount, int n = kLanes<typename Policy::Packed>>
 inline __attribute__((always_inline)) void load_transposed(
     const typename Policy::T* const (&lines)[n], int64_t k, PackedLanes<Policy> (&v)[n]) {
 #if defined(CPU_CAPABILITY_AVX512)
-  if constexpr (sizeof(typename Policy::Packed) == 4 && !kWidens<Policy>) {
+  if constexpr (sizeof(typename Policy::Packed) == 4) {
     // 32-bit words: the loads bring halves of two lines together, which leaves 48 shuffles of the
     // 64 of an exchange in four rounds; and these are the cheap ones (68 for 77 cycles on Zen 4).
-    constexpr int64_t kHalf = sizeof(__m256i) / sizeof(typename Policy::T);
+    constexpr int64_t kHalf = 8 * Policy::kPair;
     const auto half = [&](int line, int part) {
       __m256i values = _mm256_setzero_si256();
-      if (line < kCount) std::memcpy(&values, lines[line] + k + part * kHalf, sizeof(values));
+      if (line < kCount) {
+        const auto* from = lines[line] + k + part * kHalf;
+        if constexpr (kWidens<Policy>) {
+          values = _mm256_castps_si256(widen_eight(from));
+        } else {
+          std::memcpy(&values, from, sizeof(values));
+        }
+      }
       return values;
     };
     const auto halves = [&](int line, int part) {

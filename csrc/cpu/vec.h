@@ -46,7 +46,7 @@ inline __m512 widen_bf16(__m256i halves) {
 }
 #endif
 
-// A vector of half precision T to float and back, rounded to nearest even. float16 keeps
+// A vector of half precision T (or eight) to float and back, rounded to nearest even. float16 keeps
 // its subnormal numbers, and is inf from 65520 on.
 #if defined(CPU_CAPABILITY_AVX512)
 template <typename T>
@@ -54,6 +54,14 @@ inline __m512 widen(__m256i halves) {
   static_assert(kIsHalf<T>);
   if constexpr (std::is_same_v<T, c10::Half>) return _mm512_cvtph_ps(halves);
   return widen_bf16(halves);
+}
+
+template <typename T>
+inline __m256 widen_eight(const T* from) {
+  static_assert(kIsHalf<T>);
+  const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+  if constexpr (std::is_same_v<T, c10::Half>) return _mm256_cvtph_ps(halves);
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
 }
 
 template <typename T>

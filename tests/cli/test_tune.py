@@ -82,11 +82,13 @@ def test_what_cannot_be_done_is_one_sentence_and_exit_code_2(
 
 
 def test_without_a_second_backend_there_is_nothing_to_tune(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(backends._ORDER, "cpu", ("torch",))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("fusedops.cli.bench.tuner._compare", lambda *_: None)
     done = invoke("--allocator", "system", "--ops", "layer_norm", "--quick")
     assert done.exit_code == 2 and "there is nothing to tune" in done.output, done.output
+    assert list(tmp_path.iterdir()) == []
 
 
 def measured(gain: float, *, sure: bool = True, default: str = "cpp", case: str = "a") -> Measured:
