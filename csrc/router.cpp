@@ -1,10 +1,10 @@
 // Autocast and routing for every op, once, as boxed kernels.
 //
 // The route of fusedops::X: a call that is not as its contract says is refused. On the CPU the C++
-// kernel fusedops_cpp::X runs when the floating tensors are float32, bfloat16 or float64, no
-// backend was requested and no tuning table prefers another one for these sizes; otherwise
-// fusedops::X_choose, which is Python, knows the rest (fusedops/_core/backends.py), and has the
-// words of a refusal.
+// kernel fusedops_cpp::X runs when no floating tensor is of another dtype than float32, bfloat16,
+// float16 and float64, no backend was requested and no tuning table prefers another one for these
+// sizes; otherwise fusedops::X_choose, which is Python, knows the rest
+// (fusedops/_core/backends.py), and has the words of a refusal.
 #include <array>
 #include <atomic>
 #include <bit>
@@ -20,9 +20,14 @@ namespace {
 
 std::atomic<bool> route_to_python{false};
 
-// The dtypes of the C++ kernels: the index of one, or -1.
+// The dtypes of the C++ kernels, and the index of one, or -1.
+constexpr std::array kDtypes{at::kFloat, at::kBFloat16, at::kHalf, at::kDouble};
+
 int dtype_index(at::ScalarType dtype) {
-  return dtype == at::kFloat ? 0 : dtype == at::kBFloat16 ? 1 : dtype == at::kDouble ? 2 : -1;
+  for (size_t i = 0; i < kDtypes.size(); ++i) {
+    if (kDtypes[i] == dtype) return static_cast<int>(i);
+  }
+  return -1;
 }
 
 // What the router knows of one op.
@@ -32,7 +37,7 @@ struct State {
   // the first tensor < 2^(k+1) (fusedops/_core/tuning.py: size_class). An op without such an entry,
   // which is nearly every op, pays for the test of `tuned` alone.
   std::atomic<bool> tuned{false};
-  std::array<std::atomic<uint64_t>, 3> bypass{};
+  std::array<std::atomic<uint64_t>, kDtypes.size()> bypass{};
 
   bool bypasses(at::ArrayRef<c10::IValue> arguments) const {
     if (!tuned.load(std::memory_order_relaxed)) return false;

@@ -119,8 +119,7 @@ def _page(rows: list[dict[str, Any]]) -> str:
         "# fusedops in the trainers that people have",
         f"A patched model is trained beside the stock one, with the same seeds and data: ten steps "
         f"of plain gradient descent of a model of two layers, on the CPU (processes talk by gloo), "
-        f"by the files of `tests/clients`, one by one. *Same numbers* means: losses of all steps "
-        f"and all final weights "
+        f"by `make test-clients`. *Same numbers* means: losses of all steps and all final weights "
         f"are as near to a float64 run as the stock model's, within [the ops' error budget]"
         f"(patching.md#what-the-same-results-means), and the fused ops ran as often as they "
         f"should. torch {_list({row['torch'] for row in rows})}, "

@@ -17,21 +17,18 @@ inline DType dtype_of(at::ScalarType type) {
       return DType::f32;
     case at::kBFloat16:
       return DType::bf16;
+    case at::kHalf:
+      return DType::f16;
     case at::kDouble:
       return DType::f64;
     default:
-      TORCH_CHECK_TYPE(false, "the C++ kernels take float32, bfloat16 and float64, got ", type);
+      TORCH_CHECK_TYPE(false, "the C++ kernels take float32, bfloat16, float16 and float64, got ",
+                       type);
   }
 }
 
 inline DType dtype_of(const at::Tensor& tensor) {
   return dtype_of(tensor.scalar_type());
-}
-
-// The dtype in which a kernel writes a gradient of dtype `type`: that, or, when no kernel knows it
-// (float16), the dtype of `like`, to be cast afterwards.
-inline at::ScalarType kernel_type(at::ScalarType type, const at::Tensor& like) {
-  return type == at::kHalf ? like.scalar_type() : type;
 }
 
 // Statistics and accumulators: float64 for float64 data, else float32.

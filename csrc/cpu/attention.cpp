@@ -53,9 +53,9 @@ int64_t broadcast_stride(const at::Tensor& tensor, int64_t dim) {
   return tensor.size(dim) == 1 ? 0 : tensor.stride(dim);
 }
 
-// Whether what the output's rounding took is kept for the backward: float16 has no kernel here.
+// Whether what the output's rounding took is kept for the backward.
 bool keeps(const at::Tensor& query, bool keep_remainder) {
-  return keep_remainder && query.scalar_type() == at::kBFloat16;
+  return keep_remainder && is_half(dtype_of(query));
 }
 
 // Whether the log-sum-exp is kept in two parts as well.

@@ -27,8 +27,8 @@ class Forward {
   static constexpr int n = kLanes<A>;
   static constexpr int W = kTileColumns<A>;
   static constexpr int R = Policy::kRows;
-  static constexpr int64_t kKeys = kBlockKeys<Policy>;       // of a block
-  static constexpr bool kShort = !std::is_same_v<T, float>;  // double has one form
+  static constexpr int64_t kKeys = kBlockKeys<Policy>;  // of a block
+  static constexpr bool kShort = kIsHalf<T>;
 
  public:
   explicit Forward(const AttentionCall& call)

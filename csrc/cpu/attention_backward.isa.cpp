@@ -39,7 +39,7 @@ class Backward {
   static constexpr int64_t kKeys = kBlockKeys<Policy>;  // of a block
   static constexpr int64_t kChunkKeys = kChunkBlocks * kKeys;
   static constexpr int kQueries = 2 * W;  // queries at a time
-  static constexpr bool kShort = !std::is_same_v<T, float>;
+  static constexpr bool kShort = kIsHalf<T>;
 
  public:
   explicit Backward(const AttentionCall& call)

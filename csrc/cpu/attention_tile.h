@@ -77,7 +77,7 @@ inline V<A> iota() {
 }
 
 // 2^x for x up to the exponent's range; 0 at minus infinity, NaN stays. kShort: good to 2.6e-6,
-// for probabilities that are rounded to bfloat16; else to 2e-7.
+// for outputs that are rounded to half precision; else to 2e-7.
 template <bool kShort>
 inline V<float> exp2_of(const V<float>& x) {
 #if defined(CPU_CAPABILITY_AVX512)

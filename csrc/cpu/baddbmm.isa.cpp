@@ -249,7 +249,7 @@ void batched_product(const BatchedProduct& a) {
   const AloneShape shape{call.m, call.n, call.k, call.a, call.b, a.addend, a.alpha, a.beta};
   with_policy(call.dtype, [&](auto policy) {
     using Policy = decltype(policy);
-    if constexpr (!kWidens<Policy> && !kTiled<Policy>) {
+    if constexpr (!kTiled<Policy>) {
       if (a.summed.count() == 1 && a.batch.count() > 0 && call.n > 0 &&
           Alone<Policy>::takes(shape)) {
         return products_alone<Policy>(a, shape);

@@ -15,12 +15,12 @@ namespace {
 
 using Optional = std::optional<at::Tensor>;
 
-// The kernels know a bias of the dtype of input or of residual, which are one or bfloat16 beside
-// float32; fusedops/ops/bias_dropout_add.py casts what is not.
+// The kernels know a bias of the dtype of input or of residual, which are one or half precision
+// beside float32; fusedops/ops/bias_dropout_add.py casts what is not.
 void check_dtypes(DType input, DType bias, DType dtype) {
-  TORCH_CHECK_TYPE(input == dtype || (input == DType::bf16 && dtype == DType::f32),
-                   "bias_dropout_add: input must have the dtype of residual, or bfloat16 beside "
-                   "float32");
+  TORCH_CHECK_TYPE(input == dtype || (is_half(input) && dtype == DType::f32),
+                   "bias_dropout_add: input must have the dtype of residual, or half precision "
+                   "beside float32");
   TORCH_CHECK_TYPE(bias == input || bias == dtype,
                    "bias_dropout_add: bias must have the dtype of input or of residual");
 }
@@ -67,8 +67,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(const Optional& grad_out
   at::Tensor dx, dbias, partials;
   // Otherwise the gradient of input is grad_output itself: see Gradient.same.
   const bool differs = dropout.active() || input_dtype != dy.scalar_type();
-  const auto written = kernel_type(input_dtype, dy);
-  if (output_mask[0] && differs) dx = at::empty(dy.sizes(), dy.options().dtype(written));
+  if (output_mask[0] && differs) dx = at::empty(dy.sizes(), dy.options().dtype(input_dtype));
   if (output_mask[1]) dbias = at::empty(bias->sizes(), bias->options());
   if (dy.numel() == 0) {
     if (dbias.defined()) dbias.zero_();
@@ -87,12 +86,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(const Optional& grad_out
                                          rows,
                                          columns,
                                          dropout,
-                                         dtype_of(written),
+                                         dtype_of(input_dtype),
                                          dbias.defined() ? dtype_of(dbias) : dtype_of(dy),
                                          dtype_of(dy)};
   check_dtypes(arguments.input_dtype, arguments.bias_dtype, arguments.dtype);
   FUSEDOPS_CALL_ISA(bias_dropout_add_backward, arguments);
-  return {dx.defined() ? dx.to(input_dtype) : dx, dbias, at::Tensor()};
+  return {dx, dbias, at::Tensor()};
 }
 
 }  // namespace

@@ -85,7 +85,7 @@ void switch_all(DType input, DType bias, DType dtype, const F& f) {
     using T = decltype(t);
     if constexpr (std::is_same_v<I, T>) {
       f(i, t, t);
-    } else if (bias == DType::bf16) {
+    } else if (is_half(bias)) {
       f(i, i, t);
     } else {
       f(i, t, t);

@@ -51,17 +51,11 @@ inline double finish_rows(const RowSums* sums, const int64_t* target, int64_t ro
 
 inline at::Tensor number(double value, at::ScalarType type) {
   auto result = at::empty({}, at::TensorOptions(type));
-  switch (dtype_of(type)) {
-    case DType::f32:
-      *result.mutable_data_ptr<float>() = static_cast<float>(value);
-      break;
-    case DType::bf16:
-      *result.mutable_data_ptr<at::BFloat16>() = static_cast<float>(value);
-      break;
-    case DType::f64:
-      *result.mutable_data_ptr<double>() = value;
-      break;
-  }
+  switch_dtype(dtype_of(type), [&](auto t) {
+    using T = decltype(t);
+    using Wide = std::conditional_t<std::is_same_v<T, double>, double, float>;
+    *result.mutable_data_ptr<T>() = static_cast<T>(static_cast<Wide>(value));
+  });
   return result;
 }
 

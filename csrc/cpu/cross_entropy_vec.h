@@ -75,7 +75,7 @@ class GradientOfRow {
 
   // At logits x; `label` is added to the gradient of y.
   V at(const V& x) const { return gradient<T>(x, shift_); }
-  // There softmax - 1 may cancel: the exponential is a good one also for bfloat16.
+  // There softmax - 1 may cancel: the exponential is a good one also for half precision.
   A at_target(A x) const { return first_lane(gradient<A>(V(x), V(label_) + shift_)); }
 
  private:

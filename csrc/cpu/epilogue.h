@@ -18,11 +18,11 @@ constexpr bool is_gelu(Activation activation) {
          activation == Activation::fast_gelu;
 }
 
-// Whether the activation of T has a form that is as short as bfloat16 needs.
+// Whether the activation of T has a form that is as short as half precision needs.
 template <typename T, Activation A>
 constexpr bool kHasShortForm =
 #if defined(CPU_CAPABILITY_AVX512)
-    std::is_same_v<T, c10::BFloat16> && A == Activation::silu;
+    kIsHalf<T> && A == Activation::silu;
 #else
     false;
 #endif

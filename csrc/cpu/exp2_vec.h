@@ -52,7 +52,7 @@ inline Vec<T> exp2_of(const Vec<T>& y) {
     return y.exp2();
   } else {
 #if defined(CPU_CAPABILITY_AVX512)
-    if constexpr (std::is_same_v<T, c10::BFloat16>) return exp2_short(y);
+    if constexpr (kIsHalf<T>) return exp2_short(y);
 #endif
     return exp2_full(y);
   }

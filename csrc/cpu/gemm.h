@@ -1,6 +1,6 @@
-// The matrix product C[m,n] = A[m,k] * B[k,n] on the CPU for float32, bfloat16 and float64: any
-// strides, rows gathered by a list, and the caller's epilogue on each finished tile of C while it
-// is in L1. Extensions: a second B beside the first, for an epilogue that needs the same tile of
+// The matrix product C[m,n] = A[m,k] * B[k,n] on the CPU for float32, half precision and float64:
+// any strides, rows gathered by a list, and the caller's epilogue on each finished tile of C while
+// it is in L1. Extensions: a second B beside the first, for an epilogue that needs the same tile of
 // both products; a sum of several products, without a pass over memory between them; and a batch of
 // independent products of any sizes (the experts of a layer) that the threads share.
 //

@@ -4,7 +4,8 @@
 // The packed product (gemm_product.h) spends a third of its time on packing and on moving sums
 // through L1 where k is 64. Here A is read where it lies, element by element, unless a step of k is
 // not whole in memory or its lines share sets of L1; then a tile of rows is packed into L1. B is
-// packed into L2, some columns at a time, or, where it stays there as it lies, not at all. The sums
+// packed into L2, some columns at a time, or, where it stays there as it lies, not at all. What is
+// widened to be multiplied is packed always. The sums
 // are scaled, added to and rounded in registers. While a tile is multiplied, the lines of its
 // addend and its output are fetched, and those that come after it of A and of the next product's B.
 //
@@ -243,8 +244,7 @@ class Alone {
   static bool takes(const AloneShape& shape) {
     const bool lists = shape.a.rows != nullptr || shape.a.columns != nullptr ||
                        shape.b.rows != nullptr || shape.b.columns != nullptr;
-    return !kWidens<Policy> && !lists && shape.m > 1 && shape.k > 0 &&
-           shape.k <= kMaxBlocks * kBlock;
+    return !lists && shape.m > 1 && shape.k > 0 && shape.k <= kMaxBlocks * kBlock;
   }
 
   explicit Alone(const AloneShape& shape)
@@ -275,6 +275,7 @@ class Alone {
   // Whether the kernel reads A in place: its steps are whole, and its lines do not push each other
   // out of L1, of which 4 KiB are one way.
   bool reads_a() const {
+    if (kWidens<Policy>) return false;
     const int64_t along_m = std::abs(shape_.a.row_stride) * kSize;
     if (kPair == 2 && (shape_.a.column_stride != 1 || shape_.k % 2 != 0)) return false;
     if (shape_.a.column_stride == 1) {
@@ -291,7 +292,7 @@ class Alone {
     const int64_t span = shape_.k * std::abs(shape_.b.row_stride) * kSize;
     // Other instruction sets have no loads of some lanes.
     const bool whole = kVectorBytes == 64 || shape_.n % kNarrow == 0;
-    return kPair == 1 && shape_.b.column_stride == 1 && whole &&
+    return kPair == 1 && !kWidens<Policy> && shape_.b.column_stride == 1 && whole &&
            (tiles <= kFewTiles || span <= kPlacedBytes);
   }
 

@@ -27,21 +27,21 @@ constexpr int kMaxLinesRows = std::min(8, kTileRows);
 
 // out[j] = sum over k of a[k * a_step] * b[k * b_step + j] for kVectors vectors of j, in the order
 // of the packed kernel: chains of kBlockSteps from zero, added in order.
-template <typename A, int kVectors>
-inline void multiply_row(int64_t count, const A* a, int64_t a_step, const A* b, int64_t b_step,
-                         A* out) {
-  using V = typename Lanes<A>::type;
-  constexpr int W = kLanes<A>;
+template <typename Policy, int kVectors>
+inline void multiply_row(int64_t count, const typename Policy::T* a, int64_t a_step,
+                         const typename Policy::T* b, int64_t b_step, typename Policy::Sum* out) {
+  using V = PackedLanes<Policy>;
+  constexpr int W = kLanes<typename Policy::Sum>;
   const int64_t ahead = count > 16 ? 16 * b_step : 0;
   for (int64_t first = 0; first < count; first += kBlockSteps) {
     V sum[kVectors];
     for (int j = 0; j < kVectors; ++j) sum[j] = V{};
     for (int64_t k = first; k < std::min(count, first + kBlockSteps); ++k) {
-      const V factor = a[k * a_step] - V{};
-      const A* line = b + k * b_step;
+      const V factor = Policy::pack(a[k * a_step]) - V{};
+      const auto* line = b + k * b_step;
 #pragma GCC unroll 16
       for (int j = 0; j < kVectors; ++j) {
-        sum[j] += factor * *reinterpret_cast<const V*>(line + j * W);
+        sum[j] += factor * load_steps<Policy>(line + j * W);
         __builtin_prefetch(line + ahead + j * W);
       }
     }
@@ -53,33 +53,35 @@ inline void multiply_row(int64_t count, const A* a, int64_t a_step, const A* b, 
 }
 
 // The same for any number of columns.
-template <typename A>
-inline void multiply_row(int64_t count, const A* a, int64_t a_step, const A* b, int64_t b_step,
-                         int64_t columns, A* out) {
-  constexpr int W = kLanes<A>;
+template <typename Policy>
+inline void multiply_row(int64_t count, const typename Policy::T* a, int64_t a_step,
+                         const typename Policy::T* b, int64_t b_step, int64_t columns,
+                         typename Policy::Sum* out) {
+  using T = typename Policy::T;
+  constexpr int W = kLanes<typename Policy::Sum>;
   int64_t c = 0;
   for (; c + kDirectVectors * W <= columns; c += kDirectVectors * W) {
-    multiply_row<A, kDirectVectors>(count, a, a_step, b + c, b_step, out + c);
+    multiply_row<Policy, kDirectVectors>(count, a, a_step, b + c, b_step, out + c);
   }
   for (; c + W <= columns; c += W) {
-    multiply_row<A, 1>(count, a, a_step, b + c, b_step, out + c);
+    multiply_row<Policy, 1>(count, a, a_step, b + c, b_step, out + c);
   }
   if (c == columns) return;
   // A vector here as well: the compiler would not contract a scalar loop to multiply-adds.
-  using V = typename Lanes<A>::type;
-  const size_t bytes = (columns - c) * sizeof(A);
+  using V = PackedLanes<Policy>;
+  const auto left = static_cast<size_t>(columns - c);
   V total{};
   for (int64_t first = 0; first < count; first += kBlockSteps) {
     V sum{};
     for (int64_t k = first; k < std::min(count, first + kBlockSteps); ++k) {
-      V line{};
-      std::memcpy(&line, b + k * b_step + c, bytes);
-      const V factor = a[k * a_step] - V{};
-      sum += factor * line;
+      T line[W] = {};
+      std::memcpy(line, b + k * b_step + c, left * sizeof(T));
+      const V factor = Policy::pack(a[k * a_step]) - V{};
+      sum += factor * load_steps<Policy>(line);
     }
     total = first > 0 ? total + sum : sum;
   }
-  std::memcpy(out + c, &total, bytes);
+  std::memcpy(out + c, &total, left * sizeof(typename Policy::Sum));
 }
 
 #if defined(CPU_CAPABILITY_AVX512)

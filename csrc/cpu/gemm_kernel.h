@@ -5,11 +5,11 @@
 // vectors of B and broadcasts 14 elements of A for 28 multiply-adds. On Zen 5 (gcc 12) this runs at
 // 98 % of the two multiply-adds a cycle, float32 and bfloat16 alike, with panels in L2 as well.
 //
-// bfloat16 has three forms. Where the processor has AVX512_BF16, panels keep bfloat16 in pairs
-// along k and vdpbf16ps multiplies 64 a cycle, accumulating in float32; where it has AMX, tiles of
-// 32 x 32 multiply 1024 a cycle (tile_registers.h); elsewhere packing widens to float32. The pair
-// kernel carries its own target attribute, so that the AVX512 object needs no other compiler flag,
-// and is called only after a run-time check.
+// Packing widens float16 to float32. bfloat16 has three forms. Where the processor has AVX512_BF16,
+// panels keep bfloat16 in pairs along k and vdpbf16ps multiplies 64 a cycle, accumulating in
+// float32; where it has AMX, tiles of 32 x 32 multiply 1024 a cycle (tile_registers.h); elsewhere
+// packing widens it too. The pair kernel carries its own target attribute, so that the AVX512
+// object needs no other compiler flag, and is called only after a run-time check.
 //
 // Include from *.isa.cpp only.
 #pragma once
@@ -219,9 +219,9 @@ struct Widened {
   static V multiply_add(const V& sum, Packed row, const V& column) {
     return sum + (row - V{}) * column;
   }
-  // The same step of one element of A, which stands in every lane.
+  // The same step of one element of A, as it is packed, which stands in every lane.
   static auto broadcast(const char* from) {
-    return *reinterpret_cast<const T*>(from) - typename Lanes<T>::type{};
+    return *reinterpret_cast<const Packed*>(from) - typename Lanes<Packed>::type{};
   }
   template <typename V>
   static V multiply_add(const V& sum, const V& row, const V& column) {

@@ -104,8 +104,7 @@ inline PackedLanes<Policy> load_lines(const typename Policy::T* from,
 
 // Whether some lanes of a vector can be loaded, and the others be zero.
 template <typename Policy>
-constexpr bool kLoadsSome =
-    kVectorBytes == 64 && sizeof(typename Policy::Packed) == 4 && !kWidens<Policy>;
+constexpr bool kLoadsSome = kVectorBytes == 64 && sizeof(typename Policy::Packed) == 4;
 
 #if defined(CPU_CAPABILITY_AVX512)
 // load_steps of `count` elements, zero beyond them.
@@ -113,7 +112,7 @@ template <typename Policy>
 inline PackedLanes<Policy> load_first_steps(const typename Policy::T* from, int count) {
   const uint32_t mask = (uint32_t{1} << count) - 1;
   if constexpr (Policy::kPair == 1) {
-    return (PackedLanes<Policy>)_mm512_maskz_loadu_ps(static_cast<__mmask16>(mask), from);
+    return (PackedLanes<Policy>)static_cast<__m512>(load_vec(from, count));
   } else {
     return (PackedLanes<Policy>)_mm512_maskz_loadu_epi16(mask, from);
   }
@@ -123,10 +122,10 @@ inline PackedLanes<Policy> load_first_steps(const typename Policy::T* from, int 
 template <typename Policy>
 inline PackedLanes<Policy> load_first_lines(const typename Policy::T* from,
                                             const typename Policy::T* next, int count) {
-  const auto mask = static_cast<__mmask16>((uint32_t{1} << count) - 1);
   if constexpr (Policy::kPair == 1) {
-    return (PackedLanes<Policy>)_mm512_maskz_loadu_ps(mask, from);
+    return load_first_steps<Policy>(from, count);
   } else {
+    const auto mask = static_cast<__mmask16>((uint32_t{1} << count) - 1);
     const auto half = [mask](const void* p) { return _mm256_maskz_loadu_epi16(mask, p); };
     const __m256i high = next == nullptr ? _mm256_setzero_si256() : half(next);
     return (PackedLanes<Policy>)interleave(half(from), high);
@@ -181,13 +180,20 @@ template <typename Policy, int kCount, int n = kLanes<typename Policy::Packed>>
 inline __attribute__((always_inline)) void load_transposed(
     const typename Policy::T* const (&lines)[n], int64_t k, PackedLanes<Policy> (&v)[n]) {
 #if defined(CPU_CAPABILITY_AVX512)
-  if constexpr (sizeof(typename Policy::Packed) == 4 && !kWidens<Policy>) {
+  if constexpr (sizeof(typename Policy::Packed) == 4) {
     // 32-bit words: the loads bring halves of two lines together, which leaves 48 shuffles of the
     // 64 of an exchange in four rounds; and these are the cheap ones (68 for 77 cycles on Zen 4).
-    constexpr int64_t kHalf = sizeof(__m256i) / sizeof(typename Policy::T);
+    constexpr int64_t kHalf = 8 * Policy::kPair;
     const auto half = [&](int line, int part) {
       __m256i values = _mm256_setzero_si256();
-      if (line < kCount) std::memcpy(&values, lines[line] + k + part * kHalf, sizeof(values));
+      if (line < kCount) {
+        const auto* from = lines[line] + k + part * kHalf;
+        if constexpr (kWidens<Policy>) {
+          values = _mm256_castps_si256(widen_eight(from));
+        } else {
+          std::memcpy(&values, from, sizeof(values));
+        }
+      }
       return values;
     };
     const auto halves = [&](int line, int part) {

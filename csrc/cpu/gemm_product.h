@@ -70,7 +70,7 @@ class Gemm {
 
   void run() {
     if (m_ == 0 || n_ == 0) return;
-    if constexpr (std::is_same_v<T, Sum>) {
+    if constexpr (Policy::kPair == 1) {
       const bool short_sums = m_ == 1 || k_ <= kFewTerms;
       const bool plain = has_no_lists() && sides_ == 1 && all_blocks_ > 0;
       if (short_sums && plain && call_.b.column_stride == 1 && call_.num_further == 0) {
@@ -417,7 +417,7 @@ class Gemm {
     const int64_t work = std::min<int64_t>(m_, kRows) * std::min(n_, width) * (k_ + 4);
     const int64_t together = std::max<int64_t>(1, (int64_t{1} << 19) / work);
     const int64_t tiles = row_tiles * column_tiles;
-    auto* plain = static_cast<Sum*>(call_.plain_output);
+    auto* plain = kWidens<Policy> ? nullptr : static_cast<Sum*>(call_.plain_output);
     share_tasks(ceil_div(tiles, together), [&](const auto& next) {
       auto* sums = static_cast<Sum*>(
           workspace(Workspace::tiles, std::min<int64_t>(m_, kRows) * width * sizeof(Sum)));
@@ -427,7 +427,7 @@ class Gemm {
           const int rows = static_cast<int>(std::min<int64_t>(kRows, m_ - row));
           const int columns = static_cast<int>(std::min(width, n_ - column));
           for (int r = 0; r < rows; ++r) {
-            multiply_row<Sum>(
+            multiply_row<Policy>(
                 k_, a.at(row + r, 0), a.k_stride, b.at(column, 0), b.k_stride, columns,
                 plain == nullptr ? sums + r * width : plain + (row + r) * n_ + column);
           }

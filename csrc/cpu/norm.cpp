@@ -64,7 +64,7 @@ NormGradients run_norm_backward(const NormBackwardInputs& in) {
   NormGradients grads;
   const bool differs = !in.wanted[1] || dropout.active() || in.input_dtype != x.scalar_type();
   if (in.wanted[0] && differs) {
-    grads.input = at::empty(x.sizes(), x.options().dtype(kernel_type(in.input_dtype, x)));
+    grads.input = at::empty(x.sizes(), x.options().dtype(in.input_dtype));
   }
   if (in.wanted[1]) grads.residual = at::empty(x.sizes(), x.options());
   if (in.wanted[2] && dy.defined())
@@ -103,7 +103,6 @@ NormGradients run_norm_backward(const NormBackwardInputs& in) {
         .parameter_dtype = parameter_dtype};
     FUSEDOPS_CALL_ISA(norm_backward, arguments);
   }
-  if (grads.input.defined()) grads.input = grads.input.to(in.input_dtype);
   return grads;
 }
 

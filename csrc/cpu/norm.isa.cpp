@@ -146,10 +146,7 @@ void forward(const NormForward& a) {
   const auto run = [&](auto input) {
     a.dropout.active() ? add(input, std::true_type()) : add(input, std::false_type());
   };
-  if constexpr (std::is_same_v<T, float>) {
-    if (a.input_dtype == DType::bf16) return run(c10::BFloat16());
-  }
-  run(T());
+  switch_beside<T>(a.input_dtype, run);
 }
 
 // Writes the gradients of a row whose sum has the gradient dx_at(c, count, full).
@@ -180,10 +177,7 @@ void write_row(const NormBackward& a, bool stream, int64_t row, const F& dx_at) 
     a.dropout.active() && a.grad_input != nullptr ? write_row<I, T, true>(a, stream, row, dx_at)
                                                   : write_row<I, T, false>(a, stream, row, dx_at);
   };
-  if constexpr (std::is_same_v<T, float>) {
-    if (a.input_dtype == DType::bf16) return write(c10::BFloat16());
-  }
-  write(T());
+  switch_beside<T>(a.input_dtype, write);
 }
 
 template <typename T>
@@ -243,7 +237,7 @@ void backward(const NormBackward& a) {
                    static_cast<P*>(a.grad_bias));
     }
   };
-  if constexpr (std::is_same_v<T, c10::BFloat16>) {
+  if constexpr (kIsHalf<T>) {
     a.parameter_dtype == DType::f32 ? sum(float()) : sum(T());
   } else {
     sum(T());
@@ -255,7 +249,7 @@ void backward(const NormBackward& a) {
 void norm_forward(const NormForward& a) {
   switch_dtype(a.dtype, [&](auto t) {
     using T = decltype(t);
-    if constexpr (std::is_same_v<T, c10::BFloat16>) {
+    if constexpr (kIsHalf<T>) {
       if (a.output_dtype == DType::f32) return forward<T, float>(a);
     }
     forward<T, T>(a);

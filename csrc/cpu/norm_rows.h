@@ -178,7 +178,7 @@ inline Vec<T> rounded(const Vec<T>& vector) {
     return vector;
   } else {
 #if defined(CPU_CAPABILITY_AVX512)
-    return widen_bf16(round_to_bf16(vector));
+    return widen<T>(round_to<T>(vector));
 #else
     T values[Vec<T>::size()];
     store_vec(values, vector);
@@ -191,22 +191,25 @@ inline Vec<T> rounded(const Vec<T>& vector) {
 // row. `absent` stands for each element of one that is null.
 template <typename A>
 class Parameter {
+  using V = Vec<A>;
+
  public:
   Parameter(const void* from, DType dtype, int64_t columns, A offset, A absent) {
-    constexpr bool kDouble = std::is_same_v<A, double>;
-    if (from != nullptr && offset == A(0) && (kDouble || dtype == DType::f32)) {
+    if (from != nullptr && offset == A(0) && !is_half(dtype)) {
       values_ = static_cast<const A*>(from);
       return;
     }
     copy_ = Scratch<A>(columns, absent);
     values_ = copy_.data();
     if (from == nullptr) return;
-    if (kDouble || dtype == DType::f32) {
-      for (int64_t c = 0; c < columns; ++c) copy_[c] = static_cast<const A*>(from)[c] + offset;
-    } else {
-      const auto* half = static_cast<const c10::BFloat16*>(from);
-      for (int64_t c = 0; c < columns; ++c) copy_[c] = static_cast<A>(half[c]) + offset;
-    }
+    switch_beside<A>(dtype, [&](auto parameter) {
+      using P = decltype(parameter);
+      const V offsets(offset);
+      for_each_vector<V::size()>(columns, [&](int64_t c, int64_t count, auto full) {
+        const V value = load_vec(static_cast<const P*>(from) + c, count, full);
+        store_vec(copy_.data() + c, value + offsets, count, full);
+      });
+    });
   }
   const A* get() const { return values_; }
 

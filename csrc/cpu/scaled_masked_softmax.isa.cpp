@@ -6,9 +6,10 @@
 // are taken one after the other, so that it is read from memory once.
 //
 // Backward, with s = sum(dy * y) / sum(y):  dx = scale * y * (dy - s),  dmask = sum of y * (dy - s)
-// over the rows that share a row of the mask. sum(y) is 1 but for the rounding of y to bfloat16:
-// without it that rounding would count times dy, not times dy - s. Those are cut into chunks by
-// their number alone and the parts added in order: the same bits for any number of threads.
+// over the rows that share a row of the mask. sum(y) is 1 but for the rounding of y to half
+// precision: without it that rounding would count times dy, not times dy - s. Those are cut into
+// chunks by their number alone and the parts added in order: the same bits for any number of
+// threads.
 //
 // A row in which nothing is left has y = 0, and so dx = 0.
 #include "scaled_masked_softmax.h"

@@ -1,5 +1,5 @@
 // Loads and stores between memory of any supported dtype and vectors of its accumulation type:
-// float for float32 and bfloat16, double for float64. Include from *.isa.cpp only.
+// float for float32 and half precision, double for float64. Include from *.isa.cpp only.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +9,9 @@
 #include <ATen/cpu/vec/functional.h>
 #include <ATen/cpu/vec/vec.h>
 #include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
 
+#include "../common/dtype.h"
 #include "../common/isa.h"
 
 namespace fusedops::CPU_CAPABILITY {
@@ -44,6 +46,52 @@ inline __m512 widen_bf16(__m256i halves) {
 }
 #endif
 
+// A vector of half precision T (or eight) to float and back, rounded to nearest even. float16 keeps
+// its subnormal numbers, and is inf from 65520 on.
+#if defined(CPU_CAPABILITY_AVX512)
+template <typename T>
+inline __m512 widen(__m256i halves) {
+  static_assert(kIsHalf<T>);
+  if constexpr (std::is_same_v<T, c10::Half>) return _mm512_cvtph_ps(halves);
+  return widen_bf16(halves);
+}
+
+template <typename T>
+inline __m256 widen_eight(const T* from) {
+  static_assert(kIsHalf<T>);
+  const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+  if constexpr (std::is_same_v<T, c10::Half>) return _mm256_cvtph_ps(halves);
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
+}
+
+template <typename T>
+inline __m256i round_to(__m512 values) {
+  static_assert(kIsHalf<T>);
+  if constexpr (std::is_same_v<T, c10::Half>) {
+    return _mm512_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  }
+  return round_to_bf16(values);
+}
+#elif defined(CPU_CAPABILITY_AVX2)
+template <typename T>
+inline __m256 widen(__m128i halves) {
+  static_assert(kIsHalf<T>);
+  if constexpr (std::is_same_v<T, c10::Half>) return _mm256_cvtph_ps(halves);
+  __m256 values;
+  at::vec::cvtbf16_fp32(halves, values);
+  return values;
+}
+
+template <typename T>
+inline __m128i round_to(__m256 values) {
+  static_assert(kIsHalf<T>);
+  if constexpr (std::is_same_v<T, c10::Half>) {
+    return _mm256_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  }
+  return at::vec::cvtfp32_bf16(values);
+}
+#endif
+
 // Elements 0..count-1 from memory, the others zero.
 #if defined(CPU_CAPABILITY_AVX512)
 template <typename T>
@@ -54,7 +102,7 @@ inline Vec<T> load_vec(const T* from, int64_t count) {
   } else if constexpr (std::is_same_v<T, double>) {
     return _mm512_maskz_loadu_pd(static_cast<__mmask8>(lanes), from);
   } else {
-    return widen_bf16(_mm256_maskz_loadu_epi16(static_cast<__mmask16>(lanes), from));
+    return widen<T>(_mm256_maskz_loadu_epi16(static_cast<__mmask16>(lanes), from));
   }
 }
 #else
@@ -73,11 +121,9 @@ inline Vec<T> load_vec(const T* from) {
     return Vec<T>::loadu(from);
   } else {
 #if defined(CPU_CAPABILITY_AVX512)
-    return widen_bf16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+    return widen<T>(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
 #elif defined(CPU_CAPABILITY_AVX2)
-    __m256 values;
-    at::vec::cvtbf16_fp32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)), values);
-    return values;
+    return widen<T>(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
 #else
     return load_vec(from, Vec<T>::size());
 #endif
@@ -93,7 +139,7 @@ inline void store_vec(T* to, const Vec<T>& vector, int64_t count) {
   } else if constexpr (std::is_same_v<T, double>) {
     _mm512_mask_storeu_pd(to, static_cast<__mmask8>(lanes), vector);
   } else {
-    _mm256_mask_storeu_epi16(to, static_cast<__mmask16>(lanes), round_to_bf16(vector));
+    _mm256_mask_storeu_epi16(to, static_cast<__mmask16>(lanes), round_to<T>(vector));
   }
 }
 #else
@@ -111,9 +157,9 @@ inline void store_vec(T* to, const Vec<T>& vector) {
     vector.store(to);
   } else {
 #if defined(CPU_CAPABILITY_AVX512)
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), round_to_bf16(vector));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), round_to<T>(vector));
 #elif defined(CPU_CAPABILITY_AVX2)
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), at::vec::cvtfp32_bf16(vector));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), round_to<T>(vector));
 #else
     store_vec(to, vector, Vec<T>::size());
 #endif
@@ -127,14 +173,14 @@ inline void stream_vec(T* to, const Vec<T>& vector) {
 #if defined(CPU_CAPABILITY_AVX512)
   if constexpr (std::is_same_v<T, float>) return _mm512_stream_ps(to, vector);
   if constexpr (std::is_same_v<T, double>) return _mm512_stream_pd(to, vector);
-  if constexpr (std::is_same_v<T, c10::BFloat16>) {
-    return _mm256_stream_si256(reinterpret_cast<__m256i*>(to), round_to_bf16(vector));
+  if constexpr (kIsHalf<T>) {
+    return _mm256_stream_si256(reinterpret_cast<__m256i*>(to), round_to<T>(vector));
   }
 #elif defined(CPU_CAPABILITY_AVX2)
   if constexpr (std::is_same_v<T, float>) return _mm256_stream_ps(to, vector);
   if constexpr (std::is_same_v<T, double>) return _mm256_stream_pd(to, vector);
-  if constexpr (std::is_same_v<T, c10::BFloat16>) {
-    return _mm_stream_si128(reinterpret_cast<__m128i*>(to), at::vec::cvtfp32_bf16(vector));
+  if constexpr (kIsHalf<T>) {
+    return _mm_stream_si128(reinterpret_cast<__m128i*>(to), round_to<T>(vector));
   }
 #endif
   store_vec(to, vector);

@@ -30,7 +30,7 @@ _LOG = logging.getLogger("fusedops")
 
 BACKENDS = ("cpp", "cuda", "triton", "torch")
 _ORDER = {"cpu": ("cpp", "torch"), "cuda": ("cuda", "triton", "torch")}
-_CPP_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+_CPP_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass(frozen=True)

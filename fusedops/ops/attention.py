@@ -53,8 +53,9 @@ def attention(
             broadcast.
         attn_mask: broadcastable to ``[..., H, Sq, Sk]``. Boolean: ``True`` may be attended.
             Floating: added to the scaled scores, and differentiable. The least finite numbers of
-            a dtype (below ``log(2)`` times the least) forbid as minus infinity does: a row that
-            some model's mask fills with them gives 0, where torch gives the mean of all values.
+            the dtype of the sums (below ``log(2)`` times the least: also bfloat16's, not
+            float16's) forbid as minus infinity does: a row that some model's mask fills with them
+            gives 0, where torch gives the mean of all values.
         dropout_p: probability with which a weight is dropped (also when it is only evaluated: pass
             0.0 then, as with torch).
         is_causal: forbid ``j > i``. May be combined with a mask.

@@ -67,8 +67,6 @@ def test_a_quick_run_writes_a_table_that_loads(
         (("--allocator", "jemalloc"), "unknown allocator 'jemalloc'"),
         (("--out", "/no/such/folder/a.json"), "folder /no/such/folder does not exist"),
         (("--out", "/"), "cannot write /: it is a folder"),
-        # The C++ kernels have no float16: on the CPU only the reference is left.
-        (("--ops", "layer_norm", "--dtype", "float16", "--quick"), "there is nothing to tune"),
     ],
     ids=lambda value: value[1] if isinstance(value, tuple) else "",
 )
@@ -81,6 +79,16 @@ def test_what_cannot_be_done_is_one_sentence_and_exit_code_2(
     errors = [line for line in done.output.splitlines() if "error:" in line]
     assert len(errors) == 1 and says in errors[0], done.output
     assert "Traceback" not in done.output and list(tmp_path.iterdir()) == []
+
+
+def test_without_a_second_backend_there_is_nothing_to_tune(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("fusedops.cli.bench.tuner._compare", lambda *_: None)
+    done = invoke("--allocator", "system", "--ops", "layer_norm", "--quick")
+    assert done.exit_code == 2 and "there is nothing to tune" in done.output, done.output
+    assert list(tmp_path.iterdir()) == []
 
 
 def measured(gain: float, *, sure: bool = True, default: str = "cpp", case: str = "a") -> Measured:

@@ -20,7 +20,7 @@ from fusedops.specs.comparison import difference_of_mixture, fresh, run, truth
 from . import mutate, snippet
 from .engine import WrongResultError
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SIZES = (0, 1, 2, 3, 5, 16, 17, 31, 33, 64, 65, 100)
 MOST_ELEMENTS = 30_000
 REFUSALS = (ValueError, TypeError, fusedops.UnsupportedError)

@@ -87,7 +87,7 @@ def _recorded(only: str | None) -> dict[str, list[tuple[Any, tuple[Any, ...]]]]:
     """Return operator -> the calls of it that the specs' samples make."""
     found: dict[str, list[tuple[Any, tuple[Any, ...]]]] = {}
     for spec in all_specs().values():
-        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
             for sample in spec.samples(torch.device("cpu"), dtype):
                 if sum(tensor.numel() for tensor in sample.tensors) > MOST_ELEMENTS:
                     continue

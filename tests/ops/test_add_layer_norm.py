@@ -24,7 +24,7 @@ def inputs(rows: int, cols: int, dtype: torch.dtype = torch.float32) -> list[tor
     return [torch.randn(shape, dtype=dtype).requires_grad_() for shape in shapes]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_result_is_that_of_sum_then_layer_norm(dtype: torch.dtype) -> None:
     x, residual, weight, bias = inputs(37, 200, dtype)
     normed, summed = fusedops.add_layer_norm(x, residual, (200,), weight, bias)
@@ -93,8 +93,9 @@ def test_either_output_may_go_unused(backend: str, used: str) -> None:
             torch.testing.assert_close(mine, theirs)
 
 
-def test_bfloat16_input_joins_a_float32_stream_without_a_copy() -> None:
-    x = torch.randn(6, 64).bfloat16().requires_grad_()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_input_joins_a_float32_stream_without_a_copy(dtype: torch.dtype) -> None:
+    x = torch.randn(6, 64).to(dtype).requires_grad_()
     residual, weight, bias = (
         torch.randn(shape).requires_grad_() for shape in ((6, 64), (64,), (64,))
     )
@@ -102,8 +103,8 @@ def test_bfloat16_input_joins_a_float32_stream_without_a_copy() -> None:
     assert [output.dtype for output in outputs] == [torch.float32, torch.float32]
     assert torch.equal(outputs[1], residual + x)
     grad_x, grad_residual = torch.autograd.grad(outputs[1].sum() + outputs[0].sum(), (x, residual))
-    assert grad_x.dtype == torch.bfloat16
-    assert torch.equal(grad_x, grad_residual.bfloat16())
+    assert grad_x.dtype == dtype
+    assert torch.equal(grad_x, grad_residual.to(dtype))
 
 
 def test_float16_input_joins_a_float32_stream() -> None:

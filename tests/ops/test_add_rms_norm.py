@@ -23,7 +23,7 @@ def inputs(rows: int, cols: int, dtype: torch.dtype = torch.float32) -> list[tor
     return [torch.randn(shape, dtype=dtype).requires_grad_() for shape in shapes]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("columns", [5, 33, 200, 1024])
 def test_bits_are_those_of_sum_then_norm(columns: int, dtype: torch.dtype) -> None:
     x, residual, weight = inputs(37, columns, dtype)

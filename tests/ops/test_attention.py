@@ -61,7 +61,7 @@ def test_the_least_finite_number_in_a_mask_forbids(backend: str, dtype: torch.dt
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 40, 130), (2, 1, 1, 130), (40, 1), (1, 2, 40, 130)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_a_boolean_mask_is_minus_infinity_to_those_it_forbids(
     shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
@@ -184,23 +184,24 @@ def test_what_lies_behind_the_length_is_not_read() -> None:
     assert output.isfinite().all()
 
 
-def test_gradients_in_bfloat16_are_closer_than_from_the_rounded_output() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_are_closer_than_from_the_rounded_output(dtype: torch.dtype) -> None:
     """Flash attention takes ``sum(output * grad)`` from the rounded output; here nothing is lost.
 
     It shows where values have a mean: the output is then large and the scores' gradient is not.
     """
-    q, k, v = qkv(2, 4, 64, 32, dtype=torch.bfloat16)
+    q, k, v = qkv(2, 4, 64, 32, dtype=dtype)
     v = v + 4
-    grad = torch.randn(2, 4, 64, 32, generator=torch.Generator().manual_seed(2)).bfloat16()
+    grad = torch.randn(2, 4, 64, 32, generator=torch.Generator().manual_seed(2)).to(dtype)
 
-    def query_gradient(op: object, dtype: torch.dtype) -> torch.Tensor:
-        leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in (q, k, v)]
+    def query_gradient(op: object, wide: torch.dtype) -> torch.Tensor:
+        leaves = [tensor.detach().to(wide).requires_grad_() for tensor in (q, k, v)]
         output = op(*leaves)  # type: ignore[operator]
-        return torch.autograd.grad(output, leaves[0], grad.to(dtype))[0].double()
+        return torch.autograd.grad(output, leaves[0], grad.to(wide))[0].double()
 
     exact = query_gradient(F.scaled_dot_product_attention, torch.float64)
-    ours = query_gradient(fusedops.attention, torch.bfloat16) - exact
-    torchs = query_gradient(F.scaled_dot_product_attention, torch.bfloat16) - exact
+    ours = query_gradient(fusedops.attention, dtype) - exact
+    torchs = query_gradient(F.scaled_dot_product_attention, dtype) - exact
     assert ours.square().mean() < 0.1 * torchs.square().mean()
 
 
@@ -253,12 +254,14 @@ def test_few_heads_give_the_same_bits_on_any_number_of_threads(columns: int) -> 
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("bias", [-1e4, -1e9, -1e37])
 @pytest.mark.parametrize("per_query", [True, False], ids=["per_query", "per_key"])
 def test_a_row_that_is_all_but_forbidden_has_the_gradients_of_its_probabilities(
     backend: str, dtype: torch.dtype, bias: float, per_query: bool
 ) -> None:
+    if abs(bias) > torch.finfo(dtype).max:
+        pytest.skip(f"{dtype} has no such number")
     q, k, v = qkv(1, 2, 4, 8, columns=40, dtype=dtype)
     mask = torch.zeros(4 if per_query else 1, 40, dtype=dtype)
     mask[-1] = bias

@@ -45,7 +45,7 @@ def test_gradient_of_transposed_keys_has_their_layout() -> None:
 
 # Shapes whose gradient takes every way of csrc/cpu/baddbmm.isa.cpp: the innermost dimension summed
 # or kept, longer than a piece, in parts or not, everything summed.
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize(
     "shape",
     [(), (1, 1, 130), (1, 65, 1), (3, 1, 1), (3, 65, 130), (1, 65, 130), (3, 1, 130), (3, 65, 1)],
@@ -76,7 +76,7 @@ def test_long_rows_are_summed_in_pieces(rows: int) -> None:
         )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_matrix_has_the_same_bits_in_every_batch(dtype: torch.dtype) -> None:
     input, a, b = (torch.randn(s).to(dtype) for s in ((7, 1, 70), (7, 130, 60), (7, 60, 70)))
     whole = fusedops.baddbmm(input, a, b, alpha=0.5)
@@ -87,7 +87,7 @@ def test_a_matrix_has_the_same_bits_in_every_batch(dtype: torch.dtype) -> None:
         assert torch.equal(row, whole[index, 3:4])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("sizes", [(8, 8, 8), (5, 31, 17), (14, 32, 32), (1, 3, 1)])
 def test_small_matrices_have_the_bits_of_blocks(
     dtype: torch.dtype, sizes: tuple[int, int, int]

@@ -24,15 +24,18 @@ def call(rows: int, columns: int, dtype: torch.dtype, bias: torch.dtype, variant
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("approximate", GELU_VARIANTS)
-def test_a_float32_bias_beside_a_bfloat16_input(backend: str, approximate: str) -> None:
-    sample = call(45, 70, torch.bfloat16, torch.float32, approximate)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_float32_bias_beside_half_precision(
+    backend: str, dtype: torch.dtype, approximate: str
+) -> None:
+    sample = call(45, 70, dtype, torch.float32, approximate)
 
     def eager(x: torch.Tensor, bias: torch.Tensor, approximate: str) -> torch.Tensor:
         return ACTIVATIONS[GELU_VARIANTS[approximate]](x + bias).to(x.dtype)
 
     with fusedops.use_backend(backend):
         got = run(fusedops.bias_gelu, sample)
-    assert got.outputs[0].dtype == got.grads[0].dtype == torch.bfloat16
+    assert got.outputs[0].dtype == got.grads[0].dtype == dtype
     assert got.grads[1].dtype == torch.float32
     base = run(eager, sample)
     exact = run(eager, sample.map(lambda t: t.detach().double().requires_grad_()))

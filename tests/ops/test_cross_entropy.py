@@ -19,7 +19,7 @@ BACKENDS = [
     pytest.param("torch"),
     pytest.param("triton", marks=pytest.mark.interpreter),
 ]
-DTYPES = [torch.float32, torch.bfloat16]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def inputs(

@@ -12,7 +12,7 @@ from test_linear_act import saved_bytes
 
 import fusedops
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float64]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
 def _ends(sizes: Sequence[int]) -> torch.Tensor:

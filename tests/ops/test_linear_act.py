@@ -69,8 +69,8 @@ def test_gradient_of_a_transposed_weight_has_its_layout() -> None:
 
 
 # Rows on both sides of every blocking decision of csrc/cpu/gemm.isa.cpp; sums longer than one
-# packed stretch (6144 elements in float32, 12288 in bfloat16).
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+# packed stretch (6144 elements in float32 and float16, 12288 in bfloat16).
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("sizes", [(57, 385, 65), (113, 769, 70), (3, 12400, 33), (60, 12400, 40)])
 def test_blocked_sizes_match_float64(dtype: torch.dtype, sizes: tuple[int, int, int]) -> None:
     rows, features, out = sizes
@@ -96,7 +96,7 @@ def test_blocked_sizes_match_float64(dtype: torch.dtype, sizes: tuple[int, int, 
         assert_close(got, exact[index], eager[index], f"result {index}", depth=features)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_row_has_the_same_bits_in_every_batch(dtype: torch.dtype) -> None:
     x = torch.randn(300, 800).to(dtype)
     weight = torch.randn(70, 800).to(dtype)
@@ -105,7 +105,7 @@ def test_a_row_has_the_same_bits_in_every_batch(dtype: torch.dtype) -> None:
         assert torch.equal(fusedops.linear_act(x[:count], weight), whole[:count])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("features", [1, 17, 399, 1601, 12503])
 def test_few_rows_without_packing_have_the_bits_of_many(dtype: torch.dtype, features: int) -> None:
     """Blocks, what is left of one, and sums that are carried; lines that are no whole vectors."""
@@ -144,7 +144,7 @@ def test_large_values_stay_finite(activation: str) -> None:
     assert grad.isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("sizes", [(1, 500, 1100), (3, 301, 77), (4, 40, 513), (5, 40, 513)])
 def test_gradients_of_few_rows_match_float64(
     dtype: torch.dtype, sizes: tuple[int, int, int]
@@ -169,7 +169,7 @@ def test_gradients_of_few_rows_match_float64(
         assert_close(got, exact[index], eager[index], f"gradient {index}", depth=out)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
 def test_gradient_of_one_row_has_the_bits_of_many(dtype: torch.dtype) -> None:
     """A product that is not packed adds in the order of one that is."""
     leaf = torch.randn(60, 300, dtype=dtype)

@@ -17,7 +17,13 @@ import torch
 from fusedops.specs import Sample, Spec, all_specs
 from fusedops.specs.comparison import difference_of_mixture
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+# The dtypes of one call. All four at once would be three times as many calls, and the kernels know
+# no more than two.
+FAMILIES = (
+    (torch.float32, torch.bfloat16, torch.float64),
+    (torch.float32, torch.float16),
+    (torch.bfloat16, torch.float16),
+)
 # More tensors than this are not given all combinations, but each pair of dtypes for each of them.
 MOST_TENSORS = 4
 
@@ -41,15 +47,16 @@ def _samples(spec: Spec) -> list[Sample]:
 
 def _mixtures(count: int) -> Iterator[tuple[torch.dtype, ...]]:
     """Yield dtypes for ``count`` tensors, of at least two kinds."""
-    if count <= MOST_TENSORS:
-        combined = itertools.product(DTYPES, repeat=count)
-        yield from (each for each in combined if len(set(each)) > 1)
-        return
-    for most, other in itertools.permutations(DTYPES, 2):
-        for place in range(count):
-            yield tuple(other if at == place else most for at in range(count))
-        for first in range(2, count - 1):
-            yield tuple(other if at >= first else most for at in range(count))
+    for dtypes in FAMILIES:
+        if count <= MOST_TENSORS:
+            combined = itertools.product(dtypes, repeat=count)
+            yield from (each for each in combined if len(set(each)) > 1)
+            continue
+        for most, other in itertools.permutations(dtypes, 2):
+            for place in range(count):
+                yield tuple(other if at == place else most for at in range(count))
+            for first in range(2, count - 1):
+                yield tuple(other if at >= first else most for at in range(count))
 
 
 def _subsets(count: int) -> Iterator[tuple[bool, ...]]:

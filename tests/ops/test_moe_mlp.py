@@ -15,7 +15,7 @@ from fusedops.ops._moe_gate import hidden_of
 from fusedops.specs import _routing
 
 CPU = torch.device("cpu")
-DTYPES = [torch.float32, torch.bfloat16, torch.float64]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 HALF = [torch.float32, torch.bfloat16]
 
 

@@ -17,7 +17,9 @@ BACKENDS = pytest.mark.parametrize(
     "backend", ["cpp", "torch", pytest.param("triton", marks=pytest.mark.interpreter)]
 )
 PATTERNS = pytest.mark.parametrize("pattern", _routing.PATTERNS)
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
+DTYPES = pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=lambda d: str(d)[6:]
+)
 
 
 def make(pattern: str, tokens: int = 13, top_k: int = 4, experts: int = 6) -> RoutingPlan:

@@ -9,6 +9,7 @@ docstring and, for these tests, in its spec's ``non_finite``.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -21,10 +22,12 @@ import fusedops
 from fusedops.specs import Sample, Spec, all_specs
 from fusedops.specs.comparison import (
     Result,
+    baseline,
     differences_where_not_finite,
     fresh,
     incoming,
     run,
+    truth,
 )
 
 CPU = torch.device("cpu")
@@ -173,3 +176,70 @@ def test_a_difference_is_named() -> None:
     wrong.grads[0][1] = 1.0
     found = differences_where_not_finite({"": wrong}, spec, sample, incoming)[""]
     assert found is not None and "gradient 0: 1 of 4" in found
+
+
+# Results of these are no larger than what they are made of: averages, probabilities, moved rows.
+NEVER_OVERFLOW = {
+    "attention",
+    "attention_decode",
+    "attention_varlen",
+    "gelu",
+    "moe_pack",
+    "moe_permute",
+    "moe_relayout",
+    "moe_route",
+    "moe_router_loss",
+    "moe_sort",
+    "moe_unpack",
+    "moe_unpermute",
+    "scaled_masked_softmax",
+}
+
+
+def _near_the_limit(spec: Spec, sample: Sample) -> Iterator[tuple[str, Sample]]:
+    """Yield the call with a float16 tensor, or all, scaled to the end of the range."""
+    found = [t for t in sample.tensors if t.dtype == torch.float16 and t.numel() and t.any()]
+
+    def scaled(tensor: torch.Tensor) -> torch.Tensor:
+        wide = tensor.detach().double()
+        return (wide * (6e4 / wide.abs().max())).half().requires_grad_(tensor.requires_grad)
+
+    for number, target in enumerate(found):
+        case = f"tensor {number} {list(target.shape)}"
+        yield case, sample.map(lambda each, of=target: scaled(each) if each is of else each)
+    if spec.name not in NEVER_OVERFLOW:
+        yield "all tensors", sample.map(lambda t: scaled(t) if any(t is f for f in found) else t)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_float16_overflows_where_eager_torch_does(spec: Spec) -> None:
+    """A result past 65504 is inf. Inner values have the range of float32, eager's that of float16:
+    what eager loses by them may be right here, but nothing that eager has is lost.
+    """
+    overflows = 0
+    calls = [_near_the_limit(spec, each) for each in spec.samples(CPU, torch.float16)[:3]]
+    for name, sample in itertools.chain(*calls):
+        got, exact = run(spec.op, fresh(sample)), truth(spec, sample)
+        eager = baseline(spec, fresh(sample))
+        pairs = zip(
+            got.outputs + got.grads,
+            exact.outputs + exact.grads,
+            eager.outputs + eager.grads,
+            strict=True,
+        )
+        for index, (mine, want, torchs) in enumerate(pairs):
+            if mine.dtype != torch.float16:
+                continue
+            # Where a rounding in between decides, either is right.
+            past, within = want.abs() > 65520 * 1.01, want.abs() < 65520 / 1.01
+            lost = (
+                past & ~mine.isinf() & torchs.isinf()
+                | within & ~mine.isfinite() & torchs.isfinite()
+            )
+            place = tuple(lost.nonzero()[0].tolist()) if lost.any() else None
+            assert place is None, (
+                f"{name}, result {index}, {place}: {mine[place]}, float64 {want[place]}, eager "
+                f"{torchs[place]}"
+            )
+            overflows += int((past & mine.isinf()).sum())
+    assert (overflows > 0) == (spec.name not in NEVER_OVERFLOW)

@@ -11,7 +11,7 @@ from op_testing import assert_close
 
 import fusedops
 
-DTYPES = [torch.float32, torch.bfloat16]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Below a vector, vectors and rests, runs of strips, several levels of sums.
 COLUMNS = [1, 3, 5, 8, 31, 33, 100, 768, 1000, 1024, 4096, 5003, 70000]
 SCALES = [1.0, 1e-3, 300.0]
@@ -67,7 +67,7 @@ def test_bits_are_torchs_in_many_rows_on_threads(dtype: torch.dtype) -> None:
 def test_bits_are_llamas(backend: str, columns: int, dtype: torch.dtype) -> None:
     for scale in SCALES:
         x, weight = inputs(columns, dtype, scale)
-        for each in (weight, weight.float()):  # beside bfloat16 the product is float32
+        for each in (weight, weight.float()):  # beside half precision the product is float32
             with fusedops.use_backend(backend):
                 got = fusedops.rms_norm(x, (columns,), each, 1e-6, rounding="hf")
             assert same_bits(got, llama(x, each, 1e-6))

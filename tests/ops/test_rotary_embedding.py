@@ -111,17 +111,22 @@ def test_one_result_may_go_unused(backend: str) -> None:
 
 
 @by_backend
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_float32_tables_beside_bfloat16(backend: str, interleaved: bool) -> None:
-    q, k = torch.randn(2, 3, 6, 24).bfloat16(), torch.randn(2, 1, 6, 24).bfloat16()
+@pytest.mark.parametrize(
+    ("dtype", "interleaved"),
+    [(torch.bfloat16, False), (torch.float16, False), (torch.float16, True)],
+)
+def test_float32_tables_beside_half_precision(
+    backend: str, dtype: torch.dtype, interleaved: bool
+) -> None:
+    q, k = torch.randn(2, 3, 6, 24).to(dtype), torch.randn(2, 1, 6, 24).to(dtype)
     cos, sin = torch.randn(6, 20), torch.randn(6, 20)
     with fusedops.use_backend(backend):
         got = fusedops.rotary_embedding(q, k, cos, sin, interleaved=interleaved)
     wide = (tensor.double() for tensor in (q, k, cos, sin))
     exact = SPEC.eager(*wide, interleaved=interleaved)
     for index in range(2):
-        assert got[index].dtype == torch.bfloat16
-        rounded = exact[index].bfloat16()
+        assert got[index].dtype == dtype
+        rounded = exact[index].to(dtype)
         assert_close(got[index], exact[index], rounded, f"result {index}")
 
 

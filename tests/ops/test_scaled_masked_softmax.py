@@ -16,7 +16,7 @@ SPEC = all_specs()["scaled_masked_softmax"]
 
 
 @by_backend
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", ["keep", "additive", "per_row", "input"])
 def test_a_row_without_keys_gives_zeros(kind: str, dtype: torch.dtype, backend: str) -> None:
     x = torch.randn(2, 5, 37).to(dtype)
@@ -85,7 +85,7 @@ def test_a_boolean_mask_is_that_of_sdpa(backend: str) -> None:
 
 
 @by_backend
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     "shape",
     [(), (1,), (19,), (6, 19), (6, 1), (1, 19), (3, 1, 19), (3, 6, 1), (2, 1, 6, 19), (2, 3, 1, 1)],
@@ -94,7 +94,7 @@ def test_any_broadcast_of_an_additive_mask(
     shape: tuple[int, ...], dtype: torch.dtype, backend: str
 ) -> None:
     x = torch.randn(2, 3, 6, 19).to(dtype).requires_grad_()
-    mask = torch.randn(shape).requires_grad_()  # float32 beside bfloat16 too
+    mask = torch.randn(shape).requires_grad_()  # float32 beside half precision too
     wide = [tensor.detach().double().requires_grad_() for tensor in (x, mask)]
     dy = torch.randn(2, 3, 6, 19).to(dtype)
     with fusedops.use_backend(backend):
