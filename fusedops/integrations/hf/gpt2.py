@@ -23,7 +23,7 @@ from fusedops.integrations.hf.residual import (
     unknown_forward,
 )
 from fusedops.integrations.hf.rules import Rule, global_hooks, runs_here
-from fusedops.integrations.hf.torch_modules import MIN_CONV1D_ROWS, enough_rows
+from fusedops.integrations.hf.torch_modules import CONV1D, enough_rows
 from fusedops.integrations.hf.transformers_modules import (
     activation_name,
     activation_obstacle,
@@ -40,7 +40,7 @@ class GPT2MLP(modeling_gpt2.GPT2MLP):
         """Return the dropped-out output of the layer."""
         if (
             not runs_here(hidden_states)
-            or not enough_rows(hidden_states, MIN_CONV1D_ROWS)
+            or not enough_rows(hidden_states, CONV1D)
             or mlp_obstacle(self) is not None
         ):
             return super().forward(hidden_states)

@@ -6,6 +6,7 @@ A linear layer on its own is only worth replacing where the own product is faste
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -30,15 +31,17 @@ from fusedops.ops.linear_act import linear_act
 from fusedops.ops.mlp import mlp
 from fusedops.ops.rms_norm import rms_norm
 
-# The fewest rows for which the own CPU product is not slower than torch's: a single row in float32
-# takes 1.1 to 2.5 times as long, because it keeps the order of the sums of larger batches; two rows
-# and more are 1.2 to 2 times as fast (one Zen 4 core, 768 -> 3072).
-MIN_ROWS = 2
-# The same for Conv1D, whose weights lie across the sum and are packed.
-MIN_CONV1D_ROWS = 16
+# The numbers of rows, first and last, with which torch's CPU product may be the faster one, of
+# those dtypes that have any (one Zen 4 core, 512 to 1024 -> 512 to 8000). A single row in float32
+# takes 0.9 to 1.4 times torch's time, because it keeps the order of the sums of larger batches; in
+# float16 0.9 to 1.2. In bfloat16 it takes 0.6, and 2 to 8 rows of any dtype 0.15 to 0.85.
+LINEAR = {torch.float32: (1, 1), torch.float16: (1, 1)}
+# The same for Conv1D, whose weights lie across the sum: a single row reads them where they lie, a
+# few pack them. Torch's product in float16 takes 5 to 50 times as long.
+CONV1D = {torch.float32: (1, 15), torch.bfloat16: (2, 15)}
 
 
-def pays(input: torch.Tensor, rows: int = MIN_ROWS) -> bool:
+def pays(input: torch.Tensor, slow: Mapping[torch.dtype, tuple[int, int]] = LINEAR) -> bool:
     """Return whether the own product beats torch's for a linear layer without activation.
 
     On the CPU, measured on one Zen 5 core at 1024 rows, forward and backward: float32 1.8 to 2.0
@@ -46,20 +49,30 @@ def pays(input: torch.Tensor, rows: int = MIN_ROWS) -> bool:
     """
     if input.device.type != "cpu":
         return False
-    dtype = input.dtype
-    if torch.is_autocast_enabled("cpu"):
-        dtype = torch.get_autocast_dtype("cpu")
-    return dtype in (torch.float32, torch.bfloat16) and enough_rows(input, rows)
+    wanted = (torch.float32, torch.bfloat16, torch.float16)
+    return _product_dtype(input) in wanted and enough_rows(input, slow)
 
 
-def enough_rows(input: torch.Tensor, rows: int = MIN_ROWS) -> bool:
+def enough_rows(input: torch.Tensor, slow: Mapping[torch.dtype, tuple[int, int]] = LINEAR) -> bool:
     """Return whether the own CPU product is not slower than torch's for the rows of ``input``.
 
     In a graph for many sizes it is taken for all of them.
     """
     if input.device.type != "cpu" or is_traced():
         return True
-    return not holds_for_all(input.numel() < rows * input.shape[-1])
+    rows = slow.get(_product_dtype(input))
+    if rows is None:
+        return True
+    size, columns = input.numel(), input.shape[-1]
+    return not (
+        holds_for_all(size >= rows[0] * columns) and holds_for_all(size <= rows[1] * columns)
+    )
+
+
+def _product_dtype(input: torch.Tensor) -> torch.dtype:
+    if torch.is_autocast_enabled("cpu"):
+        return torch.get_autocast_dtype("cpu")
+    return input.dtype
 
 
 class LayerNorm(fused.LayerNorm):
@@ -245,7 +258,7 @@ def _probe_rms_norm(module: nn.RMSNorm) -> None:
 
 def _probe_linear(module: nn.Linear) -> None:
     weight = whole(module.weight)
-    rows = like(module).new_zeros(MIN_ROWS, module.in_features)
+    rows = like(module).new_zeros(16, module.in_features)
     if plain_weight(weight) and pays(rows):
         linear_act(rows, weight, None, activation="identity")
 
