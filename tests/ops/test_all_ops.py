@@ -265,8 +265,7 @@ def test_autocast_gives_what_eager_gives(spec: Spec, sample_name: str) -> None:
 
 @by_spec
 def test_autocast_to_float16_gives_what_eager_gives(spec: Spec) -> None:
-    for each in samples(spec.name, torch.float32)[:2]:
-        _check_autocast(spec, fresh(each), torch.float16)
+    _check_autocast(spec, fresh(samples(spec.name, torch.float32)[0]), torch.float16)
 
 
 def _check_autocast(spec: Spec, sample: Sample, dtype: torch.dtype) -> None:
