@@ -28,16 +28,16 @@ CPU = torch.device("cpu")
 def test_right_ops_pass_and_tell_their_backends(op: str) -> None:
     outcome = check_op(all_specs()[op], CPU)
     assert outcome.failures == ()
-    assert outcome.checks == 2 * len(all_specs()[op].samples(CPU, torch.float32))
-    assert set(outcome.runs_on) == {"float32", "bfloat16"}
+    assert outcome.checks == 3 * len(all_specs()[op].samples(CPU, torch.float32))
+    assert set(outcome.runs_on) == {"float32", "bfloat16", "float16"}
     assert all(where.startswith(("cpp", "torch")) for where in outcome.runs_on.values())
 
 
 def test_time_over_skips_and_counts_the_rest() -> None:
     spec = all_specs()["gelu"]
     outcome = check_op(spec, CPU, seconds=0.0)
-    assert outcome.checks == 2
-    assert outcome.skipped == 2 * (len(spec.samples(CPU, torch.float32)) - 1)
+    assert outcome.checks == 3
+    assert outcome.skipped == 3 * (len(spec.samples(CPU, torch.float32)) - 1)
 
 
 def test_wrong_values_are_found() -> None:

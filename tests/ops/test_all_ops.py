@@ -105,6 +105,30 @@ def _as_function_of_leaves(spec: Spec, sample: Sample) -> tuple[Any, tuple[torch
     return function, tuple(leaves)
 
 
+@by_spec
+def test_second_derivatives_in_float16_are_those_of_float64(spec: Spec) -> None:
+    """The derivative of the backward is the reference's; it meets what the kernels have saved."""
+    sample = fresh(samples(spec.name, torch.float16)[0])
+    if not spec.double_backward or not sample.leaves:
+        pytest.skip("the op is differentiable once")
+
+    def twice(call: Sample) -> list[torch.Tensor]:
+        torch.manual_seed(11)
+        outputs = floating(spec.op(*call.args, **call.kwargs))
+        given = [each.requires_grad_() for each in incoming(outputs)]
+        grads = torch.autograd.grad(outputs, call.leaves, given, create_graph=True)
+        total = sum(grad.double().square().sum() for grad in grads)
+        return list(torch.autograd.grad(total, [*call.leaves, *given], allow_unused=True))
+
+    with fusedops.use_backend("torch"):
+        eager = twice(fresh(sample))
+    exact = twice(fresh(sample, torch.float64))
+    for i, (mine, want, base) in enumerate(zip(twice(sample), exact, eager, strict=True)):
+        assert (mine is None) == (want is None), f"derivative {i}"
+        if mine is not None:
+            assert_close(mine, want, base, f"derivative {i}", depth=sample.args[0].numel())
+
+
 @each_sample()
 def test_operators_pass_opcheck(spec: Spec, sample_name: str) -> None:
     sample = sample_named(spec, sample_name, torch.float32)
@@ -236,13 +260,21 @@ def test_compiled_by_inductor_equals_eager(spec: Spec) -> None:
 
 @each_sample()
 def test_autocast_gives_what_eager_gives(spec: Spec, sample_name: str) -> None:
-    sample = sample_named(spec, sample_name, torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
+    _check_autocast(spec, sample_named(spec, sample_name, torch.float32), torch.bfloat16)
+
+
+@by_spec
+def test_autocast_to_float16_gives_what_eager_gives(spec: Spec) -> None:
+    _check_autocast(spec, fresh(samples(spec.name, torch.float32)[0]), torch.float16)
+
+
+def _check_autocast(spec: Spec, sample: Sample, dtype: torch.dtype) -> None:
+    with torch.autocast("cpu", dtype):
         got = run(spec.op, sample)
         want = run(spec.eager, fresh(sample))
     # The exact result of the operands that both multiply: a loss that is one number may otherwise
     # owe its error, or eager its luck, to their rounding alone.
-    rounded = sample.map(lambda t: _rounded(t, torch.bfloat16) if spec.autocast == "lower" else t)
+    rounded = sample.map(lambda t: _rounded(t, dtype) if spec.autocast == "lower" else t)
     exact = truth(spec, rounded)
     for i, (mine, eager) in enumerate(zip(got.outputs, want.outputs, strict=True)):
         assert mine.dtype == eager.dtype, f"output {i}: {mine.dtype}, eager gives {eager.dtype}"
