@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from fusedops.cli.bench import svg
 from fusedops.specs import Spec
 
 RESULTS = Path(__file__).resolve().parent.parent / "bench" / "results"
@@ -55,43 +56,9 @@ def chart(specs: Iterable[Spec]) -> str:
     folder, headlines = _measured(specs)
     found = {op: _speedups(rows, "bfloat16", "both") for op, rows in headlines.items()}
     bars = sorted(((ours, other, op) for op, (ours, other) in found.items() if ours), reverse=True)
-    left, right, top, step, thick = 190, 60, 46, 24, 11
-    width = 760
-    height = top + step * len(bars) + 10
-    scale = (width - left - right) / max((ours for ours, _, _ in bars), default=1.0)
     where = folder.name if folder is not None else "nowhere"
     title = f"Times faster than eager, bfloat16, forward and backward ({where})"
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img"'
-        f' aria-label="{title}" font-family="sans-serif" font-size="12">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-        f'<text x="10" y="20" font-size="14" fill="#222">{title}</text>',
-        f'<rect x="{left}" y="29" width="10" height="9" fill="#1f6fb4"/>',
-        f'<text x="{left + 15}" y="38" fill="#222">fusedops</text>',
-        f'<rect x="{left + 95}" y="29" width="10" height="9" fill="#b9c2cb"/>',
-        f'<text x="{left + 110}" y="38" fill="#222">torch.compile</text>',
-    ]
-    for index, (ours, other, op) in enumerate(bars):
-        y = top + step * index
-        parts += [
-            f'<text x="{left - 8}" y="{y + 12}" text-anchor="end" fill="#222">{op}</text>',
-            f'<rect x="{left}" y="{y}" width="{ours * scale:.1f}" height="{thick}"'
-            ' fill="#1f6fb4"/>',
-            f'<text x="{left + ours * scale + 5:.1f}" y="{y + 10}" fill="#222">{ours:.2f}</text>',
-        ]
-        if other:
-            parts.append(
-                f'<rect x="{left}" y="{y + thick}" width="{other * scale:.1f}" height="5"'
-                ' fill="#b9c2cb"/>'
-            )
-    x = left + scale
-    parts += [
-        f'<line x1="{x:.1f}" y1="{top - 4}" x2="{x:.1f}" y2="{height - 6}" stroke="#c0392b"'
-        ' stroke-dasharray="3 3"/>',
-        f'<text x="{x + 3:.1f}" y="{height - 1}" font-size="10" fill="#c0392b">eager</text>',
-        "</svg>",
-    ]
-    return "\n".join(parts) + "\n"
+    return svg.bars(title, [svg.Bar(op, ours, other) for ours, other, op in bars])
 
 
 def demo_table() -> str:
