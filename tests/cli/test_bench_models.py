@@ -17,6 +17,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import fusedops
+from fusedops._core.timer import CpuClock, Plan, Timing, Variant
 from fusedops.cli.bench import limits as limits_module
 from fusedops.cli.bench import models
 from fusedops.cli.bench.limits import Limit, Limits
@@ -24,7 +25,6 @@ from fusedops.cli.bench.model_zoo import FAMILIES, HEADLINE, Size
 from fusedops.cli.bench.models import DECODING, FORWARD, MODES, TRAINING, Settings, run_case
 from fusedops.cli.bench.results import load_json
 from fusedops.cli.main import app
-from fusedops.cli.timer import CpuClock, Plan, Timing, Variant
 
 pytest.importorskip("transformers")
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fusedops._core import dtypes
+from fusedops._core.timer import Clock, CpuClock, Plan, Timing, Variant, measure
 from fusedops.cli.bench.contenders import (
     COMPILE,
     EAGER,
@@ -22,7 +23,6 @@ from fusedops.cli.bench.contenders import (
 from fusedops.cli.bench.limits import Limits
 from fusedops.cli.bench.memory import peak_bytes
 from fusedops.cli.bench.results import DIRECTIONS, FORWARD, Row
-from fusedops.cli.timer import Clock, CpuClock, Plan, Timing, Variant, measure
 from fusedops.specs import BenchCase, Sample, Spec, tensors_in
 
 # Above this many elements a float64 copy of all intermediates would not fit beside the rest.

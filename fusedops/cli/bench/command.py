@@ -281,12 +281,12 @@ def _measure(
     import torch
 
     from fusedops._core import host
+    from fusedops._core.timer import Plan, clock_for
     from fusedops.cli.bench import machine
     from fusedops.cli.bench.cases import Settings, host_overhead, run_case
     from fusedops.cli.bench.limits import measure_limits
     from fusedops.cli.bench.results import Record, Row, now
     from fusedops.cli.progress import steps
-    from fusedops.cli.timer import Plan, clock_for
 
     torch.set_num_threads(threads or host.physical_cores())
     if allocator == "tuned":

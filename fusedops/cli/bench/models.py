@@ -17,13 +17,13 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from fusedops._core import backends, dtypes
+from fusedops._core.timer import Clock, Plan, Timing, Variant, measure
 from fusedops.cli.bench.cases import lead
 from fusedops.cli.bench.contenders import AUTOMATIC, COMPILE, EAGER, is_ours
 from fusedops.cli.bench.limits import Limits
 from fusedops.cli.bench.memory import peak_bytes
 from fusedops.cli.bench.model_zoo import Decoder, Family, Inputs, Size
 from fusedops.cli.bench.results import Row
-from fusedops.cli.timer import Clock, Plan, Timing, Variant, measure
 from fusedops.integrations import patch
 
 TRAINING, FORWARD, DECODING = "training", "forward", "decoding"
@@ -109,6 +109,16 @@ def sizes(family: Family, mode: str, size: Size) -> tuple[Size, ...]:
     return tuple(replace(size, batch=batch) for batch in dict.fromkeys((1, size.batch)))
 
 
+def affordable(mode: str, size: Size, dtype: torch.dtype, device: torch.device) -> Size:
+    """Return a smaller size where torch would need minutes for a step: float16 on a CPU.
+
+    Its products for the gradients of float16 run at 1 GFLOP/s there (Zen 5, torch 2.13).
+    """
+    if mode == TRAINING and dtype == torch.float16 and device.type == "cpu":
+        return replace(size, batch=1, seq_len=min(size.seq_len, 64))
+    return size
+
+
 def label(mode: str, size: Size) -> str:
     """Return what a size is called in a mode."""
     return size.label + (f"+{size.steps}" if mode == DECODING else "")
@@ -140,7 +150,7 @@ def run_case(
         stock = family.build(size).to(settings.device, dtype).train(mode == TRAINING)
         eager = _contender(EAGER, stock, stock, family, mode, size, settings.device)
         settings.say("values")
-        truth = _truth(stock, family, mode, size, settings.device)
+        truth, flops = _truth(stock, family, mode, size, settings.device)
         known = eager.values()
     except Exception as error:
         # Too large for this machine, a dtype that torch lacks here, a transformers without it.
@@ -174,7 +184,7 @@ def run_case(
         able.append(ours)
     del truth, known
     settings.say("memory")
-    work = _Work.of(eager, mode, dtype, size, limits)
+    work = _Work.of(stock, flops, mode, dtype, size, limits)
     peaks = {each.name: _peak(each, settings) for each in able}
     settings.say("timing")
     timing = measure(
@@ -283,12 +293,17 @@ def _step(model: nn.Module, call: Any, inputs: Inputs) -> Values:
     return Values(output.logits.detach(), output.loss.detach(), grads)
 
 
-def _truth(stock: nn.Module, family: Family, mode: str, size: Size, device: torch.device) -> Values:
-    """Return what the stock model computes in float64."""
+def _truth(
+    stock: nn.Module, family: Family, mode: str, size: Size, device: torch.device
+) -> tuple[Values, int]:
+    """Return what the stock model computes in float64, and the operations of its products."""
     model: Any = copy.deepcopy(stock).double()
     if getattr(model.config, "_experts_implementation", None) is not None:
         model.set_experts_implementation("eager")  # the one that knows float64
-    return _contender("truth", model, model, family, mode, size, device).values()
+    exact = _contender("truth", model, model, family, mode, size, device)
+    with FlopCounterMode(display=False) as counter:
+        values = exact.values()
+    return values, counter.get_total_flops()
 
 
 def _backends_since(before: dict[tuple[str, str], int]) -> str:
@@ -322,17 +337,13 @@ class _Work:
     in_memory: bool
 
     @staticmethod
-    def of(eager: Contender, mode: str, dtype: torch.dtype, size: Size, limits: Limits) -> _Work:
-        counter = FlopCounterMode(display=False)
-        value = eager.prepare()
-        with counter:
-            eager.run(value)
-        eager.model.zero_grad(set_to_none=True)
-        flops = counter.get_total_flops()
+    def of(
+        model: nn.Module, flops: int, mode: str, dtype: torch.dtype, size: Size, limits: Limits
+    ) -> _Work:
         rows = size.batch * (1 if mode == DECODING else size.seq_len)
         # In training weights are read twice and their gradients written.
         passes = {TRAINING: 3, FORWARD: 1, DECODING: size.steps}[mode]
-        moved = int(passes * _weight_bytes(eager.model, rows))
+        moved = int(passes * _weight_bytes(model, rows))
         name = _short(dtype)
         least = limits.least_seconds(moved, flops, name)
         return _Work(moved, flops, least, least == limits.least_seconds(moved, 0, name))

@@ -1,0 +1,320 @@
+"""``patch(model, calibrate=True)``: the loser is left alone, with the reason, and nothing else."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from causal_families import DENSE, IDS, SPARSE, loss
+from encoder_families import FAMILIES as ENCODERS
+from patch_testing import assert_same_training
+from torch import nn
+
+import fusedops
+from fusedops.integrations import describe
+from fusedops.integrations.hf import calibration, gpt2, torch_modules
+from fusedops.integrations.hf import patch as patch_module
+from fusedops.integrations.hf.calibration import Finding
+from fusedops.integrations.hf.rules import Rule
+from fusedops.ops.gelu import gelu as fused_gelu
+
+# Longer than what other work on the machine adds to a sample.
+SLOW = 0.02
+
+
+@pytest.fixture(autouse=True)
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing is known, and a busy machine has time for everything."""
+    calibration.clear()
+    monkeypatch.setattr(calibration, "BUDGET", 30.0)
+    yield
+    calibration.clear()
+
+
+def slow(function: Callable[..., Any]) -> Callable[..., Any]:
+    def slowed(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(SLOW)
+        return function(*args, **kwargs)
+
+    return slowed
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> None:
+    monkeypatch.setattr(module, name, slow(getattr(module, name)))
+
+
+class _Passes(torch.autograd.Function):
+    """Nothing but time in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        time.sleep(SLOW)
+        return grad
+
+
+class Gate(nn.Module):
+    """A module with a rule of its own: its stock forward takes time."""
+
+    def __init__(self, size: int = 32) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(SLOW)
+        return torch.nn.functional.gelu(x) * self.weight
+
+
+class FusedGate(Gate):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return fused_gelu(x) * self.weight
+
+
+class Strange(nn.Module):
+    """What it takes is known to nobody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor, wind: int) -> torch.Tensor:
+        return torch.nn.functional.gelu(x) * wind
+
+
+class FusedStrange(Strange):
+    def forward(self, x: torch.Tensor, wind: int) -> torch.Tensor:
+        return fused_gelu(x) * wind
+
+
+class Picky(nn.Module):
+    """It runs for nobody but its own model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("not now\nsecond line")
+
+
+class FusedPicky(Picky):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return fused_gelu(x)
+
+
+def add_rules(monkeypatch: pytest.MonkeyPatch, *pairs: tuple[type, type]) -> None:
+    known = patch_module._rules
+    rules = {
+        original: Rule(
+            original, patched, ("gelu",), "O1", lambda module: fused_gelu(torch.zeros(1))
+        )
+        for original, patched in pairs
+    }
+    monkeypatch.setattr(patch_module, "_rules", lambda: known() | rules)
+
+
+def norms() -> nn.Sequential:
+    return nn.Sequential(nn.RMSNorm(32), nn.Tanh(), nn.RMSNorm(32))
+
+
+def test_a_slow_kernel_is_left_alone_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, torch_modules, "rms_norm")
+    model = norms()
+    expected = model(x := torch.randn(4, 32))
+    report = fusedops.patch(model, calibrate=True)
+    for name in ("0", "2"):
+        assert type(model.get_submodule(name)) is nn.RMSNorm
+        assert not report[name].replaced and not report[name].failed
+        assert report[name].reason.startswith("stock kept: 0.")
+        assert report[name].reason.endswith("x measured on this machine, float32, 1024x32")
+    assert torch.equal(model(x), expected)
+    assert describe(model)["0"].reason == report["0"].reason
+    assert "stock kept: 0." in str(report)
+    fusedops.unpatch(model)
+    assert describe(model)["0"].reason == "not patched"
+
+
+def test_a_slow_stock_module_is_replaced_with_the_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    add_rules(monkeypatch, (Gate, FusedGate))
+    model = nn.Sequential(Gate())
+    report = fusedops.patch(model, calibrate=True)
+    assert type(model[0]) is FusedGate and report["0"].replaced
+    speed_up, _, rest = report["0"].reason.partition("x measured on this machine, float32, ")
+    assert float(speed_up) > 1 and rest == "1024x32"
+
+
+def test_without_it_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "measure", lambda *_: pytest.fail("measured"))
+    plant(monkeypatch, torch_modules, "rms_norm")
+    assert fusedops.patch(norms()).num_replaced == 2
+
+
+def test_what_was_measured_is_known_for_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = []
+    measure = calibration.measure
+    monkeypatch.setattr(calibration, "measure", lambda *args: runs.append(1) or measure(*args))
+    first = fusedops.patch(norms(), calibrate=True)
+    assert len(runs) == 1  # two norms of one shape
+    second = fusedops.patch(norms(), calibrate=True)
+    assert len(runs) == 1 and second["0"].reason == first["0"].reason
+    fusedops.patch(norms().bfloat16(), calibrate=True)
+    fusedops.patch(norms().eval(), calibrate=True)
+    fusedops.patch(nn.Sequential(nn.RMSNorm(64)), calibrate=True)
+    assert len(runs) == 4  # another dtype, mode and shape
+
+
+def test_a_backward_counts_where_the_model_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    op = torch_modules.rms_norm
+    slowed = lambda x, *args: op(_Passes.apply(x), *args)  # noqa: E731
+    monkeypatch.setattr(torch_modules, "rms_norm", slowed)
+    training, evaluated = norms(), norms().eval()
+    assert fusedops.patch(training, calibrate=True)["0"].reason.startswith("stock kept: 0.")
+    assert "stock kept" not in fusedops.patch(evaluated, calibrate=True)["0"].reason or (
+        float(describe(evaluated)["0"].reason.split()[2].rstrip("x")) > 0.2
+    )
+
+
+def test_a_block_that_loses_leaves_its_children_to_themselves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("transformers")
+    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
+
+    plant(monkeypatch, gpt2, "mlp")
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=2))
+    report = fusedops.patch(model, calibrate=True)
+    for name in ("transformer.h.0.mlp", "transformer.h.1.mlp"):
+        assert type(model.get_submodule(name)) is GPT2MLP
+        assert report[name].reason.startswith("stock kept: 0.")
+        assert "measured" in report[f"{name}.c_fc"].reason
+        assert "measured" in report[f"{name}.act"].reason
+    assert report["transformer.h.0.attn"].op == "attention"
+    calls = []
+    monkeypatch.setattr(gpt2, "mlp", lambda *_, **__: calls.append(1))
+    model(IDS)
+    assert calls == []
+
+
+def test_what_cannot_be_run_is_listed_and_stays_patched(monkeypatch: pytest.MonkeyPatch) -> None:
+    add_rules(monkeypatch, (Strange, FusedStrange), (Picky, FusedPicky))
+    model = nn.Sequential(Strange(), Picky(), nn.GELU(), nn.RMSNorm(8, elementwise_affine=False))
+    report = fusedops.patch(model, calibrate=True)
+    assert [each.reason for each in report.modules] == [
+        "not measured: what its argument 'wind' is, is not known",
+        "not measured: RuntimeError: not now",
+        "not measured: no weight tells the size of its input",
+        "not measured: no weight tells the size of its input",
+    ]
+    assert report.num_replaced == 4
+    assert [type(each) for each in model][:2] == [FusedStrange, FusedPicky]
+
+
+def test_time_that_is_over_leaves_the_rest_patched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "BUDGET", 0.0)
+    plant(monkeypatch, torch_modules, "rms_norm")
+    model = norms()
+    report = fusedops.patch(model, calibrate=True)
+    assert report.num_replaced == 2
+    assert report["0"].reason == "not measured: the time for calibration was over"
+    # Another calibration goes on where this one ended.
+    monkeypatch.setattr(calibration, "BUDGET", 30.0)
+    assert fusedops.patch(model, calibrate=True)["0"].reason.startswith("stock kept: 0.")
+
+
+def test_a_module_too_large_for_its_share_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Two variants in five rounds and a warm-up do not fit, a look at the module does.
+    monkeypatch.setattr(calibration, "BUDGET", 10 * SLOW)
+    plant(monkeypatch, torch_modules, "rms_norm")
+    reason = fusedops.patch(nn.Sequential(nn.RMSNorm(32)), calibrate=True)["0"].reason
+    assert reason.startswith("not measured: 16 rows take ")
+    assert reason.endswith("ms, more than there was time for")
+
+
+def test_hooks_are_not_called_and_concern_their_module_only() -> None:
+    model = norms()
+    heard: list[int] = []
+    model[2].register_forward_hook(lambda *_: heard.append(1))  # the first that is asked
+    report = fusedops.patch(model, calibrate=True)
+    assert heard == [] and report["2"].reason == "not measured: it has hooks"
+    assert "measured on this machine" in report["0"].reason
+
+
+def test_weights_gradients_random_numbers_and_mode_stay() -> None:
+    model = DENSE["Llama"].model()
+    model(IDS, labels=IDS).loss.backward()
+    before = {name: each.detach().clone() for name, each in model.state_dict().items()}
+    grads = {name: each.grad.clone() for name, each in model.named_parameters()}
+    modes = [each.training for each in model.modules()]
+    plain = copy.deepcopy(model)
+    fusedops.patch(plain)
+    torch.manual_seed(3)
+    expected = torch.rand(3)
+    torch.manual_seed(3)
+    fusedops.patch(model, calibrate=True)
+    assert torch.equal(torch.rand(3), expected)
+    assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
+    assert all(torch.equal(each.grad, grads[name]) for name, each in model.named_parameters())
+    assert [each.training for each in model.modules()] == modes
+    for each, other in zip(model.modules(), plain.modules(), strict=True):
+        assert vars(each).keys() == vars(other).keys()
+
+
+FAMILIES = {
+    **{name: (DENSE[name].model, loss) for name in ("Llama", "Gemma2", "GPTNeoX", "OPT")},
+    **{name: (SPARSE[name].model, loss) for name in ("Mixtral", "GptOss")},
+    **{
+        name: (ENCODERS[name].model, ENCODERS[name].loss)
+        for name in ("BertForMaskedLM", "T5ForConditionalGeneration", "ViTForImageClassification")
+    },
+}
+
+
+@pytest.mark.parametrize("choice", ["measured", "all stock"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_whatever_wins_the_model_trains_the_same(
+    family: str, choice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build, objective = FAMILIES[family]
+    stock = build()
+    patched = copy.deepcopy(stock)
+    if choice == "all stock":
+        lost = Finding(0.5, True, "float32, 1024x32")
+        monkeypatch.setattr(calibration, "_measured", lambda *_: lost)
+    report = fusedops.patch(patched, calibrate=True)
+    asked = [finding for _, _, finding in calibration.measured(patched)]
+    assert asked and sum(each.speed_up is not None for each in asked) > len(asked) / 2
+    if choice == "all stock":
+        kept = {each.reason for each in report.kept if "stock kept" in each.reason}
+        assert kept == {"stock kept: 0.50x measured on this machine, float32, 1024x32"}
+        assert all(each.op == "cross_entropy" for each in report.replaced), report
+    assert_same_training(patched, stock, objective)
+
+
+def test_strict_is_about_what_cannot_be_patched(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, torch_modules, "rms_norm")
+    report = fusedops.patch(norms(), strict=True, calibrate=True)
+    assert report.num_replaced == 0 and report.failed == ()
+
+
+def test_an_interrupt_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(calibration, "measure", interrupted)
+    model = norms()
+    with pytest.raises(KeyboardInterrupt):
+        fusedops.patch(model, calibrate=True)
+    assert type(model[0]) is nn.RMSNorm and "forward" not in vars(model[0])
+
+
+def test_it_must_be_a_bool() -> None:
+    with pytest.raises(TypeError, match="patch: calibrate must be a bool, got str"):
+        fusedops.patch(norms(), calibrate="yes")
