@@ -130,8 +130,8 @@ def test_a_patched_model_that_raises_is_wrong_and_stock_still_measured() -> None
 def test_command_exits_1_where_values_are_wrong(
     known: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    wrong = partial(Settings, patch=partial(_scaled, factor=1.01))
-    monkeypatch.setattr(models, "Settings", wrong)
+    wrong = lambda model, *, calibrate: _scaled(model, 1.01)  # noqa: E731
+    monkeypatch.setattr(models, "patch", wrong)
     path = tmp_path / "a.json"
     options = ("--family", "gpt2", "--mode", "forward", "--dtype", "float32")
     done = bench(*options, "--json", str(path))
@@ -181,6 +181,35 @@ def test_files_hold_the_rows_and_compare_reads_them(known: None, tmp_path: Path)
     assert saved.rows == record.rows[6:] and saved.versions == record.versions
     same = CliRunner().invoke(app, ["bench", "compare", str(paths["json"]), str(paths["json"])])
     assert same.exit_code == 0 and "4 rows of fusedops compared" in same.output
+
+
+@pytest.mark.parametrize("option", [[], ["--calibrate"]])
+def test_calibrate_is_passed_on_and_said(
+    known: None, monkeypatch: pytest.MonkeyPatch, option: list[str]
+) -> None:
+    heard = []
+
+    def patch(model: nn.Module, *, calibrate: bool) -> None:
+        heard.append(calibrate)
+        fusedops.patch(model)
+
+    monkeypatch.setattr(models, "patch", patch)
+    done = bench(*JUDGED, *option)
+    assert done.exit_code == 0, done.output
+    assert heard == [bool(option)]
+    assert ("fusedops.patch(model, calibrate=True)" in done.output) == bool(option)
+
+
+def test_float16_trains_fewer_tokens_on_a_cpu() -> None:
+    size = Size(batch=4, seq_len=256)
+    small = models.affordable(TRAINING, size, torch.float16, CPU)
+    assert (small.batch, small.seq_len, small.hidden) == (1, 64, size.hidden)
+    for mode, dtype, device in (
+        (FORWARD, torch.float16, CPU),
+        (TRAINING, torch.bfloat16, CPU),
+        (TRAINING, torch.float16, torch.device("cuda")),
+    ):
+        assert models.affordable(mode, size, dtype, device) == size
 
 
 def _timing(eager: float, ours: float, *, contended: bool = False) -> Any:

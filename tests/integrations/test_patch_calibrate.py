@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from patch_testing import assert_same_training
 from torch import nn
 
 import fusedops
+from fusedops._core.architecture import architecture
 from fusedops.integrations import describe
 from fusedops.integrations.hf import calibration, gpt2, torch_modules
 from fusedops.integrations.hf import patch as patch_module
@@ -315,6 +318,69 @@ def test_an_interrupt_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch
     assert type(model[0]) is nn.RMSNorm and "forward" not in vars(model[0])
 
 
-def test_it_must_be_a_bool() -> None:
-    with pytest.raises(TypeError, match="patch: calibrate must be a bool, got str"):
-        fusedops.patch(norms(), calibrate="yes")
+def test_a_file_keeps_what_was_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "found.json"
+    with monkeypatch.context() as patched:
+        plant(patched, torch_modules, "rms_norm")
+        first = fusedops.patch(norms(), calibrate=path)
+    assert first["0"].reason.startswith("stock kept: 0.")
+    # Another process, without the slow kernel and without measuring.
+    calibration.clear()
+    measure = calibration.measure
+    monkeypatch.setattr(calibration, "measure", lambda *_: pytest.fail("measured"))
+    second = fusedops.patch(norms(), calibrate=str(path))
+    assert second["0"].reason == first["0"].reason
+    # What is not in it is measured and added; what the process knows otherwise does not win.
+    monkeypatch.setattr(calibration, "measure", measure)
+    model = nn.Sequential(nn.RMSNorm(32), nn.RMSNorm(64))
+    report = fusedops.patch(model, calibrate=path)
+    assert report["0"].reason == first["0"].reason
+    entries = json.loads(path.read_text())["entries"]
+    assert [each["key"].split("; ")[1] for each in entries] == ["weight[32]", "weight[64]"]
+    assert all(architecture(torch.device("cpu")) in each["key"] for each in entries)
+
+
+def test_a_file_of_another_torch_is_measured_anew(tmp_path: Path) -> None:
+    path = tmp_path / "found.json"
+    fusedops.patch(norms(), calibrate=path)
+    data = json.loads(path.read_text())
+    data["torch"] = "1.13"
+    data["entries"][0] |= {"speed_up": 0.01, "sure": True}
+    path.write_text(json.dumps(data))
+    calibration.clear()
+    assert "0.01x" not in fusedops.patch(norms(), calibrate=path)["0"].reason
+    assert json.loads(path.read_text())["torch"] == ".".join(torch.__version__.split(".")[:2])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        '{"schema": 1}',
+        '{"kind": "calibration", "schema": 9, "torch": "2.13", "entries": []}',
+        '{"kind": "calibration", "schema": 1, "torch": "2.13", "entries": [{"key": "a"}]}',
+        '{"kind": "calibration", "schema": 1, "torch": "2.13", "entries": [{"speed_up": 1}]}',
+        '{"kind": "calibration", "schema": 1, "torch": "2.13", '
+        '"entries": [{"key": "a", "speed_up": "fast"}]}',
+    ],
+)
+def test_a_file_of_something_else_is_refused_and_kept(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(text)
+    model = norms()
+    with pytest.raises(ValueError, match="patch: calibrate must name a file .*other.json"):
+        fusedops.patch(model, calibrate=path)
+    assert path.read_text() == text and type(model[0]) is nn.RMSNorm
+
+
+def test_a_file_that_cannot_be_written_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    model = norms()
+    with pytest.raises(OSError):
+        fusedops.patch(model, calibrate=tmp_path / "missing" / "found.json")
+    assert type(model[0]) is nn.RMSNorm and describe(model)["0"].reason == "not patched"
+
+
+def test_it_must_be_a_bool_or_a_path() -> None:
+    with pytest.raises(TypeError, match="patch: calibrate must be a bool or a path, got int"):
+        fusedops.patch(norms(), calibrate=1)

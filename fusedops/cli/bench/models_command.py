@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -68,6 +69,9 @@ def models(
             "minutes.",
         ),
     ] = None,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Patch with calibrate=True.")
+    ] = False,
     quick: Annotated[
         bool, typer.Option("--quick", help="Few samples, no memory: a first look.")
     ] = False,
@@ -122,6 +126,7 @@ def models(
             where,
             as_asked=bool(tokens),
             compiled=wanted,
+            calibrate=calibrate,
             quick=quick,
             seconds=seconds,
             threads=threads,
@@ -188,6 +193,7 @@ def _measure(
     *,
     as_asked: bool,
     compiled: bool,
+    calibrate: bool,
     quick: bool,
     seconds: float,
     threads: int,
@@ -200,7 +206,7 @@ def _measure(
     from fusedops._core.timer import Plan, clock_for
     from fusedops.cli.bench import machine
     from fusedops.cli.bench.limits import measure_limits
-    from fusedops.cli.bench.models import Settings, affordable, label, run_case
+    from fusedops.cli.bench.models import Settings, affordable, label, patch, run_case
     from fusedops.cli.bench.results import Record, Row, now
     from fusedops.cli.progress import steps
 
@@ -237,6 +243,7 @@ def _measure(
                         allocator=allocator,
                         cache_bytes=here["cache_bytes"],
                         say=say,
+                        patch=partial(patch, calibrate=calibrate),
                     )
                     found = run_case(family, mode, each, size, settings, limits, clock)
                     rows += found.rows
@@ -261,7 +268,7 @@ def _measure(
             "least_rounds": timing.least,
             "most_rounds": timing.most,
             "compile": compiled,
-            "patch": "fusedops.patch(model)",
+            "patch": f"fusedops.patch(model{', calibrate=True' * calibrate})",
         },
         limits=asdict(limits),
         rows=tuple(rows),

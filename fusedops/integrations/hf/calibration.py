@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from fusedops._core import backends
+from fusedops._core.architecture import architecture
 from fusedops._core.timer import (
     LONGEST_REPEAT,
     SHORTEST_SAMPLE,
@@ -60,8 +61,6 @@ _STOCK, _PATCHED = "stock", "patched"
 _SETTINGS = (int, float, str, bool)
 _PLACE = ("layer_idx", "layer_id", "training")
 
-Key = tuple[Any, ...]
-
 
 @dataclass(frozen=True)
 class Finding:
@@ -95,7 +94,8 @@ class Finding:
 
 
 # Measured once per process; and what each module of a model was told, for its report.
-_FOUND: dict[Key, Finding] = {}
+_FOUND: dict[str, Finding] = {}
+_NOTHING: Mapping[str, Finding] = {}
 _TOLD: weakref.WeakKeyDictionary[nn.Module, Finding] = weakref.WeakKeyDictionary()
 
 
@@ -115,15 +115,18 @@ def clear() -> None:
     _FOUND.clear()
 
 
-def calibrate(model: nn.Module, seconds: float | None = None) -> None:
+def calibrate(model: nn.Module, known: Mapping[str, Finding] = _NOTHING) -> dict[str, Finding]:
     """Take the patched class from each module of ``model`` whose stock forward is faster here.
 
     Args:
         model: patched.
-        seconds: for all of it; ``BUDGET`` by default.
+        known: what need not be measured.
+
+    Returns:
+        What was found or known of its modules.
     """
-    deadline = time.perf_counter() + (BUDGET if seconds is None else seconds)
-    found: dict[Key, Finding] = {}
+    deadline = time.perf_counter() + BUDGET
+    found: dict[str, Finding] = {}
     seen: set[nn.Module] = set()
     while True:
         inside = {each for module in model.modules() for each in _does_work_of(module)}
@@ -134,16 +137,16 @@ def calibrate(model: nn.Module, seconds: float | None = None) -> None:
             if rule_of(each) is not None and each not in inside and each not in seen
         ]
         if not todo:
-            return
+            return found
         unknown = {key: each for each in todo if (key := _key(each)) not in found}
-        known = unknown.keys() & _FOUND.keys()
-        weights = {key: _weight(each) for key, each in unknown.items() if key not in known}
+        found |= {key: each for key, each in {**_FOUND, **known}.items() if key in unknown}
+        weights = {key: _weight(each) for key, each in unknown.items() if key not in found}
         for module in todo:
             finding = _obstacle(module)
             key = _key(module)
             if finding is None and (finding := found.get(key)) is None:
                 share = (deadline - time.perf_counter()) * _share(weights, key)
-                finding = found[key] = _FOUND.get(key) or _measured(module, model, share)
+                finding = found[key] = _measured(module, model, share)
                 if not finding.for_want_of_time:
                     _FOUND[key] = finding
             assert finding is not None
@@ -159,7 +162,7 @@ def _weight(module: nn.Module) -> float:
     return 100.0 + sum(each.numel() for each in module.parameters()) ** 0.5
 
 
-def _share(weights: dict[Key, float], key: Key) -> float:
+def _share(weights: dict[str, float], key: str) -> float:
     """Return which share of the time left is for ``key``; the rest is for those after it."""
     total = sum(weights.values())
     return weights.pop(key) / total if key in weights else 0.0
@@ -172,20 +175,31 @@ def _does_work_of(module: nn.Module) -> list[nn.Module]:
     return [part for each in below for part in each.modules()]
 
 
-def _key(module: nn.Module) -> Key:
+def _key(module: nn.Module) -> str:
+    """Return in one line what a finding holds for: class, shapes, settings, dtype and device."""
     rule = rule_of(module)
+    cls = type(module) if rule is None else rule.original
     example = like(module)
-    settings = {
-        name: value
-        for name, value in vars(module).items()
+    shapes = [f"{name}{list(each.shape)}" for name, each in module.named_parameters()]
+    settings = [
+        f"{name}={value}"
+        for name, value in sorted(vars(module).items())
         if isinstance(value, _SETTINGS) and not name.startswith("_") and name not in _PLACE
-    }
-    return (
-        type(module) if rule is None else rule.original,
-        tuple((name, tuple(each.shape)) for name, each in module.named_parameters()),
-        tuple(sorted(settings.items())),
-        (example.dtype, example.device, _trains(module)),
-        (torch.get_num_threads(), backends.requested()),
+    ]
+    device = architecture(example.device)
+    if example.device.type == "cpu":
+        device += f", {torch.get_num_threads()} threads"
+    if (asked := backends.requested()) is not None:
+        device += f", {asked} asked for"
+    return "; ".join(
+        (
+            f"{cls.__module__}.{cls.__qualname__}",
+            " ".join(shapes),
+            " ".join(settings),
+            str(example.dtype).removeprefix("torch."),
+            "training" if _trains(module) else "evaluation",
+            device,
+        )
     )
 
 

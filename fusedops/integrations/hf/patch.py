@@ -9,6 +9,7 @@ that nothing is imported here that the model did not need.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import nn
 
 from fusedops._core import checks
 from fusedops._core.checks import UnsupportedError
-from fusedops.integrations.hf import calibration
+from fusedops.integrations.hf import calibration, calibration_file
 from fusedops.integrations.hf.originals import replaced
 from fusedops.integrations.hf.report import ModuleReport, PatchReport
 from fusedops.integrations.hf.rules import LEVELS, Rule, absorbed, resolution, rule_of
@@ -56,7 +57,11 @@ _TABLES = {
 
 
 def patch(
-    model: nn.Module, *, level: str = "O2", strict: bool = False, calibrate: bool = False
+    model: nn.Module,
+    *,
+    level: str = "O2",
+    strict: bool = False,
+    calibrate: bool | str | os.PathLike[str] = False,
 ) -> PatchReport:
     """Let a model's modules run on the fused ops, and tell what was done.
 
@@ -74,15 +79,17 @@ def patch(
         calibrate: measure each class and shape of module here, patched and stock, in the model's
             dtype, and leave the stock one where it is faster. Takes at most about two seconds
             for a model: rows are as many as there is time for, and what there is no time for
-            stays patched. What was measured is known for the rest of the process.
+            stays patched. What was measured is known for the rest of the process; the path of a
+            file keeps it: what is in the file is not measured again, the rest is added to it.
 
     Returns:
         A report with an entry per module, and one per loss of a transformers model. ``print`` it
         for a table.
 
     Raises:
-        TypeError: ``model`` is no module, or ``strict`` or ``calibrate`` no bool.
-        ValueError: ``level`` is unknown.
+        TypeError: ``model`` is no module, ``strict`` no bool, or ``calibrate`` no bool or path.
+        ValueError: ``level`` is unknown, or ``calibrate`` names a file of something else.
+        OSError: that file cannot be read or written.
         UnsupportedError: ``strict`` and something could not be replaced; the model is untouched.
 
     Note:
@@ -93,9 +100,10 @@ def patch(
         ``unpatch`` first.
         Calibration chooses by the clock of this machine. Each choice computes what patching or
         the stock model computes, but two machines, or two processes on one, may run different
-        kernels for a module and round differently: who needs the same bits everywhere does not
-        calibrate. It makes random inputs for single modules and never runs the model; a module
-        that it cannot run is reported as not measured.
+        kernels for a module and round differently. With a file all processes on a machine choose
+        alike; who needs the same bits on all machines does not calibrate. It makes random inputs
+        for single modules and never runs the model; a module that it cannot run is reported as
+        not measured.
 
     Example:
         >>> import torch, fusedops
@@ -107,15 +115,18 @@ def patch(
     _check_model("patch", model)
     checks.choice("patch", "level", level, LEVELS)
     checks.flag("patch", "strict", strict)
-    checks.flag("patch", "calibrate", calibrate)
+    if not isinstance(calibrate, (bool, str, os.PathLike)):
+        raise TypeError(
+            f"patch: calibrate must be a bool or a path, got {type(calibrate).__name__}"
+        )
     before = {module: type(module) for module in model.modules()}
     taken = [owner for _, owner in _loss_owners(model) if _losses().is_taken(owner)]
     try:
         report = _patched(model, level)
         if strict and (report.failed or not report.replaced):
             raise UnsupportedError(f"patch: strict was asked for, but {_failures(report)}")
-        if calibrate:
-            calibration.calibrate(model)
+        if calibrate is not False:
+            _calibrate(model, None if calibrate is True else calibrate)
             report = _report(model, level)
     except BaseException:
         _restore(model)
@@ -125,6 +136,16 @@ def patch(
             _losses().take(owner)
         raise
     return report
+
+
+def _calibrate(model: nn.Module, path: str | os.PathLike[str] | None) -> None:
+    if path is None:
+        calibration.calibrate(model)
+        return
+    known = calibration_file.read(path)
+    found = calibration.calibrate(model, known)
+    if not found.keys() <= known.keys():
+        calibration_file.write(path, known | found)
 
 
 def _patched(model: nn.Module, level: str) -> PatchReport:
