@@ -18,10 +18,12 @@ from torch import nn
 
 import fusedops
 from fusedops._core.architecture import architecture
+from fusedops._core.timer import Timing
 from fusedops.integrations import describe
-from fusedops.integrations.hf import calibration, gpt2, torch_modules
+from fusedops.integrations.hf import calibration, calibration_time, gpt2, torch_modules
 from fusedops.integrations.hf import patch as patch_module
 from fusedops.integrations.hf.calibration import Finding
+from fusedops.integrations.hf.calibration_time import Shares
 from fusedops.integrations.hf.rules import Rule
 from fusedops.ops.gelu import gelu as fused_gelu
 
@@ -161,8 +163,13 @@ def test_without_it_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_what_was_measured_is_known_for_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     runs = []
-    measure = calibration.measure
-    monkeypatch.setattr(calibration, "measure", lambda *args: runs.append(1) or measure(*args))
+
+    def measure(*_: Any) -> Timing:
+        runs.append(1)
+        rounds = {"stock": [2.0] * 5, "patched": [1.0] * 5}
+        return Timing(rounds, {name: [False] * 5 for name in rounds}, least=1)
+
+    monkeypatch.setattr(calibration, "measure", measure)
     first = fusedops.patch(norms(), calibrate=True)
     assert len(runs) == 1  # two norms of one shape
     second = fusedops.patch(norms(), calibrate=True)
@@ -182,6 +189,14 @@ def test_a_backward_counts_where_the_model_trains(monkeypatch: pytest.MonkeyPatc
     assert "stock kept" not in fusedops.patch(evaluated, calibrate=True)["0"].reason or (
         float(describe(evaluated)["0"].reason.split()[2].rstrip("x")) > 0.2
     )
+
+
+def test_under_autocast_that_is_what_is_measured() -> None:
+    plain = fusedops.patch(norms(), calibrate=True)["0"].reason
+    with torch.autocast("cpu", torch.bfloat16):
+        lower = fusedops.patch(norms(), calibrate=True)["0"].reason
+    assert plain.endswith("machine, float32, 1024x32")
+    assert lower.endswith("machine, float32 under autocast to bfloat16, 1024x32")
 
 
 def test_a_block_that_loses_leaves_its_children_to_themselves(
@@ -239,6 +254,87 @@ def test_a_module_too_large_for_its_share_says_so(monkeypatch: pytest.MonkeyPatc
     reason = fusedops.patch(nn.Sequential(nn.RMSNorm(32)), calibrate=True)["0"].reason
     assert reason.startswith("not measured: 16 rows take ")
     assert reason.endswith("ms, more than there was time for")
+
+
+def test_time_is_not_kept_for_what_is_hopeless(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration_time.time, "perf_counter", lambda: 7.0)
+    sizes = {"norm": 0, "layer": 10**6, "head": 10**8}
+    shares = Shares(2.0, runs=12)
+    shares.plan(sizes)
+    norm, layer, head = (1000 + size**0.5 for size in sizes.values())
+    assert shares.take("norm") == pytest.approx(2 * norm / (norm + layer + head))
+    assert shares.expected(10**8) == 0.0
+    shares.learn(10**3, 1.0)  # too small to tell
+    assert shares.expected(10**8) == 0.0
+    shares.learn(10**6, 0.01)
+    assert shares.expected(10**8) == pytest.approx(1.0)  # 12 runs take 12 of 2 seconds
+    assert shares.take("layer") == pytest.approx(2.0)
+
+
+def test_what_would_take_too_long_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Shares, "expected", lambda self, size: 9.5 if size > 10**5 else 0.0)
+    runs = []
+    monkeypatch.setattr(calibration, "inputs", lambda *_: runs.append(1))
+    report = fusedops.patch(nn.Sequential(nn.Linear(400, 400)), calibrate=True)
+    assert runs == [] and report["0"].replaced
+    assert report["0"].reason == (
+        "not measured: 64 rows would take about 9500.0 ms, more than there was time for"
+    )
+    assert "about 9500.0 ms" in str(report)
+
+
+def test_what_is_left_over_goes_to_those_that_had_too_little(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[float] = []
+
+    def measured(module: Any, model: Any, share: float, time: Any) -> Finding:
+        asked.append(share)
+        if len(asked) == 1:
+            return Finding(problem="16 rows take 9.0 ms", for_want_of_time=True)
+        return Finding(0.5, True, "float32, 64x32")
+
+    monkeypatch.setattr(calibration, "_measured", measured)
+    report = fusedops.patch(nn.Sequential(nn.RMSNorm(32), nn.Linear(32, 32)), calibrate=True)
+    assert len(asked) == 3 and asked[2] > asked[0]
+    assert all(each.reason.startswith("stock kept: 0.50x") for each in report.modules)
+
+
+def test_a_loser_is_heard_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    def timings(*patched: list[float]) -> Callable[..., Timing]:
+        waiting = list(patched)
+
+        def measure(*_: Any) -> Timing:
+            rounds = {"stock": [1.0] * 5, "patched": waiting.pop(0)}
+            return Timing(rounds, {name: [False] * 5 for name in rounds}, least=1)
+
+        return measure
+
+    for heard, kept, figure in (
+        ([[2.0] * 5, [1.25] * 5], True, "0.80x"),
+        ([[2.0] * 5, [2.0] * 4 + [0.9]], True, "0.50x"),
+        ([[2.0] * 5, [2.0] * 3 + [0.9] * 2], False, "0.50x"),
+        ([[2.0] * 3 + [0.9] * 2], False, "0.50x"),
+        ([[1.04] * 5, [1.04] * 5], False, "0.96x"),
+        ([[0.5] * 5], False, "2.00x"),
+    ):
+        calibration.clear()
+        monkeypatch.setattr(calibration, "measure", timings(*heard))
+        report = fusedops.patch(nn.Sequential(nn.RMSNorm(32)), calibrate=True)
+        prefix = "stock kept: " if kept else ""
+        assert report["0"].reason.startswith(f"{prefix}{figure} measured")
+        assert report["0"].replaced == (not kept)
+
+
+def test_a_block_that_does_its_childrens_dropout_is_not_judged_without_it() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 97, "n_embd": 32, "n_layer": 1, "n_head": 2}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).train()
+    name = "transformer.h.0"
+    said = fusedops.patch(model, calibrate=True)[name].reason
+    assert said == "not measured: it does the dropout of its children"
+    said = fusedops.patch(model.eval(), calibrate=True)[name].reason
+    assert "measured on this machine" in said
 
 
 def test_hooks_are_not_called_and_concern_their_module_only() -> None:

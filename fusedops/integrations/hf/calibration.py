@@ -13,7 +13,6 @@ Weights, their gradients and the state of the random numbers stay as they are.
 from __future__ import annotations
 
 import contextlib
-import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from torch import nn
 
 from fusedops._core import backends
 from fusedops._core.architecture import architecture
+from fusedops._core.dtypes import autocast_dtype
 from fusedops._core.timer import (
     LONGEST_REPEAT,
     SHORTEST_SAMPLE,
@@ -36,6 +36,7 @@ from fusedops._core.timer import (
 )
 from fusedops.integrations.hf.calibration_inputs import UnknownError, inputs, width
 from fusedops.integrations.hf.calibration_replay import Recording, called
+from fusedops.integrations.hf.calibration_time import Shares
 from fusedops.integrations.hf.rules import (
     Rule,
     absorbed,
@@ -47,12 +48,13 @@ from fusedops.integrations.hf.rules import (
     rule_of,
 )
 
-# Seconds for one model. A share of what is left goes to each class and shape.
+# Seconds for one model.
 BUDGET = 2.0
-# The stock module has to win by this much, in three rounds of four: below it the next run could
-# tell the contrary.
+# The stock module has to win by this much, in three rounds of four and in two measurements: else
+# the next run could tell the contrary.
 MARGIN = 0.05
 ROUNDS = 5
+_RUNS = 2 * (ROUNDS + 1)
 # Fewer rows than the fewest say how weights are read, not how fast the products of a batch are.
 _PROBED_ROWS, _FEWEST_ROWS, _MOST_ROWS = 16, 64, 1024
 _STOCK, _PATCHED = "stock", "patched"
@@ -69,7 +71,7 @@ class Finding:
     Attributes:
         speed_up: time of the stock module divided by the patched one's, median of the rounds;
             ``None`` where it was not measured.
-        sure: whether the stock module won in three rounds of four.
+        sure: whether the stock module won in three rounds of four, measured twice.
         where: dtype and rows, ``"bfloat16, 1024x512"``.
         problem: why it was not measured.
         for_want_of_time: whether another calibration may measure it.
@@ -125,47 +127,62 @@ def calibrate(model: nn.Module, known: Mapping[str, Finding] = _NOTHING) -> dict
     Returns:
         What was found or known of its modules.
     """
-    deadline = time.perf_counter() + BUDGET
+    time = Shares(BUDGET, _RUNS)
     found: dict[str, Finding] = {}
     seen: set[nn.Module] = set()
-    while True:
-        inside = {each for module in model.modules() for each in _does_work_of(module)}
-        # Children first: a layer is measured with the children that it will have.
-        todo = [
-            each
-            for each in reversed(list(model.modules()))
-            if rule_of(each) is not None and each not in inside and each not in seen
-        ]
-        if not todo:
-            return found
-        unknown = {key: each for each in todo if (key := _key(each)) not in found}
-        found |= {key: each for key, each in {**_FOUND, **known}.items() if key in unknown}
-        weights = {key: _weight(each) for key, each in unknown.items() if key not in found}
-        for module in todo:
-            finding = _obstacle(module)
-            key = _key(module)
-            if finding is None and (finding := found.get(key)) is None:
-                share = (deadline - time.perf_counter()) * _share(weights, key)
-                finding = found[key] = _measured(module, model, share)
-                if not finding.for_want_of_time:
-                    _FOUND[key] = finding
-            assert finding is not None
-            _TOLD[module] = finding
-            rule = rule_of(module)
-            if finding.stock_wins and rule is not None:
-                module.__class__ = rule.original
+    while todo := _to_decide(model, seen):
+        _decide(model, todo, found, {**_FOUND, **known}, time)
         seen.update(todo)
+    late = [each for each in seen if (told(each) or Finding()).for_want_of_time]
+    if late and time.left() > 0:  # what the others have left over
+        _decide(model, late, found, {}, time)
+    return found
 
 
-def _weight(module: nn.Module) -> float:
-    """Return how much of the time a module gets: products need more rows than norms, and longer."""
-    return 100.0 + sum(each.numel() for each in module.parameters()) ** 0.5
+def _to_decide(model: nn.Module, seen: set[nn.Module]) -> list[nn.Module]:
+    """Return the patched modules that do work of their own now, and were not asked yet."""
+    inside = {each for module in model.modules() for each in _does_work_of(module)}
+    return [
+        each
+        for each in model.modules()
+        if rule_of(each) is not None and each not in inside and each not in seen
+    ]
 
 
-def _share(weights: dict[str, float], key: str) -> float:
-    """Return which share of the time left is for ``key``; the rest is for those after it."""
-    total = sum(weights.values())
-    return weights.pop(key) / total if key in weights else 0.0
+def _decide(
+    model: nn.Module,
+    modules: list[nn.Module],
+    found: dict[str, Finding],
+    known: Mapping[str, Finding],
+    time: Shares,
+) -> None:
+    """Measure what is not known of some modules, tell each, and let stock ones stay that win."""
+    keys = {each: _key(each) for each in sorted(modules, key=_size)}
+    sizes = {key: _size(each) for each, key in keys.items()}
+    found |= {key: known[key] for key in sizes.keys() & known.keys() - found.keys()}
+    done = {key for key, each in found.items() if not each.for_want_of_time}
+    time.plan({key: size for key, size in sizes.items() if key not in done})
+    for module, key in keys.items():
+        finding = _obstacle(module)
+        if finding is None:
+            if key not in done:
+                done.add(key)
+                found[key] = _measured(module, model, time.take(key), time)
+                if not found[key].for_want_of_time:
+                    _FOUND[key] = found[key]
+            finding = found[key]
+        _TOLD[module] = finding
+        rule = rule_of(module)
+        if finding.stock_wins and rule is not None:
+            module.__class__ = rule.original
+
+
+def _size(module: nn.Module) -> int:
+    """Return the number of weights that ``module`` reads itself, without the children it calls."""
+    apart = {
+        each for child in called(module, set(_does_work_of(module))) for each in child.parameters()
+    }
+    return sum(each.numel() for each in module.parameters() if each not in apart)
 
 
 def _does_work_of(module: nn.Module) -> list[nn.Module]:
@@ -196,11 +213,18 @@ def _key(module: nn.Module) -> str:
             f"{cls.__module__}.{cls.__qualname__}",
             " ".join(shapes),
             " ".join(settings),
-            str(example.dtype).removeprefix("torch."),
+            _dtype(example),
             "training" if _trains(module) else "evaluation",
             device,
         )
     )
+
+
+def _dtype(example: torch.Tensor) -> str:
+    """Return the dtype of the weights, and that of autocast where it is on."""
+    own = str(example.dtype).removeprefix("torch.")
+    lower = autocast_dtype(example.device)
+    return own if lower is None else f"{own} under autocast to {str(lower).removeprefix('torch.')}"
 
 
 def _trains(module: nn.Module) -> bool:
@@ -211,16 +235,18 @@ def _trains(module: nn.Module) -> bool:
     )
 
 
-def _measured(module: nn.Module, model: nn.Module, share: float) -> Finding:
+def _measured(module: nn.Module, model: nn.Module, share: float, time: Shares) -> Finding:
     """Return what is found of a module in about ``share`` seconds; whatever it raises is told."""
     if share <= 0:
         return Finding(problem="the time for calibration was over", for_want_of_time=True)
     rule = rule_of(module)
     assert rule is not None
+    if resolution(rule.ops[0], rule.probe, module) is None:
+        return Finding(problem="torch's own kernel runs either way")
     devices = [like(module).device] if like(module).is_cuda else []
     try:
         with torch.random.fork_rng(devices):
-            return _Pair(module, rule, model).compare(share)
+            return _Pair(module, rule, model).compare(share, time)
     except UnknownError as error:
         return Finding(problem=str(error))
     except Exception as error:  # whatever a module wants that was not thought of
@@ -245,13 +271,24 @@ def _problem(module: nn.Module, rule: Rule) -> str | None:
         return "its parameters are on no device"
     if not all(map(plain_weight, parameters)) or any(hasattr(p, "ds_shape") for p in parameters):
         return "its parameters are not plain tensors"
+    if any(_drops(module, name) for name in absorbed(module) if "." in name):
+        # At the end of a child, which would be replayed with it.
+        return "it does the dropout of its children"
     for name, each in module.named_modules():
         reason = hooks_obstacle(name or "it", each)
         if reason is not None:
             return reason
-    if resolution(rule.ops[0], rule.probe, module) is None:
-        return "torch's own kernel runs either way"
     return global_hooks()
+
+
+def _drops(module: nn.Module, name: str) -> bool:
+    child = module.get_submodule(name)
+    return isinstance(child, nn.Dropout) and child.training and child.p > 0
+
+
+def _too_long(rows: int, seconds: float, take: str) -> Finding:
+    took = f"{rows} rows {take} {1e3 * seconds:.1f} ms"
+    return Finding(problem=f"{took}, more than there was time for", for_want_of_time=True)
 
 
 class _Pair:
@@ -273,25 +310,34 @@ class _Pair:
         self.kwargs: dict[str, Any] = {}
         self.grad: torch.Tensor | None = None
 
-    def compare(self, share: float) -> Finding:
+    def compare(self, share: float, time: Shares) -> Finding:
         """Time both in turns, on as many rows as fit into ``share`` seconds."""
         clock = clock_for(like(self.module).device)
-        affordable = share / (2 * (ROUNDS + 1))
+        affordable, size = share / time.runs, _size(self.module)
+        if time.expected(size) > affordable:
+            return _too_long(_FEWEST_ROWS, time.expected(size), "would take about")
         for rows in (_PROBED_ROWS, _FEWEST_ROWS):
             self._give(rows)
             seconds = max(self._once(clock, name) for name in (_STOCK, _PATCHED))
+            time.learn(size, seconds)
             if seconds > affordable:
-                took = f"{rows} rows take {1e3 * seconds:.0f} ms, more than there was time for"
-                return Finding(problem=took, for_want_of_time=True)
+                return _too_long(rows, seconds, "take")
         while 2 * rows <= _MOST_ROWS and 2 * seconds <= affordable:
             rows, seconds = 2 * rows, 2 * seconds
         self._give(rows)
+        speed_up, lost = self._measure(clock)
+        if lost:  # it is heard twice
+            again, lost = self._measure(clock)
+            speed_up = max(speed_up, again)
+        where = f"{_dtype(like(self.module))}, {rows}x{width(self.module, self.model)}"
+        return Finding(speed_up, lost, where)
+
+    def _measure(self, clock: Clock) -> tuple[float, bool]:
+        """Return time of stock divided by patched, and whether stock won in most rounds."""
         variants = [self._variant(name) for name in (_STOCK, _PATCHED)]
         timing = measure(variants, _Known(clock), Plan(ROUNDS, ROUNDS, 0.0))
         ratio = timing.ratio(_STOCK, _PATCHED)
-        dtype = str(like(self.module).dtype).removeprefix("torch.")
-        where = f"{dtype}, {rows}x{width(self.module, self.model)}"
-        return Finding(ratio.median, ratio.q3 < 1, where)
+        return ratio.median, ratio.q3 < 1
 
     def _give(self, rows: int) -> None:
         """Make the arguments for so many rows, and the gradient of what comes out."""

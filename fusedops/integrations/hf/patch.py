@@ -77,7 +77,8 @@ def patch(
             changes rounding is there yet).
         strict: raise where a module has a rule but cannot be replaced, or if none has a rule.
         calibrate: measure each class and shape of module here, patched and stock, in the model's
-            dtype, and leave the stock one where it is faster. Takes at most about two seconds
+            dtype (under autocast where it is on now), and leave the stock one where it is faster.
+            Takes at most about two seconds
             for a model: rows are as many as there is time for, and what there is no time for
             stays patched. What was measured is known for the rest of the process; the path of a
             file keeps it: what is in the file is not measured again, the rest is added to it.
