@@ -1,19 +1,23 @@
-"""The measurements under ``bench/results`` as README.md shows them: a chart and two tables."""
+"""The measurements under ``bench/results`` as README.md and the page of whole models show them."""
 
 from __future__ import annotations
 
 import csv
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fusedops.cli.bench import svg
+from fusedops.cli.bench import models_report, svg
+from fusedops.cli.bench.model_zoo import FAMILIES
+from fusedops.cli.bench.results import Record, load_json
 from fusedops.specs import Spec
 
 RESULTS = Path(__file__).resolve().parent.parent / "bench" / "results"
 DTYPES = ("float32", "bfloat16")
 DIRECTIONS = ("forward", "both")
+MODEL_DTYPES = ("float32", "bfloat16", "float16")
 
 Row = dict[str, str]
 # (dtype, direction, variant) -> the row of an op's first headline size
@@ -59,6 +63,62 @@ def chart(specs: Iterable[Spec]) -> str:
     where = folder.name if folder is not None else "nowhere"
     title = f"Times faster than eager, bfloat16, forward and backward ({where})"
     return svg.bars(title, [svg.Bar(op, ours, other) for ours, other, op in bars])
+
+
+def models_table() -> str:
+    """Return the whole models' rows of each machine: times of the fastest other by ours."""
+    blocks = []
+    for record in _model_records():
+        names = [each for each in MODEL_DTYPES if any(row.dtype == each for row in record.rows)]
+        threads = f", {record.machine['threads']} threads" if record.machine["threads"] else ""
+        lines = [
+            f"{record.machine['name']} ({record.machine['slug']}){threads}, torch "
+            f"{record.versions['torch']}, {record.settings['allocator']} allocator on all sides: "
+            "times faster than the fastest other (`compile` where that was it), and the quartiles.",
+            "",
+            f"| model | mode | {' | '.join(names)} |",
+            "|---|---|" + "---:|" * len(names),
+        ]
+        cells: dict[tuple[str, str], dict[str, str]] = {}
+        for row in record.rows:
+            if row.lead is not None and row.trusted:
+                size = row.case.split(", ")[-1]
+                rival = " `compile`" if row.rival == "compile" else ""
+                spread = f"({row.lead_q1:.2f}-{row.lead_q3:.2f})"
+                line = cells.setdefault((row.op, f"{row.direction} {size}"), {})
+                line[row.dtype] = f"{row.lead:.2f} {spread}{rival}"
+        lines += [
+            f"| {model} | {mode} | {' | '.join(line.get(name, '') for name in names)} |"
+            for (model, mode), line in cells.items()
+        ]
+        picture = (
+            f"![Whole models on {record.machine['slug']}](models-{record.machine['slug']}.svg)"
+        )
+        blocks.append("\n".join([*lines, "", picture]))
+    return "\n\n".join(blocks) or "No measurement is committed yet."
+
+
+def model_charts() -> dict[str, str]:
+    """Return a picture per machine, by the name of its file: bfloat16 rows beside eager."""
+    charts = {}
+    for record in _model_records():
+        rows = tuple(row for row in record.rows if row.dtype == "bfloat16" and row.trusted)
+        name = f"models-{record.machine['slug']}.svg"
+        charts[name] = models_report.chart(replace(record, rows=rows))
+    return charts
+
+
+def _model_records() -> list[Record]:
+    """Return one record per machine, with the rows of all of its files, in the families' order."""
+    found = []
+    for folder in sorted(each for each in RESULTS.glob("*") if each.is_dir()):
+        records = [load_json(path) for path in sorted(folder.glob("models-*.json"))]
+        rows = [row for record in records for row in record.rows]
+        if rows:
+            order = {name: number for number, name in enumerate(FAMILIES)}
+            rows.sort(key=lambda row: order.get(row.op, len(order)))
+            found.append(replace(records[0], rows=tuple(rows)))
+    return found
 
 
 def demo_table() -> str:
