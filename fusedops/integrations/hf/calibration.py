@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -403,12 +403,3 @@ class _Known:
             return self.clock.repeat(variant)
         seconds, _ = self.clock.sample(variant, 1)
         return min(LONGEST_REPEAT, int(SHORTEST_SAMPLE / max(seconds, 1e-7)) + 1)
-
-
-def measured(model: nn.Module) -> Sequence[tuple[str, str, Finding]]:
-    """Return name and class of each module that was asked about, with what was found."""
-    return [
-        (name, type(module).__name__, finding)
-        for name, module in model.named_modules()
-        if (finding := told(module)) is not None
-    ]
