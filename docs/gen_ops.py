@@ -1,4 +1,4 @@
-"""Writes the page of each op, and the generated tables and chart of README.md.
+"""Writes the page of each op, and the generated tables and charts of README.md and bench_models.md.
 
     python docs/gen_ops.py
 
@@ -44,6 +44,10 @@ def main() -> None:
     text = _replace(text, "demo", results.demo_table())
     readme.write_text(text)
     (ROOT / "docs" / "measured.svg").write_text(results.chart(specs.values()))
+    page = ROOT / "docs" / "bench_models.md"
+    page.write_text(_replace(page.read_text(), "models", results.models_table()))
+    for name, picture in results.model_charts().items():
+        (ROOT / "docs" / name).write_text(picture)
     print(f"wrote {len(specs)} pages to {PAGES.relative_to(ROOT)} and the tables of README.md")
 
 

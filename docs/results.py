@@ -1,18 +1,23 @@
-"""The measurements under ``bench/results`` as README.md shows them: a chart and two tables."""
+"""The measurements under ``bench/results`` as README.md and the page of whole models show them."""
 
 from __future__ import annotations
 
 import csv
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fusedops.cli.bench import models_report, svg
+from fusedops.cli.bench.model_zoo import FAMILIES
+from fusedops.cli.bench.results import Record, load_json
 from fusedops.specs import Spec
 
 RESULTS = Path(__file__).resolve().parent.parent / "bench" / "results"
 DTYPES = ("float32", "bfloat16")
 DIRECTIONS = ("forward", "both")
+MODEL_DTYPES = ("float32", "bfloat16", "float16")
 
 Row = dict[str, str]
 # (dtype, direction, variant) -> the row of an op's first headline size
@@ -55,43 +60,65 @@ def chart(specs: Iterable[Spec]) -> str:
     folder, headlines = _measured(specs)
     found = {op: _speedups(rows, "bfloat16", "both") for op, rows in headlines.items()}
     bars = sorted(((ours, other, op) for op, (ours, other) in found.items() if ours), reverse=True)
-    left, right, top, step, thick = 190, 60, 46, 24, 11
-    width = 760
-    height = top + step * len(bars) + 10
-    scale = (width - left - right) / max((ours for ours, _, _ in bars), default=1.0)
     where = folder.name if folder is not None else "nowhere"
     title = f"Times faster than eager, bfloat16, forward and backward ({where})"
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img"'
-        f' aria-label="{title}" font-family="sans-serif" font-size="12">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-        f'<text x="10" y="20" font-size="14" fill="#222">{title}</text>',
-        f'<rect x="{left}" y="29" width="10" height="9" fill="#1f6fb4"/>',
-        f'<text x="{left + 15}" y="38" fill="#222">fusedops</text>',
-        f'<rect x="{left + 95}" y="29" width="10" height="9" fill="#b9c2cb"/>',
-        f'<text x="{left + 110}" y="38" fill="#222">torch.compile</text>',
-    ]
-    for index, (ours, other, op) in enumerate(bars):
-        y = top + step * index
-        parts += [
-            f'<text x="{left - 8}" y="{y + 12}" text-anchor="end" fill="#222">{op}</text>',
-            f'<rect x="{left}" y="{y}" width="{ours * scale:.1f}" height="{thick}"'
-            ' fill="#1f6fb4"/>',
-            f'<text x="{left + ours * scale + 5:.1f}" y="{y + 10}" fill="#222">{ours:.2f}</text>',
+    return svg.bars(title, [svg.Bar(op, ours, other) for ours, other, op in bars])
+
+
+def models_table() -> str:
+    """Return the whole models' rows of each machine: times of the fastest other by ours."""
+    blocks = []
+    for record in _model_records():
+        names = [each for each in MODEL_DTYPES if any(row.dtype == each for row in record.rows)]
+        threads = f", {record.machine['threads']} threads" if record.machine["threads"] else ""
+        lines = [
+            f"{record.machine['name']} ({record.machine['slug']}){threads}, torch "
+            f"{record.versions['torch']}, {record.settings['allocator']} allocator on all sides: "
+            "times faster than the fastest other (`compile` where that was it), and the quartiles.",
+            "",
+            f"| model | mode | {' | '.join(names)} |",
+            "|---|---|" + "---:|" * len(names),
         ]
-        if other:
-            parts.append(
-                f'<rect x="{left}" y="{y + thick}" width="{other * scale:.1f}" height="5"'
-                ' fill="#b9c2cb"/>'
-            )
-    x = left + scale
-    parts += [
-        f'<line x1="{x:.1f}" y1="{top - 4}" x2="{x:.1f}" y2="{height - 6}" stroke="#c0392b"'
-        ' stroke-dasharray="3 3"/>',
-        f'<text x="{x + 3:.1f}" y="{height - 1}" font-size="10" fill="#c0392b">eager</text>',
-        "</svg>",
-    ]
-    return "\n".join(parts) + "\n"
+        cells: dict[tuple[str, str], dict[str, str]] = {}
+        for row in record.rows:
+            if row.lead is not None and row.trusted:
+                size = row.case.split(", ")[-1]
+                rival = " `compile`" if row.rival == "compile" else ""
+                spread = f"({row.lead_q1:.2f}-{row.lead_q3:.2f})"
+                line = cells.setdefault((row.op, f"{row.direction} {size}"), {})
+                line[row.dtype] = f"{row.lead:.2f} {spread}{rival}"
+        lines += [
+            f"| {model} | {mode} | {' | '.join(line.get(name, '') for name in names)} |"
+            for (model, mode), line in cells.items()
+        ]
+        picture = (
+            f"![Whole models on {record.machine['slug']}](models-{record.machine['slug']}.svg)"
+        )
+        blocks.append("\n".join([*lines, "", picture]))
+    return "\n\n".join(blocks) or "No measurement is committed yet."
+
+
+def model_charts() -> dict[str, str]:
+    """Return a picture per machine, by the name of its file: bfloat16 rows beside eager."""
+    charts = {}
+    for record in _model_records():
+        rows = tuple(row for row in record.rows if row.dtype == "bfloat16" and row.trusted)
+        name = f"models-{record.machine['slug']}.svg"
+        charts[name] = models_report.chart(replace(record, rows=rows))
+    return charts
+
+
+def _model_records() -> list[Record]:
+    """Return one record per machine, with the rows of all of its files, in the families' order."""
+    found = []
+    for folder in sorted(each for each in RESULTS.glob("*") if each.is_dir()):
+        records = [load_json(path) for path in sorted(folder.glob("models-*.json"))]
+        rows = [row for record in records for row in record.rows]
+        if rows:
+            order = {name: number for number, name in enumerate(FAMILIES)}
+            rows.sort(key=lambda row: order.get(row.op, len(order)))
+            found.append(replace(records[0], rows=tuple(rows)))
+    return found
 
 
 def demo_table() -> str:

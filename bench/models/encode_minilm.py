@@ -27,7 +27,8 @@ from transformers import AutoTokenizer, BertModel
 from transformers.utils import logging as transformers_logging
 
 import fusedops
-from fusedops.cli import files, timer
+from fusedops._core import timer
+from fusedops.cli import files
 from fusedops.cli.bench import machine
 from fusedops.cli.files import UserError
 

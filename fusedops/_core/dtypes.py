@@ -61,6 +61,33 @@ def error_budget(
     return 2.0 * eager_error + spacing + accumulated
 
 
+def rms_budget(
+    eager: torch.Tensor, truth: torch.Tensor, dtype: torch.dtype, *, depth: int = 1
+) -> float:
+    """Return the root mean square error that a whole result may have.
+
+    The rule of ``error_budget`` for the mean instead of each element: what half precision does to
+    single gradients of a whole model is luck, and the largest of few elements is luck too.
+
+    Args:
+        eager: as there.
+        truth: as there.
+        dtype: as there.
+        depth: as there.
+    """
+    if truth.numel() == 0:
+        return 0.0
+    eager_error = rms(eager.double() - truth)
+    spacing = torch.finfo(dtype).eps * rms(truth)
+    accumulated = 4.0 * torch.finfo(statistics_dtype(dtype)).eps * max(rms(truth), 1.0) * depth**0.5
+    return 2.0 * eager_error + spacing + accumulated
+
+
+def rms(values: torch.Tensor) -> float:
+    """Return the root mean square of ``values``."""
+    return float(values.double().square().mean().sqrt())
+
+
 def ulps(actual: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
     """Return the error of ``actual`` against float64 ``truth`` in units of its last place.
 

@@ -26,6 +26,9 @@ _SECONDS = 24.0
 
 def doctor(
     device: Annotated[str, typer.Option(help="cpu or cuda; default: every one that is here.")] = "",
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Also measure products and ops beside torch's.")
+    ] = False,
 ) -> None:
     """Tell what is installed, what each op runs on, whether it is right, and what costs speed.
 
@@ -50,6 +53,8 @@ def doctor(
         for each in devices:
             out.print(Rule(f"ops on {each.type}", align="left"))
             failed += _show_ops(out, each)
+            if calibrate:
+                _show_speed(out, each)
     if failed:
         _show_conclusion(out, failed)
     with files.one_line_errors():
@@ -174,6 +179,16 @@ def _show_ops(out: Console, device: torch.device) -> list[Outcome]:
         f"  {checks} calls compared with float64, values and gradients, in {total:.1f} s{rest}"
     )
     return [outcome for outcome in outcomes if outcome.failures]
+
+
+def _show_speed(out: Console, device: torch.device) -> None:
+    """Print how fast products and ops are on a device beside torch's, and what they run on."""
+    from rich.rule import Rule
+
+    from fusedops.cli import calibrate
+
+    out.print(Rule(f"speed on {device.type}", align="left"))
+    calibrate.show(out, device)
 
 
 def _show_conclusion(out: Console, failed: list[Outcome]) -> None:

@@ -119,6 +119,11 @@ def test_rows_say_what_was_measured(known: None, tmp_path: Path) -> None:
         assert row.limit_share == pytest.approx(row.gb_per_s)
         assert row.samples >= 1 and row.q1_us <= row.median_us <= row.q3_us
         assert row.host_us is not None and row.host_us > 0
+        ours = rows["fusedops", direction]
+        others = {who: rows[who, direction].median_us for who in ("eager", "peer")}
+        assert ours.rival == min(others, key=lambda who: others[who])
+        assert row.lead is None and ours.lead is not None and ours.lead_q1 is not None
+        assert ours.lead_q1 <= ours.lead <= (ours.lead_q3 or 0.0)
     assert rows["eager", "forward"].peak_bytes == size
     assert rows["peer", "forward"].peak_bytes == 2 * size
     # exp in float32 is right to about one unit in the last place.

@@ -17,6 +17,8 @@ from typer.testing import CliRunner
 
 from fusedops._core import backends, tuning
 from fusedops._core.architecture import architecture
+from fusedops._core.timer import CpuClock, Timing
+from fusedops.cli import calibrate
 from fusedops.cli.main import app
 from fusedops.cli.selftest import check_op
 from fusedops.specs import all_specs
@@ -203,3 +205,50 @@ def test_it_tells_which_tuning_table_is_in_force(
     output = doctor()
     assert f"no table for {found}" in output and f"{path} is ignored: it is for cpu-other" in output
     backends._put_in_force(CPU, before)
+
+
+def test_calibrate_shows_rates_ratios_and_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrate, "PRODUCTS", ((64, 32, 48), (4, 32, 48)))
+    monkeypatch.setattr(calibrate, "OPS", ("gelu",))
+    case = next(each for each in all_specs()["gelu"].bench_cases if not each.headline)
+    small = replace(case, label="4x8", make=lambda device, dtype: _tiny(device, dtype))
+    specs = {"gelu": replace(all_specs()["gelu"], bench_cases=(replace(small, headline=True),))}
+    monkeypatch.setattr("fusedops.specs.all_specs", lambda: specs)
+    monkeypatch.setattr(calibrate, "all_specs", lambda: specs)
+    done = CliRunner().invoke(app, ["doctor", "--device", "cpu", "--calibrate"])
+    assert done.exit_code == 0, done.output
+    lines = [line.split("\u2502") for line in done.stdout.splitlines() if "\u2502" in line]
+    rows = {(cells[1].strip(), cells[2].strip()): cells[3:-1] for cells in lines}
+    for dtype in ("float32", "bfloat16", "float16"):
+        for size in ("linear 64x32->48", "linear 4x32->48"):
+            ours, torchs, ratio, runs_on = (cell.strip() for cell in rows[size, dtype])
+            assert float(ours) >= 0 and float(torchs) >= 0
+            assert float(ratio.rstrip("?")) > 0 and runs_on in ("cpp", "torch")
+        ratio, runs_on = (cell.strip() for cell in rows["gelu 4x8", dtype])
+        assert float(ratio.rstrip("?")) > 0 and runs_on in ("cpp", "torch")
+
+
+def _tiny(device: torch.device, dtype: torch.dtype) -> Any:
+    return all_specs()["gelu"].samples(device, dtype)[0]
+
+
+def test_rates_are_of_the_work_that_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(*_: Any) -> Timing:
+        return Timing({"eager": [2e-3] * 3, "fusedops": [1e-3] * 3}, contended(False), least=1)
+
+    def contended(state: bool) -> dict[str, list[bool]]:
+        return {"eager": [state] * 3, "fusedops": [state] * 3}
+
+    monkeypatch.setattr(calibrate, "measure", measure)
+    rate = calibrate.product_rate("linear", (16, 32, 64), torch.float32, CPU, CpuClock())
+    assert rate.ratio == 2.0 and rate.trusted
+    assert rate.gflops == pytest.approx((2 * 16 * 32 * 64 / 1e6, 2 * 16 * 32 * 64 / 2e6))
+
+
+def test_what_a_dtype_cannot_run_has_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("not implemented for 'Half'")
+
+    monkeypatch.setattr(calibrate, "linear_act", refuse)
+    rate = calibrate.product_rate("linear", (16, 32, 64), torch.float16, CPU, CpuClock())
+    assert rate.ratio is None and rate.problem == "not implemented for 'Half'"

@@ -21,6 +21,8 @@ import torch
 import fusedops
 from fusedops._core import backends, env, extension, tuning
 from fusedops._core.architecture import architecture
+from fusedops.specs import all_specs
+from fusedops.specs.comparison import difference_from_truth, fresh, run
 
 CPU = torch.device("cpu")
 ORDER = {"cpu": ("cpp", "torch"), "cuda": ("cuda", "triton", "torch")}
@@ -396,3 +398,47 @@ def test_the_environment_puts_a_table_in_force(tables: SimpleNamespace) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "{('layer_norm', 'torch'): 1, ('layer_norm', 'cpp'): 1}"
     assert done.stderr == ""
+
+
+PRODUCTS = ("linear_act", "linear_glu", "mlp", "baddbmm", "grouped_mm", "moe_mlp")
+
+
+@native
+@pytest.mark.parametrize("op", PRODUCTS)
+def test_a_shipped_table_may_name_torchs_product(op: str, tables: SimpleNamespace) -> None:
+    spec = all_specs()[op]
+    entries = [
+        entry(op=name, dtype="float32", size_class=size)
+        for name in (op, f"{op}_backward")
+        for size in range(24)
+    ]
+    write(tables.shipped, table(*entries))
+    assert not tables.load().ignored
+    given = next(each for each in spec.samples(CPU, torch.float32) if each.leaves)
+    fusedops.reset_counters()
+    found = run(spec.op, fresh(given))
+    ran = {key for key in fusedops.counters() if key[0].removesuffix("_backward") == op}
+    assert ran == {(op, "torch"), (f"{op}_backward", "torch")}
+    assert difference_from_truth(found, spec, given) is None
+    # A table of another architecture says nothing here.
+    tables.shipped.unlink()
+    write(tables.shipped.with_name("cpu-other.json"), table(*entries, architecture="cpu-other"))
+    tables.load()
+    fusedops.reset_counters()
+    run(spec.op, fresh(given))
+    assert (op, "cpp") in fusedops.counters() and (op, "torch") not in fusedops.counters()
+
+
+@native
+def test_a_patched_layer_obeys_the_table_for_its_product(tables: SimpleNamespace) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(32, 16), torch.nn.Tanh())
+    report = fusedops.patch(model)
+    assert report["0"].backend == "cpp"
+    x = torch.randn(4, 32)  # 2^7 elements
+    want = model(x)
+    write(tables.shipped, table(entry(op="linear_act", size_class=7)))
+    tables.load()
+    fusedops.reset_counters()
+    torch.testing.assert_close(model(x), want)
+    model(torch.randn(64, 32))
+    assert fusedops.counters() == {("linear_act", "torch"): 1, ("linear_act", "cpp"): 1}

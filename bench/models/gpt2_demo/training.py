@@ -21,7 +21,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import fusedops
-from fusedops.cli import timer
+from fusedops._core import timer
 from fusedops.cli.bench.memory import peak_bytes
 from fusedops.integrations import PatchReport
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fusedops._core import dtypes
+from fusedops._core.timer import Clock, CpuClock, Plan, Timing, Variant, measure
 from fusedops.cli.bench.contenders import (
     COMPILE,
     EAGER,
@@ -17,11 +18,11 @@ from fusedops.cli.bench.contenders import (
     Contender,
     backend_of,
     contenders,
+    is_ours,
 )
 from fusedops.cli.bench.limits import Limits
 from fusedops.cli.bench.memory import peak_bytes
 from fusedops.cli.bench.results import DIRECTIONS, FORWARD, Row
-from fusedops.cli.timer import Clock, CpuClock, Plan, Timing, Variant, measure
 from fusedops.specs import BenchCase, Sample, Spec, tensors_in
 
 # Above this many elements a float64 copy of all intermediates would not fit beside the rest.
@@ -242,7 +243,18 @@ def _row(
         error_max_ulps=error[0] if error else None,
         error_mean_ulps=error[1] if error else None,
         note=note,
+        **lead(timing, variant),
     )
+
+
+def lead(timing: Timing, variant: str) -> dict[str, Any]:
+    """Return the fields of a row that compare it with the fastest of those that are not ours."""
+    if not is_ours(variant):
+        return {}
+    others = [each for each in timing.rounds if not is_ours(each)]
+    rival = min(others, key=lambda each: timing.spread(each).median)
+    ratio = timing.ratio(rival, variant)
+    return {"rival": rival, "lead": ratio.median, "lead_q1": ratio.q1, "lead_q3": ratio.q3}
 
 
 def _variant(

@@ -6,11 +6,8 @@ itself does.
 
 from __future__ import annotations
 
-import contextlib
-import difflib
 import re
-import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fusedops.cli import files
+from fusedops.cli.bench import models_command, options
 
 if TYPE_CHECKING:
     import torch
@@ -25,9 +23,6 @@ if TYPE_CHECKING:
     from fusedops.cli.bench.compare import Change, Verdict
     from fusedops.cli.bench.results import Record
     from fusedops.specs import BenchCase, Spec
-
-_DTYPES = ("float32", "bfloat16", "float16", "float64")
-_ALLOCATORS = ("tuned", "system")
 
 
 class _DefaultGroup(typer.core.TyperGroup):
@@ -42,13 +37,17 @@ class _DefaultGroup(typer.core.TyperGroup):
 
 
 app = typer.Typer(
-    cls=_DefaultGroup, add_completion=False, help="Measure ops, compare two measurements, tune."
+    cls=_DefaultGroup,
+    add_completion=False,
+    help="Measure ops and whole models, compare two measurements, tune.",
 )
+app.command(cls=models_command.Command)(models_command.models)
 
 
 @app.command(
-    epilog="Also `fusedops bench compare BEFORE.json AFTER.json` (which rows became slower) and "
-    "`fusedops bench tune` (a table of the fastest backends here); both have --help."
+    epilog="Also `fusedops bench models` (whole models), `fusedops bench compare BEFORE.json "
+    "AFTER.json` (which rows became slower) and `fusedops bench tune` (a table of the fastest "
+    "backends here); all have --help."
 )
 def run(
     ops: Annotated[
@@ -57,7 +56,7 @@ def run(
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="All ops.")] = False,
     dtype: Annotated[
-        str, typer.Option(help=f"Comma-separated: {', '.join(_DTYPES)}.")
+        str, typer.Option(help=f"Comma-separated: {', '.join(options.DTYPES)}.")
     ] = "float32,bfloat16",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     sizes: Annotated[
@@ -119,12 +118,12 @@ def run(
             from fusedops.cli.bench import chart
 
             chart.check_installed()
-        names = _words(dtype, _DTYPES, "dtype")
-        _words(allocator, _ALLOCATORS, "allocator")
+        names = options.words(dtype, options.DTYPES, "dtype")
+        options.words(allocator, options.ALLOCATORS, "allocator")
         specs = _specs(ops or [])
         plan = _cases(specs, sizes, all_sizes, quick)
         only = _variants(specs, variants)
-        where = _device(device)
+        where = options.device(device)
         record, whole = _measure(
             plan,
             names,
@@ -172,7 +171,7 @@ def compare(
 def tune(
     ops: Annotated[str, typer.Option(help="Comma-separated ops to measure; default: all.")] = "",
     dtype: Annotated[
-        str, typer.Option(help=f"Comma-separated: {', '.join(_DTYPES)}.")
+        str, typer.Option(help=f"Comma-separated: {', '.join(options.DTYPES)}.")
     ] = "float32,bfloat16",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     out: Annotated[
@@ -195,14 +194,14 @@ def tune(
     """
     with files.one_line_errors():
         files.check_environment()
-        names = _words(dtype, _DTYPES, "dtype")
-        _words(allocator, _ALLOCATORS, "allocator")
+        names = options.words(dtype, options.DTYPES, "dtype")
+        options.words(allocator, options.ALLOCATORS, "allocator")
         from fusedops._core.architecture import architecture
         from fusedops.cli.bench import tuner
         from fusedops.specs import all_specs
 
-        specs = _specs(_words(ops, all_specs(), "ops") if ops else [])
-        where = _device(device)
+        specs = _specs(options.words(ops, all_specs(), "ops") if ops else [])
+        where = options.device(device)
         path = out or Path(f"{architecture(where)}.json")
         files.check_writable(path)
         table, notes = tuner.measure_table(
@@ -217,25 +216,6 @@ def tune(
         tuner.deliver(table, notes, path)
 
 
-def _words(text: str, known: Iterable[str], what: str) -> list[str]:
-    """Return the words of a comma-separated list; each must be known."""
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    if not words:
-        raise files.UserError(f"--{what} is empty; known: {', '.join(known)}")
-    for word in words:
-        _check_known(word, known, what)
-    return words
-
-
-def _check_known(word: str, known: Iterable[str], what: str) -> None:
-    choices = list(known)
-    if word in choices:
-        return
-    near = difflib.get_close_matches(word, choices, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]}? " if near else ""
-    raise files.UserError(f"unknown {what} {word!r}: {hint}known: {', '.join(choices)}")
-
-
 def _specs(ops: list[str]) -> list[Spec]:
     """Return the specs of ops, of layers, and of all in a group, in the order of the names."""
     from fusedops._core import backends
@@ -246,7 +226,7 @@ def _specs(ops: list[str]) -> list[Spec]:
     for name in ops:
         if name in backends.op_names() and name not in known:
             raise files.UserError(f"op {name!r} has no spec: write fusedops/specs/{name}.py")
-        _check_known(name, (*known, *LAYERS, *GROUPS), "op")
+        options.check_known(name, (*known, *LAYERS, *GROUPS), "op")
     chosen = [each for name in ops for each in members(name, known)]
     return [{**known, **LAYERS}[name] for name in dict.fromkeys(chosen or known)]
 
@@ -260,7 +240,7 @@ def _cases(
         exact = [(spec, case) for spec, case in every if case.label == sizes]
         if exact:
             return exact
-        wanted = _words(sizes, dict.fromkeys(_size(case) for _, case in every), "sizes")
+        wanted = options.words(sizes, dict.fromkeys(_size(case) for _, case in every), "sizes")
         return [(spec, case) for spec, case in every if _size(case) in wanted]
     plan = []
     for spec in specs:
@@ -280,38 +260,8 @@ def _variants(specs: list[Spec], text: str) -> list[str]:
 
     if not text:
         return []
-    return _words(text, dict.fromkeys(name for spec in specs for name in names(spec)), "variants")
-
-
-def _device(text: str) -> torch.device:
-    import torch
-
-    _check_known(text.partition(":")[0], ("cpu", "cuda"), "device")
-    try:
-        device = torch.device(text)
-    except RuntimeError:
-        raise files.UserError(f"unknown device {text!r}") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise files.UserError("device cuda was asked for, but this torch sees no CUDA device")
-    if device.type == "cuda":
-        if (device.index or 0) >= torch.cuda.device_count():
-            raise files.UserError(f"there is no device {text}")
-        torch.cuda.set_device(device)
-    return device
-
-
-@contextlib.contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
-    """Let SIGTERM, by which ``timeout`` and batch systems end a program, do what Ctrl-C does."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    known = dict.fromkeys(name for spec in specs for name in names(spec))
+    return options.words(text, known, "variants")
 
 
 def _measure(
@@ -331,12 +281,12 @@ def _measure(
     import torch
 
     from fusedops._core import host
+    from fusedops._core.timer import Plan, clock_for
     from fusedops.cli.bench import machine
     from fusedops.cli.bench.cases import Settings, host_overhead, run_case
     from fusedops.cli.bench.limits import measure_limits
     from fusedops.cli.bench.results import Record, Row, now
     from fusedops.cli.progress import steps
-    from fusedops.cli.timer import Plan, clock_for
 
     torch.set_num_threads(threads or host.physical_cores())
     if allocator == "tuned":
@@ -359,7 +309,7 @@ def _measure(
     notes: list[str] = []
     whole = True
     overhead: dict[tuple[str, torch.dtype], dict[tuple[str, str], float]] = {}
-    with steps(1 + len(plan) * len(dtypes)) as progress, _sigterm_interrupts():
+    with steps(1 + len(plan) * len(dtypes)) as progress, options.sigterm_interrupts():
         progress.say("limits of this machine")
         limits = measure_limits(device, dtypes, clock)
         progress.advance()
@@ -428,17 +378,7 @@ def _deliver(
         (results, lambda path: save_results(path, record)),
         (png_file, lambda path: chart.save(path, record)),
     ]
-    failures = []
-    for path, write in writers:
-        if path is None:
-            continue
-        try:
-            write(path)
-            out.print(f"wrote {path}", highlight=False, soft_wrap=True)
-        except files.UserError as error:
-            failures.append(str(error))
-    if failures:
-        raise files.UserError("; ".join(failures))
+    options.write_all(writers, out)
 
 
 def _show_verdict(verdict: Verdict, allowed: float) -> None:

@@ -44,11 +44,16 @@ class Contender:
     @property
     def ours(self) -> bool:
         """Whether fusedops computes it."""
-        return self.name.split(":")[0] == AUTOMATIC
+        return is_ours(self.name)
 
     def context(self) -> AbstractContextManager[Any]:
         """Return the context that forward and backward run in."""
         return backends.use_backend(self.backend) if self.backend else nullcontext()
+
+
+def is_ours(name: str) -> bool:
+    """Return whether fusedops computes what the contender of this name does."""
+    return name.split(":")[0] == AUTOMATIC
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fusedops.cli.timer import Clock, Plan, Variant, measure
+from fusedops._core.timer import Clock, Plan, Variant, measure
 
 _PLAN = Plan(least=5, most=15, seconds=0.4)
 

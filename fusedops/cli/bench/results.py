@@ -7,7 +7,7 @@ import datetime
 import io
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,11 @@ class Row:
     """One contender at one case in one direction. ``None``: not measured, or without meaning.
 
     Attributes:
-        op: the op's name.
+        op: the op's name, or the family of a whole model.
         case: the size, as the spec labels it.
         dtype: ``"float32"`` and so on.
-        direction: ``"forward"`` (recording for the backward), ``"backward"`` or ``"both"``.
+        direction: ``"forward"`` (recording for the backward), ``"backward"`` or ``"both"``; of a
+            whole model ``"training"``, ``"forward"`` (no gradient) or ``"decoding"``.
         variant: ``"eager"``, ``"compile"``, ``"fusedops"``, ``"fusedops:<backend>"`` or a peer.
         backend: the backend that really ran, empty where it is not fusedops.
         allocator: ``"tuned"`` or ``"system"``, the same for all rows of a record.
@@ -49,6 +50,10 @@ class Row:
         error_max_ulps: largest error against float64, in units of the last place.
         error_mean_ulps: mean error.
         note: why a figure is missing.
+        rival: of a row of fusedops, the fastest of those that are not ours.
+        lead: time of that rival divided by the row's, median of the rounds' ratios.
+        lead_q1: lower quartile of those ratios.
+        lead_q3: upper quartile.
     """
 
     op: str
@@ -76,6 +81,10 @@ class Row:
     error_max_ulps: float | None
     error_mean_ulps: float | None
     note: str = ""
+    rival: str = ""
+    lead: float | None = None
+    lead_q1: float | None = None
+    lead_q3: float | None = None
 
     @property
     def key(self) -> tuple[str, str, str, str, str]:
@@ -173,6 +182,17 @@ def save_results(folder: str | os.PathLike[str], record: Record) -> list[Path]:
         rows = [row for row in record.rows if (row.op, row.dtype) == (op, dtype)]
         written.append(target / f"{op}-{dtype}.csv")
         files.write_text(written[-1], to_csv(record, rows))
+    return written
+
+
+def save_model_results(folder: str | os.PathLike[str], record: Record) -> list[Path]:
+    """Write ``folder/<device>/models-<family>-<dtype>.json`` for each measured; return them."""
+    target = files.make_folder(Path(folder) / record.machine["slug"])
+    written = []
+    for family, dtype in dict.fromkeys((row.op, row.dtype) for row in record.rows):
+        rows = tuple(row for row in record.rows if (row.op, row.dtype) == (family, dtype))
+        written.append(target / f"models-{family}-{dtype}.json")
+        save_json(written[-1], replace(record, rows=rows))
     return written
 
 

@@ -35,7 +35,7 @@ def show(record: Record, out: Console) -> None:
         out.print(
             "* part of it stays in the last cache: may exceed the limit of memory", style="dim"
         )
-    for note in (*record.notes, *_warnings(record)):
+    for note in (*record.notes, *warnings(record)):
         out.print(Text(f"note: {note}", style="yellow"))
 
 
@@ -134,7 +134,7 @@ def _number(value: float | None) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _warnings(record: Record) -> list[str]:
+def warnings(record: Record) -> list[str]:
     """Return what the reader must know before trusting the times."""
     warnings = []
     discarded = sum(row.discarded for row in record.rows)

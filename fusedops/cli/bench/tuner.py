@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedops._core import backends, host, tuning
 from fusedops._core.architecture import architecture
+from fusedops._core.timer import Clock, Plan, Variant, clock_for, measure
 from fusedops.cli import files
 from fusedops.cli.bench import machine
 from fusedops.cli.bench.cases import tiny_sample
@@ -28,7 +29,6 @@ from fusedops.cli.bench.contenders import Call
 from fusedops.cli.bench.results import now
 from fusedops.cli.bench.table import console
 from fusedops.cli.progress import steps
-from fusedops.cli.timer import Clock, Plan, Variant, clock_for, measure
 from fusedops.specs import BenchCase, Sample, Spec
 
 # By how much another backend has to win: below it the next run could tell the contrary, and rows

@@ -146,6 +146,14 @@ def rule_of(module: nn.Module) -> Rule | None:
     return getattr(type(module), "fused_rule", None)
 
 
+def absorbed(module: nn.Module) -> set[str]:
+    """Return the names of the children whose work the fused forward of ``module`` does now."""
+    rule = rule_of(module)
+    if rule is None or rule.aside(module) is not None:
+        return set()
+    return (set(rule.absorbs) - set(rule.calls(module))).union(rule.inside(module))
+
+
 def subclass(
     original: type[nn.Module], forward: type[nn.Module], module_name: str, /, **attributes: Any
 ) -> type[nn.Module]:

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fusedops.cli import timer
-from fusedops.cli.timer import CpuClock, CudaClock, Plan, Spread, Timing, Variant, measure
+from fusedops._core import timer
+from fusedops._core.timer import CpuClock, CudaClock, Plan, Spread, Timing, Variant, measure
 
 
 class ScriptedClock:

@@ -1,0 +1,313 @@
+"""The models of ``fusedops bench models``: families of transformers in one size, weights random.
+
+Configurations are built here, nothing is downloaded. Dropout is 0, as in today's pre-training: a
+fused dropout draws other numbers than torch's, and values could not be compared.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+VOCABULARY = 8192
+CLASSES = 1000
+_PATCH = 16
+_SEED = 5
+
+Inputs = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large a model is, and what it reads.
+
+    Attributes:
+        hidden: width of the residual stream.
+        layers: of it; an encoder-decoder has as many of each.
+        batch: sequences, or images.
+        seq_len: tokens of each, or patches of an image (the nearest square).
+        steps: tokens that are generated in decoding.
+    """
+
+    hidden: int = 512
+    layers: int = 4
+    batch: int = 4
+    seq_len: int = 256
+    steps: int = 32
+
+    @property
+    def heads(self) -> int:
+        """Heads of 64, at least two."""
+        return max(2, self.hidden // 64)
+
+    @property
+    def label(self) -> str:
+        """What a row is called by."""
+        return f"{self.hidden}x{self.layers}, {self.batch}x{self.seq_len}"
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of transformers.
+
+    Attributes:
+        name: as ``--family`` has it.
+        model: name of the class, with a head and a loss.
+        config: name of its configuration's class.
+        options: of the configuration.
+        inputs: what the model reads, labels included.
+        kind: ``"causal"``, ``"encoder"``, ``"seq2seq"`` or ``"image"``.
+    """
+
+    name: str
+    model: str
+    config: str
+    options: Callable[[Size], dict[str, Any]]
+    inputs: Callable[[Size], Inputs]
+    kind: str
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it generates token by token with a cache."""
+        return self.kind in ("causal", "seq2seq")
+
+    def build(self, size: Size) -> nn.Module:
+        """Return the model in float32, the same at every call."""
+        import transformers
+
+        transformers.logging.set_verbosity_error()
+        torch.manual_seed(_SEED)
+        config = getattr(transformers, self.config)(**self.options(size))
+        return getattr(transformers, self.model)(config)
+
+    def batch(
+        self, size: Size, device: torch.device, dtype: torch.dtype, *, labels: bool
+    ) -> Inputs:
+        """Return what the model reads, on ``device``; pixels in ``dtype``.
+
+        Without ``labels`` an encoder-decoder reads what it would make of them.
+        """
+        given: Inputs = {
+            name: value.to(device, dtype) if value.is_floating_point() else value.to(device)
+            for name, value in self.inputs(size).items()
+        }
+        if not labels:
+            del given["labels"]
+            if self.kind == "seq2seq":
+                given["decoder_input_ids"] = given["input_ids"]
+        return given | ({"use_cache": False} if self.decodes else {})
+
+
+class Decoder:
+    """Generates given tokens with a cache, and keeps no state between two runs.
+
+    The tokens are fixed: two models that round differently would else soon read different texts.
+    The choice of the next token is made all the same, as ``generate`` would.
+    """
+
+    def __init__(self, family: Family, model: Any, size: Size, device: torch.device) -> None:
+        """Run the prompt (the encoder of an encoder-decoder) once."""
+        self.model = model
+        tokens = _tokens(size.batch, size.seq_len + size.steps, seed=11).to(device)
+        prompt, self.next = tokens[:, : size.seq_len], tokens[:, size.seq_len :]
+        self.fixed: Inputs = {}
+        self.name = "input_ids"
+        with torch.no_grad():
+            if family.kind == "seq2seq":
+                self.name = "decoder_input_ids"
+                self.fixed["encoder_outputs"] = model.get_encoder()(prompt)
+                prompt = prompt[:, :1]
+            found = self.model(**{self.name: prompt}, **self.fixed, use_cache=True)
+        self.cache = found.past_key_values
+
+    def prepare(self) -> Any:
+        """Return a cache of the prompt, to write on."""
+        return copy.deepcopy(self.cache)
+
+    @torch.no_grad()
+    def run(self, cache: Any) -> torch.Tensor:
+        """Return the logits ``[batch, steps, vocabulary]`` of all steps."""
+        logits = []
+        for step in range(self.next.shape[1]):
+            token = self.next[:, step : step + 1]
+            given = {self.name: token, **self.fixed}
+            output = self.model(**given, past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            output.logits[:, -1].argmax(-1)
+            logits.append(output.logits)
+        return torch.cat(logits, 1)
+
+
+def _tokens(batch: int, seq_len: int, *, seed: int) -> torch.Tensor:
+    # Not 0 and 1: families pad with the one or the other, and make masks of that.
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(2, VOCABULARY, (batch, seq_len), generator=generator)
+
+
+def _causal_inputs(size: Size) -> Inputs:
+    ids = _tokens(size.batch, size.seq_len, seed=7)
+    return {"input_ids": ids, "labels": ids}
+
+
+def _masked_inputs(size: Size) -> Inputs:
+    """Return tokens of which a sequence in two is padded by an eighth."""
+    ids = _tokens(size.batch, size.seq_len, seed=7)
+    mask = torch.ones_like(ids)
+    mask[1::2, size.seq_len - size.seq_len // 8 :] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def _image_inputs(size: Size) -> Inputs:
+    generator = torch.Generator().manual_seed(7)
+    pixels = torch.randn(size.batch, 3, _side(size), _side(size), generator=generator)
+    return {"pixel_values": pixels, "labels": torch.arange(size.batch) % CLASSES}
+
+
+def _side(size: Size) -> int:
+    return _PATCH * max(1, round(size.seq_len**0.5))
+
+
+def _text(size: Size) -> dict[str, Any]:
+    return {
+        "vocab_size": VOCABULARY,
+        "hidden_size": size.hidden,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": size.heads,
+        # RoBERTa counts its positions from the padding's index on.
+        "max_position_embeddings": size.seq_len + size.steps + 2,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
+
+
+def _inner(size: Size) -> int:
+    """Return the width of a gated layer, with as many weights as a plain one of four times."""
+    return 64 * -(-8 * size.hidden // (3 * 64))
+
+
+def _causal(name: str, prefix: str, head: str = "ForCausalLM", **changes: Any) -> Family:
+    """Return a causal family; a change that is a function gets the size."""
+
+    def options(size: Size) -> dict[str, Any]:
+        return _text(size) | {
+            key: value(size) if callable(value) else value for key, value in changes.items()
+        }
+
+    return Family(
+        name, f"{prefix}{head}", f"{prefix}Config", options, _causal_inputs, kind="causal"
+    )
+
+
+def _gated(name: str, prefix: str, **changes: Any) -> Family:
+    given = {
+        "intermediate_size": _inner,
+        "num_key_value_heads": lambda size: size.heads // 2,
+        "head_dim": lambda size: size.hidden // size.heads,
+    }
+    return _causal(name, prefix, **(given | changes))
+
+
+def _sparse(name: str, prefix: str, **changes: Any) -> Family:
+    return _gated(name, prefix, num_experts_per_tok=2, **changes)
+
+
+def _encoder(name: str, prefix: str) -> Family:
+    def options(size: Size) -> dict[str, Any]:
+        wide = {"intermediate_size": 4 * size.hidden}
+        none = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+        return _text(size) | wide | none
+
+    return Family(
+        name, f"{prefix}ForMaskedLM", f"{prefix}Config", options, _masked_inputs, kind="encoder"
+    )
+
+
+def _distilbert(size: Size) -> dict[str, Any]:
+    return {
+        "vocab_size": VOCABULARY,
+        "dim": size.hidden,
+        "hidden_dim": 4 * size.hidden,
+        "n_layers": size.layers,
+        "n_heads": size.heads,
+        "max_position_embeddings": size.seq_len,
+        "dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+
+
+def _t5(size: Size) -> dict[str, Any]:
+    return {
+        "vocab_size": VOCABULARY,
+        "d_model": size.hidden,
+        "d_kv": size.hidden // size.heads,
+        "d_ff": 4 * size.hidden,
+        "num_layers": size.layers,
+        "num_heads": size.heads,
+        "dropout_rate": 0.0,
+        "decoder_start_token_id": 0,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+    }
+
+
+def _vit(size: Size) -> dict[str, Any]:
+    return {
+        "hidden_size": size.hidden,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": size.heads,
+        "intermediate_size": 4 * size.hidden,
+        "image_size": _side(size),
+        "patch_size": _PATCH,
+        "num_labels": CLASSES,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+    }
+
+
+_NO_GPT2_DROPOUT: dict[str, Any] = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+_FOUR_TIMES: dict[str, Any] = {"intermediate_size": lambda size: 4 * size.hidden}
+_OPT: dict[str, Any] = {
+    "ffn_dim": lambda size: 4 * size.hidden,
+    "word_embed_proj_dim": lambda size: size.hidden,
+    "dropout": 0.0,
+}
+_EXPERTS_OF_HALF = {"num_experts": 8, "moe_intermediate_size": lambda size: _inner(size) // 2}
+_GEMMA2 = {"query_pre_attn_scalar": 64, "sliding_window": lambda size: size.seq_len // 2}
+
+FAMILIES = {
+    each.name: each
+    for each in (
+        _causal("gpt2", "GPT2", "LMHeadModel", **_NO_GPT2_DROPOUT),
+        _encoder("bert", "Bert"),
+        _gated("llama", "Llama"),
+        _gated("qwen3", "Qwen3"),
+        _sparse("mixtral", "Mixtral", num_local_experts=8),
+        Family("t5", "T5ForConditionalGeneration", "T5Config", _t5, _masked_inputs, kind="seq2seq"),
+        Family("vit", "ViTForImageClassification", "ViTConfig", _vit, _image_inputs, kind="image"),
+        _gated("mistral", "Mistral"),
+        _gated("qwen2", "Qwen2"),
+        _gated("gemma", "Gemma"),
+        _gated("gemma2", "Gemma2", **_GEMMA2),
+        _gated("phi3", "Phi3"),
+        _causal("opt", "OPT", **_OPT),
+        _causal("gpt_neox", "GPTNeoX", **_FOUR_TIMES),
+        _sparse("qwen3_moe", "Qwen3Moe", **_EXPERTS_OF_HALF),
+        _encoder("roberta", "Roberta"),
+        Family(
+            "distilbert",
+            "DistilBertForMaskedLM",
+            "DistilBertConfig",
+            _distilbert,
+            _masked_inputs,
+            kind="encoder",
+        ),
+    )
+}
+# What is measured unless families are named.
+HEADLINE = ("gpt2", "bert", "llama", "qwen3", "mixtral", "t5", "vit")

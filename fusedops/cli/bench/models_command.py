@@ -1,0 +1,315 @@
+"""The command line of ``fusedops bench models``.
+
+torch is imported inside the functions, as in ``command.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fusedops.cli import files
+from fusedops.cli.bench import options
+
+if TYPE_CHECKING:
+    import torch
+
+    from fusedops.cli.bench.model_zoo import Family, Size
+    from fusedops.cli.bench.results import Record
+
+# Of our rows to the fastest other: what two runs on a quiet machine differ by is below 3 %.
+RATIO = 0.97
+_JUDGE = "--fail-if-slower"
+
+
+class Command(typer.core.TyperCommand):
+    """The command, whose ``--fail-if-slower`` may stand without its number."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Put the number in where it is left out, and let click do the rest."""
+        filled: list[str] = []
+        for word, following in zip(args, [*args[1:], ""], strict=True):
+            filled.append(word)
+            if word == _JUDGE and (not following or following.startswith("-")):
+                filled.append(str(RATIO))
+        return super().parse_args(ctx, filled)
+
+
+def models(
+    family: Annotated[
+        str, typer.Option(help="Comma-separated: gpt2, bert, llama...; all; default: seven.")
+    ] = "",
+    mode: Annotated[
+        str, typer.Option(help="Comma-separated: training, forward, decoding.")
+    ] = "training,forward,decoding",
+    dtype: Annotated[
+        str, typer.Option(help=f"Comma-separated: {', '.join(options.DTYPES)}; of the weights.")
+    ] = "float32,bfloat16,float16",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    hidden: Annotated[int, typer.Option(min=16, help="Width; heads have 64.")] = 512,
+    layers: Annotated[int, typer.Option(min=1, help="Number of layers.")] = 4,
+    tokens: Annotated[
+        str,
+        typer.Option(
+            help="Sequences x tokens; decoding reads them as its prompt. Default: 4x256, float16 "
+            "on a CPU trains 1x64."
+        ),
+    ] = "",
+    steps: Annotated[int, typer.Option(min=1, help="Tokens that decoding generates.")] = 32,
+    compiled: Annotated[
+        bool | None,
+        typer.Option(
+            "--compile/--no-compile",
+            help="torch.compile of the stock model too; default: not on a CPU, where it takes "
+            "minutes.",
+        ),
+    ] = None,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Patch with calibrate=True.")
+    ] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Few samples, no memory: a first look.")
+    ] = False,
+    seconds: Annotated[
+        float, typer.Option(min=0.01, max=600, help="Time per model, mode and dtype.")
+    ] = 8.0,
+    threads: Annotated[
+        int, typer.Option(min=0, help="CPU threads; 0: one per physical core, on all sides.")
+    ] = 0,
+    allocator: Annotated[
+        str, typer.Option(help="tuned or system: C allocator settings, on all sides.")
+    ] = "tuned",
+    fail_if_slower: Annotated[
+        float | None,
+        typer.Option(
+            _JUDGE,
+            metavar="[RATIO]",
+            min=0.0,
+            help="Exit with 1 when a row of ours is below this ratio of the fastest other; "
+            f"{RATIO} where none is given.",
+        ),
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the record.")] = None,
+    csv_file: Annotated[Path | None, typer.Option("--csv", help="Write the rows.")] = None,
+    svg_file: Annotated[Path | None, typer.Option("--svg", help="Draw the rows.")] = None,
+    results: Annotated[
+        Path | None,
+        typer.Option(help="Write FOLDER/<device>/models-<family>-<dtype>.json."),
+    ] = None,
+) -> None:
+    """Measure whole models: stock, torch.compile of it, and patched, in turns, in one process.
+
+    Values are compared first, with float64: a row of ours that is wrong has no time, is named, and
+    makes the command exit with 1. Weights are random, nothing is downloaded: docs/bench_models.md.
+    """
+    with files.one_line_errors():
+        files.check_environment()
+        for path in (json_file, csv_file, svg_file):
+            if path is not None:
+                files.check_writable(path)
+        if results is not None:
+            files.make_folder(results)
+            files.check_writable(results / "probe.json")
+        names = options.words(dtype, options.DTYPES, "dtype")
+        options.words(allocator, options.ALLOCATORS, "allocator")
+        plan = _plan(family, mode, _size(hidden, layers, tokens, steps), quick)
+        where = options.device(device)
+        wanted = where.type != "cpu" if compiled is None else compiled
+        record, wrong, whole = _measure(
+            plan,
+            names,
+            where,
+            as_asked=bool(tokens),
+            compiled=wanted,
+            calibrate=calibrate,
+            quick=quick,
+            seconds=seconds,
+            threads=threads,
+            allocator=allocator,
+        )
+        _deliver(record, json_file, csv_file, svg_file, results)
+    failed = _judge(record, fail_if_slower)
+    if not whole:
+        raise typer.Exit(130)  # as a shell says of an interrupted command
+    if wrong or failed:
+        raise typer.Exit(1)
+
+
+def _size(hidden: int, layers: int, tokens: str, steps: int) -> Size:
+    _check_transformers()
+    from fusedops.cli.bench.model_zoo import Size
+
+    if hidden % 16:
+        raise files.UserError(f"--hidden must be a multiple of 16, got {hidden}")
+    if not tokens:
+        return Size(hidden, layers, steps=steps)
+    batch, _, seq_len = tokens.partition("x")
+    if not (batch.isdigit() and seq_len.isdigit() and int(batch) and int(seq_len) > 1):
+        raise files.UserError(f"--tokens must be sequences x tokens such as 4x256, got {tokens!r}")
+    return Size(hidden, layers, int(batch), int(seq_len), steps)
+
+
+def _check_transformers() -> None:
+    try:
+        import transformers  # noqa: F401
+    except ImportError:
+        raise files.UserError(
+            "the models come from transformers, which is not installed (pip install transformers)"
+        ) from None
+
+
+def _plan(family: str, mode: str, size: Size, quick: bool) -> list[tuple[Family, str, Size]]:
+    """Return what to measure, in order."""
+    from fusedops.cli.bench.model_zoo import FAMILIES, HEADLINE
+    from fusedops.cli.bench.models import MODES, sizes
+
+    chosen = list(HEADLINE)
+    if family:
+        found = options.words(family, (*FAMILIES, "all"), "family")
+        chosen = list(FAMILIES) if "all" in found else list(dict.fromkeys(found))
+    modes = options.words(mode, MODES, "mode")
+    if quick:
+        size = replace(size, steps=min(size.steps, 8))
+    plan = [
+        (FAMILIES[name], each, of)
+        for name in chosen
+        for each in modes
+        for of in sizes(FAMILIES[name], each, size)
+    ]
+    if not plan:
+        raise files.UserError(f"{', '.join(chosen)}: no decoder among them, nothing to measure")
+    return plan
+
+
+def _measure(
+    plan: list[tuple[Family, str, Size]],
+    names: list[str],
+    device: torch.device,
+    *,
+    as_asked: bool,
+    compiled: bool,
+    calibrate: bool,
+    quick: bool,
+    seconds: float,
+    threads: int,
+    allocator: str,
+) -> tuple[Record, list[str], bool]:
+    """Return what was measured, what is wrong, and whether that is all."""
+    import torch
+
+    from fusedops._core import host
+    from fusedops._core.timer import Plan, clock_for
+    from fusedops.cli.bench import machine
+    from fusedops.cli.bench.limits import measure_limits
+    from fusedops.cli.bench.models import Settings, affordable, label, patch, run_case
+    from fusedops.cli.bench.results import Record, Row, now
+    from fusedops.cli.progress import steps
+
+    torch.set_num_threads(threads or host.physical_cores())
+    if allocator == "tuned":
+        host.tune_host(threads=torch.get_num_threads())
+    dtypes = [getattr(torch, name) for name in names]
+    here, clock = machine.describe(device), clock_for(device)
+    timing = Plan(3, 7, seconds / 4) if quick else Plan(seconds=seconds)
+    rows: list[Row] = []
+    notes: list[str] = []
+    wrong: list[str] = []
+    whole = True
+    with steps(1 + len(plan) * len(dtypes)) as progress, options.sigterm_interrupts():
+        progress.say("limits of this machine")
+        limits = measure_limits(device, dtypes, clock)
+        progress.advance()
+        title = ""
+        try:
+            for family, mode, wanted in plan:
+                for each in dtypes:
+                    size = wanted if as_asked else affordable(mode, wanted, each, device)
+                    short = str(each).removeprefix("torch.")
+                    title = f"{family.name} {mode} {label(mode, size)} {short}"
+
+                    def say(what: str, title: str = title) -> None:
+                        progress.say(f"{title}: {what}")
+
+                    settings = Settings(
+                        device=device,
+                        plan=timing,
+                        compiled=compiled,
+                        memory=not quick,
+                        allocator=allocator,
+                        cache_bytes=here["cache_bytes"],
+                        say=say,
+                        patch=partial(patch, calibrate=calibrate),
+                    )
+                    found = run_case(family, mode, each, size, settings, limits, clock)
+                    rows += found.rows
+                    notes += found.notes
+                    wrong += found.wrong
+                    progress.advance()
+        except KeyboardInterrupt:
+            if not rows:
+                raise
+            whole = False
+            notes.append(f"interrupted at {title}: what was measured before is here")
+    if device.type == "cuda":
+        here["gpu_state_after"] = machine.gpu_state()
+    record = Record(
+        machine=here,
+        versions=machine.versions(),
+        git=machine.git_commit(),
+        settings={
+            "allocator": allocator,
+            "dtypes": names,
+            "seconds": timing.seconds,
+            "least_rounds": timing.least,
+            "most_rounds": timing.most,
+            "compile": compiled,
+            "patch": f"fusedops.patch(model{', calibrate=True' * calibrate})",
+        },
+        limits=asdict(limits),
+        rows=tuple(rows),
+        notes=(*notes, *(f"WRONG: {each}" for each in wrong)),
+        created=now(),
+    )
+    return record, wrong, whole
+
+
+def _deliver(
+    record: Record,
+    json_file: Path | None,
+    csv_file: Path | None,
+    svg_file: Path | None,
+    results: Path | None,
+) -> None:
+    """Show the record, then write what was asked for: a full disk must not cost the table."""
+    from fusedops.cli.bench import models_report
+    from fusedops.cli.bench.results import save_json, save_model_results, to_csv
+    from fusedops.cli.bench.table import console
+
+    out = console()
+    models_report.show(record, out)
+    writers: list[tuple[Path | None, Callable[[Path], object]]] = [
+        (json_file, lambda path: save_json(path, record)),
+        (csv_file, lambda path: files.write_text(path, to_csv(record, record.rows))),
+        (svg_file, lambda path: files.write_text(path, models_report.chart(record))),
+        (results, lambda path: save_model_results(path, record)),
+    ]
+    options.write_all(writers, out)
+
+
+def _judge(record: Record, ratio: float | None) -> bool:
+    """Print which rows are slower than asked for; return whether one is."""
+    if ratio is None:
+        return False
+    from fusedops.cli.bench import models_report
+    from fusedops.cli.bench.models import slower
+
+    below, doubtful = slower(record.rows, ratio)
+    judged = sum(row.lead is not None for row in record.rows) - len(doubtful)
+    for line in models_report.verdict(below, doubtful, ratio, judged):
+        print(line)
+    return bool(below)

@@ -1,0 +1,212 @@
+"""``fusedops doctor --calibrate``: on this machine, how fast ops are beside torch's, and on what.
+
+A first look at what ``patch(model, calibrate=True)`` decides module by module. ``fusedops bench``
+is the measurement to quote, and ``fusedops bench tune`` what puts its outcome in force.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+
+from fusedops._core import backends
+from fusedops._core.timer import Clock, Plan, Variant, clock_for, measure
+from fusedops.cli.bench.contenders import AUTOMATIC, EAGER, Call, Contender, backend_of
+from fusedops.cli.progress import steps
+from fusedops.ops.linear_act import linear_act
+from fusedops.specs import all_specs
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Rows, and the layer of 768 -> 3072 of a base model: a batch, and few tokens of decoding.
+PRODUCTS = ((1024, 768, 3072), (16, 768, 3072))
+# An op each of what patching replaces beside products, at the first size that the README quotes.
+OPS = (
+    *("gelu", "swiglu", "bias_dropout_add", "layer_norm", "rms_norm"),
+    *("add_layer_norm", "add_rms_norm", "rotary_embedding", "scaled_masked_softmax", "attention"),
+)
+_PLAN = Plan(least=3, most=9, seconds=0.15)
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Ours beside torch's.
+
+    Attributes:
+        what: product or op, with its size.
+        dtype: of its inputs.
+        ratio: time of torch's divided by ours.
+        trusted: whether nothing else disturbed it.
+        runs_on: the backends that ran.
+        gflops: of a product, ours and torch's in GFLOP/s.
+        problem: why it was not measured.
+    """
+
+    what: str
+    dtype: str
+    ratio: float | None = None
+    trusted: bool = True
+    runs_on: str = ""
+    gflops: tuple[float, float] | None = None
+    problem: str = ""
+
+
+def show(out: Console, device: torch.device) -> None:
+    """Measure products and ops on a device, and print a table of each (about half a minute)."""
+    clock = clock_for(device)
+    work = [*_products(device, clock), *_ops(device, clock)]
+    with steps(len(work)) as progress:
+        rates = []
+        for title, measured in work:
+            progress.say(title)
+            rates.append(measured())
+            progress.advance()
+    products = [each for each in rates if each.what.startswith("linear")]
+    out.print(_table("products: linear_act beside F.linear, forward", products))
+    others = [each for each in rates if each not in products]
+    out.print(_table("ops beside eager torch, forward and backward", others))
+    if not all(each.trusted for each in rates):
+        out.print("  ? other work on this machine disturbed it: measure again when it is quiet")
+    out.print(
+        "  above 1 ours is faster; fusedops.patch(model, calibrate=True) measures the modules of\n"
+        "  a model like this, and leaves alone what is slower here"
+    )
+
+
+Work = tuple[str, Callable[[], Rate]]
+
+
+def _products(device: torch.device, clock: Clock) -> Iterator[Work]:
+    for rows, columns, outputs in PRODUCTS:
+        for dtype in DTYPES:
+            what = f"linear {rows}x{columns}->{outputs}"
+
+            def measured(
+                what: str = what,
+                dtype: torch.dtype = dtype,
+                sizes: tuple[int, int, int] = (rows, columns, outputs),
+            ) -> Rate:
+                return product_rate(what, sizes, dtype, device, clock)
+
+            yield f"{what} {_short(dtype)}", measured
+
+
+def product_rate(
+    what: str,
+    sizes: tuple[int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    clock: Clock,
+) -> Rate:
+    """Return the rate of a linear layer, ours and torch's."""
+    rows, columns, outputs = sizes
+    x = torch.randn(rows, columns, device=device).to(dtype)
+    weight = torch.randn(outputs, columns, device=device).to(dtype)
+    bias = torch.randn(outputs, device=device).to(dtype)
+
+    def ours() -> torch.Tensor:
+        return linear_act(x, weight, bias, activation="identity")
+
+    def theirs() -> torch.Tensor:
+        return F.linear(x, weight, bias)
+
+    work = 2 * rows * columns * outputs
+    with torch.no_grad():
+        return _rate(what, dtype, ours, theirs, clock, work)
+
+
+def _ops(device: torch.device, clock: Clock) -> Iterator[Work]:
+    specs = all_specs()
+    for name in OPS:
+        case = next(each for each in specs[name].bench_cases if each.headline)
+        for dtype in DTYPES:
+
+            def measured(name: str = name, dtype: torch.dtype = dtype) -> Rate:
+                return op_rate(name, dtype, device, clock)
+
+            yield f"{name} {case.label} {_short(dtype)}", measured
+
+
+def op_rate(name: str, dtype: torch.dtype, device: torch.device, clock: Clock) -> Rate:
+    """Return how an op compares with what its spec calls eager, forward and backward."""
+    spec = all_specs()[name]
+    case = next(each for each in spec.bench_cases if each.headline)
+    what = f"{name} {case.label}"
+    try:
+        call = Call.of(spec, case.make(device, dtype))
+    except RuntimeError as error:
+        return Rate(what, _short(dtype), problem=_line(error))
+    return _rate(
+        what,
+        dtype,
+        lambda: call.backward(call.forward(spec.op)),
+        lambda: call.backward(call.forward(spec.eager)),
+        clock,
+        runs_on=backend_of(Contender(AUTOMATIC, spec.op), call),
+    )
+
+
+def _rate(
+    what: str,
+    dtype: torch.dtype,
+    ours: Callable[[], Any],
+    theirs: Callable[[], Any],
+    clock: Clock,
+    work: int = 0,
+    runs_on: str = "",
+) -> Rate:
+    before = backends.counters()
+    try:
+        ours()
+        after = backends.counters()
+        variants = [Variant(EAGER, lambda _: theirs()), Variant(AUTOMATIC, lambda _: ours())]
+        timing = measure(variants, clock, _PLAN)
+    except RuntimeError as error:
+        return Rate(what, _short(dtype), problem=_line(error))
+    ran = {backend for (op, backend), n in after.items() if n > before.get((op, backend), 0)}
+    rates = [work / timing.spread(name).median * 1e-9 for name in (AUTOMATIC, EAGER)]
+    return Rate(
+        what,
+        _short(dtype),
+        timing.ratio(EAGER, AUTOMATIC).median,
+        timing.trusted(EAGER) and timing.trusted(AUTOMATIC),
+        runs_on or "+".join(sorted(ran)),
+        (rates[0], rates[1]) if work else None,
+    )
+
+
+def _table(title: str, rates: list[Rate]) -> Table:
+    with_rates = any(each.gflops for each in rates)
+    table = Table(title=title, title_justify="left", header_style="bold")
+    table.add_column("", no_wrap=True)
+    table.add_column("dtype", no_wrap=True)
+    for name in ("ours GFLOP/s", "torch GFLOP/s") if with_rates else ():
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("x torch", justify="right", no_wrap=True)
+    table.add_column("runs on")
+    for each in rates:
+        if each.ratio is None:
+            table.add_row(each.what, each.dtype, *["-"] * (3 if with_rates else 1), each.problem)
+            continue
+        style = "green" if each.ratio > 1 else "red"
+        table.add_row(
+            each.what,
+            each.dtype,
+            *(f"{rate:.0f}" for rate in each.gflops or ()),
+            f"[{style}]{each.ratio:.2f}{'' if each.trusted else '?'}[/]",
+            each.runs_on,
+        )
+    return table
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0]

@@ -1,0 +1,344 @@
+"""``fusedops bench models`` on models that run in milliseconds: rows, values, verdict, files."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import fusedops
+from fusedops._core.timer import CpuClock, Plan, Timing, Variant
+from fusedops.cli.bench import limits as limits_module
+from fusedops.cli.bench import models
+from fusedops.cli.bench.limits import Limit, Limits
+from fusedops.cli.bench.model_zoo import FAMILIES, HEADLINE, Size
+from fusedops.cli.bench.models import DECODING, FORWARD, MODES, TRAINING, Settings, run_case
+from fusedops.cli.bench.results import load_json
+from fusedops.cli.main import app
+
+pytest.importorskip("transformers")
+
+CPU = torch.device("cpu")
+TINY = Size(hidden=32, layers=2, batch=2, seq_len=16, steps=3)
+LIMITS = Limits(Limit(1e9, "copy_", {}), {"float32": Limit(1e12, "torch.mm", {})})
+SETTINGS = Settings(CPU, Plan(1, 1, 0.0), False, False, "system", 1 << 20)
+
+
+@pytest.fixture
+def known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Limits that need no measuring."""
+    monkeypatch.setattr(limits_module, "measure_limits", lambda *_: LIMITS)
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def bench(*args: str) -> Any:
+    size = ("--hidden", "32", "--layers", "2", "--tokens", "2x16", "--steps", "3")
+    options = ("--allocator", "system", "--threads", "1", "--seconds", "0.01", "--quick")
+    return CliRunner().invoke(app, ["bench", "models", *args, *size, *options])
+
+
+def outcome(family: str, mode: str, **changes: Any) -> models.Outcome:
+    dtype = changes.pop("dtype", torch.float32)
+    settings = replace(SETTINGS, **changes)
+    return run_case(FAMILIES[family], mode, dtype, TINY, settings, LIMITS, CpuClock())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_right_in_every_mode(family: str) -> None:
+    for mode in MODES if FAMILIES[family].decodes else (TRAINING, FORWARD):
+        found = outcome(family, mode)
+        assert found.notes == () and found.wrong == ()
+        eager, ours = found.rows
+        assert (eager.variant, ours.variant, ours.direction) == ("eager", "fusedops", mode)
+        # Fused ops really ran: without the compiled library on the reference.
+        assert ours.backend in ("cpp", "torch", "cpp+torch")
+        assert ours.error_mean_ulps is not None and eager.error_mean_ulps is not None
+        assert ours.error_mean_ulps <= 2 * eager.error_mean_ulps + 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_is_judged_by_what_stock_is_off(dtype: torch.dtype) -> None:
+    found = outcome("llama", TRAINING, dtype=dtype)
+    assert found.wrong == () and len(found.rows) == 2
+
+
+def _scaled(model: nn.Module, factor: float) -> None:
+    """Patch, and let one feed-forward layer in each block compute a little too much."""
+    fusedops.patch(model)
+    for module in model.modules():
+        if type(module).__name__ == "GPT2MLP":
+            module.register_forward_hook(lambda module, args, output: output * factor)
+
+
+def _wrong_gradient(model: nn.Module) -> None:
+    fusedops.patch(model)
+    weight = model.transformer.h[0].ln_1.weight
+    weight.register_hook(lambda grad: grad * 1.01)
+
+
+def _wrong_loss(model: nn.Module) -> None:
+    """Add what has no gradient to the loss."""
+    fusedops.patch(model)
+    loss = model.loss_function
+    model.loss_function = lambda *args, **kwargs: loss(*args, **kwargs) + 0.01
+
+
+def _no_gradient(model: nn.Module) -> None:
+    fusedops.patch(model)
+    model.transformer.h[1].ln_2.weight.requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    "patch, mode, said",
+    [
+        (partial(_scaled, factor=1.01), TRAINING, "logits are off"),
+        (partial(_scaled, factor=1.01), FORWARD, "logits are off"),
+        (partial(_scaled, factor=1.01), DECODING, "logits are off"),
+        (partial(_scaled, factor=math.nan), FORWARD, "logits are off"),
+        (_wrong_gradient, TRAINING, "gradient of transformer.h.0.ln_1.weight: root mean square"),
+        (_wrong_loss, TRAINING, "loss is"),
+        (_no_gradient, TRAINING, "gradients are missing"),
+    ],
+)
+def test_what_is_wrong_has_no_time(patch: Any, mode: str, said: str) -> None:
+    found = outcome("gpt2", mode, patch=patch)
+    assert [row.variant for row in found.rows] == ["eager"]
+    assert any(said in each for each in found.wrong), found.wrong
+
+
+def test_a_patched_model_that_raises_is_wrong_and_stock_still_measured() -> None:
+    def broken(model: nn.Module) -> None:
+        model.register_forward_pre_hook(lambda *_: 1 / 0)
+
+    found = outcome("bert", FORWARD, patch=broken)
+    assert [row.variant for row in found.rows] == ["eager"]
+    assert "the patched model raises ZeroDivisionError" in found.wrong[0]
+
+
+def test_command_exits_1_where_values_are_wrong(
+    known: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    wrong = lambda model, *, calibrate: _scaled(model, 1.01)  # noqa: E731
+    monkeypatch.setattr(models, "patch", wrong)
+    path = tmp_path / "a.json"
+    options = ("--family", "gpt2", "--mode", "forward", "--dtype", "float32")
+    done = bench(*options, "--json", str(path))
+    assert done.exit_code == 1, done.output
+    assert "WRONG: gpt2 forward 32x2, 2x16 float32: logits are off" in done.output
+    record = load_json(path)
+    assert [row.variant for row in record.rows] == ["eager"]
+    assert record.notes[0].startswith("WRONG: gpt2 forward")
+
+
+def test_files_hold_the_rows_and_compare_reads_them(known: None, tmp_path: Path) -> None:
+    paths = {kind: tmp_path / f"out.{kind}" for kind in ("json", "csv", "svg")}
+    files = [part for kind, path in paths.items() for part in (f"--{kind}", str(path))]
+    chosen = ("--family", "gpt2,bert", "--mode", "forward,decoding", "--dtype", "float32")
+    done = bench(*chosen, *files, "--results", str(tmp_path))
+    assert done.exit_code == 0, done.output
+    record = load_json(paths["json"])
+    cases = [
+        ("gpt2", "32x2, 2x16", "forward"),
+        ("gpt2", "32x2, 1x16+3", "decoding"),
+        ("gpt2", "32x2, 2x16+3", "decoding"),
+        ("bert", "32x2, 2x16", "forward"),
+    ]
+    assert [row.key for row in record.rows] == [
+        (family, case, "float32", mode, who)
+        for family, case, mode in cases
+        for who in ("eager", "fusedops")
+    ]
+    for eager, ours in zip(record.rows[::2], record.rows[1::2], strict=True):
+        assert (eager.lead, ours.rival) == (None, "eager")
+        assert ours.lead == ours.speedup and ours.lead_q1 == ours.speedup_q1
+        assert eager.tflop_per_s is not None
+        rate = eager.tflop_per_s * eager.median_us / ours.median_us
+        assert ours.tflop_per_s == pytest.approx(rate)
+        assert ours.limit_share > 0 and ours.gb_per_s > 0
+    table = list(csv.DictReader(paths["csv"].open()))
+    assert [line["direction"] for line in table] == [row.direction for row in record.rows]
+    picture = ElementTree.parse(paths["svg"]).getroot()
+    texts = [each.text for each in picture.iter("{http://www.w3.org/2000/svg}text")]
+    assert "gpt2 decoding 1x16+3 float32" in texts and "eager" in texts
+    folder = tmp_path / record.machine["slug"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "models-bert-float32.json",
+        "models-gpt2-float32.json",
+    ]
+    saved = load_json(folder / "models-bert-float32.json")
+    assert saved.rows == record.rows[6:] and saved.versions == record.versions
+    same = CliRunner().invoke(app, ["bench", "compare", str(paths["json"]), str(paths["json"])])
+    assert same.exit_code == 0 and "4 rows of fusedops compared" in same.output
+
+
+@pytest.mark.parametrize("option", [[], ["--calibrate"]])
+def test_calibrate_is_passed_on_and_said(
+    known: None, monkeypatch: pytest.MonkeyPatch, option: list[str]
+) -> None:
+    heard = []
+
+    def patch(model: nn.Module, *, calibrate: bool) -> None:
+        heard.append(calibrate)
+        fusedops.patch(model)
+
+    monkeypatch.setattr(models, "patch", patch)
+    done = bench(*JUDGED, *option)
+    assert done.exit_code == 0, done.output
+    assert heard == [bool(option)]
+    assert ("fusedops.patch(model, calibrate=True)" in done.output) == bool(option)
+
+
+def test_float16_trains_fewer_tokens_on_a_cpu() -> None:
+    size = Size(batch=4, seq_len=256)
+    small = models.affordable(TRAINING, size, torch.float16, CPU)
+    assert (small.batch, small.seq_len, small.hidden) == (1, 64, size.hidden)
+    for mode, dtype, device in (
+        (FORWARD, torch.float16, CPU),
+        (TRAINING, torch.bfloat16, CPU),
+        (TRAINING, torch.float16, torch.device("cuda")),
+    ):
+        assert models.affordable(mode, size, dtype, device) == size
+
+
+def _timing(eager: float, ours: float, *, contended: bool = False) -> Any:
+    """Return a ``measure`` that gives these seconds, and compile's 1.1 times eager's."""
+    seconds = {"eager": eager, "compile": 1.1 * eager, "fusedops": ours}
+
+    def measure(variants: Sequence[Variant], *_: Any, **__: Any) -> Timing:
+        names = [each.name for each in variants]
+        return Timing(
+            {name: [seconds[name]] * 4 for name in names},
+            {name: [contended] * 4 for name in names},
+            least=1,
+        )
+
+    return measure
+
+
+JUDGED = ("--family", "bert", "--mode", "forward", "--dtype", "float32")
+
+
+@pytest.mark.parametrize(
+    "ours, option, code",
+    [
+        (1.05, ["--fail-if-slower"], 1),
+        (1.02, ["--fail-if-slower"], 0),
+        (1.02, ["--fail-if-slower", "1"], 1),
+        (0.9, ["--fail-if-slower", "1.2"], 1),
+        (0.5, ["--fail-if-slower", "1.2"], 0),
+        (9.0, [], 0),
+    ],
+)
+def test_slower_rows_fail_and_are_named(
+    known: None, monkeypatch: pytest.MonkeyPatch, ours: float, option: list[str], code: int
+) -> None:
+    monkeypatch.setattr(models, "measure", _timing(1.0, ours))
+    # The option stands first and in the middle: its number may be left out.
+    for arguments in ([*option, *JUDGED], [*JUDGED, *option]):
+        done = bench(*arguments)
+        assert done.exit_code == code, done.output
+        named = f"slower: bert 32x2, 2x16 float32 forward: {1 / ours:.2f}x of eager" in done.output
+        assert named == (code == 1)
+
+
+def test_a_disturbed_row_is_named_and_not_judged(
+    known: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models, "measure", _timing(1.0, 2.0, contended=True))
+    done = bench(*JUDGED, "--fail-if-slower")
+    assert done.exit_code == 0, done.output
+    assert "0 rows of fusedops judged" in done.output
+    assert "not judged, disturbed while measured: bert" in done.output
+
+
+def test_the_fastest_other_is_what_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {"eager": 2.0, "compile": 1.0, "fusedops": 1.25}
+
+    def measure(variants: Sequence[Variant], *_: Any) -> Timing:
+        names = ("eager", "compile", "fusedops")
+        return Timing(
+            {name: [seconds[name]] * 3 for name in names}, {name: [False] * 3 for name in names}
+        )
+
+    monkeypatch.setattr(models, "measure", measure)
+    (_, ours) = outcome("bert", FORWARD).rows
+    assert (ours.speedup, ours.rival, ours.lead) == (1.6, "compile", 0.8)
+    assert models.slower([ours], 0.97) == ([ours], [])
+
+
+def test_interrupt_keeps_what_was_measured_before(
+    known: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    real = models.run_case
+
+    def interrupted(family: Any, *args: Any) -> Any:
+        if family.name == "vit":
+            raise KeyboardInterrupt
+        return real(family, *args)
+
+    monkeypatch.setattr(models, "run_case", interrupted)
+    chosen = ("--family", "bert,vit", "--mode", "forward", "--dtype", "float32")
+    done = bench(*chosen, "--results", str(tmp_path))
+    assert done.exit_code == 130, done.output
+    assert "interrupted at vit forward 32x2, 2x16 float32" in done.output
+    assert [path.name for path in tmp_path.glob("*/*")] == ["models-bert-float32.json"]
+
+
+def test_a_dtype_that_stock_cannot_run_leaves_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("not implemented for 'Half'\nsecond line")
+
+    monkeypatch.setattr(models, "_truth", refuse)
+    found = outcome("bert", FORWARD)
+    assert found.rows == ()
+    assert found.notes == (
+        "bert forward 32x2, 2x16 float32: no rows: RuntimeError: not implemented for 'Half'",
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (("--family", "gpt3"), "unknown family 'gpt3': did you mean gpt2?"),
+        (("--mode", "train"), "unknown mode 'train': did you mean training?"),
+        (("--family", "bert", "--mode", "decoding"), "bert: no decoder among them"),
+        (("--dtype", "int8"), "unknown dtype 'int8'"),
+    ],
+)
+def test_mistakes_are_told_before_anything_runs(arguments: tuple[str, ...], said: str) -> None:
+    done = bench(*arguments)
+    assert done.exit_code == 2
+    assert said in done.stderr
+
+
+def test_tokens_and_width_must_mean_something() -> None:
+    for option, value, said in (
+        ("--tokens", "4", "--tokens must be sequences x tokens such as 4x256, got '4'"),
+        ("--hidden", "40", "--hidden must be a multiple of 16, got 40"),
+    ):
+        done = CliRunner().invoke(app, ["bench", "models", option, value])
+        assert done.exit_code == 2 and said in done.stderr
+
+
+def test_seven_families_are_measured_unless_named() -> None:
+    assert set(HEADLINE) < set(FAMILIES) and len(HEADLINE) == 7
+
+
+@pytest.mark.slow
+def test_compile_row_is_measured(known: None) -> None:
+    found = outcome("bert", TRAINING, compiled=True)
+    assert found.notes == () and found.wrong == ()
+    assert [row.variant for row in found.rows] == ["eager", "compile", "fusedops"]
+    assert found.rows[2].rival in ("eager", "compile")
