@@ -57,7 +57,7 @@ class Rate:
 
 
 def show(out: Console, device: torch.device) -> None:
-    """Measure products and ops on a device, and print a table of each (about half a minute)."""
+    """Measure products and ops on a device, and print a table of each (about a minute)."""
     clock = clock_for(device)
     work = [*_products(device, clock), *_ops(device, clock)]
     with steps(len(work)) as progress:
