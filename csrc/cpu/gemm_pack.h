@@ -488,11 +488,12 @@ void pack(const Lines<typename Policy::T>& source, int64_t lines, int64_t readab
 template <typename Policy>
 void pack_left(const Lines<typename Policy::T>& source, int64_t lines, int64_t readable,
                int64_t count, typename Policy::Packed* panels, int64_t panel_stride) {
+#if defined(CPU_CAPABILITY_AVX512)
   if constexpr (kTiled<Policy>) {
-    pack_tiles<Policy>(source, lines, readable, count, panels, panel_stride);
-  } else {
-    pack<Policy, Policy::kRows>(source, lines, readable, count, panels, panel_stride);
+    return pack_tiles<Policy>(source, lines, readable, count, panels, panel_stride);
   }
+#endif
+  pack<Policy, Policy::kRows>(source, lines, readable, count, panels, panel_stride);
 }
 
 }  // namespace

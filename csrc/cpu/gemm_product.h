@@ -288,11 +288,13 @@ class Gemm {
   }
 
   void run_few_rows() const {
+#if defined(CPU_CAPABILITY_AVX512)
     if constexpr (kTiled<Policy>) {
       if (n_ >= kColumns && is_first() && is_last() && blocks_ > 0 && lies_along_sum()) {
         return run_few_rows_in_place();
       }
     }
+#endif
     Packed* a = pack_rows(0, m_);
     const bool in_place = !kTiled<Policy> && m_ <= kMaxLinesRows && blocks_ > 0 && lies_along_sum();
     if (in_place) compact_rows<kPanelA>(a, blocks_, padded_rows(m_));
