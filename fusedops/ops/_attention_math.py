@@ -208,11 +208,9 @@ def wants_gradient(*tensors: torch.Tensor | None) -> bool:
     Always while ``torch.jit.trace`` runs: its graph serves with a gradient in view and without, and
     no backward can make again what is kept for it here.
     """
-    return (
-        is_traced()
-        or torch.is_grad_enabled()
-        and any(tensor is not None and tensor.requires_grad for tensor in tensors)
-    )
+    if not torch.is_grad_enabled():
+        return is_traced()
+    return is_traced() or any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def backward(
@@ -329,10 +327,10 @@ def check_options(
     scale: Any,
 ) -> tuple[int, int, float, float]:
     """Raise unless the options fit; return window_left, window_right, softcap and scale."""
-    given = (window, softcap, alibi_slopes, sinks, scale)
     size = plain_size(query.shape[-1])
-    if all(each is None for each in given) and size:
-        return -1, -1, 0.0, float(size**-0.5)
+    plain = window is None and softcap is None and alibi_slopes is None and sinks is None
+    if plain and size and (scale is None or (type(scale) is float and math.isfinite(scale))):
+        return -1, -1, 0.0, float(size**-0.5) if scale is None else scale
     left, right = -1, -1
     if window is not None:
         pair = isinstance(window, (tuple, list)) and len(window) == 2

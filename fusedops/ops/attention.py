@@ -114,12 +114,15 @@ def attention(
     if not type(is_causal) is type(enable_gqa) is type(return_lse) is bool:
         _check_flags(is_causal, enable_gqa, return_lse)
     matrices = isinstance(query, torch.Tensor) and query.dim() == 2
-    query, key, value = _check(query, key, value, enable_gqa)
+    q, k, v = query, key, value = _check(query, key, value, enable_gqa)
     leading = query.shape[:-3]
-    q, k, v = (_four_dims(each) for each in (query, key, value))
+    if len(leading) != 1:
+        q, k, v = (_four_dims(each) for each in (query, key, value))
     batch, heads = q.shape[:2]
-    wanted = (*leading, heads, q.shape[2], k.shape[2])
-    mask = _mask(attn_mask, query, wanted, batch)
+    mask = None
+    if attn_mask is not None:
+        wanted = (*leading, heads, q.shape[2], k.shape[2])
+        mask = _mask(attn_mask, query, wanted, batch)
     checks.probability("attention", "dropout_p", dropout_p)
     left, right, cap, factor = math.check_options(
         "attention", query, heads, batch, window, softcap, alibi_slopes, sinks, scale
@@ -236,7 +239,10 @@ def _check_flags(is_causal: Any, enable_gqa: Any, return_lse: Any) -> None:
 
 def _fits(query: Any, key: Any, value: Any) -> bool:
     """Return whether all is well, in the everyday case: generation calls it for each token."""
-    if not all(isinstance(each, torch.Tensor) and each.dim() == 4 for each in (query, key, value)):
+    tensor = torch.Tensor
+    if not (isinstance(query, tensor) and isinstance(key, tensor) and isinstance(value, tensor)):
+        return False
+    if not query.dim() == key.dim() == value.dim() == 4:
         return False
     if not query.dtype == key.dtype == value.dtype or query.dtype not in checks.FLOATING:
         return False
@@ -254,10 +260,8 @@ def _four_dims(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dim() == 4 else tensor.flatten(0, -4)
 
 
-def _mask(mask: Any, query: torch.Tensor, wanted: Sequence[int], batch: int) -> torch.Tensor | None:
+def _mask(mask: Any, query: torch.Tensor, wanted: Sequence[int], batch: int) -> torch.Tensor:
     """Return the mask in four dims, each 1 or whole, broadcast dims unexpanded where possible."""
-    if mask is None:
-        return None
     op = "attention"
     checks.tensor(op, "attn_mask", mask, floating=False)
     if mask.dtype != torch.bool and not mask.dtype.is_floating_point:

@@ -197,9 +197,8 @@ class Implementations:
             global_function(original.__module__, "eager_attention_forward") if eager else None,
         )
 
-    def obstacle(self, module: Any) -> str | None:
+    def obstacle(self, module: Any, configured: str) -> str | None:
         """Return why the implementation that ``module`` is configured with must stay, or not."""
-        configured = module.__dict__["config"]._attn_implementation
         found = self.registry.get(configured)
         if configured == "sdpa":
             known = found is sdpa_attention_forward or _shared(found) is not None
@@ -254,23 +253,35 @@ class _Attention(nn.Module):
     def config(self) -> Any:
         """The model's configuration; a view of it while the fused op runs."""
         config = self.__dict__["config"]
-        weight = next(self.parameters(), None)
+        weight = _first_parameter(self)
         if weight is None or not runs_here(weight):
             return config
-        if self.implementations.obstacle(self) is not None or intercepted() is not None:
+        # Read once: transformers' configurations take a microsecond or two for an attribute.
+        configured, known = config._attn_implementation, self.implementations
+        if known.obstacle(self, configured) is not None or intercepted() is not None:
             return config
-        return _View(config, self.implementations.name(config._attn_implementation))
+        return _View(config, known.name(configured))
 
     @config.setter
     def config(self, config: Any) -> None:
         self.__dict__["config"] = config
 
 
+def _first_parameter(module: nn.Module) -> torch.Tensor | None:
+    """Return a parameter of a module; where its children have theirs, without a walk over all."""
+    for child in module._modules.values():
+        if child is not None:
+            for parameter in child._parameters.values():
+                if parameter is not None:
+                    return parameter
+    return next(module.parameters(), None)
+
+
 def _obstacle(module: Any, implementations: Implementations) -> str | None:
     """Return why the module's attention must stay as it is configured, or ``None``."""
-    if next(module.parameters(), None) is None:
+    if _first_parameter(module) is None:
         return "it has no parameters: its projections are quantised"
-    return implementations.obstacle(module)
+    return implementations.obstacle(module, module.__dict__["config"]._attn_implementation)
 
 
 def attention_rule(

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from fusedops import nn as fused
@@ -49,8 +50,9 @@ def pays(input: torch.Tensor, slow: Mapping[torch.dtype, tuple[int, int]] = LINE
     """
     if input.device.type != "cpu":
         return False
-    wanted = (torch.float32, torch.bfloat16, torch.float16)
-    return _product_dtype(input) in wanted and enough_rows(input, slow)
+    dtype = _product_dtype(input)
+    served = dtype in (torch.float32, torch.bfloat16, torch.float16)
+    return served and _enough_rows(input, slow.get(dtype))
 
 
 def enough_rows(input: torch.Tensor, slow: Mapping[torch.dtype, tuple[int, int]] = LINEAR) -> bool:
@@ -58,15 +60,18 @@ def enough_rows(input: torch.Tensor, slow: Mapping[torch.dtype, tuple[int, int]]
 
     In a graph for many sizes it is taken for all of them.
     """
-    if input.device.type != "cpu" or is_traced():
-        return True
-    rows = slow.get(_product_dtype(input))
-    if rows is None:
+    return input.device.type != "cpu" or _enough_rows(input, slow.get(_product_dtype(input)))
+
+
+def _enough_rows(input: torch.Tensor, slow: tuple[int, int] | None) -> bool:
+    if slow is None:
         return True
     size, columns = input.numel(), input.shape[-1]
-    return not (
-        holds_for_all(size >= rows[0] * columns) and holds_for_all(size <= rows[1] * columns)
-    )
+    # Outside of graphs, at once: generation asks for every layer and token.
+    if not torch.compiler.is_compiling() and not is_traced():
+        return not slow[0] * columns <= size <= slow[1] * columns
+    few = not is_traced() and holds_for_all(size <= slow[1] * columns)
+    return not (few and holds_for_all(size >= slow[0] * columns))
 
 
 def _product_dtype(input: torch.Tensor) -> torch.dtype:
@@ -111,9 +116,10 @@ class Linear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return ``input @ weight.T + bias``."""
-        if not pays(input) or not plain_weight(self.weight):
-            return super().forward(input)
-        return linear_act(input, self.weight, self.bias, activation="identity")
+        weight = self.weight
+        if not pays(input) or not plain_weight(weight):
+            return F.linear(input, weight, self.bias)
+        return linear_act(input, weight, self.bias, activation="identity")
 
 
 class Sequential(nn.Sequential):
