@@ -329,8 +329,11 @@ def check_options(
     """Raise unless the options fit; return window_left, window_right, softcap and scale."""
     size = plain_size(query.shape[-1])
     plain = window is None and softcap is None and alibi_slopes is None and sinks is None
-    if plain and size and (scale is None or (type(scale) is float and math.isfinite(scale))):
-        return -1, -1, 0.0, float(size**-0.5) if scale is None else scale
+    if plain and size:
+        if scale is None:
+            return -1, -1, 0.0, float(size**-0.5)
+        checks.number(op, "scale", scale)
+        return -1, -1, 0.0, float(scale)
     left, right = -1, -1
     if window is not None:
         pair = isinstance(window, (tuple, list)) and len(window) == 2
