@@ -264,7 +264,12 @@ def test_interrupt_keeps_what_was_measured_before(
     stopped = replace(stopped, bench_cases=(replace(stopped.bench_cases[0], make=interrupted),))
     specs = {"exponential": _spec("exponential"), "other": stopped}
     monkeypatch.setattr("fusedops.specs.all_specs", lambda: specs)
-    done = bench("--dtype", "float32", "--results", str(tmp_path))
+    # A shell that starts tests in the background has them ignore Ctrl-C.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        done = bench("--dtype", "float32", "--results", str(tmp_path))
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert done.exit_code == 130, done.output
     (path,) = tmp_path.glob("*/*.csv")
     assert path.name == "exponential-float32.csv" and len(path.read_text().splitlines()) == 10

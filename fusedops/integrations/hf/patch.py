@@ -89,7 +89,8 @@ def patch(
 
     Raises:
         TypeError: ``model`` is no module, ``strict`` no bool, or ``calibrate`` no bool or path.
-        ValueError: ``level`` is unknown, or ``calibrate`` names a file of something else.
+        ValueError: ``level`` is unknown, or ``calibrate`` names a file of something else, or one
+            that does not end in ``.json``.
         OSError: that file cannot be read or written.
         UnsupportedError: ``strict`` and something could not be replaced; the model is untouched.
 
@@ -119,6 +120,10 @@ def patch(
     if not isinstance(calibrate, (bool, str, os.PathLike)):
         raise TypeError(
             f"patch: calibrate must be a bool or a path, got {type(calibrate).__name__}"
+        )
+    if not isinstance(calibrate, bool) and not os.fspath(calibrate).endswith(".json"):
+        raise ValueError(
+            f"patch: calibrate must be True, False or the path of a .json file, got {calibrate!r}"
         )
     before = {module: type(module) for module in model.modules()}
     taken = [owner for _, owner in _loss_owners(model) if _losses().is_taken(owner)]
