@@ -2,7 +2,7 @@
 //
 // A tile holds 16 rows of 64 bytes. `dot` adds to a tile of 16 x 16 floats the product of a tile of
 // rows (16 rows of 32 bfloat16 along k) and a tile of columns (16 steps of k, each the pairs along
-// k of 16 columns). The two forms give the same bits: the products of the even elements of k are
+// k of 16 columns). Both forms do what the manual says: the products of the even elements of k are
 // one chain of multiply-adds from zero, those of the odd ones another; both are added, and the sum
 // is added to the tile. Subnormal numbers are zero, going in and coming out.
 //

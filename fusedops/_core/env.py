@@ -26,7 +26,7 @@ _PREFIX = "FUSEDOPS_"
 _KNOWN = ("BACKEND", "DISABLE_NATIVE", "ISAS", "LIBRARY", "MAX_ISA", "SANITIZE", "TUNING")
 
 # What FUSEDOPS_MAX_ISA may be, from least to most; csrc/isa.cpp has the same list. The emulation of
-# AMX in C++ gives the bits of AMX on any processor with AVX512_BF16, slowly: it is for tests.
+# AMX in C++ gives the bits of its manual on any processor with AVX512_BF16, slowly: for tests.
 MAX_ISAS = ("default", "avx2", "avx512", "avx512_bf16", "amx", "amx_emulated")
 
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
