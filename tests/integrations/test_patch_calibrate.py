@@ -20,10 +20,11 @@ import fusedops
 from fusedops._core.architecture import architecture
 from fusedops._core.timer import Timing
 from fusedops.integrations import describe
-from fusedops.integrations.hf import calibration, calibration_time, gpt2, torch_modules
+from fusedops.integrations.hf import calibration, calibration_time, torch_modules
 from fusedops.integrations.hf import patch as patch_module
 from fusedops.integrations.hf.calibration import Finding
 from fusedops.integrations.hf.calibration_time import Shares
+from fusedops.integrations.hf.families import gpt2
 from fusedops.integrations.hf.rules import Rule
 from fusedops.ops.gelu import gelu as fused_gelu
 

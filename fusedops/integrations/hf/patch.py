@@ -22,37 +22,42 @@ from fusedops.integrations.hf.originals import replaced
 from fusedops.integrations.hf.report import ModuleReport, PatchReport
 from fusedops.integrations.hf.rules import LEVELS, Rule, absorbed, resolution, rule_of
 
+_FAMILIES = (
+    "bert",
+    "camembert",
+    "clip",
+    "deepseek_v3",
+    "distilbert",
+    "electra",
+    "gemma",
+    "gemma2",
+    "gpt2",
+    "gpt_neox",
+    "gpt_oss",
+    "llama",
+    "mistral",
+    "mixtral",
+    "olmoe",
+    "opt",
+    "phi",
+    "phi3",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+    "roberta",
+    "t5",
+    "vit",
+    "whisper",
+    "xlm_roberta",
+)
 # Module with RULES -> the module that must be loaded for its classes to exist.
 _TABLES = {
     "fusedops.integrations.hf.torch_modules": "torch",
     "fusedops.integrations.hf.transformers_modules": "transformers.activations",
-    "fusedops.integrations.hf.bert": "transformers.models.bert.modeling_bert",
-    "fusedops.integrations.hf.camembert": "transformers.models.camembert.modeling_camembert",
-    "fusedops.integrations.hf.clip": "transformers.models.clip.modeling_clip",
-    "fusedops.integrations.hf.deepseek_v3": "transformers.models.deepseek_v3.modeling_deepseek_v3",
-    "fusedops.integrations.hf.distilbert": "transformers.models.distilbert.modeling_distilbert",
-    "fusedops.integrations.hf.electra": "transformers.models.electra.modeling_electra",
-    "fusedops.integrations.hf.gemma": "transformers.models.gemma.modeling_gemma",
-    "fusedops.integrations.hf.gemma2": "transformers.models.gemma2.modeling_gemma2",
-    "fusedops.integrations.hf.gpt2": "transformers.models.gpt2.modeling_gpt2",
-    "fusedops.integrations.hf.gpt_neox": "transformers.models.gpt_neox.modeling_gpt_neox",
-    "fusedops.integrations.hf.gpt_oss": "transformers.models.gpt_oss.modeling_gpt_oss",
-    "fusedops.integrations.hf.llama": "transformers.models.llama.modeling_llama",
-    "fusedops.integrations.hf.mistral": "transformers.models.mistral.modeling_mistral",
-    "fusedops.integrations.hf.mixtral": "transformers.models.mixtral.modeling_mixtral",
-    "fusedops.integrations.hf.olmoe": "transformers.models.olmoe.modeling_olmoe",
-    "fusedops.integrations.hf.opt": "transformers.models.opt.modeling_opt",
-    "fusedops.integrations.hf.phi": "transformers.models.phi.modeling_phi",
-    "fusedops.integrations.hf.phi3": "transformers.models.phi3.modeling_phi3",
-    "fusedops.integrations.hf.qwen2": "transformers.models.qwen2.modeling_qwen2",
-    "fusedops.integrations.hf.qwen2_moe": "transformers.models.qwen2_moe.modeling_qwen2_moe",
-    "fusedops.integrations.hf.qwen3": "transformers.models.qwen3.modeling_qwen3",
-    "fusedops.integrations.hf.qwen3_moe": "transformers.models.qwen3_moe.modeling_qwen3_moe",
-    "fusedops.integrations.hf.roberta": "transformers.models.roberta.modeling_roberta",
-    "fusedops.integrations.hf.t5": "transformers.models.t5.modeling_t5",
-    "fusedops.integrations.hf.vit": "transformers.models.vit.modeling_vit",
-    "fusedops.integrations.hf.whisper": "transformers.models.whisper.modeling_whisper",
-    "fusedops.integrations.hf.xlm_roberta": "transformers.models.xlm_roberta.modeling_xlm_roberta",
+} | {
+    f"fusedops.integrations.hf.families.{name}": f"transformers.models.{name}.modeling_{name}"
+    for name in _FAMILIES
 }
 
 
@@ -69,7 +74,7 @@ def patch(
     process too. Patching again with another level changes the level.
 
     Args:
-        model: any module. Hugging Face's families that have a table in this folder are known as
+        model: any module. Hugging Face's families that have a table in ``families/`` are known as
             such, torch's ``LayerNorm``, ``RMSNorm``, ``GELU``, ``Linear`` and ``Sequential`` by
             type.
         level: ``"O0"`` nothing; ``"O1"`` norms and element-wise ops; ``"O2"`` also matrix

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from transformers.models.gemma2 import modeling_gemma2
 
-from fusedops.integrations.hf import llama_like, rms_norms
+from fusedops.integrations.hf import rms_norms
+from fusedops.integrations.hf.families import llama_like
 from fusedops.integrations.hf.rms_norms import add_norm, norm_obstacle
 from fusedops.integrations.hf.rules import by_name, global_hooks, runs_here
 

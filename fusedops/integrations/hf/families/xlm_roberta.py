@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers.models.xlm_roberta import modeling_xlm_roberta
 
-from fusedops.integrations.hf import bert_like
+from fusedops.integrations.hf.families import bert_like
 from fusedops.integrations.hf.rules import by_name
 
 RULES = bert_like.roberta_rules(modeling_xlm_roberta, "XLMRoberta", __name__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers.models.bert import modeling_bert
 
-from fusedops.integrations.hf import bert_like
+from fusedops.integrations.hf.families import bert_like
 from fusedops.integrations.hf.lm_heads import head_rule
 from fusedops.integrations.hf.rules import by_name
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from transformers.models.gpt_oss import modeling_gpt_oss
 
-from fusedops.integrations.hf import moe_like, rms_norms, routers, sparse_blocks
+from fusedops.integrations.hf import rms_norms, routers, sparse_blocks
+from fusedops.integrations.hf.families import moe_like
 from fusedops.integrations.hf.rules import by_name
 
 RULES = moe_like.rules(

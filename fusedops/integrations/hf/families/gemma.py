@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from transformers.models.gemma import modeling_gemma
 
-from fusedops.integrations.hf import llama_like, rms_norms
+from fusedops.integrations.hf import rms_norms
+from fusedops.integrations.hf.families import llama_like
 from fusedops.integrations.hf.rules import by_name
 
 RULES = llama_like.rules(modeling_gemma, "Gemma", __name__, norm=rms_norms.GEMMA)

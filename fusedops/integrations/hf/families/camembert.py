@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers.models.camembert import modeling_camembert
 
-from fusedops.integrations.hf import bert_like
+from fusedops.integrations.hf.families import bert_like
 from fusedops.integrations.hf.rules import by_name
 
 RULES = bert_like.roberta_rules(modeling_camembert, "Camembert", __name__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers.models.electra import modeling_electra
 
-from fusedops.integrations.hf import bert_like
+from fusedops.integrations.hf.families import bert_like
 from fusedops.integrations.hf.lm_heads import head_rule
 from fusedops.integrations.hf.rules import by_name
 

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedops.integrations.hf import llama_like, rms_norms
+from fusedops.integrations.hf import rms_norms
 from fusedops.integrations.hf.attention import attention_rule
 from fusedops.integrations.hf.experts import experts_rule
+from fusedops.integrations.hf.families import llama_like
 from fusedops.integrations.hf.gated_mlp import gated_mlp_rule
 from fusedops.integrations.hf.rms_norms import rms_norm_rule
 from fusedops.integrations.hf.routers import Router, router_rule

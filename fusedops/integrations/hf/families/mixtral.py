@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from transformers.models.mixtral import modeling_mixtral
 
-from fusedops.integrations.hf import llama_like, moe_like, routers, sparse_blocks
+from fusedops.integrations.hf import routers, sparse_blocks
+from fusedops.integrations.hf.families import llama_like, moe_like
 from fusedops.integrations.hf.rules import by_name
 
 RULES = moe_like.rules(

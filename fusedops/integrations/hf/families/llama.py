@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers.models.llama import modeling_llama
 
-from fusedops.integrations.hf import llama_like
+from fusedops.integrations.hf.families import llama_like
 from fusedops.integrations.hf.rules import by_name
 
 RULES = llama_like.rules(modeling_llama, "Llama", __name__)
