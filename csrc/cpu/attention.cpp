@@ -4,7 +4,6 @@
 #include "attention.h"
 
 #include <cmath>
-#include <numbers>
 #include <vector>
 
 #include <ATen/ExpandUtils.h>
@@ -95,15 +94,12 @@ const void* slopes_of(const at::Tensor& slopes, int64_t sequence) {
 
 // One query a sequence, the step of generation, would leave most lanes of a matrix product empty.
 // The choice must not depend on what else is in a batch: each op makes it by its own shape.
-// Returns whether the parts of the log-sum-exp are written where they are asked for: few queries go
-// the way of decoding, which knows none.
-bool run_forward(const AttentionCall& call, bool few_queries) {
-  if (few_queries && call.mask_kind == MaskKind::none && !call.dropout.active()) {
+void run_forward(const AttentionCall& call, bool few_queries) {
+  if (few_queries && !call.dropout.active()) {
     FUSEDOPS_CALL_ISA(attention_few_queries, call);
-    return false;
+  } else {
+    FUSEDOPS_CALL_ISA(attention_forward, call);
   }
-  FUSEDOPS_CALL_ISA(attention_forward, call);
-  return true;
 }
 
 constexpr int64_t kFewQueries = 4;
@@ -191,11 +187,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> forward(
     if (remainder.dim() == 4) sequences[b].remainder = mutable_element(remainder, 0, b);
     if (parts.dim() == 4) sequences[b].lse_parts = mutable_element(parts, 0, b);
   }
-  const bool in_parts = run_forward(call, rows == 1);
-  if (parts.dim() == 4 && !in_parts) {
-    parts.select(-1, 0).copy_(lse).mul_(std::numbers::log2e);
-    parts.select(-1, 1).zero_();
-  }
+  run_forward(call, rows == 1);
   return {output, lse, remainder, parts};
 }
 

@@ -17,6 +17,8 @@ namespace fusedops::CPU_CAPABILITY {
 namespace {
 
 constexpr int64_t kChunk = 512;
+// Multiply-adds below which one thread is as fast as several.
+constexpr double kWorkPerTask = 65536;
 
 template <typename T>
 class FewQueries {
@@ -40,10 +42,8 @@ class FewQueries {
     Scratch<A> partials(units * chunks_ * lines_ * (stride_ + n));
     partials_ = partials.data();
     const int64_t tasks = units * chunks_;
-    const double bytes = static_cast<double>(tasks) * kChunk * sizeof(T) *
-                         static_cast<double>(call_.size + call_.value_size);
     const auto one = [&](int64_t task) { run_chunk(task / chunks_, task % chunks_); };
-    if (bytes < static_cast<double>(kBytesPerTask) || at::get_num_threads() == 1) {
+    if (work() < kWorkPerTask || at::get_num_threads() == 1) {
       for (int64_t task = 0; task < tasks; ++task) one(task);
     } else {
       share_tasks(tasks, [&](const auto& next) {
@@ -54,6 +54,16 @@ class FewQueries {
   }
 
  private:
+  // Multiply-adds of the call.
+  double work() const {
+    double keys = 0;
+    for (int64_t s = 0; s < call_.sequence_count; ++s) {
+      keys += static_cast<double>(call_.sequences[s].columns);
+    }
+    const int64_t of_key = call_.key_heads * lines_ * (call_.size + call_.value_size);
+    return keys * static_cast<double>(of_key);
+  }
+
   A* partial(int64_t unit, int64_t chunk, int64_t line) const {
     return partials_ + ((unit * chunks_ + chunk) * lines_ + line) * (stride_ + n);
   }
@@ -72,14 +82,15 @@ class FewQueries {
     A* scores = carver.take<A>(lines_ * kChunk);
     for (int64_t line = 0; line < lines_; ++line)
       widen_query(sequence, key_head, line, query + line * wide);
-    for (int64_t key = begin; key < end; ++key) {
+    for (int64_t key = begin; key < end; key += n) {
       const T* k = keys + key * call_.key.token_stride;
+      const auto count = static_cast<int>(std::min<int64_t>(n, end - key));
       // The lines of four queries share a load of the key.
       int64_t line = 0;
       for (; line + 4 <= lines_; line += 4)
-        multiply<4>(k, query + line * wide, wide, scores + line * kChunk + key - begin);
+        multiply<4>(k, count, query + line * wide, wide, scores + line * kChunk + key - begin);
       for (; line < lines_; ++line)
-        multiply<1>(k, query + line * wide, wide, scores + line * kChunk + key - begin);
+        multiply<1>(k, count, query + line * wide, wide, scores + line * kChunk + key - begin);
     }
     for (int64_t line = 0; line < lines_; ++line) {
       const int64_t head = key_head * groups_ + line / rows_, row = line % rows_;
@@ -144,54 +155,99 @@ class FewQueries {
     }
   }
 
+  // Products of `count` keys and kQueries queries; a vector of scores is written for each query.
+  // The sums of n keys are transposed, which costs half of summing the lanes of each.
   template <int kQueries>
-  void multiply(const T* key, const A* query, int64_t wide, A* to) const {
-    V<A> sum[kQueries] = {};
-    for (int64_t d = 0; d < call_.size; d += n) {
-      const V<A> k = load_as<T, A>(key + d, 1, call_.size - d);
-      for (int i = 0; i < kQueries; ++i) sum[i] += k * load(query + i * wide + d);
+  void multiply(const T* keys, int count, const A* query, int64_t wide, A* to) const {
+    V<A> sums[kQueries][n] = {};
+    for (int j = 0; j < count; ++j) {
+      const T* key = keys + j * call_.key.token_stride;
+      V<A> sum[kQueries] = {};
+      for (int64_t d = 0; d < call_.size; d += n) {
+        const V<A> k = load_as<T, A>(key + d, 1, call_.size - d);
+        for (int i = 0; i < kQueries; ++i) sum[i] += k * load(query + i * wide + d);
+      }
+      for (int i = 0; i < kQueries; ++i) sums[i][j] = sum[i];
     }
     for (int i = 0; i < kQueries; ++i) {
-      to[i * kChunk] = sum_of<A>(sum[i]);
+      transpose<n>(sums[i]);
+      for (int step = n / 2; step > 0; step /= 2) {
+        for (int j = 0; j < step; ++j) sums[i][j] += sums[i][j + step];
+      }
+      store(to + i * kChunk, sums[i][0]);
     }
   }
 
   // Scores of keys [begin, end) to probabilities relative to their maximum; starts the partial.
   void soften(const AttentionSequence& sequence, int64_t head, int64_t row, int64_t begin,
               int64_t end, A* s, A* part) const {
-    const A forbidden = -std::numeric_limits<A>::infinity();
-    const A slope =
-        sequence.slopes == nullptr ? A(0) : static_cast<const A*>(sequence.slopes)[head];
+    const V<A> forbidden = all(-std::numeric_limits<A>::infinity());
+    const A slope = sequence.slopes == nullptr
+                        ? A(0)
+                        : static_cast<const A*>(sequence.slopes)[head] * static_cast<A>(kLog2Of);
+    const A cap = static_cast<A>(call_.softcap), scale = static_cast<A>(call_.scale);
     const int64_t place = row + sequence.offset;
-    A top = forbidden;
-    for (int64_t key = begin; key < end; ++key) {
-      A x = s[key - begin] * static_cast<A>(call_.scale);
-      if (call_.softcap != 0) {
-        const A cap = static_cast<A>(call_.softcap);
-        x = cap * std::tanh(x / cap);
-      }
-      const int64_t distance = key - place;
-      x -= slope * static_cast<A>(std::abs(distance));
-      const bool late = call_.window_right >= 0 && distance > call_.window_right;
-      const bool early = call_.window_left >= 0 && -distance > call_.window_left;
-      x = late || early || row >= sequence.rows ? forbidden : x * static_cast<A>(kLog2Of);
-      s[key - begin] = x;
-      top = x > top ? x : top;
-    }
-    const A origin = top == forbidden ? A(0) : top;
-    A total = 0;
+    // Keys after these are too late or too early.
+    const int64_t last =
+        call_.window_right < 0 ? end : std::min(end, place + call_.window_right + 1);
+    const int64_t first = call_.window_left < 0 ? begin : place - call_.window_left;
+    V<A> top = forbidden;
     for (int64_t key = begin; key < end; key += n) {
-      const int here = static_cast<int>(std::min<int64_t>(n, end - key));
-      V<A> x = all(forbidden);
-      for (int i = 0; i < here; ++i) x[i] = s[key - begin + i];
-      const V<A> p = exp2_of<false>(x - origin);
-      for (int i = 0; i < here; ++i) {
-        s[key - begin + i] = p[i];
-        total += p[i];
+      V<A> x = load(s + key - begin);
+      if (cap != 0) {
+        x = tanh_of<A>(x * (scale / cap)) * (cap * static_cast<A>(kLog2Of));
+      } else {
+        x = x * static_cast<A>(call_.scale * kLog2Of);
       }
+      if (slope != 0) {
+        const V<A> distance = iota<A>() + static_cast<A>(key - place);
+        x = x - slope * larger(distance, -distance);
+      }
+      if (call_.mask_kind != MaskKind::none) x = masked(x, sequence, head, row, key, end - key);
+      if (key < first || key + n > last) {
+        const auto low = static_cast<A>(std::clamp<int64_t>(first - key, 0, n));
+        const auto high = static_cast<A>(std::clamp<int64_t>(last - key, 0, n));
+        x = iota<A>() < low ? forbidden : x;
+        x = iota<A>() >= high ? forbidden : x;
+      }
+      if (row >= sequence.rows) x = forbidden;
+      x = as_rounded(x);
+      store(s + key - begin, x);
+      top = larger(x, top);
     }
-    part[0] = top;
-    part[1] = total;
+    A most = -std::numeric_limits<A>::infinity();
+    for (int i = 0; i < n; ++i) most = top[i] > most ? top[i] : most;
+    const A origin = std::isinf(most) && most < 0 ? A(0) : most;
+    V<A> total{};
+    for (int64_t key = begin; key < end; key += n) {
+      const V<A> p = exp2_of<false>(load(s + key - begin) - origin);
+      store(s + key - begin, p);
+      total += p;
+    }
+    part[0] = most;
+    part[1] = sum_of<A>(total);
+  }
+
+  // Scores of `count` keys with the mask of a query: added, or minus infinity where it is false.
+  V<A> masked(const V<A>& x, const AttentionSequence& sequence, int64_t head, int64_t row,
+              int64_t key, int64_t count) const {
+    const int64_t stride = call_.mask_column_stride;
+    const int64_t at = head * call_.mask_head_stride + row * call_.mask_row_stride + key * stride;
+    const auto into_bits = static_cast<A>(kLog2Of);
+    switch (call_.mask_kind) {
+      case MaskKind::data:
+        return x +
+               load_as<T, A>(static_cast<const T*>(sequence.mask) + at, stride, count) * into_bits;
+      case MaskKind::wide:
+        return x +
+               load_as<A, A>(static_cast<const A*>(sequence.mask) + at, stride, count) * into_bits;
+      default:
+        break;
+    }
+    const bool* mask = static_cast<const bool*>(sequence.mask) + at;
+    alignas(64) A allowed[n] = {};
+    for (int i = 0; i < std::min<int64_t>(n, count); ++i) allowed[i] = mask[i * stride] ? 1 : 0;
+    return load(allowed) != A(0) ? x : all(-std::numeric_limits<A>::infinity());
   }
 
   void join(int64_t unit) const {
@@ -230,8 +286,13 @@ class FewQueries {
           remainder[d] = static_cast<T>(wide - static_cast<A>(output[d]));
         }
       }
-      static_cast<A*>(sequence.lse)[head * call_.lse_head_stride + row] =
-          total == 0 ? forbidden : static_cast<A>(kLn2) * (top + std::log2(total));
+      const A most = total == 0 ? forbidden : top, rest = total == 0 ? A(0) : std::log2(total);
+      const int64_t at = head * call_.lse_head_stride + row;
+      static_cast<A*>(sequence.lse)[at] = static_cast<A>(kLn2) * (most + rest);
+      if (A* parts = static_cast<A*>(sequence.lse_parts); parts != nullptr) {
+        parts[2 * at] = most;
+        parts[2 * at + 1] = rest;
+      }
     }
   }
 

@@ -183,6 +183,7 @@ __attribute__((noinline)) void multiply_lines(const Lines<typename Policy::T>& s
   using S = typename Lanes<typename Policy::Sum>::type;
   constexpr int n = kLanes<typename Policy::Sum>;
   constexpr int64_t kBlock = Policy::kPair * n;
+  constexpr int kFetched = n * kBlock * sizeof(T) / 64;  // cache lines that a group reads
   const T* begin[kGroups][n];
   for (int i = 0; i < kGroups * n; ++i) begin[i / n][i % n] = source.at(std::min(i, lines - 1), 0);
   S sum[kGroups][kRows];
@@ -192,7 +193,7 @@ __attribute__((noinline)) void multiply_lines(const Lines<typename Policy::T>& s
   for (; k + kBlock <= count; k += kBlock) {
 #pragma GCC unroll 2
     for (int group = 0; group < kGroups; ++group) {
-      ahead.fetch<n>();
+      ahead.fetch<kFetched>();
       load_transposed<Policy, n>(begin[group], k, v);
 #pragma GCC unroll 16
       for (int step = 0; step < n; ++step) {

@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "gemm_kernel.h"
+#include "gemm_transpose.h"
 
 namespace fusedops::CPU_CAPABILITY {
 namespace {
@@ -41,38 +42,6 @@ struct Lines {
             ks == nullptr ? nullptr : ks + k};
   }
 };
-
-template <typename Policy>
-using PackedLanes = typename Lanes<typename Policy::Packed>::type;
-
-// Whether packing converts: a panel's element is another type than memory's.
-template <typename Policy>
-constexpr bool kWidens =
-    Policy::kPair == 1 && !std::is_same_v<typename Policy::T, typename Policy::Packed>;
-
-// One vector of consecutive steps of one line that is contiguous along k. Memory is aligned to its
-// own elements only: the pairs of bfloat16 that become an element of a panel may lie anywhere.
-template <typename Policy>
-inline PackedLanes<Policy> load_steps(const typename Policy::T* from) {
-  using V = PackedLanes<Policy>;
-  using T = typename Policy::T;
-  if constexpr (Policy::kPair == 2 || std::is_same_v<T, typename Policy::Packed>) {
-    V values;
-    std::memcpy(&values, from, sizeof(V));
-    return values;
-  } else {
-#if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
-    const Vec<T> wide = load_vec(from);
-    V values;
-    std::memcpy(&values, &wide, sizeof(V));
-    return values;
-#else
-    V values;
-    for (int i = 0; i < kLanes<float>; ++i) values[i] = Policy::pack(from[i]);
-    return values;
-#endif
-  }
-}
 
 #if defined(CPU_CAPABILITY_AVX512)
 // The half-words low[0], high[0], low[1], high[1], ...
@@ -143,95 +112,6 @@ inline typename Policy::Packed pack_one(const typename Policy::T* from,
     const uint32_t high = next == nullptr ? 0u : static_cast<uint32_t>(next->x);
     return static_cast<uint32_t>(from->x) | high << 16;
   }
-}
-
-template <int kDistance, bool kHigh, typename V, int... kLane>
-inline V exchange(const V& a, const V& b, std::integer_sequence<int, kLane...>) {
-  constexpr int n = sizeof...(kLane);
-  using Index = std::conditional_t<sizeof(a[0]) == 8, int64_t, int32_t>;
-  typedef Index Mask __attribute__((vector_size(sizeof(V))));
-  if constexpr (kHigh) {
-    return __builtin_shuffle(a, b, Mask{((kLane & kDistance) ? kLane + n : kLane + kDistance)...});
-  } else {
-    return __builtin_shuffle(a, b, Mask{((kLane & kDistance) ? kLane - kDistance + n : kLane)...});
-  }
-}
-
-// Transposes an n x n block held in n vectors, in log2(n) rounds of exchanges.
-template <int n, int kDistance = 1, typename V>
-inline __attribute__((always_inline)) void transpose(V (&v)[n]) {
-  if constexpr (kDistance < n) {
-    using Sequence = std::make_integer_sequence<int, n>;
-#pragma GCC unroll 16
-    for (int i = 0; i < n; ++i) {
-      if (i & kDistance) continue;
-      const V low = exchange<kDistance, false>(v[i], v[i + kDistance], Sequence());
-      const V high = exchange<kDistance, true>(v[i], v[i + kDistance], Sequence());
-      v[i] = low;
-      v[i + kDistance] = high;
-    }
-    transpose<n, 2 * kDistance>(v);
-  }
-}
-
-// v[s] = step s of n lines that are contiguous along k and begin at `lines`, from element k on; the
-// lines from kCount on are zero.
-template <typename Policy, int kCount, int n = kLanes<typename Policy::Packed>>
-inline __attribute__((always_inline)) void load_transposed(
-    const typename Policy::T* const (&lines)[n], int64_t k, PackedLanes<Policy> (&v)[n]) {
-#if defined(CPU_CAPABILITY_AVX512)
-  if constexpr (sizeof(typename Policy::Packed) == 4) {
-    // 32-bit words: the loads bring halves of two lines together, which leaves 48 shuffles of the
-    // 64 of an exchange in four rounds; and these are the cheap ones (68 for 77 cycles on Zen 4).
-    constexpr int64_t kHalf = 8 * Policy::kPair;
-    const auto half = [&](int line, int part) {
-      __m256i values = _mm256_setzero_si256();
-      if (line < kCount) {
-        const auto* from = lines[line] + k + part * kHalf;
-        if constexpr (kWidens<Policy>) {
-          values = _mm256_castps_si256(widen_eight(from));
-        } else {
-          std::memcpy(&values, from, sizeof(values));
-        }
-      }
-      return values;
-    };
-    const auto halves = [&](int line, int part) {
-      const __m512i low = _mm512_zextsi256_si512(half(line, part));
-      return line + 4 < kCount ? _mm512_inserti64x4(low, half(line + 4, part), 1) : low;
-    };
-    __m512 quarter[4][4];  // [steps][line, line + 4, line + 8, line + 12] of four steps each
-#pragma GCC unroll 4
-    for (int line = 0; line < 4; ++line) {
-#pragma GCC unroll 2
-      for (int part = 0; part < 2; ++part) {
-        const __m512 a = _mm512_castsi512_ps(halves(line, part));
-        const __m512 b = _mm512_castsi512_ps(halves(line + 8, part));
-        quarter[2 * part][line] = _mm512_shuffle_f32x4(a, b, 0x88);
-        quarter[2 * part + 1][line] = _mm512_shuffle_f32x4(a, b, 0xDD);
-      }
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) {
-      const auto pairs = [&](int line, bool high) {
-        const __m512 a = quarter[i][line], b = quarter[i][line + 1];
-        return _mm512_castps_pd(high ? _mm512_unpackhi_ps(a, b) : _mm512_unpacklo_ps(a, b));
-      };
-#pragma GCC unroll 2
-      for (int j = 0; j < 2; ++j) {
-        const __m512d a = pairs(0, j == 1), b = pairs(2, j == 1);
-        v[4 * i + 2 * j] = (PackedLanes<Policy>)_mm512_unpacklo_pd(a, b);
-        v[4 * i + 2 * j + 1] = (PackedLanes<Policy>)_mm512_unpackhi_pd(a, b);
-      }
-    }
-    return;
-  }
-#endif
-#pragma GCC unroll 16
-  for (int i = 0; i < n; ++i) {
-    v[i] = i < kCount ? load_steps<Policy>(lines[i] + k) : PackedLanes<Policy>{};
-  }
-  transpose<n>(v);
 }
 
 // Elements from one panel to the next: a panel whose width is no multiple of the vector is written

@@ -57,14 +57,6 @@ inline __m512 widen(__m256i halves) {
 }
 
 template <typename T>
-inline __m256 widen_eight(const T* from) {
-  static_assert(kIsHalf<T>);
-  const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
-  if constexpr (std::is_same_v<T, c10::Half>) return _mm256_cvtph_ps(halves);
-  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
-}
-
-template <typename T>
 inline __m256i round_to(__m512 values) {
   static_assert(kIsHalf<T>);
   if constexpr (std::is_same_v<T, c10::Half>) {

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fusedops.integrations.hf.rules import Rule, global_hooks, like, runs_here, subclass
-from fusedops.integrations.hf.torch_modules import enough_rows, linear_obstacle
+from fusedops.integrations.hf.torch_modules import linear_obstacle
 from fusedops.integrations.hf.transformers_modules import activation_name, activation_obstacle
 from fusedops.ops.linear_act import linear_act
 from fusedops.ops.mlp import mlp
@@ -22,11 +22,6 @@ class Names:
     first: str = "fc1"
     activation: str = "activation_fn"
     second: str = "fc2"
-
-
-def fits(hidden_states: torch.Tensor) -> bool:
-    """Return whether the fused products have kernels for this input and are not slower."""
-    return runs_here(hidden_states) and enough_rows(hidden_states)
 
 
 def feed_forward(module: Any, names: Names, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -84,7 +79,7 @@ class _FeedForward(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return the layer's output."""
-        if not fits(hidden_states) or feed_forward_obstacle(self, self.names) is not None:
+        if not runs_here(hidden_states) or feed_forward_obstacle(self, self.names) is not None:
             return super().forward(hidden_states)
         return feed_forward(self, self.names, hidden_states)
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fusedops.integrations.hf.rules import Rule, global_hooks, like, runs_here, subclass
-from fusedops.integrations.hf.torch_modules import enough_rows, linear_obstacle
+from fusedops.integrations.hf.torch_modules import linear_obstacle
 from fusedops.integrations.hf.transformers_modules import activation_name, activation_obstacle
 from fusedops.ops.geglu import geglu
 from fusedops.ops.linear_glu import linear_glu
@@ -25,7 +25,7 @@ class _GatedMLP(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``."""
         module: Any = self
-        if not runs_here(x) or not enough_rows(x) or _obstacle(self) is not None:
+        if not runs_here(x) or _obstacle(self) is not None:
             return super().forward(x)
         name = activation_name(module.act_fn)
         assert name is not None

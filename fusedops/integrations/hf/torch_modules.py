@@ -1,12 +1,11 @@
 """Rules for torch's own modules, by exact type.
 
 A linear layer on its own is only worth replacing where the own product is faster than torch's:
-``pays`` says where. With an activation behind it, in an ``nn.Sequential``, it always is.
+``own_product`` says where. With an activation behind it, in an ``nn.Sequential``, it always is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from fusedops import nn as fused
-from fusedops._core.tracing import holds_for_all, is_traced
 from fusedops.integrations.hf.originals import remember
 from fusedops.integrations.hf.partitioned import whole
 from fusedops.integrations.hf.rules import (
@@ -32,46 +30,17 @@ from fusedops.ops.linear_act import linear_act
 from fusedops.ops.mlp import mlp
 from fusedops.ops.rms_norm import rms_norm
 
-# The numbers of rows, first and last, with which torch's CPU product may be the faster one, of
-# those dtypes that have any (one Zen 4 core, 512 to 1024 -> 512 to 8000). A single row in float32
-# takes 0.9 to 1.4 times torch's time, because it keeps the order of the sums of larger batches; in
-# float16 0.9 to 1.2. In bfloat16 it takes 0.6, and 2 to 8 rows of any dtype 0.15 to 0.85.
-LINEAR = {torch.float32: (1, 1), torch.float16: (1, 1)}
-# The same for Conv1D, whose weights lie across the sum: a single row reads them where they lie, a
-# few pack them. Torch's product in float16 takes 5 to 50 times as long.
-CONV1D = {torch.float32: (1, 15), torch.bfloat16: (2, 15)}
 
+def own_product(input: torch.Tensor) -> bool:
+    """Return whether a linear layer without activation is computed by the own product.
 
-def pays(input: torch.Tensor, slow: Mapping[torch.dtype, tuple[int, int]] = LINEAR) -> bool:
-    """Return whether the own product beats torch's for a linear layer without activation.
-
-    On the CPU, measured on one Zen 5 core at 1024 rows, forward and backward: float32 1.8 to 2.0
-    times (MKL runs at 37 % of peak there), bfloat16 1.05 to 1.2 times. On a GPU it does not.
+    On the CPU it is the faster one, in all three dtypes and for any number of rows where weights
+    come from memory (``docs/performance_notes.md``, "Decoding"). On a GPU it is torch's.
     """
-    if input.device.type != "cpu":
-        return False
-    dtype = _product_dtype(input)
-    served = dtype in (torch.float32, torch.bfloat16, torch.float16)
-    return served and _enough_rows(input, slow.get(dtype))
+    return input.device.type == "cpu" and _product_dtype(input) in _SERVED
 
 
-def enough_rows(input: torch.Tensor, slow: Mapping[torch.dtype, tuple[int, int]] = LINEAR) -> bool:
-    """Return whether the own CPU product is not slower than torch's for the rows of ``input``.
-
-    In a graph for many sizes it is taken for all of them.
-    """
-    return input.device.type != "cpu" or _enough_rows(input, slow.get(_product_dtype(input)))
-
-
-def _enough_rows(input: torch.Tensor, slow: tuple[int, int] | None) -> bool:
-    if slow is None:
-        return True
-    size, columns = input.numel(), input.shape[-1]
-    # Outside of graphs, at once: generation asks for every layer and token.
-    if not torch.compiler.is_compiling() and not is_traced():
-        return not slow[0] * columns <= size <= slow[1] * columns
-    few = not is_traced() and holds_for_all(size <= slow[1] * columns)
-    return not (few and holds_for_all(size >= slow[0] * columns))
+_SERVED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _product_dtype(input: torch.Tensor) -> torch.dtype:
@@ -117,7 +86,7 @@ class Linear(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return ``input @ weight.T + bias``."""
         weight = self.weight
-        if not pays(input) or not plain_weight(weight):
+        if not own_product(input) or not plain_weight(weight):
             return F.linear(input, weight, self.bias)
         return linear_act(input, weight, self.bias, activation="identity")
 
@@ -176,12 +145,7 @@ def linear_obstacle(name: str, module: Any) -> str | None:
 
 
 def _is_input(value: Any) -> bool:
-    return (
-        isinstance(value, torch.Tensor)
-        and value.is_floating_point()
-        and runs_here(value)
-        and enough_rows(value)
-    )
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and runs_here(value)
 
 
 def _is_pair(modules: list[Any], position: int) -> bool:
@@ -265,7 +229,7 @@ def _probe_rms_norm(module: nn.RMSNorm) -> None:
 def _probe_linear(module: nn.Linear) -> None:
     weight = whole(module.weight)
     rows = like(module).new_zeros(16, module.in_features)
-    if plain_weight(weight) and pays(rows):
+    if plain_weight(weight) and own_product(rows):
         linear_act(rows, weight, None, activation="identity")
 
 

@@ -17,7 +17,7 @@ from fusedops.integrations.hf import torch_modules
 from fusedops.integrations.hf.originals import remember
 from fusedops.integrations.hf.partitioned import gathers_on_access, whole
 from fusedops.integrations.hf.rules import Rule, bypass_obstacle, like, plain_weight, runs_here
-from fusedops.integrations.hf.torch_modules import CONV1D, pays
+from fusedops.integrations.hf.torch_modules import own_product
 from fusedops.ops.gelu import gelu
 from fusedops.ops.linear_act import linear_act
 
@@ -108,7 +108,7 @@ class Conv1D(pytorch_utils.Conv1D):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x @ weight + bias``."""
         weight = self.weight
-        if not pays(x, CONV1D) or not plain_weight(weight) or gathers_on_access(self):
+        if not own_product(x) or not plain_weight(weight) or gathers_on_access(self):
             return super().forward(x)
         return linear_act(x, weight.t(), self.bias, activation="identity")
 
@@ -135,7 +135,7 @@ def _conv1d_plain(module: Any) -> str | None:
 def _probe_conv1d(module: Any) -> None:
     weight = whole(module.weight)
     rows = like(module).new_zeros(16, weight.shape[0])
-    if plain_weight(weight) and pays(rows, CONV1D):
+    if plain_weight(weight) and own_product(rows):
         linear_act(rows, weight.t(), None, activation="identity")
 
 

@@ -16,7 +16,6 @@ from fusedops.integrations.hf.attention import attention_rule
 from fusedops.integrations.hf.feed_forward import (
     dense_act,
     dense_act_obstacle,
-    fits,
     probe_dense_act,
 )
 from fusedops.integrations.hf.lm_heads import head_rule
@@ -52,7 +51,7 @@ class _DenseAct(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return the activations."""
-        if not fits(hidden_states) or dense_act_obstacle(self, "dense", self.activation_child):
+        if not runs_here(hidden_states) or dense_act_obstacle(self, "dense", self.activation_child):
             return super().forward(hidden_states)
         activation = getattr(self, self.activation_child)
         return dense_act(self.dense, activation, hidden_states)
@@ -65,7 +64,7 @@ class _DenseActNorm(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return the normalised activations."""
-        if not fits(hidden_states) or dense_act_obstacle(self, "dense", self.activation_child):
+        if not runs_here(hidden_states) or dense_act_obstacle(self, "dense", self.activation_child):
             return super().forward(hidden_states)
         module: Any = self
         activation = getattr(self, self.activation_child)
@@ -77,7 +76,7 @@ class _LMHead(nn.Module):
 
     def forward(self, features: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         """Return the scores of the vocabulary."""
-        if not fits(features) or _head_obstacle(self) is not None:
+        if not runs_here(features) or _head_obstacle(self) is not None:
             return super().forward(features, **kwargs)
         module: Any = self
         dense = module.dense

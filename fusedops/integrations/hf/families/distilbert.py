@@ -13,7 +13,6 @@ from fusedops.integrations.hf.feed_forward import (
     Names,
     feed_forward,
     feed_forward_obstacle,
-    fits,
     probe_feed_forward,
 )
 from fusedops.integrations.hf.residual import (
@@ -34,7 +33,7 @@ class FFN(modeling_distilbert.FFN):
 
     def ff_chunk(self, input: torch.Tensor) -> torch.Tensor:
         """Return the dropped-out output of the layer."""
-        if not fits(input) or _feed_forward_obstacle(self) is not None:
+        if not runs_here(input) or _feed_forward_obstacle(self) is not None:
             return super().ff_chunk(input)
         return self.dropout(feed_forward(self, _NAMES, input))
 

@@ -23,7 +23,6 @@ from fusedops.integrations.hf.residual import (
     unknown_forward,
 )
 from fusedops.integrations.hf.rules import Rule, global_hooks, runs_here
-from fusedops.integrations.hf.torch_modules import CONV1D, enough_rows
 from fusedops.integrations.hf.transformers_modules import (
     activation_name,
     activation_obstacle,
@@ -38,11 +37,7 @@ class GPT2MLP(modeling_gpt2.GPT2MLP):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return the dropped-out output of the layer."""
-        if (
-            not runs_here(hidden_states)
-            or not enough_rows(hidden_states, CONV1D)
-            or mlp_obstacle(self) is not None
-        ):
+        if not runs_here(hidden_states) or mlp_obstacle(self) is not None:
             return super().forward(hidden_states)
         return self.dropout(before_dropout(self, hidden_states))
 

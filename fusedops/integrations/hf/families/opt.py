@@ -13,7 +13,6 @@ from fusedops.integrations.hf.feed_forward import (
     Names,
     feed_forward,
     feed_forward_obstacle,
-    fits,
     probe_feed_forward,
 )
 from fusedops.integrations.hf.residual import (
@@ -62,7 +61,7 @@ class _DecoderLayer(nn.Module):
 
     def _feed_forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         module: Any = self
-        if fits(hidden_states) and feed_forward_obstacle(self, _NAMES) is None:
+        if runs_here(hidden_states) and feed_forward_obstacle(self, _NAMES) is None:
             return feed_forward(self, _NAMES, hidden_states)
         rows = hidden_states.reshape(-1, hidden_states.size(-1))  # as the original calls them
         return module.fc2(module.activation_fn(module.fc1(rows))).view(hidden_states.shape)

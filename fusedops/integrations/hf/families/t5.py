@@ -21,7 +21,6 @@ from fusedops.integrations.hf.feed_forward import (
     dense_act_obstacle,
     feed_forward,
     feed_forward_obstacle,
-    fits,
     probe_feed_forward,
 )
 from fusedops.integrations.hf.lm_heads import Arguments, head_rule
@@ -56,7 +55,7 @@ class T5DenseActDense(modeling_t5.T5DenseActDense):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return the layer's output."""
-        if not fits(hidden_states) or _plain_obstacle(self) is not None:
+        if not runs_here(hidden_states) or _plain_obstacle(self) is not None:
             return super().forward(hidden_states)
         if not _called_by_plain(self):
             return feed_forward(self, _NAMES, hidden_states)
@@ -68,7 +67,7 @@ class T5DenseGatedActDense(modeling_t5.T5DenseGatedActDense):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return the layer's output."""
-        if not fits(hidden_states) or _gated_obstacle(self) is not None:
+        if not runs_here(hidden_states) or _gated_obstacle(self) is not None:
             return super().forward(hidden_states)
         name = activation_name(self.act)
         assert name is not None

@@ -18,7 +18,6 @@ from fusedops.integrations.hf.feed_forward import (
     dense_act,
     feed_forward,
     feed_forward_obstacle,
-    fits,
 )
 from fusedops.integrations.hf.lm_heads import Arguments, head_rule
 from fusedops.integrations.hf.residual import (
@@ -106,7 +105,7 @@ def _after_attention(
     dropout_p = _dropout_p(layer)
     normed, residual = add_norm(attended, hidden_states, layer.final_layer_norm, dropout_p)
     inner_p = layer.activation_dropout if layer.training else 0.0
-    if not fits(normed):
+    if not runs_here(normed):
         inner = layer.activation_fn(layer.fc1(normed))
         output = layer.fc2(nn.functional.dropout(inner, inner_p))
     elif inner_p > 0.0:
