@@ -20,7 +20,7 @@ from fusedops.cli.bench.contenders import (
     contenders,
     is_ours,
 )
-from fusedops.cli.bench.limits import Limits
+from fusedops.cli.bench.limits import Limits, Work
 from fusedops.cli.bench.memory import peak_bytes
 from fusedops.cli.bench.results import DIRECTIONS, FORWARD, Row
 from fusedops.specs import BenchCase, Sample, Spec, tensors_in
@@ -109,7 +109,7 @@ def run_case(
         variants = [_variant(each, call, direction) for each in there]
         peaks = {variant.name: _peak(variant, settings.device) for variant in variants}
         timing = measure(variants, clock, settings.plan)
-        work = _Work.of(case, direction, dtype, limits)
+        work = _work(case, direction, dtype, limits)
         for each in there:
             rows.append(
                 _row(
@@ -169,29 +169,12 @@ def tiny_sample(spec: Spec, device: torch.device, dtype: torch.dtype) -> Sample 
     return None
 
 
-@dataclass(frozen=True)
-class _Work:
-    """What a direction has to do at least, and whether memory is what limits it."""
-
-    bytes_moved: int
-    flops: int
-    least_seconds: float
-    in_memory: bool
-
-    @staticmethod
-    def of(case: BenchCase, direction: str, dtype: torch.dtype, limits: Limits) -> _Work:
-        name = _short(dtype)
-        forward = (case.bytes_forward(dtype), case.flops_forward)
-        backward = (case.bytes_backward(dtype), case.flops_backward)
-        parts = {"forward": [forward], "backward": [backward], "both": [forward, backward]}
-        least = sum(limits.least_seconds(*part, name) for part in parts[direction])
-        return _Work(
-            bytes_moved=sum(moved for moved, _ in parts[direction]),
-            flops=sum(flops for _, flops in parts[direction]),
-            least_seconds=least,
-            in_memory=least
-            == sum(limits.least_seconds(moved, 0, name) for moved, _ in parts[direction]),
-        )
+def _work(case: BenchCase, direction: str, dtype: torch.dtype, limits: Limits) -> Work:
+    """Return what a direction has to do at least."""
+    forward = (case.bytes_forward(dtype), case.flops_forward)
+    backward = (case.bytes_backward(dtype), case.flops_backward)
+    parts = {"forward": [forward], "backward": [backward], "both": [forward, backward]}
+    return Work.of(parts[direction], _short(dtype), limits)
 
 
 def _directions(able: Sequence[Contender], call: Call) -> Sequence[str]:
@@ -206,7 +189,7 @@ def _row(
     direction: str,
     variant: str,
     timing: Timing,
-    work: _Work,
+    work: Work,
     *,
     backend: str,
     allocator: str,

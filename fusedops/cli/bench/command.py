@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -285,7 +285,7 @@ def _measure(
     from fusedops.cli.bench import machine
     from fusedops.cli.bench.cases import Settings, host_overhead, run_case
     from fusedops.cli.bench.limits import measure_limits
-    from fusedops.cli.bench.results import Record, Row, now
+    from fusedops.cli.bench.results import Row, record_of
     from fusedops.cli.progress import steps
 
     torch.set_num_threads(threads or host.physical_cores())
@@ -336,26 +336,8 @@ def _measure(
                 raise
             whole = False
             notes.append(f"interrupted at {title}: what was measured before is here")
-    if device.type == "cuda":
-        # The first state is of an idle GPU, this one of a warm one.
-        here["gpu_state_after"] = machine.gpu_state()
-    record = Record(
-        machine=here,
-        versions=machine.versions(),
-        git=machine.git_commit(),
-        settings={
-            "allocator": allocator,
-            "dtypes": names,
-            "seconds": timing.seconds,
-            "least_rounds": timing.least,
-            "most_rounds": timing.most,
-            "compile": compiled,
-        },
-        limits=asdict(limits),
-        rows=tuple(rows),
-        notes=tuple(dict.fromkeys(notes)),
-        created=now(),
-    )
+    settled = {"allocator": allocator, "dtypes": names, "compile": compiled}
+    record = record_of(here, timing, limits, rows, notes, **settled)
     return record, whole
 
 

@@ -8,7 +8,7 @@ limit: torch's float32 matmul (MKL) runs at 37 % of peak on a Zen 5, oneDNN at 7
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -53,6 +53,27 @@ class Limits:
         """Return the time below which this machine cannot do so much work."""
         product = self.matmul.get(dtype)
         return max(bytes_moved / self.copy.rate, flops / product.rate if product else 0.0)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a run has to do at least, and whether memory is what limits it."""
+
+    bytes_moved: int
+    flops: int
+    least_seconds: float
+    in_memory: bool
+
+    @staticmethod
+    def of(parts: Sequence[tuple[int, int]], dtype: str, limits: Limits) -> Work:
+        """Return the work of parts that follow each other: bytes and operations of each."""
+        least = sum(limits.least_seconds(moved, flops, dtype) for moved, flops in parts)
+        return Work(
+            bytes_moved=sum(moved for moved, _ in parts),
+            flops=sum(flops for _, flops in parts),
+            least_seconds=least,
+            in_memory=least == sum(limits.least_seconds(moved, 0, dtype) for moved, _ in parts),
+        )
 
 
 def measure_limits(device: torch.device, dtypes: Iterable[torch.dtype], clock: Clock) -> Limits:

@@ -20,7 +20,7 @@ from fusedops._core import backends, dtypes
 from fusedops._core.timer import Clock, Plan, Timing, Variant, measure
 from fusedops.cli.bench.cases import lead
 from fusedops.cli.bench.contenders import AUTOMATIC, COMPILE, EAGER, is_ours
-from fusedops.cli.bench.limits import Limits
+from fusedops.cli.bench.limits import Limits, Work
 from fusedops.cli.bench.memory import peak_bytes
 from fusedops.cli.bench.model_zoo import Decoder, Family, Inputs, Size
 from fusedops.cli.bench.results import Row
@@ -184,7 +184,7 @@ def run_case(
         able.append(ours)
     del truth, known
     settings.say("memory")
-    work = _Work.of(stock, flops, mode, dtype, size, limits)
+    work = _work(stock, flops, mode, dtype, size, limits)
     peaks = {each.name: _peak(each, settings) for each in able}
     settings.say("timing")
     timing = measure(
@@ -327,26 +327,15 @@ def _peak(contender: Contender, settings: Settings) -> int | None:
     return peak
 
 
-@dataclass(frozen=True)
-class _Work:
-    """What a run has to do at least: operations of its products, and weights to read and write."""
-
-    bytes_moved: int
-    flops: int
-    least_seconds: float
-    in_memory: bool
-
-    @staticmethod
-    def of(
-        model: nn.Module, flops: int, mode: str, dtype: torch.dtype, size: Size, limits: Limits
-    ) -> _Work:
-        rows = size.batch * (1 if mode == DECODING else size.seq_len)
-        # In training weights are read twice and their gradients written.
-        passes = {TRAINING: 3, FORWARD: 1, DECODING: size.steps}[mode]
-        moved = int(passes * _weight_bytes(model, rows))
-        name = _short(dtype)
-        least = limits.least_seconds(moved, flops, name)
-        return _Work(moved, flops, least, least == limits.least_seconds(moved, 0, name))
+def _work(
+    model: nn.Module, flops: int, mode: str, dtype: torch.dtype, size: Size, limits: Limits
+) -> Work:
+    """Return the least that a run has to do: its products, and weights to read and to write."""
+    rows = size.batch * (1 if mode == DECODING else size.seq_len)
+    # In training weights are read twice and their gradients written.
+    passes = {TRAINING: 3, FORWARD: 1, DECODING: size.steps}[mode]
+    moved = int(passes * _weight_bytes(model, rows))
+    return Work.of([(moved, flops)], _short(dtype), limits)
 
 
 def _weight_bytes(model: Any, rows: int) -> float:
@@ -372,7 +361,7 @@ def _row(
     size: Size,
     name: str,
     timing: Timing,
-    work: _Work,
+    work: Work,
     settings: Settings,
     errors: dict[str, tuple[float, float]],
     peaks: dict[str, int | None],

@@ -6,7 +6,7 @@ torch is imported inside the functions, as in ``command.py``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -207,7 +207,7 @@ def _measure(
     from fusedops.cli.bench import machine
     from fusedops.cli.bench.limits import measure_limits
     from fusedops.cli.bench.models import Settings, affordable, label, patch, run_case
-    from fusedops.cli.bench.results import Record, Row, now
+    from fusedops.cli.bench.results import Row, record_of
     from fusedops.cli.progress import steps
 
     torch.set_num_threads(threads or host.physical_cores())
@@ -255,26 +255,14 @@ def _measure(
                 raise
             whole = False
             notes.append(f"interrupted at {title}: what was measured before is here")
-    if device.type == "cuda":
-        here["gpu_state_after"] = machine.gpu_state()
-    record = Record(
-        machine=here,
-        versions=machine.versions(),
-        git=machine.git_commit(),
-        settings={
-            "allocator": allocator,
-            "dtypes": names,
-            "seconds": timing.seconds,
-            "least_rounds": timing.least,
-            "most_rounds": timing.most,
-            "compile": compiled,
-            "patch": f"fusedops.patch(model{', calibrate=True' * calibrate})",
-        },
-        limits=asdict(limits),
-        rows=tuple(rows),
-        notes=(*notes, *(f"WRONG: {each}" for each in wrong)),
-        created=now(),
-    )
+    settled = {
+        "allocator": allocator,
+        "dtypes": names,
+        "compile": compiled,
+        "patch": f"fusedops.patch(model{', calibrate=True' * calibrate})",
+    }
+    notes += [f"WRONG: {each}" for each in wrong]
+    record = record_of(here, timing, limits, rows, notes, **settled)
     return record, wrong, whole
 
 

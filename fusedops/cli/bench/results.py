@@ -11,7 +11,10 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from fusedops._core.timer import Plan
 from fusedops.cli import files
+from fusedops.cli.bench import machine
+from fusedops.cli.bench.limits import Limits
 
 FORMAT = 1
 FORWARD, BACKWARD, BOTH = "forward", "backward", "both"
@@ -125,6 +128,40 @@ class Record:
 def now() -> str:
     """Return the UTC time as a record has it."""
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
+def record_of(
+    here: dict[str, Any],
+    plan: Plan,
+    limits: Limits,
+    rows: Sequence[Row],
+    notes: Sequence[str],
+    **settings: Any,
+) -> Record:
+    """Return the record of a measurement that ends now.
+
+    Args:
+        here: ``machine.describe``, from before it.
+        plan: of the timer.
+        limits: of the machine.
+        rows: the figures.
+        notes: what could not be measured and why.
+        **settings: further ones.
+    """
+    if here["device"] == "cuda":
+        # The first state is of an idle GPU, this one of a warm one.
+        here = here | {"gpu_state_after": machine.gpu_state()}
+    rounds = {"least_rounds": plan.least, "most_rounds": plan.most}
+    return Record(
+        machine=here,
+        versions=machine.versions(),
+        git=machine.git_commit(),
+        settings=settings | {"seconds": plan.seconds} | rounds,
+        limits=asdict(limits),
+        rows=tuple(rows),
+        notes=tuple(dict.fromkeys(notes)),
+        created=now(),
+    )
 
 
 def save_json(path: str | os.PathLike[str], record: Record) -> None:
