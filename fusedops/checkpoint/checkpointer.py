@@ -21,7 +21,6 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-import fusedops
 from fusedops._core import checks
 from fusedops.checkpoint import folder as folders
 from fusedops.checkpoint import generators, tensors
@@ -297,7 +296,7 @@ class Checkpointer:
                 "step": step,
                 "ranks": self._ranks,
                 "flat": flat,
-                "versions": {"torch": torch.__version__, "fusedops": fusedops.__version__},
+                "torch": torch.__version__,
                 "files": {name: entry for each in gathered for name, entry in each.items()},
             }
             problem = _try(lambda: folders.commit(partial, final, record))

@@ -25,7 +25,10 @@ _WIDE = 150
 
 
 def plan(
-    model: Annotated[str, typer.Option(help="A published model: --model list shows them.")],
+    model: Annotated[
+        str,
+        typer.Option(help="A published model (--model list shows them), or a config.json."),
+    ] = "",
     devices: Annotated[int, typer.Option(min=1, max=_MOST_DEVICES, help="How many.")] = 8,
     memory: Annotated[str, typer.Option(help="Of each device: 32GiB, 80GB.")] = "80GiB",
     micro_batch: Annotated[
@@ -59,6 +62,10 @@ def plan(
         bool, typer.Option("--chunked-loss", help="linear_cross_entropy: logits never whole.")
     ] = False,
     rows: Annotated[int, typer.Option(min=1, help="Rows to show of what fits, and beside.")] = 12,
+    measure: Annotated[
+        bool,
+        typer.Option("--measure", help="Train small models here, and compare (two minutes)."),
+    ] = False,
     json_file: Annotated[
         str, typer.Option("--json", help="Write all rows to a file; -: print them instead.")
     ] = "",
@@ -74,6 +81,11 @@ def plan(
         if model == "list":
             _show_models(_console())
             return
+        if measure:
+            _measure(_console())
+            return
+        if not model:
+            raise files.UserError("--model is missing: a name (--model list) or a config.json")
         if json_file not in ("", "-"):
             files.check_writable(json_file)
         asked = _choices(tp, pp, ep, zero, recompute, offload)
@@ -112,14 +124,14 @@ def _plan(
     name: str, devices: int, memory: str, asked: dict[str, Any], **base: Any
 ) -> tuple[Transformer, Plan]:
     """Return the model and what was found; whatever is wrong is the user's."""
-    from fusedops.planner import Layout, parse_bytes, preset
+    from fusedops.planner import Layout, from_config, parse_bytes, preset
     from fusedops.planner import plan as search
     from fusedops.planner.layout import KERNELS, PRECISIONS
 
     options.check_known(base["precision"], PRECISIONS, "precision")
     options.check_known(base["kernels"], KERNELS, "kernels")
     try:
-        shape = preset(name)
+        shape = from_config(name) if name.endswith(".json") else preset(name)
         size = parse_bytes(memory)
         return shape, search(shape, devices, size, Layout(**base), **asked)
     except ValueError as error:
@@ -155,6 +167,42 @@ def _numbers(text: str, name: str, least: int = 1, most: int = _MOST_DEVICES) ->
             wanted = f"numbers from {least}" + (f" to {most}" if most < _MOST_DEVICES else " on")
             raise files.UserError(f"--{name} must be {wanted} with commas between, got {word!r}")
     return tuple(dict.fromkeys(int(word) for word in words))
+
+
+def _measure(out: Any) -> None:
+    """Measure small models, and print the table of docs/planning.md."""
+    try:
+        import transformers  # noqa: F401
+    except ImportError:
+        raise files.UserError(
+            "the models come from transformers, which is not installed (pip install transformers)"
+        ) from None
+    from fusedops.cli.plan_measure import cases, measure
+    from fusedops.cli.progress import steps
+
+    work = list(cases())
+    rows = []
+    with steps(len(work)) as progress:
+        for each in work:
+            progress.say(" ".join(str(word) for word in each))
+            rows.append(measure(*each))
+            progress.advance()
+    lines = [
+        "| model | width x layers, tokens, words | dtype | recompute | kernels | measured MiB "
+        "| estimate | beside weights and states |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        hidden, layers, batch, seq_len, vocabulary = row.size
+        lines.append(
+            f"| {row.family} | {hidden} x {layers}, {batch} x {seq_len}, {vocabulary} "
+            f"| {row.dtype} | {row.recompute} | {row.kernels} | {row.peak / 2**20:.1f} "
+            f"| {row.error:+.1%} | {row.error_beside:+.1%} |"
+        )
+    worst = max(abs(row.error) for row in rows)
+    lines += ["", f"The largest difference of a peak is {worst:.1%}."]
+    for line in lines:
+        out.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
 def _show_models(out: Any) -> None:

@@ -1,5 +1,6 @@
 """Planning: what a layout takes on each device, before anything runs (``docs/planning.md``)."""
 
+from fusedops.planner.configurations import from_config
 from fusedops.planner.layout import Layout, check
 from fusedops.planner.memory import Estimate, estimate
 from fusedops.planner.presets import PRESETS, preset
@@ -15,6 +16,7 @@ __all__ = [
     "Transformer",
     "check",
     "estimate",
+    "from_config",
     "layouts",
     "parse_bytes",
     "plan",

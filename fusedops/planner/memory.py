@@ -1,12 +1,13 @@
 """Bytes of a training step on the device that needs most: a closed form, without a GPU or a model.
 
 What is static is a sum of parameters times bytes, divided by who shares it. What is not is looked
-at in five moments of the last micro-batch, of which the largest counts, stage by stage:
+at in six moments of the last micro-batch, of which the largest counts, stage by stage:
 
     loss   everything that the layers kept, and the logits with their gradient
     head   the gradient of the logits, and that of the projection on the vocabulary
-    layer  everything that the layers kept, and what the backward of one layer needs beside it
-    end    the first layer alone is left, and all gradients are there
+    layer  everything that the layers kept, and what the backward of the last one needs beside it
+    first  the same of the first layer, which is alone, and the gradients of all others
+    end    all gradients, and that of the embedding
     step   weights, gradients and states
 
 Between them bytes rise or fall in a line, layer by layer, so that no other moment is larger. The
@@ -153,13 +154,8 @@ def _beside(model: Transformer, layout: Layout, index: int) -> float:
     """Return what the backward of a layer holds at its widest beside what the layers kept."""
     tensors, tokens = saved.layer(model, layout, index), layout.tokens(model)
     item, tp = layout.bytes_of.weights, layout.tp
-    fused = layout.kernels == "fused"
-    # The feed-forward layer's backward comes first. Gradients of its two pre-activations, of gate
-    # and up, of both factors of gelu_new: two tensors as wide as it, one of which takes the place
-    # of the hidden layer where that was kept.
-    wide = 2.0 if fused or model.gated or model.activation == "gelu_new" else 1.0
-    slots = model.top_k if model.is_sparse(index) else 1
-    feed_forward = wide * slots * model.intermediate_size * item / tp
+    # The feed-forward layer's backward comes first.
+    feed_forward = _widest(model, layout, index) * item / tp
     attention = 0.0
     if layout.kernels == "eager":  # gradients of the probabilities and of the scores
         attention = 2.0 * model.num_heads * layout.length(model) * item / tp
@@ -168,6 +164,35 @@ def _beside(model: Transformer, layout: Layout, index: int) -> float:
     beside = (max(feed_forward, attention) + stream) * tokens
     again = _bytes(tensors, layout) * tokens - _kept(model, layout, index)
     return beside + max(0.0, again)
+
+
+def _widest(model: Transformer, layout: Layout, index: int) -> float:
+    """Return the numbers per token that a feed-forward layer's backward makes at its widest."""
+    f, fused = model.intermediate_size, layout.kernels == "fused"
+    if not model.is_sparse(index):
+        # Of one op: gradient of the pre-activation, and the hidden layer again. Of several: the
+        # gradients of gate and up, or of both factors of gelu_new; one tensor less is kept by then.
+        one_op = fused and not model.post_norm
+        return f * (2 if one_op or model.gated or (model.activation == "gelu_new") else 1)
+    k, products = model.top_k, 2 if model.gated else 1
+    if fused:  # the same, and a gradient of the input for each slot
+        return k * f * (products + 1) + k * model.hidden_size * layout.tp
+    return k * f * products
+
+
+def _arriving_share(model: Transformer, layout: Layout, index: int, again: bool) -> float:
+    """Return of which share of a feed-forward layer's weights there are new gradients at once.
+
+    Those of one operation: of both products, of gate and up, or of one product. ``again``: added to
+    the gradients before and freed as soon as they are made; else those before them stay as well.
+    """
+    products = 3 if model.gated else 2
+    one_op = layout.kernels == "fused" and not model.post_norm
+    if not again:
+        return 1.0 if one_op else 1 / products
+    if model.is_sparse(index):
+        return 1.0 if one_op else (products - 1) / products
+    return (2 if one_op else 1) / products
 
 
 class _Stage:
@@ -216,22 +241,37 @@ class _Stage:
         tokens = layout.tokens(model)
         row = model.vocab_size / layout.tp
         last, first = self.layers[-1], self.layers[0]
-        before = self.gradients if again else 0.0
         # A gradient that autograd has made is added to those before: for a moment there are both.
         # With a tied head that of the head waits for the embedding's, the last one.
         head = self.vocabulary * sizes.gradients if self.last else 0.0
+        words = self.vocabulary * sizes.gradients if self.first else 0.0
         waiting = head if model.tied and layout.pp == 1 else 0.0
-        widest = self._here(model.feed_forward(last)) * sizes.gradients
-        in_layer = widest + (waiting if again else head)
+        inside, feed_forward = self._here(model.layer(first)), self._here(model.feed_forward(first))
+        widest = sizes.gradients * max(
+            self._here(model.feed_forward(each)) * _arriving_share(model, layout, each, again)
+            for each in self.kinds
+        )
+        # torch's linear layer gives a view as its weight's gradient: the sum is a third tensor.
+        summed = waiting * (1 if layout.kernels == "fused" else 2)
+        after = self.kept if layout.pp > 1 else 0.0  # of the other micro-batches
+        if again:
+            before = self.gradients
+            in_first = before + self._arriving(widest + waiting)
+            at_end = before + self._arriving(words + summed)
+        else:
+            before = 0.0
+            missing = (inside - feed_forward) * sizes.gradients + words - waiting
+            in_first = self.gradients - self._arriving(missing)
+            at_end = self.gradients + self._arriving(summed)
+        in_last = before + self._arriving(widest + (waiting if again else head))
+        stream = 2 * model.hidden_size * sizes.weights * tokens
         moments = {
-            "layer": self._parts(
-                before + self._arriving(in_layer), self.kept + _beside(model, layout, last)
+            "layer": self._parts(in_last, self.kept + _beside(model, layout, last)),
+            "first": self._parts(
+                in_first,
+                max(after, _kept(model, layout, first)) + _beside(model, layout, first),
             ),
-            "end": self._parts(
-                self.gradients + self._arriving(waiting + (head if again else 0.0)),
-                (self.kept if layout.pp > 1 else _kept(model, layout, first))
-                + _beside(model, layout, first),
-            ),
+            "end": self._parts(at_end, after + stream),
             "step": self._parts(self.gradients, 0.0),
         }
         if self.last:
@@ -298,7 +338,8 @@ class _Stage:
             return min(_CHUNK, row) * _FLOAT32 + wide
         if layout.kernels == "fused":
             return 2 * row * item  # the logits and their gradient
-        return 3 * row * _FLOAT32  # the log-softmax, its gradient, and the gradient of the logits
+        # The log-softmax, its gradient, and that of the logits; BERT's is not made in float32.
+        return 3 * row * (item if model.head == "masked" else _FLOAT32)
 
     def _arriving(self, gradients: float) -> float:
         """Return gradients that were just made, unless they leave for the host or other ranks."""
