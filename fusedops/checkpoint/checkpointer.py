@@ -247,7 +247,9 @@ class Checkpointer:
         states = {name: each.state_dict() for name, each in self._stateful.items()}
         parts = {"step": step, "data": data, "extra": extra, "stateful": states}
         parts["generators"] = generators.capture()
-        for name, part in [*states.items(), ("data", data), ("extra", extra)]:
+        parts["groups"] = self._state.groups()
+        more = [("data", data), ("extra", extra), ("a group of the optimizer", parts["groups"])]
+        for name, part in [*states.items(), *more]:
             try:
                 _unpacked(_packed(part))
             except Exception as error:
@@ -329,7 +331,7 @@ class Checkpointer:
                 f"it has {has}"
             )
         names = {name for of_rank in self._gather(self._state.names()) for name in of_rank}
-        self._state.load(each, self._group, names, flat=record["flat"])
+        self._state.load(each, self._group, names, mine["groups"], flat=record["flat"])
         for name, target in self._stateful.items():
             target.load_state_dict(mine["stateful"][name])
         notes = []

@@ -137,6 +137,83 @@ def test_states_of_mixed_precision_come_back_as_they_were(tmp_path: Path) -> Non
     assert again.param_groups[0]["lr"] == 0.1
 
 
+@pytest.mark.parametrize("stop", [0, 1])
+def test_saving_before_the_first_step_changes_nothing(
+    tmp_path: Path, reference: str, stop: int
+) -> None:
+    # torch counts the making of empty states as a step.
+    before = Run(tmp_path)
+    before.optimizer.param_groups[0]["lr"] = 0.5
+    before.keeper.save(0, data={"position": 0})
+    assert not before.optimizer.state
+    before.keeper.close()
+    after = Run(tmp_path)
+    for number in range(stop):
+        after.step(number)
+    assert after.keeper.load() is not None
+    assert not after.optimizer.state and after.optimizer.param_groups[0]["lr"] == 0.5
+    after.optimizer.param_groups[0]["lr"] = 1e-2
+    for number in range(STEPS):
+        after.step(number)
+    assert after.digest() == reference
+
+
+def test_parameters_that_no_step_has_reached_have_no_state(tmp_path: Path) -> None:
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, parts: slice) -> None:
+        torch.nn.Sequential(*list(model)[parts])(torch.ones(1, 2)).sum().backward()  # type: ignore
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, optimizer = make()
+    step(model, optimizer, slice(0, 1))
+    Checkpointer(tmp_path, model, optimizer).save(1)
+    assert len(optimizer.state) == 2
+    other, again = make()
+    Checkpointer(tmp_path, other, again).load()
+    assert len(again.state) == 2
+    for each in ((model, optimizer), (other, again)):
+        step(*each, slice(0, 2))
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+        for name, value in optimizer.state[a].items():
+            assert torch.equal(value, again.state[b][name])
+
+
+def test_two_optimizers_of_which_one_has_not_stepped(tmp_path: Path) -> None:
+    def make() -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        kinds = (torch.optim.AdamW, torch.optim.SGD)
+        pairs = zip(kinds, model, strict=True)
+        return model, [kind(each.parameters(), lr=0.1, weight_decay=0.2) for kind, each in pairs]
+
+    model, optimizers = make()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizers[0].step()
+    optimizers[1].param_groups[0]["lr"] = 0.7
+    Checkpointer(tmp_path, model, optimizers).save(1)
+    other, again = make()
+    Checkpointer(tmp_path, other, again).load()
+    assert [len(each.state) for each in again] == [2, 0]
+    assert again[1].param_groups[0]["lr"] == 0.7
+    assert torch.equal(other[1].weight, model[1].weight)
+    with pytest.raises(ValueError, match=r"groups of its optimizers \[1, 1\] for \[1\]"):
+        Checkpointer(tmp_path, other, again[0]).load()
+
+
+def test_weights_alone_can_be_loaded(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.train(2)
+    model = Net()
+    restored = Checkpointer(tmp_path, model).load()
+    assert restored is not None and restored.step == 2
+    assert torch.equal(model.first.weight, run.model.first.weight)
+
+
 def test_a_checkpoint_of_another_model_is_refused_before_anything_changes(tmp_path: Path) -> None:
     Run(tmp_path).train(2)
     other = Run(tmp_path, width=32)
