@@ -1,0 +1,463 @@
+"""Saving and loading all that a training run is, so that it goes on with the same bits.
+
+Tensors go through torch's distributed checkpoint, which shards and reshards them; what belongs to a
+rank (random generators, the position in its data, schedulers and the like) is a file of its own.
+How a checkpoint becomes visible at once, and how it is known to be whole, is in ``folder.py``.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+
+from fusedops._core import checks
+from fusedops.checkpoint import folder as folders
+from fusedops.checkpoint import generators, tensors
+
+_log = logging.getLogger(__name__)
+_OP = "Checkpointer"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written, or none could be read; the message says why."""
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What ``load`` gave back.
+
+    Attributes:
+        step: at which it was saved.
+        data: the position in the data, as it was given to ``save`` by this rank; by the first rank
+            where there was no such rank.
+        positions: those of all ranks that saved.
+        extra: what else was given.
+        folder: of the checkpoint.
+        passed_over: newer checkpoints that are damaged, each with the reason.
+        notes: what is not as if the run had never stopped.
+    """
+
+    step: int
+    data: Any
+    positions: tuple[Any, ...]
+    extra: Any
+    folder: Path
+    passed_over: tuple[tuple[Path, str], ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+class Checkpointer:
+    """Keeps the last good checkpoints of a training run in a folder.
+
+    Args:
+        root: the folder; on several machines, one that all of them see.
+        model: its parameters and buffers; sharded ones (FSDP2, tensor parallel) are resharded.
+        optimizer: of the model's parameters, or several.
+        keep: how many good checkpoints stay.
+        group: the ranks that train together, ``None``: all that there are, or this process alone.
+        **stateful: whatever else has ``state_dict`` and ``load_state_dict``: a scheduler, a
+            gradient scaler, a data loader, a ``Guard``.
+
+    Raises:
+        ValueError: ``keep`` is less than 1.
+        TypeError: the model is no module, an optimizer none, or one of ``stateful`` has no state.
+
+    Note:
+        With several ranks all of them make the object and call its methods, in the same order.
+        Random generators are saved and restored by rank, so a run that is resumed on as many ranks
+        gives the same bits as one that never stopped, dropout included.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from fusedops.checkpoint import Checkpointer
+        >>> model = torch.nn.Linear(2, 2)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> with Checkpointer(tempfile.mkdtemp(), model, optimizer) as keeper:
+        ...     restored = keeper.load()  # None: there is nothing yet
+        ...     folder = keeper.save(100, data={"batch": 100})
+        ...     keeper.load().data
+        {'batch': 100}
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] = (),
+        *,
+        keep: int = 3,
+        group: dist.ProcessGroup | None = None,
+        **stateful: Any,
+    ) -> None:
+        checks.integer(_OP, "keep", keep, least=1)
+        checks.group(_OP, "group", group)
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                f"{_OP}: model must be a torch.nn.Module, got {checks.type_name(model)}"
+            )
+        for name, each in stateful.items():
+            if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
+                wanted = "something with state_dict and load_state_dict"
+                raise TypeError(f"{_OP}: {name} must be {wanted}, got {checks.type_name(each)}")
+        self.root = Path(root)
+        self.keep = keep
+        self._state = tensors.State(model, _optimizers(optimizer))
+        self._stateful = stateful
+        self._group = _own_group(group)
+        self._rank = dist.get_rank(self._group) if self._group is not None else 0
+        self._ranks = dist.get_world_size(self._group) if self._group is not None else 1
+        self._lock: IO[bytes] | None = None
+        self._damaged: list[Path] = []
+        self._writer: threading.Thread | None = None
+        self._failure: CheckpointError | None = None
+
+    def save(self, step: int, *, data: Any = None, extra: Any = None, block: bool = True) -> Path:
+        """Save everything, between two steps.
+
+        Args:
+            step: how many steps were done.
+            data: where in its data this rank is: numbers, texts, tensors, and lists and
+                dictionaries of them. A data loader with ``state_dict`` is better given to the
+                constructor.
+            extra: anything else of that kind.
+            block: ``False``: copy to the host's memory, return, and write in a thread. ``wait``, or
+                the next ``save``, tells whether it went well.
+
+        Returns:
+            The checkpoint's folder; with ``block=False``, what it will be.
+
+        Raises:
+            CheckpointError: it could not be written, or the one before in its thread; the message
+                says what the last good one is. Everything in memory is as it was.
+            TypeError: ``data``, ``extra`` or a state holds what a checkpoint must not load again.
+        """
+        checks.integer(_OP, "step", step, least=0)
+        checks.flag(_OP, "block", block)
+        self.wait()
+        mine = self._of_rank(step, data, extra)
+        problem = None
+        places = None
+        if self._rank == 0:
+            try:
+                self._lock = self._lock or folders.lock(self.root)
+                places = folders.begin(self.root, step)
+            except OSError as error:
+                problem = _reason(error)
+        self._raise_for(step, self._agree(problem))
+        partial, final = self._from_first(places)
+        flat = self._differs(self._state.names())
+        content = self._state.content(flat=flat)
+        if block:
+            self._write(step, partial, final, content, mine, flat=flat)
+            self._raise_failure()
+            return final
+        content = tensors.copied(content)
+        self._writer = threading.Thread(
+            target=self._write,
+            args=(step, partial, final, content, mine),
+            kwargs={"flat": flat},
+            name="fusedops-checkpoint",
+        )
+        self._writer.start()
+        return final
+
+    def wait(self) -> None:
+        """Wait for what is being written.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        if self._writer is not None:
+            self._writer.join()
+            self._writer = None
+        self._raise_failure()
+
+    def load(self, step: int | None = None) -> Restored | None:
+        """Restore the newest good checkpoint, or that of a step.
+
+        Damaged ones are passed over for the one before, with a warning each (``logging``) and in
+        the result. Nothing is changed before a checkpoint is known to be whole and to fit.
+
+        Args:
+            step: which; the newest by default.
+
+        Returns:
+            What was restored; ``None`` where there is no checkpoint at all.
+
+        Raises:
+            CheckpointError: there are checkpoints, and none is good; or none of that step.
+            ValueError: the checkpoint is of another model or optimizer.
+        """
+        self.wait()
+        found = self._from_first(folders.checkpoints(self.root) if self._rank == 0 else None)
+        if step is not None:
+            checks.integer(_OP, "step", step, least=0)
+            there = sorted({folders.step_of(each) for each in found})
+            found = [each for each in found if folders.step_of(each) == step]
+            if not found:
+                has = ", ".join(map(str, there)) or "none"
+                raise CheckpointError(f"{self.root} has no checkpoint of step {step}; it has {has}")
+        passed_over: list[tuple[Path, str]] = []
+        for each in found:
+            reason, record = self._check(each)
+            if reason is None:
+                assert record is not None
+                return self._restore(each, record, tuple(passed_over))
+            passed_over.append((each, reason))
+            self._damaged.append(each)
+            if self._rank == 0:
+                _log.warning("checkpoint %s is passed over: %s", each, reason)
+        if not passed_over:
+            return None
+        told = "; ".join(f"{each.name}: {reason}" for each, reason in passed_over)
+        raise CheckpointError(f"no checkpoint in {self.root} is good: {told}")
+
+    def close(self) -> None:
+        """Wait for what is being written, and let another process save here.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        try:
+            self.wait()
+        finally:
+            if self._lock is not None:
+                self._lock.close()
+                self._lock = None
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _of_rank(self, step: int, data: Any, extra: Any) -> bytes:
+        """Return the file of this rank; what is in it is what it was when this was called."""
+        states = {name: each.state_dict() for name, each in self._stateful.items()}
+        parts = {"step": step, "data": data, "extra": extra, "stateful": states}
+        parts["generators"] = generators.capture()
+        parts["groups"] = self._state.groups()
+        more = [("data", data), ("extra", extra), ("a group of the optimizer", parts["groups"])]
+        for name, part in [*states.items(), *more]:
+            try:
+                _unpacked(_packed(part))
+            except Exception as error:
+                raise TypeError(
+                    f"{_OP}: {name} must hold numbers, texts, tensors, and lists and dictionaries "
+                    f"of them, got what cannot be loaded again: {_first_line(error)}"
+                ) from None
+        return _packed(parts)
+
+    def _write(
+        self,
+        step: int,
+        partial: Path,
+        final: Path,
+        content: dict[str, Any],
+        mine: bytes,
+        *,
+        flat: bool,
+    ) -> None:
+        """Write a checkpoint, or leave in ``_failure`` why not; runs on all ranks."""
+        problem = _try(lambda: tensors.write(content, partial, self._group))
+        if problem is None:
+            problem = _try(lambda: folders.write(partial / _file_of(self._rank), mine))
+        problem = self._agree(problem)
+        if problem is None:
+            problem = self._finish(step, partial, final, flat=flat)
+        if problem is not None:
+            self._failure = self._failed(step, problem)
+            if self._rank == 0:
+                folders.discard(partial)
+                _log.warning("%s", self._failure)
+
+    def _finish(self, step: int, partial: Path, final: Path, *, flat: bool) -> str | None:
+        """Take the fingerprints, a share on each rank, and make the checkpoint visible."""
+        parts: dict[str, dict[str, Any]] = {}
+
+        def mine() -> None:
+            names = sorted(each.name for each in partial.iterdir())
+            parts.update(folders.fingerprints(partial, names[self._rank :: self._ranks]))
+
+        problem = self._agree(_try(mine))
+        gathered = self._gather(parts)
+        if problem is None and self._rank == 0:
+            record = {
+                "schema": folders.SCHEMA,
+                "step": step,
+                "ranks": self._ranks,
+                "flat": flat,
+                "torch": torch.__version__,
+                "files": {name: entry for each in gathered for name, entry in each.items()},
+            }
+            problem = _try(lambda: folders.commit(partial, final, record))
+            if problem is None:
+                folders.keep_last(self.root, self.keep, self._damaged)
+        return self._agree(problem)
+
+    def _check(self, each: Path) -> tuple[str | None, dict[str, Any] | None]:
+        """Return why a checkpoint is not whole, and its manifest; each rank reads a share."""
+        reason, record = None, None
+        try:
+            record = folders.manifest(each)
+            names = sorted(record["files"])
+            folders.verify(each, record, names[self._rank :: self._ranks])
+        except folders.Damaged as error:
+            reason = str(error)
+        return self._agree(reason), record
+
+    def _restore(
+        self, each: Path, record: dict[str, Any], passed_over: tuple[tuple[Path, str], ...]
+    ) -> Restored:
+        saved = record["ranks"]
+        parts = [_unpacked((each / _file_of(rank)).read_bytes()) for rank in range(saved)]
+        mine = parts[self._rank] if self._rank < saved else parts[0]
+        missing = sorted(self._stateful.keys() - mine["stateful"].keys())
+        if missing:
+            has = ", ".join(sorted(mine["stateful"])) or "none"
+            raise ValueError(
+                f"{_OP}: {each} has no state of {', '.join(missing)}; beside model and optimizer "
+                f"it has {has}"
+            )
+        names = {name for of_rank in self._gather(self._state.names()) for name in of_rank}
+        self._state.load(each, self._group, names, mine["groups"], flat=record["flat"])
+        for name, target in self._stateful.items():
+            target.load_state_dict(mine["stateful"][name])
+        notes = []
+        if self._rank < saved:
+            generators.restore(mine["generators"])
+        else:
+            generators.seed(record["step"] * self._ranks + self._rank)
+        if saved != self._ranks:
+            notes.append(
+                f"saved by {saved} ranks and loaded by {self._ranks}: random numbers are others "
+                "than if the run had not stopped"
+            )
+        if self._rank == 0:
+            _log.info("restored %s", each)
+        return Restored(
+            step=record["step"],
+            data=mine["data"],
+            positions=tuple(part["data"] for part in parts),
+            extra=mine["extra"],
+            folder=each,
+            passed_over=passed_over,
+            notes=tuple(notes),
+        )
+
+    def _failed(self, step: int, problem: str) -> CheckpointError:
+        good = [each for each in folders.checkpoints(self.root) if each not in self._damaged]
+        last = f"the last good one is {good[0]}" if good else "there is none before it"
+        return CheckpointError(f"the checkpoint of step {step} was not written: {problem}; {last}")
+
+    def _raise_for(self, step: int, problem: str | None) -> None:
+        if problem is not None:
+            raise self._failed(step, problem)
+
+    def _raise_failure(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def _agree(self, problem: str | None) -> str | None:
+        """Return the problems of all ranks, ``None`` where no rank has one."""
+        told = self._gather(problem)
+        found = [
+            f"rank {rank}: {each}" if self._ranks > 1 else each
+            for rank, each in enumerate(told)
+            if each is not None
+        ]
+        return "; ".join(found) or None
+
+    def _differs(self, names: Any) -> bool:
+        """Whether ranks have parameters of other names, as the stages of a pipeline do."""
+        return len({tuple(each) for each in self._gather(names)}) > 1
+
+    def _gather(self, value: Any) -> list[Any]:
+        if self._group is None:
+            return [value]
+        found: list[Any] = [None] * self._ranks
+        dist.all_gather_object(found, value, group=self._group)
+        return found
+
+    def _from_first(self, value: Any) -> Any:
+        return self._gather(value)[0]
+
+
+def _optimizers(
+    given: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
+) -> tuple[torch.optim.Optimizer, ...]:
+    found = (given,) if isinstance(given, torch.optim.Optimizer) else tuple(given)
+    for each in found:
+        if not isinstance(each, torch.optim.Optimizer):
+            raise TypeError(
+                f"{_OP}: optimizer must be a torch.optim.Optimizer, got {checks.type_name(each)}"
+            )
+    return found
+
+
+def _own_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """Return a gloo group of the same ranks: a thread's exchanges must not meet the trainer's."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    if len(ranks) == 1:
+        return None
+    return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+
+
+def _file_of(rank: int) -> str:
+    return f"rank-{rank:05d}.pt"
+
+
+def _packed(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _unpacked(content: bytes) -> Any:
+    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+
+
+def _try(action: Callable[[], object]) -> str | None:
+    """Return why an action failed; whatever it was, the other ranks have to be told."""
+    try:
+        action()
+    except (Exception, CheckpointException) as error:  # torch's own is no Exception
+        return _reason(error)
+    return None
+
+
+def _reason(error: BaseException) -> str:
+    """Return the cause of a failure in a line: that of the system where there is one."""
+    inner: BaseException | None = error
+    while inner is not None and not isinstance(inner, OSError):
+        inner = _cause(inner)
+    if isinstance(inner, OSError):
+        where = f" ({inner.filename})" if inner.filename else ""
+        return f"{inner.strerror or inner}{where}"
+    return f"{type(error).__name__}: {_first_line(error)}"
+
+
+def _cause(error: BaseException) -> BaseException | None:
+    """Return what an error was made of; torch's keeps its ranks' in a dictionary."""
+    failures = getattr(error, "failures", None)
+    if failures:
+        return next(iter(failures.values()))[0]
+    return error.__cause__ or error.__context__
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [""])[0]

@@ -1,0 +1,239 @@
+"""Checkpoints on disk: folders that appear whole or not at all, and say what is in them.
+
+    runs/a/step-0000000100.0/      a checkpoint: tensors, one file per rank, and manifest.json
+    runs/a/.partial-...            one that is being written, or was when its process died
+    runs/a/.removed-...            one that is being removed
+    runs/a/.lock                   held by the process that writes here, as long as it lives
+
+A checkpoint is written into a ``.partial`` folder; every file is flushed to the disk, then the
+manifest with the size and the SHA-256 of each, then the folder is renamed: one atomic step. What a
+killed process leaves begins with a dot; nobody reads it, and the next save removes it. No file says
+which checkpoint is the newest: the names do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import IO, Any
+
+MANIFEST = "manifest.json"
+SCHEMA = 1
+_NAME = re.compile(r"step-(\d+)\.(\d+)")
+_PARTIAL, _REMOVED, _LOCK = ".partial-", ".removed-", ".lock"
+_BLOCK = 1 << 22
+
+
+class Damaged(Exception):
+    """A checkpoint is not whole; the message says what is wrong with which file."""
+
+
+def checkpoints(root: Path) -> list[Path]:
+    """Return the folders of all checkpoints, the newest first; damaged ones are among them."""
+    try:
+        found = [each for each in root.iterdir() if _NAME.fullmatch(each.name)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted(found, key=_order, reverse=True)
+
+
+def step_of(folder: Path) -> int:
+    """Return the step that a checkpoint's name says."""
+    return _order(folder)[0]
+
+
+def _order(folder: Path) -> tuple[int, int]:
+    found = _NAME.fullmatch(folder.name)
+    assert found is not None
+    return int(found[1]), int(found[2])
+
+
+def begin(root: Path, step: int) -> tuple[Path, Path]:
+    """Return an empty folder to write into, and what it shall be called; clear what others left.
+
+    A step that is saved again gets the next number behind its name: the older one stays until the
+    new one is whole.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    for each in root.iterdir():
+        if each.name.startswith((_PARTIAL, _REMOVED)):
+            shutil.rmtree(each, ignore_errors=True)
+    again = [_order(each)[1] + 1 for each in checkpoints(root) if step_of(each) == step]
+    final = root / f"step-{step:010d}.{max(again, default=0)}"
+    partial = root / f"{_PARTIAL}{final.name}"
+    partial.mkdir()
+    return partial, final
+
+
+def commit(partial: Path, final: Path, record: dict[str, Any]) -> None:
+    """Write the manifest and give the folder its name: from here on the checkpoint exists.
+
+    Args:
+        partial: the folder, with every file in it flushed.
+        final: its name.
+        record: what the manifest says, ``files`` included.
+
+    Raises:
+        OSError: the checkpoint does not exist then.
+    """
+    text = json.dumps(record, sort_keys=True)
+    whole = {"sha256": hashlib.sha256(text.encode()).hexdigest(), "record": record}
+    write(partial / MANIFEST, json.dumps(whole, indent=1, sort_keys=True).encode())
+    _flush_folder(partial)
+    partial.rename(final)
+    _flush_folder(final.parent)
+
+
+def write(path: Path, content: bytes) -> None:
+    """Write a file and flush it to the disk."""
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def fingerprints(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Return size and SHA-256 of files, as the manifest has them."""
+    return {
+        name: {"bytes": (folder / name).stat().st_size, "sha256": _sha256(folder / name)}
+        for name in names
+    }
+
+
+def manifest(folder: Path) -> dict[str, Any]:
+    """Return what the manifest says.
+
+    Raises:
+        Damaged: it is not there, not whole, or of a later version.
+    """
+    try:
+        whole = json.loads((folder / MANIFEST).read_bytes())
+        record = whole["record"]
+        text = json.dumps(record, sort_keys=True)
+        same = whole["sha256"] == hashlib.sha256(text.encode()).hexdigest()
+    except OSError as error:
+        raise Damaged(f"{MANIFEST} cannot be read: {error.strerror or error}") from None
+    except (ValueError, KeyError, TypeError):
+        raise Damaged(f"{MANIFEST} is not what was written") from None
+    if not same:
+        raise Damaged(f"{MANIFEST} is not what was written: its checksum differs")
+    if record["schema"] > SCHEMA:
+        raise Damaged(f"{MANIFEST} is of version {record['schema']}, this fusedops reads {SCHEMA}")
+    return record
+
+
+def verify(
+    folder: Path, record: dict[str, Any], names: Iterable[str], *, contents: bool = True
+) -> None:
+    """Raise unless files are as they were written.
+
+    Args:
+        folder: of the checkpoint.
+        record: its manifest.
+        names: of the files to look at.
+        contents: whether to read them; their sizes are compared always.
+
+    Raises:
+        Damaged: with the first file that is not, and how.
+    """
+    for name in names:
+        wanted = record["files"][name]
+        try:
+            size = (folder / name).stat().st_size
+            if size != wanted["bytes"]:
+                raise Damaged(f"{name} has {size} bytes of {wanted['bytes']}")
+            if contents and _sha256(folder / name) != wanted["sha256"]:
+                raise Damaged(f"{name} is not what was written: its checksum differs")
+        except OSError as error:
+            raise Damaged(f"{name} cannot be read: {error.strerror or error}") from None
+
+
+def keep_last(root: Path, count: int, damaged: Iterable[Path] = ()) -> None:
+    """Remove the checkpoints that are older than the last ``count`` good ones.
+
+    Good is what has a manifest and files of the right sizes, and is not known to be ``damaged``.
+    What is not good counts for nothing, and goes when it is older, too.
+    """
+    good = 0
+    steps: set[int] = set()
+    for folder in checkpoints(root):
+        if good >= count or step_of(folder) in steps:
+            _remove(folder)
+        elif folder not in set(damaged) and _looks_good(folder):
+            good += 1
+            steps.add(step_of(folder))
+
+
+def discard(partial: Path) -> None:
+    """Remove a folder that was begun."""
+    shutil.rmtree(partial, ignore_errors=True)
+
+
+def lock(root: Path) -> IO[bytes] | None:
+    """Return an open file that no other process can have; closing it, or dying, gives it back.
+
+    ``None`` where the file system knows no locks.
+
+    Raises:
+        BlockingIOError: another process writes checkpoints here.
+    """
+    try:
+        import fcntl
+    except ImportError:  # not on Windows
+        return None
+    root.mkdir(parents=True, exist_ok=True)
+    file = (root / _LOCK).open("ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.close()
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            raise BlockingIOError(error.errno, "another process saves checkpoints here") from None
+        return None
+    return file
+
+
+def _looks_good(folder: Path) -> bool:
+    try:
+        record = manifest(folder)
+        verify(folder, record, record["files"], contents=False)
+    except Damaged:
+        return False
+    return True
+
+
+def _remove(folder: Path) -> None:
+    """Remove a checkpoint: it is none from the first moment on."""
+    aside = folder.with_name(f"{_REMOVED}{folder.name}")
+    with contextlib.suppress(OSError):
+        folder.rename(aside)
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _flush_folder(folder: Path) -> None:
+    """Flush the names in a folder; Windows has no such call."""
+    if os.name == "nt":
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

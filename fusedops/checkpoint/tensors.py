@@ -1,0 +1,225 @@
+"""Parameters, buffers and optimizer states as torch's distributed checkpoint takes them.
+
+Names are those of the parameters, whatever wraps them, so that a state can be loaded by ranks that
+hold other shares of it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.tensor import DTensor
+
+_SHOWN = 3
+# What torch's wrappers put into the names of parameters.
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+
+# It is said at every save of a single process, which asked for exactly that.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninit")
+
+
+class State:
+    """A model and its optimizers."""
+
+    def __init__(self, model: nn.Module, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
+        self.model, self.optimizers = model, optimizers
+
+    def names(self) -> list[str]:
+        """Return the names of the parameters and buffers of this rank."""
+        return sorted(get_model_state_dict(self.model))
+
+    def content(self, *, flat: bool) -> dict[str, Any]:
+        """Return all tensors and numbers by name: not copies.
+
+        Args:
+            flat: give each parameter its own entries of the optimizer's groups; needed where ranks
+                have other parameters.
+        """
+        # torch makes the states of an optimizer that has none yet, and counts that as a step.
+        return self._content([each for each in self.optimizers if each.state], flat=flat)
+
+    def groups(self) -> list[list[dict[str, Any]]]:
+        """Return what the groups of each optimizer say, beside their parameters."""
+        return [
+            [{key: value for key, value in group.items() if key != "params"} for group in groups]
+            for groups in (each.param_groups for each in self.optimizers)
+        ]
+
+    def load(
+        self,
+        folder: Path,
+        process_group: dist.ProcessGroup | None,
+        names: set[str],
+        groups: list[list[dict[str, Any]]],
+        *,
+        flat: bool,
+    ) -> None:
+        """Load what ``write`` wrote.
+
+        Args:
+            folder: of the checkpoint.
+            process_group: the ranks that load.
+            names: ``names`` of all of them.
+            groups: as ``groups`` gave them, for optimizers that had no state when it was written.
+            flat: as it was written.
+
+        Raises:
+            ValueError: it is of another model or optimizer; nothing was changed then.
+        """
+        for each in self.optimizers:
+            each.zero_grad(set_to_none=True)  # with gradients torch would not make empty states
+        reader = dcp.FileSystemReader(folder)
+        there = reader.read_metadata().state_dict_metadata
+        known = self._parameters()
+        with_state = {
+            each for name, each in known.items() if _has(there, f"optimizer.state.{name}.")
+        }
+        stepped = [each for each in self.optimizers if with_state & _of(each)]
+        _check_fits(self._content([], flat=flat), names, there, folder)
+        _check_groups(self.optimizers, groups, folder)
+        content = self._content(stepped, flat=flat)
+        # Of a parameter that no step has reached there is nothing; what stands in is removed after.
+        bare = {name for name, each in known.items() if each not in with_state}
+        _check_fits(content, names, there, folder, bare)
+        dcp.load(
+            content,
+            storage_reader=reader,
+            planner=dcp.DefaultLoadPlanner(allow_partial_load=bool(bare)),
+            process_group=process_group,
+            no_dist=process_group is None,
+        )
+        set_state_dict(
+            self.model,
+            stepped,
+            model_state_dict=content["model"],
+            optim_state_dict=content.get("optimizer", {}),
+            options=StateDictOptions(flatten_optimizer_state_dict=flat),
+        )
+        for optimizer, saved in zip(self.optimizers, groups, strict=False):
+            for parameter in [each for each in optimizer.state if each not in with_state]:
+                del optimizer.state[parameter]
+            if optimizer not in stepped:
+                for group, values in zip(optimizer.param_groups, saved, strict=True):
+                    group.update(values)
+
+    def _content(self, optimizers: list[torch.optim.Optimizer], *, flat: bool) -> dict[str, Any]:
+        options = StateDictOptions(flatten_optimizer_state_dict=flat)
+        model, optimizer = get_state_dict(self.model, optimizers, options=options)
+        return {"model": model} | ({"optimizer": optimizer} if optimizers else {})
+
+    def _parameters(self) -> dict[str, torch.nn.Parameter]:
+        """Return the parameters by the names that torch's checkpoint gives them."""
+        found = {}
+        for name, each in self.model.named_parameters():
+            for wrapper in _WRAPPERS:
+                name = name.replace(wrapper, "")
+            unwrapped = isinstance(self.model, nn.parallel.DistributedDataParallel)
+            found[name.removeprefix("module.") if unwrapped else name] = each
+        return found
+
+
+def write(content: dict[str, Any], folder: Path, group: dist.ProcessGroup | None) -> None:
+    """Write what ``State.content`` gave, each rank its share, flushed to the disk."""
+    writer = dcp.FileSystemWriter(folder, sync_files=True)
+    dcp.save(content, storage_writer=writer, process_group=group, no_dist=group is None)
+
+
+def copied(value: Any) -> Any:
+    """Return a copy in the host's memory; of sharded tensors, of this rank's share."""
+    if isinstance(value, DTensor):
+        local = value.to_local().detach().to("cpu", copy=True)
+        return DTensor.from_local(
+            local,
+            value.device_mesh,
+            value.placements,
+            run_check=False,
+            shape=value.shape,
+            stride=value.stride(),
+        )
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: copied(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(copied(each) for each in value)
+    return value
+
+
+def _has(there: Mapping[str, Any], prefix: str) -> bool:
+    return any(name.startswith(prefix) for name in there)
+
+
+def _of(optimizer: torch.optim.Optimizer) -> set[torch.Tensor]:
+    return {each for group in optimizer.param_groups for each in group["params"]}
+
+
+def _check_groups(
+    optimizers: tuple[torch.optim.Optimizer, ...],
+    groups: list[list[dict[str, Any]]],
+    folder: Path,
+) -> None:
+    """Raise unless there are as many optimizers, with as many groups each, as were saved.
+
+    Weights alone may be loaded, without any optimizer.
+    """
+    saved = [len(each) for each in groups]
+    here = [len(each.param_groups) for each in optimizers]
+    if here and saved != here:
+        told = f"groups of its optimizers {saved} for {here}"
+        raise ValueError(f"{folder} is of another model or optimizer: {told}")
+
+
+def _check_fits(
+    content: dict[str, Any],
+    names: set[str],
+    there: Mapping[str, Any],
+    folder: Path,
+    bare: Collection[str] = (),
+) -> None:
+    """Raise unless the checkpoint has every tensor that is wanted, in its shape, and no other.
+
+    Parameters that are ``bare`` have no state in it.
+    """
+    wanted, _ = flatten_state_dict(content)
+    lacks = wanted.keys() - there.keys()
+    if bare:
+        lacks = {name for name in lacks if _parameter_of(name) not in bare}
+    missing = sorted(lacks)
+    model = {name for name in there if name.startswith("model.")}
+    surplus = sorted(model - {f"model.{name}" for name in names})
+    other = []
+    for name, each in wanted.items():
+        size = getattr(there.get(name), "size", None)
+        if isinstance(each, torch.Tensor) and size is not None and size != each.shape:
+            other.append(f"{name} {list(size)} for {list(each.shape)}")
+    told = [
+        f"{what} {', '.join(names[:_SHOWN])}{' and more' if len(names) > _SHOWN else ''}"
+        for what, names in (
+            ("it lacks", missing),
+            ("it also has", surplus),
+            ("other shapes:", other),
+        )
+        if names
+    ]
+    if told:
+        raise ValueError(f"{folder} is of another model or optimizer: {'; '.join(told)}")
+
+
+def _parameter_of(name: str) -> str | None:
+    """Return which parameter an entry of an optimizer's state belongs to."""
+    prefix = "optimizer.state."
+    return name.removeprefix(prefix).rpartition(".")[0] if name.startswith(prefix) else None

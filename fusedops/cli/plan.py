@@ -1,0 +1,317 @@
+"""``fusedops plan``: which layouts of a model fit on given devices, without a GPU.
+
+The estimates are those of ``fusedops.planner``; here are the command line, the table and the JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fusedops.cli import files
+from fusedops.cli.bench import options
+
+if TYPE_CHECKING:
+    from fusedops.planner import Layout, Plan, Transformer
+    from fusedops.planner.search import Row
+
+_MOST_DEVICES = 1 << 16
+# Columns of a terminal that shows every part.
+_WIDE = 150
+
+
+def plan(
+    model: Annotated[
+        str,
+        typer.Option(help="A published model (--model list shows them), or a config.json."),
+    ] = "",
+    devices: Annotated[int, typer.Option(min=1, max=_MOST_DEVICES, help="How many.")] = 8,
+    memory: Annotated[str, typer.Option(help="Of each device: 32GiB, 80GB.")] = "80GiB",
+    micro_batch: Annotated[
+        int, typer.Option(min=1, help="Sequences of a micro-batch on each data-parallel rank.")
+    ] = 1,
+    microbatches: Annotated[
+        int, typer.Option(min=1, help="Micro-batches of a step on each data-parallel rank.")
+    ] = 8,
+    seq_len: Annotated[
+        int, typer.Option(min=0, help="Tokens of a sequence; 0: the model's longest.")
+    ] = 0,
+    precision: Annotated[
+        str, typer.Option(help="float32, mixed, half-gradients or half: docs/planning.md.")
+    ] = "mixed",
+    kernels: Annotated[
+        str, typer.Option(help="fused (these ops), stock (eager torch) or eager (scores kept).")
+    ] = "fused",
+    tp: Annotated[str, typer.Option(help="Comma-separated sizes to try; default: 1,2,4,8.")] = "",
+    pp: Annotated[str, typer.Option(help="The same; default: what divides the layers.")] = "",
+    ep: Annotated[str, typer.Option(help="The same; default: what divides the experts.")] = "",
+    cp: Annotated[int, typer.Option(min=1, help="Shares of each sequence.")] = 1,
+    zero: Annotated[str, typer.Option(help="Comma-separated stages to try.")] = "0,1,2,3",
+    recompute: Annotated[
+        str,
+        typer.Option(help="Comma-separated: none, selective, full; or scores+norm+activation."),
+    ] = "none,selective,full",
+    offload: Annotated[
+        str, typer.Option(help="Comma-separated: none, optimizer, optimizer+activations.")
+    ] = "none,optimizer,optimizer+activations",
+    chunked_loss: Annotated[
+        bool, typer.Option("--chunked-loss", help="linear_cross_entropy: logits never whole.")
+    ] = False,
+    rows: Annotated[int, typer.Option(min=1, help="Rows to show of what fits, and beside.")] = 12,
+    measure: Annotated[
+        bool,
+        typer.Option("--measure", help="Train small models here, and compare (two minutes)."),
+    ] = False,
+    json_file: Annotated[
+        str, typer.Option("--json", help="Write all rows to a file; -: print them instead.")
+    ] = "",
+) -> None:
+    """Print which layouts of a model fit on the devices, and what each part takes.
+
+    Exits with 1 when nothing fits. The formulas, and how far measured peaks are from them, stand in
+    docs/planning.md.
+    """
+    from rich.console import Console
+
+    with files.one_line_errors():
+        if model == "list":
+            _show_models(_console())
+            return
+        if measure:
+            _measure(_console())
+            return
+        if not model:
+            raise files.UserError("--model is missing: a name (--model list) or a config.json")
+        if json_file not in ("", "-"):
+            files.check_writable(json_file)
+        asked = _choices(tp, pp, ep, zero, recompute, offload)
+        shape, found = _plan(
+            model,
+            devices,
+            memory,
+            asked,
+            micro_batch=micro_batch,
+            microbatches=microbatches,
+            seq_len=seq_len or None,
+            precision=precision,
+            kernels=kernels,
+            cp=cp,
+            chunked_loss=chunked_loss,
+        )
+        if json_file == "-":
+            print(json.dumps(_record(model, shape, devices, found), indent=1))
+        else:
+            out: Console = _console()
+            _show(model, shape, devices, found, rows, out)
+            if json_file:
+                files.write_json(Path(json_file), _record(model, shape, devices, found))
+                out.print(f"wrote {json_file}", highlight=False, soft_wrap=True)
+    if not found.fitting:
+        raise typer.Exit(1)
+
+
+def _console() -> Any:
+    from fusedops.cli.bench.table import console
+
+    return console()
+
+
+def _plan(
+    name: str, devices: int, memory: str, asked: dict[str, Any], **base: Any
+) -> tuple[Transformer, Plan]:
+    """Return the model and what was found; whatever is wrong is the user's."""
+    from fusedops.planner import Layout, from_config, parse_bytes, preset
+    from fusedops.planner import plan as search
+    from fusedops.planner.layout import KERNELS, PRECISIONS
+
+    options.check_known(base["precision"], PRECISIONS, "precision")
+    options.check_known(base["kernels"], KERNELS, "kernels")
+    try:
+        shape = from_config(name) if name.endswith(".json") else preset(name)
+        size = parse_bytes(memory)
+        return shape, search(shape, devices, size, Layout(**base), **asked)
+    except ValueError as error:
+        raise files.UserError(str(error)) from None
+
+
+def _choices(tp: str, pp: str, ep: str, zero: str, recompute: str, offload: str) -> dict[str, Any]:
+    """Return what is to be tried, by the names that ``layouts`` takes."""
+    from fusedops.planner.layout import OFFLOADS, RECOMPUTE
+
+    found: dict[str, Any] = {
+        "tp": _numbers(tp, "tp"),
+        "pp": _numbers(pp, "pp"),
+        "ep": _numbers(ep, "ep"),
+        "zero": _numbers(zero, "zero", least=0, most=3) or (0,),
+        "recompute": [word.strip() for word in recompute.split(",") if word.strip()],
+    }
+    for word in "+".join(found["recompute"]).split("+"):
+        options.check_known(word, RECOMPUTE, "recompute")
+    found["offload"] = []
+    for text in offload.split(","):
+        words = [word.strip() for word in text.split("+") if word.strip()]
+        for word in words:
+            options.check_known(word, ("none", *OFFLOADS), "offload")
+        found["offload"].append(tuple(word for word in words if word != "none"))
+    return found
+
+
+def _numbers(text: str, name: str, least: int = 1, most: int = _MOST_DEVICES) -> tuple[int, ...]:
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    for word in words:
+        if not word.isdigit() or not least <= int(word) <= most:
+            wanted = f"numbers from {least}" + (f" to {most}" if most < _MOST_DEVICES else " on")
+            raise files.UserError(f"--{name} must be {wanted} with commas between, got {word!r}")
+    return tuple(dict.fromkeys(int(word) for word in words))
+
+
+def _measure(out: Any) -> None:
+    """Measure small models, and print the table of docs/planning.md."""
+    try:
+        import transformers  # noqa: F401
+    except ImportError:
+        raise files.UserError(
+            "the models come from transformers, which is not installed (pip install transformers)"
+        ) from None
+    from fusedops.cli.plan_measure import cases, measure
+    from fusedops.cli.progress import steps
+
+    work = list(cases())
+    rows = []
+    with steps(len(work)) as progress:
+        for each in work:
+            progress.say(" ".join(str(word) for word in each))
+            rows.append(measure(*each))
+            progress.advance()
+    lines = [
+        "| model | width x layers, tokens, words | dtype | recompute | kernels | measured MiB "
+        "| estimate | beside weights and states |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        hidden, layers, batch, seq_len, vocabulary = row.size
+        lines.append(
+            f"| {row.family} | {hidden} x {layers}, {batch} x {seq_len}, {vocabulary} "
+            f"| {row.dtype} | {row.recompute} | {row.kernels} | {row.peak / 2**20:.1f} "
+            f"| {row.error:+.1%} | {row.error_beside:+.1%} |"
+        )
+    worst = max(abs(row.error) for row in rows)
+    lines += ["", f"The largest difference of a peak is {worst:.1%}."]
+    for line in lines:
+        out.print(line, highlight=False, soft_wrap=True, markup=False)
+
+
+def _show_models(out: Any) -> None:
+    from rich.table import Table
+
+    from fusedops.planner import PRESETS, show_count
+
+    table = Table(header_style="bold")
+    for name in ("model", "parameters", "layers", "hidden", "heads", "experts", "tokens"):
+        table.add_column(name, justify="left" if name == "model" else "right", no_wrap=True)
+    for name, each in PRESETS.items():
+        table.add_row(
+            name,
+            show_count(each.parameters().total),
+            str(each.depth),
+            str(each.hidden_size),
+            str(each.num_heads),
+            str(each.num_experts or "-"),
+            str(each.seq_len),
+        )
+    out.print(table)
+
+
+def _show(name: str, model: Transformer, devices: int, found: Plan, rows: int, out: Any) -> None:
+    """Print the model, the table (what fits, then the nearest of what does not) and the advice."""
+    from fusedops.planner import show_bytes, show_count
+    from fusedops.planner.search import CRITERION
+
+    fits, first = found.fitting, found.rows[0].layout
+    out.print(
+        f"[bold]{name}[/]: {show_count(model.parameters().total)} parameters, "
+        f"{first.length(model)} tokens x {first.micro_batch} x {first.microbatches} micro-batches, "
+        f"{first.precision}, {first.kernels} kernels, {devices} x {show_bytes(found.memory)}",
+        highlight=False,
+    )
+    shown = [*found.rows[: min(fits, rows)], *found.rows[fits : fits + rows // 2 + 1]]
+    out.print(_table(shown, found.memory, narrow=out.width < _WIDE))
+    out.print(
+        f"{fits} of {len(found.rows)} layouts fit; bytes of the fullest device, in GiB; "
+        f"sorted: {CRITERION}",
+        style="dim",
+        highlight=False,
+    )
+    out.print(found.advice, style="green" if fits else "yellow", highlight=False)
+
+
+def _table(shown: list[Row], memory: int, *, narrow: bool) -> Any:
+    from rich.table import Table
+
+    table = Table(header_style="bold", padding=(0, 0) if narrow else (0, 1))
+    sizes = ("dp", "tp", "pp", "ep", "zero")
+    for column in (*sizes, "recompute", "offload"):
+        table.add_column(column, justify="right" if column in sizes else "left", no_wrap=True)
+    for column in (*_parts(shown[0], narrow=narrow), "peak", "left", "host"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in shown:
+        left = row.left(memory)
+        style = "green" if left >= 0 else "red"
+        offload = "+".join(row.layout.offload) or "-"
+        table.add_row(
+            *(str(getattr(row.layout, each)) for each in sizes),
+            row.layout.recompute.replace("none", "-"),
+            "".join(each[0] for each in row.layout.offload) or "-" if narrow else offload,
+            *(_gib(size) for size in _parts(row, narrow=narrow).values()),
+            _gib(row.estimate.peak),
+            f"[{style}]{_gib(left)}[/]",
+            _gib(row.estimate.host) if row.estimate.host else "-",
+        )
+    return table
+
+
+def _parts(row: Row, *, narrow: bool) -> dict[str, int]:
+    """Return the parts of the peak; in a narrow terminal, what is static and the rest."""
+    parts = row.estimate.parts
+    if not narrow:
+        return parts
+    static = sum(parts[each] for each in ("weights", "gradients", "states"))
+    return {"static": static, "rest": row.estimate.peak - static}
+
+
+def _gib(size: int) -> str:
+    value = size / 2**30
+    return f"{value:.2f}" if abs(value) < 100 else f"{value:.0f}"
+
+
+def _record(name: str, model: Transformer, devices: int, found: Plan) -> dict[str, Any]:
+    """Return everything as JSON has it; bytes are whole numbers."""
+    from fusedops.planner.transformer import describe
+
+    return {
+        "model": name,
+        "sizes": describe(model),
+        "parameters": model.parameters().total,
+        "devices": devices,
+        "memory": found.memory,
+        "advice": found.advice,
+        "fitting": found.fitting,
+        "layouts": [_row_record(row, found.memory) for row in found.rows],
+    }
+
+
+def _row_record(row: Row, memory: int) -> dict[str, Any]:
+    layout: Layout = row.layout
+    return {
+        "fits": row.left(memory) >= 0,
+        "layout": asdict(layout),
+        "bytes": row.estimate.parts,
+        "peak": row.estimate.peak,
+        "moment": row.estimate.moment,
+        "stage": row.estimate.stage,
+        "host": row.estimate.host,
+    }

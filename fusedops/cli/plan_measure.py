@@ -1,0 +1,185 @@
+"""``fusedops plan --measure``: small models trained here, their peaks beside the estimates.
+
+Measured is a whole step of training: forward, loss, backward and a fused AdamW, of models that
+transformers builds from configurations, as they come and after ``fusedops.patch``. The allocator
+counts (``bench/memory.py``); weights and states, which are there before the step, are added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fusedops.cli.bench.memory import peak_bytes
+from fusedops.planner import Estimate, Layout, estimate, from_config
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+FAMILIES = ("gpt2", "bert", "llama", "qwen3", "mixtral")
+# hidden_size, layers, sequences, tokens, vocabulary: where activations are most, where the logits
+# are, and where the weights are.
+SIZES = ((256, 6, 4, 256, 1024), (128, 2, 4, 256, 8192), (256, 4, 1, 64, 1024))
+PRECISIONS = {"float32": "float32", "bfloat16": "half"}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One small run.
+
+    Attributes:
+        family: a name of ``FAMILIES``.
+        size: as in ``SIZES``.
+        kernels: ``"stock"`` or ``"fused"``.
+        dtype: of the weights.
+        recompute: ``"none"`` or ``"full"`` (transformers' gradient checkpointing).
+        kept: bytes that autograd saved, the loss's own included.
+        peak: bytes at the peak of the step.
+        before: bytes of weights and states.
+        estimated: what the closed form says.
+    """
+
+    family: str
+    size: tuple[int, int, int, int, int]
+    kernels: str
+    dtype: str
+    recompute: str
+    kept: int
+    peak: int
+    before: int
+    estimated: Estimate
+
+    @property
+    def error(self) -> float:
+        """By how much of the measured peak the estimate is above it."""
+        return self.estimated.peak / self.peak - 1
+
+    @property
+    def error_beside(self) -> float:
+        """The same of what comes to weights and states: gradients, activations, logits."""
+        return (self.estimated.peak - self.before) / (self.peak - self.before) - 1
+
+
+def cases() -> Iterator[tuple[Any, ...]]:
+    """Yield what is measured: arguments of ``measure``."""
+    for family in FAMILIES:
+        for size in SIZES:
+            for kernels in ("stock", "fused"):
+                yield family, size, kernels, "float32", "none"
+        for kernels in ("stock", "fused"):
+            yield family, SIZES[0], kernels, "bfloat16", "none"
+            yield family, SIZES[0], kernels, "float32", "full"
+
+
+def measure(
+    family: str,
+    size: tuple[int, int, int, int, int],
+    kernels: str,
+    dtype: str,
+    recompute: str,
+    *,
+    microbatches: int = 1,
+) -> Measured:
+    """Train a small model for a step and return what it took."""
+    import torch
+
+    hidden, layers, batch, seq_len, vocabulary = size
+    model = _build(family, hidden, layers, seq_len, vocabulary)
+    layout = Layout(
+        micro_batch=batch,
+        microbatches=microbatches,
+        kernels=kernels,
+        precision=PRECISIONS[dtype],
+        recompute=recompute,
+    )
+    found = estimate(from_config(model.config), layout)
+    model = model.to(getattr(torch, dtype)).train()
+    if recompute == "full":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if kernels == "fused":
+        import fusedops
+
+        fusedops.patch(model)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    tokens = torch.randint(2, vocabulary, (batch, seq_len))
+    # A cache of keys, which transformers fills unless told not to, is nothing that training needs.
+    more = {} if family == "bert" else {"use_cache": False}
+
+    def loss() -> torch.Tensor:
+        return model(input_ids=tokens, labels=tokens, **more).loss
+
+    def step() -> None:
+        for _ in range(microbatches):
+            loss().backward()
+        optimizer.step()
+
+    step()
+    optimizer.zero_grad(set_to_none=True)
+    states = [each for state in optimizer.state.values() for each in state.values()]
+    before = sum(each.nbytes for each in [*model.parameters(), *states])
+    kept = _kept(model, loss)
+    return Measured(
+        family=family,
+        size=size,
+        kernels=kernels,
+        dtype=dtype,
+        recompute=recompute,
+        kept=kept,
+        peak=before + peak_bytes(step, torch.device("cpu")),
+        before=before,
+        estimated=found,
+    )
+
+
+def _kept(model: nn.Module, run: Any) -> int:
+    """Return the bytes of all storages that autograd saves in a call, parameters apart."""
+    import torch
+
+    own = {each.untyped_storage().data_ptr() for each in model.parameters()}
+    seen: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        place = tensor.untyped_storage().data_ptr()
+        if place not in own:
+            seen[place] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = run()
+    found = sum(each.untyped_storage().nbytes() for each in seen.values())
+    del result
+    return found
+
+
+def _build(family: str, hidden: int, layers: int, seq_len: int, vocabulary: int) -> Any:
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    heads = hidden // 32
+    given: dict[str, Any] = {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": seq_len,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
+    dropout: dict[str, Any] = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    no_dropout: dict[str, Any] = dict.fromkeys(
+        ("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0
+    )
+    gated = {"intermediate_size": 11 * hidden // 4, "num_key_value_heads": heads // 2}
+    sparse = gated | {"num_local_experts": 4, "num_experts_per_tok": 2}
+    classes: dict[str, tuple[str, str, dict[str, Any]]] = {
+        "gpt2": ("GPT2LMHeadModel", "GPT2Config", dropout),
+        "bert": ("BertForMaskedLM", "BertConfig", no_dropout | {"intermediate_size": 4 * hidden}),
+        "llama": ("LlamaForCausalLM", "LlamaConfig", gated),
+        "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", gated | {"head_dim": 32}),
+        "mixtral": ("MixtralForCausalLM", "MixtralConfig", sparse),
+    }
+    model, config, options = classes[family]
+    return getattr(transformers, model)(getattr(transformers, config)(**given | options))

@@ -1,0 +1,255 @@
+"""How a model is trained: the parallel sizes, the precision, what is made again, what is off.
+
+A layout is checked against a model before anything is computed: the message says which product is
+wrong, and which sizes would fit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from fusedops._core import checks
+from fusedops.planner.transformer import Transformer
+
+_OP = "plan"
+SCHEDULES = ("1f1b", "gpipe")
+KERNELS = ("fused", "stock", "eager")
+OFFLOADS = ("optimizer", "activations")
+# What ``recompute`` may make again, beside all of it.
+REMADE = ("scores", "norm", "activation")
+RECOMPUTE = ("none", "selective", "full", *REMADE)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Bytes of each number.
+
+    Attributes:
+        weights: of the weights that the layers read, and of activations.
+        gradients: of the gradients as they are accumulated.
+        master: of the optimizer's own copy of the weights; 0: it updates the weights.
+        moments: of AdamW's two moments together.
+    """
+
+    weights: int
+    gradients: int
+    master: int
+    moments: int
+
+    @property
+    def states(self) -> int:
+        """Bytes of the optimizer per parameter."""
+        return self.master + self.moments
+
+
+PRECISIONS = {
+    "float32": Precision(4, 4, 0, 8),
+    "mixed": Precision(2, 4, 4, 8),
+    "half-gradients": Precision(2, 2, 4, 8),
+    "half": Precision(2, 2, 0, 4),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How a model is spread over devices, and what its training keeps.
+
+    Devices are ``dp * tp * pp * cp``. Experts are divided over ``ep`` ranks of the
+    data-parallel ones.
+
+    Attributes:
+        dp: data parallel: copies of the model.
+        tp: tensor parallel: shares of each product.
+        pp: pipeline parallel: stages.
+        cp: context parallel: shares of each sequence.
+        ep: expert parallel, inside of ``dp * cp``.
+        zero: what of each parameter is divided over ``dp * cp``: 0 nothing, 1 optimizer states,
+            2 gradients as well, 3 weights as well.
+        sp: sequence parallel: norms, dropout and residual sums on ``1 / tp`` of the tokens.
+        micro_batch: sequences of a micro-batch, on each data-parallel rank.
+        microbatches: micro-batches of a step, on each data-parallel rank.
+        seq_len: tokens of a sequence; the model's longest by default.
+        schedule: ``"1f1b"``: a stage keeps at most ``pp`` micro-batches; ``"gpipe"``: all.
+        interleave: chunks of layers of each stage.
+        precision: a name of ``PRECISIONS``.
+        kernels: ``"fused"``: what this package's ops keep; ``"stock"``: transformers' modules in
+            eager torch, with fused attention; ``"eager"``: with the attention's scores in memory.
+        dropout: whether masks of dropout are kept (this package's ops keep none).
+        chunked_loss: ``linear_cross_entropy``: the logits are never whole.
+        recompute: ``"none"``, ``"full"`` (only the inputs of layers are kept), or what is made
+            again joined by ``+``: ``"scores"``, ``"norm"``, ``"activation"``; ``"selective"`` is
+            all three.
+        recompute_slice_activation: keep ``1 / tp`` of what full recomputation keeps.
+        mp_comm_recompute: repeat tensor parallelism's communication when a layer is made again,
+            instead of keeping what it gave.
+        parallel_optimizer_comm_recompute: gather ``zero=3``'s weights again in the backward,
+            instead of keeping them from the forward on.
+        offload: ``"optimizer"``: states (and gradients as they come) on the host;
+            ``"activations"``: what layers keep on the host, but for two layers.
+        bucket_bytes: of gradients that travel together.
+    """
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    zero: int = 0
+    sp: bool = False
+    micro_batch: int = 1
+    microbatches: int = 1
+    seq_len: int | None = None
+    schedule: str = "1f1b"
+    interleave: int = 1
+    precision: str = "mixed"
+    kernels: str = "fused"
+    dropout: bool = False
+    chunked_loss: bool = False
+    recompute: str = "none"
+    recompute_slice_activation: bool = False
+    mp_comm_recompute: bool = True
+    parallel_optimizer_comm_recompute: bool = True
+    offload: tuple[str, ...] = ()
+    bucket_bytes: int = 25 << 20
+
+    @property
+    def devices(self) -> int:
+        """How many devices it takes."""
+        return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def bytes_of(self) -> Precision:
+        """The bytes of each number."""
+        return PRECISIONS[self.precision]
+
+    @property
+    def remade(self) -> frozenset[str]:
+        """What is made again in the backward, in words of ``REMADE``."""
+        words = self.recompute.split("+")
+        return frozenset(REMADE if "selective" in words else words) & set(REMADE)
+
+    @property
+    def bubble(self) -> float:
+        """The share of a step in which a stage waits: ``(p - 1) / (v m + p - 1)``."""
+        return (self.pp - 1) / (self.interleave * self.microbatches + self.pp - 1)
+
+    def tokens(self, model: Transformer) -> int:
+        """Return the tokens of a micro-batch on one device, before ``sp``."""
+        return self.micro_batch * self.length(model) // self.cp
+
+    def length(self, model: Transformer) -> int:
+        """Return the tokens of a sequence."""
+        return model.seq_len if self.seq_len is None else self.seq_len
+
+    def in_flight(self, stage: int) -> float:
+        """Return of how many micro-batches a stage keeps what its layers save.
+
+        With ``interleave`` v the first stage keeps ``(1 + (p - 1) / (p v)) p`` of them.
+        """
+        if self.schedule == "gpipe":
+            return float(self.microbatches)
+        p, v = self.pp, self.interleave
+        if v == 1:
+            return float(min(p - stage, self.microbatches))
+        chunks = min(2 * (p - stage - 1) + (v - 1) * p + 1, self.microbatches * v)
+        return chunks / v
+
+
+def check(model: Transformer, layout: Layout, devices: int | None = None) -> None:
+    """Raise unless the layout has a meaning, fits the model, and takes this many devices.
+
+    Args:
+        model: what is trained.
+        layout: how.
+        devices: how many there are; not looked at if ``None``.
+
+    Raises:
+        ValueError: a size does not fit; the message says which sizes would.
+        TypeError: a size is no integer.
+    """
+    _check_values(layout)
+    if devices is not None:
+        _check_devices(layout, devices)
+    depth, heads = model.depth, model.num_heads
+    _check_divides("tp", layout.tp, heads, "the heads")
+    keys = model.kv_heads
+    if keys % layout.tp and layout.tp % keys:
+        fits = [n for n in _divisors(heads) if keys % n == 0 or n % keys == 0]
+        _fail("tp", f"a divisor or a multiple of the {keys} heads of keys", layout.tp, fits)
+    _check_divides("tp", layout.tp, model.intermediate_size, "intermediate_size")
+    what = "pp" if layout.interleave == 1 else "pp x interleave"
+    _check_divides(what, layout.pp * layout.interleave, depth, "the layers")
+    if layout.interleave > 1 and layout.pp == 1:
+        checks.fail(_OP, "interleave", "1 where there is one stage", layout.interleave)
+    if layout.interleave > 1 and layout.microbatches % layout.pp:
+        wanted = f"a multiple of pp {layout.pp} with interleave {layout.interleave}"
+        checks.fail(_OP, "microbatches", wanted, layout.microbatches)
+    _check_experts(model, layout)
+    length = layout.length(model)
+    _check_divides("cp", layout.cp, length, "the tokens of a sequence")
+    if layout.sp:
+        _check_divides("tp", layout.tp, layout.tokens(model), "the tokens of a device (sp)")
+
+
+def _check_values(layout: Layout) -> None:
+    for name in ("dp", "tp", "pp", "cp", "ep", "micro_batch", "microbatches", "interleave"):
+        checks.integer(_OP, name, getattr(layout, name), least=1)
+    checks.integer(_OP, "bucket_bytes", layout.bucket_bytes, least=0)
+    if layout.seq_len is not None:
+        checks.integer(_OP, "seq_len", layout.seq_len, least=1)
+    checks.integer(_OP, "zero", layout.zero, least=0)
+    if layout.zero > 3:
+        checks.fail(_OP, "zero", "0, 1, 2 or 3", layout.zero)
+    checks.choice(_OP, "schedule", layout.schedule, SCHEDULES)
+    checks.choice(_OP, "precision", layout.precision, PRECISIONS)
+    checks.choice(_OP, "kernels", layout.kernels, KERNELS)
+    for word in layout.recompute.split("+"):
+        checks.choice(_OP, "recompute", word, RECOMPUTE)
+    if "+" in layout.recompute and {"none", "full"} & set(layout.recompute.split("+")):
+        checks.fail(_OP, "recompute", "none or full alone, or others joined by +", layout.recompute)
+    for word in layout.offload:
+        checks.choice(_OP, "offload", word, OFFLOADS)
+
+
+def _check_devices(layout: Layout, devices: int) -> None:
+    if layout.devices == devices:
+        return
+    sizes = {name: getattr(layout, name) for name in ("dp", "tp", "pp", "cp")}
+    product = f"{' x '.join(sizes)} = {' x '.join(map(str, sizes.values()))} = {layout.devices}"
+    fits = []
+    for name, size in sizes.items():
+        others = layout.devices // size
+        if devices % others == 0:
+            fits.append(f"{name} {devices // others}")
+    hint = f"; {' or '.join(fits)} would fit" if fits else ""
+    raise ValueError(f"{_OP}: {product} must be the {devices} devices{hint}")
+
+
+def _check_experts(model: Transformer, layout: Layout) -> None:
+    if layout.ep == 1:
+        return
+    if not model.sparse_layers:
+        checks.fail(_OP, "ep", "1 for a model without experts", layout.ep)
+    ranks = layout.dp * layout.cp
+    fits = [n for n in _divisors(model.num_experts) if ranks % n == 0]
+    if model.num_experts % layout.ep:
+        _fail("ep", f"a divisor of the {model.num_experts} experts", layout.ep, fits)
+    if ranks % layout.ep:
+        _fail("ep", f"a divisor of dp x cp = {ranks}, inside of which it lies", layout.ep, fits)
+
+
+def _check_divides(name: str, size: int, whole: int, what: str) -> None:
+    if whole % size:
+        _fail(name, f"a divisor of {what}, {whole}", size, _divisors(whole))
+
+
+def _fail(name: str, wanted: str, got: int, fits: Iterable[int]) -> None:
+    near = sorted(sorted(fits, key=lambda n: abs(math.log(n / got)))[:4])
+    hint = f" ({', '.join(map(str, near))} would fit)" if near else ""
+    checks.fail(_OP, name, wanted, f"{got}{hint}")
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, min(number, 1 << 14) + 1) if number % n == 0]

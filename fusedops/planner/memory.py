@@ -1,0 +1,380 @@
+"""Bytes of a training step on the device that needs most: a closed form, without a GPU or a model.
+
+What is static is a sum of parameters times bytes, divided by who shares it. What is not is looked
+at in six moments of the last micro-batch, of which the largest counts, stage by stage:
+
+    loss   everything that the layers kept, and the logits with their gradient
+    head   the gradient of the logits, and that of the projection on the vocabulary
+    layer  everything that the layers kept, and what the backward of the last one needs beside it
+    first  the same of the first layer, which is alone, and the gradients of all others
+    end    all gradients, and that of the embedding
+    step   weights, gradients and states
+
+Between them bytes rise or fall in a line, layer by layer, so that no other moment is larger. The
+optimizer is one that needs no memory of its own (``fusedops.optim.AdamW``, torch's ``fused=True``).
+Fragmentation, the libraries' workspaces and what is no tensor are not in it.
+
+``docs/planning.md`` has the formulas with their reasons, and the comparison with measured peaks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from fusedops.planner import saved
+from fusedops.planner.layout import Layout, check
+from fusedops.planner.saved import Saved
+from fusedops.planner.transformer import Transformer, Weights
+
+PARTS = ("weights", "gradients", "states", "activations", "communication", "logits")
+# linear_cross_entropy's logits in memory at a time.
+_CHUNK = 4096
+_FLOAT32 = 4
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a layout takes.
+
+    Attributes:
+        parameters: of the model.
+        parts: bytes of each of ``PARTS`` on the fullest device at its peak.
+        moment: when that is.
+        stage: the pipeline stage that the device belongs to.
+        weights: bytes of the weights on it.
+        gradients: bytes of all gradients on it.
+        states: bytes of the optimizer's states on it.
+        host: bytes in the host's memory, per device.
+    """
+
+    parameters: int
+    parts: dict[str, int]
+    moment: str
+    stage: int
+    weights: int
+    gradients: int
+    states: int
+    host: int
+
+    @property
+    def peak(self) -> int:
+        """Bytes on the fullest device."""
+        return sum(self.parts.values())
+
+    @property
+    def static(self) -> int:
+        """Bytes of weights, gradients and states on it."""
+        return self.weights + self.gradients + self.states
+
+
+def estimate(model: Transformer, layout: Layout, *, devices: int | None = None) -> Estimate:
+    """Return the bytes that a step takes on the fullest device.
+
+    Args:
+        model: what is trained; ``preset`` has published ones.
+        layout: how.
+        devices: how many there are, if that is to be checked.
+
+    Raises:
+        ValueError: the layout does not fit the model or the devices.
+
+    Example:
+        >>> from fusedops.planner import Layout, estimate, preset
+        >>> found = estimate(preset("gpt2"), Layout(precision="float32"))
+        >>> found.moment, found.weights
+        ('loss', 497759232)
+    """
+    check(model, layout, devices)
+    # Inner stages keep less than the first, unless their layers are others.
+    alike = model.sparse_layers in (0, model.depth) and not model.encoder_layers
+    indices = {0, layout.pp - 1} if alike else range(layout.pp)
+    stages = [_Stage(model, layout, index) for index in indices]
+    fullest = max(stages, key=lambda stage: sum(stage.peak()[1].values()))
+    moment, parts = fullest.peak()
+    return Estimate(
+        parameters=model.parameters().total,
+        parts={name: math.ceil(parts[name]) for name in PARTS},
+        moment=moment,
+        stage=fullest.index,
+        weights=math.ceil(fullest.weights),
+        gradients=math.ceil(fullest.gradients),
+        states=math.ceil(fullest.states),
+        host=max(math.ceil(stage.host) for stage in stages),
+    )
+
+
+def kept_bytes(model: Transformer, layout: Layout) -> int:
+    """Return what one forward of the whole model keeps for its backward, without the logits.
+
+    On one device of the tensor- and context-parallel ones.
+    """
+    tensors = [*saved.before(model, layout), *saved.after(model, layout)]
+    layers = _kept_by(model, layout, model.kinds(range(model.depth)))
+    return math.ceil(layers + _bytes(tensors, layout) * layout.tokens(model))
+
+
+def bytes_per_parameter(layout: Layout) -> float:
+    """Return the static bytes per parameter: weights, gradients and states, all or a share."""
+    sizes, ranks = layout.bytes_of, layout.dp * layout.cp
+    shares = [ranks if layout.zero >= stage else 1 for stage in (3, 2, 1)]
+    parts = (sizes.weights, sizes.gradients, sizes.states)
+    return sum(part / share for part, share in zip(parts, shares, strict=True))
+
+
+def _bytes(tensors: Iterable[Saved], layout: Layout, *, remade: bool = True) -> float:
+    """Return the bytes per token; without ``remade``, of what the backward does not make again."""
+    return sum(
+        each.bytes_per_token(layout)
+        for each in tensors
+        if remade or each.remade not in layout.remade
+    )
+
+
+def _kept(model: Transformer, layout: Layout, index: int) -> float:
+    """Return what a layer keeps of a micro-batch."""
+    tokens = layout.tokens(model)
+    if layout.recompute != "full":
+        return _bytes(saved.layer(model, layout, index), layout, remade=False) * tokens
+    hidden = model.hidden_size * layout.bytes_of.weights
+    shared = layout.tp if layout.sp or layout.recompute_slice_activation else 1
+    kept = hidden / shared
+    if not layout.mp_comm_recompute and layout.tp > 1:
+        # Two all-reduces; with sp two all-gathers and two reduce-scatters, whose results are 1/tp.
+        kept += 2 * hidden * (1 + 1 / layout.tp if layout.sp else 1)
+    return kept * tokens
+
+
+def _kept_by(model: Transformer, layout: Layout, kinds: dict[int, int]) -> float:
+    return sum(_kept(model, layout, each) * count for each, count in kinds.items())
+
+
+def _beside(model: Transformer, layout: Layout, index: int) -> float:
+    """Return what the backward of a layer holds at its widest beside what the layers kept."""
+    tensors, tokens = saved.layer(model, layout, index), layout.tokens(model)
+    item, tp = layout.bytes_of.weights, layout.tp
+    # The feed-forward layer's backward comes first.
+    feed_forward = _widest(model, layout, index) * item / tp
+    attention = 0.0
+    if layout.kernels == "eager":  # gradients of the probabilities and of the scores
+        attention = 2.0 * model.num_heads * layout.length(model) * item / tp
+        attention -= model.intermediate_size * item / tp  # the other half has been freed
+    stream = 2 * model.hidden_size * item / (tp if layout.sp else 1)
+    beside = (max(feed_forward, attention) + stream) * tokens
+    again = _bytes(tensors, layout) * tokens - _kept(model, layout, index)
+    return beside + max(0.0, again)
+
+
+def _widest(model: Transformer, layout: Layout, index: int) -> float:
+    """Return the numbers per token that a feed-forward layer's backward makes at its widest."""
+    f, fused = model.intermediate_size, layout.kernels == "fused"
+    if not model.is_sparse(index):
+        # Of one op: gradient of the pre-activation, and the hidden layer again. Of several: the
+        # gradients of gate and up, or of both factors of gelu_new; one tensor less is kept by then.
+        one_op = fused and not model.post_norm
+        return f * (2 if one_op or model.gated or (model.activation == "gelu_new") else 1)
+    k, products = model.top_k, 2 if model.gated else 1
+    if fused:  # the same, and a gradient of the input for each slot
+        return k * f * (products + 1) + k * model.hidden_size * layout.tp
+    return k * f * products
+
+
+def _arriving_share(model: Transformer, layout: Layout, index: int, again: bool) -> float:
+    """Return of which share of a feed-forward layer's weights there are new gradients at once.
+
+    Those of one operation: of both products, of gate and up, or of one product. ``again``: added to
+    the gradients before and freed as soon as they are made; else those before them stay as well.
+    """
+    products = 3 if model.gated else 2
+    one_op = layout.kernels == "fused" and not model.post_norm
+    if not again:
+        return 1.0 if one_op else 1 / products
+    if model.is_sparse(index):
+        return 1.0 if one_op else (products - 1) / products
+    return (2 if one_op else 1) / products
+
+
+class _Stage:
+    """One pipeline stage of a layout, on one of its devices."""
+
+    def __init__(self, model: Transformer, layout: Layout, index: int) -> None:
+        self.model, self.layout, self.index = model, layout, index
+        self.layers = self._layers()
+        self.first, self.last = index == 0, index == layout.pp - 1
+        self.ranks = layout.dp * layout.cp
+        sizes = layout.bytes_of
+        self.kinds = model.kinds(self.layers)
+        inside = sum((model.layer(each) * n for each, n in self.kinds.items()), Weights())
+        outside = self._outside()
+        self.parameters = inside + outside
+        largest = max((model.layer(each) for each in self.kinds), key=lambda w: w.total)
+        self.largest_layer = self._here(largest)
+        self.vocabulary = model.vocab_size * model.hidden_size / layout.tp
+        self.has_vocabulary = self.first or self.last
+        self.weights = self._here(self.parameters, shared=layout.zero >= 3) * sizes.weights
+        self.gradients = self._here(self.parameters, shared=layout.zero >= 2) * sizes.gradients
+        self.states = self._here(self.parameters, shared=layout.zero >= 1) * sizes.states
+        self.host = 0.0
+        kept = self._kept()
+        self.kept = kept
+        if "activations" in layout.offload:
+            widest = max(_kept(model, layout, each) for each in self.kinds)
+            self.kept = min(kept, 2 * widest)  # the one that is used, and the one on its way
+            self.host += kept - self.kept
+        if "optimizer" in layout.offload:
+            # The host's own float32 weights and gradients, and the moments.
+            share = self._here(self.parameters, shared=layout.zero >= 1)
+            self.host += share * (2 * _FLOAT32 + sizes.moments)
+            self.states = 0.0
+            travelling = max(self.largest_layer, self.vocabulary * self.has_vocabulary)
+            self.gradients = min(self.gradients, travelling * sizes.gradients)
+
+    def peak(self) -> tuple[str, dict[str, float]]:
+        """Return the moment at which most is held, and the bytes of each part then."""
+        return max(self._moments().items(), key=lambda item: sum(item[1].values()))
+
+    def _moments(self) -> dict[str, dict[str, float]]:
+        layout, model = self.layout, self.model
+        sizes = layout.bytes_of
+        again = layout.microbatches > 1  # the micro-batches before have left their gradients
+        tokens = layout.tokens(model)
+        row = model.vocab_size / layout.tp
+        last, first = self.layers[-1], self.layers[0]
+        # A gradient that autograd has made is added to those before: for a moment there are both.
+        # With a tied head that of the head waits for the embedding's, the last one.
+        head = self.vocabulary * sizes.gradients if self.last else 0.0
+        words = self.vocabulary * sizes.gradients if self.first else 0.0
+        waiting = head if model.tied and layout.pp == 1 else 0.0
+        inside, feed_forward = self._here(model.layer(first)), self._here(model.feed_forward(first))
+        widest = sizes.gradients * max(
+            self._here(model.feed_forward(each)) * _arriving_share(model, layout, each, again)
+            for each in self.kinds
+        )
+        # torch's linear layer gives a view as its weight's gradient: the sum is a third tensor.
+        summed = waiting * (1 if layout.kernels == "fused" else 2)
+        after = self.kept if layout.pp > 1 else 0.0  # of the other micro-batches
+        if again:
+            before = self.gradients
+            in_first = before + self._arriving(widest + waiting)
+            at_end = before + self._arriving(words + summed)
+        else:
+            before = 0.0
+            missing = (inside - feed_forward) * sizes.gradients + words - waiting
+            in_first = self.gradients - self._arriving(missing)
+            at_end = self.gradients + self._arriving(summed)
+        in_last = before + self._arriving(widest + (waiting if again else head))
+        stream = 2 * model.hidden_size * sizes.weights * tokens
+        moments = {
+            "layer": self._parts(in_last, self.kept + _beside(model, layout, last)),
+            "first": self._parts(
+                in_first,
+                max(after, _kept(model, layout, first)) + _beside(model, layout, first),
+            ),
+            "end": self._parts(at_end, after + stream),
+            "step": self._parts(self.gradients, 0.0),
+        }
+        if self.last:
+            moments["loss"] = self._parts(
+                self.gradients if again else 0.0, self.kept, self._loss() * tokens
+            )
+            logits = 0.0 if layout.chunked_loss else row * sizes.weights * tokens
+            moments["head"] = self._parts(before + self._arriving(head), self.kept, logits)
+        return moments
+
+    def _parts(self, gradients: float, activations: float, logits: float = 0.0) -> dict[str, float]:
+        return {
+            "weights": self.weights,
+            "gradients": gradients,
+            "states": self.states,
+            "activations": activations,
+            "communication": self._communication(),
+            "logits": logits,
+        }
+
+    def _layers(self) -> list[int]:
+        """Return which layers the stage has: with chunks, every ``pp``-th chunk."""
+        chunks = self.layout.pp * self.layout.interleave
+        size = self.model.depth // chunks
+        mine = range(self.index, chunks, self.layout.pp)
+        return [chunk * size + each for chunk in mine for each in range(size)]
+
+    def _outside(self) -> Weights:
+        """Return the parameters that are not in layers; a tied head behind has its own copy."""
+        found = Weights()
+        if self.first:
+            found += self.model.embedding()
+        if self.last:
+            own = True if self.layout.pp > 1 else None
+            found += self.model.output(own_weight=own)
+        return found
+
+    def _here(self, weights: Weights, *, shared: bool = False) -> float:
+        """Return how many of the parameters a device has; ``shared``: divided over its copies."""
+        tp, ep = self.layout.tp, self.layout.ep
+        dense = weights.split / tp + weights.whole
+        experts = (weights.expert_split / tp + weights.expert_whole) / ep
+        if shared:
+            return dense / self.ranks + experts / (self.ranks / ep)
+        return dense + experts
+
+    def _kept(self) -> float:
+        """Return what all micro-batches in flight keep."""
+        model, layout = self.model, self.layout
+        kept = _kept_by(model, layout, self.kinds)
+        ends = saved.before(model, layout) if self.first else []
+        ends = [*ends, *(saved.after(model, layout) if self.last else [])]
+        kept += _bytes(ends, layout) * layout.tokens(model)
+        return kept * layout.in_flight(self.index)
+
+    def _loss(self) -> float:
+        """Return the bytes per token of the logits and what is made of them, at the widest."""
+        model, layout = self.model, self.layout
+        row, item = model.vocab_size / layout.tp, layout.bytes_of.weights
+        if layout.chunked_loss:
+            if layout.tokens(model) * _FLOAT32 <= model.hidden_size * item:
+                return row * _FLOAT32  # so few tokens that the logits are kept
+            wide = model.hidden_size * _FLOAT32 if item < _FLOAT32 else 0
+            return min(_CHUNK, row) * _FLOAT32 + wide
+        if layout.kernels == "fused":
+            return 2 * row * item  # the logits and their gradient
+        # The log-softmax, its gradient, and that of the logits; BERT's is not made in float32.
+        return 3 * row * (item if model.head == "masked" else _FLOAT32)
+
+    def _arriving(self, gradients: float) -> float:
+        """Return gradients that were just made, unless they leave for the host or other ranks."""
+        leaves = "optimizer" in self.layout.offload or (self.layout.zero >= 2 and self.ranks > 1)
+        return 0.0 if leaves else gradients
+
+    def _communication(self) -> float:
+        model, layout = self.model, self.layout
+        item = layout.bytes_of.weights
+        tokens = layout.tokens(model)
+        stream = tokens * model.hidden_size * item
+        found = 0.0
+        if layout.tp > 1:
+            found += stream * (2 if layout.sp else 1)
+        if layout.pp > 1:
+            found += 2 * stream / (layout.tp if layout.sp else 1)
+        if layout.cp > 1:
+            found += 4 * tokens * model.key_width * item / layout.tp
+        if layout.ep > 1:
+            found += 2 * model.top_k * stream
+        if self.ranks > 1:
+            found += self._sharing()
+        return found
+
+    def _sharing(self) -> float:
+        """Return the buffers of the data-parallel exchange of gradients and weights."""
+        sizes, zero = self.layout.bytes_of, self.layout.zero
+        ends = self.vocabulary * self.has_vocabulary
+        whole = max(self.largest_layer, ends)
+        if zero < 2:
+            return min(self.layout.bucket_bytes, self._here(self.parameters) * sizes.gradients)
+        found = whole * sizes.gradients  # gradients of what is being reduced
+        if zero < 3:
+            return found
+        if not self.layout.parallel_optimizer_comm_recompute:
+            return found + self._here(self.parameters) * sizes.weights
+        # The weights of the layer that runs and of the next one, and those outside of layers.
+        return found + (2 * self.largest_layer + ends) * sizes.weights

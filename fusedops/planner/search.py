@@ -1,0 +1,215 @@
+"""Which layouts fit: every way to spread a model over a number of devices, estimated and sorted.
+
+There is no clock in it. What fits is sorted by what it costs in kind, the cheapest first: nothing
+on the host, least made again, fewest pipeline stages (bubbles), least tensor parallelism (exchanges
+in each layer), lowest stage of ``zero``, and then by the bytes that are left.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from fusedops.planner.layout import Layout, check
+from fusedops.planner.memory import Estimate, estimate
+from fusedops.planner.sizes import show_bytes
+from fusedops.planner.transformer import Transformer
+
+CRITERION = (
+    "what fits first; then without offload, least recomputation, fewest stages, least tensor "
+    "parallelism, lowest zero, most bytes left"
+)
+# Tensor parallelism across more than one machine's devices is not proposed.
+MOST_TENSOR = 8
+_MOST_DEVICES = 1 << 16
+_RECOMPUTE = ("none", "selective", "full")
+_OFFLOAD: tuple[tuple[str, ...], ...] = ((), ("optimizer",), ("optimizer", "activations"))
+
+
+@dataclass(frozen=True)
+class Row:
+    """A layout and what it takes."""
+
+    layout: Layout
+    estimate: Estimate
+
+    def left(self, memory: int) -> int:
+        """Return the bytes that stay free; negative where it does not fit."""
+        return memory - self.estimate.peak
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was found.
+
+    Attributes:
+        rows: sorted by ``CRITERION``.
+        memory: bytes of a device.
+        advice: one sentence: which layout to take, or what to do where none fits.
+    """
+
+    rows: tuple[Row, ...]
+    memory: int
+    advice: str
+
+    @property
+    def fitting(self) -> int:
+        """How many fit; they come first."""
+        return sum(row.left(self.memory) >= 0 for row in self.rows)
+
+
+def layouts(
+    model: Transformer,
+    devices: int,
+    base: Layout,
+    *,
+    tp: Sequence[int] = (),
+    pp: Sequence[int] = (),
+    ep: Sequence[int] = (),
+    zero: Sequence[int] = (0, 1, 2, 3),
+    recompute: Sequence[str] = _RECOMPUTE,
+    offload: Sequence[tuple[str, ...]] = _OFFLOAD,
+) -> Iterator[Layout]:
+    """Yield every layout on that many devices that fits the model's sizes.
+
+    Args:
+        model: what is trained.
+        devices: how many there are.
+        base: where all else comes from; its ``cp`` is kept, ``sp`` goes with tensor parallelism.
+        tp: sizes to try; powers of two up to ``MOST_TENSOR`` by default.
+        pp: sizes to try; divisors of the number of layers by default.
+        ep: sizes to try; divisors of the number of experts by default.
+        zero: stages to try.
+        recompute: as in ``Layout``, those to try.
+        offload: as in ``Layout``, those to try.
+    """
+    tensor = tp or [n for n in (1, 2, 4, 8) if n <= MOST_TENSOR]
+    stages = pp or [n for n in range(1, min(devices, model.depth) + 1) if model.depth % n == 0]
+    for t, p in itertools.product(tensor, stages):
+        copies, rest = divmod(devices, t * p * base.cp)
+        if rest or not copies:
+            continue
+        ranks = copies * base.cp
+        shares = ep or [
+            n for n in range(1, max(model.num_experts, 1) + 1) if _divides(n, ranks, model)
+        ]
+        for e, z, again, off in itertools.product(shares, zero, recompute, offload):
+            if z and ranks == 1:
+                continue  # nobody to share with: the same as 0
+            layout = replace(
+                base, dp=copies, tp=t, pp=p, ep=e, zero=z, sp=t > 1, recompute=again, offload=off
+            )
+            try:
+                check(model, layout, devices)
+            except ValueError:
+                continue
+            yield layout
+
+
+def _divides(size: int, ranks: int, model: Transformer) -> bool:
+    if not model.sparse_layers:
+        return size == 1
+    return ranks % size == 0 and model.num_experts % size == 0
+
+
+def plan(
+    model: Transformer, devices: int, memory: int, base: Layout | None = None, **choices: object
+) -> Plan:
+    """Return every layout on that many devices, what it takes, and which to choose.
+
+    Args:
+        model: what is trained.
+        devices: how many there are.
+        memory: bytes of each.
+        base: what is not searched for: precision, micro-batch, kernels and so on.
+        **choices: as in ``layouts``.
+
+    Raises:
+        ValueError: no layout on that many devices fits the model's sizes.
+
+    Example:
+        >>> from fusedops.planner import plan, preset
+        >>> found = plan(preset("gpt2"), devices=1, memory=16 << 30)
+        >>> found.rows[0].layout.recompute
+        'none'
+    """
+    base = base or Layout()
+    rows = _rows(model, devices, base, choices)
+    if not rows:
+        raise ValueError(
+            f"plan: {devices} devices cannot be divided into stages of {model.depth} layers and "
+            f"shares of {model.num_heads} heads as asked; a power of two often can"
+        )
+    rows.sort(key=lambda row: _cost(row, memory))
+    if rows[0].left(memory) >= 0:
+        advice = f"take the first: {describe(rows[0].layout)}"
+    else:
+        advice = _advice(model, devices, memory, base, choices, rows)
+    return Plan(tuple(rows), memory, advice)
+
+
+def _rows(model: Transformer, devices: int, base: Layout, choices: dict[str, object]) -> list[Row]:
+    found = layouts(model, devices, base, **choices)  # type: ignore[arg-type]
+    return [Row(layout, estimate(model, layout)) for layout in found]
+
+
+def _cost(row: Row, memory: int) -> tuple[float, ...]:
+    layout, left = row.layout, row.left(memory)
+    if left < 0:
+        return (1, -left, 0, 0, 0, 0, 0)
+    again = {"none": 0, "full": 4}.get(layout.recompute, len(layout.remade))
+    return (0, len(layout.offload), again, layout.pp, layout.tp, layout.zero, -left)
+
+
+def _advice(
+    model: Transformer,
+    devices: int,
+    memory: int,
+    base: Layout,
+    choices: dict[str, object],
+    rows: list[Row],
+) -> str:
+    least = min(rows, key=lambda row: row.estimate.peak)
+    said = f"nothing fits in {show_bytes(memory)}: the least is {show_bytes(least.estimate.peak)}"
+    said += f" with {describe(least.layout)}"
+    more = devices * 2
+    weights = model.parameters().total * base.bytes_of.weights  # never off the devices
+    while more <= _MOST_DEVICES:
+        if more >= fewest_devices(weights, memory) and any(
+            row.left(memory) >= 0 for row in _rows(model, more, base, choices)
+        ):
+            return f"{said}; {more} such devices would do, or {devices} of that size"
+        more *= 2
+    if base.micro_batch > 1 or base.length(model) > 1024:
+        return f"{said}; a smaller micro-batch or shorter sequences need less"
+    return f"{said}; take devices of that size"
+
+
+def fewest_devices(size: float, memory: float) -> int:
+    """Return how many devices hold so many bytes, if nothing but that is in them.
+
+    Example:
+        >>> fewest_devices(3500e9, 32e9)
+        110
+    """
+    return math.ceil(size / memory)
+
+
+def describe(layout: Layout) -> str:
+    """Return what distinguishes a layout, in a line.
+
+    Example:
+        >>> describe(Layout(dp=2, tp=4, zero=1))
+        'dp 2, tp 4, zero 1'
+    """
+    names = ("dp", "tp", "pp", "cp", "ep")
+    parts = [f"{name} {getattr(layout, name)}" for name in names if getattr(layout, name) > 1]
+    if layout.zero:
+        parts.append(f"zero {layout.zero}")
+    if layout.recompute != "none":
+        parts.append(f"recompute {layout.recompute}")
+    if layout.offload:
+        parts.append(f"offload {' and '.join(layout.offload)}")
+    return ", ".join(parts) or "one device, nothing shared"

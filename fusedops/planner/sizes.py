@@ -1,0 +1,74 @@
+"""Bytes and counts as people write them: ``32GiB``, ``80 GB``, ``12.80 B``."""
+
+from __future__ import annotations
+
+import re
+
+_UNITS = {"": 1} | {
+    f"{prefix}{middle}b": base**power
+    for power, prefix in enumerate(("", "k", "m", "g", "t", "p"))
+    for middle, base in (("", 1000), ("i", 1024))
+    if prefix or not middle
+}
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-z]*)\s*", re.IGNORECASE)
+
+
+def parse_bytes(text: str) -> int:
+    """Return how many bytes a text such as ``"32GiB"``, ``"80 GB"`` or ``"1024"`` means.
+
+    GB is 10**9 bytes, GiB 2**30; upper and lower case are the same.
+
+    Raises:
+        ValueError: it is no size, is not positive, or its unit is not known.
+
+    Example:
+        >>> parse_bytes("1.5 GiB")
+        1610612736
+    """
+    found = _SIZE.fullmatch(text)
+    if found is None:
+        raise ValueError(f"{text!r} is not a size: write a number and a unit, as 32GiB or 80GB")
+    number, unit = found.groups()
+    scale = _UNITS.get(unit.lower())
+    if scale is None:
+        raise ValueError(
+            f"{text!r} is not a size: unit {unit!r} is not known; "
+            "GB is 10**9 bytes, GiB 2**30 (also k, M, T, P)"
+        )
+    size = round(float(number) * scale)
+    if size <= 0:
+        raise ValueError(f"{text!r} is not a size: it must be more than 0 bytes")
+    return size
+
+
+def show_bytes(size: float) -> str:
+    """Return a number of bytes in the largest unit of 1024 in which it is at least 1.
+
+    Example:
+        >>> show_bytes(1610612736)
+        '1.50 GiB'
+    """
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(size) < 1024 or unit == "TiB":
+            break
+        size /= 1024
+    return f"{size:.0f} B" if unit == "B" else f"{_digits(size)} {unit}"
+
+
+def show_count(count: float) -> str:
+    """Return a number of parameters as the field writes it.
+
+    Example:
+        >>> show_count(12_800_000_000)
+        '12.80 B'
+    """
+    for unit in ("", "K", "M", "B", "T"):
+        if count < 1000 or unit == "T":
+            break
+        count /= 1000
+    return f"{count:.0f}" if not unit else f"{_digits(count)} {unit}"
+
+
+def _digits(value: float) -> str:
+    """Return a number with three or four digits."""
+    return f"{value:.2f}" if abs(value) < 100 else f"{value:.0f}"

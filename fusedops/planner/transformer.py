@@ -1,0 +1,279 @@
+"""A transformer as sizes alone, and how many parameters it has.
+
+Nothing here builds a model. Counts are exact: the tests compare them with published ones and with
+the modules that transformers builds. Weights are counted by how layouts treat them: ``split`` ones
+are divided by tensor parallelism (columns, or rows, or the vocabulary), ``whole`` ones are not
+(norms, biases that are added after the sum, routers), and experts apart from the rest, because
+their data-parallel group is another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any
+
+from fusedops._core import checks
+
+NORMS = ("layer", "rms")
+HEADS = ("causal", "masked")
+# transformers computes ``gelu_new`` from seven operations; the other activations are one each.
+ACTIVATIONS = ("gelu", "gelu_new", "gelu_tanh", "fast_gelu", "relu", "silu")
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Numbers of parameters.
+
+    Attributes:
+        split: those that tensor parallelism divides.
+        whole: those that each of its ranks has.
+        expert_split: the same, of experts.
+        expert_whole: the same, of experts.
+    """
+
+    split: int = 0
+    whole: int = 0
+    expert_split: int = 0
+    expert_whole: int = 0
+
+    def __add__(self, other: Weights) -> Weights:
+        return Weights(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    def __mul__(self, factor: int) -> Weights:
+        return Weights(*(getattr(self, f.name) * factor for f in fields(self)))
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.split + self.whole + self.expert_split + self.expert_whole
+
+    @property
+    def experts(self) -> int:
+        """Those of experts."""
+        return self.expert_split + self.expert_whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transformer:
+    """The sizes of a transformer.
+
+    Attributes:
+        hidden_size: width of the residual stream.
+        num_layers: layers of the decoder, or of the encoder where that is all there is.
+        num_heads: of the queries.
+        intermediate_size: width between the two products of a feed-forward layer, or of an expert.
+        vocab_size: rows of the embedding.
+        seq_len: tokens of a sequence; rows of a learned table of positions.
+        num_kv_heads: heads of keys and values; as many as of queries by default.
+        head_dim: ``hidden_size / num_heads`` by default.
+        position_tables: learned tables of positions, ``[seq_len, hidden_size]`` each (PanGu's query
+            layer has one of its own); 0: rotary or relative positions.
+        rotary: whether queries and keys are rotated.
+        relative_buckets: rows of T5's table of relative positions, one for each stack.
+        token_types: rows of BERT's table of segments.
+        norm: ``"layer"`` (weight and bias) or ``"rms"`` (weight).
+        post_norm: whether norms follow the residual sums, as in BERT.
+        gated: whether the feed-forward layer has a gate.
+        activation: one of ``ACTIVATIONS``.
+        bias: whether linear layers have biases.
+        qk_norm: whether queries and keys are normalised by head.
+        tied: whether the head's weight is the embedding's.
+        head: ``"causal"``: a linear layer; ``"masked"``: BERT's, with a layer before it.
+        num_experts: experts of a sparse layer; 0: the model is dense.
+        top_k: experts that a token goes to.
+        moe_layers: how many layers have experts, evenly spread; all by default.
+        encoder_layers: of an encoder-decoder; each decoder layer then also attends to it.
+
+    Raises:
+        ValueError: a size is not positive, or does not divide another.
+        TypeError: a size is no integer.
+    """
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    intermediate_size: int
+    vocab_size: int
+    seq_len: int
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    position_tables: int = 0
+    rotary: bool = False
+    relative_buckets: int = 0
+    token_types: int = 0
+    norm: str = "layer"
+    post_norm: bool = False
+    gated: bool = False
+    activation: str = "gelu"
+    bias: bool = True
+    qk_norm: bool = False
+    tied: bool = True
+    head: str = "causal"
+    num_experts: int = 0
+    top_k: int = 1
+    moe_layers: int | None = None
+    encoder_layers: int = 0
+
+    def __post_init__(self) -> None:
+        positive = ("hidden_size", "num_layers", "num_heads", "intermediate_size", "vocab_size")
+        for name in (*positive, "seq_len", "top_k"):
+            checks.integer("Transformer", name, getattr(self, name), least=1)
+        for name in ("position_tables", "relative_buckets", "token_types", "num_experts"):
+            checks.integer("Transformer", name, getattr(self, name), least=0)
+        checks.integer("Transformer", "encoder_layers", self.encoder_layers, least=0)
+        for name in ("num_kv_heads", "head_dim"):
+            if getattr(self, name) is not None:
+                checks.integer("Transformer", name, getattr(self, name), least=1)
+        checks.choice("Transformer", "norm", self.norm, NORMS)
+        checks.choice("Transformer", "head", self.head, HEADS)
+        checks.choice("Transformer", "activation", self.activation, ACTIVATIONS)
+        if self.head_dim is None and self.hidden_size % self.num_heads:
+            wanted = f"a divisor of hidden_size {self.hidden_size}, or head_dim given"
+            checks.fail("Transformer", "num_heads", wanted, self.num_heads)
+        if self.num_heads % self.kv_heads:
+            wanted = f"a divisor of num_heads {self.num_heads}"
+            checks.fail("Transformer", "num_kv_heads", wanted, self.kv_heads)
+        if self.num_experts and self.top_k > self.num_experts:
+            wanted = f"at most num_experts {self.num_experts}"
+            checks.fail("Transformer", "top_k", wanted, self.top_k)
+        if self.moe_layers is not None:
+            checks.integer("Transformer", "moe_layers", self.moe_layers, least=0)
+            if self.moe_layers > self.depth:
+                wanted = f"at most {self.depth}, the layers"
+                checks.fail("Transformer", "moe_layers", wanted, self.moe_layers)
+
+    @property
+    def depth(self) -> int:
+        """Layers of encoder and decoder."""
+        return self.num_layers + self.encoder_layers
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and of values."""
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def size_of_head(self) -> int:
+        """Width of a head."""
+        return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
+
+    @property
+    def query_width(self) -> int:
+        """Width of all heads of the queries."""
+        return self.num_heads * self.size_of_head
+
+    @property
+    def key_width(self) -> int:
+        """Width of all heads of the keys."""
+        return self.kv_heads * self.size_of_head
+
+    @property
+    def sparse_layers(self) -> int:
+        """Layers with experts."""
+        if not self.num_experts:
+            return 0
+        return self.depth if self.moe_layers is None else self.moe_layers
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether a layer has experts: those that do are spread evenly, the last one among them."""
+        count, depth = self.sparse_layers, self.depth
+        return (layer + 1) * count // depth > layer * count // depth
+
+    def has_cross_attention(self, layer: int) -> bool:
+        """Whether a layer also attends to the encoder; encoder layers come first."""
+        return bool(self.encoder_layers) and layer >= self.encoder_layers
+
+    def kinds(self, layers: Iterable[int]) -> dict[int, int]:
+        """Return one layer of each kind among these, and how many are of it."""
+        found: dict[tuple[bool, bool], list[int]] = {}
+        for each in layers:
+            found.setdefault((self.is_sparse(each), self.has_cross_attention(each)), []).append(
+                each
+            )
+        return {alike[0]: len(alike) for alike in found.values()}
+
+    def layer(self, index: int) -> Weights:
+        """Return the parameters of a layer."""
+        attentions = 2 if self.has_cross_attention(index) else 1
+        found = (self._attention() + self._norm()) * attentions + self._norm()
+        return found + self.feed_forward(index)
+
+    def feed_forward(self, index: int) -> Weights:
+        """Return the parameters of a layer's feed-forward part, router included."""
+        return self._experts() if self.is_sparse(index) else self._feed_forward()
+
+    def embedding(self) -> Weights:
+        """Return the parameters before the first layer."""
+        tables = self.position_tables * self.seq_len + self.token_types
+        stacks = 2 if self.encoder_layers else 1
+        first = self._norm() if self.post_norm else Weights()
+        relative = self.relative_buckets * self.num_heads * stacks
+        words = self.vocab_size * self.hidden_size
+        return Weights(split=words + relative, whole=tables * self.hidden_size) + first
+
+    def output(self, *, own_weight: bool | None = None) -> Weights:
+        """Return the parameters after the last layer.
+
+        Args:
+            own_weight: whether the projection on the vocabulary counts; unless it is tied.
+        """
+        h, vocabulary = self.hidden_size, self.vocab_size
+        counts = not self.tied if own_weight is None else own_weight
+        found = Weights(split=vocabulary * h if counts else 0)
+        if not self.post_norm:
+            found += self._norm() * (2 if self.encoder_layers else 1)
+        if self.head == "masked":
+            found += Weights(split=vocabulary, whole=h * h + h) + self._norm()
+        return found
+
+    def parameters(self) -> Weights:
+        """Return all parameters.
+
+        Example:
+            >>> from fusedops.planner import preset
+            >>> preset("gpt2").parameters().total
+            124439808
+        """
+        return self.layers() + self.embedding() + self.output()
+
+    def layers(self) -> Weights:
+        """Return the parameters of all layers, without embeddings and head."""
+        kinds = self.kinds(range(self.depth))
+        return sum((self.layer(each) * count for each, count in kinds.items()), Weights())
+
+    def _attention(self) -> Weights:
+        h, query, key = self.hidden_size, self.query_width, self.key_width
+        split = 2 * h * query + 2 * h * key
+        whole = 2 * self.size_of_head if self.qk_norm else 0
+        if self.bias:
+            split, whole = split + query + 2 * key, whole + h
+        return Weights(split=split, whole=whole)
+
+    def _norm(self) -> Weights:
+        return Weights(whole=self.hidden_size * (2 if self.norm == "layer" else 1))
+
+    def _feed_forward(self) -> Weights:
+        products = 3 if self.gated else 2
+        split = products * self.hidden_size * self.intermediate_size
+        if not self.bias:
+            return Weights(split=split)
+        return Weights(
+            split=split + (products - 1) * self.intermediate_size, whole=self.hidden_size
+        )
+
+    def _experts(self) -> Weights:
+        one = self._feed_forward() * self.num_experts
+        router = self.hidden_size * self.num_experts
+        return Weights(whole=router, expert_split=one.split, expert_whole=one.whole)
+
+
+def describe(model: Transformer) -> dict[str, Any]:
+    """Return the sizes by name, those that are not given as what they mean."""
+    given = {field.name: getattr(model, field.name) for field in fields(model)}
+    meant = {
+        "num_kv_heads": model.kv_heads,
+        "head_dim": model.size_of_head,
+        "moe_layers": model.sparse_layers,
+    }
+    return given | meant

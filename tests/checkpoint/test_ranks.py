@@ -1,0 +1,158 @@
+"""Several ranks: sharded saving and loading, other numbers of ranks, and one that fails or dies."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_runs import Run, on_ranks
+from torch import nn
+
+from fusedops.checkpoint import Checkpointer, CheckpointError, tensors
+from fusedops.checkpoint import folder as folders
+
+pytestmark = pytest.mark.distributed
+STEPS = 6
+
+
+def _shard(model: nn.Module) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(model)
+
+
+def _train(rank: int, root: str, steps: int, block: bool) -> str:
+    torch.set_num_threads(1)
+    run = Run(Path(root), wrap=_shard)
+    torch.manual_seed(rank)  # each rank drops other elements
+    return run.train(steps, block=block)
+
+
+@pytest.mark.parametrize("block", [True, False])
+def test_a_sharded_run_that_is_resumed_gives_the_same_bits(tmp_path: Path, block: bool) -> None:
+    whole = on_ranks(2, _train, str(tmp_path / "whole"), STEPS, block)
+    on_ranks(2, _train, str(tmp_path / "parts"), 3, block)
+    parts = on_ranks(2, _train, str(tmp_path / "parts"), STEPS, block)
+    assert whole == parts and all(len(each) == 64 for each in whole)
+    newest = folders.checkpoints(tmp_path / "parts")[0]
+    names = {each.name for each in newest.iterdir()}
+    assert {"__0_0.distcp", "__1_0.distcp", "rank-00000.pt", "rank-00001.pt"} < names
+
+
+def _weights(rank: int, root: str) -> tuple[list[list[float]], int, tuple[Any, ...]]:
+    import torch.distributed as dist
+
+    run = Run(Path(root), wrap=_shard if dist.get_world_size() > 1 else lambda model: None)
+    restored = run.keeper.load()
+    assert restored is not None
+    found = run.model.first.weight
+    found = found.full_tensor() if hasattr(found, "full_tensor") else found
+    moments = next(iter(run.optimizer.state.values()))["exp_avg"]
+    moments = moments.full_tensor() if hasattr(moments, "full_tensor") else moments
+    return [found.tolist(), moments.tolist()], restored.step, restored.notes
+
+
+def test_other_numbers_of_ranks_load_the_same_weights(tmp_path: Path) -> None:
+    on_ranks(2, _train, str(tmp_path), 2, True)
+    ((one, step, notes),) = on_ranks(1, _weights, str(tmp_path))
+    assert step == 2 and notes[0].startswith("saved by 2 ranks and loaded by 1: random numbers")
+    for values, *_ in on_ranks(4, _weights, str(tmp_path)):
+        assert values == one
+    # and without any process group
+    run = Run(tmp_path)
+    run.keeper.load()
+    assert run.model.first.weight.tolist() == one[0]
+
+
+def _save_with_a_full_disk(rank: int, root: str) -> str:
+    run = Run(Path(root), wrap=_shard)
+    run.keeper.load()
+    if rank == 1:
+
+        def full(*_: Any) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        folders.write = full
+    try:
+        run.keeper.save(9)
+    except CheckpointError as error:
+        return str(error)
+    return "saved"
+
+
+def test_a_rank_that_cannot_write_is_an_error_on_all(tmp_path: Path) -> None:
+    on_ranks(2, _train, str(tmp_path), 2, True)
+    for says in on_ranks(2, _save_with_a_full_disk, str(tmp_path)):
+        assert "step 9 was not written: rank 1: No space left on device; the last good" in says
+    assert [folders.step_of(each) for each in folders.checkpoints(tmp_path)] == [2, 1]
+
+
+def _die_while_saving(rank: int, root: str) -> str:
+    run = Run(Path(root), wrap=_shard)
+    run.keeper.load()
+    if rank == 1:
+        write = tensors.write
+
+        def dies(*arguments: Any) -> None:
+            write(*arguments)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        tensors.write = dies
+    try:
+        run.keeper.save(9)
+    except Exception as error:
+        return type(error).__name__
+    return "saved"
+
+
+def test_a_rank_that_is_killed_leaves_the_last_checkpoint(tmp_path: Path) -> None:
+    on_ranks(2, _train, str(tmp_path), 3, True)
+    first, second = on_ranks(2, _die_while_saving, str(tmp_path))
+    assert second == "died" and first != "saved"
+    restored = Run(tmp_path).keeper.load()
+    assert restored is not None and restored.step == 3 and restored.passed_over == ()
+    whole = on_ranks(2, _train, str(tmp_path / "whole"), STEPS, True)
+    assert on_ranks(2, _train, str(tmp_path), STEPS, True) == whole
+
+
+class _Stage(nn.Module):
+    """A pipeline's stage: layers that only this rank has."""
+
+    def __init__(self, layers: list[int]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({str(each): nn.Linear(4, 4) for each in layers})
+
+
+def _stages(rank: int, root: str, save: bool) -> dict[str, list[float]]:
+    torch.manual_seed(rank if save else 50)
+    model = _Stage([0, 1] if rank == 0 else [2])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 + rank)
+    keeper = Checkpointer(Path(root), model, optimizer)
+    if save:
+        sum(layer(torch.ones(1, 4)).sum() for layer in model.layers.values()).backward()
+        optimizer.step()
+        keeper.save(1)
+    else:
+        assert keeper.load() is not None and optimizer.param_groups[0]["lr"] == 0.1 + rank
+    found = {name: each.flatten().tolist() for name, each in model.state_dict().items()}
+    for name, each in model.named_parameters():
+        found[f"{name}.exp_avg"] = optimizer.state[each]["exp_avg"].flatten().tolist()
+    return found
+
+
+def test_stages_of_a_pipeline_have_other_parameters(tmp_path: Path) -> None:
+    saved = on_ranks(2, _stages, str(tmp_path), True)
+    assert on_ranks(2, _stages, str(tmp_path), False) == saved
+    # All of them, in one process.
+    model = _Stage([0, 1, 2])
+    optimizer = torch.optim.AdamW(model.parameters())
+    Checkpointer(tmp_path, model, optimizer).load()
+    for name, each in model.named_parameters():
+        owner = saved[1] if name.startswith("layers.2") else saved[0]
+        assert each.flatten().tolist() == owner[name]
+        assert optimizer.state[each]["exp_avg"].flatten().tolist() == owner[f"{name}.exp_avg"]

@@ -1,0 +1,262 @@
+"""A run that was stopped and resumed ends with the bits of one that never stopped."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_runs import Net, Run
+from torch import nn
+
+from fusedops.checkpoint import Checkpointer, CheckpointError
+
+STEPS = 8
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What a run without a checkpoint ends with."""
+    run = Run(tmp_path_factory.mktemp("never"))
+    for number in range(STEPS):
+        run.step(number)
+    return run.digest()
+
+
+@pytest.mark.parametrize("block", [True, False])
+@pytest.mark.parametrize("stop", [1, 4, STEPS - 1])
+def test_a_resumed_run_gives_the_same_bits(
+    tmp_path: Path, reference: str, stop: int, block: bool
+) -> None:
+    before = Run(tmp_path)
+    before.train(stop, block=block)
+    torch.manual_seed(99)  # what happens meanwhile does not matter
+    after = Run(tmp_path)
+    assert after.train(STEPS, block=block) == reference
+    assert len(after.losses) == STEPS - stop
+
+
+def test_saving_changes_nothing(tmp_path: Path, reference: str) -> None:
+    assert Run(tmp_path).train(STEPS) == reference
+
+
+def test_what_is_saved_in_a_thread_is_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fusedops.checkpoint import tensors
+
+    run = Run(tmp_path)
+    run.step(0)
+    wanted = {name: each.clone() for name, each in run.model.state_dict().items()}
+    go, write = threading.Event(), tensors.write
+
+    def later(*args: Any) -> None:
+        assert go.wait(30)
+        write(*args)
+
+    monkeypatch.setattr(tensors, "write", later)
+    folder = run.keeper.save(1, block=False)
+    run.step(1)
+    assert not folder.exists() and not torch.equal(wanted["first.weight"], run.model.first.weight)
+    go.set()
+    run.keeper.wait()
+    assert folder.exists()
+    fresh = Run(tmp_path)
+    restored = fresh.keeper.load()
+    assert restored is not None and restored.folder == folder
+    for name, each in fresh.model.state_dict().items():
+        assert torch.equal(each, wanted[name]), name
+    state = fresh.optimizer.state_dict()["state"]
+    assert all(int(each["step"]) == 1 for each in state.values())
+
+
+def test_everything_that_was_given_comes_back(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    data = {"file": "a.bin", "offset": 12, "order": torch.arange(3), "done": (1, 2.5, None, True)}
+    with Checkpointer(tmp_path, model) as keeper:
+        assert keeper.load() is None
+        folder = keeper.save(7, data=data, extra=["note", 3])
+        restored = keeper.load()
+    assert restored is not None
+    assert (restored.step, restored.folder, restored.extra) == (7, folder, ["note", 3])
+    assert restored.data["order"].tolist() == [0, 1, 2] and restored.positions == (restored.data,)
+    assert {k: v for k, v in restored.data.items() if k != "order"} == {
+        k: v for k, v in data.items() if k != "order"
+    }
+    assert restored.passed_over == () and restored.notes == ()
+
+
+def test_the_last_good_ones_stay(tmp_path: Path) -> None:
+    run = Run(tmp_path, keep=2)
+    for number in range(4):
+        run.keeper.save(number)
+    assert [each.name for each in sorted(tmp_path.iterdir()) if each.name[0] != "."] == [
+        "step-0000000002.0",
+        "step-0000000003.0",
+    ]
+    # A damaged one counts for nothing.
+    (tmp_path / "step-0000000003.0" / "manifest.json").write_text("{}")
+    run.keeper.save(4)
+    names = sorted(each.name for each in tmp_path.iterdir() if each.name[0] != ".")
+    assert names == ["step-0000000002.0", "step-0000000003.0", "step-0000000004.0"]
+
+
+def test_a_step_that_is_saved_again_replaces_the_older(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    first = run.keeper.save(5, extra="old")
+    second = run.keeper.save(5, extra="new")
+    assert first != second and not first.exists()
+    restored = run.keeper.load()
+    assert restored is not None and (restored.folder, restored.extra) == (second, "new")
+
+
+def test_a_step_can_be_asked_for(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    for number in (1, 2):
+        run.keeper.save(number, extra=number)
+    restored = run.keeper.load(step=1)
+    assert restored is not None and restored.extra == 1
+    with pytest.raises(CheckpointError, match="has no checkpoint of step 3; it has 1, 2"):
+        run.keeper.load(step=3)
+
+
+def test_states_of_mixed_precision_come_back_as_they_were(tmp_path: Path) -> None:
+    model = nn.Linear(4, 4).bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(2, 4).bfloat16()).float().sum().backward()
+    optimizer.step()
+    wanted = [each["momentum_buffer"].clone() for each in optimizer.state.values()]
+    Checkpointer(tmp_path, model, optimizer).save(1)
+    other = nn.Linear(4, 4).bfloat16()
+    again = torch.optim.SGD(other.parameters(), lr=0.3, momentum=0.9)
+    Checkpointer(tmp_path, other, again).load()
+    found = [each["momentum_buffer"] for each in again.state.values()]
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(wanted, found, strict=True))
+    assert again.param_groups[0]["lr"] == 0.1
+
+
+@pytest.mark.parametrize("stop", [0, 1])
+def test_saving_before_the_first_step_changes_nothing(
+    tmp_path: Path, reference: str, stop: int
+) -> None:
+    # torch counts the making of empty states as a step.
+    before = Run(tmp_path)
+    before.optimizer.param_groups[0]["lr"] = 0.5
+    before.keeper.save(0, data={"position": 0})
+    assert not before.optimizer.state
+    before.keeper.close()
+    after = Run(tmp_path)
+    for number in range(stop):
+        after.step(number)
+    assert after.keeper.load() is not None
+    assert not after.optimizer.state and after.optimizer.param_groups[0]["lr"] == 0.5
+    after.optimizer.param_groups[0]["lr"] = 1e-2
+    for number in range(STEPS):
+        after.step(number)
+    assert after.digest() == reference
+
+
+def test_parameters_that_no_step_has_reached_have_no_state(tmp_path: Path) -> None:
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, parts: slice) -> None:
+        torch.nn.Sequential(*list(model)[parts])(torch.ones(1, 2)).sum().backward()  # type: ignore
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, optimizer = make()
+    step(model, optimizer, slice(0, 1))
+    Checkpointer(tmp_path, model, optimizer).save(1)
+    assert len(optimizer.state) == 2
+    other, again = make()
+    Checkpointer(tmp_path, other, again).load()
+    assert len(again.state) == 2
+    for each in ((model, optimizer), (other, again)):
+        step(*each, slice(0, 2))
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+        for name, value in optimizer.state[a].items():
+            assert torch.equal(value, again.state[b][name])
+
+
+def test_two_optimizers_of_which_one_has_not_stepped(tmp_path: Path) -> None:
+    def make() -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        kinds = (torch.optim.AdamW, torch.optim.SGD)
+        pairs = zip(kinds, model, strict=True)
+        return model, [kind(each.parameters(), lr=0.1, weight_decay=0.2) for kind, each in pairs]
+
+    model, optimizers = make()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizers[0].step()
+    optimizers[1].param_groups[0]["lr"] = 0.7
+    Checkpointer(tmp_path, model, optimizers).save(1)
+    other, again = make()
+    Checkpointer(tmp_path, other, again).load()
+    assert [len(each.state) for each in again] == [2, 0]
+    assert again[1].param_groups[0]["lr"] == 0.7
+    assert torch.equal(other[1].weight, model[1].weight)
+    with pytest.raises(ValueError, match=r"groups of its optimizers \[1, 1\] for \[1\]"):
+        Checkpointer(tmp_path, other, again[0]).load()
+
+
+def test_weights_alone_can_be_loaded(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.train(2)
+    model = Net()
+    restored = Checkpointer(tmp_path, model).load()
+    assert restored is not None and restored.step == 2
+    assert torch.equal(model.first.weight, run.model.first.weight)
+
+
+def test_a_checkpoint_of_another_model_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    Run(tmp_path).train(2)
+    other = Run(tmp_path, width=32)
+    before = other.model.first.weight.clone()
+    with pytest.raises(ValueError, match=r"of another model or optimizer: other shapes: .*first"):
+        other.keeper.load()
+    assert torch.equal(before, other.model.first.weight)
+    with pytest.raises(
+        ValueError, match=r"it lacks model\.2\.bias.*it also has model\.first\.bias"
+    ):
+        Checkpointer(tmp_path, nn.Sequential(nn.ReLU(), nn.ReLU(), nn.Linear(2, 2))).load()
+    with pytest.raises(ValueError, match="has no state of scaler; beside model and optimizer it"):
+        Checkpointer(tmp_path, Net(), scaler=torch.amp.GradScaler("cpu")).load()
+
+
+def test_what_cannot_be_loaded_again_is_refused_when_it_is_saved(tmp_path: Path) -> None:
+    keeper = Checkpointer(tmp_path, nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="data must hold numbers, texts, tensors"):
+        keeper.save(1, data=object())
+    with pytest.raises(TypeError, match="extra must hold"):
+        keeper.save(1, extra={"path": Path("a")})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "says"),
+    [
+        ({"keep": 0}, ValueError, "keep must be at least 1, got 0"),
+        ({"model": 3}, TypeError, "model must be a torch.nn.Module, got int"),
+        ({"optimizer": [3]}, TypeError, "optimizer must be a torch.optim.Optimizer, got int"),
+        ({"loader": 3}, TypeError, "loader must be something with state_dict and load_state_dict"),
+    ],
+)
+def test_wrong_arguments_are_told(
+    tmp_path: Path, arguments: dict[str, Any], error: type[Exception], says: str
+) -> None:
+    with pytest.raises(error, match=says):
+        Checkpointer(**{"root": tmp_path, "model": nn.Linear(2, 2)} | arguments)
+
+
+def test_steps_are_whole_numbers(tmp_path: Path) -> None:
+    keeper = Checkpointer(tmp_path, nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="step must be at least 0, got -1"):
+        keeper.save(-1)
+    with pytest.raises(TypeError, match="step must be an int, got str"):
+        keeper.save("1")  # type: ignore[arg-type]

@@ -1,0 +1,223 @@
+"""Layouts that cannot be, and what a layout changes in the bytes of a device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from fusedops.planner import (
+    Layout,
+    Transformer,
+    check,
+    estimate,
+    layouts,
+    parse_bytes,
+    plan,
+    preset,
+    show_bytes,
+    show_count,
+)
+from fusedops.planner.search import describe
+
+PANGU = preset("pangu-13b")
+MIXTRAL = preset("mixtral-8x7b")
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes", "devices", "says"),
+    [
+        (PANGU, {"dp": 2, "tp": 3}, 8, "dp x tp x pp x cp = 2 x 3 x 1 x 1 = 6 must be the 8"),
+        (PANGU, {"dp": 2, "tp": 2}, 8, "dp 4 or tp 4 or pp 2 or cp 2 would fit"),
+        (
+            PANGU,
+            {"tp": 3},
+            3,
+            "tp must be a divisor of the heads, 40, got 3 (2, 4, 5, 8 would fit)",
+        ),
+        (PANGU, {"pp": 7}, 7, "pp must be a divisor of the layers, 40, got 7"),
+        (PANGU, {"ep": 2, "dp": 2}, 2, "ep must be 1 for a model without experts, got 2"),
+        (MIXTRAL, {"ep": 3, "dp": 3}, 3, "ep must be a divisor of the 8 experts, got 3"),
+        (MIXTRAL, {"ep": 4, "dp": 2}, 2, "ep must be a divisor of dp x cp = 2, inside of which"),
+        (PANGU, {"tp": 8, "sp": True, "seq_len": 1020}, 8, "the tokens of a device (sp), 1020"),
+        (PANGU, {"cp": 3}, 3, "cp must be a divisor of the tokens of a sequence, 1024, got 3"),
+        (PANGU, {"pp": 4, "interleave": 3}, 4, "pp x interleave must be a divisor of the layers"),
+        (PANGU, {"interleave": 2}, 1, "interleave must be 1 where there is one stage"),
+        (
+            PANGU,
+            {"pp": 4, "interleave": 2, "microbatches": 6},
+            4,
+            "microbatches must be a multiple of pp 4 with interleave 2, got 6",
+        ),
+        (PANGU, {"zero": 4}, 1, "zero must be 0, 1, 2 or 3, got 4"),
+        (PANGU, {"dp": 0}, 1, "dp must be at least 1, got 0"),
+        (PANGU, {"precision": "mixd"}, 1, "did you mean 'mixed'?"),
+        (PANGU, {"recompute": "ful"}, 1, "did you mean 'full'?"),
+        (PANGU, {"recompute": "full+norm"}, 1, "none or full alone"),
+        (PANGU, {"offload": ("optimiser",)}, 1, "did you mean 'optimizer'?"),
+        (PANGU, {"schedule": "1F1B"}, 1, "schedule must be one of"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, (dict, int)) else "",
+)
+def test_sizes_that_do_not_fit_are_told_with_those_that_would(
+    model: Transformer, sizes: dict[str, Any], devices: int, says: str
+) -> None:
+    with pytest.raises(ValueError) as error:
+        check(model, Layout(**sizes), devices)
+    assert says in str(error.value)
+
+
+def test_a_size_that_is_no_integer_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="plan: tp must be an int, got float"):
+        check(PANGU, Layout(tp=2.0))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [
+        ({"num_heads": 3}, "num_heads must be a divisor of hidden_size 64"),
+        ({"num_kv_heads": 3}, "num_kv_heads must be a divisor of num_heads 4, got 3"),
+        ({"num_experts": 2, "top_k": 3}, "top_k must be at most num_experts 2, got 3"),
+        ({"num_experts": 2, "moe_layers": 9}, "moe_layers must be at most 2, the layers, got 9"),
+        ({"activation": "gelo"}, "did you mean 'gelu'?"),
+        ({"vocab_size": 0}, "vocab_size must be at least 1, got 0"),
+    ],
+)
+def test_sizes_of_a_model_are_checked(sizes: dict[str, Any], says: str) -> None:
+    small = Transformer(
+        hidden_size=64, num_layers=2, num_heads=4, intermediate_size=96, vocab_size=8, seq_len=4
+    )
+    with pytest.raises(ValueError) as error:
+        replace(small, **sizes)
+    assert says in str(error.value)
+
+
+def test_a_preset_that_is_misspelt_is_answered_with_the_nearest() -> None:
+    with pytest.raises(ValueError, match="unknown model 'pangu13b': did you mean pangu-13b?"):
+        preset("pangu13b")
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("32GiB", 32 << 30), ("80 GB", 80 * 10**9), ("1024", 1024), ("1.5gib", 3 << 29), (".5k", 500)],
+)
+def test_sizes_are_read(text: str, size: int) -> None:
+    if text == ".5k":
+        with pytest.raises(ValueError, match="unit 'k' is not known"):
+            parse_bytes(text)
+        assert parse_bytes(".5kB") == size
+    else:
+        assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "is not a size"),
+        ("many", "write a number and a unit"),
+        ("12 bananas", "unit 'bananas' is not known"),
+        ("-3GiB", "is not a size"),
+        ("0GiB", "more than 0 bytes"),
+        ("3..2GB", "is not a size"),
+    ],
+)
+def test_sizes_that_are_none_are_told(text: str, says: str) -> None:
+    with pytest.raises(ValueError) as error:
+        parse_bytes(text)
+    assert says in str(error.value)
+
+
+def test_sizes_are_shown() -> None:
+    assert [show_bytes(n) for n in (5, 2048, 3 << 29, 1 << 50)] == [
+        "5 B",
+        "2.00 KiB",
+        "1.50 GiB",
+        "1024 TiB",
+    ]
+    assert [show_count(n) for n in (12, 124_439_808, 1.571e12)] == ["12", "124 M", "1.57 T"]
+
+
+def test_each_stage_of_zero_divides_one_part_more() -> None:
+    one = Layout(dp=8)
+    found = [estimate(PANGU, replace(one, zero=stage)) for stage in range(4)]
+    count = PANGU.parameters().total
+    assert [round(each.weights / count, 3) for each in found] == [2, 2, 2, 0.25]
+    assert [round(each.gradients / count, 3) for each in found] == [4, 4, 0.5, 0.5]
+    assert [round(each.states / count, 3) for each in found] == [12, 1.5, 1.5, 1.5]
+    # Nobody to share with: the same as none.
+    assert estimate(PANGU, Layout(zero=3)).static == estimate(PANGU, Layout()).static
+
+
+def test_experts_are_divided_by_expert_and_tensor_parallelism_and_shared_by_the_rest() -> None:
+    count, experts = MIXTRAL.parameters().total, MIXTRAL.parameters().experts
+    whole = estimate(MIXTRAL, Layout(dp=8)).weights
+    apart = estimate(MIXTRAL, Layout(dp=8, ep=8)).weights
+    assert whole == 2 * count and apart == 2 * (count - experts + experts // 8)
+    # Four ranks of experts, two copies of each: zero divides their states by two.
+    shared = estimate(MIXTRAL, Layout(dp=8, ep=4, zero=1))
+    assert shared.states == 12 * ((count - experts) // 8 + experts // 8)
+
+
+def test_a_tied_head_on_another_stage_is_a_second_copy() -> None:
+    words = PANGU.vocab_size * PANGU.hidden_size
+    layers = PANGU.layers().total // 2
+    last = estimate(replace(PANGU, position_tables=0), Layout(pp=2, microbatches=1))
+    assert last.weights == 2 * (layers + words + (2 * PANGU.hidden_size if last.stage else 0))
+
+
+def test_what_is_made_again_or_off_the_device_is_not_kept() -> None:
+    base = Layout(tp=8, sp=True, microbatches=8)
+    kept = estimate(PANGU, base).parts["activations"]
+    some = estimate(PANGU, replace(base, recompute="selective")).parts["activations"]
+    least = estimate(PANGU, replace(base, recompute="full")).parts["activations"]
+    off = estimate(PANGU, replace(base, offload=("activations",)))
+    assert kept > some > least > 0
+    assert off.parts["activations"] < kept / 5 and off.host > kept / 2
+    both = estimate(PANGU, replace(base, offload=("optimizer",)))
+    assert both.states == 0 and both.parts["states"] == 0
+    assert both.host == pytest.approx(16 * PANGU.parameters().total / 8, rel=0.01)
+
+
+def test_logits_that_are_never_whole_take_a_chunk() -> None:
+    one = Layout(micro_batch=8, precision="mixed")
+    model = preset("llama3-8b")
+    whole = estimate(model, one)
+    tokens = 8 * 8192
+    assert whole.moment == "loss" and whole.parts["logits"] == 2 * 2 * 128256 * tokens
+    chunked = estimate(model, replace(one, chunked_loss=True))
+    assert chunked.parts["logits"] <= (4 * 4096 + 4 * 4096) * tokens
+    stock = estimate(model, replace(one, kernels="stock"))
+    assert stock.parts["logits"] == 3 * 4 * 128256 * tokens
+
+
+def test_the_bytes_of_the_parts_are_the_peak_and_of_one_stage() -> None:
+    for layout in layouts(PANGU, 8, Layout(microbatches=8), recompute=("none",)):
+        found = estimate(PANGU, layout, devices=8)
+        assert found.peak == sum(found.parts.values()) and 0 <= found.stage < layout.pp
+        assert all(size >= 0 for size in found.parts.values())
+
+
+def test_plans_are_sorted_as_they_say() -> None:
+    found = plan(PANGU, 8, 32 << 30, Layout(microbatches=8))
+    fits = [row.left(found.memory) >= 0 for row in found.rows]
+    assert fits == sorted(fits, reverse=True) and 0 < found.fitting < len(found.rows)
+    first = found.rows[0].layout
+    assert first.offload == () and first.recompute == "none" and first.pp == 1
+    assert found.advice == f"take the first: {describe(first)}"
+    assert all(row.layout.devices == 8 for row in found.rows)
+
+
+def test_where_nothing_fits_the_advice_is_how_many_devices_would_do() -> None:
+    found = plan(preset("pangu-200b"), 8, 32 << 30)
+    assert found.fitting == 0
+    assert "nothing fits in 32.00 GiB: the least is" in found.advice
+    assert "such devices would do" in found.advice
+    more = int(found.advice.split(" such devices")[0].split()[-1])
+    assert plan(preset("pangu-200b"), more, 32 << 30).fitting > 0
+    assert plan(preset("pangu-200b"), more // 2, 32 << 30).fitting == 0
+
+
+def test_devices_that_cannot_be_divided_are_told() -> None:
+    with pytest.raises(ValueError, match="13 devices cannot be divided"):
+        plan(PANGU, 13, 32 << 30, tp=(2,))

@@ -1,0 +1,105 @@
+"""Small models are trained: the closed form is held to what allocator and autograd counted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from fusedops.cli.plan_measure import FAMILIES, PRECISIONS, Measured, _build, measure
+from fusedops.planner import Layout, estimate, from_config
+from fusedops.planner.memory import kept_bytes
+
+# What was promised of peaks; what was kept is a sum of known tensors.
+PEAK, KEPT = 0.10, 0.015
+# Where activations are most, where the logits are, and where the weights are.
+SIZES = ((128, 3, 4, 128, 512), (64, 2, 2, 128, 4096), (128, 2, 1, 32, 512))
+
+
+@pytest.mark.parametrize("kernels", ["stock", "fused"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_measured_peaks_are_within_a_tenth_of_the_estimate(family: str, kernels: str) -> None:
+    for size in SIZES:
+        check(measure(family, size, kernels, "float32", "none"))
+    check(measure(family, SIZES[0], kernels, "bfloat16", "none"))
+
+
+@pytest.mark.parametrize("kernels", ["stock", "fused"])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_so_they_are_with_recomputation_and_with_accumulation(family: str, kernels: str) -> None:
+    check(measure(family, SIZES[0], kernels, "float32", "full"))
+    for size in SIZES:
+        check(measure(family, size, kernels, "float32", "none", microbatches=2))
+
+
+def check(found: Measured) -> None:
+    hidden, layers, batch, seq_len, vocabulary = found.size
+    assert abs(found.error) < PEAK and abs(found.error_beside) < PEAK, found
+    item = getattr(torch, found.dtype).itemsize
+    wide = 4 if found.kernels == "stock" and found.family != "bert" else item
+    # The loss keeps the log-softmax, or the logits and a number per row.
+    loss = batch * seq_len * (vocabulary * wide + (4 if found.kernels == "fused" else 0))
+    model = from_config(_build(found.family, hidden, layers, seq_len, vocabulary).config)
+    layout = Layout(
+        micro_batch=batch,
+        kernels=found.kernels,
+        precision=PRECISIONS[found.dtype],
+        recompute=found.recompute,
+    )
+    assert kept_bytes(model, layout) + loss == pytest.approx(found.kept, rel=KEPT)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_static_bytes_are_those_of_the_tensors(family: str) -> None:
+    model = _build(family, 64, 2, 32, 512)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for each in model.parameters():
+        each.grad = torch.zeros_like(each)
+    optimizer.step()
+    found = estimate(from_config(model.config), Layout(precision="float32"))
+    states = [state for each in optimizer.state.values() for state in each.values()]
+    assert found.weights == found.gradients == sum(each.nbytes for each in model.parameters())
+    assert found.states == sum(each.nbytes for each in states if each.numel() > 1)
+
+
+def test_configurations_are_read_from_files(tmp_path: Path) -> None:
+    model = _build("qwen3", 64, 2, 32, 512)
+    path = tmp_path / "config.json"
+    model.config.to_json_file(path, use_diff=False)
+    assert from_config(path) == from_config(model.config) == from_config(model.config.to_dict())
+    count = sum(each.numel() for each in model.parameters())
+    assert from_config(path).parameters().total == count
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"model_type": "lama"}, "did you mean 'llama'?"),
+        ({}, "model_type must be one of 'gpt2'"),
+        ({"model_type": "gpt2"}, "the configuration has no n_embd"),
+        ({"model_type": "llama", "attention_bias": True}, "attention_bias must be false"),
+        ("/no/such/config.json", "cannot read /no/such/config.json: No such file"),
+    ],
+)
+def test_configurations_that_are_not_known_are_told(config: Any, says: str) -> None:
+    with pytest.raises(ValueError) as error:
+        from_config(config)
+    assert says in str(error.value)
+
+
+def test_a_file_that_is_no_configuration_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    for text, says in (("{", "is not valid JSON"), ("[1]", "is no configuration of a model")):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=says):
+            from_config(path)
+    path.write_text(json.dumps({"model_type": 3}))
+    with pytest.raises(ValueError, match="model_type must be one of"):
+        from_config(path)
+    with pytest.raises(TypeError, match="config must be a configuration of transformers"):
+        from_config(3)
