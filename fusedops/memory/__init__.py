@@ -1,0 +1,25 @@
+"""The memory of training: what of a forward pass is kept, computed again or moved.
+
+    from fusedops import memory
+    memory.apply(model, memory.Policy(memory.recompute("transformer.h.*")))
+
+In reading order: ``policy`` (rules), ``held`` (the forms in which a graph holds a tensor),
+``region`` and ``selective`` (recomputation of modules), ``makers`` (of single operators),
+``engine``, ``pool`` and ``mover`` (host memory), ``keeper`` (who decides), ``wrap`` and ``apply``
+(onto a model and off it).
+"""
+
+from fusedops.memory.apply import apply, remove
+from fusedops.memory.mover import OffloadSettings
+from fusedops.memory.policy import Policy, lower, offload, recompute, save
+
+__all__ = [
+    "OffloadSettings",
+    "Policy",
+    "apply",
+    "lower",
+    "offload",
+    "recompute",
+    "remove",
+    "save",
+]
