@@ -4,9 +4,9 @@
     memory.apply(model, memory.Policy(memory.recompute("transformer.h.*")))
 
 In reading order: ``policy`` (rules), ``held`` (the forms in which a graph holds a tensor),
-``region`` and ``selective`` (recomputation of modules), ``makers`` (of single operators),
-``engine``, ``pool`` and ``mover`` (host memory), ``keeper`` (who decides), ``wrap`` and ``apply``
-(onto a model and off it).
+``region``, ``selective`` and ``slices`` (recomputation of modules), ``makers`` (of single
+operators), ``engine``, ``pool`` and ``mover`` (host memory), ``keeper`` (who decides), ``wrap`` and
+``apply`` (onto a model and off it).
 """
 
 from fusedops.memory.apply import apply, remove

@@ -32,6 +32,7 @@ from fusedops.memory.policy import (
 )
 from fusedops.memory.region import Region, take
 from fusedops.memory.selective import Keep, communicates
+from fusedops.memory.slices import Slice, worth_slicing
 from fusedops.memory.wrap import Call
 
 # A view that needs less than this part of its memory is no reason to move all of it.
@@ -141,7 +142,14 @@ class Keeper:
                 held = self._hold(tensor, kept_by(fitting))
                 return Kept(held) if isinstance(held, torch.Tensor) else held
 
-        return Region(inside, running[-1][0], self.pack, keep).run(args, kwargs)
+        def start(tensor: torch.Tensor) -> torch.Tensor | Held:
+            if not comm.recompute_slice_activation or lasting(tensor) or not _plain(tensor):
+                return self.pack(tensor)
+            if not worth_slicing(tensor, comm.group):
+                return self.pack(tensor)
+            return Slice(tensor, comm.group, self.pack)
+
+        return Region(inside, running[-1][0], start, keep).run(args, kwargs)
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | Held:
         """Return what holds a tensor that is saved outside of regions, or starts one."""
