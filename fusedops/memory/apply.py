@@ -14,7 +14,7 @@ from torch import nn
 
 from fusedops._core import checks
 from fusedops._core.checks import UnsupportedError
-from fusedops.memory import wrap
+from fusedops.memory import compiled, wrap
 from fusedops.memory.keeper import Keeper, keeps_results
 from fusedops.memory.mover import OffloadSettings
 from fusedops.memory.policy import Policy, Rule, recomputed
@@ -30,11 +30,27 @@ class Layer:
         self._rules = frozenset(rules)
         self.region = recomputed([rule for rule in rules if not rule.of_tensors])
         self._keeps = keeps_results(keeper.policy)
+        self._make_contexts()
+
+    def _make_contexts(self) -> None:
+        rules = self.keeper.policy.rules
+        here = tuple(rule for rule in rules if not rule.modules or rule in self._rules)
+        self.contexts = compiled.contexts_for(self.name, here, self.region)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what can be pickled: not the function inside of a function."""
+        return {name: each for name, each in self.__dict__.items() if name != "contexts"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._make_contexts()
 
     def __call__(self, call: wrap.Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the module."""
         if not torch.is_grad_enabled():
             return call(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return compiled.run(call, self.contexts, args, kwargs)
         with self.keeper.running(self.name, self._rules):
             if self.keeper.in_region:
                 return call(*args, **kwargs)
