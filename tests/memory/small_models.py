@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import fusedops
-from fusedops.cli.bench.memory import peak_bytes
+from fusedops._core.peak import peak_bytes
 
 VOCAB = 256
 
