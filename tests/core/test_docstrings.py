@@ -11,9 +11,9 @@ import fusedops
 
 
 def _public() -> list[str]:
-    modules = ("nn", "parallel")
+    modules = ("memory", "nn", "parallel")
     inside = [f"{each}.{name}" for each in modules for name in getattr(fusedops, each).__all__]
-    return sorted(set(fusedops.__all__) - {"nn", "parallel"}) + inside
+    return sorted(set(fusedops.__all__) - {"memory", "nn", "parallel"}) + inside
 
 
 def _get(name: str) -> object:

@@ -34,7 +34,8 @@ class World:
         from torch import distributed as dist
 
         self.rank = rank
-        self.groups = {size: dist.new_group(list(range(size))) for size in SIZES}
+        sizes = [size for size in SIZES if size <= dist.get_world_size()]
+        self.groups = {size: dist.new_group(list(range(size))) for size in sizes}
         self._meshes: dict[tuple[int, ...], Any] = {}
 
     def member(self, size: int) -> bool:

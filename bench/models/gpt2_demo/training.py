@@ -22,7 +22,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import fusedops
 from fusedops._core import timer
-from fusedops.cli.bench.memory import peak_bytes
+from fusedops._core.peak import peak_bytes
 from fusedops.integrations import PatchReport
 
 from .corpus import Corpus

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fusedops._core import dtypes
+from fusedops._core.peak import peak_bytes
 from fusedops._core.timer import Clock, CpuClock, Plan, Timing, Variant, measure
 from fusedops.cli.bench.contenders import (
     COMPILE,
@@ -21,7 +22,6 @@ from fusedops.cli.bench.contenders import (
     is_ours,
 )
 from fusedops.cli.bench.limits import Limits, Work
-from fusedops.cli.bench.memory import peak_bytes
 from fusedops.cli.bench.results import DIRECTIONS, FORWARD, Row
 from fusedops.specs import BenchCase, Sample, Spec, tensors_in
 

@@ -17,11 +17,11 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from fusedops._core import backends, dtypes
+from fusedops._core.peak import peak_bytes
 from fusedops._core.timer import Clock, Plan, Timing, Variant, measure
 from fusedops.cli.bench.cases import lead
 from fusedops.cli.bench.contenders import AUTOMATIC, COMPILE, EAGER, is_ours
 from fusedops.cli.bench.limits import Limits, Work
-from fusedops.cli.bench.memory import peak_bytes
 from fusedops.cli.bench.model_zoo import Decoder, Family, Inputs, Size
 from fusedops.cli.bench.results import Row
 from fusedops.integrations import patch

@@ -1,0 +1,186 @@
+"""``apply`` and ``remove``: a policy onto a model, and off it again.
+
+Nothing of the model changes but the ``forward`` of the instances that a rule names (``wrap.py``):
+parameters, names, hooks and ``state_dict`` stay.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+import torch
+from torch import nn
+
+from fusedops._core import checks
+from fusedops._core.checks import UnsupportedError
+from fusedops.memory import compiled, wrap
+from fusedops.memory.keeper import Keeper, keeps_results
+from fusedops.memory.mover import OffloadSettings
+from fusedops.memory.policy import Policy, Rule, recomputed
+
+
+class Layer:
+    """What runs around a module that a rule names."""
+
+    def __init__(self, keeper: Keeper, name: str, module: nn.Module, rules: list[Rule]) -> None:
+        self.keeper = keeper
+        self.name = name
+        self._module = module
+        self._rules = frozenset(rules)
+        self.region = recomputed([rule for rule in rules if not rule.of_tensors])
+        self._keeps = keeps_results(keeper.policy)
+        self._make_contexts()
+
+    def _make_contexts(self) -> None:
+        rules = self.keeper.policy.rules
+        here = tuple(rule for rule in rules if not rule.modules or rule in self._rules)
+        self.contexts = compiled.contexts_for(self.name, here, self.region)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what can be pickled: not the function inside of a function."""
+        return {name: each for name, each in self.__dict__.items() if name != "contexts"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._make_contexts()
+
+    def __call__(self, call: wrap.Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the module."""
+        if not torch.is_grad_enabled():
+            return call(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return compiled.run(call, self.contexts, args, kwargs)
+        with self.keeper.running(self.name, self._rules):
+            if self.keeper.in_region:
+                return call(*args, **kwargs)
+            if self.region is not None:
+                _reshard(self._module, self.region)
+                return self.keeper.run_region(call, self.region, self._keeps, args, kwargs)
+            with self.keeper.packing():
+                return call(*args, **kwargs)
+
+
+def apply(
+    model: nn.Module, policy: Policy, *, offload_settings: OffloadSettings | None = None
+) -> None:
+    """Let a model keep, compute again or move what its forward saves, as a policy says.
+
+    Loss and gradients keep their bits, except where the policy says ``lower``. A policy that was
+    applied before is taken off first.
+
+    Args:
+        model: any module; a patched one must be patched before. Wrap it in DDP afterwards;
+            ``fully_shard`` may come before or after.
+        policy: what to do.
+        offload_settings: how tensors travel to host memory and back.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: a rule names no module of the model.
+        UnsupportedError: a rule names a module whose work a fused parent does; the model is left
+            as it was.
+
+    Note:
+        Works in eager mode and under ``torch.compile``; forward passes without gradients run as
+        they did. A module that is recomputed receives no cache of keys and values.
+
+    Example:
+        >>> import torch, fusedops
+        >>> from fusedops import memory
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh())
+        >>> memory.apply(model, memory.Policy(memory.recompute("1")))
+        >>> model(torch.ones(2, 8)).sum().backward()
+        >>> memory.remove(model)
+    """
+    _check_model("apply", model)
+    if not isinstance(policy, Policy):
+        raise TypeError(f"apply: policy must be a Policy, got {checks.type_name(policy)}")
+    settings = OffloadSettings() if offload_settings is None else offload_settings
+    if not isinstance(settings, OffloadSettings):
+        kind = checks.type_name(settings)
+        raise TypeError(f"apply: offload_settings must be OffloadSettings, got {kind}")
+    remove(model)
+    named = dict(model.named_modules())
+    _check_patterns(policy, named)
+    aside = {module for module in named.values() if wrap.steps_aside(module) is not None}
+    keeper = Keeper(model, policy, settings)
+    for name, module in named.items():
+        rules = [rule for rule in policy.rules if rule.names_module(name, module)]
+        if rules or (module is model and any(not rule.modules for rule in policy.rules)):
+            wrap.wrap(module, Layer(keeper, name, module, rules))
+    for name, module in named.items():
+        reason = wrap.steps_aside(module)
+        if reason is not None and module not in aside:
+            remove(model)
+            raise UnsupportedError(
+                f"apply: {name or 'the model'} does the work of some of its children in fused ops, "
+                f"and would have to stop that ({reason}): name the parent instead"
+            )
+
+
+def remove(model: nn.Module) -> None:
+    """Take a policy off a model; one without a policy stays as it is.
+
+    Args:
+        model: what ``apply`` was given.
+
+    Raises:
+        TypeError: ``model`` is no module.
+        UnsupportedError: something else has put its own ``forward`` on top; nothing is changed.
+
+    Example:
+        >>> import torch, fusedops
+        >>> fusedops.memory.remove(torch.nn.Linear(2, 2))
+    """
+    _check_model("remove", model)
+    ours = [each for each in model.modules() if _layer_of(each) is not None]
+    for name, module in model.named_modules():
+        if _covered(module):
+            raise UnsupportedError(
+                f"remove: something has replaced the forward of {name or 'the model'} since the "
+                "policy was applied: remove that first"
+            )
+    for module in ours:
+        wrap.unwrap(module)
+
+
+def keeper_of(model: nn.Module) -> Keeper | None:
+    """Return what stands behind a model's policy, or ``None``."""
+    layers = (_layer_of(module) for module in model.modules())
+    return next((layer.keeper for layer in layers if layer is not None), None)
+
+
+def _layer_of(module: nn.Module) -> Layer | None:
+    wrapper = wrap.wrapper_of(module)
+    return wrapper.around if wrapper is not None and isinstance(wrapper.around, Layer) else None
+
+
+def _covered(module: nn.Module) -> bool:
+    """Return whether our wrapper lies under another's."""
+    forward = module.__dict__.get("forward")
+    while forward is not None and not isinstance(forward, wrap.Wrapped):
+        forward = getattr(forward, "__wrapped__", None)
+    return forward is not None and forward is not module.__dict__["forward"]
+
+
+def _check_model(op: str, model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{op}: model must be a torch.nn.Module, got {checks.type_name(model)}")
+
+
+def _check_patterns(policy: Policy, named: dict[str, nn.Module]) -> None:
+    """Raise where a rule's modules name nothing in the model."""
+    for rule in policy.rules:
+        if rule.modules and not any(rule.names_module(*each) for each in named.items()):
+            words = [each for each in rule.modules if isinstance(each, str)]
+            near = difflib.get_close_matches(words[0] if words else "", named, n=3, cutoff=0.4)
+            hint = f"; the nearest names are {', '.join(map(repr, near))}" if near else ""
+            raise ValueError(f"apply: {rule} names no module of the model{hint}")
+
+
+def _reshard(module: nn.Module, rule: Rule) -> None:
+    """Let FSDP2 free a region's weights after the forward, or keep them."""
+    reshard = getattr(module, "set_reshard_after_forward", None)
+    if reshard is not None:
+        reshard(rule.communication.parallel_optimizer_comm_recompute)

@@ -1,0 +1,96 @@
+"""A policy inside ``torch.compile``: in the words that AOTAutograd's partitioner understands.
+
+Compiled code has no hooks and no second forward: a graph is cut into what the forward keeps and
+what the backward computes again, operator by operator. A recomputed module becomes the region of a
+selective checkpoint whose policy answers for each operator as the eager policy would. Offload is
+passed on as ``MUST_CPU_OFFLOAD``, which is for graph passes of torch (they are off by default;
+without them the tensor is kept); a narrower dtype has no word there and is left out.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from fusedops.memory.policy import OFFLOAD, RECOMPUTE, SAVE, Rule, Saved, kept_by, recomputed
+from fusedops.memory.selective import communicates
+
+Fitting = Callable[[Saved], Sequence[Rule]]
+
+
+def contexts_for(
+    name: str, rules: tuple[Rule, ...], region: Rule | None
+) -> Callable[[], Any] | None:
+    """Return the ``context_fn`` of a module's checkpoint in compiled code, or ``None`` without one.
+
+    Args:
+        name: of the module.
+        rules: those of the policy that may fit what it saves, in their order.
+        region: the rule by which the whole module is recomputed, or ``None``.
+    """
+    single = any(rule.of_tensors and rule.treatment == RECOMPUTE for rule in rules)
+    if region is None and not single:
+        return None
+
+    def contexts() -> Any:
+        policy = functools.partial(_decide, name, rules, region)
+        return create_selective_checkpoint_contexts(policy)
+
+    return contexts
+
+
+def run(
+    call: Callable[..., Any],
+    contexts: Callable[[], Any] | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Run a module in compiled code, where Dynamo wants ``contexts`` made outside of it."""
+    if contexts is None:
+        return call(*args, **kwargs)
+    return checkpoint(call, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+def _decide(
+    name: str,
+    rules: tuple[Rule, ...],
+    region: Rule | None,
+    context: Any,
+    op: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> CheckpointPolicy:
+    word = op._schema.name if isinstance(op, torch._ops.OpOverload) else ""
+    if region is not None and communicates(word) and not region.communication.mp_comm_recompute:
+        return CheckpointPolicy.MUST_SAVE
+    fitting = _fitting(name, rules, word, context.op_output)
+    if recomputed(fitting) is not None:
+        return CheckpointPolicy.PREFER_RECOMPUTE if region else CheckpointPolicy.MUST_RECOMPUTE
+    if region is None and not any(rule.treatment == SAVE for rule in fitting):
+        return CheckpointPolicy.PREFER_SAVE
+    rule = kept_by(fitting)
+    if rule is not None and rule.treatment == OFFLOAD:
+        return CheckpointPolicy.MUST_CPU_OFFLOAD
+    return CheckpointPolicy.MUST_SAVE
+
+
+def _fitting(name: str, rules: tuple[Rule, ...], op: str, output: Any) -> list[Rule]:
+    first = output[0] if isinstance(output, (tuple, list)) and output else output
+    if not isinstance(first, torch.Tensor):
+        return [rule for rule in rules if not rule.of_tensors]
+    nbytes = first.numel() * first.element_size()
+    saved = Saved(name, op, None, tuple(first.shape), first.dtype, first.device, nbytes)
+    return [rule for rule in rules if rule.fits(saved) or _by_output(rule, op)]
+
+
+def _by_output(rule: Rule, op: str) -> bool:
+    """Return whether a rule names a result of this operator: an operator is one node there."""
+    return bool(rule.outputs) and rule.when is None and (not rule.ops or op in rule.ops)

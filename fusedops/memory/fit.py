@@ -1,0 +1,264 @@
+"""``fit``: the cheapest policy with which a step fits into so many bytes, found by measuring.
+
+Layers of one list (a transformer's blocks) are alike, so the question is what to do with them and
+with how many. Each treatment is measured on all layers: seconds and bytes. From the one that costs
+least on, the number of layers that the budget needs is found by halving, each time by measuring the
+peak; of the treatments that fit, the one whose step is expected to be the fastest is chosen, and
+what was chosen is measured once more.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fusedops._core import checks
+from fusedops.memory.apply import apply, keeper_of, remove
+from fusedops.memory.mover import OffloadSettings
+from fusedops.memory.policy import Policy, offload, recompute, save
+from fusedops.memory.report import (
+    Loss,
+    checks_of,
+    clear,
+    lists_of,
+    measured_peak,
+    run_step,
+    state_bytes,
+    static_bytes,
+    step_kept,
+)
+
+_ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A treatment of the layers, measured on all of them.
+
+    Attributes:
+        name: in words.
+        seconds: of a step.
+        peak: bytes of a step, static ones included.
+        layers: how many of them the budget needs; ``None`` where all are not enough.
+    """
+
+    name: str
+    seconds: float
+    peak: int
+    layers: int | None
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What ``fit`` chose. ``print`` it.
+
+    Attributes:
+        policy: that the model now has.
+        peak: bytes of a step with it, static ones included.
+        seconds: of a step with it.
+        budget: what was asked for.
+        before: bytes and seconds of a step without it.
+        candidates: what was measured.
+    """
+
+    policy: Policy
+    peak: int
+    seconds: float
+    budget: int
+    before: tuple[int, float]
+    candidates: tuple[Candidate, ...]
+
+    def __str__(self) -> str:
+        peak, seconds = self.before
+        chosen = str(self.policy) if self.policy.rules else "nothing: it fits as it is"
+        lines = [
+            f"budget {_mib(self.budget)}; without a policy {_mib(peak)}, {seconds * 1e3:.1f} ms",
+            f"chosen: {chosen}",
+            f"  {_mib(self.peak)}, {self.seconds * 1e3:.1f} ms a step",
+        ]
+        for each in self.candidates:
+            needs = "not enough" if each.layers is None else f"{each.layers} needed"
+            lines.append(
+                f"  {each.name:<34} all layers: {_mib(each.peak):>12} {each.seconds * 1e3:>9.1f} ms"
+                f"   {needs}"
+            )
+        return "\n".join(lines)
+
+
+def fit(
+    model: nn.Module,
+    batch: Any,
+    budget: int,
+    *,
+    loss: Loss | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    with_offload: bool | None = None,
+) -> Fit:
+    """Give a model the cheapest policy with which a step fits into a budget.
+
+    Args:
+        model: in the mode in which it trains. A policy that it has is replaced.
+        batch: as for ``report``, of the size that training will use.
+        budget: bytes for weights, buffers, optimizer states and what a step holds at its peak.
+        loss: as for ``report``.
+        optimizer: as for ``report``.
+        with_offload: whether tensors may leave for host memory; by default where the model is on a
+            GPU (on a CPU the host's memory is the same).
+
+    Returns:
+        What was chosen and measured. The model has the policy.
+
+    Raises:
+        TypeError: an argument has the wrong type, or no loss can be found.
+        ValueError: ``budget`` is not positive, or the model has no list of layers.
+        MemoryError: no policy fits; the message has the smallest budget that would do. The model
+            has no policy then.
+
+    Note:
+        Runs some twenty steps. Results keep their bits with every policy that is considered. Times
+        are those of this machine now.
+
+    Example:
+        >>> import torch, fusedops
+        >>> layers = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh())] * 4
+        >>> model = torch.nn.Sequential(*layers)
+        >>> found = fusedops.memory.fit(model, torch.randn(256, 64), 2**30)
+        >>> found.policy
+        Policy()
+    """
+    checks_of("fit", model, loss, optimizer)
+    checks.integer("fit", "budget", budget, least=1)
+    if with_offload is not None:
+        checks.flag("fit", "with_offload", with_offload)
+    names = list(lists_of(model))
+    if not names:
+        raise ValueError(
+            "fit: model has no ModuleList or Sequential of layers to choose from; "
+            "apply a policy by hand"
+        )
+    device = next((each.device for each in model.parameters()), torch.device("cpu"))
+    leaves = device.type == "cuda" if with_offload is None else with_offload
+    keeper = keeper_of(model)
+    settings = keeper.settings if keeper is not None else None
+    search = _Search(model, batch, loss, static_bytes(model) + state_bytes(optimizer), settings)
+    try:
+        with step_kept(model):
+            return _search(search, names, budget, _treatments(leaves))
+    except BaseException:
+        remove(model)
+        raise
+
+
+def _treatments(leaves: bool) -> dict[str, Any]:
+    """Return functions of a number of layers' names to rules, by name."""
+    made = {
+        "recompute, keep attention": lambda names: [recompute(names), save(ops="attention")],
+        "recompute": lambda names: [recompute(names)],
+    }
+    if leaves:
+        made["offload"] = lambda names: [offload(names)]
+        made["recompute, offload the inputs"] = lambda names: [recompute(names), offload(names)]
+    return made
+
+
+def _search(search: _Search, names: list[str], budget: int, treatments: dict[str, Any]) -> Fit:
+    before = search.peak(Policy()), search.seconds(Policy())
+    if before[0] <= budget:
+        return Fit(Policy(), *before, budget, before, ())
+    candidates: list[Candidate] = []
+    chosen: tuple[float, Policy, int] | None = None
+    smallest = before[0]
+    for name, rules in treatments.items():
+        policy = Policy(*rules(names))
+        peak, seconds = search.peak(policy), search.seconds(policy)
+        smallest = min(smallest, peak)
+        needed: int | None = None
+        if peak <= budget:
+            needed, peak_of_needed = _fewest(search, names, budget, rules, peak)
+            expected = before[1] + (seconds - before[1]) * needed / len(names)
+            if chosen is None or expected < chosen[0]:
+                chosen = (expected, Policy(*rules(names[:needed])), peak_of_needed)
+        candidates.append(Candidate(name, seconds, peak, needed))
+    if chosen is None:
+        raise MemoryError(
+            f"fit: no policy fits into {budget} bytes: without one a step takes {before[0]}, and "
+            f"{smallest} is the smallest that is possible ({search.static} of them weights, "
+            "buffers and optimizer states); a smaller batch takes less"
+        )
+    _, policy, peak = chosen
+    seconds = search.seconds(policy)
+    return Fit(policy, peak, seconds, budget, before, tuple(candidates))
+
+
+def _fewest(
+    search: _Search, names: list[str], budget: int, rules: Any, peak: int
+) -> tuple[int, int]:
+    """Return how many of the first layers need a treatment, and the peak then."""
+    least, enough = 0, len(names)
+    while enough - least > 1:
+        middle = (least + enough) // 2
+        found = search.peak(Policy(*rules(names[:middle])))
+        if found <= budget:
+            enough, peak = middle, found
+        else:
+            least = middle
+    return enough, peak
+
+
+class _Search:
+    """Measures steps of a model under policies."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Any,
+        loss: Loss | None,
+        static: int,
+        settings: OffloadSettings | None,
+    ) -> None:
+        self._model, self._batch, self._loss = model, batch, loss
+        self._settings = settings
+        self.static = static
+
+    def _apply(self, policy: Policy) -> None:
+        apply(self._model, policy, offload_settings=self._settings)
+        self._clear()
+        run_step("fit", self._model, self._batch, self._loss)
+        self._clear()
+
+    def _clear(self) -> None:
+        clear(list(self._model.parameters()))
+
+    def peak(self, policy: Policy) -> int:
+        """Return the bytes of a step, static ones included."""
+        self._apply(policy)
+        found = measured_peak("fit", self._model, self._batch, self._loss)
+        self._clear()
+        return self.static + found
+
+    def seconds(self, policy: Policy) -> float:
+        """Return the time of the fastest of some steps."""
+        self._apply(policy)
+        times: list[float] = []
+        for _ in range(_ROUNDS):
+            _synchronize(self._model)
+            begin = time.perf_counter()
+            run_step("fit", self._model, self._batch, self._loss)
+            _synchronize(self._model)
+            times.append(time.perf_counter() - begin)
+            self._clear()
+        return min(times)
+
+
+def _synchronize(model: nn.Module) -> None:
+    device = next((each.device for each in model.parameters()), torch.device("cpu"))
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.2f} MiB"

@@ -1,0 +1,187 @@
+"""One tensor of a graph, as the graph holds it until its backward asks: the forms of keeping it.
+
+Autograd gives each tensor that a node saves to a *pack hook*, keeps what that returns, and gives it
+to an *unpack hook* when the node runs. Here are the things that stand between: each is made of a
+tensor and gives an equal one back as often as it is asked.
+
+A node may run twice: a zero-bubble schedule asks for the gradients of inputs first and for those of
+weights later. What had to be made again or fetched for the first pass is kept for the second, if
+and only if the node has gradients left to give (``needed_again``), so that nothing is made twice.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+
+def needed_again() -> bool:
+    """Return whether the node that runs now will run again, for gradients not asked for yet.
+
+    It can only where the pass keeps its graph, and it will if it leads to a node which this pass
+    does not run: a weight's, while the pass is one for inputs.
+    """
+    if torch._C._current_graph_task_id() == -1:
+        return False
+    if not torch._C._autograd._get_current_graph_task_keep_graph():
+        return False
+    node = torch._C._current_autograd_node()
+    return any(fn is not None and not _runs_now(fn) for fn, _ in node.next_functions)
+
+
+def _runs_now(node: Any) -> bool:
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # a leaf whose gradient autograd.grad returns: the pass ends there
+        return True
+
+
+def lasting(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor lives on anyway: a leaf (a parameter, above all) or a view of one."""
+    owner = tensor._base if tensor._base is not None else tensor
+    return isinstance(owner, torch.nn.Parameter) or (owner.is_leaf and owner.requires_grad)
+
+
+class Held:
+    """A tensor that can be asked for."""
+
+    def take(self) -> torch.Tensor:
+        """Return the tensor."""
+        raise NotImplementedError
+
+
+class Kept(Held):
+    """The tensor itself."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        # Without its history: the node that made it may be the one that holds this.
+        self._tensor = tensor.detach()
+        self._version = tensor._version
+
+    def take(self) -> torch.Tensor:
+        """Return the tensor; it must not have been written to."""
+        _check_version(self._tensor, self._version)
+        return self._tensor
+
+
+class Made(Held):
+    """A tensor that is made when it is asked for, and again if it is asked for after that."""
+
+    def __init__(self) -> None:
+        self._value: torch.Tensor | None = None
+        self._given: weakref.ref[torch.Tensor] | None = None
+
+    def make(self) -> torch.Tensor:
+        """Return the tensor anew."""
+        raise NotImplementedError
+
+    def take(self) -> torch.Tensor:
+        """Return the tensor, and keep it if the node that asks will ask again."""
+        tensor = self._value
+        if tensor is None and self._given is not None:
+            tensor = self._given()  # a node that unpacks twice in one run
+        if tensor is None:
+            tensor = self.make()
+        self._value = tensor if needed_again() else None
+        self._given = weakref.ref(tensor)
+        return tensor
+
+
+class Source:
+    """What several held tensors are views of, kept once: away, in another form, or not at all.
+
+    It remembers the memory that it was made of, so that the next view of the same memory finds it;
+    while it lives, no other memory gets the same name. What it makes for the first view that asks
+    it keeps for the others that have not asked yet.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self.memory = storage._cdata
+        self._origin = StorageWeakRef(storage)
+        self._probe = tensor.detach()  # shares the counter of writes,
+        self._probe.data = tensor.new_empty(0)  # and not the memory
+        self._version = tensor._version
+        self._value: torch.Tensor | None = None
+        self.waiting = 0
+
+    def fits(self, tensor: torch.Tensor) -> bool:
+        """Return whether this was made of what the tensor's memory holds now."""
+        return not self._origin.expired() and tensor._version == self._version
+
+    def make(self) -> torch.Tensor:
+        """Return the tensor anew."""
+        raise NotImplementedError
+
+    def get(self) -> torch.Tensor:
+        """Return the tensor for one of those that wait."""
+        _check_version(self._probe, self._version)
+        value = self._value if self._value is not None else self.make()
+        self._value = value
+        self.leave()
+        return value
+
+    def leave(self) -> None:
+        """One less waits; the last one takes the tensor with it."""
+        self.waiting -= 1
+        if self.waiting <= 0:
+            self._value = None
+
+
+class View(Made):
+    """A tensor in the memory of a ``Source``.
+
+    Args:
+        source: what makes the memory.
+        like: where in it the tensor lies, and its dtype; ``None`` for what the source makes itself.
+    """
+
+    def __init__(self, source: Source, like: torch.Tensor | None) -> None:
+        super().__init__()
+        self._source = source
+        self._geometry = None
+        if like is not None:
+            self._geometry = (like.size(), like.stride(), like.storage_offset())
+            self._dtype = like.dtype
+        self._waits = True
+        source.waiting += 1
+
+    def make(self) -> torch.Tensor:
+        """Ask the source, and look at it as the tensor did."""
+        if not self._waits:
+            self._source.waiting += 1
+        self._waits = False
+        whole = self._source.get()
+        if self._geometry is None:
+            return whole.detach()
+        size, stride, offset = self._geometry
+        empty = torch.empty(0, dtype=self._dtype, device=whole.device)
+        return empty.set_(whole.untyped_storage(), offset, size, stride)
+
+    def __del__(self) -> None:
+        if getattr(self, "_waits", False):
+            self._source.leave()
+
+
+class Narrow(Source):
+    """A tensor in a narrower dtype, and back: nearly the same values."""
+
+    def __init__(self, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+        super().__init__(tensor)
+        self._narrow, self._dtype = tensor.detach().to(dtype), tensor.dtype
+
+    def make(self) -> torch.Tensor:
+        """Return it in its own dtype."""
+        return self._narrow.to(self._dtype)
+
+
+def _check_version(tensor: torch.Tensor, version: int) -> None:
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: {list(tensor.shape)} {tensor.dtype} is at version {tensor._version}, and "
+            f"version {version} was saved"
+        )

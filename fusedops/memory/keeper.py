@@ -1,0 +1,238 @@
+"""What a model with a policy does with each tensor that its forward saves.
+
+One ``Keeper`` stands behind all wrapped modules of a model. It knows which of them run now, asks
+the policy, and finds the memory of a tensor again that it holds already: what several nodes save is
+held once, whatever views of it they save.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from fusedops.memory.held import Held, Kept, Narrow, Source, View, lasting
+from fusedops.memory.makers import Maker, Makers, remade
+from fusedops.memory.mover import Mover, OffloadSettings
+from fusedops.memory.policy import (
+    LOWER,
+    OFFLOAD,
+    RECOMPUTE,
+    SAVE,
+    Policy,
+    Rule,
+    Saved,
+    kept_by,
+    recomputed,
+)
+from fusedops.memory.region import Region, take
+from fusedops.memory.selective import Keep, communicates
+from fusedops.memory.slices import Slice, worth_slicing
+from fusedops.memory.wrap import Call
+
+# A view that needs less than this part of its memory is no reason to move all of it.
+_PART = 1 / 8
+
+
+class Keeper:
+    """The state of a policy on a model.
+
+    Args:
+        model: whose buffers stay where they are.
+        policy: what is asked.
+        settings: how tensors are offloaded.
+    """
+
+    def __init__(self, model: nn.Module, policy: Policy, settings: OffloadSettings) -> None:
+        self.model = model
+        self.policy = policy
+        self.settings = settings
+        self._forget()
+
+    def _forget(self) -> None:
+        self._running: list[tuple[str, frozenset[Rule]]] = []
+        self._regions = 0
+        self._packs = False
+        self._makers: Makers | None = None
+        self._sources: weakref.WeakValueDictionary[Any, Source] = weakref.WeakValueDictionary()
+        self._movers: dict[torch.device, Mover] = {}
+        self._buffers: set[int] = set()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy starts with: nothing that belongs to a running step."""
+        return {"model": self.model, "policy": self.policy, "settings": self.settings}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget()
+
+    @property
+    def movers(self) -> dict[torch.device, Mover]:
+        """What moves tensors, by device."""
+        return self._movers
+
+    @contextlib.contextmanager
+    def running(self, name: str, rules: frozenset[Rule]) -> Iterator[None]:
+        """Take what is saved inside as saved by this module."""
+        if not self._running:
+            self._buffers = {
+                each.untyped_storage()._cdata for each in self.model.buffers() if _plain(each)
+            }
+        for mover in self._movers.values():
+            mover.new_group()
+        self._running.append((name, rules))
+        try:
+            yield
+        finally:
+            self._running.pop()
+            if self._makers is not None:
+                self._makers.forget()
+
+    @property
+    def in_region(self) -> bool:
+        """Whether what runs is part of a region, for the first time or again."""
+        return self._regions > 0
+
+    @contextlib.contextmanager
+    def packing(self) -> Iterator[None]:
+        """Hold what is saved inside as the policy says."""
+        if self._packs:
+            yield
+            return
+        with contextlib.ExitStack() as stack:
+            if self.policy.asks_ops:
+                self._makers = stack.enter_context(Makers(self._repeats))
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, take))
+            self._packs = True
+            try:
+                yield
+            finally:
+                self._packs, self._makers = False, None
+
+    def run_region(
+        self, call: Call, rule: Rule, keeps: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run the module that entered ``running`` last as a region."""
+        running = tuple(self._running)
+        comm = rule.communication
+
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            outside, self._running = self._running, list(running)
+            self._regions += 1
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self._regions -= 1
+                self._running = outside
+
+        keep: Keep | None = None
+        if keeps or not comm.mp_comm_recompute:
+
+            def keep(tensor: torch.Tensor, op: str, output: str | None) -> Held | None:
+                if communicates(op) and not comm.mp_comm_recompute:
+                    return Kept(tensor)
+                fitting = self._fitting(tensor, op, output)
+                if recomputed(fitting) is not None:
+                    return None
+                held = self._hold(tensor, kept_by(fitting))
+                return Kept(held) if isinstance(held, torch.Tensor) else held
+
+        def start(tensor: torch.Tensor) -> torch.Tensor | Held:
+            if not comm.recompute_slice_activation or lasting(tensor) or not _plain(tensor):
+                return self.pack(tensor)
+            if not worth_slicing(tensor, comm.group):
+                return self.pack(tensor)
+            return Slice(tensor, comm.group, self.pack)
+
+        return Region(inside, running[-1][0], start, keep).run(args, kwargs)
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | Held:
+        """Return what holds a tensor that is saved outside of regions, or starts one."""
+        if lasting(tensor):
+            return tensor
+        if not _plain(tensor):
+            return Kept(tensor)
+        if tensor.untyped_storage()._cdata in self._buffers:
+            return Kept(tensor)
+        maker = self._makers.of(tensor) if self._makers is not None else None
+        fitting = self._fitting(tensor, *(maker[:2] if maker is not None else (None, None)))
+        rule = recomputed(fitting)
+        if rule is not None and rule.of_tensors and _repeatable(tensor, maker):
+            assert maker is not None
+            source = self._known("again", tensor)
+            return View(source or self._know("again", remade(tensor, maker, self.pack)), tensor)
+        return self._hold(tensor, kept_by(fitting))
+
+    def _hold(self, tensor: torch.Tensor, rule: Rule | None) -> Held:
+        if rule is not None and rule.treatment == OFFLOAD and self._worth_moving(tensor):
+            source = self._known(OFFLOAD, tensor)
+            if source is None:
+                mover = self._mover(tensor.device)
+                source = self._know(OFFLOAD, mover.put(tensor, self._running[-1][0]))
+            return View(source, tensor)
+        if rule is not None and rule.treatment == LOWER and _narrows(tensor, rule.dtype):
+            assert rule.dtype is not None
+            kind = (rule.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+            source = self._known(kind, tensor)
+            return View(source or self._know(kind, Narrow(tensor, rule.dtype)), None)
+        return Kept(tensor)
+
+    def _known(self, kind: Any, tensor: torch.Tensor) -> Source | None:
+        source = self._sources.get((tensor.untyped_storage()._cdata, kind))
+        return source if source is not None and source.fits(tensor) else None
+
+    def _know(self, kind: Any, source: Source) -> Source:
+        self._sources[source.memory, kind] = source
+        return source
+
+    def _mover(self, device: torch.device) -> Mover:
+        if device not in self._movers:
+            self._movers[device] = Mover(device, self.settings)
+        return self._movers[device]
+
+    def _worth_moving(self, tensor: torch.Tensor) -> bool:
+        whole = tensor.untyped_storage().nbytes()
+        return whole >= self.settings.least_bytes and tensor.nbytes >= _PART * whole
+
+    def _repeats(self, op: str) -> bool:
+        """Return whether a rule may ask for the results of an operator to be made again."""
+        return any(
+            rule.treatment == RECOMPUTE and rule.of_tensors and (not rule.ops or op in rule.ops)
+            for rule in self.policy.rules
+        )
+
+    def _fitting(self, tensor: torch.Tensor, op: str | None, output: str | None) -> list[Rule]:
+        """Return the rules that fit a tensor that the running module saves."""
+        name = self._running[-1][0] if self._running else ""
+        running = frozenset[Rule]().union(*(rules for _, rules in self._running))
+        saved = Saved(
+            name, op, output, tuple(tensor.shape), tensor.dtype, tensor.device, tensor.nbytes
+        )
+        return [
+            rule
+            for rule in self.policy.rules
+            if (not rule.modules or rule in running) and rule.fits(saved)
+        ]
+
+
+def keeps_results(policy: Policy) -> bool:
+    """Return whether a region may have to keep results of operators inside."""
+    return any(rule.treatment == SAVE for rule in policy.rules)
+
+
+def _plain(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor)
+
+
+def _repeatable(tensor: torch.Tensor, maker: Maker | None) -> bool:
+    return maker is not None and maker.call is not None and maker.dtype == tensor.dtype
+
+
+def _narrows(tensor: torch.Tensor, dtype: torch.dtype | None) -> bool:
+    assert dtype is not None
+    return tensor.dtype.is_floating_point and tensor.dtype.itemsize > dtype.itemsize

@@ -1,0 +1,167 @@
+"""What is allocated while a model takes one step: by whom, where, and until when.
+
+A dispatch mode sees every tensor that an operator makes and when its memory is let go; what a
+kernel allocates and frees inside itself it does not see (``_core/peak.py`` counts that, and knows
+no names). Layers say when they begin: forward when they are called, backward when the gradient of
+their output arrives.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fusedops.memory.makers import new_results
+from fusedops.memory.wrap import Call
+
+FORWARD, BACKWARD = "forward", "backward"
+
+
+@dataclass
+class Block:
+    """Some memory.
+
+    Attributes:
+        nbytes: its size.
+        op: the operator that made it.
+        output: the result's name, if it has one.
+        layer: the layer that ran.
+        phase: ``"forward"`` or ``"backward"``.
+        key: tells it from other memory while it lives.
+        kind: ``"activation"``, ``"gradient"`` (of a weight) or ``"temporary"``.
+    """
+
+    nbytes: int
+    op: str
+    output: str | None
+    layer: str
+    phase: str
+    key: int
+    kind: str = "temporary"
+
+
+@dataclass(frozen=True)
+class Event:
+    """Memory that was taken (``block`` positive bytes) or let go."""
+
+    block: int
+    taken: bool
+    layer: str
+    phase: str
+
+
+@dataclass
+class Ledger:
+    """The blocks and events of a step, in their order."""
+
+    blocks: list[Block] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    layer: str = ""
+    phase: str = FORWARD
+
+    def take(self, tensor: torch.Tensor, op: str, output: str | None) -> None:
+        """Note new memory, and when it is let go."""
+        storage = tensor.untyped_storage()
+        index = len(self.blocks)
+        self.blocks.append(
+            Block(storage.nbytes(), op, output, self.layer, self.phase, storage._cdata)
+        )
+        self.events.append(Event(index, True, self.layer, self.phase))
+        finalizer = weakref.finalize(storage, self._let_go, index)
+        finalizer.atexit = False  # type: ignore[misc]
+
+    def _let_go(self, index: int) -> None:
+        self.events.append(Event(index, False, self.layer, self.phase))
+
+    def held(self) -> list[int]:
+        """Return the bytes held after each event."""
+        total, found = 0, []
+        for event in self.events:
+            nbytes = self.blocks[event.block].nbytes
+            total += nbytes if event.taken else -nbytes
+            found.append(total)
+        return found
+
+    def alive(self, until: int) -> list[Block]:
+        """Return the blocks that live after the event of this number."""
+        living: dict[int, Block] = {}
+        for event in self.events[: until + 1]:
+            if event.taken:
+                living[event.block] = self.blocks[event.block]
+            else:
+                living.pop(event.block, None)
+        return list(living.values())
+
+    def name_kinds(self, gradients: set[int]) -> None:
+        """Tell what each block was, once the step is over.
+
+        Args:
+            gradients: the keys of the memory that weights' gradients are in.
+        """
+        turn = next(
+            (i for i, each in enumerate(self.events) if each.phase == BACKWARD), len(self.events)
+        )
+        at_turn = {id(each) for each in self.alive(turn - 1)} if turn else set()
+        at_end = {id(each) for each in self.alive(len(self.events))}
+        for block in self.blocks:
+            if id(block) in at_end and block.key in gradients:
+                block.kind = "gradient"
+            elif id(block) in at_turn:
+                block.kind = "activation"
+
+
+class Watch(TorchDispatchMode):
+    """Writes a ledger while it is entered."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__()
+        self._ledger = ledger
+        self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        for tensor, name, _ in new_results(func, args, kwargs, result):
+            storage = tensor.untyped_storage()
+            if storage not in self._seen and not func._schema.is_mutable:
+                self._seen.add(storage)
+                self._ledger.take(tensor, func._schema.name, name)
+        return result
+
+
+class Place:
+    """Runs around a layer and says where the step is."""
+
+    def __init__(self, ledger: Ledger, name: str) -> None:
+        self._ledger = ledger
+        self._name = name
+
+    def __call__(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the layer."""
+        ledger, outside = self._ledger, self._ledger.layer
+        ledger.layer = self._name
+        try:
+            result = call(*args, **kwargs)
+        finally:
+            ledger.layer = outside
+        if ledger.phase == FORWARD:
+            for each in pytree.tree_leaves(result):
+                if isinstance(each, torch.Tensor) and each.requires_grad and not each.is_leaf:
+                    each.register_hook(self._arrive())
+        return result
+
+    def _arrive(self) -> Callable[[torch.Tensor], None]:
+        ledger, name = self._ledger, self._name
+
+        def arrive(grad: torch.Tensor) -> None:
+            ledger.layer = name
+
+        return arrive

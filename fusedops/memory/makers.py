@@ -1,0 +1,177 @@
+"""Which operator made a tensor, and the tensors that are made again by calling it again.
+
+A dispatch mode sees every operator below autograd and notes, by memory, the operator and the name
+of the result: views follow their memory, and what is written to in place has no maker to call
+again. It costs some microseconds for each operator, so it runs only for policies with rules that
+ask. The same names serve selective recomputation (``region.py``) and compiled code.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+from fusedops.memory.held import Held, Source
+
+
+class Call:
+    """An operator and its arguments, to be called again."""
+
+    def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
+        self.func = func
+        self._leaves, self._structure = pytree.tree_flatten((args, kwargs))
+        self._held = False
+        self._sources: list[weakref.ref[Again]] = []
+
+    def hold(self, pack: Callable[[torch.Tensor], torch.Tensor | Held]) -> None:
+        """Let the arguments be kept as what the graph saves is."""
+        if not self._held:
+            self._held = True
+            self._leaves = [
+                pack(each) if isinstance(each, torch.Tensor) else each for each in self._leaves
+            ]
+
+    def add(self, source: Again) -> None:
+        """Let a result of the next call go to this source as well."""
+        self._sources.append(weakref.ref(source))
+
+    def again(self) -> None:
+        """Call the operator and hand out its results."""
+        leaves = [each.take() if isinstance(each, Held) else each for each in self._leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self._structure)
+        with torch.no_grad(), torch._C._DisableAutocast():
+            result = self.func(*args, **kwargs)
+        results = (result,) if isinstance(result, torch.Tensor) else result
+        for each in self._sources:
+            source = each()
+            if source is not None:
+                source.receive(results)
+
+
+class Again(Source):
+    """A result that is made by calling its operator again."""
+
+    def __init__(self, tensor: torch.Tensor, call: Call, place: int) -> None:
+        super().__init__(tensor)
+        self._call, self._place = call, place
+        call.add(self)
+
+    def receive(self, results: Sequence[torch.Tensor]) -> None:
+        """Take this result of a call, if somebody waits for it."""
+        if self.waiting:
+            self._value = results[self._place]
+
+    def make(self) -> torch.Tensor:
+        """Call the operator."""
+        self._call.again()
+        assert self._value is not None
+        return self._value
+
+
+class Maker(NamedTuple):
+    """What made some memory.
+
+    Attributes:
+        op: ``namespace::name``.
+        output: the result's name, if it has one.
+        call: to make it again, where a rule may ask for that.
+        place: of the result among those of the operator.
+        dtype: of the result.
+    """
+
+    op: str
+    output: str | None
+    call: Call | None
+    place: int
+    dtype: torch.dtype
+
+
+class Makers(TorchDispatchMode):
+    """Notes who made what while it is entered.
+
+    Args:
+        repeats: whether results of the operator of this name may have to be made again.
+    """
+
+    def __init__(self, repeats: Callable[[str], bool]) -> None:
+        super().__init__()
+        self._repeats = repeats
+        self._found: dict[int, tuple[StorageWeakRef, Maker]] = {}
+
+    def of(self, tensor: torch.Tensor) -> Maker | None:
+        """Return the maker of a tensor's memory, if it was seen."""
+        entry = self._found.get(tensor.untyped_storage()._cdata)
+        return entry[1] if entry is not None else None
+
+    def forget(self) -> None:
+        """Drop what is gone."""
+        gone = [key for key, (memory, _) in self._found.items() if memory.expired()]
+        for key in gone:
+            del self._found[key]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        op = func._schema.name
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        repeatable = not (func._schema.is_mutable or random) and self._repeats(op)
+        call = Call(func, args, kwargs) if repeatable else None
+        for tensor, name, place in new_results(func, args, kwargs, result):
+            storage = tensor.untyped_storage()
+            self._found[storage._cdata] = (
+                StorageWeakRef(storage),
+                Maker(op, name, call, place, tensor.dtype),
+            )
+        return result
+
+
+def new_results(
+    func: Any, args: Any, kwargs: Any, result: Any
+) -> list[tuple[torch.Tensor, str | None, int]]:
+    """Return each tensor that an operator wrote, with the result's name and place.
+
+    Views are not among them, nor results that lie in the memory of an argument unless the
+    operator wrote there.
+    """
+    schema = func._schema
+    leaves = pytree.tree_leaves((args, kwargs))
+    given = {each.untyped_storage()._cdata for each in leaves if _plain(each)}
+    found: list[tuple[torch.Tensor, str | None, int]] = []
+    if schema.is_mutable:
+        for argument, value in zip(schema.arguments, args, strict=False):
+            if argument.is_write and _plain(value):
+                found.append((value, None, 0))
+    results = result if isinstance(result, (tuple, list)) else (result,)
+    for place, (described, value) in enumerate(zip(schema.returns, results, strict=False)):
+        if _plain(value) and value.untyped_storage()._cdata not in given:
+            found.append((value, described.name or None, place))
+    return found
+
+
+def _plain(value: Any) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and value.layout is torch.strided
+        and not is_traceable_wrapper_subclass(value)
+    )
+
+
+def remade(tensor: torch.Tensor, maker: Maker, pack: Callable[[torch.Tensor], Any]) -> Source:
+    """Return the source of a tensor that is made again by its maker.
+
+    Args:
+        tensor: what is not kept.
+        maker: with a ``call``.
+        pack: keeps the arguments.
+    """
+    assert maker.call is not None
+    maker.call.hold(pack)
+    return Again(tensor, maker.call, maker.place)

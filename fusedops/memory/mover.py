@@ -1,0 +1,288 @@
+"""Tensors that leave for host memory in the forward and come back before the backward wants them.
+
+    put      a buffer of the pool; the copy starts; the device's memory is let go when it is done
+    prefetch when the backward reaches a layer, the copies of that layer and the next ones start
+    get      the caller comes after the copy; a tensor that has not left yet is simply given
+
+No memory is used again while a copy reads or writes it: what leaves is held until its copy is
+done, what comes back is held until its copy is done though nobody may want it any more, and a
+buffer cools in the pool (``pool.py``). Copies themselves are ``engine.py``'s.
+"""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fusedops._core import checks
+from fusedops.memory.engine import CopyEngine, CopyTimeoutError, engine_for
+from fusedops.memory.held import Source
+from fusedops.memory.pool import BufferReuseError, Pool
+
+
+@dataclass(frozen=True)
+class OffloadSettings:
+    """How tensors travel to host memory and back.
+
+    Args:
+        ahead: layers whose tensors are fetched before the backward reaches them.
+        least_bytes: memory smaller than this stays where it is.
+        in_flight_bytes: what may be leaving at once; more waits for the oldest copy. Until its copy
+            is done a tensor still occupies the device.
+        host_bytes: what may be held in host memory, or ``None``.
+        timeout: seconds after which a copy is given up.
+        check: the debug mode: free buffers are poisoned, and every tensor that comes back is
+            compared with the one that left. Slow.
+        engine: makes the copy engine of a device; for tests.
+
+    Raises:
+        TypeError: a number is no number, or ``engine`` no function.
+        ValueError: a number is negative, or ``timeout`` not positive.
+
+    Example:
+        >>> import fusedops
+        >>> fusedops.memory.OffloadSettings(ahead=2).ahead
+        2
+    """
+
+    ahead: int = 1
+    least_bytes: int = 1 << 14
+    in_flight_bytes: int = 1 << 28
+    host_bytes: int | None = None
+    timeout: float = 60.0
+    check: bool = False
+    engine: Callable[[torch.device], CopyEngine] = engine_for
+
+    def __post_init__(self) -> None:
+        """Refuse what makes no sense."""
+        op = "OffloadSettings"
+        for name in ("ahead", "least_bytes", "in_flight_bytes"):
+            checks.integer(op, name, getattr(self, name), least=0)
+        if self.host_bytes is not None:
+            checks.integer(op, "host_bytes", self.host_bytes, least=0)
+        checks.positive(op, "timeout", self.timeout)
+        checks.flag(op, "check", self.check)
+        if not callable(self.engine):
+            kind = checks.type_name(self.engine)
+            raise TypeError(f"{op}: engine must be a function of a device, got {kind}")
+
+
+class Group:
+    """What was put while one layer ran, and the group before it. Its members keep it alive."""
+
+    def __init__(self, before: Group | None) -> None:
+        self.members: list[weakref.ref[Away]] = []
+        self.reached = False
+        self._before = weakref.ref(before) if before is not None else None
+
+    @property
+    def before(self) -> Group | None:
+        """The group before, if something of it is still wanted."""
+        return self._before() if self._before is not None else None
+
+
+@dataclass
+class _Leaving:
+    """A copy to the host, and what it reads: held until it is done."""
+
+    ticket: Any
+    source: torch.Tensor | None
+
+
+class Away(Source):
+    """Memory of the device that is, or will be, in a buffer of the host. Made by ``Mover.put``."""
+
+    def __init__(self, tensor: torch.Tensor, mover: Mover, module: str) -> None:
+        super().__init__(tensor)
+        self._mover = mover
+        self.module = module
+        self.nbytes = tensor.untyped_storage().nbytes()
+        self.here: torch.Tensor | None = None
+        self.buffer: torch.Tensor | None = None
+        self.leaving: _Leaving | None = None
+        self.tickets: list[Any] = []  # of all copies that touch the buffer
+        self.coming: tuple[torch.Tensor, Any] | None = None
+        self.group: Group | None = None
+        self.checksum: int | None = None
+
+    def make(self) -> torch.Tensor:
+        """Return the memory, uint8, on the device."""
+        return self._mover.get(self)
+
+    def __del__(self) -> None:
+        if self.buffer is not None:
+            self._mover.drop(self.buffer, self.tickets, self.coming)
+
+
+class Mover:
+    """Moves memory of one device.
+
+    Args:
+        device: whose.
+        settings: how.
+    """
+
+    def __init__(self, device: torch.device, settings: OffloadSettings) -> None:
+        self._device = device
+        self._settings = settings
+        self._engine = settings.engine(device)
+        self._pool = Pool(self._engine, check=settings.check, limit=settings.host_bytes)
+        self._leaving: deque[_Leaving] = deque()
+        self._coming: list[tuple[torch.Tensor, Any]] = []
+        # The garbage collector may drop at any moment: what it drops is looked at later.
+        self._dropped: deque[tuple[torch.Tensor, list[Any]]] = deque()
+        self._abandoned: deque[tuple[torch.Tensor, Any]] = deque()
+        self._group: Group | None = None
+        self.moved_bytes = 0
+
+    @property
+    def host_bytes(self) -> int:
+        """The bytes of host memory in the pool."""
+        return self._pool.nbytes
+
+    @property
+    def in_flight(self) -> int:
+        """The number of copies that are not known to be done."""
+        self._let_go()
+        return len(self._leaving) + len(self._coming)
+
+    def new_group(self) -> None:
+        """Begin another layer."""
+        if self._group is None or self._group.members:
+            self._group = Group(self._group)
+
+    def put(self, tensor: torch.Tensor, module: str = "") -> Away:
+        """Let the memory of a tensor leave.
+
+        Raises:
+            MemoryError: there is no host memory for it; nothing has changed then.
+            CopyTimeoutError: a copy that should have made room does not finish.
+        """
+        memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        memory.set_(tensor.untyped_storage())
+        self._let_go()
+        buffer = self._pool.take(memory.nbytes)
+        away = Away(tensor, self, module)
+        if self._settings.check:
+            away.checksum = _checksum(memory)
+        away.buffer = buffer
+        ticket = self._engine.copy(memory, buffer[: memory.nbytes], leaves=True)
+        away.tickets.append(ticket)
+        away.leaving = _Leaving(ticket, memory)
+        self._leaving.append(away.leaving)
+        self.moved_bytes += memory.nbytes
+        if self._group is None:
+            self.new_group()
+        assert self._group is not None
+        away.group = self._group
+        self._group.members.append(weakref.ref(away))
+        self._wait_for_room(module)
+        return away
+
+    def get(self, away: Away) -> torch.Tensor:
+        """Return the memory on the device, for whatever the caller computes next.
+
+        Raises:
+            CopyTimeoutError: its copy does not finish.
+            BufferReuseError: with ``check``: other bytes came back than had left.
+        """
+        self._let_go()
+        self._prefetch(away.group)
+        if away.here is not None:
+            return away.here
+        assert away.leaving is not None and away.buffer is not None
+        if away.leaving.source is not None:  # it has not left yet: it stays
+            away.here = away.leaving.source
+            self._pool.give_back(away.buffer, *away.tickets)
+            away.buffer = None
+            return away.here
+        self._start(away)
+        assert away.coming is not None
+        target, ticket = away.coming
+        self._await(self._engine.wait, ticket, away.module, "back")
+        self._coming.append(away.coming)  # on a stream: the caller waits, the host does not
+        away.coming = None
+        if away.checksum is not None and _checksum(target) != away.checksum:
+            raise BufferReuseError(
+                f"offload: other bytes came back than had left (module {away.module!r}, "
+                f"{target.nbytes} bytes): their buffer was used again too early"
+            )
+        return target
+
+    def drop(
+        self,
+        buffer: torch.Tensor,
+        tickets: list[Any],
+        coming: tuple[torch.Tensor, Any] | None,
+    ) -> None:
+        """Take back the buffer of memory that nobody can ask for any more."""
+        self._dropped.append((buffer, tickets))
+        if coming is not None:
+            self._abandoned.append(coming)
+
+    def _prefetch(self, group: Group | None) -> None:
+        for _ in range(1 + self._settings.ahead):
+            if group is None:
+                return
+            if not group.reached:
+                group.reached = True
+                for each in reversed(group.members):
+                    away = each()
+                    if away is not None:
+                        self._start(away)
+            group = group.before
+
+    def _start(self, away: Away) -> None:
+        """Let memory come back, unless it does already or has not left."""
+        assert away.leaving is not None
+        if away.coming is not None or away.here is not None or away.leaving.source is not None:
+            return
+        assert away.buffer is not None
+        nbytes = away.nbytes
+        target = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        ticket = self._engine.copy(
+            away.buffer[:nbytes], target, leaves=False, after=away.leaving.ticket
+        )
+        away.tickets.append(ticket)
+        away.coming = (target, ticket)
+
+    def _let_go(self) -> None:
+        """Let go of memory whose copies are done."""
+        done = self._engine.done
+        while self._abandoned:
+            self._coming.append(self._abandoned.popleft())
+        while self._dropped:
+            buffer, tickets = self._dropped.popleft()
+            self._pool.give_back(buffer, *tickets)
+        for each in self._leaving:
+            if done(each.ticket):
+                each.source = None
+        self._leaving = deque(each for each in self._leaving if each.source is not None)
+        self._coming = [each for each in self._coming if not done(each[1])]
+
+    def _wait_for_room(self, module: str) -> None:
+        held = sum(each.source.nbytes for each in self._leaving if each.source is not None)
+        while held > self._settings.in_flight_bytes and self._leaving:
+            oldest = self._leaving.popleft()
+            assert oldest.source is not None
+            self._await(self._engine.finish, oldest.ticket, module, "out")
+            held -= oldest.source.nbytes
+            oldest.source = None
+
+    def _await(
+        self, wait: Callable[[Any, float], None], ticket: Any, module: str, way: str
+    ) -> None:
+        try:
+            wait(ticket, self._settings.timeout)
+        except CopyTimeoutError as error:
+            raise CopyTimeoutError(f"{error} (on the way {way}, module {module!r})") from None
+
+
+def _checksum(memory: torch.Tensor) -> int:
+    return zlib.crc32(memory.cpu().numpy().data)

@@ -1,0 +1,463 @@
+"""What becomes of each tensor that a forward pass keeps for its backward: rules, and who wins.
+
+A *rule* says one of four things (save, recompute, offload, lower precision) of the tensors that it
+names: by the module that runs, by the operator that made the tensor and the name of that result,
+by anything else that a function can tell of it. A *policy* is a list of rules. Nothing here
+touches a model; ``apply.py`` does.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fusedops._core import checks
+
+SAVE, RECOMPUTE, OFFLOAD, LOWER = TREATMENTS = ("save", "recompute", "offload", "lower")
+
+Modules = str | type[nn.Module] | Iterable[str | type[nn.Module]]
+Ops = Any  # a name, an operator of torch.ops, or several of them
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a rule may know of a tensor that is kept for the backward.
+
+    Attributes:
+        module: name of the innermost module of the policy that was running, ``""`` for the model.
+        op: the operator that made it, ``"fusedops::mlp"``; ``None`` where that is not known.
+        output: the name of that result in the operator's schema, ``"preactivation"``; ``None``
+            where it has none.
+        shape: its sizes.
+        dtype: its dtype.
+        device: where it is.
+        nbytes: the bytes of its elements.
+    """
+
+    module: str
+    op: str | None
+    output: str | None
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class CommunicationOptions:
+    """What recomputation does with communication and with the input that it starts from.
+
+    Attributes:
+        mp_comm_recompute: run the collectives of the region again; else their results are kept.
+        parallel_optimizer_comm_recompute: gather sharded weights again in the backward; else
+            they stay gathered from the forward on.
+        recompute_slice_activation: keep only this rank's part of the region's inputs, and gather
+            them from ``group`` before they are used.
+        group: the ranks that hold the same inputs.
+    """
+
+    mp_comm_recompute: bool = True
+    parallel_optimizer_comm_recompute: bool = True
+    recompute_slice_activation: bool = False
+    group: Any = None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One sentence of a policy; made by ``save``, ``recompute``, ``offload`` and ``lower``."""
+
+    treatment: str
+    modules: tuple[str | type[nn.Module], ...] = ()
+    ops: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    when: Callable[[Saved], bool] | None = None
+    dtype: torch.dtype | None = None
+    communication: CommunicationOptions = CommunicationOptions()
+
+    @property
+    def of_tensors(self) -> bool:
+        """Whether it looks at single tensors, not only at the module that runs."""
+        return bool(self.ops or self.outputs or self.when is not None)
+
+    def __deepcopy__(self, memo: Any) -> Rule:
+        """Return the rule: nothing of it changes, and a process group has no copy."""
+        return self
+
+    def names_module(self, name: str, module: nn.Module) -> bool:
+        """Return whether its ``modules`` name this one; a rule without them names none."""
+        return any(_names(pattern, name, module) for pattern in self.modules)
+
+    def fits(self, saved: Saved) -> bool:
+        """Return whether a tensor is one of those that its other words name."""
+        if self.ops and saved.op not in self.ops:
+            return False
+        if self.outputs and saved.output not in self.outputs:
+            return False
+        return self.when is None or bool(self.when(saved))
+
+    def __str__(self) -> str:
+        words = [
+            f"modules={', '.join(map(_shown, self.modules))}" if self.modules else "",
+            f"ops={', '.join(self.ops)}" if self.ops else "",
+            f"outputs={', '.join(self.outputs)}" if self.outputs else "",
+            f"when={getattr(self.when, '__name__', 'given')}" if self.when else "",
+            f"dtype={str(self.dtype).removeprefix('torch.')}" if self.dtype else "",
+        ]
+        return f"{self.treatment}({', '.join(word for word in words if word)})"
+
+
+def save(
+    modules: Modules = (),
+    *,
+    ops: Ops = (),
+    outputs: str | Iterable[str] = (),
+    when: Callable[[Saved], bool] | None = None,
+) -> Rule:
+    """Keep tensors as they are: inside a recomputed module, or against an earlier rule.
+
+    Args:
+        modules: names of modules (``*`` stands for any part of a name between dots, ``**`` for any
+            number of parts, ``""`` for the model itself), classes of them, or both; by default
+            any module.
+        ops: the operators that made the tensors: names (``"mlp"``, ``"aten::mm"``) or
+            ``torch.ops`` objects; by default any.
+        outputs: names of results in the operators' schemas, such as ``"preactivation"``.
+        when: decides by anything else; receives a ``Saved``.
+
+    Returns:
+        A rule for ``Policy``.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an operator does not exist, or nothing is named.
+
+    Example:
+        >>> import fusedops
+        >>> print(fusedops.memory.save(ops="attention"))
+        save(ops=fusedops::attention)
+    """
+    return _rule(SAVE, modules, ops, outputs, when)
+
+
+def recompute(
+    modules: Modules = (),
+    *,
+    ops: Ops = (),
+    outputs: str | Iterable[str] = (),
+    when: Callable[[Saved], bool] | None = None,
+    mp_comm_recompute: bool = True,
+    parallel_optimizer_comm_recompute: bool = True,
+    recompute_slice_activation: bool = False,
+    group: Any = None,
+) -> Rule:
+    """Compute tensors again in the backward, once, instead of keeping them.
+
+    With ``modules`` alone each of these is a region: its inputs are kept and its forward runs a
+    second time. With ``ops`` the results of these operators are made again from the operators'
+    own inputs, and no module runs again; operators that draw random numbers cannot be named.
+
+    Args:
+        modules: as in ``save``.
+        ops: as in ``save``.
+        outputs: as in ``save``.
+        when: as in ``save``.
+        mp_comm_recompute: run the collectives of a region again. ``False`` keeps their results:
+            more bytes, no communication in the second forward.
+        parallel_optimizer_comm_recompute: gather weights that FSDP2 shards again in the backward;
+            ``False`` leaves them gathered between the forward and the backward.
+        recompute_slice_activation: keep only ``1 / size`` of a region's floating-point inputs on
+            each rank of ``group`` and gather them for the second forward. All ranks of the group
+            must receive the same inputs (tensor parallelism without sequence parallelism).
+        group: for ``recompute_slice_activation``.
+
+    Returns:
+        A rule for ``Policy``.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an operator does not exist or draws random numbers, nothing is named, or the
+            options for regions stand beside ``ops``, ``outputs`` or ``when``.
+
+    Example:
+        >>> import fusedops
+        >>> print(fusedops.memory.recompute("transformer.h.*"))
+        recompute(modules='transformer.h.*')
+    """
+    what = "recompute"
+    checks.flag(what, "mp_comm_recompute", mp_comm_recompute)
+    checks.flag(what, "parallel_optimizer_comm_recompute", parallel_optimizer_comm_recompute)
+    checks.flag(what, "recompute_slice_activation", recompute_slice_activation)
+    checks.group(what, "group", group)
+    if (group is not None) != recompute_slice_activation:
+        wanted = "the ranks with the same inputs, if and only if recompute_slice_activation"
+        checks.fail(what, "group", wanted, checks.shown(group))
+    options = CommunicationOptions(
+        mp_comm_recompute, parallel_optimizer_comm_recompute, recompute_slice_activation, group
+    )
+    rule = _rule(RECOMPUTE, modules, ops, outputs, when, communication=options)
+    if rule.of_tensors and options != CommunicationOptions():
+        raise ValueError(
+            "recompute: the options for communication belong to whole modules, and this rule "
+            "names single tensors: give it modules alone"
+        )
+    for name in rule.ops:
+        if torch.Tag.nondeterministic_seeded in _packet_tags(name):
+            raise ValueError(
+                f"recompute: {name} draws random numbers, which a second call would draw anew; "
+                "recompute the module that calls it, which replays them"
+            )
+    return rule
+
+
+def offload(
+    modules: Modules = (),
+    *,
+    ops: Ops = (),
+    outputs: str | Iterable[str] = (),
+    when: Callable[[Saved], bool] | None = None,
+) -> Rule:
+    """Move tensors to host memory after the forward and back before the backward wants them.
+
+    Args:
+        modules: as in ``save``.
+        ops: as in ``save``.
+        outputs: as in ``save``.
+        when: as in ``save``.
+
+    Returns:
+        A rule for ``Policy``.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an operator does not exist, or nothing is named.
+
+    Example:
+        >>> import fusedops
+        >>> print(fusedops.memory.offload(when=lambda saved: saved.nbytes >= 2**20))
+        offload(when=<lambda>)
+    """
+    return _rule(OFFLOAD, modules, ops, outputs, when)
+
+
+def lower(
+    modules: Modules = (),
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    ops: Ops = (),
+    outputs: str | Iterable[str] = (),
+    when: Callable[[Saved], bool] | None = None,
+) -> Rule:
+    """Keep floating-point tensors in a narrower dtype. This changes the gradients.
+
+    Args:
+        modules: as in ``save``.
+        dtype: what they are kept in; tensors that are no wider stay as they are.
+        ops: as in ``save``.
+        outputs: as in ``save``.
+        when: as in ``save``.
+
+    Returns:
+        A rule for ``Policy``.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: ``dtype`` is not floating, an operator does not exist, or nothing is named.
+
+    Example:
+        >>> import fusedops
+        >>> print(fusedops.memory.lower(ops="mlp", outputs="preactivation"))
+        lower(ops=fusedops::mlp, outputs=preactivation, dtype=bfloat16)
+    """
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"lower: dtype must be a torch.dtype, got {checks.type_name(dtype)}")
+    if not dtype.is_floating_point:
+        checks.fail("lower", "dtype", "a floating dtype", dtype)
+    return _rule(LOWER, modules, ops, outputs, when, dtype=dtype)
+
+
+class Policy:
+    """Rules for the tensors that a forward pass keeps for its backward.
+
+    Two questions are asked of each tensor, and the last rule that fits answers; but rules that name
+    single tensors (``ops``, ``outputs``, ``when``) come before those that name modules only.
+
+    1. Is it kept, or computed again? ``save`` and ``recompute`` answer; kept is the default.
+    2. If it is kept, how? ``offload``, ``lower`` and ``save`` answer; as it is is the default.
+
+    So recomputation wins where ``offload`` is asked for the same modules, and what a recomputed
+    module still keeps, its inputs and what ``save`` names inside, is offloaded.
+
+    Args:
+        *rules: of ``save``, ``recompute``, ``offload`` and ``lower``.
+
+    Raises:
+        TypeError: one of them is no rule.
+
+    Example:
+        >>> import fusedops
+        >>> from fusedops import memory
+        >>> print(memory.Policy(memory.recompute("layers.*"), memory.save(ops="attention")))
+        Policy(recompute(modules='layers.*'), save(ops=fusedops::attention))
+    """
+
+    def __init__(self, *rules: Rule) -> None:
+        for rule in rules:
+            if not isinstance(rule, Rule):
+                raise TypeError(
+                    "Policy: each rule must come from save(), recompute(), offload() or lower(), "
+                    f"got {checks.shown(rule)}"
+                )
+        self.rules = rules
+
+    def __str__(self) -> str:
+        return f"Policy({', '.join(map(str, self.rules))})"
+
+    __repr__ = __str__
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Policy) and other.rules == self.rules
+
+    def __hash__(self) -> int:
+        return hash(self.rules)
+
+    @property
+    def asks_ops(self) -> bool:
+        """Whether a rule must know which operator made a tensor."""
+        return any(rule.of_tensors for rule in self.rules)
+
+
+def recomputed(fitting: Sequence[Rule]) -> Rule | None:
+    """Return the rule by which a tensor is computed again, of all rules that fit it, or ``None``.
+
+    Asked of the rules that name a module as a whole, it tells whether the module is a region.
+    """
+    rule = _last(fitting, (SAVE, RECOMPUTE))
+    return rule if rule is not None and rule.treatment == RECOMPUTE else None
+
+
+def kept_by(fitting: Sequence[Rule]) -> Rule | None:
+    """Return the rule that tells how a tensor is kept, of all rules that fit it.
+
+    ``None`` where it is kept as it is.
+    """
+    rule = _last(fitting, (SAVE, OFFLOAD, LOWER))
+    return rule if rule is not None and rule.treatment != SAVE else None
+
+
+def _last(fitting: Sequence[Rule], treatments: tuple[str, ...]) -> Rule | None:
+    answers = [rule for rule in fitting if rule.treatment in treatments]
+    single = [rule for rule in answers if rule.of_tensors]
+    chosen = single or answers
+    return chosen[-1] if chosen else None
+
+
+def _rule(
+    treatment: str,
+    modules: Modules,
+    ops: Ops,
+    outputs: str | Iterable[str],
+    when: Callable[[Saved], bool] | None,
+    **others: Any,
+) -> Rule:
+    if when is not None and not callable(when):
+        raise TypeError(f"{treatment}: when must be a function, got {checks.type_name(when)}")
+    rule = Rule(
+        treatment,
+        _patterns(treatment, modules),
+        tuple(_op_name(treatment, each) for each in _several(ops)),
+        _words(treatment, outputs),
+        when,
+        **others,
+    )
+    if not (rule.modules or rule.of_tensors):
+        raise ValueError(f"{treatment}: name modules, ops or outputs, or give when")
+    return rule
+
+
+def _several(value: Any) -> tuple[Any, ...]:
+    plain = isinstance(value, (str, type, torch._ops.OpOverload, torch._ops.OpOverloadPacket))
+    return (value,) if plain or not isinstance(value, Iterable) else tuple(value)
+
+
+def _patterns(treatment: str, modules: Modules) -> tuple[str | type[nn.Module], ...]:
+    found = _several(modules)
+    for each in found:
+        is_class = isinstance(each, type) and issubclass(each, nn.Module)
+        if not isinstance(each, str) and not is_class:
+            raise TypeError(
+                f"{treatment}: modules must be names such as 'layers.*' or classes of modules, "
+                f"got {checks.shown(each)}"
+            )
+    return found
+
+
+def _words(treatment: str, outputs: str | Iterable[str]) -> tuple[str, ...]:
+    found = _several(outputs)
+    for each in found:
+        if not isinstance(each, str):
+            raise TypeError(
+                f"{treatment}: outputs must be names of an operator's results, "
+                f"got {checks.shown(each)}"
+            )
+    return found
+
+
+def _op_name(treatment: str, op: Any) -> str:
+    """Return ``namespace::name`` of an operator; it must exist."""
+    if isinstance(op, torch._ops.OpOverload):
+        return op._schema.name
+    if isinstance(op, torch._ops.OpOverloadPacket):
+        return op._qualified_op_name
+    if not isinstance(op, str):
+        raise TypeError(
+            f"{treatment}: ops must be names of operators or objects of torch.ops, "
+            f"got {checks.shown(op)}"
+        )
+    name = re.sub(r"^(\w+)(::|\.)", r"\1::", op, count=1) if re.search(r"::|\.", op) else op
+    name = name.partition("::")[0] + "::" + name.partition("::")[2].partition(".")[0]
+    if "::" not in op and "." not in op:
+        name = f"fusedops::{op}" if hasattr(torch.ops.fusedops, op) else f"aten::{op}"
+    namespace, _, bare = name.partition("::")
+    if not bare or not hasattr(getattr(torch.ops, namespace), bare):
+        known = {each.rpartition("::")[2]: each for each in _known_ops()}
+        near = difflib.get_close_matches(bare or namespace, known, n=1)
+        hint = f"; did you mean {known[near[0]]!r}?" if near else ""
+        raise ValueError(f"{treatment}: ops names {op!r}, which is no operator{hint}")
+    return name
+
+
+def _known_ops() -> list[str]:
+    names = torch._C._dispatch_get_all_op_names()
+    found = {each.partition(".")[0] for each in names}
+    return sorted(each for each in found if each.startswith(("aten::", "fusedops::")))
+
+
+def _packet_tags(name: str) -> set[torch.Tag]:
+    namespace, _, bare = name.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), bare)
+    return {tag for each in packet.overloads() for tag in getattr(packet, each).tags}
+
+
+def _names(pattern: str | type[nn.Module], name: str, module: nn.Module) -> bool:
+    if not isinstance(pattern, str):
+        return isinstance(module, pattern)
+    if not name:
+        return not pattern  # the model itself is named by "", and by no wildcard
+    return re.fullmatch(_regular(pattern), name) is not None
+
+
+def _regular(pattern: str) -> str:
+    """Return the regular expression of a pattern of names."""
+    parts = re.split(r"(\*\*|\*|\?)", pattern)
+    words = {"**": ".*", "*": "[^.]*", "?": "[^.]"}
+    return "".join(words.get(part, re.escape(part)) for part in parts)
+
+
+def _shown(pattern: str | type[nn.Module]) -> str:
+    return repr(pattern) if isinstance(pattern, str) else pattern.__name__

@@ -1,0 +1,213 @@
+"""A module whose forward runs a second time in the backward, once, whoever asks how often.
+
+The first run keeps the inputs and, for each tensor that autograd would have kept, a *slot*. The
+first slot that is asked for makes the forward run again; its hooks fill all slots that are still
+alive, in the order of the first run. Each slot gives its tensor away to the node that asks, or
+keeps it for that node's next run (``held.needed_again``): torch's own checkpoint fills the slots
+anew for each pass, so that a schedule which asks for the gradients of inputs and of weights in
+two passes runs every forward three times. A slot that is asked for after it gave its tensor away
+(a second backward through a graph that was kept) makes the forward run again, too.
+
+What the second run must find as the first did: the state of random number generators (our ops draw
+their counters from them), autocast, and the choices of ``moe_route`` (``keep_routing``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from fusedops.memory.held import Held, Made, lasting
+from fusedops.memory.selective import Keep, Recall, Remember, Results
+from fusedops.ops import keep_routing
+
+Pack = Callable[[torch.Tensor], torch.Tensor | Held]
+
+
+class _StopError(Exception):
+    """The second run has filled all slots."""
+
+
+class _Slot(Made):
+    """A tensor that a region makes again."""
+
+    def __init__(self, region: Region, description: tuple[Any, ...]) -> None:
+        super().__init__()
+        self._region = region
+        self.description = description
+
+    def fill(self, tensor: torch.Tensor) -> None:
+        """Take what the second run saved in this place."""
+        self._value = tensor
+
+    def make(self) -> torch.Tensor:
+        """Let the region run, which fills this slot."""
+        self._region.run_again()
+        assert self._value is not None
+        return self._value
+
+
+class Surroundings:
+    """Generators and autocast as they are now, to be had again."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self._cpu = torch.get_rng_state()
+        devices = {each.device for each in tensors if each.device.type == "cuda"}
+        self._devices = {each: torch.cuda.get_rng_state(each) for each in devices}
+        kinds = {"cpu", *(each.type for each in devices)}
+        self._autocast = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in sorted(kinds)
+        ]
+        self._cache = torch.is_autocast_cache_enabled()
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Everything as it was, and afterwards as it is."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(list(self._devices), device_type="cuda"))
+            torch.set_rng_state(self._cpu)
+            for device, state in self._devices.items():
+                torch.cuda.set_rng_state(state, device)
+            for kind, enabled, dtype in self._autocast:
+                stack.enter_context(
+                    torch.autocast(kind, dtype, enabled=enabled, cache_enabled=self._cache)
+                )
+            yield
+
+
+class Region:
+    """One call of a module that is recomputed.
+
+    Args:
+        call: the module's forward.
+        name: the module's, for messages.
+        pack: what becomes of the region's inputs.
+        keep: decides which results of operators are kept; ``None``: none.
+    """
+
+    def __init__(
+        self, call: Callable[..., Any], name: str, pack: Pack, keep: Keep | None = None
+    ) -> None:
+        self._call = keep_routing(call)
+        self._name = name
+        self._pack = pack
+        self._keep = keep
+        self._results = Results()
+        self._slots: list[weakref.ref[_Slot] | None] = []
+        self._lock = threading.RLock()
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the module for the first time."""
+        args = tuple(_without_cache(each) for each in args)
+        kwargs = {
+            name: False if name == "use_cache" else _without_cache(each)
+            for name, each in kwargs.items()
+        }
+        leaves, self._structure = pytree.tree_flatten((args, kwargs))
+        tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
+        self._surroundings = Surroundings(tensors)
+        self._inputs = [
+            _Input(each, self._pack) if isinstance(each, torch.Tensor) else each for each in leaves
+        ]
+        keeping = Remember(self._results, self._keep) if self._keep else contextlib.nullcontext()
+        with torch.autograd.graph.saved_tensors_hooks(self._reserve, take), keeping:
+            return self._call(*args, **kwargs)
+
+    def _reserve(self, tensor: torch.Tensor) -> torch.Tensor | _Slot:
+        if lasting(tensor):
+            self._slots.append(None)
+            return tensor
+        slot = _Slot(self, _description(tensor))
+        self._slots.append(weakref.ref(slot))
+        return slot
+
+    def run_again(self) -> None:
+        """Run the module once more and fill the slots that are alive.
+
+        Raises:
+            RuntimeError: the second run keeps other tensors than the first.
+        """
+        with self._lock:
+            alive = [each() if each is not None else None for each in self._slots]
+            last = max(index for index, slot in enumerate(alive) if slot is not None)
+            place = 0
+
+            def fill(tensor: torch.Tensor) -> torch.Tensor:
+                nonlocal place
+                slot = alive[place]
+                if slot is not None:
+                    found = _description(tensor)
+                    if found != slot.description:
+                        self._differs(place, slot.description, found)
+                    slot.fill(tensor.detach())
+                place += 1
+                if place > last:
+                    raise _StopError
+                return tensor.detach()
+
+            leaves = [each.take() if isinstance(each, _Input) else each for each in self._inputs]
+            args, kwargs = pytree.tree_unflatten(leaves, self._structure)
+            hooks = torch.autograd.graph.saved_tensors_hooks(fill, _given)
+            with contextlib.suppress(_StopError), self._surroundings.again(), torch.enable_grad():
+                with hooks, Recall(self._results) if self._keep else contextlib.nullcontext():
+                    self._call(*args, **kwargs)
+            if place <= last:
+                raise RuntimeError(
+                    f"recompute: the second forward of {self._name} kept {place} tensors for the "
+                    f"backward, the first {len(self._slots)}; it must do the same both times"
+                )
+
+    def _differs(self, place: int, wanted: Any, found: Any) -> None:
+        raise RuntimeError(
+            f"recompute: the second forward of {self._name} kept {_shown(found)} where the first "
+            f"kept {_shown(wanted)} (tensor {place}); it must do the same both times"
+        )
+
+
+class _Input:
+    """A tensor that a region starts from."""
+
+    def __init__(self, tensor: torch.Tensor, pack: Pack) -> None:
+        self._requires_grad = tensor.requires_grad
+        self._held = pack(tensor)
+
+    def take(self) -> torch.Tensor:
+        """Return it, a leaf of a new graph."""
+        if isinstance(self._held, torch.Tensor):
+            return self._held
+        return self._held.take().detach().requires_grad_(self._requires_grad)
+
+
+def take(packed: torch.Tensor | Held) -> torch.Tensor:
+    """Unpack what a pack hook returned."""
+    return packed if isinstance(packed, torch.Tensor) else packed.take()
+
+
+def _given(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _without_cache(argument: Any) -> Any:
+    """Return the argument, or ``None`` for a cache of keys and values.
+
+    A second run would append to it again. transformers' own checkpointing leaves it out, too.
+    """
+    classes = type(argument).__mro__
+    cached = any(each.__module__ == "transformers.cache_utils" for each in classes)
+    return None if cached else argument
+
+
+def _description(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.shape), tensor.dtype, tensor.device
+
+
+def _shown(description: tuple[Any, ...]) -> str:
+    shape, dtype, device = description
+    return f"{list(shape)} {str(dtype).removeprefix('torch.')} on {device}"

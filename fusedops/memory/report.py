@@ -1,0 +1,362 @@
+"""``report``: what a step of training holds at its peak, and which tensors make it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fusedops._core import checks
+from fusedops._core.peak import peak_bytes
+from fusedops.memory import picture, wrap
+from fusedops.memory.ledger import BACKWARD, Ledger, Place, Watch
+
+Loss = Callable[[Any], torch.Tensor]
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """Tensors of one kind at the peak.
+
+    Attributes:
+        layer: where they were made.
+        op: the operator that made them, ``"fusedops::mlp"``.
+        output: the result's name in its schema, or ``None``.
+        kind: ``"activation"``, ``"gradient"`` or ``"temporary"``.
+        count: how many.
+        nbytes: of all of them.
+    """
+
+    layer: str
+    op: str
+    output: str | None
+    kind: str
+    count: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """What a step holds. ``print`` it for a table; ``svg`` draws it.
+
+    Attributes:
+        model: the model's class.
+        weights: bytes of its parameters and buffers.
+        gradients: bytes of the parameters' gradients.
+        states: bytes of the optimizer's states.
+        dynamic: bytes above what was held before the step, at the peak, temporaries of kernels
+            included; the gradients that exist by then are among them.
+        named: those of them that are tensors with a name.
+        phase: of the peak: ``"forward"`` or ``"backward"``.
+        layer: that ran at the peak.
+        tensors: what was alive at the peak, largest first.
+        timeline: ``(bytes, layer, phase)`` after each change.
+    """
+
+    model: str
+    weights: int
+    gradients: int
+    states: int
+    dynamic: int
+    named: int
+    phase: str
+    layer: str
+    tensors: tuple[Tensors, ...]
+    timeline: tuple[tuple[int, str, str], ...]
+
+    @property
+    def peak(self) -> int:
+        """The bytes of the whole step: static and dynamic."""
+        return self.weights + self.states + self.dynamic
+
+    @property
+    def layers(self) -> dict[str, dict[str, int]]:
+        """The bytes at the peak by layer and kind."""
+        found: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+        for each in self.tensors:
+            found[each.layer][each.kind] += each.nbytes
+        return {layer: dict(kinds) for layer, kinds in found.items()}
+
+    def svg(self, title: str = "") -> str:
+        """Return the step as a picture: bytes over time, with the layers."""
+        return picture.timeline(title or f"{self.model}: memory of one step", {"": self.timeline})
+
+    def __str__(self) -> str:
+        unknown = self.dynamic - self.named
+        where = f"in the {self.phase} of {self.layer}" if self.layer else f"in the {self.phase}"
+        lines = [
+            f"{self.model}: {_size(self.peak)} at the peak, {where}",
+            f"  {_size(self.weights):>11}  weights and buffers",
+            f"  {_size(self.states):>11}  states of the optimizer",
+            f"  {_size(self.dynamic):>11}  held by the step, of which",
+        ]
+        kinds: dict[str, int] = defaultdict(int)
+        for each in self.tensors:
+            kinds[each.kind] += each.nbytes
+        words = {
+            "activation": "activations, kept for the backward",
+            "gradient": f"gradients of weights (all of them: {_size(self.gradients)})",
+            "temporary": "tensors that live for a moment",
+        }
+        lines += [f"  {_size(kinds[kind]):>13}  {word}" for kind, word in words.items()]
+        lines.append(f"  {_size(max(0, unknown)):>13}  inside kernels")
+        lines += ["", f"  {'layer':<28} {'activations':>12} {'gradients':>12} {'temporary':>12}"]
+        for layer, of in self.layers.items():
+            cells = [_size(of.get(kind, 0)) for kind in words]
+            lines.append(
+                f"  {layer or '(outside)':<28} " + " ".join(f"{cell:>12}" for cell in cells)
+            )
+        lines += ["", f"  {'largest tensors':<44} {'layer':<24} {'number':>6} {'bytes':>12}"]
+        for each in self.tensors[:12]:
+            made = f"{each.op}.{each.output}" if each.output else each.op
+            lines.append(
+                f"  {made:<44} {each.layer or '(outside)':<24} {each.count:>6} "
+                f"{_size(each.nbytes):>12}"
+            )
+        return "\n".join(lines)
+
+
+def report(
+    model: nn.Module,
+    batch: Any,
+    *,
+    loss: Loss | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> MemoryReport:
+    """Take one step forward and backward and tell what it held at its peak.
+
+    Args:
+        model: in the mode in which it trains, with the policy that it has.
+        batch: what the model is called with: a mapping of arguments, a tuple, or one tensor.
+        loss: makes the loss of the model's output; by default the output's ``loss``, the output
+            itself where it is a number, or else the mean of its first tensor.
+        optimizer: whose states to count. One that has not stepped yet, and has ``betas``, is
+            counted with two states of each parameter.
+
+    Returns:
+        A report; ``print`` it, or write ``report.svg()`` to a file.
+
+    Raises:
+        TypeError: an argument has the wrong type, or no loss can be found.
+
+    Note:
+        The model runs three times: to let allocators and caches settle, for the number of bytes,
+        and for their names. Gradients and the generators' state are as before afterwards; buffers
+        that a forward updates are not.
+
+    Example:
+        >>> import torch, fusedops
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh())
+        >>> found = fusedops.memory.report(model, torch.ones(8, 64))
+        >>> found.weights == (64 * 64 + 64) * 4
+        True
+    """
+    checks_of("report", model, loss, optimizer)
+    ledger = Ledger()
+    with step_kept(model) as parameters:
+        run_step("report", model, batch, loss)
+        clear(parameters)
+        dynamic = measured_peak("report", model, batch, loss)
+        clear(parameters)
+        with _placed(model, ledger):
+            with Watch(ledger):
+                value = forward_loss("report", model, batch, loss)
+                ledger.phase, ledger.layer = BACKWARD, ""
+                value.backward()
+            gradients = {each.untyped_storage()._cdata for each in _dense_gradients(parameters)}
+            bytes_of_gradients = sum(p.grad.nbytes for p in parameters if p.grad is not None)
+            events = len(ledger.events)
+    ledger.events = ledger.events[:events]
+    ledger.name_kinds(gradients)
+    return _summary(model, ledger, dynamic, bytes_of_gradients, state_bytes(optimizer))
+
+
+def _dense_gradients(parameters: list[nn.Parameter]) -> list[torch.Tensor]:
+    found = (each.grad for each in parameters)
+    return [each for each in found if each is not None and each.layout is torch.strided]
+
+
+def _summary(
+    model: nn.Module, ledger: Ledger, dynamic: int, gradients: int, states: int
+) -> MemoryReport:
+    held = ledger.held()
+    top = max(range(len(held)), key=held.__getitem__) if held else 0
+    event = ledger.events[top] if held else None
+    grouped: dict[tuple[str, str, str | None, str], list[int]] = defaultdict(list)
+    for block in ledger.alive(top):
+        grouped[block.layer, block.op, block.output, block.kind].append(block.nbytes)
+    tensors = [Tensors(*key, count=len(sizes), nbytes=sum(sizes)) for key, sizes in grouped.items()]
+    named = held[top] if held else 0
+    return MemoryReport(
+        model=type(model).__name__,
+        weights=static_bytes(model),
+        gradients=gradients,
+        states=states,
+        dynamic=max(dynamic, named),
+        named=named,
+        phase=event.phase if event is not None else "forward",
+        layer=event.layer if event is not None else "",
+        tensors=tuple(sorted(tensors, key=lambda each: -each.nbytes)),
+        timeline=tuple((n, e.layer, e.phase) for n, e in zip(held, ledger.events, strict=True)),
+    )
+
+
+def layers_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Return what a model is made of, by name: members of lists, and what stands beside them."""
+    found: dict[str, nn.Module] = {}
+
+    def look(name: str, module: nn.Module) -> bool:
+        """Return whether the module holds a list of layers."""
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1:
+            found.update({f"{name}.{i}" if name else f"{i}": each for i, each in enumerate(module)})
+            return True
+        inside = {
+            child: look(f"{name}.{child}" if name else child, each)
+            for child, each in module.named_children()
+        }
+        if any(inside.values()):
+            for child, each in module.named_children():
+                if not inside[child] and not isinstance(each, nn.ModuleList):
+                    found[f"{name}.{child}" if name else child] = each
+        return any(inside.values())
+
+    if not look("", model):
+        found.update(model.named_children())
+    return found
+
+
+def lists_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the members of the largest list of layers of a model, by name."""
+    best: dict[str, nn.Module] = {}
+    most = 0
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1:
+            size = sum(each.numel() for each in module.parameters())
+            if size > most and not any(name.startswith(f"{each}.") for each in best):
+                most = size
+                best = {f"{name}.{i}" if name else f"{i}": m for i, m in enumerate(module)}
+    return best
+
+
+@contextlib.contextmanager
+def _placed(model: nn.Module, ledger: Ledger) -> Iterator[None]:
+    """Let the layers say where the step is, but those whose work a fused parent does."""
+    wrapped: list[nn.Module] = []
+    before = {each for each in model.modules() if wrap.steps_aside(each) is not None}
+    try:
+        for name, module in layers_of(model).items():
+            wrap.wrap(module, Place(ledger, name))
+            wrapped.append(module)
+            if any(
+                wrap.steps_aside(each) is not None and each not in before
+                for each in model.modules()
+            ):
+                wrap.unwrap(wrapped.pop())
+        yield
+    finally:
+        for module in wrapped:
+            wrap.unwrap(module)
+
+
+def checks_of(op: str, model: Any, loss: Any, optimizer: Any, budget: Any = None) -> None:
+    """Raise where an argument has the wrong type."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{op}: model must be a torch.nn.Module, got {checks.type_name(model)}")
+    if loss is not None and not callable(loss):
+        raise TypeError(f"{op}: loss must be a function, got {checks.type_name(loss)}")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        kind = checks.type_name(optimizer)
+        raise TypeError(f"{op}: optimizer must be a torch.optim.Optimizer, got {kind}")
+
+
+def static_bytes(model: nn.Module) -> int:
+    """Return the bytes of parameters and buffers, shared ones once."""
+    tensors = {id(each): each for each in (*model.parameters(), *model.buffers())}
+    return sum(each.nbytes for each in tensors.values())
+
+
+def state_bytes(optimizer: torch.optim.Optimizer | None) -> int:
+    """Return the bytes of an optimizer's states, or what they will be."""
+    if optimizer is None:
+        return 0
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    if not optimizer.state and "betas" in optimizer.defaults:
+        return 2 * sum(each.nbytes for each in parameters)
+    return sum(
+        value.nbytes
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    )
+
+
+@contextlib.contextmanager
+def step_kept(model: nn.Module) -> Iterator[list[nn.Parameter]]:
+    """Yield the parameters, without gradients; everything is as before afterwards."""
+    parameters = [each for each in model.parameters() if each.requires_grad]
+    gradients = [each.grad for each in parameters]
+    devices = {each.device for each in parameters if each.device.type == "cuda"}
+    with torch.random.fork_rng(list(devices), device_type="cuda"):
+        clear(parameters)
+        try:
+            yield parameters
+        finally:
+            for each, grad in zip(parameters, gradients, strict=True):
+                each.grad = grad
+
+
+def clear(parameters: list[nn.Parameter]) -> None:
+    """Take the gradients away."""
+    for each in parameters:
+        each.grad = None
+
+
+def forward_loss(op: str, model: nn.Module, batch: Any, loss: Loss | None) -> torch.Tensor:
+    """Run a model forward and return its loss."""
+    if isinstance(batch, Mapping):
+        output = model(**batch)
+    elif isinstance(batch, (tuple, list)):
+        output = model(*batch)
+    else:
+        output = model(batch)
+    value = loss(output) if loss is not None else _default_loss(output)
+    if not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.requires_grad:
+        raise TypeError(
+            f"{op}: no loss was found in the model's output ({checks.type_name(output)}): give "
+            "loss, a function of the output that returns a number with a gradient"
+        )
+    return value
+
+
+def run_step(op: str, model: nn.Module, batch: Any, loss: Loss | None) -> None:
+    """Run a model forward and backward."""
+    forward_loss(op, model, batch, loss).backward()
+
+
+def measured_peak(op: str, model: nn.Module, batch: Any, loss: Loss | None) -> int:
+    """Return the bytes that a step holds above what was there before it, at its peak."""
+    device = next((each.device for each in model.parameters()), torch.device("cpu"))
+    return peak_bytes(lambda: run_step(op, model, batch, loss), device)
+
+
+def _default_loss(output: Any) -> Any:
+    if isinstance(output, torch.Tensor):
+        return output if output.numel() == 1 else output.float().mean()
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if found is not None:
+        return found
+    values = output.values() if isinstance(output, Mapping) else output
+    with contextlib.suppress(TypeError):
+        first = next((each for each in values if isinstance(each, torch.Tensor)), None)
+        return None if first is None else first.float().mean()
+    return None
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / _MIB:.2f} MiB" if nbytes >= _MIB / 10 else f"{nbytes / 1024:.1f} KiB"

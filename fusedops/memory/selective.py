@@ -1,0 +1,97 @@
+"""Results that a recomputed region keeps: they are not computed in its second run.
+
+Two dispatch modes of one region. The first run keeps the results of the operators that the policy
+names; the second finds an operator by its number among the calls of the same operator, and gets
+what was kept. ``torch.utils.checkpoint``'s selective contexts do the same for one backward pass
+only; a zero-bubble schedule makes two, and a policy may put the results into host memory.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fusedops.memory.held import Held, Kept
+from fusedops.memory.makers import new_results
+
+# Keeps a result of an operator, given its name there, or says that it is made again.
+Keep = Callable[[torch.Tensor, str, str | None], Held | None]
+_Key = tuple[Any, int]
+
+# Collectives that return what they received; those that write into an argument run again.
+_COLLECTIVES = ("_c10d_functional::", "_c10d_functional_autograd::")
+
+
+def communicates(op: str) -> bool:
+    """Return whether an operator is a collective whose result can be kept."""
+    return op.startswith(_COLLECTIVES)
+
+
+class Results:
+    """What the first run of a region kept."""
+
+    def __init__(self) -> None:
+        self._kept: dict[_Key, tuple[list[Any], Any]] = {}
+
+    def add(self, key: _Key, result: Any, held: dict[int, Held]) -> None:
+        """Keep a call's result, its new tensors as ``held``."""
+        leaves, structure = pytree.tree_flatten(result)
+        self._kept[key] = ([held.get(i, each) for i, each in enumerate(leaves)], structure)
+
+    def find(self, key: _Key) -> tuple[bool, Any]:
+        """Return whether a call's result was kept, and the result."""
+        if key not in self._kept:
+            return False, None
+        leaves, structure = self._kept[key]
+        # Another tensor each time: autograd gives a history to what an operator returns.
+        given = [each.take().detach() if isinstance(each, Held) else each for each in leaves]
+        return True, pytree.tree_unflatten(given, structure)
+
+
+class Remember(TorchDispatchMode):
+    """Keeps results in the first run."""
+
+    def __init__(self, results: Results, keep: Keep) -> None:
+        super().__init__()
+        self._results, self._keep = results, keep
+        self._calls: Counter[Any] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        key = (func, self._calls[func])
+        self._calls[func] += 1
+        # A generator must draw as often the second time: what follows would draw other numbers.
+        if func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
+            return result
+        new = new_results(func, args, kwargs, result)
+        op = func._schema.name
+        held = {place: self._keep(tensor, op, name) for tensor, name, place in new}
+        if any(held.values()) and len(new) == len(pytree.tree_leaves(result)):
+            # One result that is kept keeps the call, and so the others.
+            whole = {place: held[place] or Kept(tensor) for tensor, _, place in new}
+            self._results.add(key, result, whole)
+        return result
+
+
+class Recall(TorchDispatchMode):
+    """Returns what was kept in the second run."""
+
+    def __init__(self, results: Results) -> None:
+        super().__init__()
+        self._results = results
+        self._calls: Counter[Any] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        found, result = self._results.find((func, self._calls[func]))
+        self._calls[func] += 1
+        return result if found else func(*args, **(kwargs or {}))

@@ -1,0 +1,48 @@
+"""A tensor that all ranks of a group hold alike, kept as one part on each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fusedops.memory.held import Held, Made
+
+
+class Slice(Made):
+    """This rank's part of a tensor; the others' are gathered when it is asked for.
+
+    Args:
+        tensor: contiguous, the same on all ranks.
+        group: the ranks.
+        pack: keeps the part.
+    """
+
+    def __init__(
+        self, tensor: torch.Tensor, group: Any, pack: Callable[[torch.Tensor], torch.Tensor | Held]
+    ) -> None:
+        super().__init__()
+        self._group, self._shape = group, tensor.shape
+        size = group.size()
+        length = -(-tensor.numel() // size)
+        part = tensor.new_zeros(length)
+        mine = tensor.detach().reshape(-1)[group.rank() * length :][:length]
+        part[: mine.numel()] = mine
+        self._part = pack(part)
+
+    def make(self) -> torch.Tensor:
+        """Return the tensor, in a collective of the group."""
+        part = self._part if isinstance(self._part, torch.Tensor) else self._part.take()
+        whole = part.new_empty(self._group.size() * part.numel())
+        torch.distributed.all_gather_into_tensor(whole, part, group=self._group)
+        return whole[: self._shape.numel()].view(self._shape)
+
+
+def worth_slicing(tensor: torch.Tensor, group: Any) -> bool:
+    """Return whether a tensor can be sliced, and is large enough to have a part on each rank."""
+    return (
+        tensor.dtype.is_floating_point
+        and tensor.is_contiguous()
+        and tensor.numel() >= group.size() > 1
+    )

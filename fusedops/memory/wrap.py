@@ -1,0 +1,74 @@
+"""Something around a module's ``forward``, on the instance, in a way that others live with.
+
+Hooks would do less and break more: a fused module does the work of children that it does not call,
+and steps aside for children with hooks. A ``forward`` on the instance runs inside FSDP2's hooks, so
+that weights are whole around it; it is an object and no closure, so that a copy of the model has
+wrappers of its own; and it names what it wraps, by which patched modules know that it is theirs.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+Call = Callable[..., Any]
+Around = Callable[[Call, tuple[Any, ...], dict[str, Any]], Any]
+
+
+class Wrapped:
+    """Stands as ``module.forward`` and calls ``around`` with the forward that it found."""
+
+    def __init__(self, module: nn.Module, around: Around) -> None:
+        self.module = module
+        self.around = around
+        self.before = module.__dict__.get("forward")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module."""
+        return self.around(self.call, args, kwargs)
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward that is wrapped: that of the class as it is now (``unpatch``)."""
+        if self.before is not None:
+            return self.before(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+    @property
+    def __wrapped__(self) -> Call:
+        return self.before if self.before is not None else type(self.module).forward
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        if self.before is not None:
+            return inspect.signature(self.before)
+        return inspect.signature(type(self.module).forward.__get__(self.module))
+
+
+def wrap(module: nn.Module, around: Around) -> None:
+    """Put ``around`` around the forward of a module."""
+    module.forward = Wrapped(module, around)
+
+
+def unwrap(module: nn.Module) -> None:
+    """Take the outermost wrapper off."""
+    wrapper = module.__dict__["forward"]
+    assert isinstance(wrapper, Wrapped)
+    if wrapper.before is None:
+        del module.__dict__["forward"]
+    else:
+        module.forward = wrapper.before
+
+
+def wrapper_of(module: nn.Module) -> Wrapped | None:
+    """Return the wrapper that stands on a module, if it is the outermost thing there."""
+    found = module.__dict__.get("forward")
+    return found if isinstance(found, Wrapped) else None
+
+
+def steps_aside(module: nn.Module) -> str | None:
+    """Return why a patched module runs its original forward now; ``None`` for all others."""
+    rule = getattr(type(module), "fused_rule", None)
+    return rule.aside(module) if rule is not None else None

@@ -1,0 +1,94 @@
+"""What the memory tests share: small models, one step of training, and what it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import fusedops
+from fusedops._core.peak import peak_bytes
+
+VOCAB = 256
+
+
+def gpt2(*, patched: bool = True, layers: int = 4, hidden: int = 64, **options: Any) -> nn.Module:
+    """Return a small GPT-2 in training mode, with its dropouts on."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"n_layer": layers, "n_embd": hidden, "n_head": 2, "n_positions": 64}
+    config = GPT2Config(
+        **sizes, vocab_size=VOCAB, bos_token_id=0, eos_token_id=0, use_cache=False, **options
+    )
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(config).train()
+    if patched:
+        fusedops.patch(model)
+    return model
+
+
+def encoder(*, layers: int = 3, hidden: int = 32, dropout: float = 0.1) -> nn.Module:
+    """Return layers of ours in a row."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(
+            fusedops.nn.TransformerEncoderLayer(hidden, 2, 4 * hidden, dropout, batch_first=True)
+            for _ in range(layers)
+        )
+    )
+
+
+def tokens(batch: int = 4, length: int = 64) -> torch.Tensor:
+    """Return token ids, the same ones each time."""
+    return torch.randint(VOCAB, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+def language_loss(model: nn.Module) -> torch.Tensor:
+    """Return the loss of a language model on ``tokens``."""
+    ids = tokens()
+    return model(input_ids=ids, labels=ids).loss
+
+
+def encoder_loss(model: nn.Module) -> torch.Tensor:
+    """Return a loss of ``encoder`` on fixed numbers."""
+    size = next(model.parameters()).shape[-1]
+    x = torch.randn(2, 16, size, generator=torch.Generator().manual_seed(1))
+    return (model(x) * x.roll(1, -1)).mean()
+
+
+def step(model: nn.Module, loss: Callable[[nn.Module], torch.Tensor]) -> torch.Tensor:
+    """Run forward and backward from a fixed seed and return the loss."""
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(1)
+    value = loss(model)
+    value.backward()
+    return value.detach()
+
+
+def results(
+    model: nn.Module, loss: Callable[[nn.Module], torch.Tensor]
+) -> dict[str, torch.Tensor | None]:
+    """Return the loss and every gradient of a step."""
+    found: dict[str, torch.Tensor | None] = {"loss": step(model, loss)}
+    for name, each in model.named_parameters():
+        found[name] = None if each.grad is None else each.grad.detach().clone()
+    return found
+
+
+def peak(model: nn.Module, loss: Callable[[nn.Module], torch.Tensor]) -> int:
+    """Return the bytes that a step holds at its peak above what it starts with."""
+    model.zero_grad(set_to_none=True)
+    return peak_bytes(lambda: step(model, loss), torch.device("cpu"))
+
+
+def assert_same_bits(
+    actual: dict[str, torch.Tensor | None], expected: dict[str, torch.Tensor | None]
+) -> None:
+    """Compare results of two runs, to the bit."""
+    assert actual.keys() == expected.keys()
+    for name, wanted in expected.items():
+        found = actual[name]
+        assert (found is None) == (wanted is None), name
+        assert wanted is None or (found is not None and torch.equal(found, wanted)), name

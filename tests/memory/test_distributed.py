@@ -1,0 +1,212 @@
+"""Policies between processes: DDP, FSDP2, and what a second forward does with communication."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from small_models import encoder, encoder_loss
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fusedops import memory
+
+pytestmark = pytest.mark.distributed
+
+POLICIES: dict[str, Callable[[], memory.Policy]] = {
+    "recompute": lambda: memory.Policy(memory.recompute("*")),
+    "selective": lambda: memory.Policy(memory.recompute("*"), memory.save(ops="attention")),
+    "offload": lambda: memory.Policy(memory.offload("*")),
+    "both": lambda: memory.Policy(memory.recompute("*"), memory.offload("*")),
+    "by op": lambda: memory.Policy(memory.recompute(ops=["layer_norm", "add_layer_norm"])),
+    "gathered": lambda: memory.Policy(
+        memory.recompute("*", parallel_optimizer_comm_recompute=False)
+    ),
+}
+SETTINGS = memory.OffloadSettings(least_bytes=1, check=True)
+
+
+class Count(TorchDispatchMode):
+    """Counts collectives, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self.calls[func._schema.name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _gradients(model: nn.Module) -> list[torch.Tensor]:
+    found = []
+    for each in model.parameters():
+        assert each.grad is not None
+        full = getattr(each.grad, "full_tensor", None)
+        found.append(full() if full is not None else each.grad.clone())
+    return found
+
+
+def _steps(wrapped: nn.Module, world: Any) -> list[torch.Tensor]:
+    torch.manual_seed(world.rank)
+    for _ in range(2):
+        encoder_loss(wrapped).backward()
+    return _gradients(wrapped)
+
+
+def under_ddp(world: Any, policy: str | None) -> list[torch.Tensor]:
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = encoder()
+    if policy is not None:
+        memory.apply(model, POLICIES[policy](), offload_settings=SETTINGS)
+    return _steps(DistributedDataParallel(model), world)
+
+
+def under_fsdp(world: Any, policy: str | None, first: bool) -> list[torch.Tensor]:
+    from torch.distributed.fsdp import fully_shard
+
+    model = encoder()
+    if policy is not None and first:
+        memory.apply(model, POLICIES[policy](), offload_settings=SETTINGS)
+    for layer in model:
+        fully_shard(layer, reshard_after_forward=True)
+    fully_shard(model)
+    if policy is not None and not first:
+        memory.apply(model, POLICIES[policy](), offload_settings=SETTINGS)
+    return _steps(model, world)
+
+
+@pytest.mark.parametrize("policy", ["recompute", "selective", "offload", "both", "by op"])
+def test_gradients_keep_their_bits_under_ddp(
+    on_two_ranks: Callable[..., list[Any]], policy: str
+) -> None:
+    plain = on_two_ranks(under_ddp, None)
+    found = on_two_ranks(under_ddp, policy)
+    for mine, wanted in zip(found, plain, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, wanted, strict=True))
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["applied before", "applied after"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_gradients_keep_their_bits_under_fsdp(
+    on_two_ranks: Callable[..., list[Any]], policy: str, first: bool
+) -> None:
+    plain = on_two_ranks(under_fsdp, None, True)
+    found = on_two_ranks(under_fsdp, policy, first)
+    for mine, wanted in zip(found, plain, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, wanted, strict=True))
+
+
+def gathers(world: Any, again: bool) -> int:
+    """Return how many gathers of weights a step under FSDP2 makes."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = encoder(layers=3)
+    rule = memory.recompute("*", parallel_optimizer_comm_recompute=again)
+    memory.apply(model, memory.Policy(rule))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    with Count() as count:
+        encoder_loss(model).backward()
+    return sum(n for name, n in count.calls.items() if "allgather" in name or "all_gather" in name)
+
+
+def test_weights_are_gathered_again_in_the_backward_or_not(
+    on_two_ranks: Callable[..., list[Any]],
+) -> None:
+    assert on_two_ranks(gathers, True) == [6, 6]
+    assert on_two_ranks(gathers, False) == [3, 3]
+
+
+class _Reduce(torch.autograd.Function):
+    """The sum over the ranks of a row-parallel product; gradients pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        import torch.distributed._functional_collectives as functional
+
+        return functional.wait_tensor(functional.all_reduce(x, "sum", group))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
+LAYERS = 8
+ROWS = 512 * 32 * 4  # bytes of an activation
+
+
+class RowParallel(nn.Module):
+    """Two products with a collective between, and something after it that needs its result."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        self.group = group
+        self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(_Reduce.apply(self.first(x), self.group).tanh())
+
+
+def _bytes_of_activations() -> int:
+    """Return the bytes of all large tensors that Python knows."""
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if type(each) is torch.Tensor]
+    memory = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in tensors}
+    return sum(nbytes for nbytes in memory.values() if nbytes >= ROWS // 2)
+
+
+def row_parallel(
+    world: Any, options: dict[str, Any] | None, slices: bool
+) -> tuple[int, int, int, list[torch.Tensor]]:
+    """Return sums, gathers, bytes held after the forward, and gradients."""
+    group = world.group(2)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(RowParallel(group) for _ in range(LAYERS)))
+    if options is not None:
+        more = {"recompute_slice_activation": True, "group": group} if slices else {}
+        memory.apply(model, memory.Policy(memory.recompute("*", **options, **more)))
+    x = torch.randn(512, 32)
+    before = _bytes_of_activations()
+    loss = model(x).sum()
+    nbytes = _bytes_of_activations() - before
+    del loss
+    with Count() as count:
+        model(x).sum().backward()
+    sums = sum(n for name, n in count.calls.items() if "reduce" in name)
+    gathers = sum(n for name, n in count.calls.items() if "gather" in name)
+    return sums, gathers, nbytes, _gradients(model)
+
+
+def test_collectives_of_a_region_run_again_or_their_results_are_kept(
+    on_two_ranks: Callable[..., list[Any]],
+) -> None:
+    plain = on_two_ranks(row_parallel, None, False)
+    again = on_two_ranks(row_parallel, {"mp_comm_recompute": True}, False)
+    kept = on_two_ranks(row_parallel, {"mp_comm_recompute": False}, False)
+    for rank in range(2):
+        sums = [run[rank][0] for run in (plain, again, kept)]
+        assert sums == [LAYERS, 2 * LAYERS, LAYERS]
+        assert kept[rank][2] == again[rank][2] + LAYERS * ROWS
+        for run in (again, kept):
+            assert all(torch.equal(a, b) for a, b in zip(run[rank][3], plain[rank][3], strict=True))
+
+
+def test_a_rank_keeps_its_slice_of_a_region_s_input_and_gathers_it(
+    on_two_ranks: Callable[..., list[Any]],
+) -> None:
+    whole = on_two_ranks(row_parallel, {}, False)
+    sliced = on_two_ranks(row_parallel, {}, True)
+    for rank in range(2):
+        assert whole[rank][1] == 0 and sliced[rank][1] == LAYERS
+        # The first layer's input is the caller's, who keeps it; its slice is one more.
+        assert whole[rank][2] == (LAYERS - 1) * ROWS
+        assert sliced[rank][2] == LAYERS * ROWS // 2
+        assert all(torch.equal(a, b) for a, b in zip(sliced[rank][3], whole[rank][3], strict=True))

@@ -1,0 +1,222 @@
+"""Rules: which tensors they fit, who wins, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from small_models import assert_same_bits, encoder, encoder_loss, gpt2, language_loss, peak, results
+from torch import nn
+
+from fusedops import UnsupportedError, memory
+from fusedops.memory.apply import keeper_of
+from fusedops.memory.policy import Rule
+
+CHECKED = memory.OffloadSettings(check=True, least_bytes=1)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        [memory.save(ops="attention")],
+        [memory.recompute("*"), memory.save(ops="attention")],
+        [memory.recompute("*"), memory.save(ops=["mlp", "aten::mm"], outputs="preactivation")],
+        [memory.recompute("*"), memory.save("*.self_attn")],
+        [memory.recompute("*"), memory.save("1")],
+        [memory.recompute(ops="layer_norm")],
+        [memory.recompute(ops=["layer_norm", "add_layer_norm", "attention", "mlp"])],
+        [memory.offload("*")],
+        [memory.offload(ops="attention")],
+        [memory.offload(when=lambda saved: saved.nbytes > 5000)],
+        [memory.recompute("*"), memory.offload("*")],
+        [memory.recompute("*"), memory.save(ops="attention"), memory.offload(ops="attention")],
+        [memory.recompute("0"), memory.offload("1"), memory.save("2")],
+        [memory.recompute(ops="layer_norm"), memory.offload("*")],
+    ],
+    ids=str,
+)
+def test_every_policy_gives_the_same_bits(rules: list[Rule]) -> None:
+    model = encoder(dropout=0.3)
+    expected = results(model, encoder_loss)
+    memory.apply(model, memory.Policy(*rules), offload_settings=CHECKED)
+    for _ in range(2):
+        assert_same_bits(results(model, encoder_loss), expected)
+
+
+def test_lower_precision_changes_gradients_and_not_the_loss() -> None:
+    model = encoder()
+    expected = results(model, encoder_loss)
+    memory.apply(model, memory.Policy(memory.lower("*")))
+    found = results(model, encoder_loss)
+    assert torch.equal(found["loss"], expected["loss"])
+    pairs = [(found[name], expected[name]) for name in expected if name != "loss"]
+    assert any(not torch.equal(a, b) for a, b in pairs)
+    # bfloat16 has eight significant bits: a product of rounded numbers keeps most of them.
+    error = max(float((a - b).norm() / b.norm()) for a, b in pairs)
+    assert 0 < error < 2**-5
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [memory.offload("transformer.h.*"), memory.lower("transformer.h.*")],
+    ids=str,
+)
+def test_what_is_not_kept_as_it_is_leaves_room(rule: Rule) -> None:
+    model = gpt2()
+    before = peak(model, language_loss)
+    memory.apply(model, memory.Policy(rule))
+    assert peak(model, language_loss) < 0.8 * before
+
+
+def test_recomputation_wins_over_offload_and_its_inputs_leave() -> None:
+    model = encoder()
+    memory.apply(
+        model,
+        memory.Policy(memory.recompute("*"), memory.offload("*")),
+        offload_settings=memory.OffloadSettings(least_bytes=1),
+    )
+    results(model, encoder_loss)
+    (mover,) = keeper_of(model).movers.values()
+    rows = 2 * 16 * 32 * 4
+    assert mover.moved_bytes == 3 * rows
+
+
+def test_an_op_that_is_recomputed_runs_twice_and_the_others_once() -> None:
+    counted = _Count()
+    model = encoder(layers=1)
+    memory.apply(model, memory.Policy(memory.recompute(ops="add_layer_norm")))
+    with counted:
+        results(model, encoder_loss)
+    assert counted.calls["fusedops::add_layer_norm"] == 4
+    assert counted.calls["fusedops::attention"] == 1
+
+
+def test_what_is_saved_inside_a_region_is_not_computed_again() -> None:
+    counted = _Count()
+    model = encoder(layers=2)
+    memory.apply(model, memory.Policy(memory.recompute("*"), memory.save(ops="attention")))
+    with counted:
+        results(model, encoder_loss)
+    assert counted.calls["fusedops::attention"] == 2
+    assert counted.calls["fusedops::linear_act"] > 4
+
+
+def test_a_tensor_that_several_nodes_save_is_moved_once() -> None:
+    class Square(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x * 2
+            return y.sin() + y.cos() + (y.view(-1)[: y.numel() // 2] * y.view(-1)[2:].sum()).sum()
+
+    model = nn.Sequential(Square())
+    x = torch.randn(64, 64, requires_grad=True)
+    (expected,) = torch.autograd.grad(model(x).sum(), x)
+    memory.apply(model, memory.Policy(memory.offload("0")))
+    (found,) = torch.autograd.grad(model(x).sum(), x)
+    assert torch.equal(found, expected)
+    (mover,) = keeper_of(model).movers.values()
+    assert mover.moved_bytes == x.nbytes
+
+
+def test_parameters_and_buffers_are_never_offloaded() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(64, 64))
+            self.register_buffer("scale", torch.randn(64, 64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.weight.t() * self.scale
+
+    model = Scaled()
+    x = torch.randn(64, 64, requires_grad=True)
+    memory.apply(
+        model,
+        memory.Policy(memory.offload(when=lambda saved: True)),
+        offload_settings=memory.OffloadSettings(least_bytes=1),
+    )
+    model(x).sum().backward()
+    assert not keeper_of(model).movers
+
+
+def test_a_tensor_that_is_written_to_after_it_was_saved_is_an_error() -> None:
+    class Overwrites(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x.exp()
+            z = y.sin()
+            y.add_(1)
+            return z
+
+    model = Overwrites()
+    x = torch.randn(64, 64, requires_grad=True)
+    for rule in (memory.offload(""), memory.save(""), memory.lower("", dtype=torch.float16)):
+        memory.apply(model, memory.Policy(rule))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            model(x).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: memory.save(), ValueError, "name modules, ops or outputs"),
+        (lambda: memory.save(3), TypeError, "modules must be names"),
+        (lambda: memory.save(ops="atention"), ValueError, "did you mean 'fusedops::attention'"),
+        (lambda: memory.save(ops="aten::nothing_like_it"), ValueError, "is no operator"),
+        (lambda: memory.save(ops=3), TypeError, "ops must be names of operators"),
+        (lambda: memory.save(outputs=3), TypeError, "outputs must be names"),
+        (lambda: memory.save(when=3), TypeError, "when must be a function"),
+        (lambda: memory.lower("x", dtype="bf16"), TypeError, "dtype must be a torch.dtype"),
+        (lambda: memory.lower("x", dtype=torch.int8), ValueError, "a floating dtype"),
+        (lambda: memory.recompute(ops="aten::native_dropout"), ValueError, "draws random numbers"),
+        (lambda: memory.recompute("x", mp_comm_recompute=1), TypeError, "must be a bool"),
+        (
+            lambda: memory.recompute("x", recompute_slice_activation=True),
+            ValueError,
+            "group must be",
+        ),
+        (
+            lambda: memory.recompute(ops="mlp", mp_comm_recompute=False),
+            ValueError,
+            "belong to whole modules",
+        ),
+        (lambda: memory.OffloadSettings(ahead=-1), ValueError, "ahead must be at least 0"),
+        (lambda: memory.OffloadSettings(timeout=0.0), ValueError, "timeout must be positive"),
+        (lambda: memory.OffloadSettings(engine=3), TypeError, "engine must be a function"),
+        (lambda: memory.Policy("recompute"), TypeError, "each rule must come from"),
+        (lambda: memory.apply(nn.Linear(1, 1), "x"), TypeError, "policy must be a Policy"),
+        (lambda: memory.apply(3, memory.Policy()), TypeError, "model must be"),
+        (
+            lambda: memory.apply(encoder(), memory.Policy(memory.save("self_attn"))),
+            ValueError,
+            "names no module of the model; the nearest names are '2.self_attn'",
+        ),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    make: Callable[[], Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        make()
+
+
+def test_a_module_whose_parent_does_its_work_is_refused_and_nothing_changes() -> None:
+    model = gpt2()
+    expected = results(model, language_loss)
+    with pytest.raises(UnsupportedError, match="name the parent instead"):
+        memory.apply(model, memory.Policy(memory.recompute("transformer.h.*.ln_2")))
+    assert all("forward" not in each.__dict__ for each in model.modules())
+    assert_same_bits(results(model, language_loss), expected)
+
+
+class _Count(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts calls of operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        self.calls[name] = self.calls.get(name, 0) + 1
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,76 @@
+"""Recomputation: the same bits as without, and fewer bytes at the peak."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from small_models import assert_same_bits, encoder, encoder_loss, gpt2, language_loss, peak, results
+from torch import nn
+
+from fusedops import memory
+
+
+@pytest.mark.parametrize("patched", [True, False], ids=["patched", "stock"])
+def test_recomputed_gpt2_gives_the_same_bits_in_less_memory(patched: bool) -> None:
+    model = gpt2(patched=patched)
+    expected, before = results(model, language_loss), peak(model, language_loss)
+    memory.apply(model, memory.Policy(memory.recompute("transformer.h.*")))
+    assert_same_bits(results(model, language_loss), expected)
+    assert peak(model, language_loss) < 0.7 * before
+    memory.remove(model)
+    assert_same_bits(results(model, language_loss), expected)
+    assert peak(model, language_loss) > 0.9 * before
+    assert all("forward" not in each.__dict__ for each in model.modules())
+
+
+def test_our_layers_are_recomputed_with_the_same_dropout() -> None:
+    model = encoder(dropout=0.5)
+    expected = results(model, encoder_loss)
+    memory.apply(model, memory.Policy(memory.recompute(nn.TransformerEncoderLayer)))
+    assert_same_bits(results(model, encoder_loss), expected)
+
+
+def test_a_model_with_a_cache_is_recomputed_without_it() -> None:
+    model = gpt2()
+    expected = results(model, language_loss)
+    model.config.use_cache = True
+    memory.apply(model, memory.Policy(memory.recompute("transformer.h.*")))
+    assert_same_bits(results(model, language_loss), expected)
+
+
+def test_a_copy_of_a_model_recomputes_its_own_layers() -> None:
+    model = gpt2()
+    memory.apply(model, memory.Policy(memory.recompute("transformer.h.*")))
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for each in model.parameters():
+            each.zero_()
+    expected = results(gpt2(), language_loss)
+    assert_same_bits(results(twin, language_loss), expected)
+
+
+def test_a_forward_that_differs_the_second_time_is_an_error() -> None:
+    class Fickle(nn.Module):
+        calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return x.exp() if self.calls == 1 else x[:1].exp()
+
+    model = nn.Sequential(Fickle())
+    memory.apply(model, memory.Policy(memory.recompute("0")))
+    loss = model(torch.randn(3, requires_grad=True)).sum()
+    with pytest.raises(RuntimeError, match=r"of 0 kept \[1\].* the first kept \[3\]"):
+        loss.backward()
+
+
+def test_a_graph_that_is_kept_can_be_walked_twice() -> None:
+    model = encoder()
+    memory.apply(model, memory.Policy(memory.recompute("*")))
+    torch.manual_seed(1)
+    loss = encoder_loss(model)
+    first = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+    second = torch.autograd.grad(loss, list(model.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

@@ -1,0 +1,149 @@
+"""The report names the tensors of the peak; fit finds a policy for a budget, or says none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from small_models import (
+    assert_same_bits,
+    encoder,
+    gpt2,
+    language_loss,
+    peak,
+    results,
+    tokens,
+)
+from torch import nn
+
+from fusedops import memory
+from fusedops.memory.apply import keeper_of
+
+
+def _batch() -> dict[str, torch.Tensor]:
+    ids = tokens()
+    return {"input_ids": ids, "labels": ids}
+
+
+def test_a_report_counts_what_is_there() -> None:
+    model = gpt2()
+    state = torch.get_rng_state()
+    optimizer = torch.optim.AdamW(model.parameters())
+    found = memory.report(model, _batch(), optimizer=optimizer)
+    assert torch.equal(torch.get_rng_state(), state)
+    weights = sum(each.nbytes for each in model.parameters())
+    assert found.gradients == weights
+    assert found.states == 2 * weights
+    buffers = sum(each.nbytes for each in model.buffers())
+    assert found.weights == weights + buffers
+    assert abs(found.dynamic - peak(model, language_loss)) <= 0.05 * found.dynamic
+    assert 0.85 * found.dynamic <= found.named <= found.dynamic
+    assert found.named == sum(each.nbytes for each in found.tensors)
+
+
+def test_a_report_knows_our_ops_saved_tensors_by_layer() -> None:
+    model = gpt2()
+    found = memory.report(model, _batch())
+    kept = {(each.layer, each.op, each.output): each for each in found.tensors}
+    for layer in range(4):
+        each = kept[f"transformer.h.{layer}", "fusedops::mlp", "preactivation"]
+        assert each.kind == "activation" and each.nbytes == 4 * 64 * 256 * 4 and each.count == 1
+    text = str(found)
+    assert "fusedops::mlp.preactivation" in text and "transformer.h.3" in text
+    assert found.svg().startswith("<svg") and "transformer.h.2" in found.svg()
+
+
+def test_a_report_of_a_recomputed_model_has_no_activations_of_its_layers() -> None:
+    model = gpt2()
+    usual = memory.report(model, _batch())
+    memory.apply(model, memory.Policy(memory.recompute("transformer.h.*")))
+    found = memory.report(model, _batch())
+    assert found.peak < 0.75 * usual.peak
+    for layer in range(3):
+        assert found.layers.get(f"transformer.h.{layer}", {}).get("activation", 0) <= 2 * 65536
+    assert keeper_of(model) is not None
+
+
+def test_gradients_of_before_a_report_stay() -> None:
+    model = gpt2(layers=2)
+    expected = results(model, language_loss)
+    memory.report(model, _batch())
+    for name, each in model.named_parameters():
+        assert each.grad is not None and torch.equal(each.grad, expected[name])
+
+
+def test_a_budget_that_is_large_enough_needs_no_policy() -> None:
+    model = gpt2(layers=2)
+    found = memory.fit(model, _batch(), 2**30)
+    assert found.policy == memory.Policy() and "nothing" in str(found)
+
+
+@pytest.mark.parametrize("with_offload", [False, True])
+def test_a_fit_keeps_its_budget_and_the_bits(with_offload: bool) -> None:
+    model = gpt2(layers=4)
+    expected = results(model, language_loss)
+    usual = memory.report(model, _batch())
+    budget = usual.weights + int(0.75 * usual.dynamic)
+    model.zero_grad(set_to_none=True)
+    found = memory.fit(model, _batch(), budget, with_offload=with_offload)
+    assert found.policy.rules and found.peak <= budget
+    assert usual.weights + peak(model, language_loss) <= 1.01 * budget
+    assert_same_bits(results(model, language_loss), expected)
+    assert len(found.candidates) == (4 if with_offload else 2)
+    assert str(found.policy) in str(found)
+
+
+def test_fewer_layers_are_recomputed_for_a_larger_budget() -> None:
+    model = gpt2(layers=6)
+    usual = memory.report(model, _batch())
+    chosen = []
+    for share in (0.95, 0.65):
+        budget = usual.weights + int(share * usual.dynamic)
+        found = memory.fit(model, _batch(), budget)
+        needed = [each.layers for each in found.candidates if each.name == "recompute"]
+        chosen.append(needed[0])
+    assert chosen[0] is not None and chosen[1] is not None
+    assert chosen[0] < chosen[1]
+
+
+def test_an_impossible_budget_is_an_error_with_the_smallest_that_is_possible() -> None:
+    model = gpt2(layers=2)
+    with pytest.raises(MemoryError, match="is the smallest that is possible") as caught:
+        memory.fit(model, _batch(), 1000)
+    assert keeper_of(model) is None
+    smallest = int(str(caught.value).split(", and ")[1].split(" ")[0])
+    assert memory.fit(model, _batch(), int(1.01 * smallest)).peak <= 1.01 * smallest
+
+
+def test_losses_are_found_or_asked_for() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return {"name": "no tensor", "x": x}
+
+    with pytest.raises(TypeError, match="report: no loss was found"):
+        memory.report(Two(), torch.ones(3))
+    model = encoder(layers=2)
+    x = torch.randn(1, 4, 32)
+    assert memory.report(model, x).peak > 0
+    assert memory.report(model, (x,), loss=lambda output: output.square().sum()).peak > 0
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: memory.report(3, 4), TypeError, "model must be"),
+        (lambda: memory.report(nn.Linear(1, 1), 4, loss=3), TypeError, "loss must be"),
+        (lambda: memory.report(nn.Linear(1, 1), 4, optimizer=3), TypeError, "optimizer must be"),
+        (lambda: memory.fit(nn.Linear(1, 1), 4, 0), ValueError, "budget must be at least 1"),
+        (lambda: memory.fit(nn.Linear(1, 1), 4, "1G"), TypeError, "budget must be an int"),
+        (lambda: memory.fit(nn.Linear(1, 1), 4, 9), ValueError, "no ModuleList or Sequential"),
+    ],
+)
+def test_wrong_arguments_are_refused(call: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        call()
