@@ -20,7 +20,7 @@ from fusedops._core.library import tag_compiled_code as _tag_compiled_code
 from fusedops.ops import *  # noqa: F403
 
 if TYPE_CHECKING:
-    from fusedops import nn, parallel
+    from fusedops import nn, optim, parallel
     from fusedops._core.host import tune_host
     from fusedops.integrations import (
         PatchReport,
@@ -36,6 +36,7 @@ __version__ = "0.1.0"
 # Imported when first used: the rest of the package does without them.
 _LAZY = {
     "nn": "fusedops.nn",
+    "optim": "fusedops.optim",
     "parallel": "fusedops.parallel",
     "tune_host": "fusedops._core.host",
     "decompositions": "fusedops.integrations",
@@ -52,6 +53,7 @@ __all__ = [
     "counters",
     "decompositions",
     "nn",
+    "optim",
     "parallel",
     "patch",
     "register_attention",
@@ -71,7 +73,7 @@ _tag_compiled_code()
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         module = importlib.import_module(_LAZY[name])
-        return module if name in ("nn", "parallel") else getattr(module, name)
+        return module if name in ("nn", "optim", "parallel") else getattr(module, name)
     raise AttributeError(f"module 'fusedops' has no attribute {name!r}")
 
 

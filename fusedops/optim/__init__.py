@@ -1,0 +1,6 @@
+"""Optimizers over the ops: AdamW in one pass with any mix of dtypes, and norms of whole models."""
+
+from fusedops.optim.adamw import AdamW
+from fusedops.optim.norms import clip_grad_norm_, global_norm
+
+__all__ = ["AdamW", "clip_grad_norm_", "global_norm"]
