@@ -2,5 +2,6 @@
 
 from fusedops.optim.adamw import AdamW
 from fusedops.optim.norms import clip_grad_norm_, global_norm
+from fusedops.optim.offloaded import OffloadedAdamW
 
-__all__ = ["AdamW", "clip_grad_norm_", "global_norm"]
+__all__ = ["AdamW", "OffloadedAdamW", "clip_grad_norm_", "global_norm"]
