@@ -15,13 +15,14 @@ from __future__ import annotations
 import queue
 import threading
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
 from fusedops.ops.adamw import Draw
 from fusedops.optim import _shards, _step_queue
-from fusedops.optim.copy_engine import CopyEngine
+from fusedops.optim.copy_engine import CopyEngine, carry_out
 
 _ALIGNMENT = 64  # bytes: what is written around the cache must begin there
 _MASTERED = ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
@@ -233,17 +234,16 @@ class Workers:
     def _fetch(
         self, slots: list[Slot], gradients: list[Gradient], staging: torch.Tensor
     ) -> list[torch.Tensor]:
-        begin, copied, tickets = 0, [], []
+        begin, copied, copies = 0, [], []
         for slot, gradient in zip(slots, gradients, strict=True):
             grad = gradient.local
             size = grad.numel() * grad.element_size()
             part = staging[begin : begin + size].view(grad.dtype)
             part = torch.as_strided(part, slot.copy.shape, slot.copy.stride())
-            tickets.append(self._engine.fetch(part, grad, gradient.mark))
+            copies.append(partial(self._engine.fetch, part, grad, gradient.mark))
             copied.append(part)
             begin += _padded(size)
-        for ticket in tickets:
-            ticket.wait()
+        carry_out(copies)
         return copied
 
 

@@ -10,7 +10,7 @@ ticket has returned, nobody reads the target, and nobody writes source or target
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -29,6 +29,32 @@ class Ticket(Protocol):
         Raises:
             CopyError: it failed.
         """
+
+
+def carry_out(copies: Iterable[Callable[[], Ticket]]) -> None:
+    """Ask for copies and return when all have ended; where one failed, raise only then.
+
+    Others may still be writing to memory that the caller would use again after an error.
+
+    Args:
+        copies: each asks an engine for a copy.
+
+    Raises:
+        CopyError: the first that failed.
+    """
+    tickets: list[Ticket] = []
+    failed: CopyError | None = None
+    try:
+        for ask in copies:
+            tickets.append(ask())
+    finally:
+        for ticket in tickets:
+            try:
+                ticket.wait()
+            except CopyError as error:
+                failed = failed or error
+    if failed is not None:
+        raise failed
 
 
 class CopyEngine(Protocol):

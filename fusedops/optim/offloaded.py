@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from fusedops.optim._host_memory import available_bytes
 from fusedops.optim._overlap import Basis, Bucket, Gradient, Job, Slot, Workers
 from fusedops.optim._state import Storage, new_state
 from fusedops.optim.adamw import AdamW, Member
-from fusedops.optim.copy_engine import CopyEngine, engine_for
+from fusedops.optim.copy_engine import CopyEngine, carry_out, engine_for
 from fusedops.optim.norms import total
 
 _LOG = logging.getLogger("fusedops")
@@ -46,9 +47,9 @@ class OffloadedAdamW(AdamW):
         eps: as ``AdamW``.
         weight_decay: as ``AdamW``.
         amsgrad: as ``AdamW``.
-        overlap: step during the backward. Costs a second copy of masters and moments. Of plain
-            parameters in a job of several processes (DDP) the gradients are final only after the
-            backward: their steps begin in ``step``.
+        overlap: step during the backward, else all in ``step``. Of plain parameters in a job of
+            several processes (DDP) the gradients are final only after the backward: their steps
+            begin in ``step`` in any case.
         device_fraction: how much of the parameters, by bytes and from the first on, keep their
             states on the device: those whose gradients come last, and hide nothing.
         bucket_bytes: parameters of about so many bytes are copied and stepped together.
@@ -64,7 +65,8 @@ class OffloadedAdamW(AdamW):
             on the way back some parameters may be new: ``restore`` writes them anew.
 
     Note:
-        Between the backward and ``step`` gradients may be changed in place or replaced; this is
+        Host memory holds masters and moments twice, the state and the one that is being made: 24
+        bytes a parameter in float32, and one copy of the parameter. Between the backward and ``step`` gradients may be changed in place or replaced; this is
         seen, and their steps are made again. Writing through ``.data`` is not seen.
 
     Example:
@@ -324,9 +326,8 @@ class OffloadedAdamW(AdamW):
         if kept:
             self._step_batches(kept, factor, found_inf)
         slots = [bucket.slots[i] for bucket, indices in chosen for i in indices]
-        tickets = [self._engine.push(_shards.local(slot.param), slot.copy) for slot in slots]
-        for ticket in tickets:
-            ticket.wait()
+        push = self._engine.push
+        carry_out([partial(push, _shards.local(slot.param), slot.copy) for slot in slots])
         for slot in slots:
             slot.commit()
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from fusedops._core import dtypes
+from fusedops._core import dtypes, env
 
 # A bias, a chunk and a bit, several chunks, nothing, one element.
 SHAPES = ((7,), (3, 5, 2), (129, 131), (40000,), (0, 4), ())
@@ -83,3 +84,12 @@ def assert_same(actual: Any, expected: Any) -> None:
             assert_same(each, other)
     else:
         assert actual == expected
+
+
+def reachable(tensors: list[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
+    """Tell the interpreter, where it runs, of tensors that kernels find in a table."""
+    if not env.triton_interpreted():
+        return contextlib.nullcontext()
+    import triton_interpreter_strict
+
+    return triton_interpreter_strict.reachable(tensors)

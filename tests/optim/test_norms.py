@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from optim_testing import assert_same, parameters, set_gradients
+from optim_testing import assert_same, parameters, reachable, set_gradients
 from torch import nn
 
 import fusedops
@@ -23,12 +23,17 @@ def tensors(dtype: torch.dtype) -> list[torch.Tensor]:
     return [param.detach() for param in parameters(dtype)]
 
 
+TRITON = pytest.param("triton", marks=pytest.mark.interpreter)
+
+
 @every_dtype
-@pytest.mark.parametrize("backend", ["cpp", "torch"])
+@pytest.mark.parametrize("backend", ["cpp", "torch", TRITON])
 def test_sums_of_squares_are_those_of_float64(dtype: torch.dtype, backend: str) -> None:
     given = tensors(dtype)
     truth = [math.fsum(x * x for x in each.double().flatten().tolist()) for each in given]
-    with fusedops.use_backend(backend):
+    if backend == "triton" and dtype == torch.float64:
+        pytest.skip("Triton kernels take no float64")
+    with reachable(given), fusedops.use_backend(backend):
         got = square_sums(given)
     budget = dtypes.error_budget(
         torch.tensor(truth), torch.tensor(truth).double(), torch.float64, depth=40000

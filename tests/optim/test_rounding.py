@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 
 import pytest
 import torch
-from optim_testing import assert_same
+from optim_testing import assert_same, reachable
 from torch import nn
 
 import fusedops
-from fusedops._core import dtypes, env
+from fusedops._core import dtypes
 from fusedops.ops.adamw import Batch, Draw, adamw
 from fusedops.optim import AdamW
 
@@ -63,15 +62,6 @@ def step(given: Batch, backend: str, **options: object) -> list[torch.Tensor]:
     with reachable(tables), fusedops.use_backend(backend):
         adamw(given, lr=0.05, betas=(0.8, 0.95), eps=1e-6, **options)  # type: ignore[arg-type]
     return results(given)
-
-
-def reachable(tensors: list[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
-    """Tell the interpreter, where it runs, of tensors that kernels find in a table."""
-    if not env.triton_interpreted():
-        return contextlib.nullcontext()
-    import triton_interpreter_strict
-
-    return triton_interpreter_strict.reachable(tensors)
 
 
 @each_backend
