@@ -66,8 +66,9 @@ class OffloadedAdamW(AdamW):
 
     Note:
         Host memory holds masters and moments twice, the state and the one that is being made: 24
-        bytes a parameter in float32, and one copy of the parameter. Between the backward and ``step`` gradients may be changed in place or replaced; this is
-        seen, and their steps are made again. Writing through ``.data`` is not seen.
+        bytes a parameter in float32, and one copy of the parameter. Between the backward and
+        ``step`` gradients may be changed in place or replaced; this is seen, and their steps are
+        made again. Writing through ``.data`` is not seen.
 
     Example:
         >>> import torch, fusedops.optim
