@@ -205,4 +205,10 @@ TORCH_LIBRARY(fusedops_cpp, m) {
       "moe_pack(Tensor input, Tensor probs, Tensor? expert_ids, Tensor? index, Tensor? num_rows,"
       " SymInt span, bool quantized, SymInt[] layout) -> (Tensor payload)");
   m.def("moe_unpack(Tensor payload, Tensor like, SymInt[] layout) -> (Tensor rows)");
+  m.def(
+      "adamw(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs,"
+      " Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] copies, Tensor(f!)[] steps,"
+      " Tensor? grad_factor, Tensor? found_inf, int[] draws, float[] weight_decays, float lr,"
+      " float beta1, float beta2, float eps, bool maximize, bool bias_correction) -> ()");
+  m.def("square_sums(Tensor[] inputs) -> (Tensor sums)");
 }

@@ -20,7 +20,7 @@ from fusedops._core.library import tag_compiled_code as _tag_compiled_code
 from fusedops.ops import *  # noqa: F403
 
 if TYPE_CHECKING:
-    from fusedops import memory, nn, parallel
+    from fusedops import checkpoint, memory, nn, optim, parallel, planner
     from fusedops._core.host import tune_host
     from fusedops.integrations import (
         PatchReport,
@@ -35,9 +35,12 @@ __version__ = "0.1.0"
 
 # Imported when first used: the rest of the package does without them.
 _LAZY = {
+    "checkpoint": "fusedops.checkpoint",
     "memory": "fusedops.memory",
     "nn": "fusedops.nn",
+    "optim": "fusedops.optim",
     "parallel": "fusedops.parallel",
+    "planner": "fusedops.planner",
     "tune_host": "fusedops._core.host",
     "decompositions": "fusedops.integrations",
     "patch": "fusedops.integrations",
@@ -50,12 +53,15 @@ _LAZY = {
 __all__ = [
     "PatchReport",
     "UnsupportedError",
+    "checkpoint",
     "counters",
     "decompositions",
     "memory",
     "nn",
+    "optim",
     "parallel",
     "patch",
+    "planner",
     "register_attention",
     "register_experts",
     "reset_counters",
@@ -73,7 +79,7 @@ _tag_compiled_code()
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         module = importlib.import_module(_LAZY[name])
-        return module if name in ("memory", "nn", "parallel") else getattr(module, name)
+        return module if _LAZY[name] == f"fusedops.{name}" else getattr(module, name)
     raise AttributeError(f"module 'fusedops' has no attribute {name!r}")
 
 

@@ -21,7 +21,7 @@ import contextlib
 import functools
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -97,6 +97,7 @@ class Launch:
 
 
 _launch = Launch("", iter(()))
+_listed: list[Region] = []
 _has_other = False  # whether the load that is being interpreted was given ``other``
 _drawn = random.Random(0)
 shuffle: Callable[[list[int]], None] = _drawn.shuffle
@@ -119,6 +120,16 @@ def order(arrange: Callable[[list[int]], None]) -> Iterator[None]:
         _arrange = before
 
 
+@contextlib.contextmanager
+def reachable(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Let kernels use these tensors too, whose addresses they find in a table."""
+    _listed.extend(_region("a listed tensor", each) for each in tensors)
+    try:
+        yield
+    finally:
+        _listed.clear()
+
+
 def _around(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
     """Put a function around ``owner.name``, which becomes its first argument."""
     original = getattr(owner, name)
@@ -137,7 +148,7 @@ def _around(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
 def _run(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     global _launch
     names = (name for name in self.arg_names if name not in self.constexprs)
-    _launch = Launch(self.fn.__name__, names)
+    _launch = Launch(self.fn.__name__, names, list(_listed))
     original(self, *args, **kwargs)
     _find_races(_launch)
 
@@ -146,13 +157,16 @@ def _run(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
 def _convert(original: Any, argument: Any) -> Any:
     converted, name = original(argument), next(_launch.names, "?")
     if isinstance(argument, torch.Tensor):
-        low, size = argument.data_ptr(), argument.element_size()
-        pairs = zip(argument.shape, argument.stride(), strict=True)
-        count = argument.numel() and 1 + sum((n - 1) * stride for n, stride in pairs)
-        storage = argument.untyped_storage().data_ptr()
-        converted.handle.region = Region(name, low, low + count * size, storage)
+        converted.handle.region = _region(name, argument)
         _launch.regions.append(converted.handle.region)
     return converted
+
+
+def _region(name: str, tensor: torch.Tensor) -> Region:
+    low, size = tensor.data_ptr(), tensor.element_size()
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    count = tensor.numel() and 1 + sum((n - 1) * stride for n, stride in pairs)
+    return Region(name, low, low + count * size, tensor.untyped_storage().data_ptr())
 
 
 @_around(InterpreterBuilder, "set_grid_dim")

@@ -1,6 +1,7 @@
 """Builds the compiled libraries with ninja: shared by setup.py, the Makefile and the tests.
 
-    python tools/native.py build          # fusedops/lib/libfusedops_cpu.so, and _cuda.so if it can
+    python tools/native.py build          # fusedops/lib/libfusedops_cpu.so and _host.so, and
+                                          # _cuda.so if it can
     python tools/native.py check-cuda     # compiles everything under csrc/cuda; needs nvcc, no GPU
     python tools/native.py clean
 
@@ -11,6 +12,7 @@ What is compiled is found by name:
 | ``csrc/*.cpp``, ``csrc/cpu/*.cpp`` | once, for the baseline instruction set |
 | ``csrc/cpu/*.isa.cpp`` | per instruction set: ``-DCPU_CAPABILITY=DEFAULT``, ``AVX2``, ``AVX512`` |
 | ``csrc/cpu/*.avx512bf16.cpp`` | once, ``-DCPU_CAPABILITY=AVX512_BF16`` |
+| ``csrc/host/*.cpp`` | once, a Python module (pybind11) that links the library of the above |
 | ``csrc/cuda/*.cu`` | by nvcc for sm_80 and sm_90a; such a file holds no torch header |
 | ``csrc/cuda/*.cpp`` | bindings of the above; linked only where the installed torch has CUDA |
 
@@ -215,11 +217,13 @@ def wants_cuda() -> bool:
 
 def library_names() -> list[str]:
     """Return the names of the libraries that ``build`` makes here."""
-    return ["cpu", "cuda"] if wants_cuda() else ["cpu"]
+    headers = Path(sysconfig.get_paths()["include"]) / "Python.h"  # Debian: python3-dev
+    host = ["host"] if headers.exists() else []
+    return ["cpu", *host, "cuda"] if wants_cuda() else ["cpu", *host]
 
 
 def library_path(name: str) -> Path:
-    """Return where library ``name`` (``"cpu"`` or ``"cuda"``) lies once it is built."""
+    """Return where library ``name`` (``"cpu"``, ``"host"``, ``"cuda"``) lies once it is built."""
     return LIBRARIES / f"libfusedops_{name}.so"
 
 
@@ -259,7 +263,11 @@ def _native_isa() -> str:
 
 def sources(name: str = "cpu") -> list[Path]:
     """Return the files that library ``name`` is compiled from."""
-    patterns = {"cpu": ("*.cpp", "cpu/*.cpp"), "cuda": ("cuda/*.cu", "cuda/*.cpp")}[name]
+    patterns = {
+        "cpu": ("*.cpp", "cpu/*.cpp"),
+        "host": ("host/*.cpp",),
+        "cuda": ("cuda/*.cu", "cuda/*.cpp"),
+    }[name]
     found = sorted(path for pattern in patterns for path in CSRC.glob(pattern))
     if not _x86():
         found = [path for path in found if not path.name.endswith(".avx512bf16.cpp")]
@@ -281,7 +289,9 @@ def stamp(name: str = "cpu") -> dict[str, str]:
     ``isas`` is a list with blanks: the instruction sets in it.
     """
     torch = find_torch()
+    python = {"python": str(sys.implementation.cache_tag)} if name == "host" else {}
     return {
+        **python,
         "library": name,
         "torch": torch.version,
         "cuda": torch.cuda or "",
@@ -405,7 +415,7 @@ def _edges(name: str, folder: Path) -> list[Edge]:
             objects.append(_isa_object(edges, compiled, source, "AVX512_BF16"))
         else:
             built = [f"-DFUSEDOPS_HAS_{isa}" for isa in isa_variants()]
-            objects.append(compiled("cxx", source, ".o", [*built, *_cuda_includes(name)]))
+            objects.append(compiled("cxx", source, ".o", [*built, *_includes(name)]))
     output = str(folder / f"libfusedops_{name}.so")
     edges.append(Edge("link", output, tuple(objects), tuple(link_flags(name))))
     return edges
@@ -464,7 +474,9 @@ def _isa_object(edges: list[Edge], compiled, source: Path, isa: str) -> str:  # 
     return str(output)
 
 
-def _cuda_includes(name: str) -> list[str]:
+def _includes(name: str) -> list[str]:
+    if name == "host":
+        return [f"-isystem{sysconfig.get_paths()['include']}"]
     if name != "cuda":
         return []
     home = cuda_home()
@@ -473,6 +485,8 @@ def _cuda_includes(name: str) -> list[str]:
 
 
 def link_flags(name: str) -> list[str]:
+    if name == "host":  # symbols of Python come from the process
+        return [f"-L{LIBRARIES}", "-l:libfusedops_cpu.so", "-Wl,-rpath,$ORIGIN"]
     folder = find_torch().folder / "lib"
     flags = [f"-L{folder}", "-Wl,--no-as-needed", "-lc10", "-ltorch_cpu", "-ltorch"]
     # Without -fopenmp: the only OpenMP runtime in the process must be the one that torch brings.
@@ -524,7 +538,7 @@ def execute(folder: Path, name: str, edges: list[Edge], *, verbose: bool) -> Non
         inputs = " ".join(map(_escaped, edge.sources))
         inputs += "".join(f" | {_escaped(each)}" for each in edge.needs)
         lines.append(f"build {_escaped(edge.output)}: {edge.rule} {inputs}")
-        lines.append(f"  flags = {shlex.join(edge.flags)}")
+        lines.append(f"  flags = {shlex.join(edge.flags).replace('$', '$$')}")
     file = folder / f"{name}.ninja"
     text = "\n".join(lines) + "\n"
     if not file.exists() or file.read_text() != text:

@@ -175,7 +175,7 @@ def resolve(name: str, *args: Any, backward: bool = False) -> Resolution:
     passed_over: list[tuple[str, str]] = []
     candidates = order(device)
     entries = tuning_in_force(device).entries
-    key = tuning.key(name + "_backward" * backward, args) if entries else None
+    key = tuning.key(name + "_backward" * backward, tuple(_tensors(args))) if entries else None
     tuned = entries.get(key) if key else None
     if tuned is not None and key is not None:
         reason = _unsupported(kernels, tuned.backend, device, args, backward)
@@ -343,10 +343,18 @@ def _configs(kernels: Kernels) -> tuple[str, ...]:
     return tuple(offered()) if offered is not None else ()
 
 
-def _device(args: tuple[Any, ...]) -> torch.device:
+def _tensors(args: tuple[Any, ...]) -> Iterator[torch.Tensor]:
+    """Yield the tensors among the arguments of an op, those of lists too, in order."""
     for arg in args:
         if isinstance(arg, torch.Tensor):
-            return arg.device
+            yield arg
+        elif isinstance(arg, list):
+            yield from (each for each in arg if isinstance(each, torch.Tensor))
+
+
+def _device(args: tuple[Any, ...]) -> torch.device:
+    for tensor in _tensors(args):
+        return tensor.device
     raise TypeError("resolve: args must be those of the registered op, got no torch.Tensor in them")
 
 
@@ -409,9 +417,9 @@ def _unsupported_triton(
 
 
 def _unsupported_dtype(args: tuple[Any, ...], known: tuple[torch.dtype, ...]) -> str | None:
-    for arg in args:
-        if isinstance(arg, torch.Tensor) and arg.dtype.is_floating_point and arg.dtype not in known:
-            return f"it has no kernel for {arg.dtype}"
+    for tensor in _tensors(args):
+        if tensor.dtype.is_floating_point and tensor.dtype not in known:
+            return f"it has no kernel for {tensor.dtype}"
     return None
 
 

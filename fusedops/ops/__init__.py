@@ -1,6 +1,10 @@
 """The ops: one file each, with the public function, the specification and the registration."""
 
-from fusedops.ops import _flops
+from fusedops.ops import (
+    _flops,
+    adamw,  # noqa: F401 for fusedops.optim
+    square_sums,  # noqa: F401 for fusedops.optim
+)
 from fusedops.ops._balancing import update_balancing_bias
 from fusedops.ops._routing_plan import RoutingPlan
 from fusedops.ops._routing_reuse import keep_routing, routing_contexts

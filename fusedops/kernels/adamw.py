@@ -1,0 +1,253 @@
+"""The AdamW step in Triton: one launch for all tensors of one mixture of dtypes.
+
+A program updates one block of one tensor: it reads gradient, moments and parameter once and writes
+moments, parameter and copy once. What all elements of a tensor share (step size, root of the bias
+correction, decay) is computed on the device before, because the number of steps is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from fusedops.kernels import _launch, _pointer_table
+from fusedops.kernels._device import PHILOX_ROUNDS
+from fusedops.kernels._pointer_table import BLOCK
+
+_OPTIONS: dict[str, Any] = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
+# Columns of the table: six addresses, the size, and what Philox and its counters begin with.
+_COLUMNS = 12
+
+
+@triton.jit
+def _words(element, key, offset):
+    """Return a random word for each element of a parameter; ``ops/adamw.py`` specifies it."""
+    counter = element >> 2
+    low, high = (counter & 0xFFFFFFFF).to(tl.uint32), (counter >> 32).to(tl.uint32)
+    offset_low = (offset & 0xFFFFFFFF).to(tl.uint32)
+    offset_high = ((offset >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    w0, w1, w2, w3 = tl.philox(key, low, high, offset_low, offset_high, PHILOX_ROUNDS)
+    word = element & 3
+    return tl.where(word == 0, w0, tl.where(word == 1, w1, tl.where(word == 2, w2, w3)))
+
+
+@triton.jit
+def _rounded(value, words, SHIFT: tl.constexpr):
+    """Return the bfloat16 above or below ``value``, as 16 bits of the words say."""
+    bits = value.to(tl.uint32, bitcast=True) + ((words >> SHIFT) & 0xFFFF)
+    cut = tl.where(value == value, bits >> 16, 0x7FC0)
+    return cut.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _step_kernel(
+    table_ptr,
+    blocks_ptr,
+    scalars_ptr,
+    steps_ptr,
+    factor_ptr,
+    found_inf_ptr,
+    param_ptr,
+    grad_ptr,
+    state_ptr,
+    copy_ptr,
+    beta1,
+    beta2,
+    rest1,
+    rest2,
+    eps,
+    HAS_FACTOR: tl.constexpr,
+    HAS_FOUND_INF: tl.constexpr,
+    MAXIMIZE: tl.constexpr,
+    AMSGRAD: tl.constexpr,
+    COPY: tl.constexpr,
+    DRAW_STATE: tl.constexpr,
+    DRAW_PARAM: tl.constexpr,
+    VECTORIZES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    program = tl.program_id(0).to(tl.int64)
+    tensor = tl.load(blocks_ptr + 2 * program).to(tl.int64)
+    block = tl.load(blocks_ptr + 2 * program + 1).to(tl.int64)
+    row = table_ptr + tensor * COLUMNS
+    # The typed arguments are any tensors of these dtypes: only their types are used.
+    param = tl.load(row).to(param_ptr.dtype)
+    grad = tl.load(row + 1).to(grad_ptr.dtype)
+    first = tl.load(row + 2).to(state_ptr.dtype)
+    second = tl.load(row + 3).to(state_ptr.dtype)
+    if VECTORIZES:
+        param, grad = tl.multiple_of(param, 16), tl.multiple_of(grad, 16)
+        first, second = tl.multiple_of(first, 16), tl.multiple_of(second, 16)
+    size = tl.load(row + 6)
+    if HAS_FOUND_INF:
+        size = tl.where(tl.load(found_inf_ptr) == 0.0, size, 0)
+    if VECTORIZES:
+        size = tl.multiple_of(size, 16)
+    step_size = tl.load(scalars_ptr + 3 * tensor)
+    inverse_root = tl.load(scalars_ptr + 3 * tensor + 1)
+    decay = tl.load(scalars_ptr + 3 * tensor + 2)
+
+    i = block * BLOCK + tl.arange(0, BLOCK)
+    mask = i < size
+    if DRAW_STATE or DRAW_PARAM:
+        key, base = tl.load(row + 7), tl.load(row + 8)
+        run, pitch = tl.load(row + 9), tl.load(row + 10)
+        element = base + i // run * pitch + i % run
+        offset = 2 * tl.load(steps_ptr + tensor).to(tl.int64)
+        if DRAW_STATE:
+            words = _words(element, key, offset)
+        if DRAW_PARAM or AMSGRAD:
+            more_words = _words(element, key, offset + 1)
+
+    g = tl.load(grad + i, mask=mask, other=0.0).to(tl.float32)
+    if HAS_FACTOR:
+        g *= tl.load(factor_ptr).to(tl.float32)
+    if MAXIMIZE:
+        g = -g
+    m = tl.load(first + i, mask=mask, other=0.0).to(tl.float32) * beta1 + rest1 * g
+    v = tl.load(second + i, mask=mask, other=0.0).to(tl.float32) * beta2 + rest2 * g * g
+    if DRAW_STATE:
+        tl.store(first + i, _rounded(m, words, 0), mask=mask)
+        tl.store(second + i, _rounded(v, words, 16), mask=mask)
+    else:
+        tl.store(first + i, m.to(state_ptr.dtype.element_ty), mask=mask)
+        tl.store(second + i, v.to(state_ptr.dtype.element_ty), mask=mask)
+    if AMSGRAD:
+        largest = tl.load(row + 4).to(state_ptr.dtype)
+        before = tl.load(largest + i, mask=mask, other=0.0).to(tl.float32)
+        v = tl.maximum(v, before, propagate_nan=tl.PropagateNan.ALL)
+        if DRAW_STATE:
+            tl.store(largest + i, _rounded(v, more_words, 16), mask=mask)
+        else:
+            tl.store(largest + i, v.to(state_ptr.dtype.element_ty), mask=mask)
+    p = tl.load(param + i, mask=mask, other=0.0).to(tl.float32)
+    moved = m / (tl.sqrt_rn(v) * inverse_root + eps)
+    p -= decay * p + step_size * moved
+    if DRAW_PARAM:
+        tl.store(param + i, _rounded(p, more_words, 0), mask=mask)
+    else:
+        tl.store(param + i, p.to(param_ptr.dtype.element_ty), mask=mask)
+    if COPY:
+        copy = tl.load(row + 5).to(copy_ptr.dtype)
+        if VECTORIZES:
+            copy = tl.multiple_of(copy, 16)
+        tl.store(copy + i, p.to(copy_ptr.dtype.element_ty), mask=mask)
+
+
+def forward(
+    params: list[torch.Tensor],
+    grads: list[torch.Tensor],
+    exp_avgs: list[torch.Tensor],
+    exp_avg_sqs: list[torch.Tensor],
+    max_exp_avg_sqs: list[torch.Tensor],
+    copies: list[torch.Tensor],
+    steps: list[torch.Tensor],
+    grad_factor: torch.Tensor | None,
+    found_inf: torch.Tensor | None,
+    draws: Sequence[int],
+    weight_decays: Sequence[float],
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    maximize: bool,
+    bias_correction: bool,
+) -> None:
+    """Launch the step; arguments are those of ``fusedops::adamw``."""
+    device = params[0].device
+    _count_steps(steps, found_inf)
+    lists = (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, copies)
+    kinds: dict[tuple[Any, ...], list[int]] = {}
+    for i, param in enumerate(params):
+        copied = copies[i].dtype if copies else param.dtype
+        vectorizes = _pointer_table.vectorizes(*(each[i] for each in lists if each))
+        kind = (param.dtype, grads[i].dtype, exp_avgs[i].dtype, copied, vectorizes)
+        if param.numel() > 0:
+            kinds.setdefault(kind, []).append(i)
+    for (*_, vectorizes), members in kinds.items():
+        chosen = [[each[i] for i in members] if each else [] for each in lists]
+        numbers = [[*draws[4 * i : 4 * i + 4]] or [0, 0, 1, 1] for i in members]
+        sizes = [params[i].numel() for i in members]
+        table = torch.zeros(len(members), _COLUMNS, dtype=torch.int64)
+        table[:, :6] = _pointer_table.addresses(*chosen)
+        table[:, 6] = torch.tensor(sizes)
+        table[:, 7:11] = torch.tensor(numbers)
+        counts = torch.stack([steps[i].reshape(()) for i in members]).to(device)
+        scalars = _scalars(
+            counts, [weight_decays[i] for i in members], lr, beta1, beta2, bias_correction
+        )
+        blocks = _pointer_table.blocks(tuple(sizes), device)
+        like = [each[0] if each else chosen[0][0] for each in chosen]
+        with _launch.device_of(params[0]):
+            _step_kernel[(len(blocks),)](
+                table.to(device, non_blocking=True),
+                blocks,
+                scalars,
+                counts,
+                scalars if grad_factor is None else grad_factor,
+                scalars if found_inf is None else found_inf,
+                *(like[k] for k in (0, 1, 2, 5)),
+                beta1,
+                beta2,
+                1.0 - beta1,
+                1.0 - beta2,
+                eps,
+                HAS_FACTOR=grad_factor is not None,
+                HAS_FOUND_INF=found_inf is not None,
+                MAXIMIZE=maximize,
+                AMSGRAD=bool(max_exp_avg_sqs),
+                COPY=bool(copies),
+                DRAW_STATE=bool(draws) and like[2].dtype == torch.bfloat16,
+                DRAW_PARAM=bool(draws) and like[0].dtype == torch.bfloat16,
+                VECTORIZES=vectorizes,
+                COLUMNS=_COLUMNS,
+                BLOCK=BLOCK,
+                **_OPTIONS,
+            )
+
+
+def _count_steps(steps: list[torch.Tensor], found_inf: torch.Tensor | None) -> None:
+    """Count the step where it is made: on the device, which alone knows ``found_inf``."""
+    if found_inf is None:
+        torch._foreach_add_(steps, 1.0)
+    else:
+        for step in steps:
+            step += (found_inf.to(step.device) == 0).reshape(step.shape)
+
+
+def _scalars(
+    counts: torch.Tensor,
+    weight_decays: list[float],
+    lr: float,
+    beta1: float,
+    beta2: float,
+    bias_correction: bool,
+) -> torch.Tensor:
+    """Return float32 ``[tensors, 3]``: step size, inverse root of the bias correction, decay."""
+    t = counts.double()
+    decay = torch.tensor([lr * each for each in weight_decays], dtype=torch.float64)
+    step_size = lr / (1 - beta1**t) if bias_correction else torch.full_like(t, lr)
+    root = (1 - beta2**t).rsqrt() if bias_correction else torch.ones_like(t)
+    return torch.stack([step_size, root, decay.to(t.device, non_blocking=True)], dim=1).float()
+
+
+def static_report_cases() -> list[dict[str, Any]]:
+    """Return the configurations whose registers, spills and instructions are kept on record."""
+    types = {"table_ptr": "*i64", "blocks_ptr": "*i32", "scalars_ptr": "*fp32"}
+    types |= {"steps_ptr": "*fp32", "factor_ptr": "*fp64", "found_inf_ptr": "*fp32"}
+    types |= dict.fromkeys(("beta1", "beta2", "rest1", "rest2", "eps"), "fp32")
+    mixed = {"param_ptr": "*fp32", "grad_ptr": "*bf16", "state_ptr": "*fp32", "copy_ptr": "*bf16"}
+    usual = {"MAXIMIZE": False, "AMSGRAD": False, "VECTORIZES": True, "COLUMNS": _COLUMNS}
+    usual |= {"HAS_FACTOR": True, "HAS_FOUND_INF": True, "BLOCK": BLOCK}
+    plain = {"COPY": True, "DRAW_STATE": False, "DRAW_PARAM": False}
+    half = dict.fromkeys(("param_ptr", "grad_ptr", "state_ptr", "copy_ptr"), "*bf16")
+    drawn = {"COPY": False, "DRAW_STATE": True, "DRAW_PARAM": True}
+    return [
+        _launch.report_case(_step_kernel, types | mixed, usual | plain, _OPTIONS),
+        _launch.report_case(_step_kernel, types | half, usual | drawn, _OPTIONS),
+    ]

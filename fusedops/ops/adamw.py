@@ -1,0 +1,238 @@
+"""The AdamW step of many tensors at once, in place.
+
+For each parameter p with gradient grad and moments m and v, at step t:
+
+    g = grad * grad_factor                          (-grad with ``maximize``)
+    m = beta1 m + (1 - beta1) g
+    v = beta2 v + (1 - beta2) g^2
+    p = p - lr (weight_decay p + m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps))
+    copy = p in the copy's dtype
+
+Kernels: ``csrc/cpu/adamw.*``, ``kernels/adamw.py``; here are the call, the specification and the
+registration. ``fusedops.optim`` is what users call, and it checks the arguments.
+
+An op of another kind than the others: it returns nothing, writes to what it is given, and takes
+lists, because a launch per tensor would cost more than the step of a bias.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from fusedops._core import dtypes, philox
+from fusedops._core.library import define_multi_tensor
+
+_LOW = 0xFFFFFFFF
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What decides the random bits of one parameter's stochastic rounding.
+
+    Attributes:
+        key: of Philox; the offset is the step's number.
+        base: number of the first element in the whole parameter, in row-major order.
+        run: how many elements follow each other there.
+        pitch: how far it is from the start of one run to that of the next.
+    """
+
+    key: int
+    base: int
+    run: int
+    pitch: int
+
+
+@dataclass
+class Batch:
+    """The tensors of a step. A list is empty, or as long as ``params``.
+
+    All tensors of a parameter have its shape and its strides, without gaps.
+
+    Attributes:
+        params: float32, bfloat16, float16, or float64 beside nothing else.
+        grads: read only.
+        exp_avgs: first moments.
+        exp_avg_sqs: second moments.
+        max_exp_avg_sqs: their largest values, for amsgrad.
+        copies: what receives ``params`` rounded to its own dtype.
+        steps: number of steps that were made, one element each; counted up.
+        draws: with them float32 becomes bfloat16, in states and params, by stochastic rounding.
+        weight_decays: one for each.
+    """
+
+    params: list[torch.Tensor] = field(default_factory=list)
+    grads: list[torch.Tensor] = field(default_factory=list)
+    exp_avgs: list[torch.Tensor] = field(default_factory=list)
+    exp_avg_sqs: list[torch.Tensor] = field(default_factory=list)
+    max_exp_avg_sqs: list[torch.Tensor] = field(default_factory=list)
+    copies: list[torch.Tensor] = field(default_factory=list)
+    steps: list[torch.Tensor] = field(default_factory=list)
+    draws: list[Draw] = field(default_factory=list)
+    weight_decays: list[float] = field(default_factory=list)
+
+
+def adamw(
+    batch: Batch,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    maximize: bool = False,
+    bias_correction: bool = True,
+    grad_factor: torch.Tensor | None = None,
+    found_inf: torch.Tensor | None = None,
+) -> None:
+    """Make one step of every parameter of a batch, in place.
+
+    Args:
+        batch: the tensors, all on one device.
+        lr: learning rate.
+        betas: of the two moments.
+        eps: added to the denominator.
+        maximize: go up instead of down.
+        bias_correction: divide the moments by ``1 - beta^t``.
+        grad_factor: one element; gradients are multiplied by it as they are read.
+        found_inf: one element; unless it is 0 nothing is written, not even ``steps``.
+
+    Note:
+        Arithmetic is float32 (float64 for float64); each result is rounded once. Every element is
+        computed alone: the same bits for any threads, batches and shards. Backends: cpp, triton,
+        torch.
+
+    Reference:
+        Loshchilov, Hutter: Decoupled Weight Decay Regularization, arXiv:1711.05101.
+
+    Example:
+        >>> import torch
+        >>> from fusedops.ops.adamw import Batch, adamw
+        >>> p, zero = torch.ones(2), lambda: [torch.zeros(2)]
+        >>> batch = Batch([p], [torch.tensor([1.0, -2.0])], zero(), zero(), steps=[torch.zeros(())],
+        ...               weight_decays=[0.0])
+        >>> adamw(batch, lr=0.5, betas=(0.9, 0.999), eps=0.0)
+        >>> p
+        tensor([0.5000, 1.5000])
+    """
+    if not batch.params:
+        return
+    draws = [number for each in batch.draws for number in _numbers(each)]
+    _OP(
+        batch.params,
+        batch.grads,
+        batch.exp_avgs,
+        batch.exp_avg_sqs,
+        batch.max_exp_avg_sqs,
+        batch.copies,
+        batch.steps,
+        grad_factor,
+        found_inf,
+        draws,
+        batch.weight_decays,
+        lr,
+        *betas,
+        eps,
+        maximize,
+        bias_correction,
+    )
+
+
+def _numbers(draw: Draw) -> tuple[int, int, int, int]:
+    return draw.key, draw.base, draw.run, draw.pitch
+
+
+def _reference(
+    params: list[torch.Tensor],
+    grads: list[torch.Tensor],
+    exp_avgs: list[torch.Tensor],
+    exp_avg_sqs: list[torch.Tensor],
+    max_exp_avg_sqs: list[torch.Tensor],
+    copies: list[torch.Tensor],
+    steps: list[torch.Tensor],
+    grad_factor: torch.Tensor | None,
+    found_inf: torch.Tensor | None,
+    draws: Sequence[int],
+    weight_decays: Sequence[float],
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    maximize: bool,
+    bias_correction: bool,
+) -> None:
+    if found_inf is not None and bool(found_inf != 0):
+        return
+    for i, param in enumerate(params):
+        wide = dtypes.statistics_dtype(param.dtype)
+        steps[i] += 1
+        t = steps[i].item()
+        grad = grads[i].to(wide) * (-1.0 if maximize else 1.0)
+        if grad_factor is not None:
+            grad = grad * grad_factor.to(wide)
+        first = beta1 * exp_avgs[i].to(wide) + (1 - beta1) * grad
+        second = beta2 * exp_avg_sqs[i].to(wide) + (1 - beta2) * grad * grad
+        words = _words(param, draws[4 * i : 4 * i + 4], t) if draws else (None, None)
+        _store(exp_avgs[i], first, words[0], 0)
+        _store(exp_avg_sqs[i], second, words[0], 16)
+        if max_exp_avg_sqs:
+            second = torch.maximum(second, max_exp_avg_sqs[i].to(wide))
+            _store(max_exp_avg_sqs[i], second, words[1], 16)
+        step_size = lr / (1 - beta1**t) if bias_correction else lr
+        inverse_root = (1 - beta2**t) ** -0.5 if bias_correction else 1.0
+        p = param.to(wide)
+        moved = first / (second.sqrt() * inverse_root + eps)
+        p = p - (lr * weight_decays[i] * p + step_size * moved)
+        _store(param, p, words[1], 0)
+        if copies:
+            copies[i].copy_(p)
+
+
+def _words(
+    param: torch.Tensor, draw: Sequence[int], step: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return two random words of each element, int64 values below 2**32."""
+    key, base, run, pitch = draw
+    local = torch.arange(param.numel(), device=param.device)
+    element = base + local // max(1, run) * pitch + local % max(1, run)
+    counter = element // 4
+    both = []
+    for offset in (2 * int(step), 2 * int(step) + 1):
+        offset_low, offset_high, key_low, key_high = (
+            torch.tensor(each & _LOW, device=param.device)
+            for each in (offset, offset >> 32, key, key >> 32)
+        )
+        drawn = philox.philox4x32(
+            (counter & _LOW, counter >> 32, offset_low, offset_high), (key_low, key_high)
+        )
+        words = torch.stack(torch.broadcast_tensors(*drawn))
+        words = words.gather(0, (element % 4).unsqueeze(0)).squeeze(0)
+        both.append(words.view(param.shape))
+    return both[0], both[1]
+
+
+def _store(to: torch.Tensor, value: torch.Tensor, words: torch.Tensor | None, shift: int) -> None:
+    """Round ``value`` into ``to``: by 16 bits of the words where ``to`` is bfloat16."""
+    if words is None or to.dtype != torch.bfloat16:
+        to.copy_(value)
+        return
+    bits = value.contiguous().view(torch.int32).to(torch.int64) & _LOW
+    rounded = ((bits + ((words >> shift) & 0xFFFF)) >> 16) << 16
+    rounded = torch.where(rounded >= 2**31, rounded - 2**32, rounded).to(torch.int32)
+    to.copy_(torch.where(value.isnan(), value, rounded.view(torch.float32)))
+
+
+def _fake(*args: object) -> None:
+    return None
+
+
+_OP = define_multi_tensor(
+    "adamw",
+    "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs,"
+    " Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] copies, Tensor(f!)[] steps,"
+    " Tensor? grad_factor, Tensor? found_inf, int[] draws, float[] weight_decays, float lr,"
+    " float beta1, float beta2, float eps, bool maximize, bool bias_correction) -> ()",
+    reference=_reference,
+    fake=_fake,
+    triton="fusedops.kernels.adamw",
+)

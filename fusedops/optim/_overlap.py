@@ -1,0 +1,251 @@
+"""Steps of buckets that run while the backward does, beside the state that they start from.
+
+A bucket is some parameters of one group. When the last of their gradients has been accumulated, a
+worker copies the gradients to its own staging memory, has the step queue sum their squares and
+make the step, from the current state into a second one (the shadow), and keeps the sums. The
+current state is not touched: ``commit`` exchanges the two, and whoever does not call it has made
+no step.
+
+What a finished job is worth is decided when the optimizer steps: it counts if every gradient is
+still the one that was copied, and if the numbers that it used are those of the step (``Basis``).
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from fusedops.ops.adamw import Draw
+from fusedops.optim import _shards, _step_queue
+from fusedops.optim.copy_engine import CopyEngine, carry_out
+
+_ALIGNMENT = 64  # bytes: what is written around the cache must begin there
+_MASTERED = ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Basis:
+    """The numbers of a step, beside its tensors.
+
+    Attributes:
+        lr: learning rate.
+        betas: of the moments.
+        eps: in the denominator.
+        bias_correction: whether there is one.
+        grad_factor: what gradients are multiplied by, negative to maximize.
+        decays: weight decay of each member.
+        steps: number of this step, of each member.
+    """
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    bias_correction: bool
+    grad_factor: float
+    decays: tuple[float, ...]
+    steps: tuple[float, ...]
+
+
+@dataclass
+class Slot:
+    """What one parameter has in host memory beside its state.
+
+    Attributes:
+        param: the parameter.
+        state: its state in the optimizer.
+        shadow: the state after the step that is being made.
+        copy: the parameter after that step, in its own dtype, local.
+        draw: what its stochastic rounding draws by.
+    """
+
+    param: Any
+    state: dict[str, Any]
+    shadow: dict[str, Any]
+    copy: torch.Tensor
+    draw: Draw | None
+
+    def commit(self) -> None:
+        """Make the shadow the state."""
+        for name, new in self.shadow.items():
+            self.shadow[name], self.state[name] = self.state[name], new
+        self.state["step"] += 1
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """A gradient as it was when a job began.
+
+    Attributes:
+        whole: the parameter's ``grad``.
+        local: its part that is here, cut as the parameter is.
+        version: counts what was written to it.
+        mark: of the copy engine: what the device computes before.
+    """
+
+    whole: Any
+    local: torch.Tensor
+    version: int
+    mark: Any
+
+    @classmethod
+    def of(cls, param: Any, mark: Any) -> Gradient:
+        """Note the gradient that a parameter has now; may be a collective operation."""
+        local = _shards.local(_shards.placed_like(param.grad, param))
+        return cls(param.grad, local, _version(param.grad), mark)
+
+    def is_that_of(self, param: Any) -> bool:
+        """Whether a parameter has this gradient still, and nothing was written to it."""
+        return param.grad is self.whole and _version(param.grad) == self.version
+
+
+def _version(tensor: Any) -> int:
+    return int(_shards.local(tensor)._version)
+
+
+@dataclass
+class Job:
+    """One run of a bucket: what it was given, and what came of it."""
+
+    members: list[int]  # slots of the bucket that have a gradient
+    gradients: list[Gradient]
+    basis: Basis
+    steps: bool  # or only the sums
+    sums: list[float] = field(default_factory=list)
+    error: Exception | None = None
+    finished: threading.Event = field(default_factory=threading.Event)
+
+
+class Bucket:
+    """Some parameters of one group, the gradients that arrived, and the job that ran last."""
+
+    def __init__(self, group: dict[str, Any], slots: list[Slot]) -> None:
+        self.group = group
+        self.slots = slots
+        self.arrived: dict[int, Gradient] = {}
+        self.job: Job | None = None
+
+    def sums(self, members: list[int]) -> list[float] | None:
+        """Return the last job's sums; ``None`` unless they are of the gradients of now."""
+        job = self.job
+        if job is None or job.error is not None or job.members != members:
+            return None
+        pairs = zip(job.members, job.gradients, strict=True)
+        current = all(gradient.is_that_of(self.slots[i].param) for i, gradient in pairs)
+        return job.sums if current else None
+
+    @property
+    def staging_bytes(self) -> int:
+        """How much memory the copies of its gradients may take: those of float32."""
+        return sum(_padded(4 * _wide(slot)) for slot in self.slots)
+
+
+def _wide(slot: Slot) -> int:
+    return slot.copy.numel() * max(1, slot.copy.element_size() // 4)
+
+
+def _padded(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+class Workers:
+    """Threads that carry jobs through: copy in, sum and step, each with its own staging memory.
+
+    A worker begins a bucket only when the last one has been read to its end, so that staging
+    memory is never overwritten while the step queue reads it.
+    """
+
+    def __init__(self, engine: CopyEngine, *, workers: int, threads: int, staging: int) -> None:
+        self._engine = engine
+        self._queue = _step_queue.new_queue(threads)
+        self._given: queue.SimpleQueue[tuple[Bucket, Job] | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._work, args=(self._staging(staging),), daemon=True)
+            for _ in range(workers)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def start(self, bucket: Bucket, job: Job) -> None:
+        """Begin a job; ``job.finished`` is set at its end, in any case."""
+        bucket.job = job
+        self._given.put((bucket, job))
+
+    def close(self) -> None:
+        """Finish what was begun and end the threads."""
+        for _ in self._threads:
+            self._given.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._queue.close()
+
+    def _staging(self, size: int) -> torch.Tensor:
+        like = torch.empty(size + _ALIGNMENT, dtype=torch.uint8, device="meta")
+        whole = self._engine.new_buffer(like, torch.uint8)
+        return whole[-whole.data_ptr() % _ALIGNMENT :][:size]
+
+    def _work(self, staging: torch.Tensor) -> None:
+        while (given := self._given.get()) is not None:
+            bucket, job = given
+            try:
+                self._run(bucket, job, staging)
+            except Exception as error:
+                job.error = error
+            finally:
+                job.finished.set()
+
+    def _run(self, bucket: Bucket, job: Job, staging: torch.Tensor) -> None:
+        slots = [bucket.slots[i] for i in job.members]
+        copied = self._fetch(slots, job.gradients, staging)
+        basis = job.basis
+        tensors = [
+            _step_queue.describe(
+                _locals(slot.state),
+                _locals(slot.shadow),
+                grad,
+                slot.copy,
+                step=basis.steps[i],
+                lr=basis.lr,
+                betas=basis.betas,
+                decay=basis.decays[i],
+                bias_correction=basis.bias_correction,
+                draw=slot.draw,
+            )
+            for i, slot, grad in zip(job.members, slots, copied, strict=True)
+        ]
+        number = self._queue.submit(
+            tensors,
+            beta1=basis.betas[0],
+            beta2=basis.betas[1],
+            eps=basis.eps,
+            grad_factor=basis.grad_factor,
+            steps=job.steps,
+            stochastic=any(slot.draw is not None for slot in slots),
+        )
+        job.sums = self._wait(number)
+
+    def _wait(self, number: int) -> list[float]:
+        return self._queue.wait(number)
+
+    def _fetch(
+        self, slots: list[Slot], gradients: list[Gradient], staging: torch.Tensor
+    ) -> list[torch.Tensor]:
+        begin, copied, copies = 0, [], []
+        for slot, gradient in zip(slots, gradients, strict=True):
+            grad = gradient.local
+            size = grad.numel() * grad.element_size()
+            part = staging[begin : begin + size].view(grad.dtype)
+            part = torch.as_strided(part, slot.copy.shape, slot.copy.stride())
+            copies.append(partial(self._engine.fetch, part, grad, gradient.mark))
+            copied.append(part)
+            begin += _padded(size)
+        carry_out(copies)
+        return copied
+
+
+def _locals(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: _shards.local(state[name]) for name in _MASTERED if name in state}

@@ -1,0 +1,119 @@
+"""DTensors as an optimizer sees them: the local part, its place in the whole, sums over all parts.
+
+``torch.distributed.tensor`` takes a second to import. A DTensor exists only where somebody did, so
+that nothing here imports it first.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fusedops._core.checks import UnsupportedError
+
+
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a DTensor."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local(tensor: Any) -> torch.Tensor:
+    """Return the part of a tensor that is here, without a graph; a plain tensor is all of it."""
+    part = tensor.detach()
+    if is_dtensor(part):
+        part = part._local_tensor
+        if hasattr(part, "trigger_wait"):  # the result of a collective that may still run
+            part = part.trigger_wait()
+    return part
+
+
+def placed_like(grad: Any, param: Any) -> Any:
+    """Return a gradient cut as its parameter is: a sum that is pending is made."""
+    if is_dtensor(param) and is_dtensor(grad) and grad.placements != param.placements:
+        return grad.redistribute(placements=param.placements)
+    return grad
+
+
+def summed(tensor: Any) -> Any:
+    """Return a tensor of which no sum over processes is pending."""
+    if not is_dtensor(tensor) or not any(each.is_partial() for each in tensor.placements):
+        return tensor
+    from torch.distributed.tensor import Replicate
+
+    wanted = [Replicate() if each.is_partial() else each for each in tensor.placements]
+    return tensor.redistribute(placements=wanted)
+
+
+def place(tensor: Any, name: str) -> tuple[int, int, int]:
+    """Return ``(base, run, pitch)``: local element i is base + i // run * pitch + i % run.
+
+    That number counts the elements of the whole tensor in row-major order.
+
+    Raises:
+        UnsupportedError: the local part is no regular pattern of runs.
+    """
+    if not is_dtensor(tensor):
+        return 0, max(1, tensor.numel()), max(1, tensor.numel())
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    whole = tuple(tensor.shape)
+    part, offset = compute_local_shape_and_global_offset(
+        whole, tensor.device_mesh, tensor.placements
+    )
+    if math.prod(part) == 0:
+        return 0, 1, 1
+    return _pattern(whole, part, offset, name)
+
+
+def _pattern(
+    whole: Sequence[int], part: Sequence[int], offset: Sequence[int], name: str
+) -> tuple[int, int, int]:
+    strides = [math.prod(whole[dim + 1 :]) for dim in range(len(whole))]
+    base = sum(start * stride for start, stride in zip(offset, strides, strict=True))
+    cut = [dim for dim in range(len(whole)) if part[dim] != whole[dim]]
+    if not cut:
+        return base, max(1, math.prod(whole)), max(1, math.prod(whole))
+    last = cut[-1]
+    # The runs lie evenly spaced if no dim between the outermost of several rows and `last` is cut.
+    outer = [dim for dim in range(last) if part[dim] > 1]
+    if len(outer) > 1 and any(outer[0] < dim < last for dim in cut):
+        raise UnsupportedError(
+            f"AdamW: stochastic rounding cannot number the elements of parameter {name}, of which "
+            f"this process holds {tuple(part)} of {tuple(whole)}: that is no even pattern of runs. "
+            "Shard at most two dimensions, or keep float32 states"
+        )
+    spacing = strides[outer[-1]] if outer else strides[last]
+    return base, math.prod(part[last:]), spacing
+
+
+def sum_over_shards(sums: torch.Tensor, tensors: Sequence[Any]) -> torch.Tensor:
+    """Add to each entry of ``sums`` those of the processes that hold other parts of its tensor.
+
+    Args:
+        sums: one entry for each tensor, of its local part.
+        tensors: plain tensors and DTensors, no sums of which are pending.
+
+    Returns:
+        ``sums``; every process of a mesh has the same bits.
+    """
+    layouts: dict[tuple[Any, tuple[int, ...]], list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        if is_dtensor(tensor):
+            dims = tuple(dim for dim, each in enumerate(tensor.placements) if not _whole(each))
+            if dims:
+                layouts.setdefault((tensor.device_mesh, dims), []).append(index)
+    for (mesh, dims), members in layouts.items():
+        part = sums[members].to(mesh.device_type)
+        for dim in dims:
+            torch.distributed.all_reduce(part, group=mesh.get_group(dim))
+        sums[members] = part.to(sums.device)
+    return sums
+
+
+def _whole(placement: Any) -> bool:
+    return bool(placement.is_replicate())

@@ -1,0 +1,192 @@
+"""The states of AdamW: which dtypes they have, and whether given ones belong to a parameter.
+
+Keys are torch's (``step``, ``exp_avg``, ``exp_avg_sq``, ``max_exp_avg_sq``), so that states go
+there and back; ``master`` is ours, and torch's AdamW carries it along unread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fusedops._core import checks
+from fusedops.optim import _shards
+
+_HALF = (torch.bfloat16, torch.float16)
+_MASTERS = {torch.float64: torch.float64}
+MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How the state of one parameter is kept.
+
+    Attributes:
+        device: where.
+        moments: their dtype.
+        master: dtype of the copy that is stepped in the parameter's place; ``None``: there is none.
+        draws: whether its step rounds stochastically.
+    """
+
+    device: torch.device
+    moments: torch.dtype
+    master: torch.dtype | None
+    draws: bool
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What holds for all parameters of an optimizer and is no hyperparameter of a group."""
+
+    master_weights: bool
+    state_dtype: torch.dtype | None
+    stochastic_rounding: bool
+    max_norm: float | None
+    skip_non_finite: bool
+    no_decay: tuple[str, ...]
+    seed: int
+
+    def storage(self, param: torch.Tensor, *, offloaded: bool = False) -> Storage:
+        """Return how the state of a parameter is kept.
+
+        Args:
+            param: the parameter.
+            offloaded: whether it is stepped in host memory, where a master must then be.
+        """
+        master = offloaded or (self.master_weights and param.dtype in _HALF)
+        moments = self.state_dtype or (torch.float32 if master else param.dtype)
+        if param.dtype == torch.float64:
+            moments = torch.float64
+        rounded = torch.bfloat16 in (moments, None if master else param.dtype)
+        return Storage(
+            device=torch.device("cpu") if offloaded else param.device,
+            moments=moments,
+            master=_MASTERS.get(param.dtype, torch.float32) if master else None,
+            draws=self.stochastic_rounding and rounded,
+        )
+
+
+def new_policy(
+    op: str,
+    *,
+    master_weights: bool,
+    state_dtype: torch.dtype | None,
+    stochastic_rounding: bool | None,
+    max_norm: float | None,
+    skip_non_finite: bool,
+    no_decay: Sequence[str],
+    seed: int,
+) -> Policy:
+    """Check the options of an optimizer, in the words of its user, and return them."""
+    checks.flag(op, "master_weights", master_weights)
+    checks.flag(op, "skip_non_finite", skip_non_finite)
+    checks.integer(op, "seed", seed)
+    if state_dtype not in (None, torch.float32, torch.bfloat16):
+        checks.fail(op, "state_dtype", "None, torch.float32 or torch.bfloat16", state_dtype)
+    if stochastic_rounding is None:
+        stochastic_rounding = state_dtype == torch.bfloat16
+    checks.flag(op, "stochastic_rounding", stochastic_rounding)
+    if max_norm is not None:
+        checks.positive(op, "max_norm", max_norm)
+    if isinstance(no_decay, str) or not all(isinstance(each, str) for each in no_decay):
+        raise TypeError(
+            f"{op}: no_decay must be a sequence of patterns such as ('*.bias',), got {no_decay!r}"
+        )
+    return Policy(
+        master_weights,
+        state_dtype,
+        stochastic_rounding,
+        max_norm,
+        skip_non_finite,
+        tuple(no_decay),
+        seed,
+    )
+
+
+def new_state(param: torch.Tensor, storage: Storage, *, amsgrad: bool) -> dict[str, torch.Tensor]:
+    """Return the state of a parameter before its first step; DTensors beside a DTensor."""
+    # Where the step is made: one that GradScaler skips must not be counted, and only the device
+    # knows which.
+    step = torch.zeros((), dtype=_step_dtype(), device=storage.device)
+    state: dict[str, torch.Tensor] = {"step": step}
+    for name in MOMENTS[: 3 if amsgrad else 2]:
+        state[name] = torch.zeros_like(param, dtype=storage.moments, device=storage.device)
+    if storage.master is not None:
+        state["master"] = new_master(param, storage)
+    return state
+
+
+def new_master(param: torch.Tensor, storage: Storage) -> torch.Tensor:
+    """Return the copy of a parameter that is stepped in its place."""
+    return param.detach().to(device=storage.device, dtype=storage.master, copy=True)
+
+
+def check_state(
+    op: str, title: str, param: torch.Tensor, state: dict[str, Any], storage: Storage
+) -> None:
+    """Raise unless a parameter is still what its state was made for."""
+    now = f"of {title}, as its state was made (make the optimizer after changing the model)"
+    moment = state["exp_avg"]
+    if moment.device != storage.device:
+        checks.fail(op, "the device", f"{moment.device} {now}", storage.device)
+    if moment.shape != param.shape:
+        checks.fail(op, "the shape", f"{list(moment.shape)} {now}", list(param.shape))
+    has_master = "master" in state
+    if moment.dtype != storage.moments or has_master != (storage.master is not None):
+        checks.fail(op, "the dtype", f"the one {now}", param.dtype)
+
+
+def check_given(op: str, title: str, param: torch.Tensor, given: dict[str, Any]) -> None:
+    """Raise unless a saved state can be that of a parameter."""
+    for name in (*MOMENTS, "master"):
+        value = given.get(name)
+        if value is None:
+            if name in MOMENTS[:2] and given:
+                checks.fail(op, "state_dict", f"one with {name} of {title}", sorted(given))
+            continue
+        if not isinstance(value, torch.Tensor) or value.shape != param.shape:
+            got = list(value.shape) if isinstance(value, torch.Tensor) else checks.shown(value)
+            wanted = f"of this model: {name} of {title} has shape {list(param.shape)}"
+            checks.fail(op, "state_dict", wanted, got)
+
+
+def fitting_state(
+    param: torch.Tensor, given: dict[str, Any], storage: Storage, *, amsgrad: bool
+) -> dict[str, Any]:
+    """Return a saved state in the dtypes, on the device and with the strides of ``new_state``.
+
+    The master is the saved one, else made from the parameter as it is now. What the state of
+    another optimizer has beyond is carried along.
+    """
+    state = dict(given)
+    step = torch.as_tensor(given["step"])
+    state["step"] = step.to(device=storage.device, dtype=_step_dtype(), copy=True)
+    if amsgrad and given.get("max_exp_avg_sq") is None:
+        state["max_exp_avg_sq"] = given["exp_avg_sq"].clone()
+    for name in MOMENTS:
+        if name in state:
+            state[name] = _like(param, state[name], storage.device, storage.moments)
+    state.pop("master", None)
+    if storage.master is not None:
+        saved = given.get("master")
+        if saved is None:
+            state["master"] = new_master(param, storage)
+        else:
+            state["master"] = _like(param, saved, storage.device, storage.master)
+    return state
+
+
+def _like(
+    param: torch.Tensor, value: torch.Tensor, device: torch.device, dtype: torch.dtype
+) -> torch.Tensor:
+    value = value.to(device=device, dtype=dtype)
+    if _shards.is_dtensor(value) or value.is_contiguous() == param.is_contiguous():
+        return value
+    return torch.empty_like(param, dtype=dtype, device=device).copy_(value)
+
+
+def _step_dtype() -> torch.dtype:
+    return torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32

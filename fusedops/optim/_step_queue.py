@@ -1,0 +1,127 @@
+"""Loads the native step queue (``csrc/host/step_queue.cpp``) and describes jobs to it."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+from dataclasses import dataclass
+from importlib.machinery import ExtensionFileLoader
+from typing import Any
+
+import torch
+
+from fusedops._core import env, extension
+from fusedops.ops.adamw import Draw
+
+
+@dataclass(frozen=True)
+class TensorStep:
+    """One tensor of a job: addresses, where 0 stands for none, dtypes by name, and numbers."""
+
+    param: int
+    new_param: int
+    exp_avg: int
+    new_exp_avg: int
+    exp_avg_sq: int
+    new_exp_avg_sq: int
+    max_exp_avg_sq: int
+    new_max_exp_avg_sq: int
+    grad: int
+    copy: int
+    numel: int
+    param_dtype: str
+    grad_dtype: str
+    state_dtype: str
+    copy_dtype: str
+    step_size: float
+    inverse_root: float
+    decay: float
+    key: int
+    offset: int
+    base: int
+    run: int
+    pitch: int
+
+
+def describe(
+    current: dict[str, torch.Tensor],
+    shadow: dict[str, torch.Tensor],
+    grad: torch.Tensor,
+    copy: torch.Tensor,
+    *,
+    step: float,
+    lr: float,
+    betas: tuple[float, float],
+    decay: float,
+    bias_correction: bool,
+    draw: Draw | None,
+) -> TensorStep:
+    """Describe the step number ``step`` of a tensor, which reads ``current``, writes ``shadow``.
+
+    Scalars are computed as ``csrc/cpu/adamw.cpp`` does, to the bit.
+    """
+
+    def at(tensors: dict[str, torch.Tensor], name: str) -> int:
+        return tensors[name].data_ptr() if name in tensors else 0
+
+    drawn = draw or Draw(0, 0, 1, 1)
+    return TensorStep(
+        param=at(current, "master"),
+        new_param=at(shadow, "master"),
+        exp_avg=at(current, "exp_avg"),
+        new_exp_avg=at(shadow, "exp_avg"),
+        exp_avg_sq=at(current, "exp_avg_sq"),
+        new_exp_avg_sq=at(shadow, "exp_avg_sq"),
+        max_exp_avg_sq=at(current, "max_exp_avg_sq"),
+        new_max_exp_avg_sq=at(shadow, "max_exp_avg_sq"),
+        grad=grad.data_ptr(),
+        copy=copy.data_ptr(),
+        numel=grad.numel(),
+        param_dtype=_word(current["master"]),
+        grad_dtype=_word(grad),
+        state_dtype=_word(current["exp_avg"]),
+        copy_dtype=_word(copy),
+        step_size=lr / (1.0 - betas[0] ** step) if bias_correction else lr,
+        inverse_root=1.0 / math.sqrt(1.0 - betas[1] ** step) if bias_correction else 1.0,
+        decay=lr * decay,
+        key=drawn.key,
+        offset=2 * int(step),
+        base=drawn.base,
+        run=max(1, drawn.run),
+        pitch=drawn.pitch,
+    )
+
+
+def missing() -> str | None:
+    """Return ``None`` when the queue is there, else the reason why it is not."""
+    loaded = _module()
+    return loaded if isinstance(loaded, str) else None
+
+
+def new_queue(threads: int) -> Any:
+    """Start a queue; ``missing`` must not name a reason."""
+    return _module().StepQueue(threads)
+
+
+@functools.cache
+def _module() -> Any:
+    reason = extension.cpu_library()
+    if reason is not None:
+        return reason
+    path = env.library_folder() / "libfusedops_host.so"
+    if not path.exists():
+        return f"{path} does not exist: {extension.HOW_TO_BUILD}; it needs the headers of Python"
+    loader = ExtensionFileLoader("step_queue", str(path))
+    spec = importlib.util.spec_from_file_location("step_queue", path, loader=loader)
+    assert spec is not None
+    try:
+        module = importlib.util.module_from_spec(spec)
+        loader.exec_module(module)
+    except ImportError as error:
+        return f"{path} does not load ({error}): {extension.HOW_TO_BUILD}"
+    return module
+
+
+def _word(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

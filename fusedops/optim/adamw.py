@@ -1,0 +1,367 @@
+"""AdamW in one pass over any mix of dtypes, in the place of ``torch.optim.AdamW``.
+
+Here are the options, the states and what a step is given; the arithmetic is ``ops/adamw.py``.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fusedops._core import checks
+from fusedops._core.checks import UnsupportedError
+from fusedops.ops.adamw import Draw
+from fusedops.ops.adamw import adamw as make_step
+from fusedops.optim import _rounding
+from fusedops.optim._batches import Collected
+from fusedops.optim._state import (
+    Storage,
+    check_given,
+    check_state,
+    fitting_state,
+    new_policy,
+    new_state,
+)
+from fusedops.optim.norms import clip_coefficient, global_norm
+
+# A parameter that takes part in a step: its group, its index there, and itself.
+Member = tuple[dict[str, Any], int, Any]
+
+
+class AdamW(torch.optim.AdamW):
+    """AdamW with decoupled weight decay, one pass over memory for all parameters.
+
+    The arguments of ``torch.optim.AdamW`` mean what they mean there; parameter groups, closures,
+    schedulers, ``GradScaler`` and ``state_dict`` (both ways) work as there. With those alone the
+    dtypes are torch's too: moments have the dtype of their parameter.
+
+    Args:
+        params: parameters, named parameters, or groups of either.
+        lr: learning rate, a float or a tensor of one element.
+        betas: of the moments.
+        eps: added to the denominator.
+        weight_decay: decoupled: ``lr * weight_decay * p`` is subtracted.
+        amsgrad: divide by the largest second moment so far.
+        maximize: go up.
+        foreach: accepted; there is one implementation.
+        capturable: must be False: what a step launches is made on the host.
+        differentiable: must be False.
+        fused: accepted; there is one implementation.
+        bias_correction: False leaves the moments as they are: early steps are larger, the first by
+            ``(1 - beta1) / sqrt(1 - beta2)``. An entry of groups too.
+        master_weights: keep and step a float32 copy of every bfloat16 and float16 parameter, with
+            float32 moments; the parameter receives it rounded.
+        state_dtype: of the moments: ``torch.bfloat16`` halves them.
+        stochastic_rounding: round what is kept in bfloat16 (moments, and parameters without a
+            float32 copy) up or down at random, without bias. On with ``state_dtype=torch.bfloat16``
+            unless it is False.
+        max_norm: clip gradients to this global norm inside the step; ``.grad`` stays as it is.
+        skip_non_finite: make no step where the norm of the gradients is inf or NaN.
+        no_decay: patterns (``"*.bias"``, ``"*norm*"``) of names whose parameters do not decay.
+            Needs named parameters.
+        seed: of the stochastic rounding.
+
+    Attributes:
+        grad_norm: norm of the gradients of the last step, before clipping; ``None`` unless
+            ``max_norm`` or ``skip_non_finite`` asked for it.
+
+    Raises:
+        ValueError: a value is out of range, or ``no_decay`` comes without names.
+        TypeError: a parameter is no dense floating tensor, or an option has a wrong type.
+        UnsupportedError: ``capturable`` or ``differentiable``; from ``step``, a sparse gradient.
+
+    Note:
+        Every element is computed alone, in float32 (float64 for float64): the result depends
+        neither on threads, shards nor groups. Stochastic rounding draws by name and by the
+        element's number in the whole parameter; parameters without names share their numbers.
+
+    Example:
+        >>> import torch, fusedops.optim
+        >>> model = torch.nn.Linear(4, 2).bfloat16()
+        >>> optimizer = fusedops.optim.AdamW(
+        ...     model.named_parameters(), lr=1e-3, master_weights=True, max_norm=1.0,
+        ...     no_decay=("*bias",))
+        >>> model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+        >>> optimizer.step()
+        >>> optimizer.state[model.weight]["master"].dtype
+        torch.float32
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float | torch.Tensor, float | torch.Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        bias_correction: bool = True,
+        master_weights: bool = False,
+        state_dtype: torch.dtype | None = None,
+        stochastic_rounding: bool | None = None,
+        max_norm: float | None = None,
+        skip_non_finite: bool = False,
+        no_decay: Sequence[str] = (),
+        seed: int = 0,
+    ) -> None:
+        op = type(self).__name__
+        for name, value in (("capturable", capturable), ("differentiable", differentiable)):
+            if value:
+                raise UnsupportedError(
+                    f"{op}: {name} must be False, got {value}: torch.optim.AdamW has it"
+                )
+        self.policy = new_policy(
+            op,
+            master_weights=master_weights,
+            state_dtype=state_dtype,
+            stochastic_rounding=stochastic_rounding,
+            max_norm=max_norm,
+            skip_non_finite=skip_non_finite,
+            no_decay=no_decay,
+            seed=seed,
+        )
+        checks.flag(op, "bias_correction", bias_correction)
+        self._bias_correction = bias_correction
+        self.grad_norm: torch.Tensor | None = None
+        self._draws: dict[torch.Tensor, Draw] = {}
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            maximize=maximize,
+            foreach=foreach,
+            fused=fused,
+        )
+        # GradScaler then leaves unscaling, and skipping where it found inf, to the step.
+        self._step_supports_amp_scaling = True
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters, as torch does.
+
+        Raises:
+            TypeError: a parameter is no dense floating tensor.
+            ValueError: ``no_decay`` is in use and the parameters have no names.
+        """
+        op = type(self).__name__
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        group.setdefault("bias_correction", self._bias_correction)
+        try:
+            for index, param in enumerate(group["params"]):
+                checks.tensor(op, _title(group, index), param)
+            if self.policy.no_decay and "param_names" not in group:
+                wanted = "named, as from model.named_parameters(), for no_decay has names"
+                checks.fail(op, "params", wanted, "parameters without names")
+        except Exception:
+            self.param_groups.pop()
+            raise
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Make a step of every parameter that has a gradient.
+
+        Args:
+            closure: computes the loss and the gradients anew.
+
+        Returns:
+            What the closure returned, else ``None``.
+
+        Raises:
+            UnsupportedError: a gradient is sparse. Nothing was written.
+            ValueError: a parameter changed its device, shape or dtype. Nothing was written.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        members = self._with_gradient()
+        if members:
+            self._step_all(members)
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``state_dict`` of this class or of ``torch.optim.AdamW`` returned.
+
+        Moments and master weights are cast to the dtypes of this optimizer's options, not to the
+        parameter's as torch does.
+
+        Raises:
+            ValueError: it is that of another model. Nothing was changed.
+        """
+        given: dict[torch.Tensor, dict[str, Any]] = {}
+
+        def check(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> None:
+            given.update(self._check_given(loaded))
+
+        def fit(_: torch.optim.Optimizer) -> None:
+            for group in self.param_groups:
+                for param in group["params"]:
+                    if given.get(param):
+                        self.state[param] = fitting_state(
+                            param,
+                            given[param],
+                            self._storage(param),
+                            amsgrad=group["amsgrad"],
+                        )
+
+        # After the user's own hooks before loading, and before those after it.
+        hooks = (
+            self.register_load_state_dict_pre_hook(check),
+            self.register_load_state_dict_post_hook(fit, prepend=True),
+        )
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = ("policy", "_bias_correction", "_step_supports_amp_scaling", "grad_norm")
+        return super().__getstate__() | {name: self.__dict__[name] for name in kept}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            # A checkpoint of torch's may have them: what they ask for, nothing here obeys.
+            group["capturable"] = group["differentiable"] = False
+            group.setdefault("bias_correction", self._bias_correction)
+        self._draws = {}
+
+    def _check_given(self, loaded: dict[str, Any]) -> dict[torch.Tensor, dict[str, Any]]:
+        """Return the saved state of each parameter, after a look at all of them."""
+        saved, ours = loaded["param_groups"], self.param_groups
+        sizes = [[len(group["params"]) for group in groups] for groups in (saved, ours)]
+        op = f"{type(self).__name__}.load_state_dict"
+        if sizes[0] != sizes[1]:
+            wanted = f"of this model: groups of {sizes[1]} parameters"
+            checks.fail(op, "state_dict", wanted, f"groups of {sizes[0]}")
+        found = {}
+        for theirs, group in zip(saved, ours, strict=True):
+            for index, (number, param) in enumerate(
+                zip(theirs["params"], group["params"], strict=True)
+            ):
+                state = loaded["state"].get(number)
+                if state:
+                    check_given(op, _title(group, index), param, state)
+                    found[param] = state
+        return found
+
+    def _with_gradient(self) -> list[Member]:
+        """Return (group, index in it, parameter) of what has a gradient, after looking at all."""
+        op = type(self).__name__
+        members = []
+        for group in self.param_groups:
+            for index, param in enumerate(group["params"]):
+                if param.grad is None:
+                    continue
+                title = _title(group, index)
+                if param.grad.layout is not torch.strided:
+                    raise UnsupportedError(
+                        f"{op}: the gradient of {title} must be dense, got "
+                        f"{param.grad.layout}; torch.optim.SparseAdam takes sparse ones "
+                        "(or Embedding(sparse=False))"
+                    )
+                state = self.state.get(param)
+                if state:
+                    check_state(op, title, param, state, self._storage(param))
+                members.append((group, index, param))
+        return members
+
+    def _step_all(self, members: list[Member]) -> None:
+        factor, found_inf = self._scaling(lambda: global_norm([each.grad for *_, each in members]))
+        self._step_batches(members, factor, found_inf)
+
+    def _step_batches(
+        self,
+        members: list[Member],
+        factor: torch.Tensor | None,
+        found_inf: torch.Tensor | None,
+    ) -> None:
+        for group, collected in self._collect(members):
+            device = collected.tensors.params[0].device
+            make_step(
+                collected.tensors,
+                lr=float(group["lr"]),
+                betas=(float(group["betas"][0]), float(group["betas"][1])),
+                eps=group["eps"],
+                maximize=group["maximize"],
+                bias_correction=group["bias_correction"],
+                grad_factor=None if factor is None else factor.to(device, non_blocking=True),
+                found_inf=None if found_inf is None else found_inf.to(device, non_blocking=True),
+            )
+            for param, dense in collected.write_back:
+                param.copy_(dense)
+
+    def _scaling(
+        self, norm_of_gradients: Callable[[], torch.Tensor]
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return what gradients are multiplied by, and what forbids the step unless it is 0."""
+        scale = getattr(self, "grad_scale", None)
+        found_inf = getattr(self, "found_inf", None)
+        factor = None if scale is None else scale.double().reciprocal()
+        if self.policy.max_norm is None and not self.policy.skip_non_finite:
+            return factor, found_inf
+        norm = norm_of_gradients()
+        if factor is not None:
+            norm = norm * factor.to(norm.device)
+        self.grad_norm = norm
+        if self.policy.skip_non_finite:
+            bad = (~norm.isfinite()).double()
+            found_inf = bad if found_inf is None else bad + found_inf.to(bad.device)
+        if self.policy.max_norm is not None:
+            coefficient = clip_coefficient(norm, self.policy.max_norm)
+            factor = coefficient if factor is None else coefficient * factor.to(norm.device)
+        return factor, found_inf
+
+    def _collect(self, members: list[Member]) -> list[tuple[dict[str, Any], Collected]]:
+        """Return the tensors of the step, by group, device and whether there are masters."""
+        batches: dict[tuple[Any, ...], tuple[dict[str, Any], Collected]] = {}
+        for group, index, param in members:
+            state, amsgrad = self.state[param], group["amsgrad"]
+            if not state:
+                state.update(new_state(param, self._storage(param), amsgrad=amsgrad))
+            draw = self._draw(group, index, param)
+            key = (id(group), param.device, "master" in state, draw is None)
+            _, collected = batches.setdefault(key, (group, Collected()))
+            decay = self._decay(group, index)
+            collected.add(param, state, decay=decay, amsgrad=amsgrad, draw=draw)
+        return list(batches.values())
+
+    def _storage(self, param: torch.Tensor) -> Storage:
+        return self.policy.storage(param)
+
+    def _draw(self, group: dict[str, Any], index: int, param: torch.Tensor) -> Draw | None:
+        if not self._storage(param).draws:
+            return None
+        if param not in self._draws:
+            name = _name(group, index)
+            self._draws[param] = _rounding.draw(param, name, self.policy.seed)
+        return self._draws[param]
+
+    def _decay(self, group: dict[str, Any], index: int) -> float:
+        patterns = self.policy.no_decay
+        if patterns and any(fnmatch.fnmatchcase(_name(group, index), each) for each in patterns):
+            return 0.0
+        return float(group["weight_decay"])
+
+
+def _name(group: dict[str, Any], index: int) -> str:
+    return group["param_names"][index] if "param_names" in group else ""
+
+
+def _title(group: dict[str, Any], index: int) -> str:
+    """Return how messages call a parameter."""
+    name = _name(group, index)
+    return f"parameter {name!r}" if name else f"parameter {index} of its group"

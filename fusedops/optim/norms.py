@@ -1,0 +1,142 @@
+"""The norm of the gradients of a whole model, and clipping by it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from fusedops._core import checks
+from fusedops.ops.square_sums import square_sums
+from fusedops.optim import _shards
+
+# Torch's own: keeps the coefficient finite where the norm is 0.
+_EPS = 1e-6
+
+
+def global_norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return the 2-norm of all elements of all tensors.
+
+    Args:
+        tensors: floating tensors, of any shapes, dtypes and devices; of a DTensor the whole
+            counts, and each process of its mesh must call this.
+
+    Returns:
+        float64, no dimensions, on the device of the first tensor. inf or NaN if and only if an
+        element is (of float64 elements also where the sum of squares exceeds its range).
+
+    Raises:
+        TypeError: something is no dense floating tensor.
+
+    Note:
+        Sums are float64, in an order that depends on each tensor's own size: the same bits for any
+        number of threads. On the CPU the sums of the tensors are added without rounding, so that
+        their order does not show either. The parts of a DTensor are summed where they are: other
+        shards may give a neighbouring float64. Does not wait for a GPU.
+
+    Example:
+        >>> import torch, fusedops.optim
+        >>> fusedops.optim.global_norm([torch.tensor([3.0]), torch.tensor([[4.0]])])
+        tensor(5., dtype=torch.float64)
+    """
+    every = list(tensors)
+    for each in every:
+        checks.tensor("global_norm", "each of tensors", each)
+    if not every:
+        return torch.zeros((), dtype=torch.float64)
+    with torch.no_grad():
+        every = [_shards.summed(each) for each in every]
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for each in every:
+            by_device.setdefault(each.device, []).append(each)
+        totals = []
+        for members in by_device.values():
+            sums = square_sums([_shards.local(each) for each in members])
+            totals.append(total(sums, members))
+        return _added(torch.stack([each.to(totals[0].device) for each in totals])).sqrt()
+
+
+def total(sums: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of the squares of all tensors, from those of the local part of each."""
+    return _added(_shards.sum_over_shards(sums, tensors))
+
+
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """Scale gradients in place so that their norm is at most ``max_norm``.
+
+    As ``torch.nn.utils.clip_grad_norm_``, in one pass where nothing has to be scaled on the CPU.
+    ``AdamW(max_norm=...)`` does the same inside its step, without a pass that writes.
+
+    Args:
+        parameters: those with a gradient count; DTensors as in ``global_norm``.
+        max_norm: the largest norm that stays.
+        norm_type: 2; the fused sums have no other.
+        error_if_nonfinite: raise where the norm is inf or NaN.
+        foreach: torch's choice of an implementation; nothing here.
+
+    Returns:
+        The norm before clipping, as ``global_norm`` gives it.
+
+    Raises:
+        ValueError: ``norm_type`` is not 2.
+        RuntimeError: the norm is not finite and ``error_if_nonfinite``; gradients are as before.
+
+    Example:
+        >>> import torch, fusedops.optim
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> weight.grad = torch.tensor([3.0, 4.0])
+        >>> fusedops.optim.clip_grad_norm_([weight], 1.0)
+        tensor(5., dtype=torch.float64)
+        >>> weight.grad
+        tensor([0.6000, 0.8000])
+    """
+    if float(norm_type) != 2.0:
+        checks.fail(
+            "clip_grad_norm_", "norm_type", "2 (others: torch.nn.utils.clip_grad_norm_)", norm_type
+        )
+    checks.number("clip_grad_norm_", "max_norm", max_norm)
+    every = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    grads = [each.grad for each in every if each.grad is not None]
+    norm = global_norm(grads)
+    if error_if_nonfinite and not bool(norm.isfinite()):
+        raise RuntimeError(
+            f"clip_grad_norm_: the norm of the gradients is {norm.item()}, so they cannot be "
+            "clipped; error_if_nonfinite=False lets them pass"
+        )
+    coefficient = clip_coefficient(norm, max_norm)
+    if coefficient.device.type == "cpu" and coefficient.item() == 1.0:
+        return norm
+    with torch.no_grad():
+        by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        for grad in map(_shards.local, grads):
+            by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
+        for (device, dtype), members in by_kind.items():
+            # In half precision the coefficient itself would be rounded.
+            wide = dtype if dtype == torch.float64 else torch.float32
+            torch._foreach_mul_(members, coefficient.to(device, wide))
+    return norm
+
+
+def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """Return what gradients of this norm are multiplied by: 1 where they need not be clipped."""
+    return (max_norm / (norm + _EPS)).clamp(max=1.0)
+
+
+def _added(sums: torch.Tensor) -> torch.Tensor:
+    if sums.device.type != "cpu":
+        return sums.sum()
+    values = sums.tolist()
+    # fsum refuses infinities of both signs, of which squares have one, and overflows by raising.
+    finite = all(map(math.isfinite, values))
+    try:
+        exact = math.fsum(values) if finite else sum(values)
+    except OverflowError:
+        exact = math.inf
+    return torch.tensor(exact, dtype=torch.float64)

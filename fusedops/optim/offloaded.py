@@ -1,0 +1,413 @@
+"""AdamW whose masters and moments are in host memory, stepped while the backward still runs.
+
+The arithmetic, the options and the states are those of ``AdamW``; here is where they are kept, when
+a step begins, and when it counts.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from functools import partial
+from typing import Any
+
+import torch
+
+from fusedops._core import checks
+from fusedops._core.checks import UnsupportedError
+from fusedops.ops.square_sums import square_sums
+from fusedops.optim import _shards, _step_queue
+from fusedops.optim._host_memory import available_bytes
+from fusedops.optim._overlap import Basis, Bucket, Gradient, Job, Slot, Workers
+from fusedops.optim._state import Storage, new_state
+from fusedops.optim.adamw import AdamW, Member
+from fusedops.optim.copy_engine import CopyEngine, carry_out, engine_for
+from fusedops.optim.norms import total
+
+_LOG = logging.getLogger("fusedops")
+_WORKERS = 2  # one copies while the other's bucket is stepped
+
+
+class OffloadedAdamW(AdamW):
+    """AdamW with masters and moments in host memory.
+
+    Parameters and gradients stay on their device, in any dtype. As the backward produces gradients
+    they are copied to the host, and each bucket of them is stepped there at once, beside the state
+    that it starts from. ``step`` waits for the last bucket, learns the norm, and lets the steps
+    count; where the norm asks for clipping, or a gradient or a learning rate changed since, they
+    are made again with the right numbers, and where it forbids the step they are dropped. The
+    result is that of ``overlap=False`` to the bit, and that of ``AdamW(master_weights=True)`` on
+    the same processor.
+
+    Args:
+        params: as ``AdamW``; all on one device.
+        lr: as ``AdamW``.
+        betas: as ``AdamW``.
+        eps: as ``AdamW``.
+        weight_decay: as ``AdamW``.
+        amsgrad: as ``AdamW``.
+        overlap: step during the backward, else all in ``step``. Of plain parameters in a job of
+            several processes (DDP) the gradients are final only after the backward: their steps
+            begin in ``step`` in any case.
+        device_fraction: how much of the parameters, by bytes and from the first on, keep their
+            states on the device: those whose gradients come last, and hide nothing.
+        bucket_bytes: parameters of about so many bytes are copied and stepped together.
+        threads: of the step queue; by default as many as torch uses.
+        engine: who copies; by default the device's own.
+        options: the other options of ``AdamW``; ``master_weights`` is for what stays on the device.
+
+    Raises:
+        MemoryError: the host has less memory than this needs; nothing was allocated.
+        UnsupportedError: the compiled library is missing.
+        ValueError: as ``AdamW``; or parameters are on several devices.
+        CopyError: from ``step``, a copy failed. The optimizer is as it was before; if it happened
+            on the way back some parameters may be new: ``restore`` writes them anew.
+
+    Note:
+        Host memory holds masters and moments twice, the state and the one that is being made: 24
+        bytes a parameter in float32, and one copy of the parameter. Between the backward and
+        ``step`` gradients may be changed in place or replaced; this is seen, and their steps are
+        made again. Writing through ``.data`` is not seen.
+
+    Example:
+        >>> import torch, fusedops.optim
+        >>> model = torch.nn.Linear(4, 2).bfloat16()
+        >>> optimizer = fusedops.optim.OffloadedAdamW(model.parameters(), max_norm=1.0)
+        >>> model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()  # steps begin here
+        >>> optimizer.step()
+        >>> optimizer.close()
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float | torch.Tensor, float | torch.Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        overlap: bool = True,
+        device_fraction: float = 0.0,
+        bucket_bytes: int = 32 << 20,
+        threads: int | None = None,
+        engine: CopyEngine | None = None,
+        **options: Any,
+    ) -> None:
+        op = type(self).__name__
+        checks.flag(op, "overlap", overlap)
+        checks.probability(op, "device_fraction", device_fraction)
+        checks.integer(op, "bucket_bytes", bucket_bytes, least=1)
+        if threads is not None:
+            checks.integer(op, "threads", threads, least=1)
+        reason = _step_queue.missing()
+        if reason is not None:
+            raise UnsupportedError(f"{op}: the step queue cannot run: {reason}")
+        self._overlap = overlap
+        self._device_fraction = device_fraction
+        self._bucket_bytes = bucket_bytes
+        self._num_threads = threads or torch.get_num_threads()
+        self._given_engine = engine
+        self._workers: Workers | None = None
+        self._slots: dict[torch.Tensor, tuple[Bucket, int]] = {}
+        self._buckets: list[Bucket] = []
+        self._hooks: list[Any] = []
+        self._lock = threading.Lock()
+        self._calls: dict[torch.Tensor, int] = {}  # of the hook, since the last step
+        self._passes = 1  # how many backwards there were before the last step
+        self._expected_factor = 1.0  # of the gradients
+        self._speculates = True
+        options.setdefault("master_weights", True)
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)
+        self._attach()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters, as ``AdamW``; its states are allocated now."""
+        super().add_param_group(param_group)
+        if self._workers is not None:
+            self._attach()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state, as ``AdamW``. Steps that have begun are dropped."""
+        self._drop()
+        super().load_state_dict(state_dict)
+        self._attach()
+
+    def restore(self) -> None:
+        """Write every offloaded parameter anew from its master."""
+        for param, (bucket, index) in self._slots.items():
+            slot = bucket.slots[index]
+            slot.copy.copy_(_shards.local(slot.state["master"]))
+            self._engine.push(_shards.local(param), slot.copy).wait()
+
+    def close(self) -> None:
+        """End the threads; a step that has begun and was not asked for is dropped."""
+        self._drop()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        if self._workers is not None:
+            self._workers.close()
+            self._workers = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            f"{type(self).__name__}: threads cannot be pickled or copied; use state_dict()"
+        )
+
+    def _attach(self) -> None:
+        """Make states, slots, buckets and workers for the parameters as they are now."""
+        self._drop()
+        params = [param for group in self.param_groups for param in group["params"]]
+        self._offloaded = _to_offload(params, self._device_fraction)
+        self._require_memory([param for param in params if not self.state.get(param)])
+        for group in self.param_groups:
+            for param in group["params"]:
+                if not self.state.get(param):
+                    storage, amsgrad = self._storage(param), group["amsgrad"]
+                    self.state[param] = new_state(param, storage, amsgrad=amsgrad)
+        devices = {param.device for param in self._offloaded}
+        if len(devices) > 1:
+            names = ", ".join(sorted(map(str, devices)))
+            checks.fail(type(self).__name__, "params", "on one device", names)
+        device = devices.pop() if devices else torch.device("cpu")
+        self._engine = self._given_engine or engine_for(device)
+        self._buckets = self._new_buckets()
+        self._slots = {
+            slot.param: (bucket, index)
+            for bucket in self._buckets
+            for index, slot in enumerate(bucket.slots)
+        }
+        if self._workers is not None:
+            self._workers.close()
+        self._workers = self._new_workers()
+        self._stop = weakref.finalize(self, self._workers.close)
+        self._listen()
+
+    def _new_workers(self) -> Workers:
+        staging = max((bucket.staging_bytes for bucket in self._buckets), default=0)
+        return Workers(self._engine, workers=_WORKERS, threads=self._num_threads, staging=staging)
+
+    def _new_buckets(self) -> list[Bucket]:
+        """Return the buckets; in the first are the last parameters, whose gradients come first."""
+        buckets = []
+        for group in reversed(self.param_groups):
+            slots: list[Slot] = []
+            taken = 0
+            for index, param in reversed(list(enumerate(group["params"]))):
+                if param not in self._offloaded:
+                    continue
+                slots.append(self._new_slot(group, index, param))
+                taken += param.numel() * param.element_size()
+                if taken >= self._bucket_bytes:
+                    buckets.append(Bucket(group, slots))
+                    slots, taken = [], 0
+            if slots:
+                buckets.append(Bucket(group, slots))
+        return buckets
+
+    def _new_slot(self, group: dict[str, Any], index: int, param: Any) -> Slot:
+        state = self.state[param]
+        shadow = {
+            name: torch.zeros_like(value) for name, value in state.items() if name in _SHADOWED
+        }
+        master = _shards.local(state["master"])
+        copy = self._engine.new_buffer(master, param.dtype)
+        return Slot(param, state, shadow, copy, self._draw(group, index, param))
+
+    def _require_memory(self, params: list[torch.Tensor]) -> None:
+        """Raise, before anything is allocated, where it would not fit."""
+        needed = 0
+        for param in params:
+            if param in self._offloaded:
+                storage = self._storage(param)
+                assert storage.master is not None
+                state = storage.master.itemsize + 3 * storage.moments.itemsize
+                needed += _shards.local(param).numel() * (2 * state + param.element_size())
+        available = available_bytes()
+        if available is not None and needed > available:
+            raise MemoryError(
+                f"{type(self).__name__}: masters, moments and copies of the parameters take "
+                f"{needed / 2**30:.2f} GiB of host memory, and {available / 2**30:.2f} GiB are "
+                "available: raise device_fraction, use state_dtype=torch.bfloat16, or shard"
+            )
+
+    def _listen(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        if not self._overlap:
+            return
+        this = weakref.ref(self)
+
+        def arrived(param: torch.Tensor) -> None:
+            optimizer = this()
+            if optimizer is not None:
+                optimizer._arrived(param)
+
+        for param in self._slots:
+            if param.requires_grad and _is_final(param):
+                self._hooks.append(param.register_post_accumulate_grad_hook(arrived))
+
+    def _storage(self, param: torch.Tensor) -> Storage:
+        return self.policy.storage(param, offloaded=param in self._offloaded)
+
+    def _arrived(self, param: Any) -> None:
+        """Note that a backward has accumulated a gradient; begin when a bucket is complete."""
+        with self._lock:
+            self._calls[param] = self._calls.get(param, 0) + 1
+            bucket, index = self._slots[param]
+            grad = param.grad
+            if self._calls[param] != self._passes or bucket.job is not None or grad is None:
+                return
+            if grad.layout is not torch.strided or _placed_otherwise(grad, param):
+                return
+            bucket.arrived[index] = Gradient.of(param, self._engine.ready())
+            if len(bucket.arrived) == len(bucket.slots):
+                self._begin(bucket, self._expected_factor, steps=self._speculates)
+
+    def _begin(self, bucket: Bucket, factor: float, *, steps: bool) -> None:
+        """Begin a job for the gradients that have arrived."""
+        members = sorted(bucket.arrived)
+        gradients = [bucket.arrived[i] for i in members]
+        job = Job(members, gradients, self._basis(bucket, factor), steps)
+        assert self._workers is not None, "closed"
+        self._workers.start(bucket, job)
+
+    def _basis(self, bucket: Bucket, factor: float) -> Basis:
+        group = bucket.group
+        places = {param: index for index, param in enumerate(group["params"])}
+        return Basis(
+            lr=float(group["lr"]),
+            betas=(float(group["betas"][0]), float(group["betas"][1])),
+            eps=group["eps"],
+            bias_correction=group["bias_correction"],
+            grad_factor=-factor if group["maximize"] else factor,
+            decays=tuple(self._decay(group, places[slot.param]) for slot in bucket.slots),
+            steps=tuple(float(slot.state["step"]) + 1.0 for slot in bucket.slots),
+        )
+
+    def _step_all(self, members: list[Member]) -> None:
+        if self._workers is None:
+            raise RuntimeError(f"{type(self).__name__}: step after close")
+        try:
+            self._step_offloaded(members)
+        finally:
+            self._forget()
+
+    def _step_offloaded(self, members: list[Member]) -> None:
+        wanted: dict[int, tuple[Bucket, list[int]]] = {}
+        for *_, param in members:
+            if param in self._slots:
+                bucket, index = self._slots[param]
+                wanted.setdefault(id(bucket), (bucket, []))[1].append(index)
+        chosen = [(bucket, sorted(indices)) for bucket, indices in wanted.values()]
+        self._finish(self._buckets)
+        again = [pair for pair in chosen if pair[0].sums(pair[1]) is None]
+        self._repeat(again, self._expected_factor, steps=self._speculates)
+        sums = self._sums(members, chosen)
+        factor, found_inf = self._scaling(
+            lambda: total(sums, [param.grad for *_, param in members]).sqrt()
+        )
+        if found_inf is not None and bool(found_inf != 0):
+            return
+        exact = 1.0 if factor is None else float(factor)
+        missed = [
+            pair
+            for pair in chosen
+            if not (job := pair[0].job) or not job.steps or job.basis != self._basis(pair[0], exact)
+        ]
+        self._repeat(missed, exact, steps=True)
+        # A factor that clipped says nothing of the next one.
+        self._speculates = exact == self._unclipped()
+        if self._speculates:
+            self._expected_factor = exact
+        kept = [member for member in members if member[2] not in self._slots]
+        if kept:
+            self._step_batches(kept, factor, found_inf)
+        slots = [bucket.slots[i] for bucket, indices in chosen for i in indices]
+        push = self._engine.push
+        carry_out([partial(push, _shards.local(slot.param), slot.copy) for slot in slots])
+        for slot in slots:
+            slot.commit()
+
+    def _unclipped(self) -> float:
+        scale = getattr(self, "grad_scale", None)
+        return 1.0 if scale is None else 1.0 / float(scale)
+
+    def _repeat(
+        self, chosen: list[tuple[Bucket, list[int]]], factor: float, *, steps: bool
+    ) -> None:
+        """Run jobs for the gradients of now and wait for them."""
+        mark = self._engine.ready()
+        for bucket, indices in chosen:
+            bucket.arrived = {i: Gradient.of(bucket.slots[i].param, mark) for i in indices}
+            self._begin(bucket, factor, steps=steps)
+        self._finish([bucket for bucket, _ in chosen])
+        for bucket, _ in chosen:
+            if bucket.job is not None and bucket.job.error is not None:
+                raise bucket.job.error
+
+    def _sums(self, members: list[Member], chosen: list[tuple[Bucket, list[int]]]) -> torch.Tensor:
+        """Return the sum of squares of each member's local gradient, on the host."""
+        found: dict[torch.Tensor, float] = {}
+        for bucket, indices in chosen:
+            assert bucket.job is not None
+            params = (bucket.slots[i].param for i in indices)
+            found |= zip(params, bucket.job.sums, strict=True)
+        kept = [param for *_, param in members if param not in found]
+        if kept:
+            grads = [_shards.local(_shards.placed_like(each.grad, each)) for each in kept]
+            found |= zip(kept, square_sums(grads).tolist(), strict=True)
+        return torch.tensor([found[param] for *_, param in members], dtype=torch.float64)
+
+    def _finish(self, buckets: list[Bucket]) -> None:
+        for bucket in buckets:
+            if bucket.job is not None:
+                bucket.job.finished.wait()
+
+    def _drop(self) -> None:
+        """Wait for what has begun, and make nothing of it."""
+        self._finish(self._buckets)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._finish(self._buckets)
+        with self._lock:
+            for bucket in self._buckets:
+                bucket.job = None
+                bucket.arrived = {}
+            self._passes = max(self._calls.values(), default=self._passes)
+            self._calls.clear()
+
+
+_SHADOWED = ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+
+
+def _to_offload(params: list[torch.Tensor], device_fraction: float) -> set[torch.Tensor]:
+    """Return the parameters after the first ones that make up a fraction of all bytes."""
+    sizes = [param.numel() * param.element_size() for param in params]
+    kept, allowed = 0, device_fraction * sum(sizes)
+    offloaded = set()
+    for param, size in zip(params, sizes, strict=True):
+        if kept + size <= allowed:
+            kept += size
+        else:
+            offloaded.add(param)
+    return offloaded
+
+
+def _is_final(param: torch.Tensor) -> bool:
+    """Whether a gradient is what it will be in the step as soon as it was accumulated.
+
+    FSDP2 sets those of DTensors when they are reduced. DDP reduces those of plain parameters later.
+    """
+    if _shards.is_dtensor(param):
+        return True
+    dist = torch.distributed
+    return not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
+
+
+def _placed_otherwise(grad: Any, param: Any) -> bool:
+    return _shards.is_dtensor(grad) and grad.placements != param.placements

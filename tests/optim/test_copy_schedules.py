@@ -1,0 +1,229 @@
+"""A fuzzer over the schedules of copies and jobs: late, out of order, in pieces, or not at all.
+
+Whatever the schedule, the offloaded optimizer must give the synchronous one's bits. That the
+fuzzer would see a buffer that is reused too early is shown by planting such a fault.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from offload_testing import train
+from optim_testing import assert_same
+
+from fusedops.optim import AdamW, OffloadedAdamW
+from fusedops.optim._overlap import Bucket, Job, Workers
+from fusedops.optim.copy_engine import CopyError, HostEngine
+
+SEEDS = range(12)
+LONGEST = 0.004  # seconds of a delay: long beside what a bucket of the tiny model takes
+
+
+class Schedule:
+    """Carries out copies and submissions at drawn times, each on a thread of its own."""
+
+    def __init__(self, seed: int, failures: float = 0.0) -> None:
+        self._drawn = random.Random(seed)
+        self._lock = threading.Lock()
+        self._failures = failures
+        self.failed = 0
+
+    def run(self, action: Callable[[], None], *, may_fail: bool = True) -> _Ticket:
+        with self._lock:
+            delay = self._drawn.choice([0.0, self._drawn.random() * LONGEST])
+            fails = may_fail and self._drawn.random() < self._failures
+            self.failed += fails
+        return _Ticket(action, delay, fails)
+
+
+class _Ticket:
+    def __init__(self, action: Callable[[], None], delay: float, fails: bool) -> None:
+        self._error: CopyError | None = CopyError("drawn to fail") if fails else None
+        self._thread = threading.Thread(target=self._work, args=(action, delay))
+        self._thread.start()
+
+    def _work(self, action: Callable[[], None], delay: float) -> None:
+        time.sleep(delay)
+        if self._error is None:
+            action()
+
+    def wait(self) -> None:
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+
+class LateQueue:
+    """The step queue, to which jobs come late."""
+
+    def __init__(self, queue: Any, schedule: Schedule) -> None:
+        self._queue, self._schedule = queue, schedule
+        self._numbers: dict[int, tuple[_Ticket, list[int]]] = {}
+        self._lock = threading.Lock()
+
+    def submit(self, tensors: list[Any], **options: Any) -> int:
+        numbers: list[int] = []
+
+        def pass_on() -> None:
+            numbers.append(self._queue.submit(tensors, **options))
+
+        ticket = self._schedule.run(pass_on, may_fail=False)
+        with self._lock:
+            self._numbers[id(ticket)] = ticket, numbers
+        return id(ticket)
+
+    def wait(self, number: int) -> list[float]:
+        with self._lock:
+            ticket, numbers = self._numbers.pop(number)
+        ticket.wait()
+        return self._queue.wait(numbers[0])
+
+    def close(self) -> None:
+        self._queue.close()
+
+
+made: list[OffloadedAdamW] = []
+
+
+@pytest.fixture(autouse=True)
+def closing() -> Iterator[None]:
+    yield
+    while made:
+        made.pop().close()
+
+
+def scheduled(schedule: Schedule) -> Callable[..., OffloadedAdamW]:
+    def make(params: Any, **options: Any) -> OffloadedAdamW:
+        optimizer = OffloadedAdamW(
+            params, bucket_bytes=100, threads=1, engine=HostEngine(schedule.run), **options
+        )
+        made.append(optimizer)
+        assert optimizer._workers is not None
+        optimizer._workers._queue = LateQueue(optimizer._workers._queue, schedule)
+        return optimizer
+
+    return make
+
+
+def synchronous(params: Any, **options: Any) -> AdamW:
+    return AdamW(params, master_weights=True, **options)
+
+
+def differs(seed: int, **options: Any) -> bool:
+    """Whether a schedule changes a bit."""
+    expected = train(synchronous, steps=3, max_norm=0.3, **options)
+    try:
+        assert_same(train(scheduled(Schedule(seed)), steps=3, max_norm=0.3, **options), expected)
+    except AssertionError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_no_schedule_changes_a_bit(seed: int) -> None:
+    assert not differs(seed, passes=1 + seed % 2)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_copies_that_fail_leave_the_optimizer_as_it_was(seed: int) -> None:
+    schedule = Schedule(seed, failures=0.05)
+    make = scheduled(schedule)
+    raised = []
+
+    def until_it_succeeds(params: Any, **options: Any) -> OffloadedAdamW:
+        optimizer = make(params, **options)
+        step = optimizer.step
+
+        def stubborn(closure: Any = None) -> Any:
+            while True:
+                before = [
+                    {name: value.clone() for name, value in state.items()}
+                    for state in optimizer.state.values()
+                ]
+                try:
+                    return step(closure)
+                except CopyError as error:
+                    raised.append(error)
+                    assert_same([dict(state) for state in optimizer.state.values()], before)
+
+        optimizer.step = stubborn  # type: ignore[method-assign]
+        return optimizer
+
+    expected = train(synchronous, steps=4, max_norm=0.3)
+    assert_same(train(until_it_succeeds, steps=4, max_norm=0.3), expected)
+    # What failed during the backward was tried again by the step.
+    assert len(raised) <= schedule.failed
+
+
+def test_a_failed_copy_is_told() -> None:
+    optimizer = scheduled(Schedule(0, failures=1.0))([torch.nn.Parameter(torch.ones(3))])
+    (param,) = optimizer.param_groups[0]["params"]
+    param.sum().backward()
+    with pytest.raises(CopyError, match="drawn to fail"):
+        optimizer.step()
+    assert optimizer.state[param]["step"] == 0.0
+    assert_same(param.detach(), torch.ones(3))
+
+
+def test_parameters_are_written_anew_from_their_masters() -> None:
+    optimizer = scheduled(Schedule(0))([torch.nn.Parameter(torch.randn(50).bfloat16())])
+    (param,) = optimizer.param_groups[0]["params"]
+    before = param.detach().clone()
+    with torch.no_grad():
+        param.fill_(float("nan"))
+    optimizer.restore()
+    assert_same(param.detach(), before)
+
+
+class _Later(list):  # type: ignore[type-arg]
+    """Sums that are waited for when they are read, and not before."""
+
+    def __init__(self, wait: Callable[[], list[float]]) -> None:
+        super().__init__()
+        self._wait = wait
+        self._known: list[float] | None = None
+
+    def __iter__(self) -> Iterator[float]:
+        if self._known is None:
+            self._known = self._wait()
+        return iter(self._known)
+
+
+def _reuse_too_early(self: Workers, number: int) -> list[float]:
+    return _Later(lambda: self._queue.wait(number))
+
+
+def _read_too_early(self: Workers, *args: Any) -> list[torch.Tensor]:
+    class Impatient(HostEngine):
+        def fetch(self, host: torch.Tensor, device: torch.Tensor, after: Any) -> Any:
+            engine.fetch(host, device, after)
+            return type("Done", (), {"wait": lambda _: None})()
+
+    engine, self._engine = self._engine, Impatient()  # type: ignore[assignment]
+    try:
+        return _FETCH(self, *args)
+    finally:
+        self._engine = engine
+
+
+def _commit_too_early(self: Workers, bucket: Bucket, job: Job) -> None:
+    bucket.job = job
+    self._given.put((bucket, job))
+    job.sums = [0.0] * len(job.members)
+    job.finished.set()
+
+
+_FETCH = Workers._fetch
+FAULTS = {"_wait": _reuse_too_early, "_fetch": _read_too_early, "start": _commit_too_early}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_fuzzer_finds_a_planted_fault(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Workers, name, FAULTS[name])
+    assert any(differs(seed) for seed in SEEDS)

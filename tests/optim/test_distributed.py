@@ -1,0 +1,67 @@
+"""Optimizers over DTensors, FSDP2 and DDP: the bits of one process, and checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import optim_ranks
+import pytest
+import torch
+from optim_testing import assert_same
+from process_pool import Pool
+
+pytestmark = pytest.mark.distributed
+
+KINDS = ["adamw", "late", "overlapped"]
+each_kind = pytest.mark.parametrize("kind", KINDS)
+ROUNDED: dict[str, Any] = {"state_dtype": torch.bfloat16, "max_norm": 0.5, "skip_non_finite": True}
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    started = Pool(tmp_path_factory.mktemp("ranks"), ranks=8)
+    yield started
+    started.close()
+
+
+@each_kind
+@pytest.mark.parametrize("layout", optim_ranks.PLACEMENTS)
+def test_shards_do_not_show(pool: Pool, kind: str, layout: str) -> None:
+    expected = optim_ranks.whole_steps(kind, ROUNDED)
+    results = pool.run(optim_ranks.sharded_steps, kind, layout, ROUNDED)
+    members = [each for each in results if each is not None]
+    assert len(members) in (2, 4)
+    for each in members:
+        assert_same(each, expected)
+
+
+@each_kind
+@pytest.mark.parametrize("options", [{}, ROUNDED], ids=["plain", "rounded"])
+def test_fsdp2_gives_the_bits_of_one_process(
+    pool: Pool, kind: str, options: dict[str, Any]
+) -> None:
+    expected = optim_ranks.outcome(optim_ranks.train(kind, options)[0])
+    for each in pool.run(optim_ranks.fsdp_steps, kind, options)[:4]:
+        assert_same(each, expected)
+
+
+def test_ddp_steps_with_the_reduced_gradients(pool: Pool) -> None:
+    options = {"max_norm": 0.5}
+    expected = pool.run(optim_ranks.ddp_steps, "adamw", options)[0]
+    for kind in ("late", "overlapped"):
+        for each in pool.run(optim_ranks.ddp_steps, kind, options)[:2]:
+            assert_same(each, expected)
+
+
+@each_kind
+def test_checkpoints_of_other_meshes_and_of_torch(pool: Pool, kind: str, tmp_path: Path) -> None:
+    results = pool.run(optim_ranks.checkpoint, kind, str(tmp_path / "saved"))
+    trained, masters = results[0][:2]
+    moments = [each[1:] for each in trained]
+    for rank in (0, 1):
+        ours, loaded_masters, stock = results[rank][2:]
+        assert_same(ours, moments)
+        assert_same(loaded_masters, masters)
+        assert_same(stock, [[each.bfloat16() for each in pair] for pair in moments])

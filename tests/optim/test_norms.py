@@ -1,0 +1,124 @@
+"""Norms of many tensors: their value, that nothing but the values shows in it, inf and NaN."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from optim_testing import assert_same, parameters, reachable, set_gradients
+from torch import nn
+
+import fusedops
+from fusedops._core import dtypes
+from fusedops.ops.square_sums import square_sums
+from fusedops.optim import clip_grad_norm_, global_norm
+
+every_dtype = pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str
+)
+
+
+def tensors(dtype: torch.dtype) -> list[torch.Tensor]:
+    return [param.detach() for param in parameters(dtype)]
+
+
+TRITON = pytest.param("triton", marks=pytest.mark.interpreter)
+
+
+@every_dtype
+@pytest.mark.parametrize("backend", ["cpp", "torch", TRITON])
+def test_sums_of_squares_are_those_of_float64(dtype: torch.dtype, backend: str) -> None:
+    given = tensors(dtype)
+    truth = [math.fsum(x * x for x in each.double().flatten().tolist()) for each in given]
+    if backend == "triton" and dtype == torch.float64:
+        pytest.skip("Triton kernels take no float64")
+    with reachable(given), fusedops.use_backend(backend):
+        got = square_sums(given)
+    budget = dtypes.error_budget(
+        torch.tensor(truth), torch.tensor(truth).double(), torch.float64, depth=40000
+    )
+    assert got.dtype == torch.float64 and got.shape == (len(given),)
+    assert bool(((got - torch.tensor(truth, dtype=torch.float64)).abs() <= budget).all())
+
+
+def test_large_and_small_numbers_neither_overflow_nor_vanish() -> None:
+    large = torch.full((3,), 3e38)
+    assert global_norm([large]).item() == pytest.approx(large.double().norm().item())
+    tiny = torch.full((5, 5), 1e-30)
+    assert global_norm([tiny]).item() == pytest.approx(tiny.double().norm().item())
+
+
+def test_threads_and_order_do_not_show() -> None:
+    given = tensors(torch.float32)
+    before = torch.get_num_threads()
+    results = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        results += [global_norm(given), global_norm(given[::-1])]
+    torch.set_num_threads(before)
+    for each in results[1:]:
+        assert_same(each, results[0])
+
+
+@every_dtype
+@pytest.mark.parametrize("backend", ["cpp", "torch"])
+@pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan")])
+def test_one_element_that_is_not_finite_shows(
+    value: float, dtype: torch.dtype, backend: str
+) -> None:
+    for place in (0, 130, 16384 + 7, 39999):
+        given = tensors(dtype)
+        given[3][place] = value
+        with fusedops.use_backend(backend):
+            norm = global_norm(given)
+        assert norm.isnan() if math.isnan(value) else norm == float("inf")
+
+
+def test_strides_do_not_matter() -> None:
+    base = torch.randn(40, 60)
+    want = global_norm([base.contiguous()])
+    assert global_norm([base.t()]) == pytest.approx(want.item())
+    wide = torch.randn(40, 70)
+    assert_same(global_norm([wide[:, :60]]), global_norm([wide[:, :60].contiguous()]))
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 1e6])
+def test_clipping_is_torchs(max_norm: float) -> None:
+    ours, theirs = parameters(), parameters()
+    for params in (ours, theirs):
+        set_gradients(params, 0)
+    norm = clip_grad_norm_(ours, max_norm)
+    stock = torch.nn.utils.clip_grad_norm_(theirs, max_norm)
+    truth = global_norm([param.grad.double() for param in parameters_with_gradient()])
+    assert abs(norm - truth) <= abs(stock.double() - truth)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.grad is not None and other.grad is not None
+        scaled = other.grad.double()
+        budget = dtypes.error_budget(other.grad, scaled, torch.float32, depth=40000)
+        assert bool(((mine.grad.double() - scaled).abs() <= budget).all())
+
+
+def parameters_with_gradient() -> list[nn.Parameter]:
+    params = parameters()
+    set_gradients(params, 0)
+    return params
+
+
+def test_a_norm_that_is_not_finite_raises_if_asked_to_and_nothing_is_scaled() -> None:
+    params = parameters_with_gradient()
+    assert params[0].grad is not None
+    params[0].grad[0] = float("nan")
+    before = [param.grad.clone() for param in params if param.grad is not None]
+    with pytest.raises(RuntimeError, match="nan"):
+        clip_grad_norm_(params, 1.0, error_if_nonfinite=True)
+    assert_same([param.grad for param in params], before)
+
+
+def test_nothing_has_the_norm_zero_and_wrong_arguments_are_named() -> None:
+    assert global_norm([]) == 0.0 and global_norm([torch.zeros(0)]) == 0.0
+    assert clip_grad_norm_([nn.Parameter(torch.ones(2))], 1.0) == 0.0
+    with pytest.raises(ValueError, match="norm_type"):
+        clip_grad_norm_([], 1.0, norm_type=1.0)
+    with pytest.raises(TypeError, match="tensors.*int64"):
+        global_norm([torch.ones(2, dtype=torch.int64)])

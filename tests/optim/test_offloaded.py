@@ -1,0 +1,226 @@
+"""The offloaded optimizer: the synchronous one's bits, whatever happens between backward and step.
+
+The "device" is host memory; all but the copies is what runs beside a GPU.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from offload_testing import TinyModel, train
+from optim_testing import assert_same
+from torch import nn
+
+from fusedops.optim import AdamW, OffloadedAdamW, _host_memory, offloaded
+from fusedops.optim._overlap import Bucket
+
+SMALL = {"bucket_bytes": 300, "threads": 2}  # several buckets of the tiny model
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"max_norm": 0.05},
+    {"max_norm": 1e6, "amsgrad": True, "bias_correction": False},
+    {"skip_non_finite": True, "state_dtype": torch.bfloat16},
+    {"device_fraction": 0.4, "max_norm": 0.05, "maximize": True},
+]
+each_option = pytest.mark.parametrize("options", OPTIONS, ids=lambda each: "-".join(each) or "none")
+
+
+@pytest.fixture(autouse=True)
+def closing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Close the optimizers that a test made."""
+    made: list[OffloadedAdamW] = []
+    before = OffloadedAdamW._attach
+
+    def attach(self: OffloadedAdamW) -> None:
+        made.append(self)
+        before(self)
+
+    monkeypatch.setattr(OffloadedAdamW, "_attach", attach)
+    yield
+    for each in made:
+        each.close()
+
+
+def plain(params: Any, **options: Any) -> AdamW:
+    options.pop("device_fraction", None)
+    return AdamW(params, master_weights=True, **options)
+
+
+def overlapped(params: Any, **options: Any) -> OffloadedAdamW:
+    return OffloadedAdamW(params, **SMALL, **options)
+
+
+@each_option
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_its_bits_are_those_of_the_synchronous_optimizer(
+    options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    expected = train(plain, dtype=dtype, steps=6, **options)
+    assert_same(train(overlapped, dtype=dtype, steps=6, **options), expected)
+    late = train(overlapped, dtype=dtype, steps=6, overlap=False, **options)
+    assert_same(late, expected)
+
+
+def test_several_backwards_make_one_step() -> None:
+    expected = train(plain, steps=5, passes=3)
+    assert_same(train(overlapped, steps=5, passes=3), expected)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_skipped_step_leaves_no_trace(value: float) -> None:
+    def spoil(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        if step in (1, 3):
+            param = list(model.parameters())[2]
+            assert param.grad is not None
+            param.grad[0] = value
+
+    options = {"steps": 5, "skip_non_finite": True, "max_norm": 0.1, "between": spoil}
+    expected = train(plain, **options)
+    assert_same(train(overlapped, **options), expected)
+
+
+def changes() -> dict[str, Callable[[int, nn.Module, torch.optim.Optimizer], None]]:
+    def in_place(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+    def replaced(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for param in model.parameters():
+            param.grad = param.grad * 2 if param.grad is not None else None
+
+    def removed(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        list(model.parameters())[step % 3].grad = None
+
+    def scheduled(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.5
+            group["weight_decay"] += 0.1
+
+    return {each.__name__: each for each in (in_place, replaced, removed, scheduled)}
+
+
+@pytest.mark.parametrize("change", changes().values(), ids=changes())
+def test_what_changes_after_the_backward_is_seen(change: Callable[..., None]) -> None:
+    expected = train(plain, steps=4, between=change)
+    assert_same(train(overlapped, steps=4, between=change), expected)
+
+
+def test_grad_scaler() -> None:
+    assert_same(train(overlapped, steps=6, scaler=True), train(plain, steps=6, scaler=True))
+
+
+def test_steps_begin_in_the_backward_and_are_not_made_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun: list[bool] = []
+    begin = OffloadedAdamW._begin
+
+    def note(self: OffloadedAdamW, bucket: Bucket, factor: float, *, steps: bool) -> None:
+        begun.append(steps)
+        begin(self, bucket, factor, steps=steps)
+
+    monkeypatch.setattr(OffloadedAdamW, "_begin", note)
+    model = TinyModel(torch.bfloat16)
+    optimizer = overlapped(model.parameters(), max_norm=1e6)
+    buckets = len(optimizer._buckets)
+    assert buckets > 1
+    for step in range(3):
+        optimizer.zero_grad()
+        begun.clear()
+        model.loss(step).backward()
+        assert begun == [True] * buckets
+        optimizer.step()
+        assert begun == [True] * buckets
+    optimizer.policy = dataclasses.replace(optimizer.policy, max_norm=1e-3)
+    for step in range(3):
+        begun.clear()
+        optimizer.zero_grad()
+        model.loss(step).backward()
+        optimizer.step()
+        # What was clipped was begun in vain; after that only the sums are taken early.
+        assert begun == [step == 0] * buckets + [True] * buckets
+
+
+def test_states_go_to_torch_and_come_back() -> None:
+    model = TinyModel(torch.float32)
+    ours = overlapped(model.parameters())
+
+    def steps(optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
+        for step in range(first, last):
+            optimizer.zero_grad()
+            model.loss(step).backward()
+            optimizer.step()
+
+    steps(ours, 0, 2)
+    saved = copy.deepcopy(ours.state_dict())
+    weights = copy.deepcopy(model.state_dict())
+    steps(ours, 2, 4)
+    expected = copy.deepcopy([ours.state_dict(), model.state_dict()])
+    model.load_state_dict(weights)
+    model.loss(0).backward()  # what it begins must not reach the state that is loaded
+    ours.load_state_dict(copy.deepcopy(saved))
+    assert_same(ours.state_dict(), saved)
+    steps(ours, 2, 4)
+    assert_same([ours.state_dict(), model.state_dict()], expected)
+    ours.close()
+    stock = torch.optim.AdamW(model.parameters())
+    stock.load_state_dict(copy.deepcopy(saved))
+    for name in ("step", "exp_avg", "exp_avg_sq"):
+        assert_same(
+            [each[name] for each in stock.state_dict()["state"].values()],
+            [each[name] for each in saved["state"].values()],
+        )
+
+
+def test_too_little_memory_is_told_with_the_numbers_before_it_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(offloaded, "available_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(torch, "zeros_like", None)
+    with pytest.raises(MemoryError, match=r"take 0\.\d\d GiB.*and 0\.00 GiB are available"):
+        OffloadedAdamW([nn.Parameter(torch.ones(1 << 18))])
+
+
+def test_the_memory_that_is_available_is_the_least_of_machine_and_container(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = tmp_path / "meminfo"
+    machine.write_text("MemTotal: 900 kB\nMemAvailable:   500 kB\n")
+    monkeypatch.setattr(_host_memory, "_MEMORY", machine)
+    monkeypatch.setattr(_host_memory, "_GROUP", tmp_path)
+    assert _host_memory.available_bytes() == 500 * 1024
+    for name, text in (
+        ("memory.current", "300000\n"),
+        ("memory.stat", "anon 1\ninactive_file 100000\n"),
+        ("memory.max", "max\n"),
+    ):
+        (tmp_path / name).write_text(text)
+    assert _host_memory.available_bytes() == 500 * 1024
+    (tmp_path / "memory.max").write_text("400000\n")
+    assert _host_memory.available_bytes() == 200000
+    machine.unlink()
+    assert _host_memory.available_bytes() is None
+
+
+def test_wrong_arguments_are_named() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    for arguments, error, words in (
+        ({"overlap": 1}, TypeError, "overlap"),
+        ({"device_fraction": 1.5}, ValueError, "device_fraction"),
+        ({"bucket_bytes": 0}, ValueError, "bucket_bytes"),
+        ({"threads": 0}, ValueError, "threads"),
+        ({"fused": True, "foreach": True}, RuntimeError, "fused"),
+    ):
+        with pytest.raises(error, match=words):
+            OffloadedAdamW([weight], **arguments)
+    optimizer = OffloadedAdamW([weight])
+    with pytest.raises(TypeError, match="state_dict"):
+        copy.deepcopy(optimizer)
+    optimizer.close()
+    weight.grad = torch.ones(3)
+    with pytest.raises(RuntimeError, match="after close"):
+        optimizer.step()
