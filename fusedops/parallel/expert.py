@@ -105,9 +105,10 @@ def moe_dispatch(
         Two collectives: the counts (a note of fixed size) and one payload of bytes in which each
         row is followed by its probability and expert id. Backwards one: gradients of rows and
         probabilities in one payload. The host waits for the device once, for the counts, while
-        rows are packed. Over two dimensions of a mesh all of this happens twice. Differentiable
-        once in ``input`` and ``plan.probs``. ``max_rows`` costs another collective, of
-        one number per pair of ranks; over two dimensions of a mesh three.
+        rows are packed; with groups of NCCL alone the first call makes connections between hosts
+        as well. Over two dimensions of a mesh all of this happens twice. Differentiable once in
+        ``input`` and ``plan.probs``. ``max_rows`` costs another collective, of one number per pair
+        of ranks; over two dimensions of a mesh three.
 
         Under ``torch.compile`` this is an operator, over two dimensions of a mesh two of them, with
         the same bits: ``R`` is a symbol, or ``max_rows``. Symbols need ``fullgraph=True`` or
@@ -152,14 +153,18 @@ def moe_combine(
         ``[T, H]``, dtype of ``output``; 0 for a token without a kept slot.
 
     Raises:
-        ValueError: ``output`` does not fit the rows; on CPU ranks all raise, on CUDA (where looking
-            would wait for the device) only this one.
-        TypeError: it is no tensor, or of another dtype.
+        ValueError: ``output`` does not fit the rows, on any rank: every rank raises, with the
+            reason on the one that has it; also on GPUs.
+        TypeError: it is no tensor, or of another dtype; the other ranks raise ValueError.
         RuntimeError: a rank or a link failed; within the group's timeout.
 
     Note:
-        One collective for the rows and, on CPU ranks, one for the word that all could send; one
-        backwards. Over two dimensions of a mesh all of this happens twice. Rows return to the
+        One collective for the rows and one for the word that all could send; one backwards. Over
+        two dimensions of a mesh all of this happens twice. The word passes between hosts while
+        rows travel, and no host waits for its device: over the group itself where it takes CPU
+        tensors, else (NCCL alone) over connections of gloo, which the first ``moe_dispatch`` made.
+        Where gloo cannot connect (a warning says so) a wrong ``output`` raises on its own rank
+        only, and the others wait for the timeout. Rows return to the
         places of their slots and are summed there in float32, rounded once: the same bits for any
         number of ranks.
 
