@@ -200,8 +200,8 @@ class _Added(torch.autograd.Function):
         mask = [ctx.needs_input_grad[2 + place] for place in form.inputs]
         results = form.add_gradients(*buffers, grad, *tensors, kept, *ctx.others, mask)
         grads: list[torch.Tensor | None] = [None] * ctx.places
-        results = (results,) if isinstance(results, torch.Tensor) else results
-        for place, result in zip(form.inputs, results or (), strict=True):
+        results = results if isinstance(results, (tuple, list)) else (results,)
+        for place, result in zip(form.inputs, results, strict=True):
             grads[2 + place] = result
         for place, to, buffer in zip(form.parameters, into, buffers, strict=True):
             if to is None and buffer is not None:

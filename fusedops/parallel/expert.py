@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from fusedops._core import checks
 from fusedops.ops import RoutingPlan
+from fusedops.ops._weight_gradients import summed
 from fusedops.parallel import _traced
 from fusedops.parallel._departure import (
     Group,
@@ -230,6 +231,15 @@ def expert_parallel(
         In a compiled graph the tokens are not cut: the operators wait inside, and nothing would
         overlap.
 
+        With chunks a weight gets a gradient from each. Those of half-precision weights and biases
+        that ``moe_mlp`` and ``grouped_mm`` read in ``experts`` are summed in float32 and rounded
+        once, as without chunks: only the order of that sum depends on them. It takes 4 bytes per
+        number of these weights while their backward runs. Under autocast the sum is handed to the
+        float32 weights as it is. Other operations' gradients, those of weights made anew in each
+        call (by a cast or ``torch.cat``), of compiled experts, of weights that are sharded or
+        wrapped, and inside of reentrant checkpointing within ``experts`` are added by autograd, in
+        the dtype of the weight. Differentiable once, as ``moe_dispatch``.
+
     Example:
         >>> import torch, fusedops, torch.distributed as dist
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -323,13 +333,14 @@ def _overlapped(
     )
     ways[0].relay()
     returning: list[FlatReturn | NodesReturn] = []
-    for i, way in enumerate(ways):
-        if i + 1 < len(ways):
-            ways[i + 1].relay()
-        rows, local_plan, _ = _arrive(way)
-        returning.append(way.send_back(experts(rows, local_plan)))
-        if i > 0:
-            returning[i - 1].relay(weighted=weighted)
+    with summed(len(ways) > 1):
+        for i, way in enumerate(ways):
+            if i + 1 < len(ways):
+                ways[i + 1].relay()
+            rows, local_plan, _ = _arrive(way)
+            returning.append(way.send_back(experts(rows, local_plan)))
+            if i > 0:
+                returning[i - 1].relay(weighted=weighted)
     returning[-1].relay(weighted=weighted)
     parts = [each.come_home(weighted=weighted) for each in returning]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
