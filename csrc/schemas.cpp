@@ -53,7 +53,10 @@ TORCH_LIBRARY(fusedops_cpp, m) {
       " Tensor? bias, Tensor preactivation, str activation, bool keep_preactivation,"
       " bool[] output_mask) -> (Tensor, Tensor, Tensor)");
   m.def(
-      "grouped_mm_add_gradient(Tensor(a!) into, Tensor input, Tensor grad, Tensor offsets) -> ()");
+      "grouped_mm_add_gradients(Tensor(a!)? into_weight, Tensor(b!)? into_bias,"
+      " Tensor grad_output, Tensor input, Tensor weight, Tensor offsets, Tensor? bias,"
+      " Tensor preactivation, str activation, bool keep_preactivation, bool[] output_mask)"
+      " -> (Tensor grad_input)");
   m.def(
       "moe_mlp(Tensor input, Tensor probs, Tensor permutation, Tensor positions, Tensor offsets,"
       " Tensor w1, Tensor w2, Tensor? b1, Tensor? b2, str activation, bool gated,"
@@ -64,6 +67,12 @@ TORCH_LIBRARY(fusedops_cpp, m) {
       " Tensor preactivation, str activation, bool gated, bool interleaved,"
       " bool keep_preactivation, bool[] output_mask)"
       " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "moe_mlp_add_gradients(Tensor(a!)? into_w1, Tensor(b!)? into_w2, Tensor(c!)? into_b1,"
+      " Tensor(d!)? into_b2, Tensor grad_output, Tensor input, Tensor probs, Tensor permutation,"
+      " Tensor positions, Tensor offsets, Tensor w1, Tensor w2, Tensor? b1, Tensor? b2,"
+      " Tensor preactivation, str activation, bool gated, bool interleaved,"
+      " bool keep_preactivation, bool[] output_mask) -> (Tensor grad_input, Tensor grad_probs)");
   m.def(
       "mlp(Tensor input, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, str activation,"
       " bool keep_preactivation) -> (Tensor output, Tensor preactivation)");

@@ -90,18 +90,43 @@ inline bool is_stack_transposed(const at::Tensor& stack) {
   return !stack.is_contiguous() && stack.transpose(1, 2).is_contiguous();
 }
 
+// x[rows of g]^T * grad[rows of g], of the dtype of `like`: the gradient [in, out] of a weight.
+inline GemmCall weight_product(const Groups& groups, int64_t g, const Matrix& x, const Matrix& grad,
+                               int64_t in, int64_t out, const at::Tensor& like) {
+  const int64_t first = groups.begin(g), size = like.element_size();
+  return product_of(in, out, groups.size(g), transposed(from_row(x, first, size)),
+                    from_row(grad, first, size), like);
+}
+
 // gradient[g] = x[rows of g]^T * grad[rows of g], dense. Zeros for an empty group.
 inline void weight_gradient_into(const Groups& groups, const Matrix& x, const Matrix& grad,
                                  const at::Tensor& gradient) {
   std::vector<WeightGradient> products;
-  const int64_t in = gradient.size(1), out = gradient.size(2), size = gradient.element_size();
+  const int64_t in = gradient.size(1), out = gradient.size(2);
   for (int64_t g = 0; g < groups.count(); ++g) {
-    const int64_t first = groups.begin(g);
-    const auto call = product_of(in, out, groups.size(g), transposed(from_row(x, first, size)),
-                                 from_row(grad, first, size), gradient);
-    products.push_back({call, mutable_rows_from(gradient, g * in)});
+    products.push_back({weight_product(groups, g, x, grad, in, out, gradient),
+                        mutable_rows_from(gradient, g * in)});
   }
   FUSEDOPS_CALL_ISA(weight_gradients, products.data(), static_cast<int64_t>(products.size()));
+}
+
+// into[g] += x[rows of g]^T * grad[rows of g], rows of the dtype of `like`, for a buffer of its
+// accumulation dtype that is dense or the transposed view of a dense one.
+inline void add_weight_gradient(const char* op, const Groups& groups, const Matrix& x,
+                                const Matrix& grad, const at::Tensor& like,
+                                const at::Tensor& into) {
+  const bool swapped = !into.is_contiguous();
+  const auto gradient = swapped ? into.transpose(1, 2) : into;
+  TORCH_CHECK_VALUE(gradient.is_contiguous(), op, ": the buffer of a weight's gradient must be ",
+                    "dense, or a transposed view of dense memory");
+  const int64_t in = gradient.size(1), out = gradient.size(2);
+  std::vector<AddedProduct> products;
+  for (int64_t g = 0; g < groups.count(); ++g) {
+    const auto call =
+        weight_product(groups, g, swapped ? grad : x, swapped ? x : grad, in, out, like);
+    if (call.k > 0) products.push_back({call, mutable_rows_from(gradient, g * in), out});
+  }
+  FUSEDOPS_CALL_ISA(add_products, products.data(), static_cast<int64_t>(products.size()));
 }
 
 // The same as a new tensor that is laid out in memory as `weight` is.
@@ -123,6 +148,17 @@ inline at::Tensor grouped_row_sums(const Groups& groups, const at::Tensor& value
                             mutable_data(sums), groups.count(), values.size(1), dtype_of(values)};
   FUSEDOPS_CALL_ISA(group_sums, arguments);
   return sums;
+}
+
+// into += the sums over the rows of each group, unrounded.
+inline void add_row_sums(const char* op, const Groups& groups, const at::Tensor& values,
+                         const at::Tensor& into, const int32_t* places = nullptr,
+                         const void* scale = nullptr) {
+  TORCH_CHECK_VALUE(into.is_contiguous(), op, ": the buffer of a bias's gradient must be dense");
+  const GroupSums arguments{
+      data(values),   places,           scale, groups.ends(), mutable_data(into), groups.count(),
+      values.size(1), dtype_of(values), true};
+  FUSEDOPS_CALL_ISA(group_sums, arguments);
 }
 
 }  // namespace fusedops

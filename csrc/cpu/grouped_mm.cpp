@@ -1,4 +1,6 @@
-// Binding of grouped_mm on the CPU: fusedops_cpp::grouped_mm and fusedops_cpp::grouped_mm_backward.
+// Binding of grouped_mm on the CPU: fusedops_cpp::grouped_mm, and two forms of its backward: one
+// makes the gradients of the parameters (grouped_mm_backward), one adds them to buffers
+// (grouped_mm_add_gradients).
 // Arguments were checked by fusedops/ops/grouped_mm.py, but for the values of the offsets.
 //
 // The products of all groups are one batch (gemm.isa.cpp) with linear_act's epilogue; so are the
@@ -49,6 +51,14 @@ at::Tensor sums_gradient(const Groups& groups, const at::Tensor& grad, const at:
   return dz;
 }
 
+at::Tensor input_gradient(const Groups& groups, const at::Tensor& dz, const at::Tensor& weight,
+                          const at::Tensor& input) {
+  const auto dx = at::empty(input.sizes(), input.options());
+  grouped_product(groups, matrix(dz), weight.transpose(1, 2), at::Tensor(), Activation::identity,
+                  at::Tensor(), dx);
+  return dx;
+}
+
 std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(
     const Optional& grad_output, const at::Tensor& input, const at::Tensor& weight,
     const at::Tensor& offsets, const Optional& bias, const at::Tensor& preactivation,
@@ -57,35 +67,26 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(
   const auto dz = sums_gradient(groups, grad_output->contiguous(), input, weight, bias,
                                 preactivation, parse_activation(activation));
   at::Tensor dx, dweight, dbias;
-  if (output_mask[0]) {
-    dx = at::empty(input.sizes(), input.options());
-    grouped_product(groups, matrix(dz), weight.transpose(1, 2), at::Tensor(), Activation::identity,
-                    at::Tensor(), dx);
-  }
+  if (output_mask[0]) dx = input_gradient(groups, dz, weight, input);
   if (output_mask[1]) dweight = grouped_weight_gradient(groups, matrix(input), matrix(dz), weight);
   if (output_mask[2]) dbias = grouped_row_sums(groups, dz);
   return {dx, dweight, dbias};
 }
 
-// into[g] += input[rows of g]^T * grad[rows of g], for a dense `into` or the transposed view of
-// one.
-void add_gradient(const at::Tensor& into, const at::Tensor& input, const at::Tensor& grad,
-                  const at::Tensor& offsets) {
+// The same, with the parameters' gradients added to buffers.
+at::Tensor add_gradients(const Optional& into_weight, const Optional& into_bias,
+                         const at::Tensor& grad_output, const at::Tensor& input,
+                         const at::Tensor& weight, const at::Tensor& offsets, const Optional& bias,
+                         const at::Tensor& preactivation, std::string_view activation,
+                         bool /*keep_preactivation*/, std::array<bool, 1> output_mask) {
   const Groups groups(kOp, offsets, input.size(0));
-  const bool swapped = !into.is_contiguous();
-  const auto gradient = swapped ? into.transpose(1, 2) : into;
-  TORCH_CHECK_VALUE(gradient.is_contiguous(), kOp, ": grad_weight_into must be dense");
-  const Matrix x = matrix(swapped ? grad : input), dy = matrix(swapped ? input : grad);
-  const int64_t rows = gradient.size(1), columns = gradient.size(2), size = input.element_size();
-  std::vector<AddedProduct> products;
-  for (int64_t g = 0; g < groups.count(); ++g) {
-    const int64_t first = groups.begin(g);
-    const auto call =
-        product_of(rows, columns, groups.size(g), transposed(from_row(x, first, size)),
-                   from_row(dy, first, size), input);
-    if (call.k > 0) products.push_back({call, mutable_rows_from(gradient, g * rows), columns});
+  const auto dz = sums_gradient(groups, grad_output.contiguous(), input, weight, bias,
+                                preactivation, parse_activation(activation));
+  if (into_weight.has_value()) {
+    add_weight_gradient(kOp, groups, matrix(input), matrix(dz), input, *into_weight);
   }
-  FUSEDOPS_CALL_ISA(add_products, products.data(), static_cast<int64_t>(products.size()));
+  if (into_bias.has_value()) add_row_sums(kOp, groups, dz, *into_bias);
+  return output_mask[0] ? input_gradient(groups, dz, weight, input) : at::Tensor();
 }
 
 }  // namespace
@@ -93,7 +94,7 @@ void add_gradient(const at::Tensor& into, const at::Tensor& input, const at::Ten
 TORCH_LIBRARY_IMPL(fusedops_cpp, CPU, m) {
   m.impl("grouped_mm", forward);
   m.impl("grouped_mm_backward", backward);
-  m.impl("grouped_mm_add_gradient", add_gradient);
+  m.impl("grouped_mm_add_gradients", add_gradients);
 }
 
 }  // namespace fusedops

@@ -9,16 +9,18 @@
 namespace fusedops {
 
 // sums[g] = sum over the rows r of group g of scale[r] * values[places[r]]; float32 accumulation
-// (float64 for float64). Group g is the rows from ends[g - 1] (0 for the first) to ends[g].
+// (float64 for float64). Group g is the rows from ends[g - 1] (0 for the first) to ends[g]. With
+// `adds` the sums are added, unrounded, to what is there.
 struct GroupSums {
   const void* values;     // rows of [columns], dense
   const int32_t* places;  // row r is row places[r] of values; null: r
   const void* scale;      // [rows] of the accumulation dtype, or null
   const int64_t* ends;    // [groups]
-  void* sums;             // [groups, columns]
+  void* sums;             // [groups, columns]; of the accumulation dtype with `adds`
   int64_t groups;
   int64_t columns;
   DType dtype;
+  bool adds = false;
 };
 
 // gradient = product: [m, n], dense.

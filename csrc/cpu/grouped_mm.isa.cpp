@@ -37,6 +37,11 @@ void sum_piece(const GroupSums& a, int64_t group, int64_t first, int64_t count) 
     }
     for (int64_t c = 0; c < count; ++c) total[c] += part[c];
   }
+  if (a.adds) {
+    S* into = at<S>(a.sums, group, a.columns, first);
+    for (int64_t c = 0; c < count; ++c) into[c] += total[c];
+    return;
+  }
   T* out = at<T>(a.sums, group, a.columns, first);
   for (int64_t c = 0; c < count; ++c) out[c] = static_cast<T>(total[c]);
 }

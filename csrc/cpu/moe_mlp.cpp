@@ -1,6 +1,7 @@
-// Binding of moe_mlp on the CPU: fusedops_cpp::moe_mlp and fusedops_cpp::moe_mlp_backward.
-// Arguments were checked by fusedops/ops/moe_mlp.py; the values of the plan's tensors are looked
-// through here.
+// Binding of moe_mlp on the CPU: fusedops_cpp::moe_mlp, and two forms of its backward: one makes
+// the gradients of the parameters (moe_mlp_backward), one adds them to buffers
+// (moe_mlp_add_gradients). Arguments were checked by fusedops/ops/moe_mlp.py; the values of the
+// plan's tensors are looked through here.
 //
 // Forward: two batches of products (gemm.isa.cpp) and the sum over each token's rows. The first
 // gathers the tokens' rows while it packs them; between the two stands the hidden layer alone.
@@ -188,19 +189,40 @@ at::Tensor probability_gradient(const Rows& rows, const at::Tensor& grad, const 
   return gradient;
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> backward(
-    const Optional& grad_output, const at::Tensor& input, const at::Tensor& probs,
-    const at::Tensor& permutation, const at::Tensor& positions, const at::Tensor& offsets,
-    const at::Tensor& w1, const at::Tensor& w2, const Optional& b1, const Optional& b2,
-    const at::Tensor& preactivation, std::string_view activation, bool gated, bool interleaved,
-    bool /*keep_preactivation*/, std::array<bool, 6> output_mask) {
-  const auto [wants_input, wants_probs, wants_w1, wants_w2, wants_b1, wants_b2] = output_mask;
+// Those that are asked for. Of the parameters (w1 and after) some may be there before: buffers of
+// the accumulation dtype, to which the gradients are added.
+struct Gradients {
+  at::Tensor input, probs, w1, w2, b1, b2;
+};
+
+void differentiate(Gradients& to, std::array<bool, 6> wanted, const at::Tensor& grad_output,
+                   const at::Tensor& input, const at::Tensor& probs, const at::Tensor& permutation,
+                   const at::Tensor& positions, const at::Tensor& offsets, const at::Tensor& w1,
+                   const at::Tensor& w2, const Optional& b1, const Optional& b2,
+                   const at::Tensor& preactivation, std::string_view activation, bool gated,
+                   bool interleaved) {
+  const auto [wants_input, wants_probs, wants_w1, wants_w2, wants_b1, wants_b2] = wanted;
   const Rows rows(input, probs, permutation, positions, offsets);
+  const auto weight_gradient = [&](const Matrix& x, const Matrix& grad, const at::Tensor& weight,
+                                   at::Tensor& gradient) {
+    if (gradient.defined()) {
+      add_weight_gradient(kOp, rows.groups, x, grad, weight, gradient);
+    } else {
+      gradient = grouped_weight_gradient(rows.groups, x, grad, weight);
+    }
+  };
+  const auto bias_gradient = [&](const at::Tensor& grad, at::Tensor& gradient,
+                                 const int32_t* places = nullptr, const void* scale = nullptr) {
+    if (gradient.defined()) {
+      add_row_sums(kOp, rows.groups, grad, gradient, places, scale);
+    } else {
+      gradient = grouped_row_sums(rows.groups, grad, places, scale);
+    }
+  };
   const auto gate = gate_of(activation, gated, interleaved);
-  const auto dy = grad_output->contiguous();
+  const auto dy = grad_output.contiguous();
   const auto options = input.options();
   const int64_t count = rows.count(), columns = w2.size(1), width = w1.size(2);
-  at::Tensor dx, dprobs, dw1, dw2, db1, db2;
   if (wants_input || wants_probs || wants_w1 || wants_w2 || wants_b1) {
     auto z = preactivation.contiguous();
     if (z.size(0) != permutation.numel()) {
@@ -216,19 +238,50 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
       dots = at::empty({count, parts}, probs.options());
     }
     hidden_gradients(rows, dy, w2, z, gate, dz, hidden, dots);
-    if (wants_probs) dprobs = probability_gradient(rows, dy, probs, dense(b2), dots, columns);
-    if (wants_w2) dw2 = grouped_weight_gradient(rows.groups, matrix(hidden), rows.gathered(dy), w2);
-    if (wants_b1) db1 = grouped_row_sums(rows.groups, dz);
-    if (wants_w1) dw1 = grouped_weight_gradient(rows.groups, rows.gathered(input), matrix(dz), w1);
+    if (wants_probs) to.probs = probability_gradient(rows, dy, probs, dense(b2), dots, columns);
+    if (wants_w2) weight_gradient(matrix(hidden), rows.gathered(dy), w2, to.w2);
+    if (wants_b1) bias_gradient(dz, to.b1);
+    if (wants_w1) weight_gradient(rows.gathered(input), matrix(dz), w1, to.w1);
     if (wants_input) {
       const auto grads = at::empty({count, input.size(1)}, options);
       grouped_product(rows.groups, matrix(dz), w1.transpose(1, 2), at::Tensor(),
                       Activation::identity, at::Tensor(), grads);
-      dx = rows.combine(grads);
+      to.input = rows.combine(grads);
     }
   }
-  if (wants_b2) db2 = grouped_row_sums(rows.groups, dy, rows.token(), data(rows.scale));
-  return {dx, dprobs, dw1, dw2, db1, db2};
+  if (wants_b2) bias_gradient(dy, to.b2, rows.token(), data(rows.scale));
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> backward(
+    const Optional& grad_output, const at::Tensor& input, const at::Tensor& probs,
+    const at::Tensor& permutation, const at::Tensor& positions, const at::Tensor& offsets,
+    const at::Tensor& w1, const at::Tensor& w2, const Optional& b1, const Optional& b2,
+    const at::Tensor& preactivation, std::string_view activation, bool gated, bool interleaved,
+    bool /*keep_preactivation*/, std::array<bool, 6> output_mask) {
+  Gradients made;
+  differentiate(made, output_mask, *grad_output, input, probs, permutation, positions, offsets, w1,
+                w2, b1, b2, preactivation, activation, gated, interleaved);
+  return {made.input, made.probs, made.w1, made.w2, made.b1, made.b2};
+}
+
+std::tuple<at::Tensor, at::Tensor> add_gradients(
+    const Optional& into_w1, const Optional& into_w2, const Optional& into_b1,
+    const Optional& into_b2, const at::Tensor& grad_output, const at::Tensor& input,
+    const at::Tensor& probs, const at::Tensor& permutation, const at::Tensor& positions,
+    const at::Tensor& offsets, const at::Tensor& w1, const at::Tensor& w2, const Optional& b1,
+    const Optional& b2, const at::Tensor& preactivation, std::string_view activation, bool gated,
+    bool interleaved, bool /*keep_preactivation*/, std::array<bool, 2> output_mask) {
+  Gradients to{at::Tensor(),
+               at::Tensor(),
+               into_w1.value_or(at::Tensor()),
+               into_w2.value_or(at::Tensor()),
+               into_b1.value_or(at::Tensor()),
+               into_b2.value_or(at::Tensor())};
+  const std::array<bool, 6> wanted{output_mask[0],  output_mask[1],  to.w1.defined(),
+                                   to.w2.defined(), to.b1.defined(), to.b2.defined()};
+  differentiate(to, wanted, grad_output, input, probs, permutation, positions, offsets, w1, w2, b1,
+                b2, preactivation, activation, gated, interleaved);
+  return {to.input, to.probs};
 }
 
 }  // namespace
@@ -236,6 +289,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
 TORCH_LIBRARY_IMPL(fusedops_cpp, CPU, m) {
   m.impl("moe_mlp", forward);
   m.impl("moe_mlp_backward", backward);
+  m.impl("moe_mlp_add_gradients", add_gradients);
 }
 
 }  // namespace fusedops

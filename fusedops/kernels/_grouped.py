@@ -208,6 +208,7 @@ def _row_sums_kernel(
     num_cols,
     GATHERS: tl.constexpr,
     SCALES: tl.constexpr,
+    ADDS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -228,7 +229,10 @@ def _row_sums_kernel(
             value *= tl.load(scale_ptr + row, mask=mask, other=0.0).to(tl.float32)[:, None]
         total += value
     out = out_ptr + group.to(tl.int64) * num_cols + col
-    tl.store(out, tl.sum(total, axis=0).to(out_ptr.dtype.element_ty), mask=col < num_cols)
+    result = tl.sum(total, axis=0)
+    if ADDS:
+        result += tl.load(out, mask=col < num_cols, other=0.0)
+    tl.store(out, result.to(out_ptr.dtype.element_ty), mask=col < num_cols)
 
 
 def groups_block(num_groups: int) -> int:
@@ -371,10 +375,17 @@ def weight_gradient(
     offsets: torch.Tensor,
     weight: torch.Tensor,
     *,
+    into: torch.Tensor | None = None,
     x_rows: torch.Tensor | None = None,
     dy_rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return ``x^T dy`` over the rows of each group, laid out as ``weight`` is."""
+    """Return ``x^T dy`` over the rows of each group, laid out as ``weight`` is.
+
+    With a float32 ``into`` it is added there, unrounded, and ``into`` is returned.
+    """
+    if into is not None:
+        add_weight_gradient(into, x, dy, offsets, x_rows=x_rows, dy_rows=dy_rows)
+        return into
     groups, rows, columns = weight.shape
     if not weight.is_contiguous() and weight.mT.is_contiguous():
         out = weight.new_empty((groups, columns, rows)).mT
@@ -388,12 +399,16 @@ def row_sums(
     values: torch.Tensor,
     offsets: torch.Tensor,
     *,
+    into: torch.Tensor | None = None,
     rows: torch.Tensor | None = None,
     scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the float32 sums of the (scaled, gathered) rows of each group in the values' dtype."""
+    """Return the float32 sums of the (scaled, gathered) rows of each group in the values' dtype.
+
+    With a dense float32 ``into`` they are added there, unrounded, and ``into`` is returned.
+    """
     num_groups, num_cols = offsets.shape[0], values.shape[1]
-    out = values.new_empty((num_groups, num_cols))
+    out = values.new_empty((num_groups, num_cols)) if into is None else into
     if out.numel() == 0:
         return out
     num_rows = values.shape[0] if rows is None else rows.shape[0]
@@ -410,6 +425,7 @@ def row_sums(
             num_cols,
             GATHERS=rows is not None,
             SCALES=scale is not None,
+            ADDS=into is not None,
             **_SUM_TILE,
             **_SUM_OPTIONS,
         )
@@ -454,6 +470,6 @@ def static_report_cases(*, gathers: bool) -> list[dict[str, Any]]:
                 _weight_gradient_kernel, out, flags | blocks, options, matrix=matrix
             )
         )
-        flags = {"GATHERS": gathers, "SCALES": gathers} | _SUM_TILE
+        flags = {"GATHERS": gathers, "SCALES": gathers, "ADDS": False} | _SUM_TILE
         cases.append(_launch.report_case(_row_sums_kernel, types, flags, _SUM_OPTIONS))
     return cases

@@ -6,6 +6,7 @@ kernel with the transposed weights, the weights' a kernel of its own.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,7 +41,18 @@ def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
     """Launch the backward; arguments and results are those of ``fusedops::grouped_mm_backward``."""
-    grad, call, kept, output_mask = of_backward(GroupedMM, args)
+    return gradients(*of_backward(GroupedMM, args))
+
+
+def gradients(
+    grad: torch.Tensor,
+    call: GroupedMM,
+    kept: torch.Tensor,
+    output_mask: Sequence[bool],
+    into: Sequence[torch.Tensor | None] = (None, None),
+) -> tuple[torch.Tensor | None, ...]:
+    """Return those that are asked for; weight's and bias's are added to what is given."""
+    into_weight, into_bias = into
     input, weight, offsets, bias, activation, _ = call
     dz = grad.contiguous()
     if activation != "identity":
@@ -49,8 +61,10 @@ def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
         dz, _, _ = activation_gradient(dz, kept, activation, wants_grad=True, wants_bias=False)
     return (
         _grouped.product(dz, weight.mT, offsets)[0] if output_mask[0] else None,
-        _grouped.weight_gradient(input, dz, offsets, weight) if output_mask[1] else None,
-        _grouped.row_sums(dz, offsets) if output_mask[2] else None,
+        _grouped.weight_gradient(input, dz, offsets, weight, into=into_weight)
+        if output_mask[1]
+        else None,
+        _grouped.row_sums(dz, offsets, into=into_bias) if output_mask[2] else None,
     )
 
 

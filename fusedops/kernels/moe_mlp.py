@@ -11,6 +11,7 @@ the gradient of the pre-activation, the hidden layer again and that of the row's
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -315,8 +316,19 @@ def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
     """Launch the backward; arguments and results are those of ``fusedops::moe_mlp_backward``."""
-    grad_output, call, preactivation, output_mask = of_backward(MoeMLP, args)
+    return gradients(*of_backward(MoeMLP, args))
+
+
+def gradients(
+    grad_output: torch.Tensor,
+    call: MoeMLP,
+    preactivation: torch.Tensor,
+    output_mask: Sequence[bool],
+    into: Sequence[torch.Tensor | None] = (None,) * 4,
+) -> tuple[torch.Tensor | None, ...]:
+    """Return those that are asked for; w1's, w2's, b1's and b2's are added to what is given."""
     input, probs, permutation, positions, offsets, w1, w2, b1, b2, *_ = call
+    into_w1, into_w2, into_b1, into_b2 = into
     wants_input, wants_probs, wants_w1, wants_w2, wants_b1, wants_b2 = output_mask
     tokens, scale = _rows_of(probs, permutation)
     num_rows, width, inner = permutation.shape[0], w1.shape[2], w2.shape[1]
@@ -361,16 +373,16 @@ def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
                     **_PASS_OPTIONS,
                 )
         if wants_w2:
-            dw2 = _grouped.weight_gradient(hidden, dy, offsets, w2, dy_rows=tokens)
+            dw2 = _grouped.weight_gradient(hidden, dy, offsets, w2, into=into_w2, dy_rows=tokens)
         if wants_w1:
-            dw1 = _grouped.weight_gradient(input, dz, offsets, w1, x_rows=tokens)
+            dw1 = _grouped.weight_gradient(input, dz, offsets, w1, into=into_w1, x_rows=tokens)
         if wants_b1:
-            db1 = _grouped.row_sums(dz, offsets)
+            db1 = _grouped.row_sums(dz, offsets, into=into_b1)
         if wants_input:
             grads, _ = _grouped.product(dz, w1.mT, offsets)
             dx = _moe_rows.combine(grads, None, positions, offsets)
     if wants_b2:
-        db2 = _grouped.row_sums(dy, offsets, rows=tokens, scale=scale)
+        db2 = _grouped.row_sums(dy, offsets, into=into_b2, rows=tokens, scale=scale)
     return dx, dprobs, dw1, dw2, db1, db2
 
 

@@ -120,6 +120,11 @@ def _grouped_mm_backward(
     return _grouped_mm(input, weight) * (rest[-1][0] + rest[-1][1] + again)
 
 
+def _grouped_mm_add_gradients(*args: Any, **_: Any) -> int:
+    into, call, mask = args[:2], args[2:-1], args[-1]
+    return _grouped_mm_backward(*call, [*mask, *(each is not None for each in into)])
+
+
 def _moe_mlp(
     input: Any,
     probs: _Shape,
@@ -139,6 +144,11 @@ def _moe_mlp_backward(grad: Any, input: Any, probs: _Shape, *rest: Any, **_: Any
     first = mask[0] + mask[2] + (prod(kept) == 0)
     second = any(mask[:3]) + mask[3]
     return 2 * prod(probs) * (first * prod(w1[1:]) + second * prod(w2[1:]))
+
+
+def _moe_mlp_add_gradients(*args: Any, **_: Any) -> int:
+    into, call, mask = args[:4], args[4:-1], args[-1]
+    return _moe_mlp_backward(*call, [*mask, *(each is not None for each in into)])
 
 
 def _attention(query: _Shape, key: _Shape, value: _Shape, *_: Any, **__: Any) -> int:
@@ -188,7 +198,9 @@ _FORMULAE = {
     "baddbmm": (_baddbmm, _baddbmm_backward),
     "linear_cross_entropy": (_linear, _linear_cross_entropy_backward),
     "grouped_mm": (_grouped_mm, _grouped_mm_backward),
+    "grouped_mm_add_gradients": (_grouped_mm_add_gradients, None),
     "moe_mlp": (_moe_mlp, _moe_mlp_backward),
+    "moe_mlp_add_gradients": (_moe_mlp_add_gradients, None),
     "attention": (_attention, _attention_backward),
     "attention_decode": (_attention, None),
 }

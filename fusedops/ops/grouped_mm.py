@@ -10,16 +10,23 @@ here are the public function, the specification and the registration.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from fusedops._core import checks, dtypes
 from fusedops._core.activation import ACTIVATIONS
 from fusedops._core.library import Gradient, define_op
 from fusedops._core.sharding import PARTIAL, REPLICATE, Placement
 from fusedops.kernels._grouped_arguments import GroupedMM, of_backward
+from fusedops.ops import _weight_gradients
+from fusedops.ops._weight_gradients import (
+    Form,
+    Into,
+    empty_stack_gradient,
+    is_stack_transposed,
+)
 from fusedops.ops.linear_act import activate, activation_gradient, check_parameter, wants_gradient
 
 
@@ -81,11 +88,19 @@ def grouped_mm(
     _check(op, input, weight, offsets, bias)
     checks.choice(op, "activation", activation, ACTIVATIONS)
     keep = wants_gradient(input, weight, bias)
-    if grad_weight_into is None:
+    into: Sequence[Into] = [grad_weight_into, None]
+    anchors: Sequence[torch.Tensor] = ()
+    if grad_weight_into is not None:
+        check_into(op, "grad_weight_into", grad_weight_into, "weight", weight)
+    elif _weight_gradients.are_summed() and (
+        shared := _weight_gradients.shared(computed_in(input), weight, bias)
+    ):
+        (weight, bias), into, anchors = shared
+    else:
         return _OP(input, weight, offsets, bias, activation, keep)[0]
-    _check_into(op, grad_weight_into, weight)
     input, weight, bias = lowered(input, weight, bias)
-    return _AddedGradient.apply(input, weight, offsets, bias, activation, grad_weight_into)
+    args = input, weight, offsets, bias, activation, keep
+    return _weight_gradients.call(_FORM, args, into, anchors)
 
 
 def lowered(input: torch.Tensor, *others: torch.Tensor | None) -> list[Any]:
@@ -93,11 +108,14 @@ def lowered(input: torch.Tensor, *others: torch.Tensor | None) -> list[Any]:
 
     For functions of which autocast must cast some arguments only.
     """
-    tensors = [input, *others]
+    lower = computed_in(input)
+    return [None if each is None else each.to(lower) for each in (input, *others)]
+
+
+def computed_in(input: torch.Tensor) -> torch.dtype:
+    """Return the dtype that an op computes in, of which autocast casts the arguments."""
     lower = dtypes.autocast_dtype(input.device)
-    if lower is None or input.dtype == torch.float64:
-        return tensors
-    return [None if each is None else each.to(lower) for each in tensors]
+    return input.dtype if lower is None or input.dtype == torch.float64 else lower
 
 
 def _check(op: str, input: Any, weight: Any, offsets: Any, bias: Any) -> None:
@@ -123,14 +141,14 @@ def check_offsets(op: str, offsets: Any, input: torch.Tensor, groups: int) -> No
         checks.fail(op, "offsets", wanted, offsets.device)
 
 
-def _check_into(op: str, into: Any, weight: torch.Tensor) -> None:
-    name = "grad_weight_into"
-    checks.like(op, name, into, "weight", weight)
+def check_into(op: str, name: str, into: Any, owner: str, weight: torch.Tensor) -> None:
+    """Raise unless a weight's gradient can be added to ``into``."""
+    checks.like(op, name, into, owner, weight)
     wide = dtypes.statistics_dtype(weight.dtype)
     if into.dtype != wide:
         wanted, got = str(wide)[6:], str(into.dtype)[6:]
         raise TypeError(f"{op}: {name} must have dtype {wanted}, got {got}")
-    checks.shape(op, name, into, weight.shape, "that of weight")
+    checks.shape(op, name, into, weight.shape, f"that of {owner}")
     if not (into.is_contiguous() or into.mT.is_contiguous()):
         checks.fail(op, name, "dense, or a transposed view of dense memory", into.stride())
     if into.requires_grad:
@@ -179,24 +197,26 @@ def grouped_weight_gradient(
     return torch.stack([x.t() @ dy for x, dy in pairs])
 
 
-def is_stack_transposed(stack: torch.Tensor) -> bool:
-    """Return whether the matrices are transposed views of dense ones: so is the gradient then."""
-    return not stack.is_contiguous() and stack.mT.is_contiguous()
-
-
-def empty_stack_gradient(weight: torch.Tensor) -> torch.Tensor:
-    """Return an empty tensor in the layout that ``grouped_weight_gradient`` gives."""
-    groups, rows, columns = weight.shape
-    if is_stack_transposed(weight):
-        return weight.new_empty((groups, columns, rows)).mT
-    return weight.new_empty((groups, rows, columns))
-
-
 def grouped_sum(grad: torch.Tensor, groups: list[tuple[int, int]]) -> torch.Tensor:
     """Return the sum of the rows of each group, accumulated wide and rounded once."""
     wide = dtypes.statistics_dtype(grad.dtype)
     sums = [grad[begin:end].sum(0, dtype=wide) for begin, end in groups]
     return torch.stack(sums).to(grad.dtype) if sums else grad.new_zeros(0, grad.shape[1])
+
+
+def add_weight_gradient(
+    into: torch.Tensor, input: torch.Tensor, grad: torch.Tensor, groups: list[tuple[int, int]]
+) -> None:
+    """Add ``input^T grad`` over the rows of each group to ``into``, unrounded."""
+    for group, (begin, end) in enumerate(groups):
+        rows, dy = input[begin:end].to(into.dtype), grad[begin:end].to(into.dtype)
+        into[group].addmm_(rows.t(), dy)
+
+
+def add_grouped_sum(into: torch.Tensor, grad: torch.Tensor, groups: list[tuple[int, int]]) -> None:
+    """Add the sum of the rows of each group to ``into``, unrounded."""
+    for group, (begin, end) in enumerate(groups):
+        into[group] += grad[begin:end].sum(0, dtype=into.dtype)
 
 
 def _reference(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -217,18 +237,24 @@ def _fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, ...]:
     grad, call, z, output_mask = of_backward(GroupedMM, args)
-    input, weight, offsets, bias, activation, _ = call
-    groups = bounds("grouped_mm", offsets, input.shape[0])
-    if activation != "identity":
-        # Under a second derivative it is made again: it is then a function of the inputs.
-        if torch.is_grad_enabled() or z.numel() == 0:
-            z = grouped_product(input, weight, groups, bias)
-        grad = activation_gradient(grad, z, activation)
+    groups = bounds("grouped_mm", call.offsets, call.input.shape[0])
+    dz, weight = _sums_gradient(grad, call, z, groups), call.weight
     return (
-        grouped_product(grad, weight.mT, groups) if output_mask[0] else None,
-        grouped_weight_gradient(input, grad, groups, weight) if output_mask[1] else None,
-        grouped_sum(grad, groups) if output_mask[2] else None,
+        grouped_product(dz, weight.mT, groups) if output_mask[0] else None,
+        grouped_weight_gradient(call.input, dz, groups, weight) if output_mask[1] else None,
+        grouped_sum(dz, groups) if output_mask[2] else None,
     )
+
+
+def _sums_gradient(
+    grad: torch.Tensor, call: GroupedMM, z: torch.Tensor, groups: list[tuple[int, int]]
+) -> torch.Tensor:
+    if call.activation == "identity":
+        return grad
+    # Under a second derivative it is made again: it is then a function of the inputs.
+    if torch.is_grad_enabled() or z.numel() == 0:
+        z = grouped_product(call.input, call.weight, groups, call.bias)
+    return activation_gradient(grad, z, call.activation)
 
 
 def _backward_fake(*args: Any) -> tuple[torch.Tensor | None, ...]:
@@ -307,66 +333,45 @@ _OP = define_op(
 )
 
 
-def _add_gradient_reference(
-    into: torch.Tensor, input: torch.Tensor, grad: torch.Tensor, offsets: torch.Tensor
-) -> None:
-    for group, (begin, end) in enumerate(bounds("grouped_mm", offsets, input.shape[0])):
-        wide = input[begin:end].to(into.dtype), grad[begin:end].to(into.dtype)
-        into[group].addmm_(wide[0].t(), wide[1])
+def _add_gradients_reference(
+    into_weight: torch.Tensor | None, into_bias: torch.Tensor | None, *args: Any
+) -> torch.Tensor | None:
+    grad, call, z, output_mask = of_backward(GroupedMM, args)
+    groups = bounds("grouped_mm", call.offsets, call.input.shape[0])
+    dz = _sums_gradient(grad, call, z, groups)
+    if into_weight is not None:
+        add_weight_gradient(into_weight, call.input, dz, groups)
+    if into_bias is not None:
+        add_grouped_sum(into_bias, dz, groups)
+    return grouped_product(dz, call.weight.mT, groups) if output_mask[0] else None
 
 
-def _add_gradient_fake(
-    into: torch.Tensor, input: torch.Tensor, grad: torch.Tensor, offsets: torch.Tensor
-) -> None:
-    return None
+def _add_gradients_fake(*args: Any) -> torch.Tensor | None:
+    _, call, _, output_mask = of_backward(GroupedMM, args[2:])
+    return call.input.new_empty(call.input.shape) if output_mask[0] else None
 
 
-_ADD_GRADIENT = define_op(
-    "grouped_mm_add_gradient",
-    "(Tensor(a!) into, Tensor input, Tensor grad, Tensor offsets) -> ()",
+_ADD_GRADIENTS = define_op(
+    "grouped_mm_add_gradients",
+    "(Tensor(a!)? into_weight, Tensor(b!)? into_bias, Tensor grad_output, Tensor input,"
+    " Tensor weight, Tensor offsets, Tensor? bias, Tensor preactivation, str activation,"
+    " bool keep_preactivation, bool[] output_mask) -> (Tensor grad_input)",
     contract={
         "input": "T [rows, inner]",
-        "grad": "T [rows, columns]",
+        "weight": "T [groups, inner, columns]",
         "offsets": "int32 [groups]",
-        "into": "stat(T) [groups, inner, columns]",
+        "bias": "T [groups, columns]",
+        "grad_output": "T [rows, columns]",
+        "preactivation": "T [rows, columns] | [0]",
+        "activation": tuple(ACTIVATIONS),
+        "into_weight": "stat(T) [groups, inner, columns]",
+        "into_bias": "stat(T) [groups, columns]",
+        "output_mask": "len(output_mask) == 1",
+        "grad_input": "T [rows, inner]",
     },
-    reference=_add_gradient_reference,
-    fake=_add_gradient_fake,
-    triton="fusedops.kernels.grouped_mm_add_gradient",
+    reference=_add_gradients_reference,
+    fake=_add_gradients_fake,
+    triton="fusedops.kernels.grouped_mm_add_gradients",
     part_of="grouped_mm",
 )
-
-
-class _AddedGradient(torch.autograd.Function):
-    """grouped_mm whose weight gradient is added to a buffer."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        input: torch.Tensor,
-        weight: torch.Tensor,
-        offsets: torch.Tensor,
-        bias: torch.Tensor | None,
-        activation: str,
-        into: torch.Tensor,
-    ) -> torch.Tensor:
-        output, kept = _OP(input, weight, offsets, bias, activation, True)
-        ctx.save_for_backward(input, weight, offsets, bias, kept)
-        ctx.activation, ctx.into = activation, into
-        return output
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        input, weight, offsets, bias, kept = ctx.saved_tensors
-        grad = activation_gradient(grad, kept, ctx.activation)
-        wants_input, wants_weight, _, wants_bias = ctx.needs_input_grad[:4]
-        grad_input = grad_bias = None
-        if wants_input or wants_bias:
-            mask = [wants_input, False, wants_bias]
-            grad_input, _, grad_bias = torch.ops.fusedops.grouped_mm_backward(
-                grad, input, weight, offsets, bias, kept, "identity", True, mask
-            )
-        if wants_weight:
-            _ADD_GRADIENT(ctx.into, input, grad, offsets)
-        return grad_input, None, None, grad_bias, None, None
+_FORM = Form(_OP, _ADD_GRADIENTS, tensors=4, inputs=(0,), parameters=(1, 3))

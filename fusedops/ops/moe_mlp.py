@@ -21,12 +21,16 @@ from fusedops._core.activation import ACTIVATIONS
 from fusedops._core.library import Gradient, define_op
 from fusedops._core.sharding import PARTIAL, REPLICATE, Placement
 from fusedops.kernels._grouped_arguments import MoeMLP, of_backward
-from fusedops.ops import _moe_math
+from fusedops.ops import _moe_math, _weight_gradients
 from fusedops.ops._moe_gate import GATES, hidden_of, preactivation_gradient
 from fusedops.ops._routing_plan import RoutingPlan, check_probs
+from fusedops.ops._weight_gradients import Form, Into, empty_stack_gradient
 from fusedops.ops.grouped_mm import (
+    add_grouped_sum,
+    add_weight_gradient,
     bounds,
-    empty_stack_gradient,
+    check_into,
+    computed_in,
     grouped_product,
     grouped_sum,
     grouped_weight_gradient,
@@ -47,6 +51,7 @@ def moe_mlp(
     gated: bool = True,
     interleaved: bool = False,
     recompute: bool = True,
+    grad_weights_into: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Apply each token's experts and sum what they give, weighted by the router.
 
@@ -72,6 +77,9 @@ def moe_mlp(
             pre-activation is kept as well, ``tokens * top_k * 2 * inner`` numbers (``inner`` if not
             ``gated``) of ``input``'s dtype, which is faster; no permuted copy of the input is kept
             either way.
+        grad_weights_into: float32 tensors (float64 for float64) of the shapes of ``w1`` and ``w2``,
+            each dense or a transposed view. The backward then adds the weights' gradients to them,
+            unrounded, and the weights themselves get none.
 
     Returns:
         ``[tokens, hidden_out]``, dtype of ``input``, contiguous. A token without a kept slot: 0.
@@ -87,8 +95,9 @@ def moe_mlp(
         the backward reads it: the gradient of ``probs``, though wide, is as exact as that. The sum
         over a token's slots is float32 in the order of the slots: that of ``moe_unpermute``, the
         same bits for any number of threads. Gradients to ``input``, ``plan.probs``, weights and
-        biases; the weights' are laid out as the weights are. Twice differentiable. Backends: cpp,
-        triton, torch. Under autocast all but the probabilities are cast.
+        biases; the weights' are laid out as the weights are. Twice differentiable, with
+        ``grad_weights_into`` once. Backends: cpp, triton, torch. Under autocast all but the
+        probabilities are cast.
 
     Reference:
         Shazeer et al.: Outrageously Large Neural Networks, arXiv:1701.06538; Tan et al.:
@@ -111,9 +120,32 @@ def moe_mlp(
     _check(op, input, plan, w1, w2, b1, b2, gated)
     probs = plan.probs.to(dtypes.statistics_dtype(input.dtype))
     keep = not recompute and wants_gradient(input, probs, w1, w2, b1, b2)
-    input, w1, w2, b1, b2 = lowered(input, w1, w2, b1, b2)
     order = plan.permutation, plan.positions, plan.offsets
-    return _OP(input, probs, *order, w1, w2, b1, b2, activation, gated, interleaved, keep)[0]
+    form = activation, gated, interleaved, keep
+    into: Sequence[Into] = ()
+    anchors: Sequence[torch.Tensor] = ()
+    if grad_weights_into is not None:
+        into = *_check_pair(op, grad_weights_into, w1, w2), None, None
+    elif _weight_gradients.are_summed() and (
+        shared := _weight_gradients.shared(computed_in(input), w1, w2, b1, b2)
+    ):
+        (w1, w2, b1, b2), into, anchors = shared
+    input, w1, w2, b1, b2 = lowered(input, w1, w2, b1, b2)
+    args = input, probs, *order, w1, w2, b1, b2, *form
+    return _weight_gradients.call(_FORM, args, into, anchors) if into else _OP(*args)[0]
+
+
+def _check_pair(
+    op: str, pair: Any, w1: torch.Tensor, w2: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        got = checks.type_name(pair)
+        raise TypeError(
+            f"{op}: grad_weights_into must be a pair of tensors, for w1 and w2, got {got}"
+        )
+    for index, (name, weight) in enumerate((("w1", w1), ("w2", w2))):
+        check_into(op, f"grad_weights_into[{index}]", pair[index], name, weight)
+    return pair[0], pair[1]
 
 
 def _check(op: str, input: Any, plan: Any, w1: Any, w2: Any, b1: Any, b2: Any, gated: bool) -> None:
@@ -193,37 +225,58 @@ def _rows_kept(call: MoeMLP) -> int:
     return call.permutation.shape[0] if call.keep_preactivation else 0
 
 
+class _Steps:
+    """The backward up to the gradients of the parameters: what each of them is a product of."""
+
+    def __init__(
+        self,
+        dy: torch.Tensor,
+        call: MoeMLP,
+        kept: torch.Tensor,
+        output_mask: Sequence[bool],
+    ) -> None:
+        wants_input, wants_probs, wants_w1, wants_w2, wants_b1, wants_b2 = output_mask
+        rows, dtype, wide = _Rows(call), call.input.dtype, call.probs.dtype
+        self.groups = rows.groups
+        self.x, self.dy = call.input[rows.tokens], dy[rows.tokens]
+        self.dz = self.hidden = self.weighted = self.dy
+        self.grad_input = self.grad_probs = None
+        z = kept[: rows.count]
+        # Under a second derivative it is made again: it is then a function of the inputs.
+        if torch.is_grad_enabled() or not call.keep_preactivation:
+            z = rows.wide_product(self.x, call.w1, call.b1).to(dtype)
+        z = z.to(wide)
+        value = hidden_of(z, *call.form)
+        grad = rows.wide_product(self.dy, call.w2.mT)
+        if wants_input or wants_w1 or wants_b1:
+            self.dz = preactivation_gradient(grad * rows.probs, z, *call.form).to(dtype)
+        if wants_input:
+            products = grouped_product(self.dz, call.w1.mT, rows.groups)
+            self.grad_input = rows.combine(products)
+        if wants_w2:
+            self.hidden = (value * rows.probs).to(dtype)
+        if wants_b2:
+            self.weighted = self.dy * rows.probs
+        if wants_probs:
+            dots = (grad * value).sum(1)
+            if call.b2 is not None:
+                dots = dots + (self.dy.to(wide) * rows.bias(call.b2).to(wide)).sum(1)
+            slots = call.probs.new_zeros(call.probs.numel()).index_copy(0, rows.slots, dots)
+            self.grad_probs = slots.view(call.probs.shape)
+
+
 def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, ...]:
     dy, call, kept, output_mask = of_backward(MoeMLP, args)
-    wants_input, wants_probs, wants_w1, wants_w2, wants_b1, wants_b2 = output_mask
-    rows, dtype, wide = _Rows(call), call.input.dtype, call.probs.dtype
-    x, dy = call.input[rows.tokens], dy[rows.tokens]
-    z = kept[: rows.count]
-    # Under a second derivative it is made again: it is then a function of the inputs.
-    if torch.is_grad_enabled() or not call.keep_preactivation:
-        z = rows.wide_product(x, call.w1, call.b1).to(dtype)
-    z = z.to(wide)
-    value = hidden_of(z, *call.form)
-    grad = rows.wide_product(dy, call.w2.mT)
-    grad_input = grad_probs = grad_w1 = grad_w2 = grad_b1 = grad_b2 = None
-    if wants_input or wants_w1 or wants_b1:
-        dz = preactivation_gradient(grad * rows.probs, z, *call.form).to(dtype)
-        grad_b1 = grouped_sum(dz, rows.groups) if wants_b1 else None
-        grad_w1 = grouped_weight_gradient(x, dz, rows.groups, call.w1) if wants_w1 else None
-        if wants_input:
-            grad_input = rows.combine(grouped_product(dz, call.w1.mT, rows.groups))
-    if wants_w2:
-        hidden = (value * rows.probs).to(dtype)
-        grad_w2 = grouped_weight_gradient(hidden, dy, rows.groups, call.w2)
-    if wants_b2:
-        grad_b2 = grouped_sum(dy * rows.probs, rows.groups).to(dtype)
-    if wants_probs:
-        dots = (grad * value).sum(1)
-        if call.b2 is not None:
-            dots = dots + (dy.to(wide) * rows.bias(call.b2).to(wide)).sum(1)
-        slots = call.probs.new_zeros(call.probs.numel()).index_copy(0, rows.slots, dots)
-        grad_probs = slots.view(call.probs.shape)
-    return grad_input, grad_probs, grad_w1, grad_w2, grad_b1, grad_b2
+    _, _, wants_w1, wants_w2, wants_b1, wants_b2 = output_mask
+    to = _Steps(dy, call, kept, output_mask)
+    return (
+        to.grad_input,
+        to.grad_probs,
+        grouped_weight_gradient(to.x, to.dz, to.groups, call.w1) if wants_w1 else None,
+        grouped_weight_gradient(to.hidden, to.dy, to.groups, call.w2) if wants_w2 else None,
+        grouped_sum(to.dz, to.groups) if wants_b1 else None,
+        grouped_sum(to.weighted, to.groups).to(dy.dtype) if wants_b2 else None,
+    )
 
 
 def _backward_fake(*args: Any) -> tuple[torch.Tensor | None, ...]:
@@ -292,25 +345,26 @@ def _shard_backward(*args: Any) -> list[tuple[list[Placement], list[Placement]]]
     return rules
 
 
+# What an argument, or what is kept, is to the others.
+_ARGUMENTS: dict[str, str | tuple[str, ...]] = {
+    "input": "T [tokens, features]",
+    "positions": "int32 [tokens, top_k]",
+    "probs": "stat(T) [tokens, top_k]",
+    "permutation": "int32 [tokens * top_k]",
+    "offsets": "int32 [experts]",
+    "w2": "T [experts, inner, columns]",
+    "w1": "T [experts, features, inner * (1 + gated)]",
+    "b1": "T [experts, inner * (1 + gated)]",
+    "b2": "T [experts, columns]",
+    "preactivation": "T [tokens * top_k, inner * (1 + gated)] | [0, inner * (1 + gated)]",
+    "activation": (*ACTIVATIONS, "swiglu_oai"),
+}
 _OP = define_op(
     "moe_mlp",
     "(Tensor input, Tensor probs, Tensor permutation, Tensor positions, Tensor offsets, Tensor w1,"
     " Tensor w2, Tensor? b1, Tensor? b2, str activation, bool gated, bool interleaved,"
     " bool keep_preactivation) -> (Tensor output, Tensor preactivation)",
-    contract={
-        "input": "T [tokens, features]",
-        "positions": "int32 [tokens, top_k]",
-        "probs": "stat(T) [tokens, top_k]",
-        "permutation": "int32 [tokens * top_k]",
-        "offsets": "int32 [experts]",
-        "w2": "T [experts, inner, columns]",
-        "w1": "T [experts, features, inner * (1 + gated)]",
-        "b1": "T [experts, inner * (1 + gated)]",
-        "b2": "T [experts, columns]",
-        "output": "T [tokens, columns]",
-        "preactivation": "T [tokens * top_k, inner * (1 + gated)] | [0, inner * (1 + gated)]",
-        "activation": (*ACTIVATIONS, "swiglu_oai"),
-    },
+    contract={**_ARGUMENTS, "output": "T [tokens, columns]"},
     reference=_reference,
     fake=_fake,
     gradient=Gradient(
@@ -327,3 +381,58 @@ _OP = define_op(
     shard=_shard,
     shard_backward=_shard_backward,
 )
+
+
+def _add_gradients_reference(
+    into_w1: torch.Tensor | None,
+    into_w2: torch.Tensor | None,
+    into_b1: torch.Tensor | None,
+    into_b2: torch.Tensor | None,
+    *args: Any,
+) -> tuple[torch.Tensor | None, ...]:
+    dy, call, kept, output_mask = of_backward(MoeMLP, args)
+    given = [each is not None for each in (into_w1, into_w2, into_b1, into_b2)]
+    to = _Steps(dy, call, kept, [*output_mask, *given])
+    if into_w1 is not None:
+        add_weight_gradient(into_w1, to.x, to.dz, to.groups)
+    if into_w2 is not None:
+        add_weight_gradient(into_w2, to.hidden, to.dy, to.groups)
+    if into_b1 is not None:
+        add_grouped_sum(into_b1, to.dz, to.groups)
+    if into_b2 is not None:
+        add_grouped_sum(into_b2, to.weighted, to.groups)
+    return to.grad_input, to.grad_probs
+
+
+def _add_gradients_fake(*args: Any) -> tuple[torch.Tensor | None, ...]:
+    _, call, _, output_mask = of_backward(MoeMLP, args[4:])
+    return (
+        call.input.new_empty(call.input.shape) if output_mask[0] else None,
+        call.probs.new_empty(call.probs.shape) if output_mask[1] else None,
+    )
+
+
+_ADD_GRADIENTS = define_op(
+    "moe_mlp_add_gradients",
+    "(Tensor(a!)? into_w1, Tensor(b!)? into_w2, Tensor(c!)? into_b1, Tensor(d!)? into_b2,"
+    " Tensor grad_output, Tensor input, Tensor probs, Tensor permutation, Tensor positions,"
+    " Tensor offsets, Tensor w1, Tensor w2, Tensor? b1, Tensor? b2, Tensor preactivation,"
+    " str activation, bool gated, bool interleaved, bool keep_preactivation, bool[] output_mask)"
+    " -> (Tensor grad_input, Tensor grad_probs)",
+    contract={
+        **_ARGUMENTS,
+        "grad_output": "T [tokens, columns]",
+        "into_w1": "stat(T) [experts, features, inner * (1 + gated)]",
+        "into_w2": "stat(T) [experts, inner, columns]",
+        "into_b1": "stat(T) [experts, inner * (1 + gated)]",
+        "into_b2": "stat(T) [experts, columns]",
+        "output_mask": "len(output_mask) == 2",
+        "grad_input": "T [tokens, features]",
+        "grad_probs": "stat(T) [tokens, top_k]",
+    },
+    reference=_add_gradients_reference,
+    fake=_add_gradients_fake,
+    triton="fusedops.kernels.moe_mlp_add_gradients",
+    part_of="moe_mlp",
+)
+_FORM = Form(_OP, _ADD_GRADIENTS, tensors=9, inputs=(0, 1), parameters=(5, 6, 7, 8))

@@ -27,6 +27,7 @@ from fusedops.parallel._agreement import (
 )
 from fusedops.parallel._flat import Departure, Flat, depart, wants_gradient
 from fusedops.parallel._hops import Route
+from fusedops.parallel._hosts import connect
 from fusedops.parallel._nodes import Nodes, route_to_nodes, slots_by_node
 
 Group: TypeAlias = "dist.ProcessGroup | DeviceMesh"
@@ -82,6 +83,7 @@ def start(
             for part, each in zip(parts, plans, strict=True)
         ]
         travels = depart(op, straight, groups[0], **options)
+        connect(groups, input.device)
         return [Flat(travel) for travel in travels]
     across, within = groups
     nodes = across.size()

@@ -15,6 +15,7 @@ from fusedops.ops import RoutingPlan, moe_sort, moe_unpermute
 from fusedops.parallel._agreement import Agreement, Beliefs, Rows, Verdict
 from fusedops.parallel._exchange import begin, end
 from fusedops.parallel._hops import Bound, FromExperts, Route, ToExperts
+from fusedops.parallel._hosts import hosts_of
 
 
 @dataclass(frozen=True)
@@ -214,8 +215,8 @@ def promised(
 ) -> tuple[torch.Tensor, Verdict | None]:
     """Look at the experts' result, and begin to tell the groups what is wrong with it.
 
-    Returns the result, or zeros in its place: what others wait for. On CUDA, where to hear from
-    others would wait for the device, raises here alone.
+    Returns the result, or zeros in its place: what others wait for. Raises here alone where hosts
+    have no way to talk but over the device, whose work they would wait for.
     """
     shape = num_rows, empty.shape[1]
     problem: Exception | None = None
@@ -224,8 +225,9 @@ def promised(
         checks.shape("moe_combine", "output", output, shape, "that of the rows")
     except (TypeError, ValueError) as error:
         problem, output = error, empty.new_zeros(shape)
-    if empty.device.type == "cpu":
-        return output, Verdict("moe_combine", groups, problem)
+    hosts = hosts_of(groups)
+    if hosts is not None:
+        return output, Verdict("moe_combine", hosts, problem)
     if problem is not None:
         raise problem
     return output, None

@@ -19,6 +19,7 @@ from fusedops.ops import RoutingPlan, moe_sort, moe_unpermute
 from fusedops.parallel._exchange import begin, end
 from fusedops.parallel._flat import Departure, Flat, FlatReturn, Travel, depart, wants_gradient
 from fusedops.parallel._hops import FromExperts, Route
+from fusedops.parallel._hosts import connect
 
 
 def route_to_nodes(plan: RoutingPlan, nodes: int) -> Route:
@@ -87,6 +88,7 @@ def depart_within(
         across=across,
         **options,
     )
+    connect([within, across], rows.device)
     return travel
 
 

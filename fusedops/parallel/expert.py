@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from fusedops._core import checks
 from fusedops.ops import RoutingPlan
+from fusedops.ops._weight_gradients import summed
 from fusedops.parallel import _traced
 from fusedops.parallel._departure import (
     Group,
@@ -105,9 +106,10 @@ def moe_dispatch(
         Two collectives: the counts (a note of fixed size) and one payload of bytes in which each
         row is followed by its probability and expert id. Backwards one: gradients of rows and
         probabilities in one payload. The host waits for the device once, for the counts, while
-        rows are packed. Over two dimensions of a mesh all of this happens twice. Differentiable
-        once in ``input`` and ``plan.probs``. ``max_rows`` costs another collective, of
-        one number per pair of ranks; over two dimensions of a mesh three.
+        rows are packed; with groups of NCCL alone the first call makes connections between hosts
+        as well. Over two dimensions of a mesh all of this happens twice. Differentiable once in
+        ``input`` and ``plan.probs``. ``max_rows`` costs another collective, of one number per pair
+        of ranks; over two dimensions of a mesh three.
 
         Under ``torch.compile`` this is an operator, over two dimensions of a mesh two of them, with
         the same bits: ``R`` is a symbol, or ``max_rows``. Symbols need ``fullgraph=True`` or
@@ -152,14 +154,18 @@ def moe_combine(
         ``[T, H]``, dtype of ``output``; 0 for a token without a kept slot.
 
     Raises:
-        ValueError: ``output`` does not fit the rows; on CPU ranks all raise, on CUDA (where looking
-            would wait for the device) only this one.
-        TypeError: it is no tensor, or of another dtype.
+        ValueError: ``output`` does not fit the rows, on any rank: every rank raises, with the
+            reason on the one that has it; also on GPUs.
+        TypeError: it is no tensor, or of another dtype; the other ranks raise ValueError.
         RuntimeError: a rank or a link failed; within the group's timeout.
 
     Note:
-        One collective for the rows and, on CPU ranks, one for the word that all could send; one
-        backwards. Over two dimensions of a mesh all of this happens twice. Rows return to the
+        One collective for the rows and one for the word that all could send; one backwards. Over
+        two dimensions of a mesh all of this happens twice. The word passes between hosts while
+        rows travel, and no host waits for its device: over the group itself where it takes CPU
+        tensors, else (NCCL alone) over connections of gloo, which the first ``moe_dispatch`` made.
+        Where gloo cannot connect (a warning says so) a wrong ``output`` raises on its own rank
+        only, and the others wait for the timeout. Rows return to the
         places of their slots and are summed there in float32, rounded once: the same bits for any
         number of ranks.
 
@@ -224,6 +230,15 @@ def expert_parallel(
         One exchange of counts for all chunks, then per chunk the collectives of the two functions.
         In a compiled graph the tokens are not cut: the operators wait inside, and nothing would
         overlap.
+
+        With chunks a weight gets a gradient from each. Those of half-precision weights and biases
+        that ``moe_mlp`` and ``grouped_mm`` read in ``experts`` are summed in float32 and rounded
+        once, as without chunks: only the order of that sum depends on them. It takes 4 bytes per
+        number of these weights while their backward runs. Under autocast the sum is handed to the
+        float32 weights as it is. Other operations' gradients, those of weights made anew in each
+        call (by a cast or ``torch.cat``), of compiled experts, of weights that are sharded or
+        wrapped, and inside of reentrant checkpointing within ``experts`` are added by autograd, in
+        the dtype of the weight. Differentiable once, as ``moe_dispatch``.
 
     Example:
         >>> import torch, fusedops, torch.distributed as dist
@@ -318,13 +333,14 @@ def _overlapped(
     )
     ways[0].relay()
     returning: list[FlatReturn | NodesReturn] = []
-    for i, way in enumerate(ways):
-        if i + 1 < len(ways):
-            ways[i + 1].relay()
-        rows, local_plan, _ = _arrive(way)
-        returning.append(way.send_back(experts(rows, local_plan)))
-        if i > 0:
-            returning[i - 1].relay(weighted=weighted)
+    with summed(len(ways) > 1):
+        for i, way in enumerate(ways):
+            if i + 1 < len(ways):
+                ways[i + 1].relay()
+            rows, local_plan, _ = _arrive(way)
+            returning.append(way.send_back(experts(rows, local_plan)))
+            if i > 0:
+                returning[i - 1].relay(weighted=weighted)
     returning[-1].relay(weighted=weighted)
     parts = [each.come_home(weighted=weighted) for each in returning]
     return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -183,6 +183,12 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
     ) -> BadInput:
         return BadInput(name, args, kwargs, error, mentions)
 
+    wide = torch.zeros_like(w1), torch.zeros_like(w2)
+    narrow = {"grad_weights_into": (wide[0], wide[1][:2])}
+    half = {"grad_weights_into": (wide[0].half(), wide[1])}
+    spread = {"grad_weights_into": (wide[0][:, :1].expand_as(w1), wide[1])}
+    alone, lacking = {"grad_weights_into": wide[0]}, {"grad_weights_into": (wide[0], None)}
+    name = "grad_weights_into"
     return [
         bad("tokens", x[:3], plan, w1, w2, mentions=("input", "4", "[3, 8]")),
         bad("no_plan", x, None, w1, w2, mentions=("plan", "NoneType"), error=TypeError),
@@ -200,6 +206,11 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
         bad("gated", x, plan, w1, w2, mentions=("gated", "int"), error=TypeError, gated=1),
         bad("permutation", x, outside, w1, w2, mentions=("plan.permutation", "99")),
         bad("offsets", x, less, w1, w2, mentions=("offsets", "decreas")),
+        bad("into_one", x, plan, w1, w2, mentions=(name, "pair"), error=TypeError, **alone),
+        bad("into_none", x, plan, w1, w2, mentions=(name, "[1]"), error=TypeError, **lacking),
+        bad("into_dtype", x, plan, w1, w2, mentions=(name, "float16"), error=TypeError, **half),
+        bad("into_shape", x, plan, w1, w2, mentions=(name, "[2, 5, 6]"), **narrow),
+        bad("into_strides", x, plan, w1, w2, mentions=(name, "dense"), **spread),
     ]
 
 

@@ -16,6 +16,7 @@ from fusedops.specs import _routing
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+BACKENDS = ["cpp", "torch", pytest.param("triton", marks=pytest.mark.interpreter)]
 HALF = [torch.float32, torch.bfloat16]
 
 
@@ -50,7 +51,7 @@ def _run(plan: Any, leaves: list[torch.Tensor], **options: Any) -> list[torch.Te
     output = fusedops.moe_mlp(x, plan, *weights, **options)
     grad = torch.randn(output.shape, generator=torch.Generator().manual_seed(8)).to(output)
     wanted = [*leaves, plan.probs]
-    return [output.detach(), *torch.autograd.grad(output, wanted, grad)]
+    return [output.detach(), *torch.autograd.grad(output, wanted, grad, allow_unused=True)]
 
 
 @pytest.mark.parametrize("pattern", ["random", "dropped", "one_expert", "empty_experts"])
@@ -179,6 +180,59 @@ def test_blocked_sizes_match_float64(
     for index, got in enumerate(run(dtype, "cpp")):
         terms = 2 * max(sizes)
         assert_close(got, exact[index], eager[index], f"result {index}", depth=terms)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_weight_gradients_add_to_buffers(
+    backend: str, recompute: bool, dtype: torch.dtype, transposed: bool
+) -> None:
+    if backend == "triton" and dtype == torch.float64:
+        pytest.skip("no Triton kernel takes float64")
+    plan, leaves = _call(dtype, (70, 3, 5), pattern="empty_experts")
+    _, w1, w2, *_ = leaves
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    before = [torch.full(each.shape, 0.5, dtype=wide) for each in (w1, w2)]
+    into = [(each.mT.contiguous().mT if transposed else each.clone()) for each in before]
+    options = {"recompute": recompute}
+    with fusedops.use_backend(backend):
+        plain = _run(plan, leaves, **options)
+        *added, probs = _run(plan, leaves, grad_weights_into=tuple(into), **options)
+    with fusedops.use_backend("torch"):
+        doubles = [each.detach().double().requires_grad_() for each in leaves]
+        probabilities = plan.probs.detach().double().requires_grad_()
+        exact = _run(plan.with_probs(probabilities), doubles)
+    assert added[2] is None and added[3] is None, "a weight whose gradient is added gets none"
+    same = [*(added[i] for i in (0, 1, 4, 5)), probs], [plain[i] for i in (0, 1, 4, 5, 6)]
+    assert all(torch.equal(got, want) for got, want in zip(*same, strict=True))
+    empty = plan.tokens_per_expert.tolist().index(0)
+    for got, start, truth, base in zip(into, before, exact[2:4], plain[2:4], strict=True):
+        assert torch.equal(got[empty], start[empty]), "an expert without tokens adds nothing"
+        rounded = (base.to(wide) + start).to(dtype)
+        assert_close(got.to(dtype), start.double() + truth, rounded, "buffer", depth=210)
+
+
+def test_buffers_work_in_compiled_code_and_under_autocast() -> None:
+    plan, leaves = _call(torch.float32)
+    x, *parameters = leaves
+    pairs = [[torch.zeros(each.shape) for each in parameters[:2]] for _ in range(4)]
+
+    def loss(into: list[torch.Tensor], x: torch.Tensor = x, parameters: Any = parameters) -> Any:
+        output = fusedops.moe_mlp(x, plan, *parameters, grad_weights_into=(into[0], into[1]))
+        return output.float().square().sum()
+
+    grads = torch.autograd.grad(loss(pairs[0]), [x, *parameters[2:]])
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    again = torch.autograd.grad(compiled(pairs[1]), [x, *parameters[2:]])
+    assert all(torch.equal(a, b) for a, b in zip(grads, again, strict=True))
+    assert all(torch.equal(a, b) and a.any() for a, b in zip(*pairs[:2], strict=True))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss(pairs[2]).backward()
+    halves = [each.detach().bfloat16().requires_grad_() for each in leaves]
+    loss(pairs[3], halves[0], halves[1:]).backward()
+    assert all(torch.equal(a, b) for a, b in zip(*pairs[2:], strict=True))
 
 
 def test_checkpoint_keeps_the_experts_that_the_forward_chose() -> None:

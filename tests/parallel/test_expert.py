@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ from process_pool import SIZES, World
 from torch import distributed as dist
 
 from fusedops import RoutingPlan, moe_mlp
+from fusedops._core import dtypes
 from fusedops.nn import MoE
 from fusedops.parallel import _hops, expert_parallel, moe_combine, moe_dispatch
 from fusedops.parallel._exchange import Transfer
@@ -496,3 +498,90 @@ def _expert_grads(experts: Any, output: torch.Tensor, grad: torch.Tensor) -> Any
 
 def test_experts_of_a_moe_layer_are_sharded(on_ranks: OnRanks) -> None:
     on_ranks(_layer_of_experts)
+
+
+def _summed_gradients(world: World, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Weights' gradients, chunk by chunk, against those of one chunk and against float64."""
+    size = math.prod(shape)
+    group = world.group(*shape)
+    if not world.member(size):
+        return
+    whole = problem("random", size, dtype)
+    per_rank = NUM_EXPERTS // size
+    shard = slice(world.rank * per_rank, (world.rank + 1) * per_rank)
+
+    def leaves(p: Problem) -> list[torch.Tensor]:
+        both = torch.cat([p.w1, p.w1.flip(0)], 1), p.w2
+        biases = p.w1.flip(0).repeat(1, 2, 1)[..., 0], p.w2[..., 0]
+        return [each.detach().clone().requires_grad_() for each in (*both, *biases)]
+
+    def run(p: Problem, weights: list[torch.Tensor], layer: Any) -> list[torch.Tensor]:
+        first, second, *biases = weights
+
+        def here(rows: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
+            return moe_mlp(rows, plan, first.mT, second.mT, *biases)
+
+        return list(torch.autograd.grad(layer(here), weights, p.grad))
+
+    exact = whole.to(torch.float64)
+    doubles = leaves(exact)
+    truth = [
+        each[shard] for each in run(exact, doubles, lambda here: here(exact.input, exact.plan()))
+    ]
+    mine = whole.part(world.rank, size)
+    weights = [each[shard].detach().clone().requires_grad_() for each in leaves(whole)]
+
+    def in_chunks(chunks: int) -> list[torch.Tensor]:
+        return run(
+            mine,
+            weights,
+            lambda here: expert_parallel(mine.input, mine.plan(), here, group, chunks=chunks),
+        )
+
+    alone = in_chunks(1)
+    for chunks in (2, 3, 8):
+        for i, grads in enumerate(zip(in_chunks(chunks), alone, truth, strict=True)):
+            got, want, right = (each.double() for each in grads)
+            label = f"{chunks} chunks over {shape}, {dtype}, gradient {i}"
+            # Another order of a float32 sum, rounded to one or the other side.
+            close = dtypes.error_budget(alone[i], want, dtype, depth=len(whole.input))
+            assert ((got - want).abs() <= close).all(), f"{label}: rounded more than once"
+            error, before = ((each - right).square().mean() for each in (got, want))
+            assert error <= 1.05 * before, f"{label}: {error} with chunks, {before} without"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)], ids=str)
+def test_chunks_do_not_change_the_weights_gradients(
+    on_ranks: OnRanks, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    on_ranks(_summed_gradients, shape, dtype)
+
+
+def _checkpointed_chunks(world: World) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    mine = problem("uneven", 8, torch.bfloat16).part(world.rank, 8)
+    weights = [mine.w1, mine.w2]
+
+    def layer(input: torch.Tensor, inside: bool = False) -> torch.Tensor:
+        def here(rows: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
+            return moe_mlp(rows, plan, mine.w1.mT, mine.w2.mT, gated=False)
+
+        def again(rows: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
+            return checkpoint(here, rows, plan, use_reentrant=False)
+
+        experts = again if inside else here
+        return expert_parallel(input, mine.plan(), experts, world.groups[8], chunks=3)
+
+    plain = torch.autograd.grad(layer(mine.input), weights, mine.grad)
+    inside = torch.autograd.grad(layer(mine.input, True), weights, mine.grad)
+    around = checkpoint(layer, mine.input, use_reentrant=False)
+    outside = torch.autograd.grad(around, weights, mine.grad)
+    checkpoint(layer, mine.input, use_reentrant=True).backward(mine.grad)
+    for got in (inside, outside, [each.grad for each in weights]):
+        assert all(torch.equal(a, b) for a, b in zip(got, plain, strict=True))
+
+
+def test_checkpointing_keeps_the_gradients_of_chunks(on_ranks: OnRanks) -> None:
+    on_ranks(_checkpointed_chunks)

@@ -1,0 +1,271 @@
+"""Gradients of stacks of weights: how they lie in memory, and the sum of those of several calls.
+
+Autograd adds what a weight gets from several calls in the weight's dtype: in half precision each
+gradient is rounded, and each sum of two again. Inside of ``summed`` grouped_mm and moe_mlp read
+their parameters cut off from the graph, and an *anchor* stands for each of them there: a scalar,
+one for all calls that read the parameter. Backwards, each call adds to one float32 buffer. The node
+that made the anchor is run by the engine once all of them have, in any pass that asks for the
+parameter; it rounds the buffer once and hands it on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import BackwardCFunction, once_differentiable
+
+from fusedops._core import dtypes
+from fusedops.ops.linear_act import wants_gradient
+
+_HALF = (torch.bfloat16, torch.float16)
+
+
+def is_stack_transposed(stack: torch.Tensor) -> bool:
+    """Return whether the matrices are transposed views of dense ones: so is the gradient then."""
+    return not stack.is_contiguous() and stack.mT.is_contiguous()
+
+
+def empty_stack_gradient(weight: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return an empty tensor in the layout that the gradient of ``weight`` has."""
+    groups, rows, columns = weight.shape
+    if is_stack_transposed(weight):
+        return weight.new_empty((groups, columns, rows), dtype=dtype).mT
+    return weight.new_empty((groups, rows, columns), dtype=dtype)
+
+
+class GradientSum:
+    """The gradient of one parameter: the sum of what the calls of a backward pass add to it."""
+
+    def __init__(self) -> None:
+        # By pass: one that failed half-way leaves nothing to the next.
+        self._buffers: dict[int, torch.Tensor] = {}
+
+    def buffer(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return what the running pass has added so far, zeros at first."""
+        running = torch._C._current_graph_task_id()
+        if running not in self._buffers:
+            self._buffers[running] = _zeros(parameter)
+        return self._buffers[running]
+
+    def take(self) -> torch.Tensor | None:
+        """Return the sum of the running pass and forget it."""
+        return self._buffers.pop(torch._C._current_graph_task_id(), None)
+
+
+Into = torch.Tensor | GradientSum | None
+
+
+class Shared(NamedTuple):
+    """The parameters of a call whose gradients are summed with those of other calls.
+
+    Attributes:
+        parameters: the same, cut off from the graph.
+        into: the sum of each, ``None`` where no gradient is asked for.
+        anchors: those of the sums, in their order: they stand behind the arguments of the call.
+    """
+
+    parameters: list[Any]
+    into: list[GradientSum | None]
+    anchors: list[torch.Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class _Read:
+    """A parameter that was read, kept so that its id stays its own."""
+
+    parameter: torch.Tensor
+    owner: torch.Tensor
+    into: GradientSum
+    anchor: torch.Tensor
+
+
+_OPEN: ContextVar[dict[Any, _Read] | None] = ContextVar("fusedops_summed_gradients", default=None)
+
+
+@contextlib.contextmanager
+def summed(on: bool) -> Iterator[None]:
+    """Sum the gradients of half-precision parameters in float32 over the calls inside, if ``on``.
+
+    A parameter is known again where it is the same tensor, or the same view of one.
+    """
+    if not on or _OPEN.get() is not None:
+        yield
+        return
+    token = _OPEN.set({})
+    try:
+        yield
+    finally:
+        _OPEN.reset(token)
+
+
+def are_summed() -> bool:
+    """Whether calls are inside of ``summed``; a compiled graph never is."""
+    return not torch.compiler.is_compiling() and _OPEN.get() is not None
+
+
+def shared(computed_in: torch.dtype, *parameters: torch.Tensor | None) -> Shared | None:
+    """Return the parameters of a call as it is to read them; ``None``: as any other call."""
+    known = _OPEN.get()
+    if known is None or computed_in not in _HALF or not wants_gradient(*parameters):
+        return None
+    if not all(each is None or _is_plain(each) for each in parameters):
+        return None
+    into: list[GradientSum | None] = []
+    anchors = []
+    for each in parameters:
+        if each is None or not each.requires_grad:
+            into.append(None)
+            continue
+        owner = _owner(each)
+        key = id(owner), each._version, each.storage_offset(), each.shape, each.stride()
+        if key not in known:
+            total = GradientSum()
+            known[key] = _Read(each, owner, total, _Anchor.apply(each, total))
+        into.append(known[key].into)
+        anchors.append(known[key].anchor)
+    return Shared([None if each is None else each.detach() for each in parameters], into, anchors)
+
+
+@dataclass(frozen=True)
+class Form:
+    """An op, and the form of its backward that adds the gradients of parameters to buffers.
+
+    Attributes:
+        op: takes tensors, then others; returns the output, and what it keeps for the backward.
+        add_gradients: takes a buffer or ``None`` per parameter, the gradient of the output, the
+            tensors, what was kept, the others and a mask; returns a gradient for each entry of it.
+        tensors: number of tensors that ``op`` takes.
+        inputs: places among them of those whose gradients the mask asks for.
+        parameters: places of the parameters.
+    """
+
+    op: Callable[..., Any]
+    add_gradients: Callable[..., Any]
+    tensors: int
+    inputs: tuple[int, ...]
+    parameters: tuple[int, ...]
+
+
+def call(
+    form: Form, args: Sequence[Any], into: Sequence[Into], anchors: Sequence[torch.Tensor] = ()
+) -> torch.Tensor:
+    """Call an op whose parameters' gradients are added where ``into`` says.
+
+    Args:
+        form: the op.
+        args: its arguments.
+        into: per parameter a buffer, which then gets its gradient instead of it, or a sum;
+            ``None``: there is neither.
+        anchors: those of the sums.
+    """
+    return _Added.apply(form, len(args), *args, *into, *anchors)
+
+
+class _Added(torch.autograd.Function):
+    """What is saved, and in which order, is what the op saves.
+
+    Activation checkpointing inside of a function whose gradients are summed makes it again outside,
+    by the op.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, form: Form, count: int, *args: Any) -> torch.Tensor:
+        last = count + len(form.parameters)
+        output, kept = form.op(*args[:count])
+        ctx.save_for_backward(*args[: form.tensors], kept)
+        ctx.form, ctx.others, ctx.into = form, args[form.tensors : count], args[count:last]
+        ctx.anchors, ctx.places = len(args) - last, 2 + len(args)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        form, into = ctx.form, ctx.into
+        *tensors, kept = ctx.saved_tensors
+        parameters = [tensors[place] for place in form.parameters]
+        if ctx.anchors > 0:
+            nodes = [node for node, _ in ctx.next_functions[-ctx.anchors :]]
+            buffers = _buffers_of_sums(into, nodes, parameters)
+        else:
+            wanted = [ctx.needs_input_grad[2 + place] for place in form.parameters]
+            buffers = [
+                (_zeros(parameter) if to is None else to) if wants else None
+                for to, parameter, wants in zip(into, parameters, wanted, strict=True)
+            ]
+        mask = [ctx.needs_input_grad[2 + place] for place in form.inputs]
+        results = form.add_gradients(*buffers, grad, *tensors, kept, *ctx.others, mask)
+        grads: list[torch.Tensor | None] = [None] * ctx.places
+        results = results if isinstance(results, (tuple, list)) else (results,)
+        for place, result in zip(form.inputs, results, strict=True):
+            grads[2 + place] = result
+        for place, to, buffer in zip(form.parameters, into, buffers, strict=True):
+            if to is None and buffer is not None:
+                grads[2 + place] = buffer.to(tensors[place].dtype)
+        # An anchor's gradient means nothing. That it is there orders streams, and says in a graph
+        # of gradients that there is no second derivative.
+        for place in range(ctx.places - ctx.anchors, ctx.places):
+            grads[place] = grad.new_zeros((), dtype=torch.float32)
+        return tuple(grads)
+
+
+def _buffers_of_sums(
+    into: Sequence[GradientSum | None],
+    nodes: Sequence[Any],
+    parameters: Sequence[torch.Tensor | None],
+) -> list[torch.Tensor | None]:
+    """Return what a backward adds to; ``None`` where the pass does not come to the sum's node."""
+    node = iter(nodes)
+    return [
+        to.buffer(parameter)
+        if to is not None
+        and parameter is not None
+        and torch._C._will_engine_execute_node(next(node))
+        else None
+        for to, parameter in zip(into, parameters, strict=True)
+    ]
+
+
+class _Anchor(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor, total: GradientSum) -> torch.Tensor:
+        ctx.total, ctx.dtype = total, parameter.dtype
+        return parameter.new_zeros((), dtype=torch.float32)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, None]:
+        total = ctx.total.take()
+        return None if total is None else total.to(ctx.dtype), None
+
+
+def _zeros(parameter: torch.Tensor) -> torch.Tensor:
+    wide = dtypes.statistics_dtype(parameter.dtype)
+    if parameter.dim() == 3:
+        return empty_stack_gradient(parameter, wide).zero_()
+    return parameter.new_zeros(parameter.shape, dtype=wide)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor holds its values itself: not one that is sharded, fake or wrapped."""
+    return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+
+
+def _owner(parameter: torch.Tensor) -> torch.Tensor:
+    """Return the tensor whose gradient follows from that of ``parameter`` by its layout alone.
+
+    That is the tensor it is a view of, if nothing else is between them: views of the same layout
+    have the same gradient then. A function of the user's, or a hook, may do anything.
+    """
+    base, node = parameter._base, parameter.grad_fn
+    if base is None or parameter._backward_hooks:
+        return parameter
+    while node is not None and not isinstance(node, BackwardCFunction):
+        if node is base.grad_fn or getattr(node, "variable", None) is base:
+            return base
+        node = node.next_functions[0][0] if node.next_functions else None
+    return parameter

@@ -1,0 +1,308 @@
+"""Weights that are read by several calls: their gradients are summed in float32, rounded once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import fusedops
+from fusedops.ops._weight_gradients import are_summed, summed
+
+TOKENS, HIDDEN, INNER, EXPERTS = 96, 16, 12, 3
+HALF = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=lambda d: str(d)[6:])
+
+
+class Experts:
+    """A layer of experts, called with parts of the tokens."""
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        generator = torch.Generator().manual_seed(4)
+
+        def new(*shape: int) -> torch.Tensor:
+            drawn = torch.randn(shape, generator=generator).bfloat16() * 0.5
+            return drawn.to(dtype).requires_grad_()
+
+        self.x = new(TOKENS, HIDDEN)
+        self.w1, self.w2 = new(EXPERTS, 2 * INNER, HIDDEN), new(EXPERTS, INNER, HIDDEN)
+        self.b1, self.b2 = new(EXPERTS, 2 * INNER), new(EXPERTS, HIDDEN)
+        self.ids = torch.rand(TOKENS, 2, EXPERTS, generator=generator).argmax(2)
+        self.grad = new(TOKENS, HIDDEN).detach()
+        self.wrap: Callable[..., Any] = lambda function, *args, **options: function(
+            *args, **options
+        )
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        return [self.w1, self.w2, self.b1, self.b2]
+
+    def part(self, x: torch.Tensor, ids: torch.Tensor, **options: Any) -> torch.Tensor:
+        plan = fusedops.RoutingPlan.from_choices(ids, torch.full(ids.shape, 0.5), EXPERTS)
+        parameters = self.w1.mT, self.w2, self.b1, self.b2
+        return fusedops.moe_mlp(x, plan, *parameters, **options)
+
+    def output(self, parts: int, *, on: bool = True, **options: Any) -> torch.Tensor:
+        with summed(on):
+            cut = zip(self.x.tensor_split(parts), self.ids.tensor_split(parts), strict=True)
+            return torch.cat([self.wrap(self.part, x, ids, **options) for x, ids in cut])
+
+    def gradients(self, parts: int, **options: Any) -> list[torch.Tensor]:
+        return list(torch.autograd.grad(self.output(parts, **options), self.parameters, self.grad))
+
+    def sums(self, parts: int) -> list[torch.Tensor]:
+        """Return those of the weights before they are rounded."""
+        into = torch.zeros(self.w1.mT.shape), torch.zeros(self.w2.shape)
+        output = self.output(parts, on=False, grad_weights_into=into)
+        torch.autograd.grad(output, self.b1, self.grad.to(output.dtype))
+        return [into[0].mT, into[1]]
+
+
+def errors(grads: list[torch.Tensor], truth: list[torch.Tensor]) -> list[float]:
+    return [float((a.double() - b).square().mean()) for a, b in zip(grads, truth, strict=True)]
+
+
+def assert_same(got: Any, want: Any) -> None:
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+
+
+@HALF
+@pytest.mark.parametrize("parts", [2, 3, 8])
+def test_the_float32_sum_is_rounded_once(dtype: torch.dtype, parts: int) -> None:
+    layer, exact = Experts(dtype), Experts(torch.float64)
+    truth = exact.gradients(1)
+    whole, cut = layer.gradients(1), layer.gradients(parts)
+    assert_same(cut[:2], [each.to(dtype) for each in layer.sums(parts)])
+    one, many = errors(whole, truth), errors(cut, truth)
+    usual = errors(layer.gradients(parts, on=False), truth)
+    for alone, together, added in zip(one, many, usual, strict=True):
+        # Equal but for the order of a float32 sum, which may turn a rounding or two.
+        assert together < 1.01 * alone
+        assert together < added, "the test sees what autograd's own sum costs"
+    assert cut[0].stride() == layer.gradients(1)[0].stride()
+
+
+@HALF
+def test_grouped_mm_sums_as_well(dtype: torch.dtype) -> None:
+    layer = Experts(dtype)
+    weight, bias = layer.w1.mT, layer.b1
+    ends = torch.tensor([5, 9, 12], dtype=torch.int32)
+
+    def grads(on: bool, **options: Any) -> list[Any]:
+        with summed(on):
+            parts = [
+                fusedops.grouped_mm(x, weight, ends, bias, activation="silu", **options)
+                for x in layer.x.split(12)
+            ]
+        output = torch.stack(parts)
+        grad = torch.linspace(-1, 1, output.numel()).to(dtype).view_as(output)
+        leaves = [layer.x, layer.w1, layer.b1]
+        return list(torch.autograd.grad(output, leaves, grad, allow_unused=True))
+
+    into = torch.zeros_like(weight, dtype=torch.float32)
+    expected = grads(False, grad_weight_into=into)
+    usual, got = grads(False), grads(True)
+    assert expected[1] is None
+    assert_same([got[0], got[1]], [expected[0], into.mT.to(dtype)])
+    assert not torch.equal(got[1], usual[1]) and not torch.equal(got[2], usual[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=lambda d: str(d)[6:])
+def test_wide_weights_are_left_to_autograd(dtype: torch.dtype) -> None:
+    layer = Experts(dtype)
+    assert_same(layer.gradients(3), layer.gradients(3, on=False))
+
+
+def test_under_autocast_the_sum_is_handed_on_as_it_is() -> None:
+    layer, halves = Experts(torch.float32), Experts(torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = layer.output(3)
+    grads = torch.autograd.grad(output, layer.parameters, layer.grad.bfloat16())
+    assert_same(grads[:2], halves.sums(3))
+    assert all(each.dtype == torch.float32 for each in grads)
+
+
+def test_a_graph_can_be_differentiated_again() -> None:
+    layer = Experts()
+    output = layer.output(3)
+    first = torch.autograd.grad(output, layer.parameters, layer.grad, retain_graph=True)
+    # Passes that ask for other gradients, or for some, leave nothing behind.
+    torch.autograd.grad(output, layer.x, layer.grad, retain_graph=True)
+    (alone,) = torch.autograd.grad(output, layer.w2, layer.grad, retain_graph=True)
+    assert torch.equal(alone, first[1])
+    output.backward(layer.grad)
+    assert_same([each.grad for each in layer.parameters], first)
+
+
+def test_a_pass_that_failed_leaves_nothing_to_the_next() -> None:
+    layer = Experts()
+    expected = layer.gradients(3)
+    seen: list[int] = []
+
+    def fail(grad: torch.Tensor) -> None:
+        seen.append(1)
+        if len(seen) == 2:
+            raise ArithmeticError("as a test wants it")
+
+    def hooked(function: Any, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        output = function(x, ids)
+        output.register_hook(fail)
+        return output
+
+    layer.wrap = hooked
+    output = layer.output(3)
+    with pytest.raises(ArithmeticError):
+        torch.autograd.grad(output, layer.parameters, layer.grad, retain_graph=True)
+    assert len(seen) == 2, "one part had been added"
+    assert_same(torch.autograd.grad(output, layer.parameters, layer.grad), expected)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_around_the_calls(reentrant: bool) -> None:
+    layer = Experts()
+    expected = layer.gradients(3)
+    # The reentrant form needs an argument with a gradient.
+    output = checkpoint(lambda _: layer.output(3), layer.x, use_reentrant=reentrant)
+    output.backward(layer.grad)
+    assert_same([each.grad for each in layer.parameters], expected)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_checkpointing_inside_of_each_call(recompute: bool) -> None:
+    """What is computed again is computed outside, by the ops as they are."""
+    layer = Experts()
+    expected = layer.gradients(3, recompute=recompute)
+    layer.wrap = lambda function, *args, **options: checkpoint(
+        function, *args, use_reentrant=False, **options
+    )
+    assert_same(layer.gradients(3, recompute=recompute), expected)
+
+
+def test_what_needs_no_gradient_gets_none() -> None:
+    layer = Experts()
+    expected = layer.gradients(3)
+    layer.w1.requires_grad_(False)
+    layer.b2.requires_grad_(False)
+    layer.output(3).backward(layer.grad)
+    assert layer.w1.grad is None and layer.b2.grad is None
+    assert_same([layer.w2.grad, layer.b1.grad], [expected[1], expected[2]])
+    with torch.no_grad():
+        assert not layer.output(3).requires_grad
+
+
+def test_a_parameter_may_stand_twice_in_a_call_and_in_calls_of_both_ops() -> None:
+    layer = Experts()
+    stack = torch.nn.Parameter(layer.w1[:, :HIDDEN].detach().clone())
+    ends = torch.tensor([4, 4, 8], dtype=torch.int32)
+    plans = [fusedops.RoutingPlan.from_choices(ids, torch.ones(8, 2), EXPERTS)
+             for ids in layer.ids.split(8)]  # fmt: skip
+
+    def grad(on: bool, weight: torch.Tensor) -> torch.Tensor:
+        x = layer.x.detach().to(weight.dtype)
+        total = x.new_zeros(())
+        with summed(on):
+            for rows, plan in zip(x.split(8), plans, strict=True):
+                both = fusedops.moe_mlp(rows, plan, weight, weight, gated=False)
+                both = both + fusedops.grouped_mm(rows, weight, ends)
+                total = total + both.sum()
+        return torch.autograd.grad(total, weight)[0]
+
+    exact = grad(False, stack.detach().double().requires_grad_())
+    once, usual = grad(True, stack), grad(False, stack)
+    (better,), (worse,) = errors([once], [exact]), errors([usual], [exact])
+    assert better < 0.5 * worse
+
+
+class _Scaled(torch.autograd.Function):
+    """A view of which only its own backward knows the factor."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad * ctx.factor, None
+
+
+def test_views_are_one_parameter_and_functions_of_the_user_are_not() -> None:
+    layer = Experts()
+    w1, others = layer.w1, layer.parameters[1:]
+    expected = layer.gradients(2)
+    sizes: list[torch.Tensor] = []
+
+    def count(grad: torch.Tensor) -> None:
+        sizes.append(grad)
+
+    w1.register_hook(count)
+    halves = layer.output(2)
+    torch.autograd.grad(halves, [w1, *others], layer.grad)
+    assert len(sizes) == 1 and torch.equal(sizes[0], expected[0])
+    parts = []
+    with summed(True):
+        for factor, x, ids in zip(
+            (1.0, 0.0), layer.x.tensor_split(2), layer.ids.tensor_split(2), strict=True
+        ):
+            layer.w1 = _Scaled.apply(w1, factor)
+            parts.append(layer.part(x, ids))
+    (scaled,) = torch.autograd.grad(torch.cat(parts), w1, layer.grad)
+    layer.w1 = w1
+    first = layer.part(layer.x[:48], layer.ids[:48])
+    assert torch.equal(scaled, torch.autograd.grad(first, w1, layer.grad[:48])[0])
+
+
+def test_views_of_a_tensor_that_is_no_leaf() -> None:
+    layer = Experts()
+    expected = layer.gradients(3)
+    leaf = layer.w1
+    layer.w1 = leaf * 1.0
+    grads = torch.autograd.grad(layer.output(3), [leaf, *layer.parameters[1:]], layer.grad)
+    assert_same(grads, expected)
+
+
+def test_an_error_in_the_middle_ends_it() -> None:
+    layer = Experts()
+
+    def fail(*_: Any) -> torch.Tensor:
+        assert are_summed()
+        raise ArithmeticError("as a test wants it")
+
+    layer.wrap = fail
+    with pytest.raises(ArithmeticError):
+        layer.output(2)
+    assert not are_summed()
+    with summed(True), summed(False):
+        assert are_summed(), "an inner call leaves the outer one as it is"
+
+
+def test_there_is_no_second_derivative_inside_alone() -> None:
+    layer = Experts()
+    for on in (True, False):
+        (grad,) = torch.autograd.grad(
+            layer.output(2, on=on).float().square().sum(), layer.w2, create_graph=True
+        )
+        if on:
+            with pytest.raises(RuntimeError, match="once_differentiable"):
+                grad.float().square().sum().backward()
+        else:
+            grad.float().square().sum().backward()
+
+
+def test_compiled_calls_are_left_to_autograd() -> None:
+    layer = Experts()
+    expected = layer.gradients(2, on=False)
+    plans = [fusedops.RoutingPlan.from_choices(ids, torch.full(ids.shape, 0.5), EXPERTS)
+             for ids in layer.ids.tensor_split(2)]  # fmt: skip
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def part(x: torch.Tensor, plan: Any) -> torch.Tensor:
+        return fusedops.moe_mlp(x, plan, layer.w1.mT, layer.w2, layer.b1, layer.b2)
+
+    with summed(True):
+        cut = zip(layer.x.tensor_split(2), plans, strict=True)
+        output = torch.cat([part(x, plan) for x, plan in cut])
+    assert_same(torch.autograd.grad(output, layer.parameters, layer.grad), expected)
