@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fusedops.cli.bench.memory import peak_bytes
+from fusedops._core.peak import peak_bytes
 from fusedops.planner import Estimate, Layout, estimate, from_config
 
 if TYPE_CHECKING:
