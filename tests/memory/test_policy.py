@@ -35,7 +35,7 @@ CHECKED = memory.OffloadSettings(check=True, least_bytes=1)
         [memory.recompute("0"), memory.offload("1"), memory.save("2")],
         [memory.recompute(ops="layer_norm"), memory.offload("*")],
     ],
-    ids=str,
+    ids=lambda rules: ", ".join(map(str, rules)),
 )
 def test_every_policy_gives_the_same_bits(rules: list[Rule]) -> None:
     model = encoder(dropout=0.3)

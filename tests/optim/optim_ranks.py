@@ -1,4 +1,4 @@
-"""What the processes of ``test_distributed.py`` run: each returns what one would compute."""
+"""What the processes of ``test_optim_distributed.py`` run: each returns what one would compute."""
 
 from __future__ import annotations
 
