@@ -41,6 +41,7 @@ def main() -> None:
     text = readme.read_text()
     text = _replace(text, "ops", _ops_table(specs.values()))
     text = _replace(text, "results", results.table(specs.values()))
+    text = _replace(text, "models", results.models_summary())
     text = _replace(text, "demo", results.demo_table())
     readme.write_text(text)
     (ROOT / "docs" / "measured.svg").write_text(results.chart(specs.values()))

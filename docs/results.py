@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import statistics
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +16,9 @@ from fusedops.cli.bench.results import Record, load_json
 from fusedops.specs import Spec
 
 RESULTS = Path(__file__).resolve().parent.parent / "bench" / "results"
-DTYPES = ("float32", "bfloat16")
+DTYPES = ("float32", "bfloat16", "float16")
 DIRECTIONS = ("forward", "both")
-MODEL_DTYPES = ("float32", "bfloat16", "float16")
+MODES = ("training", "forward", "decoding 1", "decoding 4")
 
 Row = dict[str, str]
 # (dtype, direction, variant) -> the row of an op's first headline size
@@ -69,7 +70,7 @@ def models_table() -> str:
     """Return the whole models' rows of each machine: times of the fastest other by ours."""
     blocks = []
     for record in _model_records():
-        names = [each for each in MODEL_DTYPES if any(row.dtype == each for row in record.rows)]
+        names = [each for each in DTYPES if any(row.dtype == each for row in record.rows)]
         threads = f", {record.machine['threads']} threads" if record.machine["threads"] else ""
         lines = [
             f"{record.machine['name']} ({record.machine['slug']}){threads}, torch "
@@ -96,6 +97,36 @@ def models_table() -> str:
         )
         blocks.append("\n".join([*lines, "", picture]))
     return "\n\n".join(blocks) or "No measurement is committed yet."
+
+
+def models_summary() -> str:
+    """Return a line per machine and dtype: the geometric means over families, and the extremes."""
+    lines = [
+        "| processor | dtype | families | training | forward | decoding, 1 sequence | 4 sequences |",
+        "|---|---|---:|---:|---:|---:|---:|",
+    ]
+    for record in _model_records():
+        for dtype in DTYPES:
+            leads: dict[str, list[float]] = {}
+            for row in record.rows:
+                if row.dtype == dtype and row.lead is not None and row.trusted:
+                    sequences = row.case.split(", ")[-1].split("x")[0]
+                    alone = row.direction != "decoding"
+                    mode = row.direction if alone else f"decoding {sequences}"
+                    leads.setdefault(mode, []).append(row.lead)
+            if not leads:
+                continue
+            count = max(map(len, leads.values()))
+            cells = [_mean(leads.get(mode, [])) for mode in MODES]
+            lines.append(f"| {record.machine['slug']} | {dtype} | {count} | {' | '.join(cells)} |")
+    return "\n".join(lines) if len(lines) > 2 else "No measurement is committed yet."
+
+
+def _mean(values: list[float]) -> str:
+    if not values:
+        return ""
+    mean = statistics.geometric_mean(values)
+    return f"{mean:.2f} ({min(values):.2f}-{max(values):.2f})"
 
 
 def model_charts() -> dict[str, str]:

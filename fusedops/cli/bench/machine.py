@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fusedops._core import architecture, host
+from fusedops._core import architecture, env, host
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,10 @@ def machine(device: torch.device) -> Machine:
         return Machine(slug, "cuda", properties.name, 0, int(properties.L2_cache_size))
     info = architecture.cpuinfo()
     name = info.get("model name") or platform.processor() or platform.machine()
-    return Machine(
-        architecture.cpu_slug(info), "cpu", name, torch.get_num_threads(), _last_level_cache()
-    )
+    word, held = architecture.cpu_slug(info), env.max_isa()
+    if held is not None:  # one processor in the place of another: bench/README.md
+        name, word = f"{name} held to {held}", f"{word}-as-{held.replace('_', '-')}"
+    return Machine(word, "cpu", name, torch.get_num_threads(), _last_level_cache())
 
 
 def versions() -> dict[str, str]:

@@ -110,11 +110,15 @@ def sizes(family: Family, mode: str, size: Size) -> tuple[Size, ...]:
 
 
 def affordable(mode: str, size: Size, dtype: torch.dtype, device: torch.device) -> Size:
-    """Return a smaller size where torch would need minutes for a step: float16 on a CPU.
+    """Return a smaller size where torch would need minutes for a step in training on a CPU.
 
-    Its products for the gradients of float16 run at 1 GFLOP/s there (Zen 5, torch 2.13).
+    Its products for the gradients of float16 run at 1 GFLOP/s there (Zen 5, torch 2.13), and so do
+    those of bfloat16 on a processor with AVX2 alone.
     """
-    if mode == TRAINING and dtype == torch.float16 and device.type == "cpu":
+    slow = dtype == torch.float16 or (
+        dtype == torch.bfloat16 and "AVX512" not in torch.backends.cpu.get_cpu_capability()
+    )
+    if mode == TRAINING and slow and device.type == "cpu":
         return replace(size, batch=1, seq_len=min(size.seq_len, 64))
     return size
 
