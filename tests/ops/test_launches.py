@@ -201,7 +201,12 @@ def launch_everything(spec: Spec, sample: Sample) -> None:
     """Launch the forward and the backward of all that a call runs."""
     with _Record() as recorded, fusedops.use_backend("torch"):
         run(spec.op, sample)
-    for name, args in recorded.calls:
+    launch(recorded.calls)
+
+
+def launch(calls: list[tuple[str, tuple[Any, ...]]]) -> None:
+    """Launch what was recorded."""
+    for name, args in calls:
         backward = name.endswith("_backward")
         kernels = backends._KERNELS.get(name.removesuffix("_backward"))
         if kernels is None or kernels.triton is None:
@@ -235,6 +240,21 @@ def test_every_launch_is_one_that_a_gpu_takes(
     before = _launches
     for sample in samples(spec.name, dtype)[:count]:
         launch_everything(spec, fresh(sample))
+    assert _launches > before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("name", ["grouped_mm", "moe_mlp"])
+def test_gradients_that_are_added_to_buffers_are_launched(name: str, dtype: torch.dtype) -> None:
+    """No sample has buffers: generic tests compare gradients, and there the weights get none."""
+    sample = fresh(samples(name, dtype)[0])
+    weights = [each for each in sample.args if isinstance(each, torch.Tensor) and each.dim() == 3]
+    into = [torch.zeros_like(each, dtype=torch.float32) for each in weights]
+    given = {"grad_weights_into": into} if name == "moe_mlp" else {"grad_weight_into": into[0]}
+    before = _launches
+    with _Record() as recorded, fusedops.use_backend("torch"):
+        all_specs()[name].op(*sample.args, **{**sample.kwargs, **given}).sum().backward()
+    launch([call for call in recorded.calls if call[0] == f"{name}_add_gradients"])
     assert _launches > before
 
 

@@ -116,3 +116,42 @@ def test_a_gate_without_its_up_is_made_again() -> None:
     for name in ("gate", "up"):
         got = func(*{**arguments, name: arguments[name].new_empty(0)}.values())
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("operator", "buffer", "shape"),
+    [
+        ("moe_mlp", "into_w1", (3, 8, 9)),
+        ("moe_mlp", "into_b2", (3, 5)),
+        ("grouped_mm", "into_weight", (3, 8, 9)),
+        ("grouped_mm", "into_bias", (2, 10)),
+    ],
+)
+def test_a_buffer_that_does_not_fit_is_refused(
+    operator: str, buffer: str, shape: tuple[int, ...]
+) -> None:
+    """Neither one of another shape nor one that is spread over memory that is not its own."""
+    x, ends = torch.randn(4, 8), torch.tensor([1, 2, 4], dtype=torch.int32)
+    w1, w2 = torch.randn(3, 8, 10), torch.randn(3, 5, 6)
+    if operator == "grouped_mm":
+        call = [torch.randn(4, 10), x, w1, ends, None, x.new_empty(0), "identity", False, [True]]
+        places, sizes = ["into_weight", "into_bias"], [w1.shape, (3, 10)]
+    else:
+        order = torch.arange(4, dtype=torch.int32)
+        plan = torch.ones(4, 1), order, order.view(4, 1), ends
+        kept = x.new_empty(0, 10)
+        flags = ["silu", True, False, False, [True, True]]
+        call = [torch.randn(4, 6), x, *plan, w1, w2, None, None, kept, *flags]
+        places, sizes = [f"into_{each}" for each in ("w1", "w2", "b1", "b2")], [w1.shape, w2.shape]
+        sizes += [(3, 10), (3, 6)]
+    func = getattr(torch.ops.fusedops, f"{operator}_add_gradients")
+    right = {place: torch.zeros(size) for place, size in zip(places, sizes, strict=True)}
+    func(*right.values(), *call)
+    assert all(each.any() for each in right.values())
+    with pytest.raises(ValueError, match=buffer):
+        func(*{**right, buffer: torch.zeros(shape)}.values(), *call)
+    with pytest.raises(TypeError, match=buffer):
+        func(*{**right, buffer: right[buffer].double()}.values(), *call)
+    spread = torch.zeros(right[buffer].shape[:-1] + (1,)).expand_as(right[buffer])
+    with pytest.raises(ValueError, match="must be dense"):
+        func(*{**right, buffer: spread}.values(), *call)
