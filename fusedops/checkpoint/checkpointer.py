@@ -106,14 +106,11 @@ class Checkpointer:
             raise TypeError(
                 f"{_OP}: model must be a torch.nn.Module, got {checks.type_name(model)}"
             )
-        for name, each in stateful.items():
-            if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
-                wanted = "something with state_dict and load_state_dict"
-                raise TypeError(f"{_OP}: {name} must be {wanted}, got {checks.type_name(each)}")
         self.root = Path(root)
         self.keep = keep
         self._state = tensors.State(model, _optimizers(optimizer))
-        self._stateful = stateful
+        self._stateful: dict[str, Any] = {}
+        self.add(**stateful)
         self._group = _own_group(group)
         self._rank = dist.get_rank(self._group) if self._group is not None else 0
         self._ranks = dist.get_world_size(self._group) if self._group is not None else 1
@@ -121,6 +118,23 @@ class Checkpointer:
         self._damaged: list[Path] = []
         self._writer: threading.Thread | None = None
         self._failure: CheckpointError | None = None
+
+    def add(self, **stateful: Any) -> None:
+        """Also save and load these, as those given to the constructor.
+
+        For what needs the checkpointer itself: ``keeper.add(guard=Guard(keeper))``.
+
+        Args:
+            **stateful: by name, what has ``state_dict`` and ``load_state_dict``.
+
+        Raises:
+            TypeError: one has not.
+        """
+        for name, each in stateful.items():
+            if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
+                wanted = "something with state_dict and load_state_dict"
+                raise TypeError(f"{_OP}: {name} must be {wanted}, got {checks.type_name(each)}")
+        self._stateful |= stateful
 
     def save(self, step: int, *, data: Any = None, extra: Any = None, block: bool = True) -> Path:
         """Save everything, between two steps.
