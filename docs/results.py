@@ -102,7 +102,7 @@ def models_table() -> str:
 def models_summary() -> str:
     """Return a line per machine and dtype: the geometric means over families, and the extremes."""
     lines = [
-        "| processor | dtype | families | training | forward | decoding, 1 sequence | 4 sequences |",
+        "| processor | dtype | families | training | forward | decoding, 1 | decoding, 4 |",
         "|---|---|---:|---:|---:|---:|---:|",
     ]
     for record in _model_records():

@@ -106,14 +106,11 @@ class Checkpointer:
             raise TypeError(
                 f"{_OP}: model must be a torch.nn.Module, got {checks.type_name(model)}"
             )
-        for name, each in stateful.items():
-            if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
-                wanted = "something with state_dict and load_state_dict"
-                raise TypeError(f"{_OP}: {name} must be {wanted}, got {checks.type_name(each)}")
         self.root = Path(root)
         self.keep = keep
         self._state = tensors.State(model, _optimizers(optimizer))
-        self._stateful = stateful
+        self._stateful: dict[str, Any] = {}
+        self.add(**stateful)
         self._group = _own_group(group)
         self._rank = dist.get_rank(self._group) if self._group is not None else 0
         self._ranks = dist.get_world_size(self._group) if self._group is not None else 1
@@ -121,6 +118,23 @@ class Checkpointer:
         self._damaged: list[Path] = []
         self._writer: threading.Thread | None = None
         self._failure: CheckpointError | None = None
+
+    def add(self, **stateful: Any) -> None:
+        """Also save and load these, as those given to the constructor.
+
+        For what needs the checkpointer itself: ``keeper.add(guard=Guard(keeper))``.
+
+        Args:
+            **stateful: by name, what has ``state_dict`` and ``load_state_dict``.
+
+        Raises:
+            TypeError: one has not.
+        """
+        for name, each in stateful.items():
+            if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
+                wanted = "something with state_dict and load_state_dict"
+                raise TypeError(f"{_OP}: {name} must be {wanted}, got {checks.type_name(each)}")
+        self._stateful |= stateful
 
     def save(self, step: int, *, data: Any = None, extra: Any = None, block: bool = True) -> Path:
         """Save everything, between two steps.
@@ -145,7 +159,12 @@ class Checkpointer:
         checks.integer(_OP, "step", step, least=0)
         checks.flag(_OP, "block", block)
         self.wait()
-        mine = self._of_rank(step, data, extra)
+        mine, problem = b"", None
+        try:
+            mine = self._of_rank(step, data, extra)
+        except TypeError as error:
+            problem = str(error)
+        self._raise_together(TypeError, problem)
         problem = None
         places = None
         if self._rank == 0:
@@ -324,14 +343,20 @@ class Checkpointer:
         parts = [_unpacked((each / _file_of(rank)).read_bytes()) for rank in range(saved)]
         mine = parts[self._rank] if self._rank < saved else parts[0]
         missing = sorted(self._stateful.keys() - mine["stateful"].keys())
+        problem = None
         if missing:
             has = ", ".join(sorted(mine["stateful"])) or "none"
-            raise ValueError(
-                f"{_OP}: {each} has no state of {', '.join(missing)}; beside model and optimizer "
-                f"it has {has}"
-            )
+            problem = f"{each} has no state of {', '.join(missing)}; beside model and optimizer "
+            problem += f"it has {has}"
         names = {name for of_rank in self._gather(self._state.names()) for name in of_rank}
-        self._state.load(each, self._group, names, mine["groups"], flat=record["flat"])
+        loading = None
+        try:
+            loading = self._state.prepare(each, names, mine["groups"], flat=record["flat"])
+        except ValueError as error:
+            problem = problem or str(error)
+        self._raise_together(ValueError, problem)
+        assert loading is not None
+        self._state.load(loading, self._group)
         for name, target in self._stateful.items():
             target.load_state_dict(mine["stateful"][name])
         notes = []
@@ -364,6 +389,12 @@ class Checkpointer:
     def _raise_for(self, step: int, problem: str | None) -> None:
         if problem is not None:
             raise self._failed(step, problem)
+
+    def _raise_together(self, kind: type[Exception], problem: str | None) -> None:
+        """Raise on all ranks if one has a problem: none may wait for another that has left."""
+        told = self._agree(problem)
+        if told is not None:
+            raise kind(told)
 
     def _raise_failure(self) -> None:
         failure, self._failure = self._failure, None

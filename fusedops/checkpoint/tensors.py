@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,27 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.
 
 # It is said at every save of a single process, which asked for exactly that.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninit")
+
+
+@dataclass(frozen=True)
+class Loading:
+    """A checkpoint that fits, and the tensors to load it into.
+
+    Attributes:
+        reader: of the checkpoint.
+        content: the tensors by name, to be overwritten.
+        stepped: the optimizers that have a state in it.
+        with_state: the parameters that have.
+        groups: of all optimizers.
+        flat: as it was written.
+    """
+
+    reader: dcp.FileSystemReader
+    content: dict[str, Any]
+    stepped: list[torch.optim.Optimizer]
+    with_state: set[torch.nn.Parameter]
+    groups: list[list[dict[str, Any]]]
+    flat: bool
 
 
 class State:
@@ -59,46 +81,44 @@ class State:
             for groups in (each.param_groups for each in self.optimizers)
         ]
 
-    def load(
-        self,
-        folder: Path,
-        process_group: dist.ProcessGroup | None,
-        names: set[str],
-        groups: list[list[dict[str, Any]]],
-        *,
-        flat: bool,
-    ) -> None:
-        """Load what ``write`` wrote.
+    def prepare(
+        self, folder: Path, names: set[str], groups: list[list[dict[str, Any]]], *, flat: bool
+    ) -> Loading:
+        """Return what ``load`` needs; weights and states are not changed.
 
         Args:
-            folder: of the checkpoint.
-            process_group: the ranks that load.
-            names: ``names`` of all of them.
+            folder: of a checkpoint that ``write`` wrote.
+            names: ``names`` of all ranks.
             groups: as ``groups`` gave them, for optimizers that had no state when it was written.
             flat: as it was written.
 
         Raises:
-            ValueError: it is of another model or optimizer; nothing was changed then.
+            ValueError: it is of another model or optimizer.
         """
-        for each in self.optimizers:
-            each.zero_grad(set_to_none=True)  # with gradients torch would not make empty states
         reader = dcp.FileSystemReader(folder)
         there = reader.read_metadata().state_dict_metadata
+        _check_fits(self._content([], flat=flat), names, there, folder)
+        _check_groups(self.optimizers, groups, folder)
         known = self._parameters()
         with_state = {
             each for name, each in known.items() if _has(there, f"optimizer.state.{name}.")
         }
         stepped = [each for each in self.optimizers if with_state & _of(each)]
-        _check_fits(self._content([], flat=flat), names, there, folder)
-        _check_groups(self.optimizers, groups, folder)
+        for each in self.optimizers:
+            each.zero_grad(set_to_none=True)  # with gradients torch would not make empty states
         content = self._content(stepped, flat=flat)
         # Of a parameter that no step has reached there is nothing; what stands in is removed after.
         bare = {name for name, each in known.items() if each not in with_state}
         _check_fits(content, names, there, folder, bare)
+        return Loading(reader, content, stepped, with_state, groups, flat)
+
+    def load(self, loading: Loading, process_group: dist.ProcessGroup | None) -> None:
+        """Load what was prepared; all ranks of the group do."""
+        content, stepped = loading.content, loading.stepped
         dcp.load(
             content,
-            storage_reader=reader,
-            planner=dcp.DefaultLoadPlanner(allow_partial_load=bool(bare)),
+            storage_reader=loading.reader,
+            planner=dcp.DefaultLoadPlanner(allow_partial_load=True),  # what is missing is known
             process_group=process_group,
             no_dist=process_group is None,
         )
@@ -107,10 +127,10 @@ class State:
             stepped,
             model_state_dict=content["model"],
             optim_state_dict=content.get("optimizer", {}),
-            options=StateDictOptions(flatten_optimizer_state_dict=flat),
+            options=StateDictOptions(flatten_optimizer_state_dict=loading.flat),
         )
-        for optimizer, saved in zip(self.optimizers, groups, strict=False):
-            for parameter in [each for each in optimizer.state if each not in with_state]:
+        for optimizer, saved in zip(self.optimizers, loading.groups, strict=False):
+            for parameter in [each for each in optimizer.state if each not in loading.with_state]:
                 del optimizer.state[parameter]
             if optimizer not in stepped:
                 for group, values in zip(optimizer.param_groups, saved, strict=True):

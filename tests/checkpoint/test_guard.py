@@ -111,6 +111,22 @@ def test_a_rollback_restores_and_skips_what_was_bad(tmp_path: Path) -> None:
     assert "step 5: rollback to step 3: the loss is nan" in run.guard.report()
 
 
+def test_a_guard_that_is_saved_too_remembers_what_was_bad_over_a_rollback(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.guard = Guard(run.keeper, on_nonfinite="rollback")
+    run.keeper.add(guard=run.guard)
+    run.train(3)
+    assert run.guard.check(3, NAN).action == "rollback"
+    assert run.guard.check(3, NAN).action == "skip"
+    run.keeper.save(4, data={"position": 32})
+    again = Run(tmp_path)
+    again.guard = Guard(again.keeper, on_nonfinite="rollback")
+    again.keeper.add(guard=again.guard)
+    assert again.keeper.load() is not None
+    assert again.guard.state_dict() == run.guard.state_dict()
+    assert again.guard.check(3, NAN).action == "skip"
+
+
 def test_rollbacks_end(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.train(1)

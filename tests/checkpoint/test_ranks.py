@@ -156,3 +156,68 @@ def test_stages_of_a_pipeline_have_other_parameters(tmp_path: Path) -> None:
         owner = saved[1] if name.startswith("layers.2") else saved[0]
         assert each.flatten().tolist() == owner[name]
         assert optimizer.state[each]["exp_avg"].flatten().tolist() == owner[f"{name}.exp_avg"]
+
+
+def _refused_on_one_rank(rank: int, root: str) -> list[str]:
+    run = Run(Path(root), wrap=_shard)
+    said = []
+    for action in (
+        lambda: run.keeper.save(1, data=object() if rank == 1 else None),
+        lambda: Checkpointer(Path(root), nn.Linear(2, 2 + rank)).load(),
+    ):
+        try:
+            action()
+        except (TypeError, ValueError) as error:
+            said.append(str(error))
+    return said
+
+
+def test_what_one_rank_refuses_all_refuse(tmp_path: Path) -> None:
+    on_ranks(2, _train, str(tmp_path), 1, True)
+    first, second = on_ranks(2, _refused_on_one_rank, str(tmp_path))
+    assert first == second and len(first) == 2
+    assert first[0].startswith("rank 1: Checkpointer: data must hold numbers")
+    assert "rank 0: " in first[1] and "is of another model" in first[1]
+
+
+def _wrapped(rank: int, root: str, kind: str, save: bool) -> list[float]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    torch.manual_seed(7 if save else 8)
+    model: nn.Module = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+    if kind == "tensor":
+        plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+        parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
+    elif kind == "data":
+        model = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
+    keeper = Checkpointer(Path(root), model, optimizer)
+    if save:
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        keeper.save(1)
+    else:
+        assert keeper.load() is not None and len(optimizer.state) == 4
+    found = []
+    for each in model.parameters():
+        for value in (each, optimizer.state[each]["exp_avg"]):
+            value = value.full_tensor() if hasattr(value, "full_tensor") else value
+            found += value.flatten().tolist()
+    return found
+
+
+def _load_as_others(rank: int, root: str, saved_as: str) -> list[list[float]]:
+    others = [kind for kind in ("tensor", "data", "plain") if kind != saved_as]
+    return [_wrapped(rank, root, kind, False) for kind in others]
+
+
+@pytest.mark.parametrize("saved_as", ["tensor", "data", "plain"])
+def test_any_wrapper_loads_what_another_saved(tmp_path: Path, saved_as: str) -> None:
+    (wanted, same) = on_ranks(2, _wrapped, str(tmp_path), saved_as, True)
+    assert wanted == same and isinstance(wanted, list)
+    assert on_ranks(2, _load_as_others, str(tmp_path), saved_as) == [[wanted, wanted]] * 2

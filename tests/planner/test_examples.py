@@ -1,0 +1,43 @@
+"""Public names of the planner and of checkpoints are documented, and their examples run."""
+
+from __future__ import annotations
+
+import doctest
+import inspect
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from fusedops import checkpoint, planner
+from fusedops.planner import configurations, search, sizes, transformer
+
+PUBLIC = [(module, name) for module in (planner, checkpoint) for name in module.__all__]
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), PUBLIC, ids=lambda value: getattr(value, "__name__", value)
+)
+def test_public_names_are_documented(module: ModuleType, name: str) -> None:
+    value: Any = getattr(module, name)
+    if name == "PRESETS":
+        return
+    documentation = inspect.getdoc(value) or ""
+    assert documentation
+    takes = name not in ("CheckpointError", "GuardError")
+    if takes and not name.startswith("show_") and inspect.signature(value).parameters:
+        assert any(word in documentation for word in ("Args:", "Attributes:", "Raises:"))
+
+
+@pytest.mark.parametrize(
+    "module", [search, sizes, transformer, configurations, planner, checkpoint]
+)
+def test_examples_run(module: ModuleType) -> None:
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    found = [module, *(getattr(module, name) for name in getattr(module, "__all__", ()))]
+    tests = [test for each in found for test in doctest.DocTestFinder().find(each, "example")]
+    examples = [each for each in tests if each.examples]
+    for each in examples:
+        each.globs.update({name: getattr(module, name) for name in dir(module)})
+        runner.run(each)
+    assert examples and runner.summarize(verbose=False).failed == 0
