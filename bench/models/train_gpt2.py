@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import torch
-from gpt2_demo import chart, report, training, untuned
+from gpt2_demo import chart, half_memory, report, training, untuned
 from gpt2_demo.corpus import Corpus, Source, load_corpus
 from rich.console import Console
 from rich.progress import (
@@ -224,6 +224,9 @@ def run(options: argparse.Namespace, console: Console) -> report.Results:
             training.inspect(comparison, trainers, corpus)
             fast.append(comparison)
         writer = trainers["fusedops"]
+        few = replace(settings, steps=min(half_memory.STEPS, settings.steps))
+        step = _task(progress, "less memory", 2 * few.steps)
+        half = half_memory.measure(corpus, few, dtypes[0], on_step=step)
         results = report.Results(
             corpus=corpus.description,
             parameters=sum(p.numel() for p in writer.model.parameters()),
@@ -232,6 +235,7 @@ def run(options: argparse.Namespace, console: Console) -> report.Results:
             untuned=slow,
             allocator=allocator,
             tuning=tuning,
+            half=half,
         )
         del trainers
         if not options.no_generate:
@@ -325,6 +329,9 @@ def _demo(options: argparse.Namespace) -> int:
     if results.sample is not None:
         files.write_text(targets["_sample.txt"], results.sample + "\n")
     print(f"wrote {targets['.png']} and {targets['.json']}", file=sys.stderr)
+    if results.half is not None and not results.half.same_losses:
+        print("the losses of the recomputed model are other ones", file=sys.stderr)
+        return 1
     if not report.losses_agree(results):
         print(
             f"the float32 losses differ by more than {report.LOSS_DIFFERENCE_MARK} of stock's "

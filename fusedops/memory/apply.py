@@ -180,7 +180,8 @@ def _check_patterns(policy: Policy, named: dict[str, nn.Module]) -> None:
 
 
 def _reshard(module: nn.Module, rule: Rule) -> None:
-    """Let FSDP2 free a region's weights after the forward, or keep them."""
+    """Let FSDP2 free a region's weights after the forward, or keep them, where the rule says so."""
+    again = rule.communication.parallel_optimizer_comm_recompute
     reshard = getattr(module, "set_reshard_after_forward", None)
-    if reshard is not None:
-        reshard(rule.communication.parallel_optimizer_comm_recompute)
+    if again is not None and reshard is not None:
+        reshard(again)

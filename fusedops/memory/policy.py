@@ -55,15 +55,15 @@ class CommunicationOptions:
 
     Attributes:
         mp_comm_recompute: run the collectives of the region again; else their results are kept.
-        parallel_optimizer_comm_recompute: gather sharded weights again in the backward; else
-            they stay gathered from the forward on.
+        parallel_optimizer_comm_recompute: gather sharded weights again in the backward; ``False``:
+            they stay gathered from the forward on; ``None``: as ``fully_shard`` was told.
         recompute_slice_activation: keep only this rank's part of the region's inputs, and gather
             them from ``group`` before they are used.
         group: the ranks that hold the same inputs.
     """
 
     mp_comm_recompute: bool = True
-    parallel_optimizer_comm_recompute: bool = True
+    parallel_optimizer_comm_recompute: bool | None = None
     recompute_slice_activation: bool = False
     group: Any = None
 
@@ -152,7 +152,7 @@ def recompute(
     outputs: str | Iterable[str] = (),
     when: Callable[[Saved], bool] | None = None,
     mp_comm_recompute: bool = True,
-    parallel_optimizer_comm_recompute: bool = True,
+    parallel_optimizer_comm_recompute: bool | None = None,
     recompute_slice_activation: bool = False,
     group: Any = None,
 ) -> Rule:
@@ -170,7 +170,8 @@ def recompute(
         mp_comm_recompute: run the collectives of a region again. ``False`` keeps their results:
             more bytes, no communication in the second forward.
         parallel_optimizer_comm_recompute: gather weights that FSDP2 shards again in the backward;
-            ``False`` leaves them gathered between the forward and the backward.
+            ``False`` leaves them gathered between the forward and the backward. By default as
+            ``fully_shard`` was told.
         recompute_slice_activation: keep only ``1 / size`` of a region's floating-point inputs on
             each rank of ``group`` and gather them for the second forward. All ranks of the group
             must receive the same inputs (tensor parallelism without sequence parallelism).
@@ -191,7 +192,8 @@ def recompute(
     """
     what = "recompute"
     checks.flag(what, "mp_comm_recompute", mp_comm_recompute)
-    checks.flag(what, "parallel_optimizer_comm_recompute", parallel_optimizer_comm_recompute)
+    if parallel_optimizer_comm_recompute is not None:
+        checks.flag(what, "parallel_optimizer_comm_recompute", parallel_optimizer_comm_recompute)
     checks.flag(what, "recompute_slice_activation", recompute_slice_activation)
     checks.group(what, "group", group)
     if (group is not None) != recompute_slice_activation:

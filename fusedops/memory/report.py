@@ -14,7 +14,7 @@ from torch import nn
 from fusedops._core import checks
 from fusedops._core.peak import peak_bytes
 from fusedops.memory import picture, wrap
-from fusedops.memory.ledger import BACKWARD, Ledger, Place, Watch
+from fusedops.memory.ledger import BACKWARD, FORWARD, Ledger, Place, Watch
 
 Loss = Callable[[Any], torch.Tensor]
 _MIB = 2**20
@@ -74,6 +74,12 @@ class MemoryReport:
     def peak(self) -> int:
         """The bytes of the whole step: static and dynamic."""
         return self.weights + self.states + self.dynamic
+
+    @property
+    def activations(self) -> int:
+        """The bytes that the forward left for the backward: held when the backward begins."""
+        held = [nbytes for nbytes, _, phase in self.timeline if phase == FORWARD]
+        return held[-1] if held else 0
 
     @property
     def layers(self) -> dict[str, dict[str, int]]:

@@ -221,6 +221,8 @@ def test_whole_run(corpus_directory: Path, tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
     record = json.loads(done.stdout)
     assert len(record["rows"]) == 8
+    assert record["memory"]["same_losses"]
+    assert "recomputed" in record["memory"]["activations"]
     assert all(row["tokens_per_second"] > 0 for row in record["rows"])
     tuned = [row for row in record["rows"] if row["allocator"] == "tuned"]
     assert all(row["peak_memory_bytes"] > 0 and row["validation_loss"] > 0 for row in tuned)

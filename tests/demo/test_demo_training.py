@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from gpt2_demo import training
+from gpt2_demo import half_memory, training
 from gpt2_demo.corpus import Corpus
 from gpt2_demo.report import LOSS_DIFFERENCE_MARK
 from gpt2_demo.training import COMPARED, FUSED, STOCK, Contender, Settings, Trainer
@@ -149,3 +149,15 @@ def test_prompt_longer_than_the_context_is_shortened(corpus: Corpus, settings: S
     kept = corpus.tokenizer.decode(ids[-settings.seq_len // 2 :])
     written = training.generate(trainer, corpus, prompt, 100)
     assert written.startswith(kept) and len(written) > len(kept)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_recomputed_model_loses_the_same_in_half_of_the_activation_memory(
+    corpus: Corpus, settings: Settings, dtype: str
+) -> None:
+    deep = replace(settings, layers=4, steps=5, seq_len=16)
+    found = half_memory.measure(corpus, deep, dtype)
+    assert found.same_losses
+    assert found.losses["fusedops"] == found.losses["recomputed"]
+    assert found.activations["recomputed"] < 0.5 * found.activations["fusedops"]
+    assert all(speed > 0 for speed in found.tokens_per_second.values())

@@ -246,3 +246,22 @@ def test_a_graph_that_is_dropped_gives_its_buffers_back() -> None:
         time.sleep(0.01)
     encoder_loss(model)
     assert mover.host_bytes == before
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", ["offload", "both"])
+def test_a_model_on_a_gpu_trains_alike_through_pinned_memory(policy: str) -> None:
+    model = encoder(dropout=0.2, hidden=256).cuda()
+
+    def loss(model: torch.nn.Module) -> torch.Tensor:
+        x = torch.randn(8, 128, 256, generator=torch.Generator().manual_seed(1)).cuda()
+        return (model(x) * x.roll(1, -1)).mean()
+
+    expected = results(model, loss)
+    rules = [memory.offload("*")] + [memory.recompute("*")] * (policy == "both")
+    settings = memory.OffloadSettings(least_bytes=1, check=True)
+    memory.apply(model, memory.Policy(*rules), offload_settings=settings)
+    for _ in range(5):
+        assert_same_bits(results(model, loss), expected)
+    (mover,) = keeper_of(model).movers.values()
+    assert mover.moved_bytes > 0

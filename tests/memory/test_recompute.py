@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from small_models import assert_same_bits, encoder, encoder_loss, gpt2, language
 from torch import nn
 
 from fusedops import memory
+from fusedops.memory.apply import keeper_of
 
 
 @pytest.mark.parametrize("patched", [True, False], ids=["patched", "stock"])
@@ -49,6 +51,17 @@ def test_a_copy_of_a_model_recomputes_its_own_layers() -> None:
             each.zero_()
     expected = results(gpt2(), language_loss)
     assert_same_bits(results(twin, language_loss), expected)
+
+
+def test_a_pickled_model_comes_back_with_its_policy() -> None:
+    model = encoder(dropout=0.2)
+    expected = results(model, encoder_loss)
+    policy = memory.Policy(memory.recompute("*"), memory.save(ops="attention"))
+    memory.apply(model, policy)
+    twin = pickle.loads(pickle.dumps(model))
+    keeper = keeper_of(twin)
+    assert keeper is not None and keeper.policy == policy and keeper.model is twin
+    assert_same_bits(results(twin, encoder_loss), expected)
 
 
 def test_a_forward_that_differs_the_second_time_is_an_error() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from .half_memory import Half
 from .training import COMPARED, Comparison, Settings
 
 # Relative difference of a step's loss in float32 over the first COMPARED steps.
@@ -26,6 +27,7 @@ class Results:
         untuned: the same with the system's allocator settings; empty where not measured.
         allocator: of ``tuned``: ``"tuned"``, or what it is where nothing could be tuned.
         tuning: what ``fusedops.tune_host`` said.
+        half: the fused model with its blocks recomputed, beside it; or None.
         sample: generated text, or None.
         sample_steps: training steps of the model that wrote it.
     """
@@ -37,6 +39,7 @@ class Results:
     untuned: list[Comparison]
     allocator: str
     tuning: str
+    half: Half | None = None
     sample: str | None = None
     sample_steps: int = 0
 
@@ -72,6 +75,8 @@ def print_report(results: Results, console: Console) -> None:
         style="dim",
     )
     console.print(_loss_table(results))
+    if results.half is not None:
+        console.print(_memory_table(results.half, results.tuned[0].dtype))
     report = next((c.reports["fusedops"] for c in results.tuned if c.reports), None)
     if report is not None:
         console.print(str(report), markup=False, highlight=False, soft_wrap=True)
@@ -147,6 +152,24 @@ def _loss_table(results: Results) -> Table:
     return table
 
 
+def _memory_table(half: Half, dtype: str) -> Table:
+    table = Table(title="The same model, its blocks computed again in the backward")
+    table.add_column("dtype")
+    table.add_column("model")
+    for heading in ("activations", "tokens/s", "loss of the last step", "losses"):
+        table.add_column(heading, justify="right")
+    for name, nbytes in half.activations.items():
+        table.add_row(
+            dtype,
+            name,
+            f"{nbytes / 2**20:.1f} MiB",
+            f"{half.tokens_per_second[name]:,.0f}",
+            f"{half.losses[name]:.6f}",
+            "equal to the bit" if half.same_losses else "DIFFERENT",
+        )
+    return table
+
+
 def as_json(results: Results) -> dict[str, Any]:
     """Return everything that was found, ready for ``json.dumps``."""
     rows = []
@@ -174,6 +197,7 @@ def as_json(results: Results) -> dict[str, Any]:
             }
             for each in results.tuned
         ],
+        "memory": asdict(results.half) if results.half is not None else None,
         "sample": results.sample,
         "sample_steps": results.sample_steps,
     }

@@ -118,13 +118,14 @@ class Trainer:
         )
         self.losses: list[float] = []
 
-    def _autocast(self) -> AbstractContextManager[Any]:
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the context in which this contender's forward runs."""
         if self.dtype == "float32":
             return nullcontext()
         return torch.autocast(torch.device(self.settings.device).type, torch.bfloat16)
 
     def _loss(self, batch: torch.Tensor) -> torch.Tensor:
-        with self._autocast():
+        with self.autocast():
             return self.model(batch, labels=batch).loss
 
     def step(self, batch: torch.Tensor, rate: float) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fusedops.cli import files
-from fusedops.cli.bench import models_command, options
+from fusedops.cli.bench import memory_command, models_command, options
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +42,7 @@ app = typer.Typer(
     help="Measure ops and whole models, compare two measurements, tune.",
 )
 app.command(cls=models_command.Command)(models_command.models)
+app.command()(memory_command.memory)
 
 
 @app.command(

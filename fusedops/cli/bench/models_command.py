@@ -117,7 +117,7 @@ def models(
             files.check_writable(results / "probe.json")
         names = options.words(dtype, options.DTYPES, "dtype")
         options.words(allocator, options.ALLOCATORS, "allocator")
-        plan = _plan(family, mode, _size(hidden, layers, tokens, steps), quick)
+        plan = _plan(family, mode, model_size(hidden, layers, tokens, steps), quick)
         where = options.device(device)
         wanted = where.type != "cpu" if compiled is None else compiled
         record, wrong, whole = _measure(
@@ -140,7 +140,8 @@ def models(
         raise typer.Exit(1)
 
 
-def _size(hidden: int, layers: int, tokens: str, steps: int) -> Size:
+def model_size(hidden: int, layers: int, tokens: str, steps: int) -> Size:
+    """Return the size that the options ask for."""
     _check_transformers()
     from fusedops.cli.bench.model_zoo import Size
 

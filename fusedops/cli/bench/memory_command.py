@@ -1,0 +1,172 @@
+"""The command line of ``fusedops bench memory``.
+
+torch is imported inside the functions, as in ``command.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fusedops.cli import files
+from fusedops.cli.bench import models_command, options
+
+if TYPE_CHECKING:
+    from fusedops.cli.bench.memory import MemoryRow
+    from fusedops.memory.report import MemoryReport
+
+
+def memory(
+    family: Annotated[str, typer.Option(help="Comma-separated: gpt2, llama, bert...")] = "gpt2",
+    dtype: Annotated[
+        str, typer.Option(help=f"Comma-separated: {', '.join(options.DTYPES)}; of the weights.")
+    ] = "float32",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    hidden: Annotated[int, typer.Option(min=16, help="Width; heads have 64.")] = 512,
+    layers: Annotated[int, typer.Option(min=2, help="Number of layers.")] = 4,
+    tokens: Annotated[str, typer.Option(help="Sequences x tokens.")] = "4x256",
+    seconds: Annotated[
+        float, typer.Option(min=0.01, max=600, help="Time per model and dtype.")
+    ] = 20.0,
+    threads: Annotated[
+        int, typer.Option(min=0, help="CPU threads; 0: one per physical core, on all sides.")
+    ] = 0,
+    allocator: Annotated[
+        str, typer.Option(help="tuned or system: C allocator settings, on all sides.")
+    ] = "tuned",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows.")] = None,
+    svg_file: Annotated[
+        Path | None, typer.Option("--svg", help="Draw plain and recomputed steps of the first row.")
+    ] = None,
+) -> None:
+    """Measure a step of training under memory policies: bytes, and time against the plain step.
+
+    All variants are copies of one patched model and take turns. A policy that changes a bit of the
+    loss or of a gradient is named, and makes the command exit with 1: docs/memory.md.
+    """
+    with files.one_line_errors():
+        files.check_environment()
+        for path in (json_file, svg_file):
+            if path is not None:
+                files.check_writable(path)
+        names = options.words(dtype, options.DTYPES, "dtype")
+        options.words(allocator, options.ALLOCATORS, "allocator")
+        size = models_command.model_size(hidden, layers, tokens, 1)
+        from fusedops.cli.bench.model_zoo import FAMILIES
+
+        families = options.words(family, FAMILIES, "family")
+        where = options.device(device)
+        rows, reports, record = _measure(
+            [FAMILIES[each] for each in families], size, names, where, seconds, threads, allocator
+        )
+        _show(rows, record)
+        writers: list[tuple[Path | None, Callable[[Path], object]]] = [
+            (json_file, lambda path: files.write_json(path, record)),
+            (svg_file, lambda path: files.write_text(path, _picture(reports))),
+        ]
+        from fusedops.cli.bench.table import console
+
+        options.write_all(writers, console())
+    if not all(row.same_bits for row in rows):
+        raise typer.Exit(1)
+
+
+def _measure(
+    families: list[Any],
+    size: Any,
+    names: list[str],
+    device: Any,
+    seconds: float,
+    threads: int,
+    allocator: str,
+) -> tuple[list[MemoryRow], dict[str, MemoryReport], dict[str, Any]]:
+    import torch
+
+    from fusedops._core import host
+    from fusedops._core.timer import Plan, clock_for
+    from fusedops.cli.bench import machine
+    from fusedops.cli.bench.memory import run_case
+    from fusedops.cli.bench.results import now
+    from fusedops.cli.progress import steps
+
+    torch.set_num_threads(threads or host.physical_cores())
+    if allocator == "tuned":
+        host.tune_host(threads=torch.get_num_threads())
+    rows: list[MemoryRow] = []
+    reports: dict[str, MemoryReport] = {}
+    with steps(len(families) * len(names)) as progress, options.sigterm_interrupts():
+        for family in families:
+            for name in names:
+                title = f"{family.name} {name}"
+
+                def say(what: str, title: str = title) -> None:
+                    progress.say(f"{title}: {what}")
+
+                plan = Plan(seconds=seconds)
+                found, drawn = run_case(
+                    family, size, getattr(torch, name), device, clock_for(device), plan, say
+                )
+                rows += found
+                reports = reports or drawn
+                progress.advance()
+    record = {
+        "machine": machine.describe(device),
+        "versions": machine.versions(),
+        "git": machine.git_commit(),
+        "settings": {"allocator": allocator, "seconds": seconds, "device": device.type},
+        "rows": [asdict(row) for row in rows],
+        "created": now(),
+    }
+    return rows, reports, record
+
+
+def _show(rows: list[MemoryRow], record: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    from fusedops.cli.bench.table import console
+
+    out = console()
+    table = Table(
+        title=f"a step of training under memory policies ({record['machine']['name']}, "
+        f"{record['machine']['threads']} threads, allocator {record['settings']['allocator']})",
+        title_justify="left",
+    )
+    for name in ("model", "size", "dtype", "policy"):
+        table.add_column(name, no_wrap=True)
+    for name in ("activations MiB", "peak MiB", "ms", "x plain", "quartiles", "bits"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            row.family,
+            row.case,
+            row.dtype,
+            row.policy,
+            f"{row.activations / 2**20:.1f}",
+            f"{row.peak / 2**20:.1f}",
+            f"{row.median_ms:.1f}" + ("" if row.trusted else "?"),
+            f"{row.overhead:.2f}",
+            f"{row.overhead_q1:.2f}-{row.overhead_q3:.2f}",
+            "same" if row.same_bits else "OTHER",
+        )
+    out.print(table)
+    out.print(
+        "activations: what the forward leaves for the backward; peak: of the step above weights; "
+        "x plain: time by the plain step's, median of the rounds; ?: other work disturbed it",
+        style="dim",
+    )
+    if record["settings"]["device"] == "cpu":
+        out.print(
+            "offload on a CPU moves bytes out of torch's allocator, to the same memory", style="dim"
+        )
+
+
+def _picture(reports: dict[str, MemoryReport]) -> str:
+    from fusedops.memory import picture
+
+    first = next(iter(reports.values()))
+    lines = {name: reports[name].timeline for name in ("plain", "recompute")}
+    return picture.timeline(f"{first.model}: bytes of one step, as it is and recomputed", lines)

@@ -1,0 +1,66 @@
+"""``fusedops bench memory`` on a model that runs in milliseconds: bytes, bits, files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from fusedops._core.timer import CpuClock, Plan
+from fusedops.cli.bench import memory
+from fusedops.cli.bench.model_zoo import FAMILIES, Size
+from fusedops.cli.main import app
+
+pytest.importorskip("transformers")
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_rows_hold_less_where_less_is_kept_and_keep_every_bit(family: str) -> None:
+    size = Size(hidden=64, layers=4, batch=4, seq_len=64)
+    rows, reports = memory.run_case(
+        FAMILIES[family], size, torch.float32, CPU, CpuClock(), Plan(2, 2, 0.0), lambda what: None
+    )
+    by_name = {row.policy: row for row in rows}
+    assert all(row.same_bits for row in rows)
+    plain = by_name["plain"]
+    assert plain.overhead == 1.0
+    whole, selective = by_name["recompute"], by_name["recompute, keep attention"]
+    assert whole.activations < selective.activations < plain.activations
+    assert by_name["recompute norms"].activations < plain.activations
+    assert by_name["recompute, offload inputs"].activations < whole.activations
+    assert reports["plain"].activations == plain.activations
+
+
+def test_the_command_writes_what_it_shows(tmp_path: Path) -> None:
+    target, picture = tmp_path / "rows.json", tmp_path / "steps.svg"
+    options = f"--hidden 32 --layers 2 --tokens 1x16 --seconds 0.01 --allocator system --threads 1 \
+        --json {target} --svg {picture}"
+    done = CliRunner().invoke(app, ["bench", "memory", *options.split()])
+    assert done.exit_code == 0, done.output
+    record = json.loads(target.read_text())
+    assert [row["policy"] for row in record["rows"]] == list(memory.policies(["x"]))
+    assert record["settings"]["device"] == "cpu"
+    for row in record["rows"]:
+        assert f"{row['activations'] / 2**20:.1f}" in done.output
+    drawn = ElementTree.fromstring(picture.read_text())
+    assert "recomputed" in drawn.attrib["aria-label"]
+
+
+def test_a_family_that_does_not_exist_is_one_sentence() -> None:
+    done = CliRunner().invoke(app, ["bench", "memory", "--family", "gpt3"])
+    assert done.exit_code == 2
+    assert "did you mean gpt2?" in done.output
