@@ -145,14 +145,19 @@ endif
 gpu-native:
 	python3 setup.py build_ext --inplace
 
+# What matters most first; SHARD=1/4 runs a part; RESULTS=FOLDER gets a JUnit file and times, as they
+# come. Kernels are compiled on all processors before the first launch: one at a time the GPU waits.
+SHARD ?= 1/1
+RECORD = $(if $(RESULTS),--record $(RESULTS))
 test-gpu: $(GPU_SETUP)
-	$(PY) -m pytest -q tests -m gpu
+	PYTHONPATH=tools $(PY) tools/warm_kernels.py --shard $(SHARD) $(RECORD)
+	PYTHONPATH=tools $(PY) -m pytest -q -p gpu_session tests -m gpu --shard $(SHARD) $(RECORD)
 
 bench: setup
 	$(BIN)/python -m fusedops.cli.main bench --results bench/results
 
 bench-gpu: $(GPU_SETUP)
-	$(PY) -m fusedops.cli.main bench --device cuda --results bench/results
+	$(PY) -m fusedops.cli.main bench --device cuda --results $(or $(RESULTS),bench/results)
 
 lint: setup
 	$(BIN)/ruff check .

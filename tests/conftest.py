@@ -1,11 +1,33 @@
-"""Shared by all tests: where they run, and Triton's interpreter made right and strict."""
+"""Shared by all tests: where they run, what they need, and Triton's interpreter made strict.
+
+A machine with a GPU may have torch, Triton, NumPy and pytest, and nothing more: a file of tests
+whose imports need another package is skipped there, by name, and does not end the collection.
+"""
 
 from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from fusedops._core import env
+
+# What tests use beside those four. expecttest: torch's own lists of samples need it.
+OPTIONAL = (
+    "accelerate",
+    "click",
+    "expecttest",
+    "hypothesis",
+    "matplotlib",
+    "psutil",
+    "rich",
+    "tokenizers",
+    "transformers",
+    "typer",
+)
 
 torch.set_num_threads(min(2, torch.get_num_threads()))
 
@@ -14,6 +36,32 @@ def pytest_configure(config: pytest.Config) -> None:
     if env.triton_interpreted():
         import triton_interpreter_bf16  # noqa: F401
         import triton_interpreter_strict  # noqa: F401
+
+
+def _installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+class _Module(pytest.Module):
+    """A file of tests that is skipped where a package that it imports is not installed."""
+
+    def _getobj(self) -> Any:
+        try:
+            return super()._getobj()
+        except self.CollectError as error:
+            cause = error.__cause__
+            missing = [name for name in OPTIONAL if not _installed(name)]
+            ours = isinstance(cause, ImportError) and (cause.name or "").startswith("fusedops")
+            if not missing or not isinstance(cause, ImportError) or ours:
+                raise
+            pytest.skip(f"{cause} (not installed: {', '.join(missing)})", allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: Any) -> pytest.Module:
+    return _Module.from_parent(parent, path=module_path)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -199,13 +199,15 @@ def _load_whole(original: Any, self: Any, pointer: Any, mask: Any, other: Any, *
 
 
 @_around(InterpreterBuilder, "create_masked_load")
-def _load(original: Any, self: Any, pointers: Any, mask: Any, other: Any, *rest: Any) -> Any:
+def _load(
+    original: Any, self: Any, pointers: Any, mask: Any, other: Any, *rest: Any, **named: Any
+) -> Any:
     _launch.reads += _accesses(pointers, mask)
     if other is None and not _has_other:
         dtype = pointers.get_element_ty()
         values = np.full(pointers.data.shape, _poison(dtype), interpreter._get_np_dtype(dtype))
         other = TensorHandle(values, dtype)
-    return original(self, pointers, mask, other, *rest)
+    return original(self, pointers, mask, other, *rest, **named)
 
 
 @_around(InterpreterBuilder, "create_masked_store")

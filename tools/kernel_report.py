@@ -8,7 +8,13 @@
 Each ``fusedops/kernels/X.py`` names its configurations in ``static_report_cases()``; each is
 compiled for sm_80, sm_90 and sm_100, and registers, stack, shared memory and instructions are read
 from the machine code with the tools that come with Triton. Fixed rules: no stack, that is no
-spilled register; a matrix kernel uses the matrix instructions; shared memory fits.
+spilled register; a matrix kernel uses the matrix instructions of its GPU; no tile is computed by
+several warps; nothing is called that the hardware has no instruction for; shared memory fits.
+
+For sm_90 a row tells of the main loop (``kernel_report_code.py``) the loads by width (``4x16`` is
+four of 16 bytes), instructions per 16 bytes, bytes that a multiprocessor has under way, products,
+and other instructions for each, and which share of an H100's limit that allows by arithmetic
+(``kernel_report_estimate.py``), in percent. None of it may get worse unseen.
 
 Pointers and sizes are declared divisible by 16, as they are in practice: without that loads are
 neither vectorised nor pipelined, and the report would lie. Sizes that a kernel does not specialise
@@ -40,6 +46,8 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import kernel_report_code
+import kernel_report_estimate
 import report_table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -104,7 +112,8 @@ def digest(case: dict[str, Any], capability: int) -> str:
         (name, sorted(sources(value).items()) if hasattr(value, "fn") else value)
         for name, value in sorted(case["constexprs"].items())
     ]
-    launch = (case["num_warps"], case["num_stages"], bool(case["matrix"]), capability)
+    names = ("num_warps", "num_stages", "matrix", "few_rows", "resident")
+    launch = ([case.get(name) for name in names], capability)
     types = sorted(case["signature"].items())
     code = sorted(sources(case["kernel"]).items())
     decides = repr((types, constexprs, launch, code, _method()))
@@ -144,7 +153,8 @@ def sources(function: Any) -> dict[str, str]:
 
 @functools.cache
 def _method() -> str:
-    return "".join(map(inspect.getsource, (_figures, _source))) + repr(INSTRUCTIONS)
+    parts = (_figures, _main_loop, _source, kernel_report_code, kernel_report_estimate)
+    return "".join(map(inspect.getsource, parts)) + repr(INSTRUCTIONS)
 
 
 def report(op: str, index: int, capability: int) -> report_table.Row:
@@ -173,14 +183,46 @@ def _figures(case: dict[str, Any], capability: int) -> report_table.Row:
     if resources is None:
         raise RuntimeError(f"cuobjdump told no resources of {case['kernel'].__name__}: {usage}")
     row = {
-        "matrix": str(int(case["matrix"])),
+        "matrix": "few rows" if case["few_rows"] else str(int(case["matrix"])),
         "warps": str(case["num_warps"]),
         "stages": str(case["num_stages"]),
         "registers": resources[1],
         "stack": str(int(resources[2]) + int(resources[4])),
         "shared": str(compiled.metadata.shared),
     }
-    return row | {name: str(len(re.findall(text, code))) for name, text in INSTRUCTIONS.items()}
+    row |= {name: str(len(re.findall(text, code))) for name, text in INSTRUCTIONS.items()}
+    launch = kernel_report_estimate.Launch(
+        capability=capability,
+        warps=case["num_warps"],
+        stages=case["num_stages"],
+        registers=int(resources[1]),
+        shared=compiled.metadata.shared,
+        resident=case["resident"],
+    )
+    repeated = kernel_report_code.repeated_work(compiled.asm["ttgir"])
+    found = _main_loop(kernel_report_code.read(code), repeated, launch)
+    return row | (found if capability == 90 else dict.fromkeys(found, ""))
+
+
+def _main_loop(
+    code: kernel_report_code.Code, repeated: float, launch: kernel_report_estimate.Launch
+) -> report_table.Row:
+    """Return the columns that the machine code's main loop fills."""
+    loads = sorted(code.main.loads.items(), reverse=True)
+    products = sorted(code.main.products.items())
+    share = kernel_report_estimate.share_of_limit(code, launch) / repeated
+    return {
+        "blocks": str(launch.blocks),
+        "loads": " ".join(f"{count}x{width}" for width, count in loads),
+        "per_16_bytes": f"{kernel_report_estimate.instructions_per_16_bytes(code):.0f}",
+        "in_flight": str(kernel_report_estimate.in_flight(code, launch)),
+        "products": " ".join(f"{count}x{shape}" for shape, count in products),
+        "others": f"{kernel_report_estimate.others_per_product(code):.1f}",
+        "rest": str(code.rest),
+        "calls": str(code.calls),
+        "repeated": f"{repeated:g}",
+        "estimate": f"{100 * share:.0f}",
+    }
 
 
 def problems(row: report_table.Row) -> list[str]:
@@ -192,12 +234,15 @@ def problems(row: report_table.Row) -> list[str]:
         found.append(
             f"{row['shared']} bytes of shared memory; the limit is {SHARED_LIMIT[row['arch']]}"
         )
-    if int(row["matrix"]) and not any(int(row[name]) for name in ("mma", "wgmma", "tcgen05")):
+    matrix = row["matrix"] != "0"
+    if matrix and not any(int(row[name]) for name in ("mma", "wgmma", "tcgen05")):
         found.append("a matrix kernel without matrix instructions")
-    rows = re.search(r"BLOCK_M=(\d+)", row["case"])
-    large = rows is None or int(rows[1]) >= 64  # the height of a warp-group instruction
-    if int(row["matrix"]) and row["arch"] == "sm_90" and large and not int(row["wgmma"]):
+    if row["matrix"] == "1" and row["arch"] == "sm_90" and not int(row["wgmma"]):
         found.append("a matrix kernel without warp-group matrix instructions")
+    if float(row["repeated"] or 1) > 1:
+        found.append(f"its tiles are computed {row['repeated']} times: too many warps for the tile")
+    if int(row["calls"] or 0):
+        found.append(f"{row['calls']} calls: something the hardware has no instruction for")
     return found
 
 
@@ -251,7 +296,8 @@ def main() -> int:
         command="python tools/kernel_report.py",
         compiler=f"triton {__version__}",
         keys=("op", "kernel", "case", "arch"),
-        bounded=("registers", "shared"),
+        bounded=("registers", "shared", "per_16_bytes", "others", "rest"),
+        not_below=("estimate",),
         problems=problems,
         digest="digest",
     )

@@ -26,7 +26,8 @@ class Table:
         command: what writes it, for the messages.
         compiler: name and version of what made the figures.
         keys: columns that identify a row.
-        bounded: columns whose figures may fall but not rise.
+        bounded: columns whose figures may fall but not rise; empty ones are not compared.
+        not_below: columns whose figures may rise but not fall.
         problems: the fixed rules: returns a sentence per violation of a row.
         digest: column that says which sources the figures are of, if there is one: a committed row
             of other sources is stale even where its figures are the same.
@@ -39,6 +40,7 @@ class Table:
     bounded: tuple[str, ...]
     problems: Callable[[Row], list[str]]
     digest: str = ""
+    not_below: tuple[str, ...] = ()
 
 
 def figures(table: Table) -> dict[str, Row]:
@@ -117,9 +119,13 @@ def _differences(
         return sorted(found)
     for name in now.keys() & before.keys():
         for column in table.bounded:
-            was, new = int(before[name][column]), int(now[name][column])
-            if new > was:
+            was, new = before[name].get(column, ""), now[name].get(column, "")
+            if was and new and float(new) > float(was):
                 found.append(f"{name}: {column} rose from {was} to {new}")
+        for column in table.not_below:
+            was, new = before[name].get(column, ""), now[name].get(column, "")
+            if was and new and float(new) < float(was):
+                found.append(f"{name}: {column} fell from {was} to {new}")
     stale = [
         name
         for name in sorted(now.keys() & before.keys())

@@ -25,6 +25,7 @@ from fusedops.kernels._device import dropout
 from fusedops.kernels._norm import MAX_FUSED, Kind
 from fusedops.kernels._norm_rows import (
     affine,
+    load_row,
     normalized,
     renormalized,
     row_gradient,
@@ -118,11 +119,24 @@ def _backward_kernel(
     dweight = tl.zeros((BLOCK_N,), tl.float32)
     dbias = tl.zeros((BLOCK_N,), tl.float32)
     weight = scale_of(weight_ptr, weight_offset, col, mask, HAS_WEIGHT)
+    # The next row is under way while this one is added up; longer ones would cost the registers
+    # of a second program.
+    AHEAD: tl.constexpr = BLOCK_N <= 1024
+    if AHEAD:
+        next_dy = load_row(dy_ptr, program, num_rows, num_cols, col, mask)
+        next_x = load_row(x_ptr, program, num_rows, num_cols, col, mask)
     for row in range(program, num_rows, tl.num_programs(0)):
         start = tl.cast(row, tl.int64) * num_cols
         offset = start + col
-        dy = tl.load(dy_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-        x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+        if AHEAD:
+            dy, x = next_dy.to(tl.float32), next_x.to(tl.float32)
+            if HAS_DSUMMED and (WANTS_INPUT or WANTS_RESIDUAL):
+                dsummed = tl.load(dsummed_ptr + offset, mask=mask, other=0.0)
+            next_dy = load_row(dy_ptr, row + tl.num_programs(0), num_rows, num_cols, col, mask)
+            next_x = load_row(x_ptr, row + tl.num_programs(0), num_rows, num_cols, col, mask)
+        else:
+            dy = tl.load(dy_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+            x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
         x, rstd = renormalized(x, mean_ptr + row, rstd_ptr + row, mask, CENTRED)
         if WANTS_WEIGHT:
             dweight += dy * x
@@ -131,7 +145,9 @@ def _backward_kernel(
         if WANTS_INPUT or WANTS_RESIDUAL:
             total = row_gradient(dy * weight, x, rstd, num_cols, CENTRED)
             if HAS_DSUMMED:
-                total += tl.load(dsummed_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+                if not AHEAD:
+                    dsummed = tl.load(dsummed_ptr + offset, mask=mask, other=0.0)
+                total += dsummed.to(tl.float32)
             if WANTS_INPUT:
                 dx = dropout(total, start, seed_ptr, limit, scale, DROPOUT)
                 tl.store(dx_ptr + offset, dx.to(dx_ptr.dtype.element_ty), mask=mask)
@@ -257,12 +273,13 @@ def backward(
         return dx, total, dweight, dbias
     dx = torch.empty_like(x, dtype=input_dtype) if wants_input else None
     dresidual = torch.empty_like(x) if wants_residual else None
-    programs = min(num_rows, _launch.num_programs(x.device))
+    block_n = triton.next_power_of_2(num_cols)
+    options = _launch.row_options(2 * block_n)
+    programs = _launch.row_programs(x.device, num_rows, options["num_warps"])
     parts = [
         x.new_empty((programs, num_cols), dtype=torch.float32) if wanted else None
         for wanted in (wants_weight, wants_bias)
     ]
-    block_n = triton.next_power_of_2(num_cols)
     with _launch.device_of(x):
         _backward_kernel[(programs,)](
             grad_normed.contiguous(),
@@ -285,7 +302,7 @@ def backward(
             WANTS_WEIGHT=wants_weight,
             WANTS_BIAS=wants_bias,
             BLOCK_N=block_n,
-            **_launch.row_options(2 * block_n),
+            **options,
         )
         dweight, dbias = (
             None if each is None else _launch.sum_rows(each, dtype).reshape(normalized_shape)
@@ -308,16 +325,15 @@ def static_report_cases(centred: bool) -> list[dict[str, Any]]:
     cases = []
     for mode in ("none", "draw"):
         drawn: dict[str, Any] = present | {"DROPOUT": mode, "BLOCK_M": 1}
-        of_mode = [
-            _launch.report_case(
-                kernel, types, drawn | {"BLOCK_N": cols}, _launch.row_options(values * cols)
-            )
-            for kernel, values, sizes in (
-                (_forward_kernel, 1, (1024, 4096, 8192, 16384)),
-                (_backward_kernel, 2, (1024, 4096, 8192)),
-            )
-            for cols in sizes
-        ]
+        of_mode = []
+        for cols in (1024, 4096, 8192, 16384):
+            sizes, options = drawn | {"BLOCK_N": cols}, _launch.row_options(cols)
+            of_mode.append(_launch.report_case(_forward_kernel, types, sizes, options))
+        for cols in (1024, 4096, 8192):
+            sizes, options = drawn | {"BLOCK_N": cols}, _launch.row_options(2 * cols)
+            walk = _launch.resident(options["num_warps"])
+            case = _launch.report_case(_backward_kernel, types, sizes, options, resident=walk)
+            of_mode.append(case)
         label = f"{'centred' if centred else 'not centred'}, dropout {mode}"
         cases += [case | {"label": f"{case['label']}, {label}"} for case in of_mode]
     return cases

@@ -115,12 +115,12 @@ def backward(
         shared |= {"do_ptr": do, "lse_ptr": lse, "scale": call.scale}
         shared |= {"PARTS": lse_parts.numel() > 0}
         shared |= {"parts_ptr": lse_parts.contiguous() if lse_parts.numel() else lse}
-        sizes, options = blocks("queries", call)
+        arguments, sizes, options = blocks("queries", call, shared)
         num_blocks = triton.cdiv(call.max_rows, sizes["BLOCK_M"])
         programs = num_blocks * query.shape[1] * call.sequences
         if programs and (wants_query or wants_mask or kind == "beside"):
             queries_kernel[(programs,)](
-                **shared,
+                **arguments,
                 delta_ptr=delta,
                 exact_ptr=exact,
                 dq_ptr=query if dq is None else dq,
@@ -132,7 +132,7 @@ def backward(
                 **sizes,
                 **options,
             )
-        sizes, options = blocks("keys", call)
+        arguments, sizes, options = blocks("keys", call, shared)
         num_blocks = triton.cdiv(call.max_keys, sizes["BLOCK_N"])
         programs = num_blocks * key.shape[1] * call.sequences
         walks = [(wants_key, wants_value)]
@@ -142,7 +142,7 @@ def backward(
         for walk in walks:
             if programs and any(walk):
                 keys_kernel[(programs,)](
-                    **shared,
+                    **arguments,
                     delta_ptr=exact if kind == "first" else delta,
                     dk_ptr=query if dk is None else dk,
                     dv_ptr=query if dv is None else dv,

@@ -89,6 +89,7 @@ def keys_kernel(
     SPLIT: tl.constexpr,
     CHUNKED: tl.constexpr,
     PRECISION: tl.constexpr,
+    DESCRIBED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -140,8 +141,9 @@ def keys_kernel(
         for _ in tl.range(0, GROUP * blocks):
             first = tl.multiple_of(at, BLOCK_M)
             wide_h = h.to(tl.int64)
-            q_base = q_ptr + wide_n * stride_qb + wide_h * stride_qh + first_q * stride_qs
-            do_base = do_ptr + wide_n * stride_dob + wide_h * stride_doh + first_q * stride_dos
+            if not DESCRIBED:
+                q_base = q_ptr + wide_n * stride_qb + wide_h * stride_qh + first_q * stride_qs
+                do_base = do_ptr + wide_n * stride_dob + wide_h * stride_doh + first_q * stride_dos
             mask_base = mask_ptr
             if MASK != "none":
                 mask_base += wide_n * stride_mb + wide_h * stride_mh
@@ -162,8 +164,11 @@ def keys_kernel(
                 MASK,
                 PER_QUERY,
             )
-            q_tile = q_base + wide * stride_qs
-            q = load_tile(q_tile, row, stride_qs, left_over, HEAD_DIM, BLOCK_D, True)
+            if DESCRIBED:
+                q = tl.reshape(q_ptr.load([n, h, first, 0]), (BLOCK_M, BLOCK_D))
+            else:
+                q_tile = q_base + wide * stride_qs
+                q = load_tile(q_tile, row, stride_qs, left_over, HEAD_DIM, BLOCK_D, True)
             if CHUNKED:
                 s = chunked_product(
                     k_base,
@@ -188,8 +193,11 @@ def keys_kernel(
             p = tl.exp2(s - lse[None, :])
             if part != 1 or (not SPLIT and (LEFT or RIGHT)):
                 p = tl.where(within(distance, left, right, LEFT, RIGHT), p, 0.0)
-            do_tile = do_base + wide * stride_dos
-            do = load_tile(do_tile, row, stride_dos, left_over, VALUE_DIM, BLOCK_DV, True)
+            if DESCRIBED:
+                do = tl.reshape(do_ptr.load([n, h, first, 0]), (BLOCK_M, BLOCK_DV))
+            else:
+                do_tile = do_base + wide * stride_dos
+                do = load_tile(do_tile, row, stride_dos, left_over, VALUE_DIM, BLOCK_DV, True)
             dropped = p
             if DROPOUT == "all":
                 dropped = tl.zeros(p.shape, tl.float32)

@@ -96,6 +96,7 @@ def queries_kernel(
     SPLIT: tl.constexpr,
     CHUNKED: tl.constexpr,
     PRECISION: tl.constexpr,
+    DESCRIBED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -119,8 +120,9 @@ def queries_kernel(
     row_read = tl.minimum(row, rows - 1 - start)
     wide_n, wide_h, wide_kh = n.to(tl.int64), h.to(tl.int64), (h // GROUP).to(tl.int64)
     q_base = q_ptr + wide_n * stride_qb + wide_h * stride_qh + first_row * stride_qs
-    k_base = k_ptr + wide_n * stride_kb + wide_kh * stride_kh + first_k * stride_ks
-    v_base = v_ptr + wide_n * stride_vb + wide_kh * stride_vh + first_k * stride_vs
+    if not DESCRIBED:
+        k_base = k_ptr + wide_n * stride_kb + wide_kh * stride_kh + first_k * stride_ks
+        v_base = v_ptr + wide_n * stride_vb + wide_kh * stride_vh + first_k * stride_vs
     do_base = do_ptr + wide_n * stride_dob + wide_h * stride_doh + first_row * stride_dos
     mask_base = mask_ptr
     if MASK != "none":
@@ -170,8 +172,11 @@ def queries_kernel(
                     MASK,
                     PER_QUERY,
                 )
-                k_tile = k_base + wide * stride_ks
-                k = load_tile(k_tile, col, stride_ks, left_over, HEAD_DIM, BLOCK_D, part != 1)
+                if DESCRIBED:
+                    k = tl.reshape(k_ptr.load([n, h // GROUP, first, 0]), (BLOCK_N, BLOCK_D))
+                else:
+                    k_tile = k_base + wide * stride_ks
+                    k = load_tile(k_tile, col, stride_ks, left_over, HEAD_DIM, BLOCK_D, part != 1)
                 if CHUNKED:
                     s = chunked_product(
                         q_base,
@@ -198,8 +203,11 @@ def queries_kernel(
                     if LEFT or RIGHT:
                         allowed = allowed & within(distance, left, right, LEFT, RIGHT)
                     p = tl.where(allowed, p, 0.0)
-                v_tile = v_base + wide * stride_vs
-                v = load_tile(v_tile, col, stride_vs, left_over, VALUE_DIM, BLOCK_DV, part != 1)
+                if DESCRIBED:
+                    v = tl.reshape(v_ptr.load([n, h // GROUP, first, 0]), (BLOCK_N, BLOCK_DV))
+                else:
+                    v_tile = v_base + wide * stride_vs
+                    v = load_tile(v_tile, col, stride_vs, left_over, VALUE_DIM, BLOCK_DV, part != 1)
                 if CHUNKED:
                     dp = chunked_product(
                         do_base,

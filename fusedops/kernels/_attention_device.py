@@ -11,7 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LOG2E = tl.constexpr(1.4426950408889634)
+from fusedops.kernels._device import LOG2E, reciprocal
+
 LN2 = tl.constexpr(0.6931471805599453)
 
 
@@ -193,7 +194,7 @@ def scores(
     """
     tanh = product
     if SOFTCAP:
-        tanh = 1.0 - 2.0 / (1.0 + tl.exp2(product * factor))
+        tanh = 1.0 - 2.0 * reciprocal(1.0 + tl.exp2(product * factor))
         s = bound * tanh
     else:
         s = product * factor

@@ -29,7 +29,23 @@ from fusedops.kernels._attention_device import (
     within,
 )
 from fusedops.kernels._attention_launch import NOT_SPECIALIZED, Call, blocks
-from fusedops.kernels._device import kept
+from fusedops.kernels._device import kept, split
+
+
+@triton.jit
+def _store_part(
+    base,
+    row,
+    stride,
+    num_rows,
+    tile,
+    SIZE: tl.constexpr,
+    PART: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Store a part, ``BLOCK`` columns, of a tile of ``SIZE`` columns that was split."""
+    FIRST: tl.constexpr = PART * BLOCK
+    store_tile(base + FIRST, row, stride, num_rows, tile, SIZE - FIRST, BLOCK)
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -89,6 +105,7 @@ def forward_kernel(
     SPLIT: tl.constexpr,
     CHUNKED: tl.constexpr,
     PRECISION: tl.constexpr,
+    DESCRIBED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -115,8 +132,9 @@ def forward_kernel(
     place = start + row + offset
     wide_n, wide_h, wide_kh = n.to(tl.int64), h.to(tl.int64), (h // GROUP).to(tl.int64)
     q_base = q_ptr + wide_n * stride_qb + wide_h * stride_qh + first_row * stride_qs
-    k_base = k_ptr + wide_n * stride_kb + wide_kh * stride_kh + first_k * stride_ks
-    v_base = v_ptr + wide_n * stride_vb + wide_kh * stride_vh + first_k * stride_vs
+    if not DESCRIBED:
+        k_base = k_ptr + wide_n * stride_kb + wide_kh * stride_kh + first_k * stride_ks
+        v_base = v_ptr + wide_n * stride_vb + wide_kh * stride_vh + first_k * stride_vs
     mask_base = mask_ptr
     if MASK != "none":
         mask_base += wide_n * stride_mb + wide_h * stride_mh + first_row * stride_mm
@@ -168,8 +186,11 @@ def forward_kernel(
                 MASK,
                 PER_QUERY,
             )
-            k_tile = k_base + wide * stride_ks
-            k = load_tile(k_tile, col, stride_ks, left_over, HEAD_DIM, BLOCK_D, part != 1)
+            if DESCRIBED:
+                k = tl.reshape(k_ptr.load([n, h // GROUP, first, 0]), (BLOCK_N, BLOCK_D))
+            else:
+                k_tile = k_base + wide * stride_ks
+                k = load_tile(k_tile, col, stride_ks, left_over, HEAD_DIM, BLOCK_D, part != 1)
             if CHUNKED:
                 s = chunked_product(
                     q_base,
@@ -212,8 +233,11 @@ def forward_kernel(
             elif DROPOUT != "none":
                 keep = kept(drawn[:, None] + first, seed_ptr, limit, BLOCK_N, DROPOUT)
                 p = tl.where(keep, p, 0.0)
-            v_tile = v_base + wide * stride_vs
-            v = load_tile(v_tile, col, stride_vs, left_over, VALUE_DIM, BLOCK_DV, part != 1)
+            if DESCRIBED:
+                v = tl.reshape(v_ptr.load([n, h // GROUP, first, 0]), (BLOCK_N, BLOCK_DV))
+            else:
+                v_tile = v_base + wide * stride_vs
+                v = load_tile(v_tile, col, stride_vs, left_over, VALUE_DIM, BLOCK_DV, part != 1)
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
     divisor = tl.where(total == 0.0, 1.0, total)
     scale = 1.0 / divisor
@@ -224,13 +248,18 @@ def forward_kernel(
         token += wide_n * num_rows
     stride_os = num_heads * VALUE_DIM
     out_base = out_ptr + token * stride_os + h * VALUE_DIM
-    out = acc * scale[:, None]
-    store_tile(out_base, row, stride_os, rows - start, out, VALUE_DIM, BLOCK_DV)
-    if KEEPS:
-        # What the rounding takes, for the backward's sum of output * grad_output.
-        rest = out - out.to(out_ptr.dtype.element_ty).to(tl.float32)
-        rest_base = rest_ptr + token * stride_os + h * VALUE_DIM
-        store_tile(rest_base, row, stride_os, rows - start, rest, VALUE_DIM, BLOCK_DV)
+    rest_base = rest_ptr + token * stride_os + h * VALUE_DIM
+    # Heads of 256 are finished in parts: all at once would not leave registers for what is left.
+    PARTS_D: tl.constexpr = 4 if BLOCK_DV > 128 else 1
+    PART: tl.constexpr = BLOCK_DV // PARTS_D
+    parts_d = split(acc, BLOCK_M, BLOCK_DV, PARTS_D)
+    for part in tl.static_range(PARTS_D):
+        out = parts_d[part] * scale[:, None]
+        _store_part(out_base, row, stride_os, rows - start, out, VALUE_DIM, part, PART)
+        if KEEPS:
+            # What the rounding takes, for the backward's sum of output * grad_output.
+            rest = out - out.to(out_ptr.dtype.element_ty).to(tl.float32)
+            _store_part(rest_base, row, stride_os, rows - start, rest, VALUE_DIM, part, PART)
     lse = tl.where(total == 0.0, float("-inf"), top * LN2 + tl.log(divisor))
     tl.store(lse_ptr + statistics + row, lse, mask=row < rows - start)
     if PARTS:
@@ -253,13 +282,13 @@ def forward(call: Call, keep_remainder: bool) -> tuple[torch.Tensor, ...]:
     rest = torch.empty_like(out) if keeps else query.new_empty(0)
     keeps_parts = keep_remainder and (call.additive or query.dtype == torch.float32)
     parts = lse.new_empty((*lse.shape, 2) if keeps_parts else (0,))
-    sizes, options = blocks("forward", call)
+    arguments, sizes, options = blocks("forward", call, call.arguments())
     num_blocks = triton.cdiv(call.max_rows, sizes["BLOCK_M"])
     programs = num_blocks * heads * call.sequences
     if programs:
         with _launch.device_of(query):
             forward_kernel[(programs,)](
-                **call.arguments(),
+                **arguments,
                 sinks_ptr=_launch.dense(call.sinks, query),
                 out_ptr=out,
                 rest_ptr=rest if keeps else out,

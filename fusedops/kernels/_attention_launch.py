@@ -10,7 +10,7 @@ import torch
 import triton
 
 from fusedops._core import env
-from fusedops.kernels import _launch
+from fusedops.kernels import _descriptors, _launch
 from fusedops.kernels._attention_device import LOG2E
 
 # Numbers of which a kernel gains nothing by knowing that they are 1 or a multiple of 16: a new
@@ -28,6 +28,13 @@ NOT_SPECIALIZED = (
 _UNBOUNDED = 1 << 30  # beyond any distance, and far enough from overflow
 _LARGEST_STRIDE = 1 << 22  # times 256 rows: positions inside a block are 32-bit
 
+# What each kernel walks, heads of keys' and of values' size.
+WALKED = {
+    "forward": ("k_ptr", "v_ptr"),
+    "keys": ("q_ptr", "do_ptr"),
+    "queries": ("k_ptr", "v_ptr"),
+}
+
 # Options -> kernel -> width of the head -> (BLOCK_M queries, BLOCK_N keys, warps, stages): large
 # blocks that compile without stack (docs/reports). Plain ones differ by GPU: the warp-group
 # instructions of sm_90 want 64 rows for every four warps and wide right operands, sm_100 keeps sums
@@ -41,9 +48,9 @@ _PLAIN: dict[int, _Blocks] = {
         "queries": {64: (128, 64, 8, 2), 128: (64, 64, 8, 2), 256: (32, 32, 8, 2)},
     },
     90: {
-        "forward": {64: (128, 128, 8, 3), 128: (128, 128, 8, 2), 256: (64, 32, 8, 2)},
-        "keys": {64: (64, 128, 8, 2), 128: (64, 128, 8, 2), 256: (32, 64, 8, 2)},
-        "queries": {64: (128, 128, 8, 2), 128: (64, 64, 4, 2), 256: (64, 32, 8, 2)},
+        "forward": {64: (128, 128, 8, 3), 128: (128, 128, 8, 2), 256: (128, 64, 8, 2)},
+        "keys": {64: (64, 128, 8, 2), 128: (64, 128, 8, 2), 256: (32, 128, 8, 2)},
+        "queries": {64: (128, 128, 8, 2), 128: (64, 64, 4, 2), 256: (128, 32, 8, 2)},
     },
     100: {
         "forward": {64: (128, 64, 4, 3), 128: (128, 64, 8, 3), 256: (64, 64, 8, 2)},
@@ -66,6 +73,26 @@ _WITH_OPTIONS: dict[str, _Blocks] = {
         "forward": {64: (64, 64, 8, 2), 128: (64, 32, 8, 2), 256: (32, 32, 8, 2)},
         "keys": {64: (32, 32, 8, 2), 128: (32, 32, 8, 2), 256: (16, 32, 8, 2)},
         "queries": {64: (32, 32, 8, 2), 128: (32, 32, 8, 2), 256: (16, 32, 8, 2)},
+    },
+}
+# sm_90 has its own: four warps for every 64 rows of scores and no more, or several warps make the
+# same sums; and no fewer rows (of queries in "forward" and "queries", of keys in "keys"), or the
+# matrix instructions are those of older GPUs.
+_WITH_OPTIONS_90: dict[str, _Blocks] = {
+    "light": {
+        "forward": {64: (128, 64, 8, 2), 128: (128, 64, 8, 2), 256: (128, 32, 8, 2)},
+        "keys": {64: (64, 64, 4, 2), 128: (32, 128, 8, 2), 256: (32, 128, 8, 2)},
+        "queries": {64: (64, 64, 4, 2), 128: (64, 32, 4, 2), 256: (128, 32, 8, 2)},
+    },
+    "rich": {
+        "forward": {64: (128, 64, 8, 2), 128: (64, 32, 4, 2), 256: (128, 32, 8, 2)},
+        "keys": {64: (64, 64, 4, 2), 128: (32, 128, 8, 2), 256: (16, 128, 8, 2)},
+        "queries": {64: (64, 32, 4, 2), 128: (64, 16, 4, 2), 256: (128, 16, 8, 2)},
+    },
+    "drop": {
+        "forward": {64: (64, 64, 4, 2), 128: (64, 32, 4, 2), 256: (128, 32, 8, 2)},
+        "keys": {64: (32, 64, 4, 2), 128: (32, 128, 8, 2), 256: (16, 128, 8, 2)},
+        "queries": {64: (64, 32, 4, 2), 128: (64, 32, 4, 2), 256: (128, 16, 8, 2)},
     },
 }
 # Where those would spill: GPU, options, kernel, width.
@@ -237,14 +264,43 @@ def broadcast_strides(tensor: torch.Tensor) -> list[int]:
     return [stride if size != 1 else 0 for stride, size in pairs]
 
 
-def blocks(kernel: str, call: Call) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return block sizes and launch options of ``"forward"``, ``"keys"`` or ``"queries"``.
+def blocks(
+    kernel: str, call: Call, arguments: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return arguments, block sizes and launch options of "forward", "keys" or "queries".
 
-    ``"keys"`` is the backward kernel that owns keys, ``"queries"`` the one that owns queries.
+    ``"keys"`` is the backward kernel that owns keys, ``"queries"`` the one that owns queries. What
+    a kernel walks it reads by descriptors where that is possible: the arguments then hold these.
     """
-    sizes = (call.query.shape[3], call.value.shape[3])
+    shape = (call.query.shape[3], call.value.shape[3])
     generation = _generation(call.query.device)
-    return block_table(kernel, generation, call.query.dtype, *sizes, call.options)
+    walked = WALKED[kernel]
+    described = (
+        call.ends is None
+        and describes(kernel, generation, max(shape), call.options)
+        and _descriptors.describable(*(arguments[name] for name in walked))
+    )
+    found = block_table(kernel, generation, call.query.dtype, *shape, call.options, described)
+    sizes, options = found
+    if described:
+        for name, columns in zip(walked, ("BLOCK_D", "BLOCK_DV"), strict=True):
+            block = walked_block(kernel, sizes, columns)
+            arguments = arguments | {name: _descriptors.describe(arguments[name], block)}
+    return arguments, sizes, options
+
+
+def describes(kernel: str, generation: int, width: int, options: str) -> bool:
+    """Return whether a kernel takes descriptors of what it walks: on sm_90, where none spills."""
+    if generation != 90 and not env.triton_interpreted():
+        return False
+    if kernel == "keys":
+        return options in ("plain", "light")
+    return kernel == "forward" or width <= 128
+
+
+def walked_block(kernel: str, sizes: dict[str, Any], columns: str) -> list[int]:
+    """Return the block of a descriptor over ``[B, H, S, D]`` that a kernel reads in each step."""
+    return [1, 1, sizes["BLOCK_M" if kernel == "keys" else "BLOCK_N"], sizes[columns]]
 
 
 def block_table(
@@ -254,25 +310,31 @@ def block_table(
     head_dim: int,
     value_dim: int,
     options: str,
+    described: bool = False,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the same from what decides them: GPU (80, 90, 100), dtype, head sizes, options."""
+    """Return sizes and options from what decides them: GPU (80, 90, 100), dtype, head sizes...
+
+    ``described`` is whether descriptors read what the kernel walks.
+    """
     widths = [max(16, triton.next_power_of_2(size)) for size in (head_dim, value_dim)]
     width = max(64, *widths)
     if dtype == torch.float32:
         row = _FLOAT32[kernel][width]
     else:
-        table = _PLAIN[generation] if options == "plain" else _WITH_OPTIONS[options]
+        with_options = _WITH_OPTIONS_90 if generation == 90 else _WITH_OPTIONS
+        table = _PLAIN[generation] if options == "plain" else with_options[options]
         row = _EXCEPTIONS.get((generation, options, kernel, width), table[kernel][width])
     if env.triton_interpreted():
         row = (16, 16, 4, 1)  # small: tests with few rows then walk several blocks
     names = ("BLOCK_M", "BLOCK_N", "BLOCK_D", "BLOCK_DV")
     sizes: dict[str, Any] = dict(zip(names, (*row[:2], *widths), strict=True))
     sizes["CHUNKED"] = dtype == torch.float32
-    sizes["SPLIT"] = _splits(kernel, generation, max(widths), options)
+    sizes["SPLIT"] = _splits(kernel, generation, max(widths), options, described)
+    sizes["DESCRIBED"] = described
     return sizes, {"num_warps": row[2], "num_stages": row[3], "enable_fp_fusion": True}
 
 
-def _splits(kernel: str, generation: int, width: int, options: str) -> bool:
+def _splits(kernel: str, generation: int, width: int, options: str, described: bool) -> bool:
     """Return whether blocks that need no look at positions get a loop of their own.
 
     Two or three loops hold more in registers than one: where they would spill, or where the options
@@ -280,7 +342,8 @@ def _splits(kernel: str, generation: int, width: int, options: str) -> bool:
     """
     if options == "light":
         return kernel != "keys" and width <= 128
-    return options == "plain" and not (kernel == "keys" and generation == 90 and width >= 128)
+    widest = 128 if described else 64
+    return options == "plain" and not (kernel == "keys" and generation == 90 and width > widest)
 
 
 @functools.cache

@@ -1,8 +1,7 @@
 """Which configurations of the attention kernels are compiled for the static report.
 
-Block sizes differ by GPU, so a case names the one that runs it. Not every option times every size:
-the plain causal case for each size and GPU, and all options together, the largest of all kernels,
-for one.
+Block sizes differ by GPU, so a case names the one that runs it. Not every option times every size
+and GPU: the plain causal case for each, and each row of the tables of options for sm_90.
 """
 
 from __future__ import annotations
@@ -11,12 +10,12 @@ from typing import Any
 
 import torch
 
-from fusedops.kernels import _launch
+from fusedops.kernels import _descriptors, _launch
 from fusedops.kernels._attention_backward import delta_case
 from fusedops.kernels._attention_backward_keys import keys_kernel
 from fusedops.kernels._attention_backward_queries import queries_kernel
 from fusedops.kernels._attention_forward import forward_kernel
-from fusedops.kernels._attention_launch import block_table
+from fusedops.kernels._attention_launch import WALKED, block_table, describes, walked_block
 
 _KERNELS = {"forward": forward_kernel, "keys": keys_kernel, "queries": queries_kernel}
 _PLAIN: dict[str, Any] = {
@@ -57,9 +56,20 @@ _WITH_OPTIONS = {"light": _LIGHT, "rich": _RICH, "drop": _PLAIN | {"DROPOUT": "d
 
 
 def case(
-    kernel: str, capability: int, size: int, kind: str, flags: dict[str, Any], dtype: str = "bf16"
+    kernel: str,
+    capability: int,
+    size: int,
+    kind: str,
+    flags: dict[str, Any],
+    dtype: str = "bf16",
+    *,
+    dense: bool = False,
 ) -> dict[str, Any]:
-    """Describe one configuration of ``"forward"``, ``"keys"`` or ``"queries"``."""
+    """Describe one configuration of ``"forward"``, ``"keys"`` or ``"queries"``.
+
+    ``dense`` is whether the tensors' layout allows descriptors.
+    """
+    described = dense and describes(kernel, capability, size, kind)
     types = {f"{name}_ptr": f"*{dtype}" for name in ("q", "k", "v", "mask", "out", "rest", "do")}
     types |= {f"{name}_ptr": f"*{dtype}" for name in ("dq", "dk", "dv")}
     types |= {f"{name}_ptr": "*fp32" for name in ("slopes", "sinks", "lse", "parts")}
@@ -72,7 +82,10 @@ def case(
     types |= dict.fromkeys(("factor", "bound", "scale", "drop_scale"), "fp32")
     half = dtype != "fp32"
     torch_dtype = torch.bfloat16 if half else torch.float32
-    sizes, options = block_table(kernel, capability, torch_dtype, size, size, kind)
+    sizes, options = block_table(kernel, capability, torch_dtype, size, size, kind, described)
+    if described:
+        for name, columns in zip(WALKED[kernel], ("BLOCK_D", "BLOCK_DV"), strict=True):
+            types[name] = _descriptors.type_of(dtype, walked_block(kernel, sizes, columns))
     if kernel == "keys" and size > 128:
         flags = flags | {"WANTS_VALUE": False}
     found = _launch.report_case(
@@ -84,21 +97,29 @@ def case(
         capabilities=(capability,),
     )
     found["label"] += f", {kind}" if half else f", {kind}, float32"
+    found["label"] += ", described" if described else ""
     return found
 
 
 def dense_cases() -> list[dict[str, Any]]:
     """Return the cases of dense batches."""
     found = [
-        case(kernel, capability, size, "plain", _PLAIN)
+        case(kernel, capability, size, "plain", _PLAIN, dense=True)
         for kernel in _KERNELS
         for capability, sizes in ((80, (128,)), (90, (64, 128, 256)), (100, (128,)))
         for size in sizes
     ]
+    found += [case(kernel, 90, 128, "plain", _PLAIN) for kernel in _KERNELS]
     grouped = _PLAIN | {"GROUP": 4}
-    found += [case("keys", capability, 128, "plain", grouped) for capability in (80, 90, 100)]
+    found += [
+        case("keys", capability, 128, "plain", grouped, dense=True) for capability in (80, 90, 100)
+    ]
     for kernel in _KERNELS:
-        found += [case(kernel, 90, 128, kind, flags) for kind, flags in _WITH_OPTIONS.items()]
+        found += [
+            case(kernel, 90, size, kind, flags, dense=True)
+            for kind, flags in _WITH_OPTIONS.items()
+            for size in (64, 128, 256)
+        ]
     found.append(case("forward", 90, 128, "plain", _PLAIN, "fp32"))
     return [*found, delta_case()]
 

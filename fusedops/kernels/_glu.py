@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from fusedops.kernels import _launch
-from fusedops.kernels._device import act_slope, act_value, with_slope
+from fusedops.kernels._device import act_both, act_value, with_slope
 
 # Eight elements a thread: one 16-byte access in half precision, two in float32.
 _BLOCK = 1024
@@ -38,7 +38,7 @@ def _forward_kernel(
     mask = col < num_cols
     gate = tl.load(gate_ptr + row * stride_gate + col, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * stride_up + col, mask=mask, other=0.0).to(tl.float32)
-    y = act_value(gate, ACTIVATION) * up
+    y = act_value(gate, ACTIVATION, y_ptr.dtype.element_ty) * up
     tl.store(y_ptr + row * num_cols + col, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -64,12 +64,13 @@ def _backward_kernel(
     mask = col < num_cols
     dy = tl.load(dy_ptr + row * stride_dy + col, mask=mask, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + row * stride_gate + col, mask=mask, other=0.0).to(tl.float32)
+    value, slope = act_both(gate, ACTIVATION, dy_ptr.dtype.element_ty)
     if WANTS_GATE:
         up = tl.load(up_ptr + row * stride_up + col, mask=mask, other=0.0).to(tl.float32)
-        dgate = with_slope(dy * up, act_slope(gate, ACTIVATION), gate, ACTIVATION)
+        dgate = with_slope(dy * up, slope, gate, ACTIVATION)
         tl.store(dgate_ptr + row * num_cols + col, dgate.to(dgate_ptr.dtype.element_ty), mask=mask)
     if WANTS_UP:
-        dup = dy * act_value(gate, ACTIVATION)
+        dup = dy * value
         tl.store(dup_ptr + row * num_cols + col, dup.to(dup_ptr.dtype.element_ty), mask=mask)
 
 

@@ -17,9 +17,15 @@ import torch
 import triton
 import triton.language as tl
 
-from fusedops.kernels import _launch
-from fusedops.kernels._device import act_value
-from fusedops.kernels.linear_act import GROUP_M, blocks_of, split, tile_of
+from fusedops.kernels import _descriptors, _launch
+from fusedops.kernels._device import act_value, split
+from fusedops.kernels.linear_act import (
+    GROUP_M,
+    blocks_of,
+    described,
+    sum_of_pointers,
+    tile_of,
+)
 
 _SUM_TILE = {"BLOCK_M": 32, "BLOCK_N": 64}
 _SUM_OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
@@ -52,6 +58,23 @@ def find_group(
 
 
 @triton.jit
+def load_group(
+    weight,
+    group,
+    first,
+    col,
+    DESCRIBED: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Return the block ``[K, N]`` of a group's weights by descriptor; as ``load_weights``."""
+    if DESCRIBED == "across":
+        return tl.reshape(weight.load([group, first, col]), (BLOCK_K, COLUMNS))
+    else:
+        return tl.reshape(weight.load([group, col, first]), (COLUMNS, BLOCK_K)).T
+
+
+@triton.jit
 def _product_kernel(
     x_ptr,
     rows_ptr,
@@ -77,6 +100,7 @@ def _product_kernel(
     KEEPS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     PRECISION: tl.constexpr,
+    DESCRIBED: tl.constexpr,
     GROUPS: tl.constexpr,
     GROUP_M: tl.constexpr,
     EPILOGUE_PARTS: tl.constexpr,
@@ -91,26 +115,51 @@ def _product_kernel(
     if group > num_groups:
         return
     row = first_row + tl.arange(0, BLOCK_M)
-    col = col_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     # Rows past the edge read the tile's first row; columns are masked, so that a row of weights
     # whose columns are neighbours in memory is read in whole vectors.
     row_read = tl.where(row < end, row, first_row)
     if GATHERS:
         row_read = tl.load(rows_ptr + row_read)
-    x_ptrs = x_ptr + row_read.to(tl.int64)[:, None] * stride_xm + k[None, :] * stride_xk
-    weight_ptr += group.to(tl.int64) * stride_wg
-    w_ptrs = weight_ptr + col.to(tl.int64)[None, :] * stride_wn + k[:, None] * stride_wk
-    in_cols = (col < num_cols)[None, :]
-    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     depth_here = tl.where(group < num_groups, depth, 0)
-    for first in range(0, depth_here, BLOCK_K):
-        left = depth - first
-        x = tl.load(x_ptrs, mask=k[None, :] < left, other=0.0)
-        w = tl.load(w_ptrs, mask=(k[:, None] < left) & in_cols, other=0.0)
-        total = tl.dot(x, w, total, input_precision=PRECISION)
-        x_ptrs += BLOCK_K * stride_xk
-        w_ptrs += BLOCK_K * stride_wk
+    if GATHERS or DESCRIBED == "no":
+        x_ptrs = x_ptr + row_read.to(tl.int64)[:, None] * stride_xm + k[None, :] * stride_xk
+    if DESCRIBED == "no":
+        col = col_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        weight_ptr += group.to(tl.int64) * stride_wg
+        w_ptrs = weight_ptr + col.to(tl.int64)[None, :] * stride_wn + k[:, None] * stride_wk
+        in_cols = (col < num_cols)[None, :]
+        total = sum_of_pointers(
+            x_ptrs,
+            w_ptrs,
+            in_cols,
+            depth_here,
+            stride_xk,
+            stride_wk,
+            PRECISION,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+        )
+    else:
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for first in range(0, depth_here, BLOCK_K):
+            if GATHERS:
+                x = tl.load(x_ptrs, mask=k[None, :] < depth - first, other=0.0)
+                x_ptrs += BLOCK_K * stride_xk
+            else:
+                # Of a tile's rows past the group's last one nothing is stored.
+                x = x_ptr.load([first_row, first])
+            w = load_group(
+                weight_ptr,
+                group,
+                first,
+                col_tile * BLOCK_N,
+                DESCRIBED,
+                BLOCK_K,
+                BLOCK_N,
+            )
+            total = tl.dot(x, w, total, input_precision=PRECISION)
     # The tile is finished in parts: all of it at once would not leave registers for the epilogue.
     corner = first_row.to(tl.int64) * num_cols
     PART: tl.constexpr = BLOCK_N // EPILOGUE_PARTS
@@ -129,7 +178,8 @@ def _product_kernel(
         offset = tl.arange(0, BLOCK_M)[:, None] * num_cols + part_col[None, :]
         if KEEPS:
             tl.store(kept_ptr + corner + offset, z.to(kept_ptr.dtype.element_ty), mask=mask)
-        y = act_value(z, ACTIVATION).to(y_ptr.dtype.element_ty)
+        dtype = y_ptr.dtype.element_ty
+        y = act_value(z, ACTIVATION, dtype).to(dtype)
         tl.store(y_ptr + corner + offset, y, mask=mask)
 
 
@@ -278,11 +328,12 @@ def product(
         return output, kept
     blocks, options = blocks_of(input.dtype, num_rows // max(1, num_groups))
     row_tiles = row_tiles_of(num_rows, num_groups, blocks["BLOCK_M"])
+    how, (x, w) = described(blocks, blocks["BLOCK_N"], input, weight.mT, gathers=rows is not None)
     with _launch.device_of(input):
         _product_kernel[(row_tiles * triton.cdiv(num_cols, blocks["BLOCK_N"]),)](
-            input,
+            x,
             offsets if rows is None else rows,
-            weight,
+            weight if how == "no" else w,
             _launch.dense(bias, input),
             offsets if scale is None else scale,
             offsets.contiguous(),
@@ -301,6 +352,7 @@ def product(
             KEEPS=keeps,
             ACTIVATION=activation,
             PRECISION=_launch.precision(),
+            DESCRIBED=how,
             GROUPS=groups_block(num_groups),
             GROUP_M=GROUP_M,
             **blocks,
@@ -456,11 +508,23 @@ def static_report_cases(*, gathers: bool) -> list[dict[str, Any]]:
             "SCALES": gathers,
         }
         flags |= {"ACTIVATION": "identity" if gathers else "gelu", "stride_xk": 1, "stride_wk": 1}
+        flags |= {"DESCRIBED": "no"}
         for num_rows in (16, 64, 4096) if matrix else (4096,):
             blocks, options = blocks_of(dtype, num_rows)
+            case: dict[str, Any] = {"matrix": matrix, "few_rows": num_rows < 64}
             cases.append(
-                _launch.report_case(_product_kernel, types, flags | blocks, options, matrix=matrix)
+                _launch.report_case(_product_kernel, types, flags | blocks, options, **case)
             )
+            if matrix and num_rows == 4096:
+                cases += _descriptors.report_cases(
+                    _product_kernel,
+                    types,
+                    flags | blocks,
+                    options,
+                    {"weight_ptr": blocks["BLOCK_N"]},
+                    leading=1,
+                    gathers=gathers,
+                )
         blocks, options = _gradient_blocks(dtype, gathers=gathers)
         flags = common | {"GATHERS_X": gathers, "GATHERS_Y": False, "ADDS": not gathers}
         flags |= {"stride_xk": 1, "stride_yn": 1, "stride_on": 1}

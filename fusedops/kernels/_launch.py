@@ -52,6 +52,21 @@ def num_programs(device: torch.device) -> int:
     return 2 * torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def row_programs(device: torch.device, num_rows: int, num_warps: int) -> int:
+    """Return how many programs walk the rows of a reduction, each with ``num_warps``.
+
+    16 warps a multiprocessor keep enough loads under way. What each program leaves to be added is
+    a row of float32 numbers: more than two programs only where each has eight rows or more.
+    """
+    two = num_programs(device)
+    return min(num_rows, max(two, min(two * resident(num_warps) // 2, num_rows // 8)))
+
+
+def resident(num_warps: int) -> int:
+    """Return how many programs ``row_programs`` gives a multiprocessor."""
+    return max(2, 16 // num_warps)
+
+
 def row_options(elements: int) -> dict[str, Any]:
     """Launch options for a program that holds ``elements`` float32 values: 16 to 32 a thread."""
     num_warps = max(1, min(16, elements // 512))
@@ -90,6 +105,8 @@ def report_case(
     options: dict[str, Any],
     *,
     matrix: bool = False,
+    few_rows: bool = False,
+    resident: int | None = None,
     capabilities: tuple[int, ...] | None = None,
 ) -> dict[str, Any]:
     """Describe one compilation for the static report (``tools/kernel_report.py``).
@@ -100,6 +117,8 @@ def report_case(
         constexprs: argument name -> value.
         options: launch options: ``num_warps``, ``num_stages``.
         matrix: whether the kernel must use matrix instructions.
+        few_rows: whether the call has fewer rows than a warp-group instruction (64).
+        resident: programs that the grid gives a multiprocessor, ``None`` for as many as fit.
         capabilities: GPUs that run this configuration (80, 90, 100), all by default.
     """
     names = set(kernel.arg_names)
@@ -113,6 +132,8 @@ def report_case(
         "num_warps": options.get("num_warps", 4),
         "num_stages": options.get("num_stages", 1),
         "matrix": matrix,
+        "few_rows": matrix and few_rows,
+        "resident": resident,
         "capabilities": capabilities,
         "label": ", ".join(blocks),
     }

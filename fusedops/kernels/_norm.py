@@ -25,6 +25,7 @@ import triton.language as tl
 from fusedops.kernels import _launch
 from fusedops.kernels._norm_rows import (
     affine,
+    load_row,
     normalized,
     renormalized,
     row_gradient,
@@ -143,10 +144,21 @@ def _backward_kernel(
     dweight = tl.zeros((BLOCK_N,), tl.float32)
     dbias = tl.zeros((BLOCK_N,), tl.float32)
     weight = scale_of(weight_ptr, weight_offset, col, mask, HAS_WEIGHT)
+    # The next row is under way while this one is added up; longer ones would cost the registers
+    # of a second program.
+    AHEAD: tl.constexpr = BLOCK_N <= 1024
+    if AHEAD:
+        next_dy = load_row(dy_ptr, program, num_rows, num_cols, col, mask)
+        next_x = load_row(x_ptr, program, num_rows, num_cols, col, mask)
     for row in range(program, num_rows, tl.num_programs(0)):
         offset = tl.cast(row, tl.int64) * num_cols + col
-        dy = tl.load(dy_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-        x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+        if AHEAD:
+            dy, x = next_dy.to(tl.float32), next_x.to(tl.float32)
+            next_dy = load_row(dy_ptr, row + tl.num_programs(0), num_rows, num_cols, col, mask)
+            next_x = load_row(x_ptr, row + tl.num_programs(0), num_rows, num_cols, col, mask)
+        else:
+            dy = tl.load(dy_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+            x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
         x, rstd = renormalized(x, mean_ptr + row, rstd_ptr + row, mask, CENTRED)
         if WANTS_WEIGHT:
             dweight += dy * x
@@ -333,7 +345,11 @@ def backward(
         )
         return dx, dweight, dbias
     num_cols = x.numel() // num_rows
+    block_n = triton.next_power_of_2(min(num_cols, MAX_FUSED))
+    options = _launch.row_options(2 * block_n)
     programs = min(num_rows, _launch.num_programs(x.device))
+    if num_cols <= MAX_FUSED:
+        programs = _launch.row_programs(x.device, num_rows, options["num_warps"])
     parts = [
         x.new_empty((programs, num_cols), dtype=torch.float32) if each else None
         for each in wanted[1:]
@@ -345,7 +361,6 @@ def backward(
     wants = dict(zip(("WANTS_INPUT", "WANTS_WEIGHT", "WANTS_BIAS"), wanted, strict=True))
     with _launch.device_of(x):
         if num_cols <= MAX_FUSED:
-            block_n = triton.next_power_of_2(num_cols)
             _backward_kernel[(programs,)](
                 dy,
                 x,
@@ -358,7 +373,7 @@ def backward(
                 **flags,
                 **wants,
                 BLOCK_N=block_n,
-                **_launch.row_options(2 * block_n),
+                **options,
             )
         else:
             if wants["WANTS_INPUT"]:
@@ -420,10 +435,11 @@ def static_report_cases(centred: bool) -> list[dict[str, Any]]:
         (_backward_parameters_long_kernel, backward, wants | {"BLOCK_N": 1024}, 1024),
     ]
     label = "centred" if centred else "not centred"
-    return [
-        case | {"label": f"{case['label']}, {label}"}
-        for case in (
-            _launch.report_case(kernel, types, constants, _launch.row_options(elements))
-            for kernel, types, constants, elements in cases
-        )
-    ]
+    found = []
+    for kernel, types, constants, elements in cases:
+        options = _launch.row_options(elements)
+        walks = kernel is _backward_kernel
+        resident = _launch.resident(options["num_warps"]) if walks else None
+        case = _launch.report_case(kernel, types, constants, options, resident=resident)
+        found.append(case | {"label": f"{case['label']}, {label}"})
+    return found

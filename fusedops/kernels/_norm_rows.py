@@ -77,3 +77,10 @@ def row_gradient(scaled, x, rstd, num_cols, CENTRED: tl.constexpr):
     if CENTRED:
         scaled -= tl.sum(scaled, axis=0) / num_cols
     return (scaled - x * along) * rstd
+
+
+@triton.jit
+def load_row(ptr, row, num_rows, num_cols, col, mask):
+    """Load row ``row [N]`` as it lies; zeros past the last one, so that a loop may run ahead."""
+    offset = tl.cast(row, tl.int64) * num_cols + col
+    return tl.load(ptr + offset, mask=mask & (row < num_rows), other=0.0)

@@ -360,11 +360,9 @@ def static_report_cases() -> list[dict[str, Any]]:
         sizes, launch = _blocks(torch.bfloat16, rows, size, size)
         flags: dict[str, Any] = {"GROUP": rows, "HEAD_DIM": size, "VALUE_DIM": size}
         flags |= dict.fromkeys(options, given) | {"WHOLE": False, "PRECISION": "ieee"}
-        cases.append(
-            _launch.report_case(
-                parts_kernel, types | {"out_ptr": "*fp32"}, flags | sizes, launch, matrix=True
-            )
-        )
+        case: dict[str, Any] = {"matrix": True, "few_rows": sizes["BLOCK_M"] < 64}
+        out = types | {"out_ptr": "*fp32"}
+        cases.append(_launch.report_case(parts_kernel, out, flags | sizes, launch, **case))
     flags = {"LEFT": True, "SINKS": True, "VALUE_DIM": 256, "BLOCK_DV": 256, "BLOCK_P": _MOST_PARTS}
     out = {"out_ptr": "*bf16"}
     return [*cases, _launch.report_case(merge_kernel, types | out, flags, _MERGE_OPTIONS)]

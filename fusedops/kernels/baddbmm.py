@@ -240,7 +240,8 @@ def static_report_cases() -> list[dict[str, Any]]:
         for num_rows in (16, 64, 4096) if dtype == torch.bfloat16 else (4096,):
             blocks, options = blocks_of(dtype, num_rows)
             matrix = dtype == torch.bfloat16
+            case: dict[str, Any] = {"matrix": matrix, "few_rows": num_rows < 64}
             cases.append(
-                _launch.report_case(_forward_kernel, types, flags | blocks, options, matrix=matrix)
+                _launch.report_case(_forward_kernel, types, flags | blocks, options, **case)
             )
     return cases

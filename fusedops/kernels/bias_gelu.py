@@ -14,8 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
+from fusedops._core.activation import GELU_VARIANTS
 from fusedops.kernels import _launch
-from fusedops.kernels._device import gelu_slope, gelu_value
+from fusedops.kernels._device import act_slope, act_value
 
 _TILE = 2048
 _MAX_COLS = 512
@@ -29,7 +30,7 @@ def _forward_kernel(
     y_ptr,
     num_rows,
     num_cols,
-    APPROXIMATE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -40,7 +41,8 @@ def _forward_kernel(
     offset = row[:, None].to(tl.int64) * num_cols + col[None, :]
     bias = tl.load(bias_ptr + col, mask=col < num_cols, other=0.0).to(tl.float32)
     x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32) + bias[None, :]
-    tl.store(y_ptr + offset, gelu_value(x, APPROXIMATE).to(y_ptr.dtype.element_ty), mask=mask)
+    y = act_value(x, ACTIVATION, y_ptr.dtype.element_ty)
+    tl.store(y_ptr + offset, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -52,7 +54,7 @@ def _backward_kernel(
     dbias_ptr,
     num_rows,
     num_cols,
-    APPROXIMATE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     WANTS_INPUT: tl.constexpr,
     WANTS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -69,7 +71,7 @@ def _backward_kernel(
         offset = row[:, None].to(tl.int64) * num_cols + col[None, :]
         dy = tl.load(dy_ptr + offset, mask=mask, other=0.0).to(tl.float32)
         x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32) + bias[None, :]
-        dx = dy * gelu_slope(x, APPROXIMATE)
+        dx = dy * act_slope(x, ACTIVATION, dx_ptr.dtype.element_ty)
         if WANTS_INPUT:
             tl.store(dx_ptr + offset, dx.to(dx_ptr.dtype.element_ty), mask=mask)
         if WANTS_BIAS:
@@ -96,7 +98,7 @@ def forward(input: torch.Tensor, bias: torch.Tensor, approximate: str) -> torch.
             output,
             num_rows,
             num_cols,
-            APPROXIMATE=approximate,
+            ACTIVATION=GELU_VARIANTS[approximate],
             BLOCK_M=block_m,
             BLOCK_N=block_n,
             **_OPTIONS,
@@ -138,7 +140,7 @@ def backward(
             x if parts is None else parts,
             num_rows,
             num_cols,
-            APPROXIMATE=approximate,
+            ACTIVATION=GELU_VARIANTS[approximate],
             WANTS_INPUT=wants_input,
             WANTS_BIAS=wants_bias,
             BLOCK_M=block_m,
@@ -159,8 +161,9 @@ def static_report_cases() -> list[dict[str, Any]]:
     cases = []
     for kernel, extra in ((_forward_kernel, {}), (_backward_kernel, wants)):
         for approximate in ("none", "tanh", "fast"):
-            constexprs = {"APPROXIMATE": approximate} | extra | blocks
-            case = _launch.report_case(kernel, types, constexprs, _OPTIONS)
+            constexprs = {"ACTIVATION": GELU_VARIANTS[approximate]} | extra | blocks
+            walk = 8 if kernel is _backward_kernel else None
+            case = _launch.report_case(kernel, types, constexprs, _OPTIONS, resident=walk)
             cases.append(case | {"label": f"{approximate}, {case['label']}"})
     return cases
 

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from fusedops.kernels import _launch
+from fusedops.kernels._device import LOG2E, exp, reciprocal
 from fusedops.kernels._loss_arguments import CrossEntropy, Options, of_backward
 
 _BLOCK = 4096
@@ -30,14 +31,16 @@ _SUM_BLOCK = 1024
 
 
 @triton.jit
-def _capped(x, softcap, CAPPED: tl.constexpr):
-    """Return ``softcap * tanh(x / softcap)`` and the derivative, or ``x``."""
-    if CAPPED:
-        t = tl.exp(-2.0 * tl.abs(x) / softcap)
-        r = 1.0 / (1.0 + t)
+def _capped(x, softcap, CAPPED: tl.constexpr, dtype: tl.constexpr):
+    """Return ``softcap * tanh(x / softcap)`` and the derivative, or ``x``; it came in ``dtype``."""
+    if not CAPPED:
+        return x, 1.0
+    elif dtype == tl.float32:
+        u = x * (1.0 / softcap)
+        t = exp(-2.0 * tl.abs(u))
+        r = reciprocal(1.0 + t)
         large = tl.where(x < 0.0, -(1.0 - t) * r, (1.0 - t) * r)
         # Near zero 1 - t cancels: a polynomial, to 1.4e-8.
-        u = x / softcap
         square = u * u
         p = 0.0171350066 * square - 0.0529860753
         p = p * square + 0.133247793
@@ -46,16 +49,22 @@ def _capped(x, softcap, CAPPED: tl.constexpr):
         value = tl.where(tl.abs(u) < 0.5, u * p, large)
         return softcap * value, 4.0 * t * r * r
     else:
-        return x, 1.0
+        # Right to 1e-7 of softcap; what is capped was rounded to half precision before.
+        r = reciprocal(1.0 + tl.exp2(x * (2.0 * LOG2E / softcap)))
+        return softcap - (2.0 * softcap) * r, 4.0 * r * (1.0 - r)
 
 
 @triton.jit
 def _load_capped(x_ptr, col, num_cols, softcap, CAPPED: tl.constexpr):
     """Return ``y`` at columns, -inf and 0 outside: one for the sum, one for the mean."""
     mask = col < num_cols
-    x = tl.load(x_ptr + col, mask=mask, other=0.0).to(tl.float32)
-    y, _ = _capped(x, softcap, CAPPED)
-    return tl.where(mask, y, float("-inf")), tl.where(mask, y, 0.0)
+    if CAPPED:
+        x = tl.load(x_ptr + col, mask=mask, other=0.0).to(tl.float32)
+        y, _ = _capped(x, softcap, CAPPED, x_ptr.dtype.element_ty)
+        y = tl.where(mask, y, float("-inf"))
+    else:
+        y = tl.load(x_ptr + col, mask=mask, other=float("-inf")).to(tl.float32)
+    return y, tl.where(mask, y, 0.0)
 
 
 @triton.jit
@@ -68,7 +77,7 @@ def _sum_row(
     largest = tl.full((BLOCK,), float("-inf"), tl.float32)
     for first in range(0, num_cols, BLOCK):
         y, value = _load_capped(x_ptr, first + tl.arange(0, BLOCK), num_cols, softcap, CAPPED)
-        total += tl.exp(y - guess)
+        total += exp(y - guess)
         largest = tl.maximum(largest, y)
         if SMOOTH:
             values += value
@@ -119,14 +128,13 @@ def _sums_kernel(
                 x_row, num_cols, guess, softcap, CAPPED, SMOOTH, BLOCK
             )
         # Without the maximum's own term, which is 1 relative to itself. A NaN stays.
-        own = tl.exp(largest - guess)
+        own = exp(largest - guess)
         others = tl.where(own > 0.0, (total - own) / own, total)
         others = tl.where(others < 0.0, 0.0, others)
         column = target - first_class
         here = (column >= 0) & (column < num_cols)
-        label, _ = _capped(
-            tl.load(x_row + column, mask=here, other=0.0).to(tl.float32), softcap, CAPPED
-        )
+        label = tl.load(x_row + column, mask=here, other=0.0).to(tl.float32)
+        label, _ = _capped(label, softcap, CAPPED, x_ptr.dtype.element_ty)
         if not FIRST:
             before = tl.load(largest_ptr + row)
             others_before = tl.load(others_ptr + row)
@@ -208,8 +216,8 @@ def _backward_kernel(
         # Outside the classes: NaN, as the loss is.
         dloss = tl.where((target >= 0) & (target < num_classes), dloss, float("nan"))
         x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-        y, slope = _capped(x, softcap, CAPPED)
-        dx = tl.exp(y - lse) * (1.0 + 2.0 * z_loss * lse) - smoothing / num_classes
+        y, slope = _capped(x, softcap, CAPPED, x_ptr.dtype.element_ty)
+        dx = exp(y - lse) * (1.0 + 2.0 * z_loss * lse) - smoothing / num_classes
         dx = tl.where(col == target - first_class, dx - (1.0 - smoothing), dx)
         dx = dx * slope * dloss
         tl.store(dx_ptr + offset, dx.to(dx_ptr.dtype.element_ty), mask=mask)

@@ -9,8 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
+from fusedops._core.activation import GELU_VARIANTS
 from fusedops.kernels import _launch
-from fusedops.kernels._device import gelu_slope, gelu_value
+from fusedops.kernels._device import act_slope, act_value
 
 # Eight elements a thread: one 16-byte access in half precision, two in float32.
 _BLOCK = 1024
@@ -18,20 +19,21 @@ _OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
 
 
 @triton.jit
-def _forward_kernel(x_ptr, y_ptr, count, APPROXIMATE: tl.constexpr, BLOCK: tl.constexpr):
+def _forward_kernel(x_ptr, y_ptr, count, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
     offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offset < count
     x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-    tl.store(y_ptr + offset, gelu_value(x, APPROXIMATE).to(y_ptr.dtype.element_ty), mask=mask)
+    y = act_value(x, ACTIVATION, y_ptr.dtype.element_ty)
+    tl.store(y_ptr + offset, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _backward_kernel(dy_ptr, x_ptr, dx_ptr, count, APPROXIMATE: tl.constexpr, BLOCK: tl.constexpr):
+def _backward_kernel(dy_ptr, x_ptr, dx_ptr, count, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
     offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offset < count
     dy = tl.load(dy_ptr + offset, mask=mask, other=0.0).to(tl.float32)
     x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-    dx = dy * gelu_slope(x, APPROXIMATE)
+    dx = dy * act_slope(x, ACTIVATION, dx_ptr.dtype.element_ty)
     tl.store(dx_ptr + offset, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
@@ -43,7 +45,7 @@ def forward(input: torch.Tensor, approximate: str) -> torch.Tensor:
     if count > 0:
         with _launch.device_of(x):
             _forward_kernel[(triton.cdiv(count, _BLOCK),)](
-                x, output, count, APPROXIMATE=approximate, BLOCK=_BLOCK, **_OPTIONS
+                x, output, count, ACTIVATION=GELU_VARIANTS[approximate], BLOCK=_BLOCK, **_OPTIONS
             )
     return output
 
@@ -64,7 +66,7 @@ def backward(
                 x,
                 dx,
                 count,
-                APPROXIMATE=approximate,
+                ACTIVATION=GELU_VARIANTS[approximate],
                 BLOCK=_BLOCK,
                 **_OPTIONS,
             )
@@ -77,7 +79,7 @@ def static_report_cases() -> list[dict[str, Any]]:
     cases = []
     for kernel in (_forward_kernel, _backward_kernel):
         for approximate in ("none", "tanh", "fast"):
-            constexprs = {"APPROXIMATE": approximate, "BLOCK": _BLOCK}
+            constexprs = {"ACTIVATION": GELU_VARIANTS[approximate], "BLOCK": _BLOCK}
             case = _launch.report_case(kernel, types, constexprs, _OPTIONS)
             cases.append(case | {"label": f"{approximate}, {case['label']}"})
     return cases

@@ -18,30 +18,13 @@ import torch
 import triton
 import triton.language as tl
 
-from fusedops.kernels import _launch
-from fusedops.kernels._device import act_slope, act_value, with_slope
+from fusedops.kernels import _descriptors, _launch
+from fusedops.kernels._descriptors import describable, describe
+from fusedops.kernels._device import act_both, act_value, split, with_slope
 
 GROUP_M = 8
 _GRADIENT_TILE = {"BLOCK_M": 8, "BLOCK_N": 256}
 _GRADIENT_OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
-
-
-@triton.jit
-def halves(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the left and the right half of a tile."""
-    return tl.split(tl.permute(tl.reshape(tile, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
-
-
-@triton.jit
-def split(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr):
-    """Return the columns of a tile in ``PARTS`` (1 or 4) equal parts, left to right."""
-    if PARTS == 1:
-        return (tile,)
-    else:
-        left, right = halves(tile, BLOCK_M, BLOCK_N)
-        first, second = halves(left, BLOCK_M, BLOCK_N // 2)
-        third, fourth = halves(right, BLOCK_M, BLOCK_N // 2)
-        return first, second, third, fourth
 
 
 @triton.jit
@@ -63,6 +46,50 @@ def tile_of(
 
 
 @triton.jit
+def sum_of_pointers(
+    x_ptrs,
+    w_ptrs,
+    in_cols,
+    depth,
+    stride_xk,
+    stride_wk,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Return the float32 tile ``x w`` from pointers to its first blocks along ``depth``.
+
+    ``in_cols`` says which columns of ``w`` are read, all where it is ``None``.
+    """
+    k = tl.arange(0, BLOCK_K)
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for first in range(0, depth, BLOCK_K):
+        left = depth - first
+        w_mask = k[:, None] < left
+        if in_cols is not None:
+            w_mask = w_mask & in_cols
+        x = tl.load(x_ptrs, mask=k[None, :] < left, other=0.0)
+        w = tl.load(w_ptrs, mask=w_mask, other=0.0)
+        total = tl.dot(x, w, total, input_precision=PRECISION)
+        x_ptrs += BLOCK_K * stride_xk
+        w_ptrs += BLOCK_K * stride_wk
+    return total
+
+
+@triton.jit
+def load_weights(weight, first, col, DESCRIBED: tl.constexpr):
+    """Return the block ``[K, N]`` at ``first`` along the sum and column ``col``, by descriptor.
+
+    Where it is described "across" its columns are neighbours in memory, else a sum's elements are.
+    """
+    if DESCRIBED == "across":
+        return weight.load([first, col])
+    else:
+        return weight.load([col, first]).T
+
+
+@triton.jit
 def _forward_kernel(
     x_ptr,
     weight_ptr,
@@ -80,29 +107,34 @@ def _forward_kernel(
     KEEPS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     PRECISION: tl.constexpr,
+    DESCRIBED: tl.constexpr,
     GROUP_M: tl.constexpr,
     EPILOGUE_PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
+    # ``DESCRIBED`` is "no", or how the weights lie: "along" the sum or "across" it. Then the first
+    # two arguments are descriptors, not pointers.
     row_tile, col_tile = tile_of(tl.program_id(0), num_rows, num_cols, GROUP_M, BLOCK_M, BLOCK_N)
     row = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    col = col_tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
-    # Rows past the edge read row 0: loads need a mask along k only.
-    row_read = tl.where(row < num_rows, row, 0).to(tl.int64)
-    col_read = tl.where(col < num_cols, col, 0).to(tl.int64)
-    x_ptrs = x_ptr + row_read[:, None] * stride_xm + k[None, :] * stride_xk
-    w_ptrs = weight_ptr + col_read[None, :] * stride_wn + k[:, None] * stride_wk
-    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for first in range(0, depth, BLOCK_K):
-        left = depth - first
-        x = tl.load(x_ptrs, mask=k[None, :] < left, other=0.0)
-        w = tl.load(w_ptrs, mask=k[:, None] < left, other=0.0)
-        total = tl.dot(x, w, total, input_precision=PRECISION)
-        x_ptrs += BLOCK_K * stride_xk
-        w_ptrs += BLOCK_K * stride_wk
+    if DESCRIBED == "no":
+        col = col_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        k = tl.arange(0, BLOCK_K)
+        # Rows past the edge read row 0: loads need a mask along k only.
+        row_read = tl.where(row < num_rows, row, 0).to(tl.int64)
+        col_read = tl.where(col < num_cols, col, 0).to(tl.int64)
+        x_ptrs = x_ptr + row_read[:, None] * stride_xm + k[None, :] * stride_xk
+        w_ptrs = weight_ptr + col_read[None, :] * stride_wn + k[:, None] * stride_wk
+        total = sum_of_pointers(
+            x_ptrs, w_ptrs, None, depth, stride_xk, stride_wk, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K
+        )
+    else:
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for first in range(0, depth, BLOCK_K):
+            x = x_ptr.load([row_tile * BLOCK_M, first])
+            w = load_weights(weight_ptr, first, col_tile * BLOCK_N, DESCRIBED)
+            total = tl.dot(x, w, total, input_precision=PRECISION)
     # The tile is finished in parts: all of it at once would not leave registers for the epilogue.
     # The tile's corner is a 64-bit offset, positions inside it are 32-bit.
     corner = row_tile.to(tl.int64) * BLOCK_M * num_cols
@@ -118,7 +150,8 @@ def _forward_kernel(
         offset = tl.arange(0, BLOCK_M)[:, None] * num_cols + part_col[None, :]
         if KEEPS:
             tl.store(kept_ptr + corner + offset, z.to(kept_ptr.dtype.element_ty), mask=mask)
-        y = act_value(z, ACTIVATION).to(y_ptr.dtype.element_ty)
+        dtype = y_ptr.dtype.element_ty
+        y = act_value(z, ACTIVATION, dtype).to(dtype)
         tl.store(y_ptr + corner + offset, y, mask=mask)
 
 
@@ -148,9 +181,10 @@ def _gradient_kernel(
         dz = tl.load(dy_ptr + offset, mask=mask, other=0.0).to(tl.float32)
         if ACTIVATION != "identity" or WANTS_HIDDEN:
             z = tl.load(kept_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-            dz = with_slope(dz, act_slope(z, ACTIVATION), z, ACTIVATION)
+            value, slope = act_both(z, ACTIVATION, dz_ptr.dtype.element_ty)
+            dz = with_slope(dz, slope, z, ACTIVATION)
             if WANTS_HIDDEN:
-                hidden = act_value(z, ACTIVATION).to(hidden_ptr.dtype.element_ty)
+                hidden = value.to(hidden_ptr.dtype.element_ty)
                 tl.store(hidden_ptr + offset, hidden, mask=mask)
         if WANTS_GRAD:
             tl.store(dz_ptr + offset, dz.to(dz_ptr.dtype.element_ty), mask=mask)
@@ -191,10 +225,10 @@ def linear(
     num_cols = weight.shape[0]
     blocks, options = blocks_of(x.dtype, num_rows)
     tiles = triton.cdiv(num_rows, blocks["BLOCK_M"]) * triton.cdiv(num_cols, blocks["BLOCK_N"])
+    how, operands = described(blocks, blocks["BLOCK_N"], x, weight)
     with _launch.device_of(x):
         _forward_kernel[(tiles,)](
-            x,
-            weight,
+            *operands,
             _launch.dense(bias, x),
             kept if keeps else output,
             output,
@@ -207,11 +241,46 @@ def linear(
             KEEPS=keeps,
             ACTIVATION=activation,
             PRECISION=_launch.precision(),
+            DESCRIBED=how,
             GROUP_M=GROUP_M,
             **blocks,
             **options,
         )
     return output, kept
+
+
+def described(
+    blocks: dict[str, int],
+    columns: int,
+    x: torch.Tensor,
+    *weights: torch.Tensor,
+    gathers: bool = False,
+) -> tuple[str, tuple[Any, ...]]:
+    """Return how the operands are read, and the operands: by descriptors where that is possible.
+
+    "along" and "across" say which neighbours the weights have in memory, "no" that none of the
+    operands is a descriptor.
+
+    Args:
+        blocks: tile sizes. For few rows the host's work for a descriptor, microseconds, is worth
+            more than what it saves.
+        columns: how many columns of each weight a tile reads.
+        x: ``[rows, K]``.
+        weights: ``[..., N, K]``.
+        gathers: whether a list gathers the rows of ``x``, which then stays a tensor.
+    """
+    read = weights if gathers else (x, *weights)
+    along = describable(*read)
+    across = describable(*(() if gathers else (x,)), *(weight.mT for weight in weights))
+    if blocks["BLOCK_M"] < 128 or not (along or across):
+        return "no", (x, *weights)
+    depth = blocks["BLOCK_K"]
+    leading = [1] * (weights[0].dim() - 2)
+    left = x if gathers else describe(x, [blocks["BLOCK_M"], depth])
+    if along:
+        return "along", (left, *(describe(each, [*leading, columns, depth]) for each in weights))
+    block = [*leading, depth, columns]
+    return "across", (left, *(describe(each.mT, block) for each in weights))
 
 
 def backward(
@@ -319,15 +388,23 @@ def static_report_cases() -> list[dict[str, Any]]:
         types |= dict.fromkeys(("stride_xm", "stride_wn"), "i32")
         flags: dict[str, Any] = {"HAS_BIAS": True, "KEEPS": True, "GROUP_M": GROUP_M}
         flags |= {"ACTIVATION": "gelu", "PRECISION": "ieee", "stride_xk": 1, "stride_wk": 1}
+        flags |= {"DESCRIBED": "no"}
         for num_rows in (16, 64, 4096) if dtype == torch.bfloat16 else (4096,):
             blocks, options = blocks_of(dtype, num_rows)
             matrix = dtype == torch.bfloat16
+            case: dict[str, Any] = {"matrix": matrix, "few_rows": num_rows < 64}
             cases.append(
-                _launch.report_case(_forward_kernel, types, flags | blocks, options, matrix=matrix)
+                _launch.report_case(_forward_kernel, types, flags | blocks, options, **case)
             )
+            if matrix and num_rows == 4096:
+                weights = {"weight_ptr": blocks["BLOCK_N"]}
+                values = flags | blocks
+                cases += _descriptors.report_cases(_forward_kernel, types, values, options, weights)
         wants = {"WANTS_GRAD": True, "WANTS_HIDDEN": True, "WANTS_BIAS": True}
         flags = {"ACTIVATION": "gelu"} | wants | _GRADIENT_TILE
-        cases.append(_launch.report_case(_gradient_kernel, types, flags, _GRADIENT_OPTIONS))
+        cases.append(
+            _launch.report_case(_gradient_kernel, types, flags, _GRADIENT_OPTIONS, resident=8)
+        )
     return cases
 
 

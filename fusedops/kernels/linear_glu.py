@@ -2,6 +2,7 @@
 
 Forward: half of a program's tile is the gate and half the other product, of the same rows and
 columns: the input is read once and one wide matrix instruction serves both; sums are float32.
+Where descriptors load the operands each weight has its own, and its own product of half the width.
 Beside the output only the two pre-activations are written, when they are kept.
 
 Backward: one pass makes the gradients of both pre-activations. The products are then plain and go
@@ -17,14 +18,15 @@ import torch
 import triton
 import triton.language as tl
 
-from fusedops.kernels import _launch
-from fusedops.kernels._device import act_slope, act_value, with_slope
+from fusedops.kernels import _descriptors, _launch
+from fusedops.kernels._device import act_both, act_value, halves, split, with_slope
 from fusedops.kernels.linear_act import (
     GROUP_M,
     blocks_of,
-    halves,
+    described,
+    load_weights,
     rows_of,
-    split,
+    sum_of_pointers,
     tile_of,
     weight_gradient,
 )
@@ -51,6 +53,7 @@ def _forward_kernel(
     KEEPS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     PRECISION: tl.constexpr,
+    DESCRIBED: tl.constexpr,
     GROUP_M: tl.constexpr,
     EPILOGUE_PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -60,27 +63,33 @@ def _forward_kernel(
     HALF: tl.constexpr = BLOCK_N // 2
     row_tile, col_tile = tile_of(tl.program_id(0), num_rows, num_cols, GROUP_M, BLOCK_M, HALF)
     row = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    lane = tl.arange(0, BLOCK_N)
-    col = col_tile * HALF + lane % HALF
-    k = tl.arange(0, BLOCK_K)
-    # Rows past the edge read row 0: loads need a mask along k only.
-    row_read = tl.where(row < num_rows, row, 0).to(tl.int64)
-    col_read = tl.where(col < num_cols, col, 0).to(tl.int64)
-    x_ptrs = x_ptr + row_read[:, None] * stride_xm + k[None, :] * stride_xk
-    weight_ptr = tl.where(lane < HALF, gate_weight_ptr, up_weight_ptr)
-    w_ptrs = weight_ptr[None, :] + col_read[None, :] * stride_wn + k[:, None] * stride_wk
-    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for first in range(0, depth, BLOCK_K):
-        left = depth - first
-        x = tl.load(x_ptrs, mask=k[None, :] < left, other=0.0)
-        w = tl.load(w_ptrs, mask=k[:, None] < left, other=0.0)
-        total = tl.dot(x, w, total, input_precision=PRECISION)
-        x_ptrs += BLOCK_K * stride_xk
-        w_ptrs += BLOCK_K * stride_wk
+    if DESCRIBED == "no":
+        lane = tl.arange(0, BLOCK_N)
+        col = col_tile * HALF + lane % HALF
+        k = tl.arange(0, BLOCK_K)
+        # Rows past the edge read row 0: loads need a mask along k only.
+        row_read = tl.where(row < num_rows, row, 0).to(tl.int64)
+        col_read = tl.where(col < num_cols, col, 0).to(tl.int64)
+        x_ptrs = x_ptr + row_read[:, None] * stride_xm + k[None, :] * stride_xk
+        weight_ptr = tl.where(lane < HALF, gate_weight_ptr, up_weight_ptr)
+        w_ptrs = weight_ptr[None, :] + col_read[None, :] * stride_wn + k[:, None] * stride_wk
+        total = sum_of_pointers(
+            x_ptrs, w_ptrs, None, depth, stride_xk, stride_wk, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K
+        )
+        gate_sum, up_sum = halves(total, BLOCK_M, BLOCK_N)
+    else:
+        # Two products of half the width, because a descriptor reads one tensor.
+        gate_sum = tl.zeros((BLOCK_M, HALF), tl.float32)
+        up_sum = tl.zeros((BLOCK_M, HALF), tl.float32)
+        for first in range(0, depth, BLOCK_K):
+            x = x_ptr.load([row_tile * BLOCK_M, first])
+            gate_weight = load_weights(gate_weight_ptr, first, col_tile * HALF, DESCRIBED)
+            up_weight = load_weights(up_weight_ptr, first, col_tile * HALF, DESCRIBED)
+            gate_sum = tl.dot(x, gate_weight, gate_sum, input_precision=PRECISION)
+            up_sum = tl.dot(x, up_weight, up_sum, input_precision=PRECISION)
     # The tile is finished in parts: all of it at once would not leave registers for the epilogue.
     corner = row_tile.to(tl.int64) * BLOCK_M * num_cols
     PART: tl.constexpr = HALF // EPILOGUE_PARTS
-    gate_sum, up_sum = halves(total, BLOCK_M, BLOCK_N)
     gates = split(gate_sum, BLOCK_M, HALF, EPILOGUE_PARTS)
     ups = split(up_sum, BLOCK_M, HALF, EPILOGUE_PARTS)
     for part in tl.static_range(EPILOGUE_PARTS):
@@ -91,7 +100,7 @@ def _forward_kernel(
         if KEEPS:
             tl.store(gate_ptr + corner + offset, gate.to(gate_ptr.dtype.element_ty), mask=mask)
             tl.store(up_ptr + corner + offset, up.to(up_ptr.dtype.element_ty), mask=mask)
-        y = act_value(gate, ACTIVATION) * up
+        y = act_value(gate, ACTIVATION, y_ptr.dtype.element_ty) * up
         tl.store(y_ptr + corner + offset, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -113,12 +122,13 @@ def _gradient_kernel(
     mask = offset < numel
     dy = tl.load(dy_ptr + offset, mask=mask, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+    value, slope = act_both(gate, ACTIVATION, dy_ptr.dtype.element_ty)
     if WANTS_GATE:
         up = tl.load(up_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-        dgate = with_slope(dy * up, act_slope(gate, ACTIVATION), gate, ACTIVATION)
+        dgate = with_slope(dy * up, slope, gate, ACTIVATION)
         tl.store(dgate_ptr + offset, dgate.to(dgate_ptr.dtype.element_ty), mask=mask)
     if WANTS_UP:
-        dup = dy * act_value(gate, ACTIVATION)
+        dup = dy * value
         tl.store(dup_ptr + offset, dup.to(dup_ptr.dtype.element_ty), mask=mask)
 
 
@@ -143,11 +153,10 @@ def forward(
     blocks, options = _blocks(x.dtype, num_rows)
     col_tiles = triton.cdiv(2 * num_cols, blocks["BLOCK_N"])
     tiles = triton.cdiv(num_rows, blocks["BLOCK_M"]) * col_tiles
+    how, operands = described(blocks, blocks["BLOCK_N"] // 2, x, gate_weight, up_weight)
     with _launch.device_of(x):
         _forward_kernel[(tiles,)](
-            x,
-            gate_weight,
-            up_weight,
+            *operands,
             gate if keep_preactivations else output,
             up if keep_preactivations else output,
             output,
@@ -159,6 +168,7 @@ def forward(
             KEEPS=keep_preactivations,
             ACTIVATION=activation,
             PRECISION=_launch.precision(),
+            DESCRIBED=how,
             GROUP_M=GROUP_M,
             **blocks,
             **options,
@@ -220,13 +230,19 @@ def static_report_cases() -> list[dict[str, Any]]:
         types |= dict.fromkeys(("num_rows", "num_cols", "depth", "numel"), "i32")
         types |= dict.fromkeys(("stride_xm", "stride_wn"), "i32")
         flags: dict[str, Any] = {"KEEPS": True, "GROUP_M": GROUP_M, "PRECISION": "ieee"}
-        flags |= {"ACTIVATION": "silu", "stride_xk": 1, "stride_wk": 1}
+        flags |= {"ACTIVATION": "silu", "stride_xk": 1, "stride_wk": 1, "DESCRIBED": "no"}
         for num_rows in (16, 64, 4096) if dtype == torch.bfloat16 else (4096,):
             blocks, options = _blocks(dtype, num_rows)
             matrix = dtype == torch.bfloat16
+            case: dict[str, Any] = {"matrix": matrix, "few_rows": num_rows < 64}
             cases.append(
-                _launch.report_case(_forward_kernel, types, flags | blocks, options, matrix=matrix)
+                _launch.report_case(_forward_kernel, types, flags | blocks, options, **case)
             )
+            if matrix and num_rows == 4096:
+                half = blocks["BLOCK_N"] // 2
+                weights = {"gate_weight_ptr": half, "up_weight_ptr": half}
+                values = flags | blocks
+                cases += _descriptors.report_cases(_forward_kernel, types, values, options, weights)
         flags = {"ACTIVATION": "gelu", "WANTS_GATE": True, "WANTS_UP": True} | _GRADIENT_BLOCK
         cases.append(_launch.report_case(_gradient_kernel, types, flags, _GRADIENT_OPTIONS))
     return cases

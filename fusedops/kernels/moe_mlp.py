@@ -18,39 +18,47 @@ import torch
 import triton
 import triton.language as tl
 
-from fusedops.kernels import _grouped, _launch, _moe_rows
-from fusedops.kernels._device import act_slope, act_value, clamp, with_slope
-from fusedops.kernels._grouped import find_group
+from fusedops.kernels import _descriptors, _grouped, _launch, _moe_rows
+from fusedops.kernels._device import act_both, act_value, clamp, halves, split, with_slope
+from fusedops.kernels._grouped import find_group, load_group
 from fusedops.kernels._grouped_arguments import MoeMLP, of_backward
 from fusedops.kernels.grouped_mm import supports as _supports_groups
-from fusedops.kernels.linear_act import GROUP_M, blocks_of, halves, split, tile_of
+from fusedops.kernels.linear_act import (
+    GROUP_M,
+    blocks_of,
+    described,
+    sum_of_pointers,
+    tile_of,
+)
 
 _PASS_BLOCK = {"BLOCK": 512}
 _PASS_OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
 
 
 @triton.jit
-def _gated_value(gate, up, ACTIVATION: tl.constexpr):
+def _gated_value(gate, up, ACTIVATION: tl.constexpr, dtype: tl.constexpr):
     if ACTIVATION == "swiglu_oai":
         bounded = tl.minimum(gate, 7.0, propagate_nan=tl.PropagateNan.ALL)
-        return act_value(bounded, "fast_gelu") * (clamp(up, -7.0, 7.0) + 1.0)
+        return act_value(bounded, "fast_gelu", dtype) * (clamp(up, -7.0, 7.0) + 1.0)
     else:
-        return act_value(gate, ACTIVATION) * up
+        return act_value(gate, ACTIVATION, dtype) * up
 
 
 @triton.jit
-def _gated_gradients(grad, gate, up, ACTIVATION: tl.constexpr):
-    """Return the gradients of gate and up from that of the gated value."""
+def _gated_gradients(grad, gate, up, ACTIVATION: tl.constexpr, dtype: tl.constexpr):
+    """Return the gated value, and the gradients of gate and up from its own."""
     if ACTIVATION == "swiglu_oai":
         bounded = tl.minimum(gate, 7.0, propagate_nan=tl.PropagateNan.ALL)
         factor = clamp(up, -7.0, 7.0) + 1.0
+        value, slope = act_both(bounded, "fast_gelu", dtype)
         # As the gradient of torch's clamp: 0 of what was bounded, and of NaN.
-        grad_gate = tl.where(gate <= 7.0, grad * (act_slope(bounded, "fast_gelu") * factor), 0.0)
-        grad_up = tl.where(tl.abs(up) <= 7.0, grad * act_value(bounded, "fast_gelu"), 0.0)
-        return grad_gate, grad_up
+        grad_gate = tl.where(gate <= 7.0, grad * (slope * factor), 0.0)
+        grad_up = tl.where(tl.abs(up) <= 7.0, grad * value, 0.0)
+        return value * factor, grad_gate, grad_up
     else:
-        slope = act_slope(gate, ACTIVATION) * up
-        return with_slope(grad, slope, gate, ACTIVATION), grad * act_value(gate, ACTIVATION)
+        value, slope = act_both(gate, ACTIVATION, dtype)
+        grad_gate = with_slope(grad, slope * up, gate, ACTIVATION)
+        return value * up, grad_gate, grad * value
 
 
 @triton.jit
@@ -84,6 +92,7 @@ def _expert_kernel(
     GATE: tl.constexpr,
     ACTIVATION: tl.constexpr,
     PRECISION: tl.constexpr,
+    DESCRIBED: tl.constexpr,
     GROUPS: tl.constexpr,
     GROUP_M: tl.constexpr,
     EPILOGUE_PARTS: tl.constexpr,
@@ -103,24 +112,58 @@ def _expert_kernel(
     row_read = tl.where(row < end, row, first_row)
     x_row = tl.load(rows_ptr + row_read).to(tl.int64)
     x_ptrs = x_ptr + x_row[:, None] * stride_xm + k[None, :] * stride_xk
-    lane = tl.arange(0, BLOCK_N)
-    if GATE == "halves":
-        hidden_col = col_tile * HALF + lane % HALF
-        col = hidden_col + tl.where(lane < HALF, 0, inner)
-        in_cols = (hidden_col < inner)[None, :]
+    if DESCRIBED == "no":
+        lane = tl.arange(0, BLOCK_N)
+        if GATE == "halves":
+            hidden_col = col_tile * HALF + lane % HALF
+            col = hidden_col + tl.where(lane < HALF, 0, inner)
+            in_cols = (hidden_col < inner)[None, :]
+        else:
+            col = col_tile * BLOCK_N + lane
+            in_cols = (col < width)[None, :]
+        weight_ptr += group.to(tl.int64) * stride_wg
+        w_ptrs = weight_ptr + col.to(tl.int64)[None, :] * stride_wn + k[:, None] * stride_wk
+        total = sum_of_pointers(
+            x_ptrs,
+            w_ptrs,
+            in_cols,
+            depth,
+            stride_xk,
+            stride_wk,
+            PRECISION,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+        )
+        if GATE == "halves":
+            gate_sum, up_sum = halves(total, BLOCK_M, BLOCK_N)
+    elif GATE == "halves":
+        # Two products of half the width, because gates and factors lie apart.
+        gate_sum = tl.zeros((BLOCK_M, HALF), tl.float32)
+        up_sum = tl.zeros((BLOCK_M, HALF), tl.float32)
+        for first in range(0, depth, BLOCK_K):
+            x = tl.load(x_ptrs, mask=k[None, :] < depth - first, other=0.0)
+            x_ptrs += BLOCK_K * stride_xk
+            col = col_tile * HALF
+            gate_weight = load_group(weight_ptr, group, first, col, DESCRIBED, BLOCK_K, HALF)
+            up_weight = load_group(weight_ptr, group, first, inner + col, DESCRIBED, BLOCK_K, HALF)
+            gate_sum = tl.dot(x, gate_weight, gate_sum, input_precision=PRECISION)
+            up_sum = tl.dot(x, up_weight, up_sum, input_precision=PRECISION)
     else:
-        col = col_tile * BLOCK_N + lane
-        in_cols = (col < width)[None, :]
-    weight_ptr += group.to(tl.int64) * stride_wg
-    w_ptrs = weight_ptr + col.to(tl.int64)[None, :] * stride_wn + k[:, None] * stride_wk
-    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for first in range(0, depth, BLOCK_K):
-        left = depth - first
-        x = tl.load(x_ptrs, mask=k[None, :] < left, other=0.0)
-        w = tl.load(w_ptrs, mask=(k[:, None] < left) & in_cols, other=0.0)
-        total = tl.dot(x, w, total, input_precision=PRECISION)
-        x_ptrs += BLOCK_K * stride_xk
-        w_ptrs += BLOCK_K * stride_wk
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for first in range(0, depth, BLOCK_K):
+            x = tl.load(x_ptrs, mask=k[None, :] < depth - first, other=0.0)
+            x_ptrs += BLOCK_K * stride_xk
+            w = load_group(
+                weight_ptr,
+                group,
+                first,
+                col_tile * BLOCK_N,
+                DESCRIBED,
+                BLOCK_K,
+                BLOCK_N,
+            )
+            total = tl.dot(x, w, total, input_precision=PRECISION)
     # The tile is finished in parts: all of it at once would not leave registers for the epilogue.
     scale = tl.load(scale_ptr + row_read).to(tl.float32)[:, None]
     bias_ptr += group.to(tl.int64) * width
@@ -140,38 +183,43 @@ def _expert_kernel(
             if KEEPS:
                 z_offset = z_corner + line * width + c[None, :]
                 tl.store(kept_ptr + z_offset, z.to(kept_ptr.dtype.element_ty), mask=mask)
-            y = (act_value(z, ACTIVATION) * scale).to(y_ptr.dtype.element_ty)
+            dtype = y_ptr.dtype.element_ty
+            y = (act_value(z, ACTIVATION, dtype) * scale).to(dtype)
             tl.store(y_ptr + y_corner + line * inner + c[None, :], y, mask=mask)
     else:
         HALF_PART: tl.constexpr = HALF // EPILOGUE_PARTS
         if GATE == "halves":
-            gate_sum, up_sum = halves(total, BLOCK_M, BLOCK_N)
             gates = split(gate_sum, BLOCK_M, HALF, EPILOGUE_PARTS)
             ups = split(up_sum, BLOCK_M, HALF, EPILOGUE_PARTS)
         else:
             gates = split(total, BLOCK_M, BLOCK_N, EPILOGUE_PARTS)
             ups = gates
         for part in tl.static_range(EPILOGUE_PARTS):
-            if GATE == "halves":
-                gate, up = gates[part], ups[part]
-            else:
-                gate, up = tl.split(tl.reshape(gates[part], (BLOCK_M, HALF_PART, 2)))
             c = col_tile * HALF + part * HALF_PART + tl.arange(0, HALF_PART)
             mask = in_rows & (c < inner)[None, :]
+            z_row = z_corner + line * width
             if GATE == "halves":
-                gate_col = c
-                up_col = inner + c
+                gate, up = gates[part], ups[part]
+                if HAS_BIAS:
+                    gate = _add_bias(gate, bias_ptr, c, width)
+                    up = _add_bias(up, bias_ptr, inner + c, width)
+                if KEEPS:
+                    z_ptrs = kept_ptr + z_row + c[None, :]
+                    tl.store(z_ptrs, gate.to(kept_ptr.dtype.element_ty), mask=mask)
+                    tl.store(z_ptrs + inner, up.to(kept_ptr.dtype.element_ty), mask=mask)
             else:
-                gate_col = 2 * c
-                up_col = 2 * c + 1
-            if HAS_BIAS:
-                gate = _add_bias(gate, bias_ptr, gate_col, width)
-                up = _add_bias(up, bias_ptr, up_col, width)
-            if KEEPS:
-                z_row = kept_ptr + z_corner + line * width
-                tl.store(z_row + gate_col[None, :], gate.to(kept_ptr.dtype.element_ty), mask=mask)
-                tl.store(z_row + up_col[None, :], up.to(kept_ptr.dtype.element_ty), mask=mask)
-            y = (_gated_value(gate, up, ACTIVATION) * scale).to(y_ptr.dtype.element_ty)
+                # Stored before the pairs are taken apart: whole vectors.
+                z = gates[part]
+                z_col = col_tile * BLOCK_N + 2 * part * HALF_PART + tl.arange(0, 2 * HALF_PART)
+                if HAS_BIAS:
+                    z = _add_bias(z, bias_ptr, z_col, width)
+                if KEEPS:
+                    z_ptrs = kept_ptr + z_row + z_col[None, :]
+                    z_mask = in_rows & (z_col < width)[None, :]
+                    tl.store(z_ptrs, z.to(kept_ptr.dtype.element_ty), mask=z_mask)
+                gate, up = tl.split(tl.reshape(z, (BLOCK_M, HALF_PART, 2)))
+            dtype = y_ptr.dtype.element_ty
+            y = (_gated_value(gate, up, ACTIVATION, dtype) * scale).to(dtype)
             tl.store(y_ptr + y_corner + line * inner + c[None, :], y, mask=mask)
 
 
@@ -218,9 +266,9 @@ def _pass_kernel(
         d = tl.load(d_ptr + row * inner + c, mask=mask, other=0.0).to(tl.float32)
         if GATE == "none":
             z = tl.load(z_ptr + row * width + c, mask=mask, other=0.0).to(tl.float32)
-            value = act_value(z, ACTIVATION)
+            value, slope = act_both(z, ACTIVATION, dz_ptr.dtype.element_ty)
             if WANTS_GRAD:
-                dz = with_slope(d * scale, act_slope(z, ACTIVATION), z, ACTIVATION)
+                dz = with_slope(d * scale, slope, z, ACTIVATION)
                 tl.store(dz_ptr + row * width + c, dz.to(dz_ptr.dtype.element_ty), mask=mask)
         else:
             if GATE == "halves":
@@ -232,9 +280,10 @@ def _pass_kernel(
             z_row = z_ptr + row * width
             gate = tl.load(z_row + gate_col, mask=mask, other=0.0).to(tl.float32)
             up = tl.load(z_row + up_col, mask=mask, other=0.0).to(tl.float32)
-            value = _gated_value(gate, up, ACTIVATION)
+            value, dgate, dup = _gated_gradients(
+                d * scale, gate, up, ACTIVATION, dz_ptr.dtype.element_ty
+            )
             if WANTS_GRAD:
-                dgate, dup = _gated_gradients(d * scale, gate, up, ACTIVATION)
                 dz_row = dz_ptr + row * width
                 tl.store(dz_row + gate_col, dgate.to(dz_ptr.dtype.element_ty), mask=mask)
                 tl.store(dz_row + up_col, dup.to(dz_ptr.dtype.element_ty), mask=mask)
@@ -282,12 +331,14 @@ def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     if hidden.numel() > 0:
         blocks, options = _blocks(input.dtype, num_rows // num_groups, gate)
         row_tiles = _grouped.row_tiles_of(num_rows, num_groups, blocks["BLOCK_M"])
+        columns = blocks["BLOCK_N"] // 2 if gate == "halves" else blocks["BLOCK_N"]
+        how, (_, weight) = described(blocks, columns, input, w1.mT, gathers=True)
         with _launch.device_of(input):
             _expert_kernel[(row_tiles * triton.cdiv(width, blocks["BLOCK_N"]),)](
                 input,
                 tokens,
                 scale,
-                w1,
+                w1 if how == "no" else weight,
                 _launch.dense(b1, input),
                 offsets.contiguous(),
                 kept if call.keep_preactivation else hidden,
@@ -305,6 +356,7 @@ def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
                 GATE=gate,
                 ACTIVATION=call.activation,
                 PRECISION=_launch.precision(),
+                DESCRIBED=how,
                 GROUPS=_grouped.groups_block(num_groups),
                 GROUP_M=GROUP_M,
                 **blocks,
@@ -418,16 +470,21 @@ def static_report_cases() -> list[dict[str, Any]]:
         )
         types |= dict.fromkeys(("width", "inner"), "i32")
         flags: dict[str, Any] = {"HAS_BIAS": True, "KEEPS": True, "PRECISION": "ieee"}
-        flags |= {"GROUP_M": GROUP_M, "GROUPS": 128, "stride_xk": 1}
+        flags |= {"GROUP_M": GROUP_M, "GROUPS": 128, "stride_xk": 1, "DESCRIBED": "no"}
         forms = (("halves", "silu", "stride_wk"), ("pairs", "swiglu_oai", "stride_wn"))
         for gate, activation, dense in forms:
             form = {"GATE": gate, "ACTIVATION": activation}
             for num_rows in (16, 64, 4096) if matrix else (4096,):
                 blocks, options = _blocks(dtype, num_rows, gate)
                 values = flags | form | {dense: 1} | blocks
-                cases.append(
-                    _launch.report_case(_expert_kernel, types, values, options, matrix=matrix)
-                )
+                case: dict[str, Any] = {"matrix": matrix, "few_rows": num_rows < 64}
+                cases.append(_launch.report_case(_expert_kernel, types, values, options, **case))
+                if matrix and num_rows == 4096:
+                    columns = blocks["BLOCK_N"] // 2 if gate == "halves" else blocks["BLOCK_N"]
+                    weights = {"weight_ptr": columns}
+                    cases += _descriptors.report_cases(
+                        _expert_kernel, types, values, options, weights, leading=1, gathers=True
+                    )
             wants = dict.fromkeys(("WANTS_GRAD", "WANTS_HIDDEN", "WANTS_PROBS", "HAS_B2"), True)
             values = form | wants | {"GROUPS": 128} | _PASS_BLOCK
             cases.append(_launch.report_case(_pass_kernel, types, values, _PASS_OPTIONS))

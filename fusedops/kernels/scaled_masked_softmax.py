@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from fusedops.kernels import _launch
+from fusedops.kernels._device import exp
 
 _MAX_BLOCK = 16384
 _LONG_BLOCK = 4096
@@ -77,11 +78,11 @@ def _forward_kernel(
     there = (index < num_rows)[:, None] & (col < num_cols)
     offset = row[:, None] * num_cols + col
     mask_offset = first[:, None] + col * MASK_COL
-    last = (row % queries)[:, None]
+    last = (row.to(tl.int32) % queries)[:, None]  # a 64-bit remainder is a subroutine
     s = _scores(x_ptr + offset, mask_ptr + mask_offset, scale, there, col, last, MASK, CAUSAL)
     peak = tl.max(s, axis=1)
     peak = tl.where(peak == float("-inf"), 0.0, peak)
-    e = tl.exp(s - peak[:, None])
+    e = exp(s - peak[:, None])
     total = tl.sum(e, axis=1)
     y = e * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
     tl.store(y_ptr + offset, y.to(y_ptr.dtype.element_ty), mask=there)
@@ -114,7 +115,7 @@ def _forward_long_kernel(
     x_ptr += row * num_cols
     y_ptr += row * num_cols
     mask_ptr += first
-    last = (row % queries).to(tl.int32)
+    last = row.to(tl.int32) % queries
     seen = num_cols
     if CAUSAL:
         seen = tl.minimum(num_cols, last + 1)
@@ -127,14 +128,14 @@ def _forward_long_kernel(
         s = _scores(x_ptr + col, mask_ptr + col * MASK_COL, scale, there, col, last, MASK, CAUSAL)
         higher = tl.maximum(peak, tl.max(s, axis=0))
         shift = tl.where(higher == float("-inf"), 0.0, higher)
-        total = total * tl.exp(peak - shift) + tl.sum(tl.exp(s - shift), axis=0)
+        total = total * exp(peak - shift) + tl.sum(exp(s - shift), axis=0)
         peak = higher
     inverse = 1.0 / tl.where(total == 0.0, 1.0, total)
     for start in range(0, num_cols, BLOCK_N):
         col = start + tl.arange(0, BLOCK_N)
         there = col < num_cols
         s = _scores(x_ptr + col, mask_ptr + col * MASK_COL, scale, there, col, last, MASK, CAUSAL)
-        y = tl.exp(s - shift) * inverse
+        y = exp(s - shift) * inverse
         tl.store(y_ptr + col, y.to(y_ptr.dtype.element_ty), mask=there)
 
 

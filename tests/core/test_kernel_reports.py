@@ -139,18 +139,35 @@ def test_missing_table_fails(table: report_table.Table, capsys: pytest.CaptureFi
     assert report_table.finish(table, [row()], check=True) == 1
 
 
+def test_a_figure_that_must_not_fall_fails(
+    table: report_table.Table, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = report_table.Table(**{**vars(table), "not_below": ("estimate",)})
+    report_table.finish(table, [row(estimate="61"), row(kernel="j", estimate="")], check=False)
+    risen = [row(estimate="70"), row(kernel="j", estimate="")]
+    assert report_table.finish(table, risen, check=True) == 0
+    fallen = [row(estimate="60"), row(kernel="j", estimate="")]
+    assert report_table.finish(table, fallen, check=True) == 1
+    assert "k sm_90: estimate fell from 61 to 60" in capsys.readouterr().err
+
+
 def test_rules_of_triton_kernels() -> None:
     usual = {"arch": "sm_90", "stack": "0", "shared": "0", "matrix": "1", "case": "BLOCK_M=64"}
+    usual |= {"repeated": "1", "calls": "0"}
     counts = dict.fromkeys(kernel_report.INSTRUCTIONS, "0")
     assert kernel_report.problems(usual | counts | {"wgmma": "8"}) == []
     assert "matrix" in kernel_report.problems(usual | counts)[0]
     assert "warp-group" in kernel_report.problems(usual | counts | {"mma": "8"})[0]
-    flat = usual | counts | {"mma": "8", "case": "BLOCK_M=16, BLOCK_N=128"}
+    flat = usual | counts | {"mma": "8", "matrix": "few rows"}
     assert kernel_report.problems(flat) == [], "a warp-group instruction has 64 rows"
     spilled = usual | counts | {"matrix": "0", "stack": "8"}
     assert "registers spill" in kernel_report.problems(spilled)[0]
     large = usual | counts | {"matrix": "0", "shared": str(228 * 1024)}
     assert "shared memory" in kernel_report.problems(large)[0]
+    twice = usual | counts | {"wgmma": "8", "repeated": "2"}
+    assert "computed 2 times" in kernel_report.problems(twice)[0]
+    calls = usual | counts | {"matrix": "0", "calls": "1"}
+    assert "no instruction" in kernel_report.problems(calls)[0]
 
 
 def test_rows_of_one_name_fail(

@@ -1,0 +1,95 @@
+"""Tensor descriptors: tiles that one thread asks the copy engine of a GPU for (TMA).
+
+On sm_90 and sm_100 an operand of a matrix product can be fetched by its descriptor, base and sizes
+and strides, instead of by a pointer a thread: no addresses, no masks (what lies outside reads as
+zero), no registers for either. It wants a base and strides that 16 bytes divide and elements that
+are neighbours; where a tensor is laid out otherwise the kernels load by pointers.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from fusedops._core import env
+from fusedops.kernels import _launch
+
+_ALIGNMENT = 16  # bytes
+_LARGEST = 2**31 - 1  # positions are 32-bit
+
+
+@functools.cache
+def available(device: torch.device) -> bool:
+    """Return whether a GPU has the copy engine; Triton's interpreter stands for one that has."""
+    if device.type != "cuda":
+        return env.triton_interpreted()
+    return torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
+def describable(*tensors: torch.Tensor) -> bool:
+    """Return whether descriptors of these tensors can be made, which must be on one device."""
+    return available(tensors[0].device) and all(map(_fits, tensors))
+
+
+def _fits(tensor: torch.Tensor) -> bool:
+    size = tensor.element_size()
+    return (
+        tensor.numel() > 0
+        and size <= 2  # the tiles of float32 are of another kernel
+        and tensor.stride(-1) == 1
+        and tensor.data_ptr() % _ALIGNMENT == 0
+        and all(stride > 0 and stride * size % _ALIGNMENT == 0 for stride in tensor.stride()[:-1])
+        and max(tensor.shape) <= _LARGEST
+    )
+
+
+def describe(tensor: torch.Tensor, block: Sequence[int]) -> TensorDescriptor:
+    """Return the descriptor of a tensor that is read in blocks."""
+    return TensorDescriptor.from_tensor(tensor, list(block))
+
+
+def report_cases(
+    kernel: Any,
+    types: dict[str, str],
+    constexprs: dict[str, Any],
+    options: dict[str, Any],
+    weights: dict[str, int],
+    *,
+    leading: int = 0,
+    gathers: bool = False,
+) -> list[dict[str, Any]]:
+    """Describe a matrix kernel's compilations with descriptors, for the static report.
+
+    Args:
+        kernel: a ``@triton.jit`` function whose operands are ``x_ptr`` and ``weights``.
+        types: of its arguments, in the form without descriptors.
+        constexprs: with the tile sizes.
+        options: launch options.
+        weights: argument name -> how many of its columns a tile reads.
+        leading: dims of the weights before the matrix.
+        gathers: whether ``x_ptr`` stays a pointer.
+    """
+    name, depth = types["x_ptr"].removeprefix("*"), constexprs["BLOCK_K"]
+    cases = []
+    for described, capabilities in (("along", (90, 100)), ("across", (90,))):
+        kinds = dict(types)
+        if not gathers:
+            kinds["x_ptr"] = type_of(name, [constexprs["BLOCK_M"], depth])
+        for each, columns in weights.items():
+            block = [depth, columns] if described == "across" else [columns, depth]
+            kinds[each] = type_of(name, [1] * leading + block)
+        values = constexprs | {"DESCRIBED": described}
+        case = _launch.report_case(
+            kernel, kinds, values, options, matrix=True, capabilities=capabilities
+        )
+        cases.append(case | {"label": f"{case['label']}, described {described}"})
+    return cases
+
+
+def type_of(name: str, block: Sequence[int]) -> str:
+    """Return the type of a descriptor as the static report names it."""
+    return f"tensordesc<{name}[{','.join(map(str, block))}]>"

@@ -1,0 +1,75 @@
+"""The tests can be collected where torch, Triton, NumPy and pytest are all that is installed."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+# A plugin that makes the imports of everything else fail, as if it was not installed.
+WITHOUT = """
+import sys
+
+MISSING = {missing!r}
+
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in MISSING:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+
+sys.meta_path.insert(0, Finder())
+"""
+MISSING = (
+    "accelerate",
+    "click",
+    "datasets",
+    "expecttest",
+    "hypothesis",
+    "matplotlib",
+    "pandas",
+    "psutil",
+    "rich",
+    "safetensors",
+    "scipy",
+    "tokenizers",
+    "transformers",
+    "typer",
+)
+
+
+def collected(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    (folder / "without_packages.py").write_text(WITHOUT.format(missing=MISSING))
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "without_packages"]
+    return subprocess.run(
+        [*command, *arguments],
+        cwd=ROOT,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]),
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # those that are installed here
+        },
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_the_tests_of_ops_are_collected_without_any_other_package(tmp_path: Path) -> None:
+    done = collected(tmp_path, "-m", "gpu", "tests/ops/test_all_ops.py", "tests/core/test_timer.py")
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    for backend in ("triton-cuda-bfloat16", "cuda-cuda-float32"):
+        assert f"test_values_and_gradients_match_float64[{backend}-rms_norm" in done.stdout
+
+
+@pytest.mark.slow
+def test_everything_is_collected_without_any_other_package(tmp_path: Path) -> None:
+    done = collected(tmp_path, "tests", "--ignore=tests/clients")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    count = re.search(r"(\d+)(?:/\d+)? tests collected", done.stdout)
+    assert count is not None and int(count[1]) > 5000, done.stdout[-500:]

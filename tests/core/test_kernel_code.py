@@ -1,0 +1,110 @@
+"""What the report reads from machine code, and the arithmetic that it does with it."""
+
+from __future__ import annotations
+
+import kernel_report_code
+import kernel_report_estimate
+import pytest
+
+# A loop with products and one around it, shortened from what nvdisasm prints.
+MATRIX = """
+        /*0000*/                   LDC R1, c[0x0][0x28] ;
+.L_x_2:
+        /*0010*/                   LDG.E.U16 R3, desc[UR4][R2.64] ;
+.L_x_1:
+        /*0020*/                   WARPGROUP.ARRIVE ;
+        /*0030*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR16], R24, !UPT ;
+        /*0040*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR20], R24, gsb0 ;
+        /*0050*/                   WARPGROUP.DEPBAR.LE gsb0, 0x1 ;
+        /*0060*/                   MUFU.EX2 R5, R5 ;
+        /*0070*/                   LDGSTS.E.BYPASS.128 [R23+0x10000], desc[UR36][R8.64], P3 ;
+        /*0080*/                   NOP ;
+        /*0090*/              @!P0 BRA `(.L_x_1) ;
+        /*00a0*/               @P1 BRA `(.L_x_2) ;
+        /*00b0*/                   STG.E.128 desc[UR4][R2.64], R4 ;
+        /*00c0*/                   CALL.REL.NOINC `($division) ;
+        /*00d0*/                   EXIT ;
+.L_x_3:
+        /*00e0*/                   BRA `(.L_x_3) ;
+        /*00f0*/                   NOP ;
+"""
+
+
+def test_the_main_loop_is_the_innermost_with_products() -> None:
+    code = kernel_report_code.read(MATRIX)
+    assert code.main.instructions == 7
+    assert code.main.products == {"64x128x16": 2}
+    assert (code.main.loads, code.main.stores) == ({16: 1}, {})
+    assert (code.main.functions, code.main.pending) == (1, 1)
+    assert (code.rest, code.calls) == (6, 1)
+    assert kernel_report_estimate.others_per_product(code) == 2.5
+
+
+def test_without_products_it_is_the_loop_that_moves_most_or_all_of_the_code() -> None:
+    loop = """
+        /*0000*/                   S2R R0, SR_TID.X ;
+.L_x_0:
+        /*0010*/                   LDG.E.64 R4, desc[UR4][R2.64] ;
+        /*0020*/                   FFMA R4, R4, R4, R4 ;
+        /*0030*/                   STG.E desc[UR4][R2.64], R4 ;
+        /*0040*/               @P1 BRA `(.L_x_0) ;
+        /*0050*/                   EXIT ;
+    """
+    code = kernel_report_code.read(loop)
+    assert (code.main.instructions, code.main.moved, code.rest) == (4, 12, 2)
+    assert kernel_report_estimate.instructions_per_16_bytes(code) == pytest.approx(16 * 4 / 12)
+    straight = "\n".join(
+        line for line in loop.splitlines() if "BRA" not in line and "L_x" not in line
+    )
+    code = kernel_report_code.read(straight)
+    assert (code.main.instructions, code.main.moved, code.rest) == (5, 12, 0)
+
+
+def test_tiles_that_several_warps_compute_are_found() -> None:
+    grid = "warpsPerCTA = [8, 1], instrShape = [16, 32, 16]"
+    layout = f"#mma = #ttg.nvidia_mma<{{versionMajor = 3, {grid}}}>"
+    dot = "  %s = ttng.warp_group_dot %q, %k, %c : !a * !b -> tensor<64x32xf32, #mma>"
+    assert kernel_report_code.repeated_work(f"{layout}\n{dot}") == 2
+    assert kernel_report_code.repeated_work(f"{layout}\n{dot.replace('64x32', '128x32')}") == 1
+    assert kernel_report_code.repeated_work("no products") == 1
+
+
+def launch(**changes: int | None) -> kernel_report_estimate.Launch:
+    usual = {"capability": 90, "warps": 8, "stages": 3, "registers": 168, "shared": 100 * 1024}
+    return kernel_report_estimate.Launch(**{**usual, **changes})  # type: ignore[arg-type]
+
+
+def test_blocks_that_run_together() -> None:
+    assert launch().blocks == 1, "168 registers of 256 threads: one block in 65536"
+    assert launch(registers=128).blocks == 2
+    assert launch(registers=128, shared=150 * 1024).blocks == 1
+    assert launch(registers=32, shared=0, warps=4).blocks == 16
+    assert launch(registers=32, shared=0, warps=4, resident=2).blocks == 2
+
+
+def test_a_product_of_which_half_the_clocks_are_other_work() -> None:
+    # Two warp groups, 4 products of 64 x 256 x 16 a step: 1024 clocks of the matrix units.
+    main = kernel_report_code.Loop(516, {}, {}, {"64x256x16": 4}, 0, 0, 0)
+    code = kernel_report_code.Code(main, rest=0, calls=0)
+    assert kernel_report_estimate.share_of_limit(code, launch()) == pytest.approx(0.5)
+    waits = kernel_report_code.Code(
+        kernel_report_code.Loop(516, {}, {}, {"64x256x16": 4}, 0, 0, pending=1), rest=0, calls=0
+    )
+    assert kernel_report_estimate.share_of_limit(waits, launch()) == pytest.approx(1.0)
+    finish = kernel_report_code.Code(waits.main, rest=8192, calls=0)
+    assert kernel_report_estimate.share_of_limit(finish, launch()) == pytest.approx(0.5)
+
+
+def test_a_stream_is_bound_by_instructions_or_by_what_is_under_way() -> None:
+    main = kernel_report_code.Loop(200, {16: 1}, {16: 1}, {}, 0, 0, 0)
+    code = kernel_report_code.Code(main, rest=0, calls=0)
+    assert kernel_report_estimate.instructions_per_16_bytes(code) == 100
+    full = launch(registers=32, shared=0, warps=4, stages=1)
+    assert kernel_report_estimate.in_flight(code, full) == 16 * 128 * 16
+    assert kernel_report_estimate.share_of_limit(code, full) == 1.0
+    few = launch(registers=32, shared=0, warps=4, stages=1, resident=2)
+    assert kernel_report_estimate.share_of_limit(code, few) == pytest.approx(2 * 4096 / 17_000)
+    heavy = kernel_report_code.Code(
+        kernel_report_code.Loop(400, {16: 1}, {16: 1}, {}, 0, 0, 0), rest=0, calls=0
+    )
+    assert kernel_report_estimate.share_of_limit(heavy, full) == pytest.approx(0.53, abs=0.01)

@@ -1,0 +1,152 @@
+"""Tensor descriptors and pointers give the same results; descriptors are used where they may be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from op_testing import assert_within_budget
+
+import fusedops
+from fusedops.ops import RoutingPlan
+from fusedops.specs import Sample, all_specs
+from fusedops.specs.comparison import fresh, run
+
+_descriptors = pytest.importorskip("fusedops.kernels._descriptors")
+pytestmark = pytest.mark.interpreter
+HALF = torch.bfloat16
+
+
+def random(*shape: int, across: bool = False) -> torch.Tensor:
+    """Return a leaf; its last two dims lie the other way round in memory if ``across``."""
+    if across:
+        return random(*shape[:-2], shape[-1], shape[-2]).detach().mT.requires_grad_()
+    return (torch.randn(shape) / 4).to(HALF).requires_grad_()
+
+
+def linear_act(depth: int, across: bool) -> Sample:
+    weight = random(264, depth, across=across)
+    return Sample("x", (random(70, depth), weight, random(264)), {"activation": "gelu"})
+
+
+def linear_glu(depth: int, across: bool) -> Sample:
+    weights = (random(136, depth, across=across) for _ in range(2))
+    return Sample("x", (random(70, depth), *weights), {"activation": "silu"})
+
+
+def grouped_mm(depth: int, across: bool) -> Sample:
+    # Weights [groups, K, N]: along the sum is transposed. Rows 210 and 211 belong to nobody.
+    weight = random(3, depth, 40, across=not across)
+    offsets = torch.tensor([90, 95, 210], dtype=torch.int32)
+    return Sample("x", (random(212, depth), weight, offsets, random(3, 40)))
+
+
+def moe_mlp(depth: int, across: bool, **options: Any) -> Sample:
+    experts = torch.arange(140)[:, None] % 2
+    probs = torch.rand(140, 1).requires_grad_()
+    plan = RoutingPlan.from_choices(experts, probs, 2)
+    # 40 of the hidden layer: the gates' part of a tile ends inside of the factors'.
+    w1, w2 = random(2, depth, 80, across=not across), random(2, 40, depth, across=not across)
+    return Sample("x", (random(140, depth), plan, w1, w2), options)
+
+
+def moe_mlp_pairs(depth: int, across: bool) -> Sample:
+    return moe_mlp(depth, across, interleaved=True)
+
+
+MATRICES: dict[str, Callable[[int, bool], Sample]] = {
+    "linear_act": linear_act,
+    "linear_glu": linear_glu,
+    "grouped_mm": grouped_mm,
+    "moe_mlp": moe_mlp,
+    "moe_mlp pairs": moe_mlp_pairs,
+}
+
+
+@pytest.fixture
+def described(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Collect the shapes of the tensors that descriptors are made of."""
+    found: list[tuple[int, ...]] = []
+    original = _descriptors.describe
+
+    def describe(tensor: torch.Tensor, block: Any) -> Any:
+        found.append(tuple(tensor.shape))
+        return original(tensor, block)
+
+    monkeypatch.setattr(_descriptors, "describe", describe)
+    monkeypatch.setattr("fusedops.kernels.linear_act.describe", describe)
+    return found
+
+
+@pytest.mark.parametrize("across", [False, True], ids=["along", "across"])
+@pytest.mark.parametrize("name", list(MATRICES))
+def test_matrix_products_by_descriptors_and_by_pointers(
+    name: str,
+    across: bool,
+    described: list[tuple[int, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spec, sample = all_specs()[name.split()[0]], MATRICES[name](72, across)
+    for available in (True, False):
+        monkeypatch.setattr(_descriptors, "available", lambda device, it=available: it)
+        described.clear()
+        with fusedops.use_backend("triton"):
+            actual = run(spec.op, fresh(sample))
+        assert bool(described) == available
+        assert_within_budget(actual, spec, sample)
+
+
+@pytest.mark.parametrize("name", ["linear_act", "linear_glu", "grouped_mm"])
+def test_strides_that_16_bytes_do_not_divide_are_read_by_pointers(
+    name: str, described: list[tuple[int, ...]]
+) -> None:
+    spec, sample = all_specs()[name], MATRICES[name](69, False)
+    with fusedops.use_backend("triton"):
+        actual = run(spec.op, fresh(sample))
+    assert not described
+    assert_within_budget(actual, spec, sample)
+
+
+def test_nan_in_the_weights_of_one_group_stays_there() -> None:
+    # 72 is no multiple of a block along the sum: what lies behind it is another group's.
+    x, weight, offsets, bias = (each.detach() for each in grouped_mm(72, False).args)
+    weight[1] = torch.nan
+    with fusedops.use_backend("triton"):
+        y = fusedops.grouped_mm(x, weight, offsets, bias)
+    assert y[:90].isfinite().all() and y[95:].isfinite().all()
+    assert y[90:95].isnan().all()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_by_descriptors_and_by_pointers(
+    causal: bool, described: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Heads inside, as projections give them; 24 is no power of two, 37 rows no multiple of a block.
+    q, k, v = (random(2, 37, heads, 24) for heads in (4, 2, 2))
+    q, k, v = (each.detach().transpose(1, 2).requires_grad_() for each in (q, k, v))
+    sample = Sample("x", (q, k, v), {"is_causal": causal, "enable_gqa": True})
+    spec = all_specs()["attention"]
+    for available in (True, False):
+        monkeypatch.setattr(_descriptors, "available", lambda device, it=available: it)
+        described.clear()
+        with fusedops.use_backend("triton"):
+            actual = run(spec.op, fresh(sample))
+        # Keys and values twice, queries and the incoming gradient once.
+        assert len(described) == (6 if available else 0)
+        assert_within_budget(actual, spec, sample)
+
+
+def test_what_a_descriptor_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_descriptors, "available", lambda device: True)
+    dense = torch.zeros(8, 16, dtype=HALF)
+    assert _descriptors.describable(dense)
+    assert not _descriptors.describable(dense, dense.t()), "neighbours apart"
+    assert not _descriptors.describable(dense[:, 1:]), "base"
+    assert not _descriptors.describable(torch.zeros(8, 12, dtype=HALF)), "stride"
+    assert not _descriptors.describable(dense[:0]), "empty"
+    assert not _descriptors.describable(dense[:1].expand(8, 16)), "a stride of 0"
+    assert not _descriptors.describable(dense.float()), "float32"
+    monkeypatch.setattr(_descriptors, "available", lambda device: False)
+    assert not _descriptors.describable(dense)

@@ -1,0 +1,187 @@
+"""What the machine code of one kernel tells about its speed: its main loop, counted.
+
+The main loop of a matrix kernel is the innermost one with products, of several (attention has one
+for keys that need no look at positions) the one with the fewest other instructions per product; of
+other kernels the innermost loop that moves the most bytes, and where none moves any all of the
+code. Counts are per thread and pass, whatever predicates would leave out. A copy by tensor
+descriptor is one instruction of one thread, and its bytes are not counted.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import re
+
+# "  /*0a10*/   @!P0 LDG.E.128 R4, desc[UR4][R2.64] ;"
+_INSTRUCTION = re.compile(r"^\s*/\*(?P<at>[0-9a-f]{4,})\*/\s+(?:@!?\w+\s+)?(?P<name>[A-Z][\w.]*)")
+_LABEL = re.compile(r"^(\.L_x_\d+):")
+_TARGET = re.compile(r"`\((\.L_x_\d+)\)")
+_PRODUCT = re.compile(r"^(?:HGMMA|HMMA|IGMMA|QGMMA)\.(?P<shape>\d+x\d+x\d+|\d+)\.")
+_WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x[0-9a-f]+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """A stretch of machine code, counted per thread.
+
+    Attributes:
+        instructions: all of them, products included.
+        loads: width in bytes -> how many loads of global memory, copies to shared memory included.
+        stores: width in bytes -> how many stores to global memory.
+        products: shape ("64x128x16") -> how many matrix instructions.
+        functions: exponentials, reciprocals and the like: an eighth of the rate.
+        multiply_adds: of float32.
+        pending: how many groups of warp-group products the most patient wait leaves running.
+    """
+
+    instructions: int
+    loads: dict[int, int]
+    stores: dict[int, int]
+    products: dict[str, int]
+    functions: int
+    multiply_adds: int
+    pending: int
+
+    @property
+    def num_products(self) -> int:
+        """Matrix instructions."""
+        return sum(self.products.values())
+
+    @property
+    def loaded(self) -> int:
+        """Bytes that a thread loads."""
+        return sum(width * count for width, count in self.loads.items())
+
+    @property
+    def moved(self) -> int:
+        """Bytes that a thread loads and stores."""
+        return self.loaded + sum(width * count for width, count in self.stores.items())
+
+
+@dataclasses.dataclass(frozen=True)
+class Code:
+    """The machine code of a kernel.
+
+    Attributes:
+        main: its main loop, or all of it.
+        rest: instructions outside of the main loop and of others like it.
+        calls: calls of subroutines: what the hardware has no instruction for.
+    """
+
+    main: Loop
+    rest: int
+    calls: int
+
+
+def read(text: str) -> Code:
+    """Return what the output of ``nvdisasm`` tells of its kernel."""
+    lines: list[str] = []
+    labels: dict[str, int] = {}
+    for line in text.splitlines():
+        if label := _LABEL.match(line):
+            labels[label[1]] = len(lines)
+        elif (found := _INSTRUCTION.match(line)) and found["name"] != "NOP":
+            lines.append(line)
+    # Behind the last exit stand subroutines and the jump onto itself that ends every kernel.
+    exits = [number for number, line in enumerate(lines) if re.search(r"\bEXIT\b", line)]
+    lines = lines[: exits[-1] + 1] if exits else lines
+    spans = _loops(lines, labels)
+    counted = {span: _count(lines[span[0] : span[1] + 1]) for span in spans}
+    with_products = {span: each for span, each in counted.items() if each.num_products}
+    moving = {span: each for span, each in counted.items() if each.moved}
+    whole = _count(lines)
+    calls = sum(bool(re.search(r"\bCALL\b", line)) for line in lines)
+    if with_products:
+        inner = _innermost(with_products)
+        main = min(inner.values(), key=lambda each: each.instructions / each.num_products)
+        inside = sum(end - start + 1 for start, end in inner)
+        return Code(main, len(lines) - inside, calls)
+    if moving and not whole.num_products:
+        main = max(_innermost(moving).values(), key=lambda each: each.moved)
+        return Code(main, len(lines) - main.instructions, calls)
+    return Code(whole, 0, calls)
+
+
+def repeated_work(ttgir: str) -> float:
+    """Return how often the tiles of the kernel's products are computed: 1, or more.
+
+    The warps of a block stand in a grid over a tile of sums; where the grid reaches over the tile,
+    several warps make the same sums, and all that follows is done as often.
+    """
+    layouts = {
+        name: ([int(each) for each in warps.split(",")], [int(each) for each in shape.split(",")])
+        for name, warps, shape in re.findall(
+            r"^(#mma\d*) = #ttg\.nvidia_mma<\{.*?warpsPerCTA = \[([\d, ]+)\].*?"
+            r"instrShape = \[([\d, ]+)\]",
+            ttgir,
+            re.MULTILINE,
+        )
+    }
+    found = 1.0
+    pattern = r"(?:tt\.dot|ttng\.warp_group_dot) .*-> tensor<(\d+)x(\d+)x\w+, (#mma\d*)>"
+    for rows, columns, layout in re.findall(pattern, ttgir):
+        warps, shape = layouts[layout]
+        over_rows = warps[0] * shape[0] / int(rows)
+        over_columns = warps[1] * shape[1] / int(columns)
+        found = max(found, max(1.0, over_rows) * max(1.0, over_columns))
+    return found
+
+
+def _loops(lines: list[str], labels: dict[str, int]) -> list[tuple[int, int]]:
+    """Return first and last line of what a jump back closes."""
+    spans: dict[int, int] = {}
+    for number, line in enumerate(lines):
+        target = _TARGET.search(line) if re.search(r"\bBRA\b", line) else None
+        start = labels.get(target[1], len(lines)) if target else len(lines)
+        if start < number:
+            spans[start] = max(number, spans.get(start, 0))
+    return sorted(spans.items())
+
+
+def _innermost(loops: dict[tuple[int, int], Loop]) -> dict[tuple[int, int], Loop]:
+    return {
+        (start, end): loop
+        for (start, end), loop in loops.items()
+        if not any(start <= a and b <= end and (a, b) != (start, end) for a, b in loops)
+    }
+
+
+def _count(lines: list[str]) -> Loop:
+    loads: collections.Counter[int] = collections.Counter()
+    stores: collections.Counter[int] = collections.Counter()
+    products: collections.Counter[str] = collections.Counter()
+    functions = multiply_adds = pending = 0
+    for line in lines:
+        found = _INSTRUCTION.match(line)
+        assert found is not None
+        name = found["name"]
+        if re.match(r"LDG\b|LDGSTS\b", name):
+            loads[_width(name)] += 1
+        elif re.match(r"STG\b", name):
+            stores[_width(name)] += 1
+        elif product := _PRODUCT.match(name):
+            products[_shape(product["shape"])] += 1
+        elif name.startswith("MUFU"):
+            functions += 1
+        elif name.startswith("FFMA"):
+            multiply_adds += 1
+        elif wait := _WAIT.search(line):
+            pending = max(pending, int(wait[1], 16))
+    counts = (dict(loads), dict(stores), dict(products), functions, multiply_adds, pending)
+    return Loop(len(lines), *counts)
+
+
+def _width(name: str) -> int:
+    """Return how many bytes an access moves: ``LDG.E.128``, ``LDG.E.U16``, ``LDG.E``."""
+    for part in name.split("."):
+        if part in ("128", "64"):
+            return int(part) // 8
+        if part in ("U16", "S16", "U8", "S8"):
+            return int(part[1:]) // 8
+    return 4
+
+
+def _shape(text: str) -> str:
+    """Return a shape with its crosses: ``HMMA.16816`` multiplies 16 x 8 x 16."""
+    return {"16816": "16x8x16", "1688": "16x8x8", "884": "8x8x4"}.get(text, text)
