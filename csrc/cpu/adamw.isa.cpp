@@ -16,6 +16,8 @@
 // has none left to contract and an element's bits do not depend on where the vectors begin.
 #include "adamw.h"
 
+#include <cstring>
+
 #include "adamw_rounding.h"
 #include "vec.h"
 
@@ -65,9 +67,30 @@ inline void write_rounded(bool stream, DType dtype, void* to, int64_t i, const V
   write(stream, dtype, to, i, value, count, full);
 }
 
-bool may_stream(const AdamWCall& call, const Updated& tensor) {
-  return call.stream && tensor.from != tensor.to &&
-         reinterpret_cast<uintptr_t>(tensor.to) % 64 == 0;
+// Only where a vector is a cache line: half of one would wait for the other half, between the many
+// other lines of this loop, in a buffer that may be taken from it.
+template <typename A>
+bool may_stream(const AdamWCall& call, const Updated& tensor, DType dtype) {
+  return call.stream && tensor.from != tensor.to && !is_half(dtype) &&
+         sizeof(A) * V<A>::size() == 64 && reinterpret_cast<uintptr_t>(tensor.to) % 64 == 0;
+}
+
+// Writes a tile of half precision around the cache, whole lines at a time.
+void stream_tile(void* to, const void* tile, int64_t bytes) {
+  auto* target = static_cast<char*>(to);
+  const auto* source = static_cast<const char*>(tile);
+  int64_t i = 0;
+#if defined(CPU_CAPABILITY_AVX512)
+  for (; i + 64 <= bytes; i += 64) {
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(target + i), _mm512_load_si512(source + i));
+  }
+#elif defined(CPU_CAPABILITY_AVX2)
+  for (; i + 32 <= bytes; i += 32) {
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(target + i),
+                        _mm256_load_si256(reinterpret_cast<const __m256i*>(source + i)));
+  }
+#endif
+  std::memcpy(target + i, source + i, bytes - i);
 }
 
 template <typename A>
@@ -78,14 +101,17 @@ void update(const AdamWCall& call, const AdamWTensor& t, int64_t begin, int64_t 
   const V<A> eps(static_cast<A>(call.eps)), inverse_root(static_cast<A>(t.inverse_root));
   const V<A> step_size(static_cast<A>(t.step_size)), decay(static_cast<A>(t.decay));
   const bool amsgrad = t.max_exp_avg_sq.from != nullptr;
-  const bool stream_copy = may_stream(call, {nullptr, t.copy});
-  const bool stream_param = may_stream(call, t.param);
-  const bool stream_first = may_stream(call, t.exp_avg);
-  const bool stream_second = may_stream(call, t.exp_avg_sq);
-  const bool stream_max = may_stream(call, t.max_exp_avg_sq);
+  const bool stream_copy = may_stream<A>(call, {nullptr, t.copy}, t.copy_dtype);
+  const bool stream_param = may_stream<A>(call, t.param, t.param_dtype);
+  const bool stream_first = may_stream<A>(call, t.exp_avg, t.state_dtype);
+  const bool stream_second = may_stream<A>(call, t.exp_avg_sq, t.state_dtype);
+  const bool stream_max = may_stream<A>(call, t.max_exp_avg_sq, t.state_dtype);
+  const bool stage_copy = call.stream && t.copy != nullptr && is_half(t.copy_dtype) &&
+                          reinterpret_cast<uintptr_t>(t.copy) % 64 == 0;
   const bool draws = call.stochastic && t.state_dtype == DType::bf16;
   const bool draws_more = call.stochastic && (t.param_dtype == DType::bf16 || (draws && amsgrad));
   alignas(64) uint32_t words[kTile], more_words[kTile];
+  alignas(64) uint16_t staged[kTile];
   for (int64_t tile = begin; tile < end; tile += kTile) {
     const int64_t size = std::min(kTile, end - tile);
     if (draws) draw_elements(t, t.offset, tile, size, words);
@@ -112,8 +138,13 @@ void update(const AdamWCall& call, const AdamWTensor& t, int64_t begin, int64_t 
       V<A> p = read<A>(t.param_dtype, t.param.from, i, count, full);
       p = p - at::vec::fmadd(decay, p, step_size * (m / denominator));
       write_rounded<0>(stream_param, t.param_dtype, t.param.to, i, p, count, full, drawn_more);
-      if (t.copy != nullptr) write(stream_copy, t.copy_dtype, t.copy, i, p, count, full);
+      if (stage_copy) {
+        write(false, t.copy_dtype, staged, c, p, count, full);
+      } else if (t.copy != nullptr) {
+        write(stream_copy, t.copy_dtype, t.copy, i, p, count, full);
+      }
     });
+    if (stage_copy) stream_tile(static_cast<uint16_t*>(t.copy) + tile, staged, 2 * size);
   }
 }
 
