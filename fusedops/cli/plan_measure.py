@@ -86,7 +86,7 @@ def measure(
     import torch
 
     hidden, layers, batch, seq_len, vocabulary = size
-    model = _build(family, hidden, layers, seq_len, vocabulary)
+    model = build(family, hidden, layers, seq_len, vocabulary)
     layout = Layout(
         micro_batch=batch,
         microbatches=microbatches,
@@ -153,7 +153,8 @@ def _kept(model: nn.Module, run: Any) -> int:
     return found
 
 
-def _build(family: str, hidden: int, layers: int, seq_len: int, vocabulary: int) -> Any:
+def build(family: str, hidden: int, layers: int, seq_len: int, vocabulary: int) -> Any:
+    """Return a small model of a family, weights random, without dropout."""
     import transformers
 
     transformers.logging.set_verbosity_error()

@@ -188,6 +188,9 @@ def check(model: Transformer, layout: Layout, devices: int | None = None) -> Non
         checks.fail(_OP, "microbatches", wanted, layout.microbatches)
     _check_experts(model, layout)
     length = layout.length(model)
+    if model.position_tables and length > model.seq_len:
+        wanted = f"at most {model.seq_len}, the positions that the model has"
+        checks.fail(_OP, "seq_len", wanted, length)
     _check_divides("cp", layout.cp, length, "the tokens of a sequence")
     if layout.sp:
         _check_divides("tp", layout.tp, layout.tokens(model), "the tokens of a device (sp)")

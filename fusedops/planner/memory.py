@@ -132,8 +132,8 @@ def _bytes(tensors: Iterable[Saved], layout: Layout, *, remade: bool = True) -> 
     )
 
 
-def _kept(model: Transformer, layout: Layout, index: int) -> float:
-    """Return what a layer keeps of a micro-batch."""
+def layer_bytes(model: Transformer, layout: Layout, index: int) -> float:
+    """Return the bytes that a layer keeps of a micro-batch on one device."""
     tokens = layout.tokens(model)
     if layout.recompute != "full":
         return _bytes(saved.layer(model, layout, index), layout, remade=False) * tokens
@@ -147,7 +147,7 @@ def _kept(model: Transformer, layout: Layout, index: int) -> float:
 
 
 def _kept_by(model: Transformer, layout: Layout, kinds: dict[int, int]) -> float:
-    return sum(_kept(model, layout, each) * count for each, count in kinds.items())
+    return sum(layer_bytes(model, layout, each) * count for each, count in kinds.items())
 
 
 def _beside(model: Transformer, layout: Layout, index: int) -> float:
@@ -162,7 +162,7 @@ def _beside(model: Transformer, layout: Layout, index: int) -> float:
         attention -= model.intermediate_size * item / tp  # the other half has been freed
     stream = 2 * model.hidden_size * item / (tp if layout.sp else 1)
     beside = (max(feed_forward, attention) + stream) * tokens
-    again = _bytes(tensors, layout) * tokens - _kept(model, layout, index)
+    again = _bytes(tensors, layout) * tokens - layer_bytes(model, layout, index)
     return beside + max(0.0, again)
 
 
@@ -219,7 +219,7 @@ class _Stage:
         kept = self._kept()
         self.kept = kept
         if "activations" in layout.offload:
-            widest = max(_kept(model, layout, each) for each in self.kinds)
+            widest = max(layer_bytes(model, layout, each) for each in self.kinds)
             self.kept = min(kept, 2 * widest)  # the one that is used, and the one on its way
             self.host += kept - self.kept
         if "optimizer" in layout.offload:
@@ -269,7 +269,7 @@ class _Stage:
             "layer": self._parts(in_last, self.kept + _beside(model, layout, last)),
             "first": self._parts(
                 in_first,
-                max(after, _kept(model, layout, first)) + _beside(model, layout, first),
+                max(after, layer_bytes(model, layout, first)) + _beside(model, layout, first),
             ),
             "end": self._parts(at_end, after + stream),
             "step": self._parts(self.gradients, 0.0),

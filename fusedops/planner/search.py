@@ -136,6 +136,7 @@ def plan(
         'none'
     """
     base = base or Layout()
+    check(model, replace(base, dp=1, tp=1, pp=1, ep=1, sp=False, interleave=1))
     rows = _rows(model, devices, base, choices)
     if not rows:
         raise ValueError(

@@ -55,6 +55,31 @@ def test_only_what_is_asked_for_is_tried() -> None:
     assert {each["layout"]["recompute"] for each in rows} == {"full"}
 
 
+def test_a_configuration_of_transformers_is_a_model(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    sizes = {"n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "vocab_size": 50257}
+    path.write_text(json.dumps({"model_type": "gpt2"} | sizes))
+    done = invoke("--model", str(path), "--devices", "1", "--memory", "16GiB", "--json", "-")
+    assert json.loads(done.output)["parameters"] == 124_439_808
+
+
+def test_small_models_are_measured_beside_the_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    from fusedops.cli import plan_measure
+
+    small = [
+        ("gpt2", (64, 2, 2, 32, 256), kernels, "float32", "none") for kernels in ("stock", "fused")
+    ]
+    monkeypatch.setattr(plan_measure, "cases", lambda: iter(small))
+    done = invoke("--measure")
+    assert done.exit_code == 0, done.output
+    rows = [line for line in done.output.splitlines() if line.startswith("| gpt2 | 64 x 2, 2 x 32")]
+    assert len(rows) == 2
+    for row in rows:
+        measured, error = row.split("|")[6].strip(), row.split("|")[7].strip()
+        assert float(measured) > 1 and abs(float(error.rstrip("%"))) < 10
+
+
 def test_where_nothing_fits_it_says_what_to_do_and_exits_with_1() -> None:
     done = invoke("--model", "pangu-200b", "--devices", "8", "--memory", "32GiB")
     assert done.exit_code == 1
@@ -70,6 +95,8 @@ def test_the_models_are_listed() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
+        ((), "--model is missing: a name (--model list) or a config.json"),
+        (("--model", "/no/config.json"), "cannot read /no/config.json: No such file"),
         (("--model", "pangu13b"), "unknown model 'pangu13b': did you mean pangu-13b?"),
         (("--model", "gpt2", "--memory", "lots"), "'lots' is not a size"),
         (("--model", "gpt2", "--memory", "8 GO"), "unit 'GO' is not known"),

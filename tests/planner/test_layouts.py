@@ -50,6 +50,7 @@ MIXTRAL = preset("mixtral-8x7b")
             4,
             "microbatches must be a multiple of pp 4 with interleave 2, got 6",
         ),
+        (PANGU, {"seq_len": 2048}, 1, "seq_len must be at most 1024, the positions that the model"),
         (PANGU, {"zero": 4}, 1, "zero must be 0, 1, 2 or 3, got 4"),
         (PANGU, {"dp": 0}, 1, "dp must be at least 1, got 0"),
         (PANGU, {"precision": "mixd"}, 1, "did you mean 'mixed'?"),

@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from fusedops.cli.plan_measure import FAMILIES, PRECISIONS, Measured, _build, measure
+from fusedops.cli.plan_measure import FAMILIES, PRECISIONS, Measured, build, measure
 from fusedops.planner import Layout, estimate, from_config
 from fusedops.planner.memory import kept_bytes
 
@@ -44,7 +44,7 @@ def check(found: Measured) -> None:
     wide = 4 if found.kernels == "stock" and found.family != "bert" else item
     # The loss keeps the log-softmax, or the logits and a number per row.
     loss = batch * seq_len * (vocabulary * wide + (4 if found.kernels == "fused" else 0))
-    model = from_config(_build(found.family, hidden, layers, seq_len, vocabulary).config)
+    model = from_config(build(found.family, hidden, layers, seq_len, vocabulary).config)
     layout = Layout(
         micro_batch=batch,
         kernels=found.kernels,
@@ -56,7 +56,7 @@ def check(found: Measured) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_static_bytes_are_those_of_the_tensors(family: str) -> None:
-    model = _build(family, 64, 2, 32, 512)
+    model = build(family, 64, 2, 32, 512)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     for each in model.parameters():
         each.grad = torch.zeros_like(each)
@@ -68,7 +68,7 @@ def test_the_static_bytes_are_those_of_the_tensors(family: str) -> None:
 
 
 def test_configurations_are_read_from_files(tmp_path: Path) -> None:
-    model = _build("qwen3", 64, 2, 32, 512)
+    model = build("qwen3", 64, 2, 32, 512)
     path = tmp_path / "config.json"
     model.config.to_json_file(path, use_diff=False)
     assert from_config(path) == from_config(model.config) == from_config(model.config.to_dict())

@@ -180,7 +180,7 @@ def korthikanti(t: int, scores: float, *, sp: bool, remade: bool) -> float:
 @pytest.mark.parametrize("sp", [False, True])
 @pytest.mark.parametrize("remade", [False, True])
 def test_activations_of_a_layer_are_those_of_the_paper(t: int, sp: bool, remade: bool) -> None:
-    from fusedops.planner.memory import _kept
+    from fusedops.planner.memory import layer_bytes
 
     model = replace(preset("gpt3"), seq_len=2048)
     layout = Layout(
@@ -195,22 +195,22 @@ def test_activations_of_a_layer_are_those_of_the_paper(t: int, sp: bool, remade:
     wanted = korthikanti(t, 96 * 2048 / model.hidden_size, sp=sp, remade=remade)
     # Theirs leaves out the two statistics of each norm's rows.
     statistics = 2 * 2 * 4 * 2048 * 4 / (t if sp else 1)
-    assert (_kept(model, layout, 0) - statistics) / unit == pytest.approx(wanted, rel=1e-9)
+    assert (layer_bytes(model, layout, 0) - statistics) / unit == pytest.approx(wanted, rel=1e-9)
 
 
 def test_full_recomputation_keeps_the_input_of_each_layer() -> None:
-    from fusedops.planner.memory import _kept
+    from fusedops.planner.memory import layer_bytes
 
     model, h = preset("gpt3"), 12288
     layout = Layout(tp=8, recompute="full")
     tokens = 2048
-    assert _kept(model, layout, 0) == 2 * tokens * h
-    assert _kept(model, replace(layout, sp=True), 0) == 2 * tokens * h / 8
+    assert layer_bytes(model, layout, 0) == 2 * tokens * h
+    assert layer_bytes(model, replace(layout, sp=True), 0) == 2 * tokens * h / 8
     sliced = replace(layout, recompute_slice_activation=True)
-    assert _kept(model, sliced, 0) == 2 * tokens * h / 8
+    assert layer_bytes(model, sliced, 0) == 2 * tokens * h / 8
     # The results of two all-reduces beside it.
     kept = replace(sliced, mp_comm_recompute=False)
-    assert _kept(model, kept, 0) == 2 * tokens * h * (1 / 8 + 2)
+    assert layer_bytes(model, kept, 0) == 2 * tokens * h * (1 / 8 + 2)
 
 
 def test_an_image_of_four_channels_is_14_4_gb() -> None:
