@@ -270,7 +270,7 @@ def _placed(model: nn.Module, ledger: Ledger) -> Iterator[None]:
             wrap.unwrap(module)
 
 
-def checks_of(op: str, model: Any, loss: Any, optimizer: Any, budget: Any = None) -> None:
+def checks_of(op: str, model: Any, loss: Any, optimizer: Any) -> None:
     """Raise where an argument has the wrong type."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"{op}: model must be a torch.nn.Module, got {checks.type_name(model)}")
