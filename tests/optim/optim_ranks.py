@@ -127,6 +127,11 @@ def fsdp_steps(world: World, kind: str, options: dict[str, Any]) -> Any:
     return outcome(train(kind, options, wrap=wrap)[0])
 
 
+def alone(world: World, kind: str, options: dict[str, Any]) -> Any:
+    """Train by itself: in a rank, for torch's products have other bits on more threads."""
+    return outcome(train(kind, options)[0])
+
+
 def ddp_steps(world: World, kind: str, options: dict[str, Any]) -> Any:
     """Train under DDP on two ranks with different batches."""
     if not world.member(2):

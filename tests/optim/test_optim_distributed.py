@@ -42,7 +42,7 @@ def test_shards_do_not_show(pool: Pool, kind: str, layout: str) -> None:
 def test_fsdp2_gives_the_bits_of_one_process(
     pool: Pool, kind: str, options: dict[str, Any]
 ) -> None:
-    expected = optim_ranks.outcome(optim_ranks.train(kind, options)[0])
+    expected = pool.run(optim_ranks.alone, kind, options)[0]
     for each in pool.run(optim_ranks.fsdp_steps, kind, options)[:4]:
         assert_same(each, expected)
 
