@@ -31,6 +31,8 @@ def table(specs: Iterable[Spec]) -> str:
     if folder is None:
         return "No measurement is committed yet."
     first = next(iter(next(iter(headlines.values())).values()))
+    measured = {key[0] for rows in headlines.values() for key in rows}
+    names = [each for each in DTYPES if each in measured]
     folders = sorted(each.name for each in RESULTS.glob("*") if each != folder and each.is_dir())
     others = ", ".join(f"`{name}`" for name in folders)
     lines = [
@@ -40,12 +42,12 @@ def table(specs: Iterable[Spec]) -> str:
         "All sizes and machines: [bench/results](bench/results)"
         + (f" (also {others})." if others else "."),
         "",
-        "| op | size | " + " | ".join(f"{dtype} | with backward" for dtype in DTYPES) + " |",
-        "|---|---|" + "---:|---:|" * len(DTYPES),
+        "| op | size | " + " | ".join(f"{dtype} | with backward" for dtype in names) + " |",
+        "|---|---|" + "---:|---:|" * len(names),
     ]
     for op, rows in headlines.items():
         cells = []
-        for dtype in DTYPES:
+        for dtype in names:
             for direction in DIRECTIONS:
                 ours, compiled = _speedups(rows, dtype, direction)
                 text = f"{ours:.2f}" if ours else ""
