@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from fusedops.models.config import RopeScaling, TransformerConfig
-from fusedops.models.configurations import from_config
+from fusedops.models.configurations import from_config, to_config
+from fusedops.models.huggingface import load_huggingface, save_huggingface
 from fusedops.models.initialize import initialize
 from fusedops.models.presets import PRESETS, TINY, preset
 from fusedops.models.transformer import Documents, Loss, Transformer
@@ -18,5 +19,8 @@ __all__ = [
     "TransformerConfig",
     "from_config",
     "initialize",
+    "load_huggingface",
     "preset",
+    "save_huggingface",
+    "to_config",
 ]
