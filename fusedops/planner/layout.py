@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fusedops._core import checks
-from fusedops.planner.transformer import Transformer
+from fusedops.models.config import TransformerConfig
 
 _OP = "plan"
 SCHEDULES = ("1f1b", "gpipe")
@@ -135,11 +135,11 @@ class Layout:
         """The share of a step in which a stage waits: ``(p - 1) / (v m + p - 1)``."""
         return (self.pp - 1) / (self.interleave * self.microbatches + self.pp - 1)
 
-    def tokens(self, model: Transformer) -> int:
+    def tokens(self, model: TransformerConfig) -> int:
         """Return the tokens of a micro-batch on one device, before ``sp``."""
         return self.micro_batch * self.length(model) // self.cp
 
-    def length(self, model: Transformer) -> int:
+    def length(self, model: TransformerConfig) -> int:
         """Return the tokens of a sequence."""
         return model.seq_len if self.seq_len is None else self.seq_len
 
@@ -157,7 +157,7 @@ class Layout:
         return chunks / v
 
 
-def check(model: Transformer, layout: Layout, devices: int | None = None) -> None:
+def check(model: TransformerConfig, layout: Layout, devices: int | None = None) -> None:
     """Raise unless the layout has a meaning, fits the model, and takes this many devices.
 
     Args:
@@ -230,7 +230,7 @@ def _check_devices(layout: Layout, devices: int) -> None:
     raise ValueError(f"{_OP}: {product} must be the {devices} devices{hint}")
 
 
-def _check_experts(model: Transformer, layout: Layout) -> None:
+def _check_experts(model: TransformerConfig, layout: Layout) -> None:
     if layout.ep == 1:
         return
     if not model.sparse_layers:
