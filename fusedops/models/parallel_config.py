@@ -12,7 +12,16 @@ from typing import Any
 
 from fusedops._core import checks
 from fusedops._core.checks import UnsupportedError
-from fusedops.parallel.sizes import DENSE, Sizes, check_ranks
+from fusedops.models.config import TransformerConfig
+from fusedops.parallel.sizes import (
+    DENSE,
+    Sizes,
+    check_divides,
+    check_experts,
+    check_ranks,
+    divisors,
+    refuse,
+)
 
 MODES = ("explicit", "data", "manual")
 CONTEXTS = ("ring", "all_to_all")
@@ -210,3 +219,29 @@ def _check_shards(config: ParallelConfig) -> None:
     if config.zero == 0:
         wanted = "None with zero 0, which divides nothing"
         checks.fail(_OP, "shard_ranks", wanted, config.shard_ranks)
+
+
+def check_split(op: str, model: TransformerConfig, *, tp: int, ep: int, data: int) -> None:
+    """Raise unless a model's heads, features and experts can be shared by so many ranks.
+
+    Args:
+        op: who asks.
+        model: its sizes.
+        tp: ranks that share heads and features.
+        ep: ranks that share experts.
+        data: ``dp * cp``, inside of which those of ``ep`` lie.
+
+    Raises:
+        ValueError: they cannot; the message has the nearest sizes that fit.
+    """
+    heads, keys = model.num_heads, model.kv_heads
+    check_divides(op, "tp", tp, heads, "the heads")
+    if keys % tp and tp % keys:
+        fits = [n for n in divisors(heads) if keys % n == 0 or n % keys == 0]
+        refuse(op, "tp", f"a divisor or a multiple of the {keys} heads of keys", tp, fits)
+    check_divides(op, "tp", tp, model.intermediate_size, "intermediate_size")
+    if ep == 1:
+        return
+    if not model.sparse_layers:
+        checks.fail(op, "ep", "1 for a model without experts", ep)
+    check_experts(op, ep, data, model.num_experts)

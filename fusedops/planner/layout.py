@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fusedops._core import checks
-from fusedops.parallel.sizes import check_divides, check_experts, check_ranks, divisors, refuse
-from fusedops.planner.transformer import Transformer
+from fusedops.models.config import TransformerConfig
+from fusedops.models.parallel_config import check_split
+from fusedops.parallel.sizes import check_divides, check_ranks
 
 _OP = "plan"
 SCHEDULES = ("1f1b", "gpipe")
@@ -134,11 +135,11 @@ class Layout:
         """The share of a step in which a stage waits: ``(p - 1) / (v m + p - 1)``."""
         return (self.pp - 1) / (self.interleave * self.microbatches + self.pp - 1)
 
-    def tokens(self, model: Transformer) -> int:
+    def tokens(self, model: TransformerConfig) -> int:
         """Return the tokens of a micro-batch on one device, before ``sp``."""
         return self.micro_batch * self.length(model) // self.cp
 
-    def length(self, model: Transformer) -> int:
+    def length(self, model: TransformerConfig) -> int:
         """Return the tokens of a sequence."""
         return model.seq_len if self.seq_len is None else self.seq_len
 
@@ -156,7 +157,7 @@ class Layout:
         return chunks / v
 
 
-def check(model: Transformer, layout: Layout, devices: int | None = None) -> None:
+def check(model: TransformerConfig, layout: Layout, devices: int | None = None) -> None:
     """Raise unless the layout has a meaning, fits the model, and takes this many devices.
 
     Args:
@@ -172,21 +173,14 @@ def check(model: Transformer, layout: Layout, devices: int | None = None) -> Non
     if devices is not None:
         sizes = {name: getattr(layout, name) for name in ("dp", "tp", "pp", "cp")}
         check_ranks(_OP, sizes, devices)
-    depth, heads = model.depth, model.num_heads
-    check_divides(_OP, "tp", layout.tp, heads, "the heads")
-    keys = model.kv_heads
-    if keys % layout.tp and layout.tp % keys:
-        fits = [n for n in divisors(heads) if keys % n == 0 or n % keys == 0]
-        refuse(_OP, "tp", f"a divisor or a multiple of the {keys} heads of keys", layout.tp, fits)
-    check_divides(_OP, "tp", layout.tp, model.intermediate_size, "intermediate_size")
+    check_split(_OP, model, tp=layout.tp, ep=layout.ep, data=layout.dp * layout.cp)
     what = "pp" if layout.interleave == 1 else "pp x interleave"
-    check_divides(_OP, what, layout.pp * layout.interleave, depth, "the layers")
+    check_divides(_OP, what, layout.pp * layout.interleave, model.depth, "the layers")
     if layout.interleave > 1 and layout.pp == 1:
         checks.fail(_OP, "interleave", "1 where there is one stage", layout.interleave)
     if layout.interleave > 1 and layout.microbatches % layout.pp:
         wanted = f"a multiple of pp {layout.pp} with interleave {layout.interleave}"
         checks.fail(_OP, "microbatches", wanted, layout.microbatches)
-    _check_experts(model, layout)
     length = layout.length(model)
     if model.position_tables and length > model.seq_len:
         wanted = f"at most {model.seq_len}, the positions that the model has"
@@ -214,11 +208,3 @@ def _check_values(layout: Layout) -> None:
         checks.fail(_OP, "recompute", "none or full alone, or others joined by +", layout.recompute)
     for word in layout.offload:
         checks.choice(_OP, "offload", word, OFFLOADS)
-
-
-def _check_experts(model: Transformer, layout: Layout) -> None:
-    if layout.ep == 1:
-        return
-    if not model.sparse_layers:
-        checks.fail(_OP, "ep", "1 for a model without experts", layout.ep)
-    check_experts(_OP, layout.ep, layout.dp * layout.cp, model.num_experts)

@@ -59,9 +59,7 @@ def _assert_same_gradients(model: nn.Module, expected: nn.Module) -> None:
         grad, wanted = parameter.grad, others[name].grad
         assert (grad is None) == (wanted is None), name
         if grad is not None:
-            torch.testing.assert_close(
-                _whole(grad), wanted, msg=name
-            )
+            torch.testing.assert_close(_whole(grad), wanted, msg=name)
 
 
 def _train(model: nn.Module, data: DataParallel, rank: int) -> communication.Log:
