@@ -1,7 +1,7 @@
 """What one comparison is made of, and how it is drawn.
 
-A ``Case`` is small and prints as the code that makes it. A ``Space`` says what may be drawn; in each
-of its lists the simplest comes first, which is what shrinking goes to.
+A ``Case`` is small and prints as the code that makes it. A ``Space`` says what may be drawn; in
+each of its lists the simplest comes first, which is what shrinking goes to.
 """
 
 from __future__ import annotations

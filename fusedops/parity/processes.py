@@ -1,8 +1,8 @@
 """Ranks as gloo processes that stay for the next case.
 
 Starting a process means importing torch, which takes longer than most cases: a fork server imports
-it once, and the processes stay. Each run has a new world of the first ``size`` ones: what an earlier
-run left behind cannot reach it. What a rank is sent must be a function of a module.
+it once, and the processes stay. Each run has a new world of the first ``size`` ones: what an
+earlier run left behind cannot reach it. What a rank is sent must be a function of a module.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -84,17 +85,15 @@ class Processes:
                 if not connection.poll(left):
                     told[rank] = "no answer" if told else f"no answer in {patience:.0f} s"
                     continue
-                error, value = connection.recv()
+                answer: _Answer = connection.recv()
             except (EOFError, ConnectionResetError):
-                error, value = None, "the process has ended"
-                told[rank] = value
+                told[rank] = "the process has ended"
                 continue
-            if error is not None or isinstance(value, _Told):
-                told[rank] = value.text
-                if error is not None:
-                    errors[rank] = error
-            else:
-                results.append(value)
+            results.append(answer.result)
+            if answer.told:
+                told[rank] = answer.told
+            if answer.error is not None:
+                errors[rank] = answer.error
         if told:
             self.close()
             raise RankError("", told, errors)
@@ -117,11 +116,13 @@ class Processes:
             self._members.append((process, mine))
 
 
-class _Told:
-    """The traceback of what a rank raised."""
+@dataclass
+class _Answer:
+    """What a rank's function returned; or what it raised, with its traceback."""
 
-    def __init__(self, text: str) -> None:
-        self.text = text
+    result: Any = None
+    told: str = ""
+    error: BaseException | None = None
 
 
 def _serve(connection: Connection) -> None:
@@ -136,10 +137,9 @@ def _serve(connection: Connection) -> None:
         try:
             function, args = pickle.loads(job)
             with _world(store, rank, size, patience):
-                answer = (None, function(rank, *args))
+                answer = _Answer(function(rank, *args))
         except BaseException as error:
-            text = traceback.format_exc()
-            answer = (error if _pickles(error) else None, _Told(text))
+            answer = _Answer(told=traceback.format_exc(), error=error if _pickles(error) else None)
         connection.send(answer)
 
 
