@@ -20,7 +20,7 @@ from fusedops._core.library import tag_compiled_code as _tag_compiled_code
 from fusedops.ops import *  # noqa: F403
 
 if TYPE_CHECKING:
-    from fusedops import checkpoint, memory, nn, optim, parallel, parity, planner
+    from fusedops import checkpoint, memory, models, nn, optim, parallel, parity, planner
     from fusedops._core.host import tune_host
     from fusedops.integrations import (
         PatchReport,
@@ -38,6 +38,7 @@ __version__ = "0.1.0"
 _LAZY = {
     "checkpoint": "fusedops.checkpoint",
     "memory": "fusedops.memory",
+    "models": "fusedops.models",
     "nn": "fusedops.nn",
     "optim": "fusedops.optim",
     "parallel": "fusedops.parallel",
@@ -60,6 +61,7 @@ __all__ = [
     "counters",
     "decompositions",
     "memory",
+    "models",
     "nn",
     "optim",
     "parallel",

@@ -1,7 +1,7 @@
-"""The sizes of a transformer from a configuration of transformers: an object, or its JSON file.
+"""What a transformer is, from a configuration of transformers: an object, or its JSON file.
 
-Only what ``Transformer`` describes exactly is taken; the tests compare each family's parameters
-with those of the modules.
+Only what ``TransformerConfig`` describes exactly is taken; the tests compare each family's
+parameters with those of the modules.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fusedops._core import checks
-from fusedops.planner.transformer import Transformer
+from fusedops.models.config import TransformerConfig
 
 Values = Mapping[str, Any]
 
@@ -27,7 +27,7 @@ _ACTIVATIONS = {
 }
 
 
-def from_config(config: Any) -> Transformer:
+def from_config(config: Any) -> TransformerConfig:
     """Return the sizes of a model that transformers builds.
 
     Args:
@@ -39,7 +39,7 @@ def from_config(config: Any) -> Transformer:
         TypeError: it is none of these.
 
     Example:
-        >>> from fusedops.planner import from_config
+        >>> from fusedops.models import from_config
         >>> small = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4}
         >>> from_config(small | {"vocab_size": 512, "n_positions": 128}).parameters().total
         141056
@@ -79,8 +79,8 @@ def _activation(values: Values, name: str, default: str) -> str:
     return _ACTIVATIONS[given]
 
 
-def _gpt2(values: Values) -> Transformer:
-    return Transformer(
+def _gpt2(values: Values) -> TransformerConfig:
+    return TransformerConfig(
         hidden_size=values["n_embd"],
         num_layers=values["n_layer"],
         num_heads=values["n_head"],
@@ -104,8 +104,8 @@ def _common(values: Values) -> dict[str, Any]:
     }
 
 
-def _bert(values: Values) -> Transformer:
-    return Transformer(
+def _bert(values: Values) -> TransformerConfig:
+    return TransformerConfig(
         **_common(values),
         position_tables=1,
         token_types=values.get("type_vocab_size", 2),
@@ -116,7 +116,7 @@ def _bert(values: Values) -> Transformer:
     )
 
 
-def _llama(values: Values, **more: Any) -> Transformer:
+def _llama(values: Values, **more: Any) -> TransformerConfig:
     for name in ("attention_bias", "mlp_bias"):
         if values.get(name):
             checks.fail("from_config", name, "false", values[name])
@@ -130,19 +130,19 @@ def _llama(values: Values, **more: Any) -> Transformer:
         "bias": False,
         "tied": values.get("tie_word_embeddings", False),
     }
-    return Transformer(**_common(values) | given | more)
+    return TransformerConfig(**_common(values) | given | more)
 
 
-def _qwen3(values: Values) -> Transformer:
+def _qwen3(values: Values) -> TransformerConfig:
     return _llama(values, qk_norm=True, head_dim=values.get("head_dim") or 128)
 
 
-def _mixtral(values: Values) -> Transformer:
+def _mixtral(values: Values) -> TransformerConfig:
     experts = values["num_local_experts"]
     return _llama(values, num_experts=experts, top_k=values["num_experts_per_tok"])
 
 
-def _qwen3_moe(values: Values) -> Transformer:
+def _qwen3_moe(values: Values) -> TransformerConfig:
     dense = values.get("mlp_only_layers") or values.get("decoder_sparse_step", 1) != 1
     if dense:
         checks.fail("from_config", "mlp_only_layers", "empty: every layer sparse", dense)
@@ -156,7 +156,7 @@ def _qwen3_moe(values: Values) -> Transformer:
     )
 
 
-_FAMILIES: dict[str, Callable[[Values], Transformer]] = {
+_FAMILIES: dict[str, Callable[[Values], TransformerConfig]] = {
     "gpt2": _gpt2,
     "bert": _bert,
     "llama": _llama,
