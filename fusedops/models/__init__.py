@@ -5,6 +5,7 @@ from __future__ import annotations
 from fusedops.models.config import RopeScaling, TransformerConfig
 from fusedops.models.configurations import from_config
 from fusedops.models.initialize import initialize
+from fusedops.models.parallel_config import ParallelConfig
 from fusedops.models.presets import PRESETS, TINY, preset
 from fusedops.models.transformer import Documents, Loss, Transformer
 
@@ -13,6 +14,7 @@ __all__ = [
     "TINY",
     "Documents",
     "Loss",
+    "ParallelConfig",
     "RopeScaling",
     "Transformer",
     "TransformerConfig",
