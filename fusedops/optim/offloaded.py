@@ -16,9 +16,9 @@ import torch
 
 from fusedops._core import checks
 from fusedops._core.checks import UnsupportedError
+from fusedops._core.host_memory import available_bytes
 from fusedops.ops.square_sums import square_sums
 from fusedops.optim import _shards, _step_queue
-from fusedops.optim._host_memory import available_bytes
 from fusedops.optim._overlap import Basis, Bucket, Gradient, Job, Slot, Workers
 from fusedops.optim._state import Storage, new_state
 from fusedops.optim.adamw import AdamW, Member

@@ -16,7 +16,8 @@ from offload_testing import TinyModel, train
 from optim_testing import assert_same
 from torch import nn
 
-from fusedops.optim import AdamW, OffloadedAdamW, _host_memory, offloaded
+from fusedops._core import host_memory
+from fusedops.optim import AdamW, OffloadedAdamW, offloaded
 from fusedops.optim._overlap import Bucket
 
 SMALL = {"bucket_bytes": 300, "threads": 2}  # several buckets of the tiny model
@@ -190,20 +191,20 @@ def test_the_memory_that_is_available_is_the_least_of_machine_and_container(
 ) -> None:
     machine = tmp_path / "meminfo"
     machine.write_text("MemTotal: 900 kB\nMemAvailable:   500 kB\n")
-    monkeypatch.setattr(_host_memory, "_MEMORY", machine)
-    monkeypatch.setattr(_host_memory, "_GROUP", tmp_path)
-    assert _host_memory.available_bytes() == 500 * 1024
+    monkeypatch.setattr(host_memory, "_MEMORY", machine)
+    monkeypatch.setattr(host_memory, "_GROUP", tmp_path)
+    assert host_memory.available_bytes() == 500 * 1024
     for name, text in (
         ("memory.current", "300000\n"),
         ("memory.stat", "anon 1\ninactive_file 100000\n"),
         ("memory.max", "max\n"),
     ):
         (tmp_path / name).write_text(text)
-    assert _host_memory.available_bytes() == 500 * 1024
+    assert host_memory.available_bytes() == 500 * 1024
     (tmp_path / "memory.max").write_text("400000\n")
-    assert _host_memory.available_bytes() == 200000
+    assert host_memory.available_bytes() == 200000
     machine.unlink()
-    assert _host_memory.available_bytes() is None
+    assert host_memory.available_bytes() is None
 
 
 def test_wrong_arguments_are_named() -> None:
