@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -81,9 +81,9 @@ class Gradient:
     """A gradient as it was when a job began.
 
     Attributes:
-        whole: the parameter's ``grad``.
+        whole: the parameter's ``grad``; ``None`` where this is yet to be written there.
         local: its part that is here, cut as the parameter is.
-        version: counts what was written to it.
+        version: counts what was written to ``whole``.
         mark: of the copy engine: what the device computes before.
     """
 
@@ -97,6 +97,13 @@ class Gradient:
         """Note the gradient that a parameter has now; may be a collective operation."""
         local = _shards.local(_shards.placed_like(param.grad, param))
         return cls(param.grad, local, _version(param.grad), mark)
+
+    def written_to(self, param: Any) -> Gradient:
+        """Return it as it is now that it was written to the parameter's ``grad``."""
+        grad = param.grad
+        if self.whole is not None or grad is None or grad.dtype != self.local.dtype:
+            return self
+        return replace(self, whole=grad, version=_version(grad))
 
     def is_that_of(self, param: Any) -> bool:
         """Whether a parameter has this gradient still, and nothing was written to it."""
@@ -137,6 +144,12 @@ class Bucket:
         pairs = zip(job.members, job.gradients, strict=True)
         current = all(gradient.is_that_of(self.slots[i].param) for i, gradient in pairs)
         return job.sums if current else None
+
+    def written(self) -> None:
+        """Note that gradients which were to be written to ``grad`` have been."""
+        if self.job is not None:
+            gradients = zip(self.job.members, self.job.gradients, strict=True)
+            self.job.gradients = [each.written_to(self.slots[i].param) for i, each in gradients]
 
     @property
     def staging_bytes(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -48,8 +49,8 @@ class OffloadedAdamW(AdamW):
         weight_decay: as ``AdamW``.
         amsgrad: as ``AdamW``.
         overlap: step during the backward, else all in ``step``. Of plain parameters in a job of
-            several processes (DDP) the gradients are final only after the backward: their steps
-            begin in ``step`` in any case.
+            several processes the gradients are final only after the backward: their steps begin
+            in ``step``, unless ``follow`` says which DDP reduces them.
         device_fraction: how much of the parameters, by bytes and from the first on, keep their
             states on the device: those whose gradients come last, and hide nothing.
         bucket_bytes: parameters of about so many bytes are copied and stepped together.
@@ -140,6 +141,52 @@ class OffloadedAdamW(AdamW):
             slot = bucket.slots[index]
             slot.copy.copy_(_shards.local(slot.state["master"]))
             self._engine.push(_shards.local(param), slot.copy).wait()
+
+    def follow(
+        self, model: torch.nn.Module, hook: Callable[..., Any] | None = None, state: Any = None
+    ) -> None:
+        """Let steps begin in the backward of DDP, as its buckets of gradients are reduced.
+
+        Call it once, after wrapping the model and before the first backward. Without it the steps
+        are made in ``step``, with the same bits.
+
+        Args:
+            model: a ``DistributedDataParallel`` over parameters of this optimizer.
+            hook: what reduces the buckets: one of
+                ``torch.distributed.algorithms.ddp_comm_hooks``, or any other; by default the mean,
+                with the bits of DDP's own. It is registered with DDP, which takes only one.
+            state: of the hook; by default DDP's process group.
+
+        Raises:
+            TypeError: ``model`` is not wrapped in DDP, or ``hook`` is no function.
+            ValueError: no parameter of it is offloaded here.
+            RuntimeError: from DDP, it has a hook already.
+        """
+        op = f"{type(self).__name__}.follow"
+        if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
+            raise TypeError(
+                f"{op}: model must be a DistributedDataParallel, got {checks.type_name(model)}"
+            )
+        if hook is not None and not callable(hook):
+            raise TypeError(f"{op}: hook must be a function, got {checks.type_name(hook)}")
+        if not any(param in self._slots for param in model.parameters()):
+            checks.fail(op, "model", "one whose parameters are offloaded here", "others")
+        from fusedops.optim import _ddp
+
+        this = weakref.ref(self)
+
+        def arrived(reduced: _ddp.Reduced) -> None:
+            optimizer = this()
+            if optimizer is not None:
+                optimizer._reduced(reduced)
+
+        def ended() -> None:
+            optimizer = this()
+            if optimizer is not None:
+                optimizer._written()
+
+        group = model.process_group if state is None else state
+        _ddp.follow(model, hook or _ddp.mean, group, arrived, ended)
 
     def close(self) -> None:
         """End the threads; a step that has begun and was not asked for is dropped."""
@@ -256,16 +303,41 @@ class OffloadedAdamW(AdamW):
     def _arrived(self, param: Any) -> None:
         """Note that a backward has accumulated a gradient; begin when a bucket is complete."""
         with self._lock:
-            self._calls[param] = self._calls.get(param, 0) + 1
-            bucket, index = self._slots[param]
             grad = param.grad
-            if self._calls[param] != self._passes or bucket.job is not None or grad is None:
+            if not self._is_last_pass(param) or grad is None:
                 return
             if grad.layout is not torch.strided or _placed_otherwise(grad, param):
                 return
-            bucket.arrived[index] = Gradient.of(param, self._engine.ready())
-            if len(bucket.arrived) == len(bucket.slots):
-                self._begin(bucket, self._expected_factor, steps=self._speculates)
+            self._note(param, Gradient.of(param, self._engine.ready()))
+
+    def _reduced(self, reduced: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Note gradients that DDP will write at the end of the backward."""
+        if not self._overlap or self._workers is None:
+            return
+        with self._lock:
+            mark = self._engine.ready()
+            for param, grad in reduced:
+                if param not in self._slots or grad.dtype != param.dtype:
+                    continue
+                if self._is_last_pass(param):
+                    self._note(param, Gradient(None, grad, 0, mark))
+
+    def _written(self) -> None:
+        """Note that DDP has written the gradients."""
+        with self._lock:
+            for bucket in self._buckets:
+                bucket.written()
+
+    def _is_last_pass(self, param: Any) -> bool:
+        """Count a pass, and return whether it is the one after which the last step came."""
+        self._calls[param] = self._calls.get(param, 0) + 1
+        return self._calls[param] == self._passes and self._slots[param][0].job is None
+
+    def _note(self, param: Any, gradient: Gradient) -> None:
+        bucket, index = self._slots[param]
+        bucket.arrived[index] = gradient
+        if len(bucket.arrived) == len(bucket.slots):
+            self._begin(bucket, self._expected_factor, steps=self._speculates)
 
     def _begin(self, bucket: Bucket, factor: float, *, steps: bool) -> None:
         """Begin a job for the gradients that have arrived."""
