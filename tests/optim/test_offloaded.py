@@ -177,6 +177,28 @@ def test_states_go_to_torch_and_come_back() -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("overlap", "options", "dtype", "bytes_of_a_parameter"),
+    [
+        (True, {}, torch.float32, 2 * 12 + 4),
+        (True, {}, torch.bfloat16, 2 * 12 + 2),
+        (True, {"state_dtype": torch.bfloat16}, torch.bfloat16, 2 * 8 + 2),
+        (False, {}, torch.float32, 12 + 4),
+        (False, {}, torch.bfloat16, 12 + 2),
+        (False, {"amsgrad": True}, torch.bfloat16, 16 + 2),
+        (False, {"device_fraction": 0.5}, torch.bfloat16, 7),
+    ],
+)
+def test_the_host_memory_that_it_takes(
+    overlap: bool, options: dict[str, Any], dtype: torch.dtype, bytes_of_a_parameter: int
+) -> None:
+    params = [nn.Parameter(torch.ones(1 << 12, dtype=dtype)) for _ in range(16)]
+    optimizer = OffloadedAdamW(params, overlap=overlap, bucket_bytes=1, **options)
+    staging = 2 * 4 * (1 << 12) if overlap else 0  # two workers, a parameter each
+    steps = 4 * 16 * (1 - optimizer._device_fraction)
+    assert optimizer.host_bytes == bytes_of_a_parameter * (1 << 16) + staging + steps
+
+
 def test_too_little_memory_is_told_with_the_numbers_before_it_is_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
