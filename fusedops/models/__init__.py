@@ -6,6 +6,7 @@ from fusedops.models.config import RopeScaling, TransformerConfig
 from fusedops.models.configurations import from_config, to_config
 from fusedops.models.huggingface import load_huggingface, save_huggingface
 from fusedops.models.initialize import initialize
+from fusedops.models.parallel_config import ParallelConfig
 from fusedops.models.presets import PRESETS, TINY, preset
 from fusedops.models.transformer import Documents, Loss, Transformer
 
@@ -14,6 +15,7 @@ __all__ = [
     "TINY",
     "Documents",
     "Loss",
+    "ParallelConfig",
     "RopeScaling",
     "Transformer",
     "TransformerConfig",

@@ -1,0 +1,69 @@
+"""What tests of split layers share: a mesh of the pool's first ranks, and comparison by budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from process_pool import World
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fusedops._core import dtypes
+
+
+def mesh_of(world: World, ranks: int, name: str = "tp") -> DeviceMesh:
+    """Return the pool's group of that size as a mesh; starts nothing."""
+    return DeviceMesh.from_group(world.group(ranks), "cpu", mesh_dim_names=(name,))
+
+
+def part_of(tensor: torch.Tensor, world: World, ranks: int, dim: int) -> torch.Tensor:
+    """Return this rank's part of a tensor that all ranks have."""
+    return tensor.chunk(ranks, dim)[world.rank]
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a parameter or gradient as one process has it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def run(
+    module: nn.Module, input: torch.Tensor, grad: torch.Tensor, *more: Any
+) -> dict[str, torch.Tensor]:
+    """Return the output, and the gradients of the input and of each parameter by name."""
+    input = input.detach().clone().requires_grad_()
+    output = module(input, *more)
+    output.backward(grad)
+    grads = {name: whole(each.grad) for name, each in module.named_parameters()}
+    return {"output": output.detach(), "input": input.grad, **grads}
+
+
+def assert_same(
+    actual: dict[str, torch.Tensor],
+    eager: dict[str, torch.Tensor],
+    truth: dict[str, torch.Tensor],
+    depth: int,
+) -> None:
+    """Assert that every tensor lies within the error budget of its dtype."""
+    assert actual.keys() == truth.keys()
+    for name, value in actual.items():
+        exact = truth[name].double()
+        assert value.shape == exact.shape, f"{name}: {list(value.shape)}"
+        error = (value.double() - exact).abs()
+        budget = dtypes.error_budget(eager[name], exact, value.dtype, depth=depth)
+        assert bool((error <= budget).all()), f"{name}: off by {float(error.max())}"
+
+
+def one_process(
+    make: Callable[[torch.dtype], nn.Module],
+    input: torch.Tensor,
+    grad: torch.Tensor,
+    dtype: torch.dtype,
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return what the plain module gives in ``dtype`` and in float64."""
+    given = (make(dtype), input.to(dtype), grad.to(dtype))
+    wide = torch.float64
+    exact = make(dtype).to(wide), input.to(dtype).to(wide), grad.to(dtype).to(wide)
+    return run(*given), run(*exact)
