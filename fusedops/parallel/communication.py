@@ -169,16 +169,29 @@ def all_reduce(
 
 
 def all_gather(
-    tensor: torch.Tensor, group: dist.ProcessGroup, *, dim: int = 0, label: str = ""
+    tensor: torch.Tensor,
+    group: dist.ProcessGroup,
+    *,
+    dim: int = 0,
+    out: torch.Tensor | None = None,
+    label: str = "",
 ) -> Pending:
-    """Join the ranks' tensors, all of one shape, along ``dim`` in the order of the ranks."""
+    """Join the ranks' tensors, all of one shape, along ``dim`` in the order of the ranks.
+
+    Args:
+        tensor: this rank's.
+        group: the process group.
+        dim: along which they are joined.
+        out: with ``dim`` 0: receives them; made if not given. ``tensor`` may be its part of it.
+        label: for the log.
+    """
     ranks = group.size()
     if ranks == 1:
-        return Pending(lambda: tensor)
+        return Pending(lambda: tensor if out is None else out.copy_(tensor))
     dim = dim % tensor.dim()
     tensor = tensor.contiguous()
     started = _start("all_gather", label, _bytes(tensor) * (ranks - 1), ranks)
-    parts = tensor.new_empty((ranks * tensor.shape[0], *tensor.shape[1:]))
+    parts = tensor.new_empty((ranks * tensor.shape[0], *tensor.shape[1:])) if out is None else out
     work = _all_gather(parts, tensor, group=group, async_op=True)
 
     def finish() -> torch.Tensor:
@@ -284,6 +297,7 @@ def send_receive(
     *,
     to: int | None,
     source: int | None,
+    out: torch.Tensor | None = None,
     label: str = "",
 ) -> Pending:
     """Send ``tensor`` to one rank of the group and receive one of its shape from another.
@@ -293,6 +307,7 @@ def send_receive(
         group: the process group.
         to: the rank in the group that gets it, or ``None``: nothing is sent.
         source: the rank whose tensor comes, or ``None``: the result is ``tensor``.
+        out: of the shape of ``tensor``, to receive in; made if not given.
         label: for the log.
     """
     tensor = tensor.contiguous()
@@ -300,7 +315,7 @@ def send_receive(
     if to is not None:
         batch.append(dist.P2POp(dist.isend, tensor, group=group, group_peer=to))
     if source is not None:
-        received = torch.empty_like(tensor)
+        received = torch.empty_like(tensor) if out is None else out
         batch.append(dist.P2POp(dist.irecv, received, group=group, group_peer=source))
     if not batch:
         return Pending(lambda: tensor)
