@@ -9,6 +9,8 @@
 | ``FUSEDOPS_MAX_ISA`` | the CPU kernels use no more than this: see ``MAX_ISAS`` | all there is |
 | ``FUSEDOPS_SANITIZE`` | sanitizers of a build of its own; only the build reads it | none |
 | ``FUSEDOPS_TUNING`` | tuning table that wins over the shipped one; ``off``: no table | shipped |
+| ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK`` | torchrun's: which process of a run this is | alone |
+| ``OMP_NUM_THREADS`` | torch's: threads (``fusedops train --processes`` sets it) | all cores |
 | ``THP_MEM_ALLOC_ENABLE`` | torch's: ``1`` asks for huge pages (``tune_host`` sets it) | ``0`` |
 | ``TRITON_INTERPRET`` | Triton's own: ``1`` interprets its kernels, on CPU tensors too | ``0`` |
 """
@@ -107,6 +109,19 @@ def tuning() -> str | None:
 def triton_interpreted() -> bool:
     """Return whether Triton runs its kernels in its interpreter."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def launched() -> tuple[int, int, int] | None:
+    """Return (rank, number of ranks, rank on this machine) of a process that torchrun started."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return None
+    rank = int(os.environ["RANK"])
+    return rank, int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", rank))
+
+
+def set_threads(count: int) -> None:
+    """Set ``OMP_NUM_THREADS``, which processes that are started obey, unless it is set."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(count))
 
 
 def set_huge_pages() -> bool:

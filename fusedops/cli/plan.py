@@ -290,7 +290,7 @@ def _gib(size: int) -> str:
 
 def _record(name: str, model: Transformer, devices: int, found: Plan) -> dict[str, Any]:
     """Return everything as JSON has it; bytes are whole numbers."""
-    from fusedops.planner.transformer import describe
+    from fusedops.models.config import describe
 
     return {
         "model": name,

@@ -1,5 +1,10 @@
 """Parallelism on torch.distributed. A process group or device mesh is always an argument."""
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from fusedops.parallel.context import (
     context_core,
     ring_attention,
@@ -8,14 +13,41 @@ from fusedops.parallel.context import (
     unshard_sequence,
 )
 from fusedops.parallel.expert import expert_parallel, moe_combine, moe_dispatch
+from fusedops.parallel.mesh import Mesh, make_mesh, rank_groups
+from fusedops.parallel.sizes import Sizes
+
+if TYPE_CHECKING:
+    from fusedops.parallel.data import DataParallel, Replicas, by_bytes, shard
+
+# What needs torch.distributed.tensor, which takes a second to import: its module, by name.
+_LATER = {
+    "DataParallel": "data",
+    "Replicas": "data",
+    "by_bytes": "data",
+    "shard": "data",
+}
 
 __all__ = [
+    "DataParallel",
+    "Mesh",
+    "Replicas",
+    "Sizes",
+    "by_bytes",
     "context_core",
     "expert_parallel",
+    "make_mesh",
     "moe_combine",
     "moe_dispatch",
+    "rank_groups",
     "ring_attention",
+    "shard",
     "shard_sequence",
     "ulysses_attention",
     "unshard_sequence",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_LATER[name]}"), name)

@@ -166,16 +166,29 @@ def all_reduce(
 
 
 def all_gather(
-    tensor: torch.Tensor, group: dist.ProcessGroup, *, dim: int = 0, label: str = ""
+    tensor: torch.Tensor,
+    group: dist.ProcessGroup,
+    *,
+    dim: int = 0,
+    out: torch.Tensor | None = None,
+    label: str = "",
 ) -> Pending:
-    """Join the ranks' tensors, all of one shape, along ``dim`` in the order of the ranks."""
+    """Join the ranks' tensors, all of one shape, along ``dim`` in the order of the ranks.
+
+    Args:
+        tensor: this rank's.
+        group: the process group.
+        dim: along which they are joined.
+        out: with ``dim`` 0: receives them; made if not given. ``tensor`` may be its part of it.
+        label: for the log.
+    """
     ranks = group.size()
     if ranks == 1:
-        return Pending(lambda: tensor)
+        return Pending(lambda: tensor if out is None else out.copy_(tensor))
     dim = dim % tensor.dim()
     tensor = tensor.contiguous()
     started = _start("all_gather", label, _bytes(tensor) * (ranks - 1), ranks)
-    parts = tensor.new_empty((ranks * tensor.shape[0], *tensor.shape[1:]))
+    parts = tensor.new_empty((ranks * tensor.shape[0], *tensor.shape[1:])) if out is None else out
     work = dist.all_gather_into_tensor(parts, tensor, group, async_op=True)
 
     def finish() -> torch.Tensor:

@@ -1,12 +1,12 @@
 """Planning: what a layout takes on each device, before anything runs (``docs/planning.md``)."""
 
+from fusedops.models import PRESETS, preset
+from fusedops.models import TransformerConfig as Transformer
 from fusedops.planner.configurations import from_config
 from fusedops.planner.layout import Layout, check
 from fusedops.planner.memory import Estimate, estimate
-from fusedops.planner.presets import PRESETS, preset
 from fusedops.planner.search import Plan, layouts, plan
 from fusedops.planner.sizes import parse_bytes, show_bytes, show_count
-from fusedops.planner.transformer import Transformer
 
 __all__ = [
     "PRESETS",

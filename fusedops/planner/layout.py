@@ -6,12 +6,12 @@ wrong, and which sizes would fit.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fusedops._core import checks
-from fusedops.planner.transformer import Transformer
+from fusedops.models.config import TransformerConfig
+from fusedops.models.parallel_config import check_split
+from fusedops.parallel.sizes import check_divides, check_ranks
 
 _OP = "plan"
 SCHEDULES = ("1f1b", "gpipe")
@@ -135,11 +135,11 @@ class Layout:
         """The share of a step in which a stage waits: ``(p - 1) / (v m + p - 1)``."""
         return (self.pp - 1) / (self.interleave * self.microbatches + self.pp - 1)
 
-    def tokens(self, model: Transformer) -> int:
+    def tokens(self, model: TransformerConfig) -> int:
         """Return the tokens of a micro-batch on one device, before ``sp``."""
         return self.micro_batch * self.length(model) // self.cp
 
-    def length(self, model: Transformer) -> int:
+    def length(self, model: TransformerConfig) -> int:
         """Return the tokens of a sequence."""
         return model.seq_len if self.seq_len is None else self.seq_len
 
@@ -157,7 +157,7 @@ class Layout:
         return chunks / v
 
 
-def check(model: Transformer, layout: Layout, devices: int | None = None) -> None:
+def check(model: TransformerConfig, layout: Layout, devices: int | None = None) -> None:
     """Raise unless the layout has a meaning, fits the model, and takes this many devices.
 
     Args:
@@ -171,29 +171,23 @@ def check(model: Transformer, layout: Layout, devices: int | None = None) -> Non
     """
     _check_values(layout)
     if devices is not None:
-        _check_devices(layout, devices)
-    depth, heads = model.depth, model.num_heads
-    _check_divides("tp", layout.tp, heads, "the heads")
-    keys = model.kv_heads
-    if keys % layout.tp and layout.tp % keys:
-        fits = [n for n in _divisors(heads) if keys % n == 0 or n % keys == 0]
-        _fail("tp", f"a divisor or a multiple of the {keys} heads of keys", layout.tp, fits)
-    _check_divides("tp", layout.tp, model.intermediate_size, "intermediate_size")
+        sizes = {name: getattr(layout, name) for name in ("dp", "tp", "pp", "cp")}
+        check_ranks(_OP, sizes, devices)
+    check_split(_OP, model, tp=layout.tp, ep=layout.ep, data=layout.dp * layout.cp)
     what = "pp" if layout.interleave == 1 else "pp x interleave"
-    _check_divides(what, layout.pp * layout.interleave, depth, "the layers")
+    check_divides(_OP, what, layout.pp * layout.interleave, model.depth, "the layers")
     if layout.interleave > 1 and layout.pp == 1:
         checks.fail(_OP, "interleave", "1 where there is one stage", layout.interleave)
     if layout.interleave > 1 and layout.microbatches % layout.pp:
         wanted = f"a multiple of pp {layout.pp} with interleave {layout.interleave}"
         checks.fail(_OP, "microbatches", wanted, layout.microbatches)
-    _check_experts(model, layout)
     length = layout.length(model)
     if model.position_tables and length > model.seq_len:
         wanted = f"at most {model.seq_len}, the positions that the model has"
         checks.fail(_OP, "seq_len", wanted, length)
-    _check_divides("cp", layout.cp, length, "the tokens of a sequence")
+    check_divides(_OP, "cp", layout.cp, length, "the tokens of a sequence")
     if layout.sp:
-        _check_divides("tp", layout.tp, layout.tokens(model), "the tokens of a device (sp)")
+        check_divides(_OP, "tp", layout.tp, layout.tokens(model), "the tokens of a device (sp)")
 
 
 def _check_values(layout: Layout) -> None:
@@ -214,45 +208,3 @@ def _check_values(layout: Layout) -> None:
         checks.fail(_OP, "recompute", "none or full alone, or others joined by +", layout.recompute)
     for word in layout.offload:
         checks.choice(_OP, "offload", word, OFFLOADS)
-
-
-def _check_devices(layout: Layout, devices: int) -> None:
-    if layout.devices == devices:
-        return
-    sizes = {name: getattr(layout, name) for name in ("dp", "tp", "pp", "cp")}
-    product = f"{' x '.join(sizes)} = {' x '.join(map(str, sizes.values()))} = {layout.devices}"
-    fits = []
-    for name, size in sizes.items():
-        others = layout.devices // size
-        if devices % others == 0:
-            fits.append(f"{name} {devices // others}")
-    hint = f"; {' or '.join(fits)} would fit" if fits else ""
-    raise ValueError(f"{_OP}: {product} must be the {devices} devices{hint}")
-
-
-def _check_experts(model: Transformer, layout: Layout) -> None:
-    if layout.ep == 1:
-        return
-    if not model.sparse_layers:
-        checks.fail(_OP, "ep", "1 for a model without experts", layout.ep)
-    ranks = layout.dp * layout.cp
-    fits = [n for n in _divisors(model.num_experts) if ranks % n == 0]
-    if model.num_experts % layout.ep:
-        _fail("ep", f"a divisor of the {model.num_experts} experts", layout.ep, fits)
-    if ranks % layout.ep:
-        _fail("ep", f"a divisor of dp x cp = {ranks}, inside of which it lies", layout.ep, fits)
-
-
-def _check_divides(name: str, size: int, whole: int, what: str) -> None:
-    if whole % size:
-        _fail(name, f"a divisor of {what}, {whole}", size, _divisors(whole))
-
-
-def _fail(name: str, wanted: str, got: int, fits: Iterable[int]) -> None:
-    near = sorted(sorted(fits, key=lambda n: abs(math.log(n / got)))[:4])
-    hint = f" ({', '.join(map(str, near))} would fit)" if near else ""
-    checks.fail(_OP, name, wanted, f"{got}{hint}")
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, min(number, 1 << 14) + 1) if number % n == 0]

@@ -23,10 +23,10 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from fusedops.models.config import TransformerConfig, Weights
 from fusedops.planner import saved
 from fusedops.planner.layout import Layout, check
 from fusedops.planner.saved import Saved
-from fusedops.planner.transformer import Transformer, Weights
 
 PARTS = ("weights", "gradients", "states", "activations", "communication", "logits")
 # linear_cross_entropy's logits in memory at a time.
@@ -69,7 +69,7 @@ class Estimate:
         return self.weights + self.gradients + self.states
 
 
-def estimate(model: Transformer, layout: Layout, *, devices: int | None = None) -> Estimate:
+def estimate(model: TransformerConfig, layout: Layout, *, devices: int | None = None) -> Estimate:
     """Return the bytes that a step takes on the fullest device.
 
     Args:
@@ -105,7 +105,7 @@ def estimate(model: Transformer, layout: Layout, *, devices: int | None = None) 
     )
 
 
-def kept_bytes(model: Transformer, layout: Layout) -> int:
+def kept_bytes(model: TransformerConfig, layout: Layout) -> int:
     """Return what one forward of the whole model keeps for its backward, without the logits.
 
     On one device of the tensor- and context-parallel ones.
@@ -132,7 +132,7 @@ def _bytes(tensors: Iterable[Saved], layout: Layout, *, remade: bool = True) -> 
     )
 
 
-def layer_bytes(model: Transformer, layout: Layout, index: int) -> float:
+def layer_bytes(model: TransformerConfig, layout: Layout, index: int) -> float:
     """Return the bytes that a layer keeps of a micro-batch on one device."""
     tokens = layout.tokens(model)
     if layout.recompute != "full":
@@ -146,11 +146,11 @@ def layer_bytes(model: Transformer, layout: Layout, index: int) -> float:
     return kept * tokens
 
 
-def _kept_by(model: Transformer, layout: Layout, kinds: dict[int, int]) -> float:
+def _kept_by(model: TransformerConfig, layout: Layout, kinds: dict[int, int]) -> float:
     return sum(layer_bytes(model, layout, each) * count for each, count in kinds.items())
 
 
-def _beside(model: Transformer, layout: Layout, index: int) -> float:
+def _beside(model: TransformerConfig, layout: Layout, index: int) -> float:
     """Return what the backward of a layer holds at its widest beside what the layers kept."""
     tensors, tokens = saved.layer(model, layout, index), layout.tokens(model)
     item, tp = layout.bytes_of.weights, layout.tp
@@ -166,7 +166,7 @@ def _beside(model: Transformer, layout: Layout, index: int) -> float:
     return beside + max(0.0, again)
 
 
-def _widest(model: Transformer, layout: Layout, index: int) -> float:
+def _widest(model: TransformerConfig, layout: Layout, index: int) -> float:
     """Return the numbers per token that a feed-forward layer's backward makes at its widest."""
     f, fused = model.intermediate_size, layout.kernels == "fused"
     if not model.is_sparse(index):
@@ -180,7 +180,7 @@ def _widest(model: Transformer, layout: Layout, index: int) -> float:
     return k * f * products
 
 
-def _arriving_share(model: Transformer, layout: Layout, index: int, again: bool) -> float:
+def _arriving_share(model: TransformerConfig, layout: Layout, index: int, again: bool) -> float:
     """Return of which share of a feed-forward layer's weights there are new gradients at once.
 
     Those of one operation: of both products, of gate and up, or of one product. ``again``: added to
@@ -198,7 +198,7 @@ def _arriving_share(model: Transformer, layout: Layout, index: int, again: bool)
 class _Stage:
     """One pipeline stage of a layout, on one of its devices."""
 
-    def __init__(self, model: Transformer, layout: Layout, index: int) -> None:
+    def __init__(self, model: TransformerConfig, layout: Layout, index: int) -> None:
         self.model, self.layout, self.index = model, layout, index
         self.layers = self._layers()
         self.first, self.last = index == 0, index == layout.pp - 1

@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from fusedops.models.config import TransformerConfig
 from fusedops.planner.layout import Layout
-from fusedops.planner.transformer import Transformer
 
 _FLOAT32 = 4
 
@@ -47,7 +47,7 @@ class Saved:
         return self.numbers * self.itemsize / (layout.tp if shared else 1)
 
 
-def layer(model: Transformer, layout: Layout, index: int) -> list[Saved]:
+def layer(model: TransformerConfig, layout: Layout, index: int) -> list[Saved]:
     """Return what a layer keeps, its input included (it is the first norm's, or the products')."""
     found = [*_norm(model, layout, "norm 1"), *_attention(model, layout)]
     found += _norm(model, layout, "norm 2")
@@ -60,7 +60,7 @@ def layer(model: Transformer, layout: Layout, index: int) -> list[Saved]:
     return found
 
 
-def before(model: Transformer, layout: Layout) -> list[Saved]:
+def before(model: TransformerConfig, layout: Layout) -> list[Saved]:
     """Return what the embedding keeps."""
     item = layout.bytes_of.weights
     found = [Saved("token ids", 1, 8)]
@@ -74,7 +74,7 @@ def before(model: Transformer, layout: Layout) -> list[Saved]:
     return found
 
 
-def after(model: Transformer, layout: Layout) -> list[Saved]:
+def after(model: TransformerConfig, layout: Layout) -> list[Saved]:
     """Return what is kept between the last layer and the logits."""
     item, h = layout.bytes_of.weights, model.hidden_size
     found = [] if model.post_norm else list(_norm(model, layout, "last norm"))
@@ -83,7 +83,7 @@ def after(model: Transformer, layout: Layout) -> list[Saved]:
     return [*found, Saved("labels", 1, 8)]
 
 
-def _norm(model: Transformer, layout: Layout, name: str) -> Iterator[Saved]:
+def _norm(model: TransformerConfig, layout: Layout, name: str) -> Iterator[Saved]:
     h = model.hidden_size
     if model.norm == "layer":
         yield Saved(f"{name} input", h, layout.bytes_of.weights, "sp")
@@ -105,7 +105,7 @@ def _rms_norm(layout: Layout, name: str, width: int, split: str, rows: int = 1) 
     yield Saved(f"{name} rstd", rows, _FLOAT32, split)
 
 
-def _attention(model: Transformer, layout: Layout) -> Iterator[Saved]:
+def _attention(model: TransformerConfig, layout: Layout) -> Iterator[Saved]:
     item, heads = layout.bytes_of.weights, model.num_heads
     query, key = model.query_width, model.key_width
     if model.qk_norm:
@@ -130,7 +130,7 @@ def _attention(model: Transformer, layout: Layout) -> Iterator[Saved]:
         yield Saved("row maximum and sum", 2 * heads, _FLOAT32, "tp")
 
 
-def _feed_forward(model: Transformer, layout: Layout) -> Iterator[Saved]:
+def _feed_forward(model: TransformerConfig, layout: Layout) -> Iterator[Saved]:
     item, f = layout.bytes_of.weights, model.intermediate_size
     fused = layout.kernels == "fused"
     if model.gated:
@@ -148,7 +148,7 @@ def _feed_forward(model: Transformer, layout: Layout) -> Iterator[Saved]:
         yield Saved("hidden layer", f, item, "tp", "activation")
 
 
-def _experts(model: Transformer, layout: Layout) -> Iterator[Saved]:
+def _experts(model: TransformerConfig, layout: Layout) -> Iterator[Saved]:
     item, k, h = layout.bytes_of.weights, model.top_k, model.hidden_size
     f = k * model.intermediate_size
     products = 2 if model.gated else 1

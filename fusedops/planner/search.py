@@ -12,10 +12,10 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from fusedops.models.config import TransformerConfig
 from fusedops.planner.layout import Layout, check
 from fusedops.planner.memory import Estimate, estimate
 from fusedops.planner.sizes import show_bytes
-from fusedops.planner.transformer import Transformer
 
 CRITERION = (
     "what fits first; then without offload, least recomputation, fewest stages, least tensor "
@@ -61,7 +61,7 @@ class Plan:
 
 
 def layouts(
-    model: Transformer,
+    model: TransformerConfig,
     devices: int,
     base: Layout,
     *,
@@ -108,14 +108,18 @@ def layouts(
             yield layout
 
 
-def _divides(size: int, ranks: int, model: Transformer) -> bool:
+def _divides(size: int, ranks: int, model: TransformerConfig) -> bool:
     if not model.sparse_layers:
         return size == 1
     return ranks % size == 0 and model.num_experts % size == 0
 
 
 def plan(
-    model: Transformer, devices: int, memory: int, base: Layout | None = None, **choices: object
+    model: TransformerConfig,
+    devices: int,
+    memory: int,
+    base: Layout | None = None,
+    **choices: object,
 ) -> Plan:
     """Return every layout on that many devices, what it takes, and which to choose.
 
@@ -151,7 +155,9 @@ def plan(
     return Plan(tuple(rows), memory, advice)
 
 
-def _rows(model: Transformer, devices: int, base: Layout, choices: dict[str, object]) -> list[Row]:
+def _rows(
+    model: TransformerConfig, devices: int, base: Layout, choices: dict[str, object]
+) -> list[Row]:
     found = layouts(model, devices, base, **choices)  # type: ignore[arg-type]
     return [Row(layout, estimate(model, layout)) for layout in found]
 
@@ -165,7 +171,7 @@ def _cost(row: Row, memory: int) -> tuple[float, ...]:
 
 
 def _advice(
-    model: Transformer,
+    model: TransformerConfig,
     devices: int,
     memory: int,
     base: Layout,

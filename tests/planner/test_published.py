@@ -102,7 +102,7 @@ def test_the_scaling_table_of_experts(
     # Divided evenly: optimizer parallelism shares what is no expert between the copies, too.
     layout = Layout(dp=copies, ep=copies, tp=8, zero=3, precision="float32")
     # The table is of the layers: a vocabulary of one word leaves little else.
-    bare = replace(model, vocab_size=1, position_tables=0)
+    bare = replace(model, vocab_size=1, position_tables=0, query_layer=False)
     on = estimate(bare, layout, devices=devices)
     off = estimate(bare, replace(layout, offload=("optimizer",)), devices=devices)
     assert off.weights / 1e9 == pytest.approx(offloaded, rel=0.01)

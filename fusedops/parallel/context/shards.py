@@ -10,7 +10,6 @@ from torch import Tensor
 from fusedops._core import checks
 from fusedops.parallel.context._checks import check_group, ends_of
 from fusedops.parallel.context.layout import Layout, layout_of, order, order_back
-from fusedops.parallel.tensor import gather_from_sequence
 
 
 def shard_sequence(
@@ -77,6 +76,8 @@ def unshard_sequence(
     """
     dim = _check("unshard_sequence", tensor, group, dim)
     layout = _layout("unshard_sequence", tensor, dim, group, group.size(), balance, cu_seqlens)
+    from fusedops.parallel.tensor import gather_from_sequence  # DTensor: a second to import
+
     by_rank = gather_from_sequence(_joined(tensor, dim), group, 0)
     return _parted(by_rank.index_select(0, order_back(layout, tensor.device)), tensor, dim)
 

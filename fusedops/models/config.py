@@ -1,22 +1,35 @@
-"""A transformer as sizes alone, and how many parameters it has.
+"""What a transformer is: its sizes and its choices, and how many parameters it has.
 
-Nothing here builds a model. Counts are exact: the tests compare them with published ones and with
-the modules that transformers builds. Weights are counted by how layouts treat them: ``split`` ones
-are divided by tensor parallelism (columns, or rows, or the vocabulary), ``whole`` ones are not
-(norms, biases that are added after the sum, routers), and experts apart from the rest, because
-their data-parallel group is another.
+Nothing here builds a model; ``transformer.py`` does. Counts are exact: the tests compare them with
+published ones and with the modules that transformers builds. Weights are counted by how layouts
+treat them: ``split`` ones are divided by tensor parallelism (columns, or rows, or the vocabulary),
+``whole`` ones are not (norms, biases that are added after the sum, routers), and experts apart from
+the rest, because their data-parallel group is another.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from fusedops._core import checks
 
 NORMS = ("layer", "rms")
 HEADS = ("causal", "masked")
+ROUTER_SCORES = ("softmax", "sigmoid")
+_FLAGS = (
+    "rotary",
+    "post_norm",
+    "gated",
+    "bias",
+    "qk_norm",
+    "tied",
+    "causal",
+    "alibi",
+    "query_layer",
+    "router_normalize",
+)
 # transformers computes ``gelu_new`` from seven operations; the other activations are one each.
 ACTIVATIONS = ("gelu", "gelu_new", "gelu_tanh", "fast_gelu", "relu", "silu")
 
@@ -55,8 +68,44 @@ class Weights:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Transformer:
-    """The sizes of a transformer.
+class RopeScaling:
+    """How Llama 3 stretches the rotations for sequences longer than it was first trained on.
+
+    Wave lengths above ``original_seq_len / low_freq_factor`` tokens grow by ``factor``, those below
+    ``original_seq_len / high_freq_factor`` stay, and between them a straight line leads from one to
+    the other.
+
+    Attributes:
+        factor: how many times longer.
+        low_freq_factor: waves of the first training length from which on none grows.
+        high_freq_factor: waves of it below which all grow.
+        original_seq_len: tokens of the sequences of the first training.
+
+    Raises:
+        ValueError: a factor is not positive, or the two bounds are not in order.
+        TypeError: one is no number.
+
+    Reference:
+        The Llama 3 Herd of Models, arXiv:2407.21783.
+    """
+
+    factor: float = 8.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_seq_len: int = 8192
+
+    def __post_init__(self) -> None:
+        for name in ("factor", "low_freq_factor", "high_freq_factor"):
+            checks.positive("RopeScaling", name, getattr(self, name))
+        checks.integer("RopeScaling", "original_seq_len", self.original_seq_len, least=1)
+        if self.low_freq_factor >= self.high_freq_factor:
+            wanted = f"above low_freq_factor, {self.low_freq_factor}"
+            checks.fail("RopeScaling", "high_freq_factor", wanted, self.high_freq_factor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerConfig:
+    """The sizes and choices of a transformer.
 
     Attributes:
         hidden_size: width of the residual stream.
@@ -84,10 +133,37 @@ class Transformer:
         top_k: experts that a token goes to.
         moe_layers: how many layers have experts, evenly spread; all by default.
         encoder_layers: of an encoder-decoder; each decoder layer then also attends to it.
+        causal: whether a token attends only itself and what is before it.
+        alibi: whether distances are subtracted from the scores (arXiv:2108.12409).
+        rope_theta: base of the rotations' wave lengths.
+        rope_scaling: how they are stretched, ``None`` for not.
+        sliding_window: tokens that a token attends, itself and those right before it; ``None``:
+            all.
+        query_layer: whether the last layer's queries are made of a second table of positions
+            instead of the hidden states (PanGu, arXiv:2104.12369); it follows the final norm.
+        norm_eps: added to the variance, or to the mean square.
+        dropout: probability with which elements of the embedding's and of each branch's output are
+            dropped in training.
+        attention_dropout: the same, of attention's weights.
+        router_score: ``"softmax"`` or ``"sigmoid"``, of ``fusedops.moe_route``.
+        router_normalize: whether the weights of a token's experts add up to 1.
+        router_scaling: factor of these weights.
+        capacity_factor: of the rows that an expert takes; ``None``: all that come.
+        balance_loss: factor of the routers' balance loss (1.0 times it where routing is uniform).
+        z_loss: factor of the mean square of the routers' log-sum-exp.
+        initializer_range: standard deviation of new weights.
 
     Raises:
-        ValueError: a size is not positive, or does not divide another.
-        TypeError: a size is no integer.
+        ValueError: a size is not positive, or does not divide another, or two choices exclude each
+            other.
+        TypeError: a size is no integer, a choice no bool, a factor no number.
+
+    Example:
+        >>> from fusedops.models import TransformerConfig
+        >>> sizes = {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 512}
+        >>> config = TransformerConfig(**sizes, intermediate_size=256, seq_len=128, rotary=True)
+        >>> config.parameters().total
+        132864
     """
 
     hidden_size: int
@@ -114,34 +190,82 @@ class Transformer:
     top_k: int = 1
     moe_layers: int | None = None
     encoder_layers: int = 0
+    causal: bool = True
+    alibi: bool = False
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    sliding_window: int | None = None
+    query_layer: bool = False
+    norm_eps: float = 1e-5
+    dropout: float = 0.0
+    attention_dropout: float = 0.0
+    router_score: str = "softmax"
+    router_normalize: bool = True
+    router_scaling: float = 1.0
+    capacity_factor: float | None = None
+    balance_loss: float = 0.0
+    z_loss: float = 0.0
+    initializer_range: float = 0.02
 
     def __post_init__(self) -> None:
         positive = ("hidden_size", "num_layers", "num_heads", "intermediate_size", "vocab_size")
         for name in (*positive, "seq_len", "top_k"):
-            checks.integer("Transformer", name, getattr(self, name), least=1)
+            checks.integer("TransformerConfig", name, getattr(self, name), least=1)
         for name in ("position_tables", "relative_buckets", "token_types", "num_experts"):
-            checks.integer("Transformer", name, getattr(self, name), least=0)
-        checks.integer("Transformer", "encoder_layers", self.encoder_layers, least=0)
+            checks.integer("TransformerConfig", name, getattr(self, name), least=0)
+        checks.integer("TransformerConfig", "encoder_layers", self.encoder_layers, least=0)
         for name in ("num_kv_heads", "head_dim"):
             if getattr(self, name) is not None:
-                checks.integer("Transformer", name, getattr(self, name), least=1)
-        checks.choice("Transformer", "norm", self.norm, NORMS)
-        checks.choice("Transformer", "head", self.head, HEADS)
-        checks.choice("Transformer", "activation", self.activation, ACTIVATIONS)
+                checks.integer("TransformerConfig", name, getattr(self, name), least=1)
+        checks.choice("TransformerConfig", "norm", self.norm, NORMS)
+        checks.choice("TransformerConfig", "head", self.head, HEADS)
+        checks.choice("TransformerConfig", "activation", self.activation, ACTIVATIONS)
         if self.head_dim is None and self.hidden_size % self.num_heads:
             wanted = f"a divisor of hidden_size {self.hidden_size}, or head_dim given"
-            checks.fail("Transformer", "num_heads", wanted, self.num_heads)
+            checks.fail("TransformerConfig", "num_heads", wanted, self.num_heads)
         if self.num_heads % self.kv_heads:
             wanted = f"a divisor of num_heads {self.num_heads}"
-            checks.fail("Transformer", "num_kv_heads", wanted, self.kv_heads)
+            checks.fail("TransformerConfig", "num_kv_heads", wanted, self.kv_heads)
         if self.num_experts and self.top_k > self.num_experts:
             wanted = f"at most num_experts {self.num_experts}"
-            checks.fail("Transformer", "top_k", wanted, self.top_k)
+            checks.fail("TransformerConfig", "top_k", wanted, self.top_k)
         if self.moe_layers is not None:
-            checks.integer("Transformer", "moe_layers", self.moe_layers, least=0)
+            checks.integer("TransformerConfig", "moe_layers", self.moe_layers, least=0)
             if self.moe_layers > self.depth:
                 wanted = f"at most {self.depth}, the layers"
-                checks.fail("Transformer", "moe_layers", wanted, self.moe_layers)
+                checks.fail("TransformerConfig", "moe_layers", wanted, self.moe_layers)
+        self._check_choices()
+
+    def _check_choices(self) -> None:
+        name = "TransformerConfig"
+        for flag in _FLAGS:
+            checks.flag(name, flag, getattr(self, flag))
+        for probability in ("dropout", "attention_dropout"):
+            checks.probability(name, probability, getattr(self, probability))
+        for positive in ("rope_theta", "norm_eps", "router_scaling"):
+            checks.positive(name, positive, getattr(self, positive))
+        if self.capacity_factor is not None:
+            checks.positive(name, "capacity_factor", self.capacity_factor)
+        for factor in ("balance_loss", "z_loss", "initializer_range"):
+            checks.finite(name, factor, getattr(self, factor))
+            if getattr(self, factor) < 0:
+                checks.fail(name, factor, "at least 0", getattr(self, factor))
+        checks.choice(name, "router_score", self.router_score, ROUTER_SCORES)
+        if self.rope_scaling is not None and not isinstance(self.rope_scaling, RopeScaling):
+            got = checks.type_name(self.rope_scaling)
+            raise TypeError(f"{name}: rope_scaling must be None or a RopeScaling, got {got}")
+        if self.sliding_window is not None:
+            checks.integer(name, "sliding_window", self.sliding_window, least=1)
+            if not self.causal:
+                checks.fail(name, "sliding_window", "None unless causal", self.sliding_window)
+        if self.rotary and self.size_of_head % 2:
+            checks.fail(name, "head_dim", "even, to be rotated", self.size_of_head)
+        if self.rotary and self.alibi:
+            checks.fail(name, "alibi", "False with rotary", self.alibi)
+        tables = 2 if self.query_layer else 1
+        if self.position_tables not in (0, tables) or self.query_layer > self.position_tables:
+            wanted = "2 with query_layer" if self.query_layer else "0 or 1 without query_layer"
+            checks.fail(name, "position_tables", wanted, self.position_tables)
 
     @property
     def depth(self) -> int:
@@ -231,7 +355,7 @@ class Transformer:
         """Return all parameters.
 
         Example:
-            >>> from fusedops.planner import preset
+            >>> from fusedops.models import preset
             >>> preset("gpt2").parameters().total
             124439808
         """
@@ -268,9 +392,9 @@ class Transformer:
         return Weights(whole=router, expert_split=one.split, expert_whole=one.whole)
 
 
-def describe(model: Transformer) -> dict[str, Any]:
+def describe(model: TransformerConfig) -> dict[str, Any]:
     """Return the sizes by name, those that are not given as what they mean."""
-    given = {field.name: getattr(model, field.name) for field in fields(model)}
+    given = asdict(model)
     meant = {
         "num_kv_heads": model.kv_heads,
         "head_dim": model.size_of_head,

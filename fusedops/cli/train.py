@@ -1,0 +1,189 @@
+"""``fusedops train``: trains what a configuration file describes, on one process or several.
+
+The work is ``fusedops.train``; here are the command line, the progress bar and the exit codes: 0
+when the run is done or was stopped and saved, 1 when it failed on the way, 2 for what the user can
+put right.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fusedops._core import env
+from fusedops.cli import files
+
+if TYPE_CHECKING:
+    from fusedops.train import Result
+    from fusedops.train.setup import Run
+
+
+def train(
+    config: Annotated[str, typer.Argument(help="A TOML file (--example writes one).")] = "",
+    processes: Annotated[
+        int, typer.Option(min=1, help="Processes on this machine; torchrun can start more.")
+    ] = 1,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="key=value, such as optimizer.lr=3e-4.")
+    ] = None,
+    restarts: Annotated[
+        int, typer.Option(min=0, help="Start anew so often when a process fails.")
+    ] = 0,
+    example: Annotated[
+        bool, typer.Option("--example", help="Write a commented configuration (train.toml).")
+    ] = False,
+) -> None:
+    """Train a transformer; started again, it goes on from its last checkpoint.
+
+    A configuration has the keys that docs/training.md explains.
+    """
+    launched = env.launched()
+    with _told_once(first=launched is None or launched[0] == 0):
+        files.check_environment()
+        if example:
+            _write_example(Path(config or "train.toml"))
+            return
+        if not config:
+            raise files.UserError("which configuration? fusedops train --example writes one")
+        given = overrides or []
+        if launched is None and (processes > 1 or restarts):
+            _launch(config, given, processes, restarts)
+        _train(config, given)
+
+
+@contextlib.contextmanager
+def _told_once(*, first: bool) -> Iterator[None]:
+    """Turn errors that a run may end with into a line of the first rank and an exit code."""
+    try:
+        yield
+    except Exception as error:
+        code = _code(error)
+        if code is None:
+            raise
+        if first:
+            print(f"fusedops: error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(code) from None
+
+
+def _code(error: Exception) -> int | None:
+    """Return the exit code of an error that has a sentence; ``None``: it is a fault of ours."""
+    if isinstance(error, files.UserError):
+        return 2
+    from fusedops.checkpoint import CheckpointError, GuardError
+    from fusedops.train import InputError
+
+    if isinstance(error, InputError):
+        return 2
+    return 1 if isinstance(error, (CheckpointError, GuardError)) else None
+
+
+def _write_example(path: Path) -> None:
+    from fusedops.train.example import example
+
+    if path.exists():
+        raise files.UserError(f"{path} exists already; give another name: --example other.toml")
+    files.write_text(path, example(str(path)))
+    print(f"wrote {path}; fusedops train {path}", file=sys.stderr)
+
+
+def _launch(config: str, overrides: list[str], processes: int, restarts: int) -> None:
+    """Start the processes and leave with their exit code."""
+    from fusedops.train import launch, load_config
+
+    load_config(config, overrides)  # a mistake is told before anything is started
+    given = [part for each in overrides for part in ("--set", each)]
+    raise SystemExit(launch(processes, ["train", config, *given], restarts=restarts))
+
+
+def _train(config: str, overrides: list[str]) -> None:
+    from fusedops import train
+
+    logging.basicConfig(format="fusedops: %(message)s", level=logging.WARNING)
+    watcher = _Watcher()
+    with watcher:
+        result = train.train(config, overrides, watcher=watcher)
+    if watcher.began:
+        _say(_ending(result))
+
+
+def _ending(result: Result) -> str:
+    if not result.finished:
+        return f"stopped at step {result.step} and saved; the same command goes on from there"
+    if result.loss is None:
+        return f"all {result.step} steps were done before: {result.folder}"
+    told = f"loss {result.loss:.4f}"
+    if result.validation_loss is not None:
+        told += f", validation {result.validation_loss:.4f}"
+    return f"done: {result.step} steps, {told}: {result.folder}"
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+class _Watcher:
+    """A progress bar on a terminal, else a line each ``log.every`` steps."""
+
+    def __init__(self) -> None:
+        self.began = False
+        self._every, self._steps = 1, 0
+        self._bar: Any = None
+
+    def __enter__(self) -> _Watcher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def begin(self, run: Run) -> None:
+        """Tell what is trained, and where it goes on from."""
+        self.began = True
+        self._every, self._steps = run.config.log.every, run.config.steps
+        count = sum(each.numel() for each in run.model.parameters())
+        tokens = run.train.count * run.train.seq_len
+        _say(
+            f"{count:,} parameters, {tokens:,} tokens, {run.ranks.size} processes on "
+            f"{run.ranks.device.type}: {run.config.out}"
+        )
+        for note in run.notes:
+            _say(note)
+        if not sys.stderr.isatty():
+            return
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+        )
+
+        columns = (BarColumn(30), MofNCompleteColumn(), TimeRemainingColumn())
+        described = TextColumn("{task.description}")
+        self._bar = Progress(*columns, described, console=Console(stderr=True))
+        self._bar.add_task("", total=self._steps, completed=run.step)
+        self._bar.start()
+
+    def show(self, record: Mapping[str, Any]) -> None:
+        """Tell of a step."""
+        step = record["step"] + 1
+        told = (
+            f"loss {record['loss']:.4f}  norm {record['grad_norm']:.2f}  "
+            f"lr {record['lr']:.2e}  {record['tokens_per_second']:,.0f} tokens/s  "
+            f"MFU {record['mfu']:.1%}"
+        )
+        if record["action"] != "go":
+            told += f"  not taken: {record['action']}"
+        if "validation_loss" in record:
+            told += f"  validation {record['validation_loss']:.4f}"
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=step, description=told)
+        elif step % self._every == 0 or step == self._steps or "validation_loss" in record:
+            _say(f"step {step}/{self._steps}  {told}")

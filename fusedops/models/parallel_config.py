@@ -1,0 +1,247 @@
+"""``ParallelConfig``: how a model is spread over processes, as plain values that are checked.
+
+Nothing here makes a group or touches a model: a configuration can be written, compared and refused
+on a machine with one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fusedops._core import checks
+from fusedops._core.checks import UnsupportedError
+from fusedops.models.config import TransformerConfig
+from fusedops.parallel.sizes import (
+    DENSE,
+    Sizes,
+    check_divides,
+    check_experts,
+    check_ranks,
+    divisors,
+    refuse,
+)
+
+MODES = ("explicit", "data", "manual")
+CONTEXTS = ("ring", "all_to_all")
+OFFLOADS = ("optimizer", "activations")
+RECOMPUTE = ("none", "selective", "full", "norm", "activation")
+
+_OP = "ParallelConfig"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How a model is spread over processes, and what its training keeps.
+
+    There are ``dp * tp * cp * pp`` processes. Experts lie on ``ep`` of the ``dp * cp`` that see
+    different tokens.
+
+    Attributes:
+        dp: data parallel: ranks that get different sequences.
+        tp: tensor parallel: shares of each product, of the heads and of the vocabulary.
+        sp: sequence parallel: norms, dropout and residual sums on ``1 / tp`` of the tokens.
+        cp: context parallel: shares of each sequence.
+        pp: pipeline parallel: stages of layers.
+        ep: expert parallel, inside of ``dp * cp``.
+        zero: what of each parameter is divided over ``dp * cp``: 0 nothing, 1 the optimizer's
+            states, 2 gradients as well, 3 weights as well.
+        microbatches: forward and backward passes of a step.
+        mode: ``"explicit"``: the sizes as they stand; ``"data"``: all processes are ``dp``;
+            ``"manual"``: the model calls the primitives of ``fusedops.parallel`` itself, and only
+            the mesh is made and the gradients are reduced.
+        context: how ``cp`` ranks attend to each other: ``"ring"``, or ``"all_to_all"``, which needs
+            ``cp`` to divide the heads.
+        overlap: communicate beside the computation: gradients while the backward runs, the chunks
+            of tensor parallelism's products beside each other.
+        recompute: what the backward makes again: ``"none"``, ``"full"`` (only the inputs of layers
+            are kept), ``"norm"``, ``"activation"``, both joined by ``+``, which ``"selective"``
+            means.
+        recompute_slice_activation: keep ``1 / tp`` of what full recomputation keeps.
+        mp_comm_recompute: repeat tensor parallelism's communication when a layer is made again,
+            instead of keeping what it gave.
+        parallel_optimizer_comm_recompute: gather ``zero=3``'s weights again in the backward,
+            instead of keeping them from the forward on.
+        offload: ``"optimizer"``: masters and moments in host memory; ``"activations"``: what layers
+            keep for the backward. Several in a tuple.
+        bucket_bytes: parameters, or gradients, of about so many bytes travel together.
+        bucket_layers: instead of ``bucket_bytes``: first layers of the buckets, in ascending order.
+        shard_threshold: parameters of fewer bytes are not divided by ``zero``.
+        not_sharded: patterns of parameters' names (``"*.bias"``) that ``zero`` leaves whole.
+        shard_ranks: so many ranks share what ``zero`` divides, and the groups of them hold copies;
+            all of ``dp * cp`` by default.
+
+    Raises:
+        TypeError: a value has the wrong type.
+        ValueError: a value has no meaning, or two do not fit together.
+
+    Example:
+        >>> from fusedops.models import ParallelConfig
+        >>> ParallelConfig(dp=2, tp=2, zero=1).sizes.ranks
+        4
+    """
+
+    dp: int = 1
+    tp: int = 1
+    sp: bool = False
+    cp: int = 1
+    pp: int = 1
+    ep: int = 1
+    zero: int = 0
+    microbatches: int = 1
+    mode: str = "explicit"
+    context: str = "ring"
+    overlap: bool = True
+    recompute: str = "none"
+    recompute_slice_activation: bool = False
+    mp_comm_recompute: bool = True
+    parallel_optimizer_comm_recompute: bool = True
+    offload: tuple[str, ...] = ()
+    bucket_bytes: int = 25 << 20
+    bucket_layers: tuple[int, ...] | None = None
+    shard_threshold: int = 0
+    not_sharded: tuple[str, ...] = ()
+    shard_ranks: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "offload", _words("offload", self.offload))
+        object.__setattr__(self, "not_sharded", _words("not_sharded", self.not_sharded))
+        for name in (*DENSE, "ep", "microbatches"):
+            checks.integer(_OP, name, getattr(self, name), least=1)
+        for name in ("zero", "bucket_bytes", "shard_threshold"):
+            checks.integer(_OP, name, getattr(self, name), least=0)
+        for name in ("sp", "overlap", *_RECOMPUTE_FLAGS):
+            checks.flag(_OP, name, getattr(self, name))
+        if self.zero > 3:
+            checks.fail(_OP, "zero", "0, 1, 2 or 3", self.zero)
+        checks.choice(_OP, "mode", self.mode, MODES)
+        checks.choice(_OP, "context", self.context, CONTEXTS)
+        for word in self.offload:
+            checks.choice(_OP, "offload", word, OFFLOADS)
+        _check_recompute(self)
+        _check_buckets(self)
+        _check_mode(self)
+        _ = self.sizes
+        _check_shards(self)
+
+    @property
+    def sizes(self) -> Sizes:
+        """The sizes of the mesh."""
+        return Sizes(pp=self.pp, dp=self.dp, cp=self.cp, tp=self.tp, ep=self.ep)
+
+    @property
+    def remade(self) -> frozenset[str]:
+        """What is made again: of ``"layer"``, ``"norm"``, ``"activation"``."""
+        if self.recompute == "full":
+            return frozenset(("layer",))
+        words = set(self.recompute.split("+"))
+        return frozenset({"norm", "activation"} if "selective" in words else words - {"none"})
+
+    def for_ranks(self, ranks: int) -> ParallelConfig:
+        """Return the configuration for so many processes.
+
+        Args:
+            ranks: processes of the job.
+
+        Returns:
+            This one; for ``mode="data"`` the explicit one with all processes as ``dp``.
+
+        Raises:
+            ValueError: its sizes do not make that number; the message has those that would.
+            UnsupportedError: ``pp`` is more than 1.
+        """
+        if self.pp > 1:
+            raise UnsupportedError(
+                f"{_OP}: pp must be 1, got {self.pp}: there is no pipeline yet; dp, tp and cp "
+                "divide a model as well"
+            )
+        if self.mode == "data":
+            return replace(self, dp=ranks, mode="explicit")
+        by_name = {name: getattr(self, name) for name in ("dp", "tp", "pp", "cp")}
+        check_ranks(_OP, by_name, ranks, "processes")
+        return self
+
+
+_RECOMPUTE_FLAGS = (
+    "recompute_slice_activation",
+    "mp_comm_recompute",
+    "parallel_optimizer_comm_recompute",
+)
+
+
+def _words(name: str, value: Any) -> tuple[str, ...]:
+    """Return a word or several as a tuple."""
+    found = (value,) if isinstance(value, str) else value
+    if not isinstance(found, Sequence) or not all(isinstance(each, str) for each in found):
+        raise TypeError(f"{_OP}: {name} must be a word or several, got {checks.shown(value)}")
+    return tuple(found)
+
+
+def _check_recompute(config: ParallelConfig) -> None:
+    if not isinstance(config.recompute, str):
+        raise TypeError(f"{_OP}: recompute must be a str, got {checks.type_name(config.recompute)}")
+    words = config.recompute.split("+")
+    for word in words:
+        checks.choice(_OP, "recompute", word, RECOMPUTE)
+    if len(words) > 1 and {"none", "full"} & set(words):
+        checks.fail(_OP, "recompute", "none or full alone, or others joined by +", config.recompute)
+    if config.recompute_slice_activation and config.recompute != "full":
+        wanted = "False unless recompute is 'full'"
+        checks.fail(_OP, "recompute_slice_activation", wanted, True)
+    if config.recompute_slice_activation and config.sp:
+        wanted = "False with sp, which has cut the inputs of layers already"
+        checks.fail(_OP, "recompute_slice_activation", wanted, True)
+
+
+def _check_buckets(config: ParallelConfig) -> None:
+    if config.bucket_layers is None:
+        return
+    starts = checks.sizes(_OP, "bucket_layers", config.bucket_layers)
+    object.__setattr__(config, "bucket_layers", starts)
+    if not starts or starts[0] < 0 or any(a >= b for a, b in zip(starts, starts[1:], strict=False)):
+        checks.fail(_OP, "bucket_layers", "layers in ascending order, such as (0, 4, 8)", starts)
+
+
+def _check_mode(config: ParallelConfig) -> None:
+    if config.mode != "data":
+        return
+    for name in ("dp", "tp", "cp", "pp", "ep"):
+        if getattr(config, name) != 1:
+            wanted = "1 with mode 'data', in which every process is data parallel"
+            checks.fail(_OP, name, wanted, getattr(config, name))
+
+
+def _check_shards(config: ParallelConfig) -> None:
+    if config.shard_ranks is None:
+        return
+    checks.integer(_OP, "shard_ranks", config.shard_ranks, least=1)
+    if config.zero == 0:
+        wanted = "None with zero 0, which divides nothing"
+        checks.fail(_OP, "shard_ranks", wanted, config.shard_ranks)
+
+
+def check_split(op: str, model: TransformerConfig, *, tp: int, ep: int, data: int) -> None:
+    """Raise unless a model's heads, features and experts can be shared by so many ranks.
+
+    Args:
+        op: who asks.
+        model: its sizes.
+        tp: ranks that share heads and features.
+        ep: ranks that share experts.
+        data: ``dp * cp``, inside of which those of ``ep`` lie.
+
+    Raises:
+        ValueError: they cannot; the message has the nearest sizes that fit.
+    """
+    heads, keys = model.num_heads, model.kv_heads
+    check_divides(op, "tp", tp, heads, "the heads")
+    if keys % tp and tp % keys:
+        fits = [n for n in divisors(heads) if keys % n == 0 or n % keys == 0]
+        refuse(op, "tp", f"a divisor or a multiple of the {keys} heads of keys", tp, fits)
+    check_divides(op, "tp", tp, model.intermediate_size, "intermediate_size")
+    if ep == 1:
+        return
+    if not model.sparse_layers:
+        checks.fail(op, "ep", "1 for a model without experts", ep)
+    check_experts(op, ep, data, model.num_experts)

@@ -1,0 +1,486 @@
+"""A transformer for one device, top to bottom: embedding, attention, layer, head, model.
+
+It knows no parallelism. ``parallelize.py`` changes it from outside: it replaces linear layers,
+``Attention.core`` (how queries meet keys) and ``Head.project`` and ``Head.loss`` (how a hidden
+state meets the vocabulary), and shards the parameters. What the functions are given is a sequence
+with its positions, or a part of one.
+
+Letters of shapes: B sequences, S tokens of each, H hidden size, N heads, D size of a head,
+V words of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fusedops import ops
+from fusedops._core import checks, dtypes
+from fusedops.models.config import TransformerConfig
+from fusedops.models.initialize import initialize
+from fusedops.models.positions import alibi_slopes, rotary_tables
+from fusedops.nn import MLP, AddLayerNorm, AddRMSNorm, GatedMLP, LayerNorm, LinearAct, MoE, RMSNorm
+
+
+def linear(inputs: int, outputs: int, bias: bool, activation: str = "identity") -> LinearAct:
+    """Return a linear layer."""
+    return LinearAct(inputs, outputs, bias, activation=activation)
+
+
+def kernel_name(config: TransformerConfig) -> str:
+    """Return the activation as the operators call it."""
+    return "gelu_tanh" if config.activation == "gelu_new" else config.activation
+
+
+def norm_of(config: TransformerConfig, *, adds: bool = False) -> nn.Module:
+    """Return a norm; one that ``adds`` takes a branch and the residual stream."""
+    size, eps, dropout = config.hidden_size, config.norm_eps, config.dropout
+    if config.norm == "layer":
+        return AddLayerNorm(size, eps, dropout_p=dropout) if adds else LayerNorm(size, eps)
+    return AddRMSNorm(size, eps, dropout_p=dropout) if adds else RMSNorm(size, eps)
+
+
+def feed_forward_of(config: TransformerConfig, index: int) -> nn.Module:
+    """Return the feed-forward part of a layer: dense, gated or of experts."""
+    hidden, inner, bias = config.hidden_size, config.intermediate_size, config.bias
+    activation = kernel_name(config)
+    if config.is_sparse(index):
+        return MoE(
+            hidden,
+            inner,
+            config.num_experts,
+            config.top_k,
+            activation=activation,
+            gated=config.gated,
+            bias=bias,
+            score=config.router_score,
+            normalize=config.router_normalize,
+            scaling=config.router_scaling,
+            capacity_factor=config.capacity_factor,
+        )
+    if config.gated:
+        return GatedMLP(hidden, inner, activation=activation, bias=bias)
+    return MLP(hidden, inner, bias=bias, activation=activation)
+
+
+def project(x_BSH: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return logits, ``[B, S, V]``."""
+    return ops.linear_act(x_BSH, weight, bias, activation="identity")
+
+
+def summed_loss(
+    x_BSH: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels_BS: torch.Tensor
+) -> torch.Tensor:
+    """Return the sum of the targets' cross-entropies; logits are never whole."""
+    # A sum in bfloat16 has three digits; under autocast the operator's own float32 comes out.
+    half = x_BSH.dtype in (torch.bfloat16, torch.float16)
+    with torch.autocast(x_BSH.device.type, dtype=x_BSH.dtype) if half else nullcontext():
+        return ops.linear_cross_entropy(x_BSH, weight, labels_BS, bias, reduction="sum")
+
+
+class Loss(NamedTuple):
+    """The parts of a loss, as sums: what shards of a batch have are added, then divided.
+
+    Attributes:
+        total: cross-entropy summed over the targets, a float32 scalar.
+        num_tokens: how many targets there are, an int64 scalar.
+        auxiliary: the routers' losses summed over the layers, each a mean over the tokens; a
+            float32 scalar.
+    """
+
+    total: torch.Tensor
+    num_tokens: torch.Tensor
+    auxiliary: torch.Tensor
+
+
+class Documents:
+    """Which tokens belong together: neighbours in a sequence that have the same id.
+
+    Attributes:
+        ids_BS: of the documents.
+    """
+
+    def __init__(self, ids_BS: torch.Tensor) -> None:
+        self.ids_BS = ids_BS
+
+    @cached_property
+    def cu_seqlens(self) -> torch.Tensor:
+        """Return where documents end when all sequences lie behind one another, from 0 on."""
+        begins = torch.ones_like(self.ids_BS, dtype=torch.bool)
+        begins[:, 1:] = self.ids_BS[:, 1:] != self.ids_BS[:, :-1]
+        places = begins.flatten().nonzero().flatten()
+        return F.pad(places, (0, 1), value=begins.numel()).int()
+
+    @cached_property
+    def longest(self) -> int:
+        """Return the tokens of the longest document."""
+        return int(self.cu_seqlens.diff().max()) if self.ids_BS.numel() else 0
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the tokens stand; made once for all layers.
+
+    Attributes:
+        rotary: cosines and sines, ``[S, D]`` or ``[B, S, D]``, or ``None``.
+        documents: which tokens may attend each other, ``None``: all of a sequence.
+    """
+
+    rotary: tuple[torch.Tensor, torch.Tensor] | None = None
+    documents: Documents | None = None
+
+
+def attend(
+    query_BNSD: torch.Tensor,
+    key_BNSD: torch.Tensor,
+    value_BNSD: torch.Tensor,
+    *,
+    is_causal: bool,
+    window: tuple[int, int] | None,
+    alibi_slopes: torch.Tensor | None,
+    dropout_p: float,
+    documents: Documents | None,
+) -> torch.Tensor:
+    """Return ``[B, N, S, D]``: each query's mean of the values that it may attend."""
+    options: dict[str, Any] = {
+        "dropout_p": dropout_p,
+        "is_causal": is_causal,
+        "window": window,
+        "alibi_slopes": alibi_slopes,
+    }
+    if documents is None:
+        grouped = query_BNSD.shape[1] != key_BNSD.shape[1]
+        return ops.attention(query_BNSD, key_BNSD, value_BNSD, enable_gqa=grouped, **options)
+    ends, longest = documents.cu_seqlens, documents.longest
+    output = ops.attention_varlen(
+        _packed(query_BNSD),
+        _packed(key_BNSD),
+        _packed(value_BNSD),
+        ends,
+        ends,
+        longest,
+        longest,
+        **options,
+    )
+    return output.unflatten(0, documents.ids_BS.shape).transpose(1, 2)
+
+
+def _packed(x_BNSD: torch.Tensor) -> torch.Tensor:
+    """Return all sequences behind one another, ``[B * S, N, D]``: a view of a projection."""
+    return x_BNSD.transpose(1, 2).flatten(0, 1)
+
+
+class Embedding(nn.Module):
+    """Words, and what is added to them before the first layer."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        hidden = config.hidden_size
+
+        def table(rows: int) -> nn.Embedding | None:
+            return nn.Embedding(rows, hidden) if rows else None
+
+        self.tokens = nn.Embedding(config.vocab_size, hidden)
+        self.positions = table(config.seq_len if config.position_tables else 0)
+        self.token_types = table(config.token_types)
+        self.norm = norm_of(config) if config.post_norm else None
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(
+        self,
+        tokens_BS: torch.Tensor,
+        positions: torch.Tensor,
+        token_types_BS: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return ``[B, S, H]``; positions are ``[S]`` or ``[B, S]``."""
+        x_BSH = self.tokens(tokens_BS)
+        if self.positions is not None:
+            x_BSH = x_BSH + self.positions(positions)
+        if self.token_types is not None:
+            types = torch.zeros_like(tokens_BS) if token_types_BS is None else token_types_BS
+            x_BSH = x_BSH + self.token_types(types)
+        if self.norm is not None:
+            x_BSH = self.norm(x_BSH)
+        return self.dropout(x_BSH)
+
+
+class Attention(nn.Module):
+    """Attention between the tokens of a sequence.
+
+    Attributes:
+        core: how queries meet keys: ``attend``, or a function that is called the same way.
+        num_heads: heads of the queries in this process.
+        num_kv_heads: heads of keys and values in this process.
+        first_head: the number of its first head.
+        head_dim: size of a head.
+    """
+
+    core: Callable[..., torch.Tensor]
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        hidden, bias = config.hidden_size, config.bias
+        self.config = config
+        self.num_heads = config.num_heads
+        self.num_kv_heads = config.kv_heads
+        self.first_head = 0
+        self.head_dim = config.size_of_head
+        self.query = linear(hidden, config.query_width, bias)
+        self.key = linear(hidden, config.key_width, bias)
+        self.value = linear(hidden, config.key_width, bias)
+        self.output = linear(config.query_width, hidden, bias)
+        eps = config.norm_eps
+        self.query_norm = RMSNorm(self.head_dim, eps) if config.qk_norm else None
+        self.key_norm = RMSNorm(self.head_dim, eps) if config.qk_norm else None
+        self.core = attend
+
+    def forward(
+        self, x_BSH: torch.Tensor, places: Places, asking_BSH: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return ``[B, S, H]``; queries are made of ``asking_BSH`` where it is given."""
+        config = self.config
+        asking_BSH = x_BSH if asking_BSH is None else asking_BSH
+        query = self.query(asking_BSH).unflatten(-1, (-1, self.head_dim))
+        key = self.key(x_BSH).unflatten(-1, (-1, self.head_dim))
+        value = self.value(x_BSH).unflatten(-1, (-1, self.head_dim))
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        query_BNSD, key_BNSD, value_BNSD = (each.transpose(1, 2) for each in (query, key, value))
+        if places.rotary is not None:
+            query_BNSD, key_BNSD = ops.rotary_embedding(query_BNSD, key_BNSD, *places.rotary)
+        slopes = None
+        if config.alibi:
+            slopes = alibi_slopes(config.num_heads, x_BSH.device)
+            slopes = slopes[self.first_head : self.first_head + self.num_heads]
+        output_BNSD = self.core(
+            query_BNSD,
+            key_BNSD,
+            value_BNSD,
+            is_causal=config.causal,
+            window=None if config.sliding_window is None else (config.sliding_window - 1, 0),
+            alibi_slopes=slopes,
+            dropout_p=config.attention_dropout if self.training else 0.0,
+            documents=places.documents,
+        )
+        return self.output(output_BNSD.transpose(1, 2).flatten(2))
+
+
+class Layer(nn.Module):
+    """Attention and feed-forward part, each added to the residual stream."""
+
+    def __init__(self, config: TransformerConfig, index: int) -> None:
+        super().__init__()
+        self.config = config
+        self.attention_norm = norm_of(config, adds=config.post_norm)
+        self.attention = Attention(config)
+        self.feed_forward_norm = norm_of(config, adds=True)
+        self.feed_forward = feed_forward_of(config, index)
+
+    def forward(
+        self, x_BSH: torch.Tensor, places: Places, asking_BSH: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return ``[B, S, H]`` and the router's loss, ``None`` where there is none.
+
+        Args:
+            x_BSH: the residual stream.
+            places: of the tokens.
+            asking_BSH: what queries are made of, if not of the stream.
+        """
+        if self.config.post_norm:
+            x_BSH, _ = self.attention_norm(self.attention(x_BSH, places, asking_BSH), x_BSH)
+            branch_BSH, auxiliary = self._feed_forward(x_BSH)
+            return self.feed_forward_norm(branch_BSH, x_BSH)[0], auxiliary
+        branch_BSH = self.attention(self.attention_norm(x_BSH), places, asking_BSH)
+        normed_BSH, x_BSH = self.feed_forward_norm(branch_BSH, x_BSH)
+        branch_BSH, auxiliary = self._feed_forward(normed_BSH)
+        dropout = self.config.dropout
+        return ops.bias_dropout_add(branch_BSH, None, x_BSH, dropout, self.training), auxiliary
+
+    def _feed_forward(self, x_BSH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        part, config = self.feed_forward, self.config
+        if not isinstance(part, MoE):
+            return part(x_BSH), None
+        logits, plan = part.gate(x_BSH)
+        auxiliary = None
+        if self.training and (config.balance_loss or config.z_loss):
+            auxiliary = ops.moe_router_loss(
+                logits,
+                plan,
+                balance=config.balance_loss,
+                z=config.z_loss,
+                score=config.router_score,
+            )
+        return part(x_BSH, plan=plan), auxiliary
+
+
+class Head(nn.Module):
+    """From the last hidden states to logits, or to the loss, for which logits are never whole.
+
+    Attributes:
+        weight: of the projection on the vocabulary, ``[V, H]``; ``None`` where it is the
+            embedding's.
+        bias: of it, ``[V]``, or ``None``.
+        project: ``(x_BSH, weight, bias)`` to logits ``[B, S, V]``.
+        loss: ``(x_BSH, weight, bias, labels_BS)`` to the sum of the cross-entropies, float32.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        hidden, words = config.hidden_size, config.vocab_size
+        masked = config.head == "masked"
+        self.transform = linear(hidden, hidden, True, kernel_name(config)) if masked else None
+        self.norm = norm_of(config) if masked else None
+        self.weight = None if config.tied else nn.Parameter(torch.empty(words, hidden))
+        self.bias = nn.Parameter(torch.empty(words)) if masked else None
+        self.project: Callable[..., torch.Tensor] = project
+        self.loss: Callable[..., torch.Tensor] = summed_loss
+
+    def forward(
+        self,
+        x_BSH: torch.Tensor,
+        labels_BS: torch.Tensor | None = None,
+        *,
+        weight: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return logits ``[B, S, V]``, or with labels the sum of the targets' losses.
+
+        Args:
+            x_BSH: of the last layer.
+            labels_BS: the target of each token; -100 where there is none.
+            weight: the embedding's, where it is tied.
+        """
+        if self.transform is not None and self.norm is not None:
+            x_BSH = self.norm(self.transform(x_BSH))
+        weight = self.weight if weight is None else weight
+        if labels_BS is None:
+            return self.project(x_BSH, weight, self.bias)
+        return self.loss(x_BSH, weight, self.bias, labels_BS)
+
+
+class Transformer(nn.Module):
+    """A decoder, or an encoder, of any of the kinds that ``TransformerConfig`` describes.
+
+    Args:
+        config: sizes and choices.
+        device: of the parameters; ``"meta"``: they have no values, ``initialize`` gives them some.
+        dtype: of the parameters.
+
+    Raises:
+        UnsupportedError: the configuration has an encoder beside the decoder, or relative
+            positions.
+        TypeError: ``config`` is no ``TransformerConfig``.
+
+    Note:
+        New weights are drawn by a seed from torch's generator, ``torch.manual_seed`` reproduces
+        them. The parameters' names are the same for every kind of model and every layout.
+
+    Example:
+        >>> import torch, fusedops
+        >>> from fusedops.models import Transformer, preset
+        >>> model = Transformer(preset("tiny-llama"))
+        >>> tokens = torch.arange(8).reshape(1, 8)
+        >>> model(tokens).shape
+        torch.Size([1, 8, 256])
+        >>> loss = model(tokens, labels=tokens)
+        >>> int(loss.num_tokens)
+        8
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        _check(config)
+        self.config = config
+        place = torch.get_default_device() if device is None else torch.device(device)
+        with torch.device("meta"):
+            self.embedding = Embedding(config)
+            layers = {str(each): Layer(config, each) for each in range(config.num_layers)}
+            self.layers = nn.ModuleDict(layers)
+            self.norm: nn.Module = nn.Identity() if config.post_norm else norm_of(config)
+            asks = nn.Embedding(config.seq_len, config.hidden_size) if config.query_layer else None
+            self.query_positions = asks
+            self.head = Head(config)
+        if dtype is not None:
+            self.to(dtype)
+        if place.type != "meta":
+            self.to_empty(device=place)
+            initialize(self)
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        *,
+        positions: torch.Tensor | None = None,
+        document_ids: torch.Tensor | None = None,
+        token_types: torch.Tensor | None = None,
+    ) -> Any:
+        """Return logits, or with labels the loss.
+
+        Args:
+            tokens: ``[B, S]`` int64.
+            labels: ``[B, S]`` int64: the target of each position (already shifted); -100 has none.
+            positions: ``[S]`` or ``[B, S]`` int64: where the tokens stand in their sequence; from 0
+                on by default.
+            document_ids: ``[B, S]``: tokens attend only those of their own document, which is a run
+                of equal numbers; padding is a document of its own.
+            token_types: ``[B, S]`` int64: BERT's segments; 0 by default.
+
+        Returns:
+            Logits ``[B, S, V]``, or a ``Loss``.
+        """
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x_BSH = self.embedding(tokens, positions, token_types)
+        places = self._places(x_BSH, positions, document_ids)
+        auxiliary = torch.zeros((), device=x_BSH.device)
+        *below, top = self.layers.values()
+        for layer in below:
+            x_BSH, extra = layer(x_BSH, places)
+            auxiliary = auxiliary if extra is None else auxiliary + extra
+        asking_BSH = None
+        if self.query_positions is not None:
+            x_BSH = self.norm(x_BSH)
+            asking_BSH = self.query_positions(positions).expand_as(x_BSH)
+        x_BSH, extra = top(x_BSH, places, asking_BSH)
+        auxiliary = auxiliary if extra is None else auxiliary + extra
+        if self.query_positions is None:
+            x_BSH = self.norm(x_BSH)
+        weight = self.embedding.tokens.weight if self.config.tied else None
+        found = self.head(x_BSH, labels, weight=weight)
+        return found if labels is None else Loss(found, (labels != -100).sum(), auxiliary)
+
+    def _places(
+        self, x_BSH: torch.Tensor, positions: torch.Tensor, document_ids: torch.Tensor | None
+    ) -> Places:
+        config = self.config
+        rotary = None
+        if config.rotary:
+            dtype = dtypes.statistics_dtype(x_BSH.dtype)
+            width, theta, scaling = config.size_of_head, config.rope_theta, config.rope_scaling
+            rotary = rotary_tables(positions, width, theta, scaling, dtype)
+        return Places(rotary, None if document_ids is None else Documents(document_ids))
+
+
+def _check(config: TransformerConfig) -> None:
+    if not isinstance(config, TransformerConfig):
+        got = checks.type_name(config)
+        raise TypeError(f"Transformer: config must be a TransformerConfig, got {got}")
+    for name in ("encoder_layers", "relative_buckets"):
+        if getattr(config, name):
+            raise checks.UnsupportedError(
+                f"Transformer: {name} must be 0, got {getattr(config, name)}: there is no encoder "
+                "beside a decoder here, and there are no relative positions"
+            )

@@ -1,0 +1,152 @@
+"""Ranks as a mesh: the same processes seen by dense layers and by experts.
+
+The dense view is ``(pp, dp, cp, tp)``; ranks are numbered in that order, so that those that talk
+most are neighbours. Experts see ``(pp, edp, ep, tp)``: the ranks of ``dp x cp``, which see
+different tokens, are cut again. ``rank_groups`` says who is with whom and asks nobody;
+``make_mesh`` makes the process groups.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import distributed as dist
+
+from fusedops.parallel.sizes import DENSE, Sizes, check_ranks
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def rank_groups(sizes: Sizes) -> dict[str, list[list[int]]]:
+    """Return which ranks are together, for each way of being together.
+
+    Args:
+        sizes: of the mesh.
+
+    Returns:
+        By name, the groups that divide all ranks, each in ascending order:
+
+        * ``"pp"``, ``"dp"``, ``"cp"``, ``"tp"``: ranks that differ in that place of the mesh only;
+        * ``"data"``: ``dp x cp``: the same parameters, different tokens;
+        * ``"ep"``: ranks that share the experts of a layer; ``"edp"``: those that hold the same
+          ones; ``"expert_data"``: ``edp x tp``, the same with those beside them, for experts are
+          not cut by ``tp`` but see ``1 / tp`` of the tokens;
+        * ``"stage"``: ``dp x cp x tp``: all of a stage.
+
+    Example:
+        >>> from fusedops.parallel import Sizes, rank_groups
+        >>> groups = rank_groups(Sizes(dp=2, tp=2))
+        >>> groups["tp"], groups["data"]
+        ([[0, 1], [2, 3]], [[0, 2], [1, 3]])
+    """
+    dense = tuple(getattr(sizes, name) for name in DENSE)
+    sparse = (sizes.pp, sizes.edp, sizes.ep, sizes.tp)
+    return {
+        "pp": _along(dense, (0,)),
+        "dp": _along(dense, (1,)),
+        "cp": _along(dense, (2,)),
+        "tp": _along(dense, (3,)),
+        "data": _along(dense, (1, 2)),
+        "stage": _along(dense, (1, 2, 3)),
+        "edp": _along(sparse, (1,)),
+        "ep": _along(sparse, (2,)),
+        "expert_data": _along(sparse, (1, 3)),
+    }
+
+
+def _along(shape: Sequence[int], axes: Sequence[int]) -> list[list[int]]:
+    """Return the groups of row-major numbers that differ along these axes only."""
+    strides = [1] * len(shape)
+    for axis in reversed(range(len(shape) - 1)):
+        strides[axis] = strides[axis + 1] * shape[axis + 1]
+
+    def offsets(chosen: Sequence[int]) -> list[int]:
+        steps = [range(0, shape[axis] * strides[axis], strides[axis]) for axis in chosen]
+        return [sum(each) for each in itertools.product(*steps)]
+
+    others = [axis for axis in range(len(shape)) if axis not in axes]
+    members = offsets(axes)
+    return [[first + member for member in members] for first in offsets(others)]
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The process groups of a training run, as one mesh and other views of it.
+
+    All views have one root, so that a parameter can be a DTensor on several at once.
+
+    Attributes:
+        sizes: of the mesh.
+        dense: ``(pp, dp, cp, tp)``.
+        data: ``dp x cp`` as one dimension, ``"data"``.
+        sparse: ``(edp, ep)``, the ranks of ``data`` seen by experts.
+        expert_data: ``edp x tp`` as one dimension, ``"expert_data"``.
+    """
+
+    sizes: Sizes
+    dense: DeviceMesh
+    data: DeviceMesh
+    sparse: DeviceMesh
+    expert_data: DeviceMesh
+
+    def __getitem__(self, name: str) -> DeviceMesh:
+        """Return one dimension: ``"pp"``, ``"dp"``, ``"cp"``, ``"tp"``, ``"edp"``, ``"ep"`` ..."""
+        if name in DENSE:
+            return self.dense[name]
+        if name in ("edp", "ep"):
+            return self.sparse[name]
+        return {"data": self.data, "expert_data": self.expert_data}[name]
+
+    def group(self, name: str) -> dist.ProcessGroup:
+        """Return the process group of one dimension."""
+        return self[name].get_group()
+
+    def rank(self, name: str) -> int:
+        """Return the place of this process along one dimension."""
+        return self[name].get_local_rank()
+
+
+def make_mesh(sizes: Sizes, *, device_type: str = "cpu") -> Mesh:
+    """Make the process groups of a training run; every process of the job calls this.
+
+    Args:
+        sizes: of the mesh; their product is the number of processes.
+        device_type: ``"cpu"``, ``"cuda"``.
+
+    Returns:
+        The mesh and its views.
+
+    Raises:
+        ValueError: the sizes do not make the number of processes.
+        RuntimeError: ``torch.distributed`` is not initialised.
+
+    Note:
+        One group per dimension and one each for ``data`` and ``expert_data``; none is made twice
+        for the same ranks. No communication but that of making groups.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> from fusedops.parallel import Sizes, make_mesh
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> make_mesh(Sizes()).dense.mesh_dim_names
+        ('pp', 'dp', 'cp', 'tp')
+        >>> dist.destroy_process_group()
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        raise RuntimeError(
+            "make_mesh: torch.distributed is not initialised: start with torchrun and call "
+            "torch.distributed.init_process_group() first"
+        )
+    by_name = {name: getattr(sizes, name) for name in DENSE}
+    check_ranks("make_mesh", by_name, dist.get_world_size(), "processes")
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+    dense = init_device_mesh(device_type, tuple(by_name.values()), mesh_dim_names=DENSE)
+    data = dense["dp", "cp"]._flatten("data")
+    sparse = data._unflatten(0, (sizes.edp, sizes.ep), ("edp", "ep"))
+    both = DeviceMesh._concatenate([sparse["edp"], dense["tp"]])
+    return Mesh(sizes, dense, data, sparse, both._flatten("expert_data"))

@@ -1,0 +1,269 @@
+"""What a training run is told: one dataclass per table of the configuration file.
+
+``docs/training.md`` explains each key; ``example.py`` writes a commented file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fusedops._core import checks
+from fusedops.train import table
+from fusedops.train.table import InputError
+
+SCHEDULES = ("constant", "linear", "cosine", "stable-decay")
+DTYPES = ("float32", "bfloat16", "float16")
+TOKEN_DTYPES = ("uint16", "int32", "int64")
+SPIKES = ("skip", "rollback", "stop", "go")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """Where tokens come from.
+
+    Attributes:
+        train: text files, folders, patterns (``"books/**/*.txt"``), or a file of tokens (``.bin``).
+        validation: the same; none: the last ``validation_share`` of the training tokens.
+        validation_share: of the training tokens that are kept for validation.
+        seq_len: tokens of a sequence.
+        tokenizer: ``"bytes"``, or a ``tokenizer.json``; files of tokens need none.
+        end_of_text: the token of a given tokenizer that stands between two files.
+        token_dtype: of files of tokens.
+        cache: folder for the tokens of text; ``cache`` in the run's folder by default.
+        shuffle: whether sequences come in a random order, another in each epoch.
+    """
+
+    train: tuple[str, ...]
+    validation: tuple[str, ...] = ()
+    validation_share: float = 0.05
+    seq_len: int = 256
+    tokenizer: str = "bytes"
+    end_of_text: str = "<|endoftext|>"
+    token_dtype: str = "uint16"
+    cache: str = ""
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.train:
+            checks.fail("data", "train", "at least one file, folder or pattern", "none")
+        checks.integer("data", "seq_len", self.seq_len, least=1)
+        checks.choice("data", "token_dtype", self.token_dtype, TOKEN_DTYPES)
+        if not 0 <= self.validation_share < 1:
+            checks.fail("data", "validation_share", "in [0, 1)", self.validation_share)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """Of ``fusedops.optim.AdamW``, and ``clip``: the largest norm of all gradients; 0: any."""
+
+    lr: float = 3e-4
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    no_decay: tuple[str, ...] = ("*bias", "*norm*")
+    clip: float = 1.0
+    state_dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        checks.positive("optimizer", "lr", self.lr)
+        checks.choice("optimizer", "state_dtype", self.state_dtype, DTYPES[:2])
+        if not 0 <= self.clip < float("inf"):
+            checks.fail("optimizer", "clip", "a finite number of at least 0", self.clip)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """How the learning rate goes: up over ``warmup`` steps, then as ``kind`` says.
+
+    Attributes:
+        kind: one of ``SCHEDULES``.
+        warmup: steps.
+        final: the last learning rate, as a share of the largest.
+        decay: steps of the decay of ``"stable-decay"``; 0: a tenth of all.
+    """
+
+    kind: str = "cosine"
+    warmup: int = 0
+    final: float = 0.1
+    decay: int = 0
+
+    def __post_init__(self) -> None:
+        checks.choice("schedule", "kind", self.kind, SCHEDULES)
+        checks.integer("schedule", "warmup", self.warmup, least=0)
+        checks.integer("schedule", "decay", self.decay, least=0)
+        checks.probability("schedule", "final", self.final)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """What is computed and kept in which dtype.
+
+    Attributes:
+        compute: dtype of the products; not float32: autocast, unless parameters have it.
+        parameters: dtype of the weights; not float32: the optimizer keeps a float32 copy.
+        loss_scale: first factor of the loss under float16, a power of two; it halves where a
+            gradient overflows and doubles after ``growth`` good steps.
+        growth: steps.
+    """
+
+    compute: str = "float32"
+    parameters: str = "float32"
+    loss_scale: float = 65536.0
+    growth: int = 2000
+
+    def __post_init__(self) -> None:
+        checks.choice("precision", "compute", self.compute, DTYPES)
+        checks.choice("precision", "parameters", self.parameters, DTYPES)
+        if self.parameters not in ("float32", self.compute):
+            wanted = f"float32, or the dtype of compute, {self.compute}"
+            checks.fail("precision", "parameters", wanted, self.parameters)
+        checks.positive("precision", "loss_scale", self.loss_scale)
+        checks.integer("precision", "growth", self.growth, least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """``every`` so many steps (0: at the end only), of which the last ``keep`` stay."""
+
+    every: int = 500
+    keep: int = 3
+
+    def __post_init__(self) -> None:
+        checks.integer("checkpoint", "every", self.every, least=0)
+        checks.integer("checkpoint", "keep", self.keep, least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Validation:
+    """``every`` so many steps (0: at the end only), over so many ``sequences``."""
+
+    every: int = 250
+    sequences: int = 64
+
+    def __post_init__(self) -> None:
+        checks.integer("validation", "every", self.every, least=0)
+        checks.integer("validation", "sequences", self.sequences, least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Guarded:
+    """Of ``fusedops.checkpoint.Guard``."""
+
+    on_nonfinite: str = "skip"
+    on_spike: str = "go"
+    spike: float = 8.0
+    window: int = 64
+    patience: int = 8
+    max_rollbacks: int = 2
+
+    def __post_init__(self) -> None:
+        checks.choice("guard", "on_nonfinite", self.on_nonfinite, SPIKES[:3])
+        checks.choice("guard", "on_spike", self.on_spike, SPIKES)
+        checks.positive("guard", "spike", self.spike)
+        checks.integer("guard", "window", self.window, least=8)
+        checks.integer("guard", "patience", self.patience, least=1)
+        checks.integer("guard", "max_rollbacks", self.max_rollbacks, least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Log:
+    """What is written of the steps.
+
+    Attributes:
+        every: steps between two lines on a terminal's or a file's log.
+        tensorboard: also write events for TensorBoard, which must be installed.
+        peak_tflops: what the device reaches at best, for the share of it that is used (MFU);
+            0: measured at the start by a matrix product.
+    """
+
+    every: int = 10
+    tensorboard: bool = False
+    peak_tflops: float = 0.0
+
+    def __post_init__(self) -> None:
+        checks.integer("log", "every", self.every, least=1)
+        checks.finite("log", "peak_tflops", self.peak_tflops)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """A training run.
+
+    Attributes:
+        out: its folder: checkpoints, metrics, cache. A run goes on from what is there.
+        steps: of the optimizer, in all.
+        batch: sequences of a step, on all processes together.
+        seed: of the weights, the order of the data and dropout.
+        device: ``"cpu"``, ``"cuda"``; ``"auto"``: the GPU where there is one.
+        tune_host: let the processes keep the memory that they have touched (``tune_host``).
+        model: ``preset`` or ``load``, and sizes (``fusedops.models.TransformerConfig``).
+        parallel: sizes of the mesh and more (``fusedops.models.ParallelConfig``).
+        data: where tokens come from.
+        optimizer: AdamW's.
+        schedule: of the learning rate.
+        precision: dtypes.
+        checkpoint: how often.
+        validation: how often, and of how much.
+        guard: what to do at steps that would spoil the model.
+        log: what is written.
+    """
+
+    out: str
+    steps: int
+    batch: int
+    data: Data
+    seed: int = 0
+    device: str = "auto"
+    tune_host: bool = True
+    model: dict[str, Any] = field(default_factory=dict)
+    parallel: dict[str, Any] = field(default_factory=dict)
+    optimizer: Optimizer = Optimizer()
+    schedule: Schedule = Schedule()
+    precision: Precision = Precision()
+    checkpoint: Checkpoint = Checkpoint()
+    validation: Validation = Validation()
+    guard: Guarded = Guarded()
+    log: Log = Log()
+
+    def __post_init__(self) -> None:
+        checks.integer("config", "steps", self.steps, least=1)
+        checks.integer("config", "batch", self.batch, least=1)
+        checks.integer("config", "seed", self.seed, least=0)
+        checks.choice("config", "device", self.device, ("auto", "cpu", "cuda"))
+        if not self.out:
+            checks.fail("config", "out", "a folder", "an empty text")
+        if self.schedule.warmup > self.steps:
+            checks.fail("schedule", "warmup", f"at most steps, {self.steps}", self.schedule.warmup)
+
+
+def load_config(
+    source: str | Path | Mapping[str, Any] | Config, overrides: Sequence[str] = ()
+) -> Config:
+    """Return a checked configuration.
+
+    Args:
+        source: a TOML file, what one holds, or a configuration already.
+        overrides: ``"optimizer.lr=3e-4"`` and the like, applied in turn.
+
+    Raises:
+        ValueError: the file cannot be read, or a key is unknown (with the nearest that is known),
+            missing, of another type or out of range.
+
+    Example:
+        >>> from fusedops.train import load_config
+        >>> load_config({"out": "runs/a", "steps": 9, "batch": 4, "data": {"train": ["a.txt"]}},
+        ...             ["optimizer.lr=1e-3"]).optimizer.lr
+        0.001
+    """
+    if isinstance(source, Config):
+        found: dict[str, Any] = asdict(source)
+    else:
+        found = dict(source) if isinstance(source, Mapping) else table.load(source)
+    try:
+        return table.fill(Config, table.override(found, overrides))
+    except InputError as error:
+        named = f"{source}: " if isinstance(source, (str, Path)) else ""
+        raise InputError(f"{named}{error}") from None

@@ -1,0 +1,276 @@
+"""Text and files of tokens as one memory-mapped stream of token ids.
+
+Text becomes a file of tokens once, in the run's cache: files in the order of their contents'
+SHA-256, so that names do not matter and the end of the stream is a fair sample, each followed by
+the token of its end. Later runs map it, as they map a file of tokens that was given.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import glob
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fusedops.train.config import Data
+from fusedops.train.table import InputError
+
+BYTES = "bytes"
+TOKENS = ".bin"
+_VERSION = 1
+_DTYPES = {"uint16": torch.uint16, "int32": torch.int32, "int64": torch.int64}
+_FILES_AT_ONCE = 64
+_SCAN = 1 << 24
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """What turns text into tokens.
+
+    Attributes:
+        size: of the vocabulary.
+        end: token that follows each file.
+        encode: texts to their ids.
+        identity: what a cache of tokens depends on.
+    """
+
+    size: int
+    end: int
+    encode: Callable[[list[str]], list[torch.Tensor]]
+    identity: str
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Streams of token ids, mapped into memory.
+
+    Attributes:
+        train: ``[tokens]``.
+        validation: ``[tokens]``, maybe empty.
+        vocab_size: ids are less than this; ``None``: files of tokens do not say.
+        description: for people.
+        identity: changes when the tokens do.
+    """
+
+    train: torch.Tensor
+    validation: torch.Tensor
+    vocab_size: int | None
+    description: str
+    identity: str
+
+
+def prepare(data: Data, cache: Path) -> None:
+    """Make the files of tokens that ``open_corpus`` maps, unless they are there already.
+
+    Raises:
+        InputError: a file is missing, empty or not UTF-8, or the tokenizer cannot be read.
+    """
+    for paths in filter(None, (data.train, data.validation)):
+        files = _expand(paths)
+        if not _are_tokens(files):
+            tokenizer = _tokenizer(data)
+            stem = _stem(files, tokenizer, cache)
+            if not stem.with_suffix(".json").exists():
+                _write_tokens(files, tokenizer, stem)
+
+
+def open_corpus(data: Data, cache: Path) -> Corpus:
+    """Return the corpus; text must have been prepared, in a folder that this process sees.
+
+    Raises:
+        InputError: what it is made of is not there, or too short.
+    """
+    train, told, identity = _open(data, data.train, cache)
+    if data.validation:
+        validation, *_ = _open(data, data.validation, cache)
+    else:
+        kept = len(train) - int(len(train) * data.validation_share)
+        train, validation = train[:kept], train[kept:]
+    if len(train) <= data.seq_len:
+        raise InputError(
+            f"the corpus is too short: {len(train)} tokens to train on, and a sequence with its "
+            f"last target takes {data.seq_len + 1}"
+        )
+    given = _are_tokens(_expand(data.train)) and data.tokenizer == BYTES
+    size = None if given else _tokenizer(data).size
+    return Corpus(train, validation, size, told, identity)
+
+
+def check_ids(corpus: Corpus, vocab_size: int, share: int = 0, shares: int = 1) -> None:
+    """Look through a share of all tokens for ids that the model does not have.
+
+    Raises:
+        InputError: there is one.
+    """
+    for name, stream in (("train", corpus.train), ("validation", corpus.validation)):
+        first, last = (len(stream) * each // shares for each in (share, share + 1))
+        for start in range(first, last, _SCAN):
+            part = stream[start : min(last, start + _SCAN)].int()
+            low, high = (int(each) for each in part.aminmax())
+            if low < 0 or high >= vocab_size:
+                bad = (part < 0) | (part >= vocab_size)
+                place = int(bad.int().argmax())
+                raise InputError(
+                    f"the {name} tokens must be in [0, {vocab_size}), the model's vocabulary: "
+                    f"number {start + place} is {int(part[place])}"
+                )
+
+
+def _open(data: Data, paths: Iterable[str], cache: Path) -> tuple[torch.Tensor, str, str]:
+    files = _expand(paths)
+    if _are_tokens(files):
+        if len(files) > 1:
+            raise InputError(f"one file of tokens must be given, got {len(files)}: {files[0]} ...")
+        dtype, path = _DTYPES[data.token_dtype], files[0]
+        told, identity = str(path), _stamp(files)
+    else:
+        tokenizer = _tokenizer(data)
+        path = _stem(files, tokenizer, cache)
+        dtype, identity = _dtype_for(tokenizer.size), path.name
+        try:
+            record = json.loads(path.with_suffix(".json").read_text())
+        except (OSError, ValueError):
+            raise InputError(
+                f"the tokens in {cache} are not there or not whole: all processes must see that "
+                "folder; remove it to have them made anew"
+            ) from None
+        told = f"{record['files']} files, {record['bytes'] / 1e6:.1f} MB"
+        path = path.with_suffix(TOKENS)
+        if path.stat().st_size != record["tokens"] * dtype.itemsize:
+            raise InputError(f"{path} is not whole; remove it to have it made anew")
+    tokens, odd = divmod(path.stat().st_size, dtype.itemsize)
+    if odd or not tokens:
+        raise InputError(
+            f"{path} must hold one or more tokens of {dtype.itemsize} bytes each "
+            f"({str(dtype).removeprefix('torch.')}), got {path.stat().st_size} bytes"
+        )
+    # Private: mapped, and never written.
+    return torch.from_file(str(path), shared=False, size=tokens, dtype=dtype), told, identity
+
+
+def _expand(paths: Iterable[str]) -> list[Path]:
+    """Return the files that are meant, without hidden ones."""
+    found: dict[Path, None] = {}
+    for each in paths:
+        path = Path(each).expanduser()
+        if path.is_dir():
+            inside = [Path(name) for name in glob.glob("**", root_dir=path, recursive=True)]
+            files = [path / name for name in sorted(inside) if (path / name).is_file()]
+        elif path.is_file():
+            files = [path]
+        else:
+            files = [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]
+            files = [name for name in files if name.is_file()]
+        if not files:
+            why = "holds no files" if path.is_dir() else "does not exist"
+            raise InputError(f"the corpus {each} {why}")
+        found.update(dict.fromkeys(files))
+    return list(found)
+
+
+def _are_tokens(files: list[Path]) -> bool:
+    kinds = {each.suffix == TOKENS for each in files}
+    if len(kinds) > 1:
+        raise InputError("text and files of tokens (.bin) cannot be mixed in one corpus")
+    return kinds == {True}
+
+
+def _tokenizer(data: Data) -> Tokenizer:
+    if data.tokenizer == BYTES:
+        return Tokenizer(257, 256, lambda texts: [_ids_of(each) for each in texts], BYTES)
+    try:
+        import tokenizers
+    except ImportError:
+        raise InputError(
+            "data.tokenizer needs the package tokenizers (pip install 'fusedops[hf]'), or 'bytes'"
+        ) from None
+    try:
+        text = Path(data.tokenizer).read_text(encoding="utf-8")
+        # The package raises bare Exceptions.
+        tokenizer: Any = tokenizers.Tokenizer.from_str(text)
+    except Exception as error:
+        why = getattr(error, "strerror", None) or error
+        raise InputError(f"the tokenizer {data.tokenizer} cannot be read: {why}") from None
+    end = tokenizer.token_to_id(data.end_of_text)
+    if end is None:
+        raise InputError(
+            f"data.end_of_text must be a token of {data.tokenizer}, got {data.end_of_text!r}"
+        )
+
+    def encode(texts: list[str]) -> list[torch.Tensor]:
+        return [torch.tensor(each.ids) for each in tokenizer.encode_batch(texts)]
+
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return Tokenizer(tokenizer.get_vocab_size(), end, encode, f"{digest} {end}")
+
+
+def _ids_of(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) if text else torch.empty(0)
+
+
+def _dtype_for(vocab_size: int) -> torch.dtype:
+    return torch.uint16 if vocab_size <= 1 << 16 else torch.int32
+
+
+def _stamp(files: list[Path]) -> str:
+    """Return what changes when a file does, without reading it."""
+    stats = [(str(each), each.stat().st_size, each.stat().st_mtime_ns) for each in files]
+    return hashlib.sha256(repr(stats).encode()).hexdigest()
+
+
+def _stem(files: list[Path], tokenizer: Tokenizer, cache: Path) -> Path:
+    key = f"{_VERSION} {_stamp(files)} {tokenizer.identity}"
+    return cache / f"tokens-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+
+
+def _write_tokens(files: list[Path], tokenizer: Tokenizer, stem: Path) -> None:
+    """Write tokens and then the record that says that they are whole."""
+    dtype = _dtype_for(tokenizer.size)
+    ordered, size = [], 0
+    for path in files:
+        content = _read(path)
+        if content.strip():
+            ordered.append((hashlib.sha256(content.encode()).hexdigest(), path))
+            size += len(content.encode())
+    if not ordered:
+        raise InputError(f"the corpus is empty: no text in {len(files)} files, such as {files[0]}")
+    ordered.sort()
+    aside = stem.with_suffix(f".{os.getpid()}.part")
+    count = 0
+    end = torch.tensor([tokenizer.end], dtype=dtype)
+    try:
+        stem.parent.mkdir(parents=True, exist_ok=True)
+        with aside.open("wb") as file:
+            for batch in _in_batches([path for _, path in ordered]):
+                for ids in tokenizer.encode([_read(path) for path in batch]):
+                    tokens = torch.cat([ids.to(dtype), end])
+                    file.write(ctypes.string_at(tokens.data_ptr(), tokens.nbytes))
+                    count += len(tokens)
+        aside.rename(stem.with_suffix(TOKENS))
+        record = {"tokens": count, "files": len(ordered), "bytes": size}
+        aside.write_text(json.dumps(record))
+        aside.rename(stem.with_suffix(".json"))
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        raise InputError(f"cannot write {stem.parent}: {error.strerror or error}") from None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8")
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not UTF-8: byte {error.start}") from None
+
+
+def _in_batches(paths: list[Path]) -> Iterator[list[Path]]:
+    for first in range(0, len(paths), _FILES_AT_ONCE):
+        yield paths[first : first + _FILES_AT_ONCE]

@@ -1,0 +1,113 @@
+"""The configuration that ``fusedops train --example`` writes: every key, with what it means.
+
+It runs on the corpus of the demo, the source of the installed sympy package, which torch brings.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from fusedops.train.table import InputError
+
+_TEXT = """\
+# fusedops train NAME                   one process
+# fusedops train NAME --processes 2     two, sharing each step (see [parallel])
+# fusedops train NAME --set steps=400 --set optimizer.lr=3e-4
+#
+# Started again, a run goes on from its last checkpoint: with the same bits, also after a kill -9.
+# Keys that are left out have the values that stand here, but for those without a default: out,
+# steps, batch, data.train.
+
+out = "runs/example"          # checkpoints, metrics.jsonl, cache of tokens
+steps = 200
+batch = 8                     # sequences of a step, on all processes together
+seed = 0                      # of weights, order of the data, dropout
+device = "auto"               # cpu, cuda; auto: a GPU where there is one
+tune_host = true              # processes keep memory that they have touched: faster on the CPU
+
+[model]                       # a preset, and sizes that differ from it; or all sizes
+preset = "tiny-llama"         # docs/training.md lists them
+hidden_size = 256
+num_layers = 4
+num_heads = 8
+num_kv_heads = 4
+intermediate_size = 704
+# seq_len                     by default data.seq_len
+# vocab_size                  by default the tokenizer's, rounded up to a multiple of 64
+
+[data]
+train = ["{corpus}"]
+validation = []               # the same; none: the last validation_share of the tokens above
+validation_share = 0.05
+seq_len = 128
+tokenizer = "bytes"           # or a tokenizer.json; files of tokens (.bin) need none
+end_of_text = "<|endoftext|>" # of a tokenizer.json: stands between two files
+token_dtype = "uint16"        # of files of tokens: uint16, int32, int64
+cache = ""                    # by default out/cache
+shuffle = true
+
+[optimizer]                   # fusedops.optim.AdamW
+lr = 3e-3
+betas = [0.9, 0.95]
+eps = 1e-8
+weight_decay = 0.1
+no_decay = ["*bias", "*norm*"]
+clip = 1.0                    # largest norm of all gradients; 0: any
+state_dtype = "float32"       # bfloat16 halves the moments, rounded at random
+
+[schedule]
+kind = "cosine"               # constant, linear, cosine, stable-decay
+warmup = 20                   # steps
+final = 0.1                   # last learning rate, as a share of the largest
+decay = 0                     # stable-decay: steps of the decay; 0: a tenth of all
+
+[precision]
+compute = "float32"           # bfloat16, float16: autocast
+parameters = "float32"        # the same: weights in it, a float32 copy in the optimizer
+loss_scale = 65536.0          # first one, of float16
+growth = 2000                 # good steps until it doubles
+
+[parallel]                    # dp x tp x cp x pp is the number of processes
+mode = "data"                 # all processes share the batch; explicit: the sizes that follow
+# dp = 1                      # data parallel
+# tp = 1                      # tensor parallel
+# zero = 0                    # 1, 2, 3: states, gradients, weights are divided as well
+
+[checkpoint]
+every = 50                    # steps; 0: at the end only
+keep = 3
+
+[validation]
+every = 50
+sequences = 32                # 0: none
+
+[guard]                       # docs/checkpoint.md
+on_nonfinite = "skip"         # skip, rollback, stop
+on_spike = "go"               # skip, rollback, stop, go
+spike = 8.0
+window = 64
+patience = 8
+max_rollbacks = 2
+
+[log]
+every = 10                    # steps between lines; metrics.jsonl has all
+tensorboard = false
+peak_tflops = 0.0             # of a device, for the MFU; 0: measured at the start
+"""
+
+
+def example(name: str) -> str:
+    """Return a commented configuration.
+
+    Args:
+        name: what the file will be called.
+
+    Raises:
+        InputError: sympy is not installed.
+    """
+    found = importlib.util.find_spec("sympy")
+    if found is None or not found.submodule_search_locations:
+        raise InputError("the example's corpus is the source of sympy: pip install sympy")
+    folder = Path(next(iter(found.submodule_search_locations)))
+    return _TEXT.replace("NAME", name).replace("{corpus}", str(folder / "**" / "*.py"))

@@ -1,0 +1,153 @@
+"""The training loop, top to bottom: batch, forward, backward, clip, step, log, validate, save."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from fusedops.checkpoint import CheckpointError
+from fusedops.train import metrics
+from fusedops.train.config import Config, load_config
+from fusedops.train.processes import Stop, joined
+from fusedops.train.setup import Run, prepared
+from fusedops.train.step import Taken, backward, evaluate, update
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run came to.
+
+    Attributes:
+        step: steps that were done.
+        finished: whether those are all; ``False``: it was stopped, and goes on when started again.
+        loss: of the last step; ``None``: there was none to do.
+        validation_loss: the last one, or ``None``.
+        folder: of the run.
+    """
+
+    step: int
+    finished: bool
+    loss: float | None
+    validation_loss: float | None
+    folder: Path
+
+
+class Watcher(Protocol):
+    """Is told how a run goes, on the first rank."""
+
+    def begin(self, run: Run) -> None:
+        """Before the first step."""
+        ...
+
+    def show(self, record: Mapping[str, Any]) -> None:
+        """After each step, with its line of ``metrics.jsonl``."""
+        ...
+
+
+def train(
+    source: str | Path | Mapping[str, Any] | Config,
+    overrides: Sequence[str] = (),
+    *,
+    watcher: Watcher | None = None,
+) -> Result:
+    """Train a transformer as a configuration says, from where an earlier run left off.
+
+    Args:
+        source: a TOML file, what one holds, or a ``Config``.
+        overrides: ``"optimizer.lr=3e-4"`` and the like.
+        watcher: is told how it goes, on the first rank.
+
+    Returns:
+        What it came to, on all ranks.
+
+    Raises:
+        ValueError: something that was asked for cannot be; on all ranks, before the first step.
+        CheckpointError: no checkpoint is good, or the last one could not be written.
+        GuardError: training must not go on.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from fusedops.train import train
+        >>> text = Path(tempfile.mkdtemp(), "text.txt")
+        >>> _ = text.write_text("abc " * 400)
+        >>> train({"out": f"{text.parent}/run", "steps": 2, "batch": 2, "device": "cpu",
+        ...        "model": {"preset": "tiny-gpt2"}, "log": {"peak_tflops": 1.0},
+        ...        "data": {"train": [str(text)], "seq_len": 16}}).finished
+        True
+    """
+    config = load_config(source, overrides)
+    with joined(config.device) as ranks, prepared(config, ranks) as run, Stop() as stop:
+        return _loop(run, stop, watcher if ranks.rank == 0 else None)
+
+
+def _loop(run: Run, stop: Stop, watcher: Watcher | None) -> Result:
+    config, loss, validation, stopped = run.config, None, None, False
+    if watcher is not None:
+        watcher.begin(run)
+    while run.step < config.steps and not stopped:
+        began = time.perf_counter()
+        taken = update(run, backward(run), stop=stop.asked)
+        stopped, loss = taken.stop, taken.loss
+        if taken.restored is not None:
+            run.place(taken.restored)
+            continue
+        record = _record(run, taken, time.perf_counter() - began)
+        run.step, run.position = run.step + 1, run.position + config.batch
+        done = run.step == config.steps
+        if _due(run.step, config.validation.every) or done:
+            validation = evaluate(run)
+            record |= {"validation_loss": validation} if validation is not None else {}
+        if run.metrics is not None:
+            run.metrics.write(record)
+        if watcher is not None:
+            watcher.show(record)
+        if _due(run.step, config.checkpoint.every) or done or stopped:
+            _save(run, last=done or stopped)
+    return Result(run.step, run.step == config.steps, loss, validation, Path(config.out))
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _record(run: Run, taken: Taken, seconds: float) -> dict[str, Any]:
+    """Return the line of a step."""
+    tokens = run.config.batch * run.config.data.seq_len
+    return {
+        "step": run.step,
+        "loss": taken.loss,
+        "grad_norm": taken.grad_norm,
+        "lr": taken.lr,
+        "action": taken.action,
+        "seconds": seconds,
+        "tokens_per_second": tokens / seconds,
+        "mfu": run.flops * tokens / seconds / run.peak,
+        "memory_bytes": metrics.peak_memory(run.ranks.device),
+    }
+
+
+def _save(run: Run, *, last: bool) -> None:
+    """Write a checkpoint, beside the next steps unless it is the last one.
+
+    One that cannot be written is told, and the next is tried; without the last one the run fails.
+    """
+    extra = {"corpus": run.corpus, "config": asdict(run.config)}
+    for action in (
+        run.keeper.wait,
+        lambda: run.keeper.save(
+            run.step, data={"sequences": run.position}, extra=extra, block=last
+        ),
+    ):
+        try:
+            action()
+        except CheckpointError as error:
+            if last and action is not run.keeper.wait:
+                raise
+            _log.warning("%s; training goes on", error)

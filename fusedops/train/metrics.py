@@ -1,0 +1,123 @@
+"""What is written of each step: ``metrics.jsonl``, TensorBoard, and the figures in them."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fusedops.models import TransformerConfig
+from fusedops.train.table import InputError
+
+FILE = "metrics.jsonl"
+_PRODUCT = {"cpu": 1024, "cuda": 8192}
+_TRIES = 20
+_ENOUGH_SECONDS = 0.5
+
+
+class Metrics:
+    """Writes a line of JSON for each step, and events for TensorBoard where asked.
+
+    Args:
+        folder: of the run.
+        step: that the run goes on from: lines of that step and later ones, which an ended run had
+            written after its last checkpoint, are removed.
+        tensorboard: whether to write events.
+
+    Raises:
+        InputError: TensorBoard is not installed, or the file cannot be written.
+    """
+
+    def __init__(self, folder: Path, *, step: int = 0, tensorboard: bool = False) -> None:
+        self._path = folder / FILE
+        self._events: Any = None
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = self._path.open("a+", encoding="utf-8")
+        except OSError as error:
+            raise InputError(f"cannot write {self._path}: {error.strerror or error}") from None
+        self.rewind(step)
+        if tensorboard:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError:
+                raise InputError(
+                    "log.tensorboard needs TensorBoard, which is not installed: "
+                    "pip install tensorboard"
+                ) from None
+            self._events = SummaryWriter(str(folder / "tensorboard"), purge_step=step)
+
+    def rewind(self, step: int) -> None:
+        """Remove the lines of this step and of later ones."""
+        self._file.seek(0)
+        kept = []
+        for line in self._file:
+            # A killed process may have left half a line.
+            if line.endswith("\n") and json.loads(line)["step"] < step:
+                kept.append(line)
+        self._file.seek(0)
+        self._file.truncate()
+        self._file.writelines(kept)
+        self._file.flush()
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Write what is known of a step; ``record["step"]`` is its number."""
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+        if self._events is not None:
+            for name, value in record.items():
+                if name != "step" and isinstance(value, (int, float)):
+                    self._events.add_scalar(name, value, record["step"])
+
+    def close(self) -> None:
+        """Close the files."""
+        self._file.close()
+        if self._events is not None:
+            self._events.close()
+
+
+def flops_per_token(model: TransformerConfig, seq_len: int) -> float:
+    """Return the floating-point operations of forward and backward for one token.
+
+    Six for each weight that the token is multiplied by: embeddings are looked up and count only as
+    a tied head, and of the experts only those that a token goes to. The products of attention are
+    ``12 * layers * query_width * seq_len``, of which a causal model does half. Recomputation does
+    not count: it is no useful work.
+    """
+    weights = model.output(own_weight=True).total
+    products = 12 * model.query_width * seq_len * (0.5 if model.causal else 1.0)
+    total = 0.0
+    for index, count in model.kinds(range(model.depth)).items():
+        used: float = model.layer(index).total
+        if model.is_sparse(index):
+            experts = model.feed_forward(index).experts
+            used -= experts * (model.num_experts - model.top_k) / model.num_experts
+        total += count * (6 * used + products)
+    return total + 6 * weights
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the operations a second of a large square product: the best of a few."""
+    size = _PRODUCT[device.type]
+    factor = torch.ones(size, size, device=device, dtype=dtype)
+    times: list[float] = []
+    while len(times) < _TRIES and sum(times) < _ENOUGH_SECONDS:
+        began = time.perf_counter()
+        torch.mm(factor, factor)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - began)
+    return 2 * size**3 / min(times)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the most bytes that this process held: on the GPU, else in all."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return held if sys.platform == "darwin" else held * 1024

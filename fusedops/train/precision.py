@@ -1,0 +1,62 @@
+"""What is computed and kept in which dtype, and the factor of the loss under float16."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+from fusedops.train.config import Precision
+
+_GROWN, _HALVED = 2.0, 0.5
+_LEAST = 2.0**-14
+
+
+def dtype(name: str) -> torch.dtype:
+    """Return torch's dtype of a name."""
+    found: torch.dtype = getattr(torch, name)
+    return found
+
+
+def computing(precision: Precision, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Return the context of the forward: autocast where weights are wider than the products."""
+    if precision.compute == precision.parameters:
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, dtype=dtype(precision.compute))
+
+
+class LossScale:
+    """A factor of the loss that keeps float16 gradients in range; 1 for all other dtypes.
+
+    A power of two, so that it changes no other bit. It halves where a gradient is not finite, which
+    skips the step, and doubles after ``growth`` steps without. The norm of all gradients tells: it
+    is the same number on all ranks, so all of them skip.
+    """
+
+    def __init__(self, precision: Precision) -> None:
+        self.active = precision.compute == "float16"
+        self.value = precision.loss_scale if self.active else 1.0
+        self._growth = precision.growth
+        self._good = 0
+
+    def overflowed(self, grad_norm: float) -> bool:
+        """Return whether the step must be skipped; take account of it either way."""
+        if not self.active:
+            return False
+        finite = grad_norm - grad_norm == 0.0
+        self._good = self._good + 1 if finite else 0
+        if not finite:
+            self.value = max(_LEAST, self.value * _HALVED)
+        elif self._good == self._growth:
+            self.value, self._good = self.value * _GROWN, 0
+        return not finite
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the factor and the good steps since it changed."""
+        return {"value": self.value, "good": self._good}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what ``state_dict`` gave, where there is a factor."""
+        if self.active:
+            self.value, self._good = state["value"], state["good"]

@@ -1,0 +1,174 @@
+"""The processes of a run: joining them, failing together, stopping together, starting them.
+
+Torch's elastic agent (``torchrun``) starts the processes and ends all when one fails. What is added
+is that a mistake of the user is told once and ends all processes in the same way, and that SIGTERM
+lets every process finish the same step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fusedops._core import env
+from fusedops._core.checks import UnsupportedError
+from fusedops.train.table import InputError
+
+# Ctrl-C reaches a process from its terminal and from its parent: that is one wish.
+_SAME_WISH_SECONDS = 2.0
+_MISTAKES = (ValueError, TypeError, UnsupportedError, OSError)
+
+
+class Ranks:
+    """The processes that train together.
+
+    Attributes:
+        rank: of this one.
+        size: how many there are.
+        device: that this one computes on.
+    """
+
+    def __init__(self, rank: int, size: int, device: torch.device) -> None:
+        self.rank, self.size, self.device = rank, size, device
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Raise on all ranks, as an ``InputError``, the first mistake that one of them raises.
+
+        What is inside must not communicate.
+        """
+        problem = None
+        try:
+            yield
+        except _MISTAKES as error:
+            problem = str(error)
+        told = [problem]
+        if self.size > 1:
+            told = [None] * self.size
+            dist.all_gather_object(told, problem)
+        first = next((each for each in told if each is not None), None)
+        if first is not None:
+            raise InputError(first)
+
+    def total(self, *values: float) -> list[float]:
+        """Return the sums of numbers over all ranks, in float64; waits for a GPU."""
+        if self.size == 1:
+            return list(values)
+        sums = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(sums)
+        return sums.tolist()
+
+
+@contextlib.contextmanager
+def joined(device: str) -> Iterator[Ranks]:
+    """Join the processes that ``torchrun`` started; alone where it did not.
+
+    Args:
+        device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
+
+    Raises:
+        InputError: there is no such device.
+    """
+    launched = env.launched()
+    rank, size, local = launched or (0, 1, 0)
+    found = torch.cuda.is_available()
+    if device == "cuda" and not found:
+        raise InputError("config: device must be 'cpu' here, got 'cuda': torch sees no GPU")
+    kind = "cuda" if found and device != "cpu" else "cpu"
+    if kind == "cuda" and local >= torch.cuda.device_count():
+        raise InputError(
+            f"{local + 1} processes on this machine need as many GPUs, and torch sees "
+            f"{torch.cuda.device_count()}"
+        )
+    here = torch.device(kind, local) if kind == "cuda" else torch.device(kind)
+    if kind == "cuda":
+        torch.cuda.set_device(here)
+    if launched is None or dist.is_initialized():
+        yield Ranks(rank, size, here)
+        return
+    dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")
+    try:
+        yield Ranks(rank, size, here)
+    finally:
+        dist.destroy_process_group()
+
+
+class Stop:
+    """Notes SIGTERM and Ctrl-C instead of dying: the loop saves and ends after its step.
+
+    A second signal, later than two seconds, ends the process as ever.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._since = 0.0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Stop:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            # Only the main thread may; elsewhere a run is stopped by its caller.
+            with contextlib.suppress(ValueError):
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.asked and now - self._since > _SAME_WISH_SECONDS:
+            signal.signal(number, self._before[number])
+            os.kill(os.getpid(), number)
+        elif not self.asked:
+            self.asked, self._since = True, now
+
+
+def launch(processes: int, arguments: Sequence[str], *, restarts: int = 0) -> int:
+    """Run ``fusedops`` with these arguments on several processes of this machine.
+
+    What ``torchrun --nproc-per-node N -m fusedops ARGUMENTS`` does; SIGTERM and Ctrl-C are passed
+    on, and this process waits until the others have saved.
+
+    Args:
+        processes: how many.
+        arguments: of the command.
+        restarts: how often all are started anew when one fails.
+
+    Returns:
+        The exit code: 0, or the first one of a process that failed.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
+    env.set_threads(max(1, len(os.sched_getaffinity(0)) // processes))
+    # A failed process has told why; the agent's tables of tracebacks would bury it.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    options = ["--standalone", f"--nproc-per-node={processes}", f"--max-restarts={restarts}"]
+    # The agent would give processes thirty seconds to write a checkpoint.
+    options += ["--signals-to-handle=SIGQUIT", "-m", "fusedops", *arguments]
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _pass_on)
+    try:
+        run(parse_args(options))
+    except ChildFailedError as error:
+        codes = [each.exitcode for each in error.failures.values()]
+        return next((code for code in codes if code > 0), 1)
+    return 0
+
+
+def _pass_on(number: int, frame: FrameType | None) -> None:
+    import psutil
+
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.send_signal(number)

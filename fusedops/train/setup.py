@@ -1,0 +1,222 @@
+"""Everything that a run is made of, built from its configuration in the order of dependence."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fusedops._core import checks, host
+from fusedops.checkpoint import Checkpointer, Guard, Restored
+from fusedops.models import Transformer, TransformerConfig, initialize, preset
+from fusedops.optim import AdamW
+from fusedops.train import corpus as corpora
+from fusedops.train import metrics, precision, table
+from fusedops.train.config import Config
+from fusedops.train.data import Sequences
+from fusedops.train.metrics import Metrics
+from fusedops.train.precision import LossScale
+from fusedops.train.processes import Ranks
+from fusedops.train.table import InputError
+
+# Vocabularies are rounded up, so that tensor parallelism can divide them.
+_ROWS = 64
+
+
+@dataclass
+class Run:
+    """A training run between two steps.
+
+    Attributes:
+        config: what was asked for.
+        ranks: the processes.
+        model: to train.
+        optimizer: of its parameters.
+        scale: of the loss.
+        train: the sequences.
+        validation: those that are only looked at; ``None``: there are none.
+        keeper: of checkpoints.
+        guard: against steps that would spoil the model.
+        metrics: where figures go; ``None`` on all ranks but the first.
+        flops: of a token, forward and backward.
+        peak: operations a second that all devices reach.
+        corpus: identity of the tokens.
+        step: steps that were done.
+        position: sequences that were trained on.
+        notes: what the user should know before the first step.
+    """
+
+    config: Config
+    ranks: Ranks
+    model: Transformer
+    optimizer: AdamW
+    scale: LossScale
+    train: Sequences
+    validation: Sequences | None
+    keeper: Checkpointer
+    guard: Guard
+    metrics: Metrics | None
+    flops: float
+    peak: float
+    corpus: str
+    step: int = 0
+    position: int = 0
+    notes: tuple[str, ...] = ()
+
+    def place(self, restored: Restored) -> None:
+        """Go on from what a checkpoint restored."""
+        self.step, self.position = restored.step, restored.data["sequences"]
+        # The checkpoint's options came back with its states; those of this configuration hold.
+        for group in self.optimizer.param_groups:
+            group.update(_options(self.config))
+
+
+@contextlib.contextmanager
+def prepared(config: Config, ranks: Ranks) -> Iterator[Run]:
+    """Build a run, restore its last checkpoint if there is one, and close its files at the end.
+
+    Raises:
+        InputError: something that was asked for cannot be; on all ranks.
+        CheckpointError: there are checkpoints, and none is good.
+    """
+    out = Path(config.out)
+    cache = Path(config.data.cache) if config.data.cache else out / "cache"
+    if config.tune_host and ranks.device.type == "cpu":
+        host.tune_host()
+    with ranks.together():
+        if ranks.rank == 0:
+            corpora.prepare(config.data, cache)
+    with ranks.together():
+        corpus = corpora.open_corpus(config.data, cache)
+        sizes = model_config(config, corpus)
+        corpora.check_ids(corpus, sizes.vocab_size, ranks.rank, ranks.size)
+    with ranks.together():
+        model = build(config, sizes, ranks.device)
+    optimizer = AdamW(
+        model.named_parameters(),
+        **_options(config),
+        no_decay=config.optimizer.no_decay,
+        master_weights=config.precision.parameters != "float32",
+        state_dtype=precision.dtype(config.optimizer.state_dtype),
+        seed=config.seed,
+    )
+    scale = LossScale(config.precision)
+    with Checkpointer(
+        out / "checkpoints", model, optimizer, keep=config.checkpoint.keep, scale=scale
+    ) as keeper:
+        guard = Guard(keeper, **asdict(config.guard))
+        keeper.add(guard=guard)
+        run = Run(
+            config=config,
+            ranks=ranks,
+            model=model,
+            optimizer=optimizer,
+            scale=scale,
+            train=_sequences(corpus.train, config),
+            validation=_validation(corpus.validation, config),
+            keeper=keeper,
+            guard=guard,
+            metrics=None,
+            flops=metrics.flops_per_token(sizes, config.data.seq_len),
+            peak=_peak(config, ranks),
+            corpus=corpus.identity,
+        )
+        _resume(run)
+        with ranks.together():
+            if ranks.rank == 0:
+                run.metrics = Metrics(out, step=run.step, tensorboard=config.log.tensorboard)
+        try:
+            yield run
+        finally:
+            if run.metrics is not None:
+                run.metrics.close()
+
+
+def model_config(config: Config, corpus: corpora.Corpus) -> TransformerConfig:
+    """Return the sizes of the model: a preset's, with those that the configuration gives.
+
+    Raises:
+        InputError: a size is unknown, or does not fit another or the corpus.
+    """
+    given = dict(config.model)
+    name = given.pop("preset", None)
+    known = [each.name for each in fields(TransformerConfig)]
+    for key in given:
+        if key not in known:
+            raise InputError(table.unknown(key, ["preset", *known], "model"))
+    given.setdefault("seq_len", config.data.seq_len)
+    if corpus.vocab_size is not None:
+        given.setdefault("vocab_size", -(-corpus.vocab_size // _ROWS) * _ROWS)
+    if name is None:
+        sizes = table.fill(TransformerConfig, given, "model")
+    else:
+        # Through the table, for its checks of types.
+        base = {each: getattr(preset(name), each) for each in known}
+        sizes = table.fill(TransformerConfig, base | given, "model")
+    if corpus.vocab_size is not None and sizes.vocab_size < corpus.vocab_size:
+        checks.fail(
+            "model",
+            "vocab_size",
+            f"at least {corpus.vocab_size}, the tokenizer's",
+            sizes.vocab_size,
+        )
+    if sizes.seq_len < config.data.seq_len:
+        checks.fail(
+            "model", "seq_len", f"at least data.seq_len, {config.data.seq_len}", sizes.seq_len
+        )
+    return sizes
+
+
+def build(config: Config, sizes: TransformerConfig, device: torch.device) -> Transformer:
+    """Return the model with its first weights, which the seed alone decides."""
+    model = Transformer(sizes, device=device, dtype=precision.dtype(config.precision.parameters))
+    initialize(model, config.seed)
+    return model
+
+
+def _options(config: Config) -> dict[str, Any]:
+    """Return what groups of the optimizer have; the learning rate is set at each step."""
+    chosen = config.optimizer
+    return {
+        "lr": chosen.lr,
+        "betas": chosen.betas,
+        "eps": chosen.eps,
+        "weight_decay": chosen.weight_decay,
+    }
+
+
+def _sequences(stream: torch.Tensor, config: Config) -> Sequences:
+    shuffle = config.data.shuffle
+    return Sequences(stream, config.data.seq_len, seed=config.seed, shuffle=shuffle)
+
+
+def _validation(stream: torch.Tensor, config: Config) -> Sequences | None:
+    if not config.validation.sequences or len(stream) <= config.data.seq_len:
+        return None
+    return Sequences(stream, config.data.seq_len, seed=0)
+
+
+def _peak(config: Config, ranks: Ranks) -> float:
+    """Return the operations a second of all devices together."""
+    given = config.log.peak_tflops * 1e12
+    mine = given or metrics.peak_flops(ranks.device, precision.dtype(config.precision.compute))
+    return ranks.total(mine)[0]
+
+
+def _resume(run: Run) -> None:
+    try:
+        restored = run.keeper.load()
+    except ValueError as error:
+        raise InputError(f"{error}; a new run needs another out") from None
+    if restored is None:
+        return
+    run.place(restored)
+    notes = [f"goes on from step {restored.step}"]
+    notes += [f"passed over {path.name}: {why}" for path, why in restored.passed_over]
+    if restored.extra["corpus"] != run.corpus:
+        notes.append("the corpus is not the one that the run was saved with")
+    run.notes = tuple(notes)

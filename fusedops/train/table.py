@@ -1,0 +1,181 @@
+"""Tables of TOML into dataclasses, strictly: unknown keys, missing keys and other types are errors.
+
+Knows no key by name. What a value may be stands in the dataclass: its types here, its range in
+``__post_init__``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fusedops._core import checks
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10
+    import tomli as tomllib  # type: ignore[no-redef,import-not-found]
+
+T = TypeVar("T")
+
+
+class InputError(ValueError):
+    """What the user gave cannot be trained with; the message is a sentence that says why."""
+
+
+def load(path: str | Path) -> dict[str, Any]:
+    """Return what a TOML file holds.
+
+    Raises:
+        InputError: it cannot be read or is not TOML; the message has line and column.
+    """
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise InputError(f"{path} is not a text file") from None
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f"{path} is not valid TOML: {error}") from None
+
+
+def override(table: dict[str, Any], assignments: Iterable[str]) -> dict[str, Any]:
+    """Return a table with ``key.subkey=value`` applied in turn; a value is TOML, or else a text.
+
+    Raises:
+        InputError: there is no ``=``, or a key leads into what is no table.
+
+    Example:
+        >>> override({"optimizer": {"lr": 1.0}}, ["optimizer.lr=3e-4", "out=runs/b"])
+        {'optimizer': {'lr': 0.0003}, 'out': 'runs/b'}
+    """
+    table = _copied(table)
+    for assignment in assignments:
+        key, equals, text = assignment.partition("=")
+        if not equals or not key.strip():
+            raise InputError(f"--set must be key=value, such as optimizer.lr=3e-4: {assignment!r}")
+        *path, last = key.strip().split(".")
+        inner = table
+        for index, name in enumerate(path):
+            inner = inner.setdefault(name, {})
+            if not isinstance(inner, dict):
+                raise InputError(f"--set {assignment}: {'.'.join(path[: index + 1])} is no table")
+        try:
+            inner[last] = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            inner[last] = text
+    return table
+
+
+def fill(kind: type[T], table: Mapping[str, Any], where: str = "") -> T:
+    """Return a dataclass made from a table; tables inside fill dataclasses inside.
+
+    Args:
+        kind: the dataclass.
+        table: its fields by name; those with defaults may be absent.
+        where: what the table is called in messages; empty for the whole file.
+
+    Raises:
+        InputError: a key is unknown (with the nearest that is known) or missing, or a value has
+            another type or is out of range.
+    """
+    hints = typing.get_type_hints(kind)
+    fields = {each.name: each for each in dataclasses.fields(kind) if each.init}  # type: ignore[arg-type]
+    for key in table:
+        if key not in fields:
+            raise InputError(unknown(key, fields, where))
+    values: dict[str, Any] = {}
+    for name, field in fields.items():
+        path = f"{where}.{name}" if where else name
+        if name in table:
+            values[name] = _value(hints[name], table[name], path)
+        elif dataclasses.is_dataclass(hints[name]) and field.default is dataclasses.MISSING:
+            values[name] = fill(hints[name], {}, path)
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            raise InputError(f"{path} is missing")
+    try:
+        return kind(**values)
+    except (ValueError, TypeError) as error:
+        raise InputError(str(error)) from None
+
+
+def unknown(key: str, known: Iterable[str], where: str) -> str:
+    """Return the sentence for a key that does not exist, with the nearest that does."""
+    names = list(known)
+    near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names)}"
+    return f"unknown key {key!r} in {f'[{where}]' if where else 'the configuration'}: {hint}"
+
+
+def _value(hint: Any, value: Any, path: str) -> Any:
+    if dataclasses.is_dataclass(hint):
+        if not isinstance(value, Mapping):
+            raise InputError(f"{path} must be a table, got {checks.shown(value)}")
+        return fill(hint, value, path)  # type: ignore[arg-type]
+    fits, found = _fitting(hint, value)
+    if not fits:
+        raise InputError(f"{path} must be {_named(hint)}, got {checks.shown(value)}")
+    return found
+
+
+def _fitting(hint: Any, value: Any) -> tuple[bool, Any]:
+    """Return whether a value has a type, and the value in it: integers are floats, too."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return True, value
+    if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
+        return True, fill(hint, value)  # type: ignore[arg-type]
+    if origin in (typing.Union, types.UnionType):
+        for each in inner:
+            fits, found = _fitting(each, value)
+            if fits:
+                return True, found
+        return False, value
+    if origin is typing.Literal:
+        return value in inner, value
+    if origin is tuple:
+        if not isinstance(value, (list, tuple)):
+            return False, value
+        hints = [inner[0]] * len(value) if inner[-1] is Ellipsis else list(inner)
+        if len(hints) != len(value):
+            return False, value
+        parts = [_fitting(*pair) for pair in zip(hints, value, strict=True)]
+        return all(fits for fits, _ in parts), tuple(found for _, found in parts)
+    if origin in (dict, Mapping):
+        return isinstance(value, dict), value
+    if hint is float:
+        good = isinstance(value, (int, float)) and not isinstance(value, bool)
+        return good, float(value) if good else value
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool), value
+    if hint is type(None):
+        return value is None, value
+    return isinstance(value, hint), value
+
+
+def _named(hint: Any) -> str:
+    """Return a type in words."""
+    words = {bool: "true or false", int: "an integer", float: "a number", str: "a text"}
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if hint in words:
+        return words[hint]
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_named(each) for each in inner if each is not type(None))
+    if origin is typing.Literal:
+        return f"one of {', '.join(map(repr, inner))}"
+    if origin is tuple:
+        if inner[-1] is Ellipsis:
+            return f"a list, each {_named(inner[0])}"
+        return f"a list of {len(inner)}, each {_named(inner[0])}"
+    return "a table" if origin in (dict, Mapping) else getattr(hint, "__name__", str(hint))
+
+
+def _copied(table: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: _copied(value) if isinstance(value, dict) else value for key, value in table.items()
+    }

@@ -1,0 +1,113 @@
+"""``fusedops train`` from the command line: what is wrong is one line, and exit code 2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from fusedops.cli.main import app
+from fusedops.train import load_config
+from fusedops.train.config import Config
+
+GOOD = """
+out = "{folder}/run"
+steps = 2
+batch = 2
+device = "cpu"
+tune_host = false
+model = {{ preset = "tiny-gpt2" }}
+log = {{ peak_tflops = 1.0 }}
+data = {{ train = ["{folder}/text.txt"], seq_len = 16 }}
+"""
+
+
+def invoke(*args: str) -> Any:
+    return CliRunner().invoke(app, ["train", *args])
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    (tmp_path / "text.txt").write_text("one and two is three. " * 40)
+    path = tmp_path / "train.toml"
+    path.write_text(GOOD.format(folder=tmp_path))
+    return str(path)
+
+
+def test_a_run_tells_how_it_went(file: str) -> None:
+    done = invoke(file)
+    assert done.exit_code == 0, done.output
+    first, *_, last = done.output.splitlines()
+    assert "1 processes on cpu" in first and last.startswith("done: 2 steps, loss 5.")
+    again = invoke(file)
+    assert again.exit_code == 0 and "all 2 steps were done before" in again.output
+
+
+def test_the_example_has_every_key_and_its_default(tmp_path: Path) -> None:
+    path = tmp_path / "example.toml"
+    assert invoke("--example", str(path)).exit_code == 0
+    found = load_config(path)
+    text = path.read_text()
+    for name in ("data", "optimizer", "schedule", "precision", "checkpoint", "validation", "log"):
+        for key in vars(getattr(found, name)):
+            assert f"\n{key} = " in text.split(f"[{name}]")[1], (
+                f"{name}.{key} is not in the example"
+            )
+    bare = Config(out="a", steps=1, batch=1, data=found.data)
+    assert found.guard == bare.guard and found.precision == bare.precision
+    refused = invoke("--example", str(path))
+    assert refused.exit_code == 2 and "exists already" in refused.output
+
+
+BAD = {
+    "unknown key": (["optimizer.lrr=1"], "unknown key 'lrr' in [optimizer]: did you mean 'lr'?"),
+    "unknown table": (["datas.x=1"], "unknown key 'datas' in the configuration: did you mean"),
+    "unknown size": (["model.hidden=8"], "unknown key 'hidden' in [model]: did you mean 'hidden"),
+    "type": (["steps=1.5"], "steps must be an integer, got 1.5"),
+    "type inside": (["optimizer.betas=[0.9]"], "betas must be a list of 2, each a number, got"),
+    "range": (["optimizer.lr=0"], "optimizer: lr must be positive and finite, got 0.0"),
+    "choice": (["schedule.kind=cosin"], "got 'cosin' (did you mean 'cosine'?)"),
+    "no table": (["steps.a=1"], "--set steps.a=1: steps is no table"),
+    "no equals": (["steps"], "--set must be key=value"),
+    "preset": (["model.preset=tiny-gtp2"], "did you mean 'tiny-gpt2'?"),
+    "heads": (["model.num_heads=3"], "num_heads must be a divisor of hidden_size"),
+    "vocabulary": (["model.vocab_size=64"], "vocab_size must be at least 257, the tokenizer's"),
+    "positions": (["model.seq_len=8"], "seq_len must be at least data.seq_len, 16, got 8"),
+    "corpus": (["data.train=['nothing.txt']"], "the corpus nothing.txt does not exist"),
+    "tokenizer": (["data.tokenizer=nothing.json"], "nothing.json cannot be read: No such file"),
+    "tensorboard": (["log.tensorboard=true"], "log.tensorboard needs TensorBoard"),
+}
+
+
+@pytest.mark.parametrize("case", sorted(BAD))
+def test_what_is_wrong_is_one_line(file: str, case: str) -> None:
+    overrides, message = BAD[case]
+    done = invoke(file, *[part for each in overrides for part in ("--set", each)])
+    assert done.exit_code == 2, done.output
+    (line,) = done.output.splitlines()
+    assert line.startswith("fusedops: error: ") and message in line
+
+
+def test_a_file_that_is_no_configuration(tmp_path: Path) -> None:
+    path = tmp_path / "a.toml"
+    for content, message in (
+        (b"steps = = 1", "is not valid TOML: "),
+        (b"\xff", "is not a text file"),
+        (b"steps = 1", "out is missing"),
+    ):
+        path.write_bytes(content)
+        done = invoke(str(path))
+        assert done.exit_code == 2 and f"{path}" in done.output and message in done.output
+    for args, message in (([str(tmp_path / "b.toml")], "cannot read"), ([], "which configuration")):
+        done = invoke(*args)
+        assert done.exit_code == 2 and message in done.output
+
+
+def test_another_model_does_not_go_on(file: str) -> None:
+    assert invoke(file).exit_code == 0
+    done = invoke(file, "--set", "steps=3", "--set", "model.hidden_size=96")
+    assert done.exit_code == 2
+    assert "is of another model or optimizer: other shapes" in done.output
+    assert done.output.rstrip().endswith("a new run needs another out")

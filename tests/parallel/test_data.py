@@ -1,0 +1,210 @@
+"""Gradients of ranks that see other tokens: their sum, when it is made, and what travels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from process_pool import World
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fusedops.optim import AdamW, OffloadedAdamW
+from fusedops.parallel import Replicas, by_bytes, communication
+from fusedops.parallel.data import DataParallel, local_bytes, shard
+
+pytestmark = pytest.mark.distributed
+OnRanks = Callable[..., list[Any]]
+RANKS = 8
+MICROBATCHES = 2
+
+
+def _model(dtype: torch.dtype = torch.float64) -> nn.Sequential:
+    """Return layers of odd sizes, one of which is frozen, and one that no token meets."""
+    torch.manual_seed(1)
+    layers = [nn.Linear(7, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3)]
+    model = nn.Sequential(*layers).to(dtype)
+    model[2].bias.requires_grad_(False)
+    model.unused = nn.Parameter(torch.ones(5, dtype=dtype))
+    return model
+
+
+def _batches(rank: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(10 + rank)
+    return [torch.randn(4, 7, generator=generator, dtype=dtype) for _ in range(MICROBATCHES)]
+
+
+def _loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().sum()
+
+
+def _alone(dtype: torch.dtype = torch.float64) -> nn.Module:
+    """Return the model with the gradients of one process that sees all tokens."""
+    model = _model(dtype)
+    for rank in range(RANKS):
+        for batch in _batches(rank, dtype):
+            _loss(model, batch).backward()
+    return model
+
+
+def _whole(tensor: Any) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def _assert_same_gradients(model: nn.Module, expected: nn.Module) -> None:
+    others = dict(expected.named_parameters())
+    for name, parameter in model.named_parameters():
+        grad, wanted = parameter.grad, others[name].grad
+        assert (grad is None) == (wanted is None), name
+        if grad is not None:
+            torch.testing.assert_close(_whole(grad), wanted, msg=name)
+
+
+def _train(model: nn.Module, data: DataParallel, rank: int) -> communication.Log:
+    with communication.recorded() as log:
+        for i, batch in enumerate(_batches(rank)):
+            data.begin(last=i == MICROBATCHES - 1)
+            _loss(model, batch).backward()
+    return log
+
+
+def _replicas(world: World, limit: int, overlap: bool) -> dict[str, int]:
+    model = _model()
+    buckets = by_bytes(model.parameters(), limit)
+    data = DataParallel([Replicas(buckets, world.group(RANKS), overlap=overlap)])
+    log = _train(model, data, world.rank)
+    _assert_same_gradients(model, _alone())
+    return log.counts() | {"bytes": log.bytes()}
+
+
+@pytest.mark.parametrize(("limit", "buckets"), [(1, 6), (1000, 3), (1 << 20, 1)])
+def test_replicas_sum_once_a_step_in_so_many_buckets(
+    on_ranks: OnRanks, limit: int, buckets: int
+) -> None:
+    """Gradients are those of one process, and each number of them travels once."""
+    numbers = sum(each.numel() for each in _model().parameters() if each.requires_grad)
+    parameters = sum(each.requires_grad for each in _model().parameters())
+    sent = 2 * 8 * (numbers + parameters) * (RANKS - 1) // RANKS
+    for counts in on_ranks(_replicas, limit, True):
+        assert counts["all_reduce"] == buckets
+        assert sent - buckets <= counts["bytes"] <= sent
+
+
+def _order(world: World, overlap: bool) -> bool:
+    """Return whether the last layer's sum began before the first layer's backward."""
+    model = _model()
+    Replicas(by_bytes(model.parameters(), 1), world.group(RANKS), overlap=overlap)
+    hidden = model[0](_batches(world.rank)[0])
+
+    def mark(grad: torch.Tensor) -> None:
+        with communication.computing("first layer"):
+            pass
+
+    hidden.register_hook(mark)
+    with communication.recorded() as log:
+        model[1:](hidden).sum().backward()
+    labels = [each.label for each in log.events if each.phase == "start"]
+    return "gradients 1" in labels[: labels.index("first layer")]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_sums_run_beside_the_backward_if_asked(on_ranks: OnRanks, overlap: bool) -> None:
+    assert set(on_ranks(_order, overlap)) == {overlap}
+
+
+def _uneven(world: World) -> list[bool]:
+    """Ranks use other layers: what one has a gradient of, all have; what none has, none."""
+    layers = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(3))
+    Replicas([[each.weight for each in layers]], world.group(RANKS))
+    used = layers[0] if world.rank < 3 else layers[1]
+    for each in layers:
+        nn.init.eye_(each.weight)
+    used(torch.ones(1, 2)).sum().backward()
+    for layer, ranks in zip(layers, (3, 5, 0), strict=True):
+        grad = layer.weight.grad
+        assert ranks == 0 if grad is None else torch.equal(grad, torch.full((2, 2), float(ranks)))
+    return [each.weight.grad is not None for each in layers]
+
+
+def test_a_gradient_that_one_rank_has_all_have(on_ranks: OnRanks) -> None:
+    assert all(each == [True, True, False] for each in on_ranks(_uneven))
+
+
+def _half(world: World) -> bool:
+    """Gradients 1, 2^-9, ... of bfloat16: their sum in bfloat16 would lose all but the first."""
+    weight = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
+    Replicas([[weight]], world.group(RANKS))
+    factor = 1.0 if world.rank == 0 else 2.0**-9
+    (weight * factor).sum().backward()
+    expected = torch.tensor(1 + 7 * 2.0**-9).bfloat16()
+    assert expected != 1
+    return bool((weight.grad == expected).all())
+
+
+def test_half_precision_is_summed_in_float32(on_ranks: OnRanks) -> None:
+    assert all(on_ranks(_half))
+
+
+def _sharded(world: World, stage: int) -> dict[str, int]:
+    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("data",))
+    model = _model()
+    whole = {model[4].bias, model.unused}
+    blocks = [[model[0], model[2]], model]
+    shard(blocks, mesh, stage=stage, whole=whole)
+    replicas = Replicas([list(whole)], world.group(RANKS))
+    data = DataParallel([replicas], [model], stage)
+    log = _train(model, data, world.rank)
+    _assert_same_gradients(model, _alone())
+    assert local_bytes(model[0].weight) == 8 * 16 * 7 // RANKS
+    return log.counts()
+
+
+@pytest.mark.parametrize(
+    ("stage", "gathers", "scatters"), [(1, 2, 2), (2, 2, 4), (3, 6, 4)], ids=["1", "2", "3"]
+)
+def test_stages_communicate_when_they_must(
+    on_ranks: OnRanks, stage: int, gathers: int, scatters: int
+) -> None:
+    """Two blocks, two micro-batches; with stage 3 one of them is gathered for the backward too."""
+    wanted = {"all_gather": gathers, "reduce_scatter": scatters, "all_reduce": 1}
+    for counts in on_ranks(_sharded, stage):
+        assert counts == wanted
+
+
+def _offloaded(world: World, stage: int) -> None:
+    weights = []
+    for kind in (AdamW, OffloadedAdamW):
+        model = _model(torch.float32)
+        data = DataParallel(stage=stage)
+        if stage:
+            mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("data",))
+            shard([model], mesh, stage=stage)
+            data.sharded = [model]
+        else:
+            data.replicas = [Replicas(by_bytes(model.parameters(), 1000), world.group(RANKS))]
+        optimizer = kind(model.parameters(), lr=0.1, max_norm=1.0, master_weights=True)
+        for _ in range(2):
+            for i, batch in enumerate(_batches(world.rank, torch.float32)):
+                data.begin(last=i == MICROBATCHES - 1)
+                _loss(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        weights.append([_whole(each.detach()).clone() for each in model.parameters()])
+        if isinstance(optimizer, OffloadedAdamW):
+            optimizer.close()
+    for mine, theirs in zip(*weights, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_offloaded_states_step_to_the_same_bits(on_ranks: OnRanks, stage: int) -> None:
+    on_ranks(_offloaded, stage)
+
+
+def test_wrong_arguments_say_what_was_wanted() -> None:
+    with pytest.raises(TypeError, match=r"Replicas: group must be a .*ProcessGroup, got int"):
+        Replicas([], 3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="shard: stage must be 1, 2 or 3, got 0"):
+        shard([], None, stage=0)  # type: ignore[arg-type]

@@ -1,0 +1,92 @@
+"""Sequences: each once an epoch, in an order that neither ranks nor interruptions change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fusedops.train import InputError, corpus
+from fusedops.train.config import Data
+from fusedops.train.data import Sequences, permuted
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 64, 1000])
+def test_each_epoch_is_another_permutation(count: int) -> None:
+    indices = torch.arange(count)
+    orders = [permuted(indices, torch.full_like(indices, epoch), count, 7) for epoch in (0, 1)]
+    for order in orders:
+        assert order.sort().values.tolist() == list(range(count))
+    if count == 1000:
+        assert (orders[0] == orders[1]).sum() < 10 and (orders[0] == indices).sum() < 10
+        assert not torch.equal(orders[0], permuted(indices, torch.zeros_like(indices), count, 8))
+
+
+def test_ranks_and_microbatches_share_the_rows_of_a_step() -> None:
+    sequences = Sequences(torch.arange(1000), 8, seed=3)
+    (whole,) = sequences.microbatches(24, 12)
+    assert torch.equal(whole.labels, whole.tokens + 1)
+    parts = [
+        list(sequences.microbatches(24, 12, microbatches=2, share=share, shares=3))
+        for share in range(3)
+    ]
+    rows = [parts[share][number].tokens for number in range(2) for share in range(3)]
+    assert torch.equal(torch.cat(rows), whole.tokens)
+
+
+def test_text_becomes_tokens_once_and_names_do_not_matter(tmp_path: Path) -> None:
+    for folder, names in (("a", "xy"), ("b", "yx")):
+        (tmp_path / folder).mkdir()
+        for name, text in zip(names, ("Stra\u00dfe", "tea"), strict=True):
+            (tmp_path / folder / f"{name}.txt").write_text(text, encoding="utf-8")
+    streams = []
+    for folder in "ab":
+        data = Data(train=(f"{tmp_path}/{folder}/*.txt",), seq_len=2, validation_share=0.25)
+        corpus.prepare(data, tmp_path / "cache")
+        found = corpus.open_corpus(data, tmp_path / "cache")
+        streams.append(torch.cat([found.train, found.validation]).tolist())
+        assert len(found.validation) == 3 and found.vocab_size == 257
+    one, two = [*"Stra\u00dfe".encode(), 256], [*b"tea", 256]
+    assert streams[0] == streams[1] and streams[0] in (one + two, two + one)
+    made = sorted((tmp_path / "cache").iterdir())
+    before = [each.stat().st_mtime_ns for each in made]
+    corpus.prepare(data, tmp_path / "cache")
+    assert [each.stat().st_mtime_ns for each in made] == before
+
+
+def test_files_of_tokens_are_mapped_as_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.bin"
+    path.write_bytes(torch.arange(40, dtype=torch.int32).numpy().tobytes())
+    data = Data(train=(str(path),), token_dtype="int32", seq_len=8, validation_share=0.5)
+    corpus.prepare(data, tmp_path / "cache")
+    found = corpus.open_corpus(data, tmp_path / "cache")
+    assert found.train.tolist() == list(range(20)) and found.validation[0] == 20
+    corpus.check_ids(found, 40)
+    with pytest.raises(InputError, match="validation tokens must be in .0, 30.*number 10 is 30"):
+        corpus.check_ids(found, 30)
+    corpus.check_ids(found, 30, 0, 2)  # the other half of each is another rank's
+
+
+BAD = {
+    "missing": ({}, "the corpus .*/missing does not exist"),
+    "empty": ({"a.txt": b"", "b.txt": b" \n"}, "the corpus is empty: no text in 2 files"),
+    "binary": ({"a.txt": b"tea \xff"}, "a.txt is not UTF-8: byte 4"),
+    "short": ({"a.txt": b"tea"}, "too short: 4 tokens to train on, .* takes 9"),
+    "odd": ({"a.bin": b"123"}, "tokens of 2 bytes each .uint16., got 3 bytes"),
+    "mixed": ({"a.bin": b"12", "a.txt": b"tea"}, "cannot be mixed"),
+}
+
+
+@pytest.mark.parametrize("case", sorted(BAD))
+def test_a_corpus_that_cannot_be_trained_on_is_refused(tmp_path: Path, case: str) -> None:
+    files, message = BAD[case]
+    folder = tmp_path / case
+    if files:
+        folder.mkdir()
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    data = Data(train=(str(folder),), seq_len=8, validation_share=0.0)
+    with pytest.raises(InputError, match=message):
+        corpus.prepare(data, tmp_path / "cache")
+        corpus.open_corpus(data, tmp_path / "cache")

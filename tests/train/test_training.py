@@ -1,0 +1,186 @@
+"""Training on one process: the loss falls, files tell how, and a run that ended goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fusedops.train import Result, train
+from fusedops.train.config import Precision, Schedule
+from fusedops.train.precision import LossScale
+from fusedops.train.schedule import learning_rate
+from fusedops.train.setup import Run
+
+STEPS = 12
+
+
+def config(folder: Path, **changes: Any) -> dict[str, Any]:
+    """Return a configuration that trains in a second or two."""
+    text = folder / "text.txt"
+    if not text.exists():
+        text.write_text("".join(f"{n} plus {n} is {2 * n}.\n" for n in range(400)))
+    return {
+        "out": str(folder / "run"),
+        "steps": STEPS,
+        "batch": 4,
+        "device": "cpu",
+        "tune_host": False,
+        "model": {"preset": "tiny-gpt2", "dropout": 0.1, "attention_dropout": 0.1},
+        "data": {"train": [str(text)], "seq_len": 32},
+        "optimizer": {"lr": 1e-2},
+        "log": {"peak_tflops": 1.0},
+        "checkpoint": {"every": 5},
+        "validation": {"every": 6, "sequences": 6},
+    } | changes
+
+
+class Watching:
+    """Keeps what a run tells, and interrupts it before a step."""
+
+    def __init__(self, at: int = -1, interrupt: Any = None) -> None:
+        self.records: list[Mapping[str, Any]] = []
+        self._at, self._interrupt = at, interrupt
+
+    def begin(self, run: Run) -> None:
+        self.run, self.first = run, run.step
+
+    def show(self, record: Mapping[str, Any]) -> None:
+        self.records.append(record)
+        if record["step"] + 1 == self._at:
+            self._interrupt()
+
+    def state(self) -> list[torch.Tensor]:
+        """Return weights and moments."""
+        states = self.run.optimizer.state
+        found = [*self.run.model.state_dict().values()]
+        for parameter in self.run.model.parameters():
+            found += [each for _, each in sorted(states[parameter].items())]
+        return found
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    text = (folder / "run" / "metrics.jsonl").read_text()
+    return [json.loads(each) for each in text.splitlines()]
+
+
+def whole(folder: Path, **changes: Any) -> Watching:
+    """Return an uninterrupted run."""
+    watching = Watching()
+    out = str(folder / "whole")
+    assert train(config(folder, out=out, **changes), watcher=watching).finished
+    return watching
+
+
+def same_bits(one: Watching, other: Watching) -> bool:
+    return all(map(torch.equal, one.state(), other.state()))
+
+
+def test_the_loss_falls_and_metrics_tell(tmp_path: Path) -> None:
+    result = train(config(tmp_path))
+    found = lines(tmp_path)
+    assert result.finished and [each["step"] for each in found] == list(range(STEPS))
+    assert result.loss is not None and result.validation_loss is not None
+    assert found[-1]["loss"] == result.loss and result.loss < found[0]["loss"] - 1
+    assert [each["step"] for each in found if "validation_loss" in each] == [5, 11]
+    assert abs(found[-1]["validation_loss"] - result.loss) < 1
+    for each in found:
+        assert each["tokens_per_second"] == pytest.approx(128 / each["seconds"])
+        assert each["memory_bytes"] > 2**20 and 0 < each["mfu"] < 1
+
+
+class Died(BaseException):
+    """What a killed process does not get to."""
+
+
+def test_a_run_that_died_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    def die() -> None:
+        raise Died
+
+    wanted = whole(tmp_path)
+    with pytest.raises(Died):
+        train(config(tmp_path), watcher=Watching(8, die))
+    assert [each["step"] for each in lines(tmp_path)] == list(range(8))
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 8, "lo')  # half a line
+    resumed = Watching()
+    train(config(tmp_path), watcher=resumed)
+    assert resumed.first == 5 and resumed.run.notes == ("goes on from step 5",)
+    assert same_bits(wanted, resumed)
+    told = [each["loss"] for each in lines(tmp_path)]
+    assert told == [each["loss"] for each in wanted.records]
+
+
+def test_sigterm_saves_and_ends_after_the_step(tmp_path: Path) -> None:
+    wanted = whole(tmp_path)
+    stopped = train(
+        config(tmp_path), watcher=Watching(3, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    )
+    assert not stopped.finished and stopped.step == 4
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    resumed = Watching()
+    assert train(config(tmp_path), watcher=resumed).finished
+    assert resumed.first == 4 and same_bits(wanted, resumed)
+    again = train(config(tmp_path))
+    assert again == Result(STEPS, True, None, None, tmp_path / "run")
+
+
+def test_options_of_the_optimizer_are_those_of_the_configuration(tmp_path: Path) -> None:
+    train(config(tmp_path), ["steps=5"])
+    watching = Watching()
+    train(config(tmp_path), ["steps=6", "optimizer.weight_decay=0.25"], watcher=watching)
+    assert watching.first == 5
+    assert watching.run.optimizer.param_groups[0]["weight_decay"] == 0.25
+
+
+def test_bfloat16_weights_have_a_float32_copy(tmp_path: Path) -> None:
+    half = {"compute": "bfloat16", "parameters": "bfloat16"}
+    watching = whole(tmp_path, precision=half, model={"preset": "tiny-llama"})
+    weight = next(watching.run.model.parameters())
+    master = watching.run.optimizer.state[weight]["master"]
+    assert weight.dtype == torch.bfloat16 and master.dtype == torch.float32
+    assert torch.equal(master.bfloat16(), weight)
+    assert watching.records[-1]["loss"] < watching.records[0]["loss"] - 1
+
+
+def test_a_loss_scale_that_overflows_skips_steps_and_falls(tmp_path: Path) -> None:
+    half = {"compute": "float16", "loss_scale": 2.0**20}
+    watching = whole(tmp_path, precision=half, model={"preset": "tiny-gpt2"})
+    actions = [each["action"] for each in watching.records]
+    skipped = actions.count("overflow")
+    assert 0 < skipped < 6 and actions == ["overflow"] * skipped + ["go"] * (STEPS - skipped)
+    assert watching.run.scale.value == 2.0 ** (20 - skipped)
+    step = watching.run.optimizer.state[next(watching.run.model.parameters())]["step"]
+    assert step == STEPS - skipped
+
+
+def test_the_loss_scale_doubles_after_good_steps() -> None:
+    scale = LossScale(Precision(compute="float16", loss_scale=8.0, growth=2))
+    taken = [scale.overflowed(norm) for norm in (1.0, float("inf"), 1.0, 1.0, float("nan"), 1.0)]
+    assert taken == [False, True, False, False, True, False] and scale.value == 4.0
+    other = LossScale(Precision(compute="float16", growth=2))
+    other.load_state_dict(scale.state_dict())
+    assert not other.overflowed(1.0) and other.value == 8.0
+    none = LossScale(Precision(compute="bfloat16"))
+    assert none.value == 1.0 and not none.overflowed(float("nan"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "wanted"),
+    [
+        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.5, 1.0, 1.0, 0.7, 0.4, 0.1]),
+        ("cosine", [0.5, 1.0, 1.0, 0.775, 0.325, 0.1]),
+        ("stable-decay", [0.5, 1.0, 1.0, 1.0, 1.0, 0.1]),
+    ],
+)
+def test_learning_rates(kind: str, wanted: list[float]) -> None:
+    schedule = Schedule(kind=kind, warmup=2, final=0.1, decay=2)
+    found = [learning_rate(step, 6, 1.0, schedule) for step in range(6)]
+    assert found == pytest.approx(wanted)
