@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import distributed as dist
 
 from fusedops._core import checks, host
 from fusedops.checkpoint import Checkpointer, Guard, Restored
-from fusedops.models import Transformer, TransformerConfig, initialize, preset
+from fusedops.models import ParallelConfig, Transformer, TransformerConfig, initialize, preset
 from fusedops.optim import AdamW
+from fusedops.parallel import DataParallel, Replicas, by_bytes
+from fusedops.parallel.sizes import check_divides
 from fusedops.train import corpus as corpora
 from fusedops.train import metrics, precision, table
 from fusedops.train.config import Config
@@ -34,7 +37,9 @@ class Run:
     Attributes:
         config: what was asked for.
         ranks: the processes.
+        layout: how the processes share the work.
         model: to train.
+        data: what sums its gradients.
         optimizer: of its parameters.
         scale: of the loss.
         train: the sequences.
@@ -52,7 +57,9 @@ class Run:
 
     config: Config
     ranks: Ranks
+    layout: ParallelConfig
     model: Transformer
+    data: DataParallel
     optimizer: AdamW
     scale: LossScale
     train: Sequences
@@ -95,7 +102,12 @@ def prepared(config: Config, ranks: Ranks) -> Iterator[Run]:
         sizes = model_config(config, corpus)
         corpora.check_ids(corpus, sizes.vocab_size, ranks.rank, ranks.size)
     with ranks.together():
-        model = build(config, sizes, ranks.device)
+        spread = layout(config, ranks)
+    model = build(config, sizes, ranks.device)
+    data = DataParallel()
+    if ranks.size > 1:
+        buckets = by_bytes(model.parameters(), spread.bucket_bytes)
+        data.replicas.append(Replicas(buckets, dist.group.WORLD))
     optimizer = AdamW(
         model.named_parameters(),
         **_options(config),
@@ -113,7 +125,9 @@ def prepared(config: Config, ranks: Ranks) -> Iterator[Run]:
         run = Run(
             config=config,
             ranks=ranks,
+            layout=spread,
             model=model,
+            data=data,
             optimizer=optimizer,
             scale=scale,
             train=_sequences(corpus.train, config),
@@ -169,6 +183,22 @@ def model_config(config: Config, corpus: corpora.Corpus) -> TransformerConfig:
             "model", "seq_len", f"at least data.seq_len, {config.data.seq_len}", sizes.seq_len
         )
     return sizes
+
+
+def layout(config: Config, ranks: Ranks) -> ParallelConfig:
+    """Return how the processes share the work; ``dp`` is what they leave for it.
+
+    Raises:
+        ValueError: the sizes do not make that many processes, or do not divide the batch.
+    """
+    found = table.fill(ParallelConfig, config.parallel, "parallel")
+    others = found.tp * found.cp * found.pp
+    if found.mode != "data" and "dp" not in config.parallel and ranks.size % others == 0:
+        found = replace(found, dp=ranks.size // others)
+    found = found.for_ranks(ranks.size)
+    parts = found.dp * found.microbatches
+    check_divides("config", "dp x microbatches", parts, config.batch, "batch")
+    return found
 
 
 def build(config: Config, sizes: TransformerConfig, device: torch.device) -> Transformer:

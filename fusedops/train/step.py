@@ -48,7 +48,10 @@ def backward(run: Run) -> float:
     config, device = run.config, run.ranks.device
     targets = config.batch * config.data.seq_len
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for number, batch in enumerate(run.train.microbatches(run.position, config.batch)):
+    parts, shares = run.layout.microbatches, run.layout.dp
+    rows = run.train.microbatches(run.position, config.batch, parts, run.ranks.rank, shares)
+    for number, batch in enumerate(rows):
+        run.data.begin(last=number == parts - 1)
         torch.manual_seed(config.seed + run.step * _SEEDS_OF_STEP + number)
         tokens, labels = (each.to(device, non_blocking=True) for each in batch)
         with precision.computing(config.precision, device):
@@ -103,8 +106,9 @@ def evaluate(run: Run) -> float | None:
     count = min(config.validation.sequences, run.validation.count)
     total = torch.zeros((), dtype=torch.float64, device=device)
     run.model.eval()
-    for first in range(0, count, config.batch):
-        rows = torch.arange(first, first + config.batch)
+    size = config.batch // (run.layout.microbatches * run.layout.dp)
+    for first in range(0, count, size * run.layout.dp):
+        rows = torch.arange(size) + first + size * run.ranks.rank
         tokens, labels = run.validation.rows(rows)
         labels[rows >= count] = IGNORED
         with precision.computing(config.precision, device):
