@@ -20,7 +20,7 @@ from fusedops._core.library import tag_compiled_code as _tag_compiled_code
 from fusedops.ops import *  # noqa: F403
 
 if TYPE_CHECKING:
-    from fusedops import checkpoint, memory, models, nn, optim, parallel, planner
+    from fusedops import checkpoint, memory, models, nn, optim, parallel, parity, planner
     from fusedops._core.host import tune_host
     from fusedops.integrations import (
         PatchReport,
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         register_experts,
         unpatch,
     )
+    from fusedops.parity import verify
 
 __version__ = "0.1.0"
 
@@ -41,6 +42,7 @@ _LAZY = {
     "nn": "fusedops.nn",
     "optim": "fusedops.optim",
     "parallel": "fusedops.parallel",
+    "parity": "fusedops.parity",
     "planner": "fusedops.planner",
     "tune_host": "fusedops._core.host",
     "decompositions": "fusedops.integrations",
@@ -49,6 +51,7 @@ _LAZY = {
     "PatchReport": "fusedops.integrations",
     "register_attention": "fusedops.integrations",
     "register_experts": "fusedops.integrations",
+    "verify": "fusedops.parity",
 }
 
 __all__ = [
@@ -62,6 +65,7 @@ __all__ = [
     "nn",
     "optim",
     "parallel",
+    "parity",
     "patch",
     "planner",
     "register_attention",
@@ -71,6 +75,7 @@ __all__ = [
     "tune_host",
     "unpatch",
     "use_backend",
+    "verify",
 ]
 __all__ += ops.__all__
 

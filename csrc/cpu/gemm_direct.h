@@ -143,30 +143,38 @@ inline void multiply_row_pairs(int64_t count, const Bf16Pair* a, const c10::BFlo
 }
 #endif
 
-// Walks over lines of memory in the order of addresses, ahead of those who read them: sixteen lines
-// that are read side by side are too many streams for the hardware, one is not.
+// Walks over lines [line, last) of memory in the order of addresses, ahead of those who read them:
+// sixteen lines that are read side by side are too many streams for the hardware, one is not.
 class Ahead {
  public:
   template <typename T>
-  Ahead(const Lines<T>& lines, int64_t line, int64_t length)
+  Ahead(const Lines<T>& lines, int64_t line, int64_t last, int64_t length)
       : line_(reinterpret_cast<const char*>(lines.at(line, 0))),
         stride_(lines.line_stride * static_cast<int64_t>(sizeof(T))),
-        length_(length * static_cast<int64_t>(sizeof(T))) {}
+        length_(length * static_cast<int64_t>(sizeof(T))),
+        left_(last - line) {
+    if (stride_ == length_) {  // nothing between them: one long line
+      length_ *= left_;
+      left_ = std::min<int64_t>(left_, 1);
+    }
+  }
 
   template <int kCount>
   void fetch() {
+    if (left_ <= 0) return;
 #pragma GCC unroll 16
     for (int i = 0; i < kCount; ++i) __builtin_prefetch(line_ + at_ + i * 64, 0, 2);
     at_ += kCount * 64;
     if (at_ >= length_) {
       at_ = 0;
       line_ += stride_;
+      --left_;
     }
   }
 
  private:
   const char* line_;
-  int64_t stride_, length_;
+  int64_t stride_, length_, left_;
   int64_t at_ = 0;
 };
 
@@ -188,8 +196,31 @@ __attribute__((noinline)) void multiply_lines(const Lines<typename Policy::T>& s
   for (int i = 0; i < kGroups * n; ++i) begin[i / n][i % n] = source.at(std::min(i, lines - 1), 0);
   S sum[kGroups][kRows];
   for (int i = 0; i < kGroups * kRows; ++i) sum[i / kRows][i % kRows] = S{};
-  PackedLanes<Policy> v[n];
   int64_t k = 0;
+#if defined(CPU_CAPABILITY_AVX512)
+  if constexpr (kWidens<Policy>) {
+    using Whole = WholeLines<T>;
+    Whole whole;
+    for (; k + Whole::kSteps <= count; k += Whole::kSteps) {
+#pragma GCC unroll 2
+      for (int group = 0; group < kGroups; ++group) {
+        ahead.fetch<n>();
+        whole.load(begin[group], k);
+#pragma GCC unroll 32
+        for (int step = 0; step < Whole::kSteps; ++step) {
+          const auto values = (PackedLanes<Policy>)whole.step(step);
+#pragma GCC unroll 8
+          for (int r = 0; r < kRows; ++r) {
+            auto& to = sum[group][r];
+            to = Policy::multiply_add(to, a[step * kRows + r], values);
+          }
+        }
+      }
+      a += Whole::kSteps * kRows;
+    }
+  }
+#endif
+  PackedLanes<Policy> v[n];
   for (; k + kBlock <= count; k += kBlock) {
 #pragma GCC unroll 2
     for (int group = 0; group < kGroups; ++group) {

@@ -234,15 +234,17 @@ class Gemm {
     return fetch;
   }
 
-  // The same of compact rows (gemm_direct.h) and columns of B that lie along the sum.
-  void multiply_in_place(int side, int64_t column, const Packed* a, Sum* tiles) const {
+  // The same of compact rows (gemm_direct.h) and columns of B that lie along the sum; `last` is
+  // where the columns end that this thread reads one after the other.
+  void multiply_in_place(int side, int64_t column, int64_t last, const Packed* a,
+                         Sum* tiles) const {
     // One row takes all columns of a tile at once, others a vector of them after the other.
     constexpr int64_t n = kLanes<Sum>;
     const int rows = padded_rows(m_);
     const int64_t together = m_ == 1 ? kColumns : n, end = std::min(column + kColumns, n_);
     for (int64_t c = column; c < end; c += together) {
       const auto lines = static_cast<int>(std::min(together, end - c));
-      Ahead ahead(columns_of_b(stretch(0).product, side), c + lines, k_);
+      Ahead ahead(columns_of_b(stretch(0).product, side), c + lines, last, k_);
       for (int64_t block = 0; block < blocks_; ++block) {
         const Stretch part = stretch(block);
         const Lines<T> b = columns_of_b(part.product, side);
@@ -299,16 +301,19 @@ class Gemm {
     const bool in_place = !kTiled<Policy> && m_ <= kMaxLinesRows && blocks_ > 0 && lies_along_sum();
     if (in_place) compact_rows<kPanelA>(a, blocks_, padded_rows(m_));
     const int64_t panels = ceil_div(n_, kColumns);
-    const int64_t together = panels_per_task();
+    const int64_t together = panels_per_task(in_place);
     share_tasks(ceil_div(panels, together), [&](const auto& next) {
       const Scope scope;
       Sum* tiles = tile_buffer(ceil_div(m_, kRows));
       auto* panel = static_cast<Packed*>(workspace(Workspace::panel_b, kPanelB * sizeof(Packed)));
       for (int64_t task; (task = next()) >= 0;) {
-        for (int64_t p = task * together; p < std::min(panels, (task + 1) * together); ++p) {
+        const int64_t last = std::min(panels, (task + 1) * together);
+        for (int64_t p = task * together; p < last; ++p) {
           const int64_t column = p * kColumns;
           compute(0, m_, column, tiles, [&](int side, Sum* to) {
-            if (in_place) return multiply_in_place(side, column, a, to);
+            if (in_place) {
+              return multiply_in_place(side, column, std::min(last * kColumns, n_), a, to);
+            }
             multiply_panels(side, 0, m_, column, a, to, [&](int64_t block) {
               pack_columns_of_b(side, column, std::min<int64_t>(kColumns, n_ - column), block,
                                 panel, kPanelB);
@@ -441,11 +446,16 @@ class Gemm {
     });
   }
 
-  // Panels of B for one task, so that a task is worth a thread (about 30 us).
-  int64_t panels_per_task() const {
+  // Panels of B for one task: about 30 us of work, which is worth a thread, in even shares. A
+  // weight costs as much as a dozen of its products, because it is read. Where B is read in place
+  // there are no more tasks than threads: what lies ahead of one is then its own.
+  int64_t panels_per_task(bool in_place = false) const {
     const int64_t terms = sides_ * std::min(blocks_ * kBlock, k_ * (1 + call_.num_further));
-    const int64_t work = std::max<int64_t>(1, (m_ + 4) * kColumns * terms);
-    return std::max<int64_t>(1, (int64_t{1} << 21) / work);
+    const int64_t work = std::max<int64_t>(1, (m_ + 12) * kColumns * terms);
+    const int64_t panels = ceil_div(n_, kColumns);
+    int64_t tasks = ceil_div(panels, std::max<int64_t>(1, (int64_t{1} << 21) / work));
+    if (in_place) tasks = std::min<int64_t>(tasks, at::get_num_threads());
+    return ceil_div(panels, tasks);
   }
 
   void run_chunks() const {

@@ -61,6 +61,28 @@ def error_budget(
     return 2.0 * eager_error + spacing + accumulated
 
 
+def parity_budget(
+    single: torch.Tensor, truth: torch.Tensor, dtype: torch.dtype, scale: float
+) -> float:
+    """Return the absolute error that values of a parallel run may have.
+
+    Sums are cut differently there, so its error may be a few times that of a single process, or
+    of the rounding of the largest number that goes into the same backward: a gradient that is zero
+    in exact arithmetic (a key's bias) is a difference of such numbers.
+
+    Args:
+        single: what one process computes in ``dtype``.
+        truth: the same in float64.
+        dtype: dtype of the computation.
+        scale: largest value of the truth's kind (of all gradients, of all weights).
+    """
+    if truth.numel() == 0:
+        return 0.0
+    alone = float((single.double() - truth.double()).abs().nan_to_num(0.0, 0.0, 0.0).max())
+    factor = 4096.0 if dtype == torch.float64 else 64.0
+    return 4.0 * alone + factor * torch.finfo(dtype).eps * max(scale, torch.finfo(dtype).tiny)
+
+
 def rms_budget(
     eager: torch.Tensor, truth: torch.Tensor, dtype: torch.dtype, *, depth: int = 1
 ) -> float:

@@ -249,6 +249,24 @@ class CudaClock:
         return cycles / (begin.elapsed_time(end) * 1e-3)
 
 
+class BriefClock:
+    """A clock that warms up once: the usual four runs may be most of what there is time for."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
+    def sample(self, variant: Variant, repeat: int) -> tuple[float, bool]:
+        """Take a sample of ``repeat`` runs."""
+        return self.clock.sample(variant, repeat)
+
+    def repeat(self, variant: Variant) -> int:
+        """Warm up; return how often to run within a sample."""
+        if isinstance(self.clock, CudaClock):
+            return self.clock.repeat(variant)
+        seconds, _ = self.clock.sample(variant, 1)
+        return min(LONGEST_REPEAT, int(SHORTEST_SAMPLE / max(seconds, 1e-7)) + 1)
+
+
 def clock_for(device: torch.device) -> Clock:
     """Return the clock of a device."""
     return CudaClock(device) if device.type == "cuda" else CpuClock()

@@ -1,11 +1,14 @@
 """``fusedops doctor --calibrate``: on this machine, how fast ops are beside torch's, and on what.
 
-A first look at what ``patch(model, calibrate=True)`` decides module by module. ``fusedops bench``
-is the measurement to quote, and ``fusedops bench tune`` what puts its outcome in force.
+A first look in two seconds at what ``patch(model, calibrate=True)`` decides module by module.
+``fusedops bench`` is the measurement to quote, and ``fusedops bench tune`` what puts its outcome in
+force.
 """
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,21 +19,28 @@ from rich.console import Console
 from rich.table import Table
 
 from fusedops._core import backends
-from fusedops._core.timer import Clock, Plan, Variant, clock_for, measure
+from fusedops._core.timer import BriefClock, Clock, Plan, Variant, clock_for, measure
 from fusedops.cli.bench.contenders import AUTOMATIC, EAGER, Call, Contender, backend_of
 from fusedops.cli.progress import steps
 from fusedops.ops.linear_act import linear_act
-from fusedops.specs import all_specs
+from fusedops.specs import BenchCase, all_specs
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Rows, and the layer of 768 -> 3072 of a base model: a batch, and few tokens of decoding.
-PRODUCTS = ((1024, 768, 3072), (16, 768, 3072))
-# An op each of what patching replaces beside products, at the first size that the README quotes.
+# Rows, and the layer of 768 -> 3072 of a base model: a batch, and a token of decoding.
+PRODUCTS = ((256, 768, 3072), (1, 768, 3072))
+# An op each of what patching replaces beside products.
 OPS = (
     *("gelu", "swiglu", "bias_dropout_add", "layer_norm", "rms_norm"),
     *("add_layer_norm", "add_rms_norm", "rotary_embedding", "scaled_masked_softmax", "attention"),
 )
-_PLAN = Plan(least=3, most=9, seconds=0.15)
+# Seconds for all rows of a device; each has an equal share of what those before it left.
+BUDGET = 2.0
+_MOST_ROUNDS = 9
+# What a run may take, estimated by rates that any processor of the last ten years has.
+_LONGEST, _BYTES_PER_SECOND, _FLOPS = 12e-3, 8e9, 5e10
+# A token's weights come from memory while a model generates: no cache holds these together.
+_BEYOND_CACHES = 96 << 20
+_BATCH = 16
 
 
 @dataclass(frozen=True)
@@ -41,7 +51,7 @@ class Rate:
         what: product or op, with its size.
         dtype: of its inputs.
         ratio: time of torch's divided by ours.
-        trusted: whether nothing else disturbed it.
+        trusted: whether nothing else disturbed it, in more rounds than one.
         runs_on: the backends that ran.
         gflops: of a product, ours and torch's in GFLOP/s.
         problem: why it was not measured.
@@ -57,41 +67,49 @@ class Rate:
 
 
 def show(out: Console, device: torch.device) -> None:
-    """Measure products and ops on a device, and print a table of each (about a minute)."""
-    clock = clock_for(device)
+    """Measure products and ops on a device in two seconds, and print a table of each."""
+    clock = BriefClock(clock_for(device))
     work = [*_products(device, clock), *_ops(device, clock)]
     with steps(len(work)) as progress:
-        rates = []
+        rates: list[Rate] = []
+        ends = time.perf_counter() + BUDGET
         for title, measured in work:
             progress.say(title)
-            rates.append(measured())
+            share = (ends - time.perf_counter()) / (len(work) - len(rates))
+            rates.append(measured(share))
             progress.advance()
     products = [each for each in rates if each.what.startswith("linear")]
     out.print(_table("products: linear_act beside F.linear, forward", products))
     others = [each for each in rates if each not in products]
     out.print(_table("ops beside eager torch, forward and backward", others))
     if not all(each.trusted for each in rates):
-        out.print("  ? other work on this machine disturbed it: measure again when it is quiet")
+        out.print(
+            "  ? disturbed by other work on this machine, or a single round: `fusedops bench` has\n"
+            "  more time"
+        )
     out.print(
         "  above 1 ours is faster; fusedops.patch(model, calibrate=True) measures the modules of\n"
         "  a model like this, and leaves alone what is slower here"
     )
 
 
-Work = tuple[str, Callable[[], Rate]]
+# A row's title, and what measures it in so many seconds.
+Work = tuple[str, Callable[[float], Rate]]
 
 
 def _products(device: torch.device, clock: Clock) -> Iterator[Work]:
-    for rows, columns, outputs in PRODUCTS:
-        for dtype in DTYPES:
+    for dtype in DTYPES:
+        for sizes in PRODUCTS:
+            rows, columns, outputs = sizes
             what = f"linear {rows}x{columns}->{outputs}"
 
             def measured(
+                seconds: float,
                 what: str = what,
                 dtype: torch.dtype = dtype,
-                sizes: tuple[int, int, int] = (rows, columns, outputs),
+                sizes: tuple[int, int, int] = sizes,
             ) -> Rate:
-                return product_rate(what, sizes, dtype, device, clock)
+                return product_rate(what, sizes, dtype, device, clock, seconds)
 
             yield f"{what} {_short(dtype)}", measured
 
@@ -102,40 +120,66 @@ def product_rate(
     dtype: torch.dtype,
     device: torch.device,
     clock: Clock,
+    seconds: float = BUDGET,
 ) -> Rate:
     """Return the rate of a linear layer, ours and torch's."""
     rows, columns, outputs = sizes
     x = torch.randn(rows, columns, device=device).to(dtype)
     weight = torch.randn(outputs, columns, device=device).to(dtype)
     bias = torch.randn(outputs, device=device).to(dtype)
+    copies = 1 if rows >= _BATCH else -(-_BEYOND_CACHES // (weight.numel() * weight.itemsize))
+    weights = [weight, *(weight.clone() for _ in range(copies - 1))]
 
-    def ours() -> torch.Tensor:
-        return linear_act(x, weight, bias, activation="identity")
+    def over(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        others = itertools.cycle(weights)
+        return lambda: function(next(others))
 
-    def theirs() -> torch.Tensor:
-        return F.linear(x, weight, bias)
-
+    ours = over(lambda each: linear_act(x, each, bias, activation="identity"))
+    theirs = over(lambda each: F.linear(x, each, bias))
     work = 2 * rows * columns * outputs
     with torch.no_grad():
-        return _rate(what, dtype, ours, theirs, clock, work)
+        return _rate(what, dtype, ours, theirs, clock, seconds, work)
 
 
 def _ops(device: torch.device, clock: Clock) -> Iterator[Work]:
     specs = all_specs()
-    for name in OPS:
-        case = next(each for each in specs[name].bench_cases if each.headline)
-        for dtype in DTYPES:
+    for dtype in DTYPES:
+        for name in OPS:
+            case = affordable(specs[name].bench_cases)
 
-            def measured(name: str = name, dtype: torch.dtype = dtype) -> Rate:
-                return op_rate(name, dtype, device, clock)
+            def measured(
+                seconds: float,
+                name: str = name,
+                dtype: torch.dtype = dtype,
+                case: BenchCase = case,
+            ) -> Rate:
+                return op_rate(name, case, dtype, device, clock, seconds)
 
             yield f"{name} {case.label} {_short(dtype)}", measured
 
 
-def op_rate(name: str, dtype: torch.dtype, device: torch.device, clock: Clock) -> Rate:
+def affordable(cases: tuple[BenchCase, ...]) -> BenchCase:
+    """Return the largest of these sizes that takes about two milliseconds, or the smallest."""
+
+    def seconds(case: BenchCase) -> float:
+        moved = case.bytes_forward(torch.float32) + case.bytes_backward(torch.float32)
+        flops = case.flops_forward + case.flops_backward
+        return moved / _BYTES_PER_SECOND + flops / _FLOPS
+
+    ordered = sorted(cases, key=seconds)
+    return next((each for each in reversed(ordered) if seconds(each) <= _LONGEST), ordered[0])
+
+
+def op_rate(
+    name: str,
+    case: BenchCase,
+    dtype: torch.dtype,
+    device: torch.device,
+    clock: Clock,
+    seconds: float = BUDGET,
+) -> Rate:
     """Return how an op compares with what its spec calls eager, forward and backward."""
     spec = all_specs()[name]
-    case = next(each for each in spec.bench_cases if each.headline)
     what = f"{name} {case.label}"
     try:
         call = Call.of(spec, case.make(device, dtype))
@@ -147,6 +191,7 @@ def op_rate(name: str, dtype: torch.dtype, device: torch.device, clock: Clock) -
         lambda: call.backward(call.forward(spec.op)),
         lambda: call.backward(call.forward(spec.eager)),
         clock,
+        seconds,
         runs_on=backend_of(Contender(AUTOMATIC, spec.op), call),
     )
 
@@ -157,15 +202,18 @@ def _rate(
     ours: Callable[[], Any],
     theirs: Callable[[], Any],
     clock: Clock,
+    seconds: float,
     work: int = 0,
     runs_on: str = "",
 ) -> Rate:
     before = backends.counters()
+    start = time.perf_counter()
     try:
         ours()
         after = backends.counters()
         variants = [Variant(EAGER, lambda _: theirs()), Variant(AUTOMATIC, lambda _: ours())]
-        timing = measure(variants, clock, _PLAN)
+        rounds = max(0.0, seconds - (time.perf_counter() - start))
+        timing = measure(variants, clock, Plan(1, _MOST_ROUNDS, rounds))
     except RuntimeError as error:
         return Rate(what, _short(dtype), problem=_line(error))
     ran = {backend for (op, backend), n in after.items() if n > before.get((op, backend), 0)}
@@ -174,7 +222,7 @@ def _rate(
         what,
         _short(dtype),
         timing.ratio(EAGER, AUTOMATIC).median,
-        timing.trusted(EAGER) and timing.trusted(AUTOMATIC),
+        timing.trusted(EAGER) and timing.trusted(AUTOMATIC) and len(timing.rounds[EAGER]) > 1,
         runs_on or "+".join(sorted(ran)),
         (rates[0], rates[1]) if work else None,
     )

@@ -32,7 +32,7 @@ def doctor(
 ) -> None:
     """Tell what is installed, what each op runs on, whether it is right, and what costs speed.
 
-    Runs every op on small inputs against float64 (under 30 s; --calibrate adds about a minute).
+    Runs every op on small inputs against float64 (under 30 s; --calibrate adds two to five).
     Exits with 1 when an op fails, with 2 when the environment asks for what does not exist; ops
     then run as if it asked for nothing.
     """

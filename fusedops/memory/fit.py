@@ -101,7 +101,9 @@ def fit(
     """Give a model the cheapest policy with which a step fits into a budget.
 
     Args:
-        model: in the mode in which it trains. A policy that it has is replaced.
+        model: in the mode in which it trains. A policy that it has is replaced. Of one that FSDP2
+            or tensor parallelism has cut, all ranks call this together, and choose alike, by the
+            one that needs most.
         batch: as for ``report``, of the size that training will use.
         budget: bytes for weights, buffers, optimizer states and what a step holds at its peak.
         loss: as for ``report``.
@@ -238,7 +240,7 @@ class _Search:
         self._apply(policy)
         found = measured_peak("fit", self._model, self._batch, self._loss)
         self._clear()
-        return self.static + found
+        return int(_largest(self._model, self.static + found))
 
     def seconds(self, policy: Policy) -> float:
         """Return the time of the fastest of some steps."""
@@ -251,7 +253,23 @@ class _Search:
             _synchronize(self._model)
             times.append(time.perf_counter() - begin)
             self._clear()
-        return min(times)
+        return _largest(self._model, min(times))
+
+
+def _largest(model: nn.Module, number: float) -> float:
+    """Return the largest number of all ranks that have a part of the model.
+
+    They must choose the same policy: each of their layers' collectives needs all of them.
+    """
+    meshes = {mesh for each in model.parameters() if (mesh := getattr(each, "device_mesh", None))}
+    for mesh in sorted(meshes, key=str):
+        found = torch.tensor(number, dtype=torch.float64, device=mesh.device_type)
+        for dim in range(mesh.ndim):
+            torch.distributed.all_reduce(
+                found, torch.distributed.ReduceOp.MAX, group=mesh.get_group(dim)
+            )
+        number = float(found)
+    return number
 
 
 def _synchronize(model: nn.Module) -> None:

@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 from fusedops.memory.makers import new_results
 from fusedops.memory.wrap import Call
 
 FORWARD, BACKWARD = "forward", "backward"
+CAST = "cast"
 
 
 @dataclass
@@ -34,7 +35,8 @@ class Block:
         layer: the layer that ran.
         phase: ``"forward"`` or ``"backward"``.
         key: tells it from other memory while it lives.
-        kind: ``"activation"``, ``"gradient"`` (of a weight) or ``"temporary"``.
+        kind: ``"activation"``, ``"gradient"`` (of a weight), ``"cast"`` (a weight in autocast's
+            dtype) or ``"temporary"``.
     """
 
     nbytes: int
@@ -58,20 +60,35 @@ class Event:
 
 @dataclass
 class Ledger:
-    """The blocks and events of a step, in their order."""
+    """The blocks and events of a step, in their order.
 
+    Args:
+        weights: keys of the memory that the parameters are in.
+    """
+
+    weights: frozenset[int] = frozenset()
     blocks: list[Block] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     layer: str = ""
     phase: str = FORWARD
 
-    def take(self, tensor: torch.Tensor, op: str, output: str | None) -> None:
-        """Note new memory, and when it is let go."""
+    def take(
+        self, tensor: torch.Tensor, op: str, output: str | None, source: torch.Tensor | None = None
+    ) -> None:
+        """Note new memory, and when it is let go.
+
+        Args:
+            tensor: in it.
+            op: made it.
+            output: the result's name.
+            source: what ``op`` has converted.
+        """
         storage = tensor.untyped_storage()
         index = len(self.blocks)
-        self.blocks.append(
-            Block(storage.nbytes(), op, output, self.layer, self.phase, storage._cdata)
-        )
+        block = Block(storage.nbytes(), op, output, self.layer, self.phase, storage._cdata)
+        if source is not None and source.untyped_storage()._cdata in self.weights:
+            block.kind = CAST
+        self.blocks.append(block)
         self.events.append(Event(index, True, self.layer, self.phase))
         finalizer = weakref.finalize(storage, self._let_go, index)
         finalizer.atexit = False  # type: ignore[misc]
@@ -112,7 +129,7 @@ class Ledger:
         for block in self.blocks:
             if id(block) in at_end and block.key in gradients:
                 block.kind = "gradient"
-            elif id(block) in at_turn:
+            elif id(block) in at_turn and block.kind != CAST:
                 block.kind = "activation"
 
 
@@ -127,13 +144,16 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if any(map(is_traceable_wrapper_subclass_type, types)):
+            return NotImplemented  # a DTensor's turn; what it calls on its local parts comes here
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        source = args[0] if func is torch.ops.aten._to_copy.default else None
         for tensor, name, _ in new_results(func, args, kwargs, result):
             storage = tensor.untyped_storage()
             if storage not in self._seen and not func._schema.is_mutable:
                 self._seen.add(storage)
-                self._ledger.take(tensor, func._schema.name, name)
+                self._ledger.take(tensor, func._schema.name, name, source)
         return result
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from fusedops._core.host_memory import available_bytes
 from fusedops.memory.engine import CopyEngine
 
 POISON = 0xFF
@@ -88,20 +89,8 @@ class Pool:
                 f"offload: {self.nbytes} bytes of host memory are in use, {size} more are wanted, "
                 f"and host_bytes allows {self._limit}"
             )
-        available = _available_bytes()
+        available = available_bytes()
         if available is not None and size > available:
             raise MemoryError(
                 f"offload: {size} bytes of host memory are wanted, and {available} are available"
             )
-
-
-def _available_bytes() -> int | None:
-    """Return how much memory the system could give, or ``None`` where it does not tell."""
-    try:
-        with open("/proc/meminfo") as file:
-            for line in file:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return None

@@ -14,7 +14,8 @@ from torch import nn
 from fusedops._core import checks
 from fusedops._core.peak import peak_bytes
 from fusedops.memory import picture, wrap
-from fusedops.memory.ledger import BACKWARD, FORWARD, Ledger, Place, Watch
+from fusedops.memory.ledger import BACKWARD, CAST, FORWARD, Ledger, Place, Watch
+from fusedops.optim import AdamW
 
 Loss = Callable[[Any], torch.Tensor]
 _MIB = 2**20
@@ -28,7 +29,8 @@ class Tensors:
         layer: where they were made.
         op: the operator that made them, ``"fusedops::mlp"``.
         output: the result's name in its schema, or ``None``.
-        kind: ``"activation"``, ``"gradient"`` or ``"temporary"``.
+        kind: ``"activation"``, ``"gradient"``, ``"cast"`` (weights in autocast's dtype) or
+            ``"temporary"``.
         count: how many.
         nbytes: of all of them.
     """
@@ -106,13 +108,20 @@ class MemoryReport:
         for each in self.tensors:
             kinds[each.kind] += each.nbytes
         words = {
-            "activation": "activations, kept for the backward",
-            "gradient": f"gradients of weights (all of them: {_size(self.gradients)})",
-            "temporary": "tensors that live for a moment",
+            "activation": ("activations", "activations, kept for the backward"),
+            "gradient": (
+                "gradients",
+                f"gradients of weights (all of them: {_size(self.gradients)})",
+            ),
+            CAST: ("casts", "weights in autocast's dtype"),
+            "temporary": ("temporary", "tensors that live for a moment"),
         }
-        lines += [f"  {_size(kinds[kind]):>13}  {word}" for kind, word in words.items()]
+        if not kinds[CAST]:
+            del words[CAST]
+        lines += [f"  {_size(kinds[kind]):>13}  {word}" for kind, (_, word) in words.items()]
         lines.append(f"  {_size(max(0, unknown)):>13}  inside kernels")
-        lines += ["", f"  {'layer':<28} {'activations':>12} {'gradients':>12} {'temporary':>12}"]
+        titles = " ".join(f"{title:>12}" for title, _ in words.values())
+        lines += ["", f"  {'layer':<28} {titles}"]
         for layer, of in self.layers.items():
             cells = [_size(of.get(kind, 0)) for kind in words]
             lines.append(
@@ -138,12 +147,14 @@ def report(
     """Take one step forward and backward and tell what it held at its peak.
 
     Args:
-        model: in the mode in which it trains, with the policy that it has.
+        model: in the mode in which it trains, with the policy that it has. Of one that FSDP2 or
+            tensor parallelism has cut, all ranks call this together, and each learns its own bytes.
         batch: what the model is called with: a mapping of arguments, a tuple, or one tensor.
         loss: makes the loss of the model's output; by default the output's ``loss``, the output
             itself where it is a number, or else the mean of its first tensor.
-        optimizer: whose states to count. One that has not stepped yet, and has ``betas``, is
-            counted with two states of each parameter.
+        optimizer: whose states to count, as far as they are where the model is. One that has not
+            stepped yet, and has ``betas``, is counted with two states of each parameter, and
+            ``fusedops.optim.AdamW`` with those that its options ask for.
 
     Returns:
         A report; ``print`` it, or write ``report.svg()`` to a file.
@@ -154,7 +165,8 @@ def report(
     Note:
         The model runs three times: to let allocators and caches settle, for the number of bytes,
         and for their names. Gradients and the generators' state are as before afterwards; buffers
-        that a forward updates are not.
+        that a forward updates are not. Called under autocast, the forward runs under it and the
+        backward after it, as in training.
 
     Example:
         >>> import torch, fusedops
@@ -164,7 +176,7 @@ def report(
         True
     """
     checks_of("report", model, loss, optimizer)
-    ledger = Ledger()
+    ledger = Ledger(frozenset(_memory(each) for each in model.parameters()))
     with step_kept(model) as parameters:
         run_step("report", model, batch, loss)
         clear(parameters)
@@ -174,9 +186,12 @@ def report(
             with Watch(ledger):
                 value = forward_loss("report", model, batch, loss)
                 ledger.phase, ledger.layer = BACKWARD, ""
-                value.backward()
-            gradients = {each.untyped_storage()._cdata for each in _dense_gradients(parameters)}
-            bytes_of_gradients = sum(p.grad.nbytes for p in parameters if p.grad is not None)
+                with _autocast_left(_device(model).type):
+                    value.backward()
+            gradients = {_memory(each) for each in _dense_gradients(parameters)}
+            bytes_of_gradients = sum(
+                _local(p.grad).nbytes for p in parameters if p.grad is not None
+            )
             events = len(ledger.events)
     ledger.events = ledger.events[:events]
     ledger.name_kinds(gradients)
@@ -282,24 +297,45 @@ def checks_of(op: str, model: Any, loss: Any, optimizer: Any) -> None:
 
 
 def static_bytes(model: nn.Module) -> int:
-    """Return the bytes of parameters and buffers, shared ones once."""
+    """Return the bytes of parameters and buffers that are here, shared ones once."""
     tensors = {id(each): each for each in (*model.parameters(), *model.buffers())}
-    return sum(each.nbytes for each in tensors.values())
+    return sum(_local(each).nbytes for each in tensors.values())
 
 
 def state_bytes(optimizer: torch.optim.Optimizer | None) -> int:
-    """Return the bytes of an optimizer's states, or what they will be."""
+    """Return the bytes of an optimizer's states beside the parameters, or what they will be."""
     if optimizer is None:
         return 0
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     if not optimizer.state and "betas" in optimizer.defaults:
-        return 2 * sum(each.nbytes for each in parameters)
+        return sum(_local(each).numel() * _bytes_of_states(optimizer, each) for each in parameters)
     return sum(
-        value.nbytes
-        for state in optimizer.state.values()
+        _local(value).nbytes
+        for param, state in optimizer.state.items()
         for value in state.values()
-        if isinstance(value, torch.Tensor)
+        if isinstance(value, torch.Tensor) and value.device == param.device
     )
+
+
+def _bytes_of_states(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> int:
+    """Return the bytes of states of each element of a parameter that was not stepped yet."""
+    if not isinstance(optimizer, AdamW):
+        return 2 * param.element_size()
+    storage = optimizer.policy.storage(param)
+    return 2 * storage.moments.itemsize + (storage.master.itemsize if storage.master else 0)
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    """Return the part of a tensor that is here: all of it, unless it is a DTensor."""
+    return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return _local(tensor).untyped_storage()._cdata
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next((each.device for each in model.parameters()), torch.device("cpu"))
 
 
 @contextlib.contextmanager
@@ -323,8 +359,28 @@ def clear(parameters: list[nn.Parameter]) -> None:
         each.grad = None
 
 
+@contextlib.contextmanager
+def _autocast_left(kind: str) -> Iterator[None]:
+    """Be outside of the caller's autocast for a moment, and let go of its copies of weights."""
+    if not torch.is_autocast_enabled(kind):
+        yield
+        return
+    depth = torch.autocast_increment_nesting()
+    for _ in range(depth):
+        torch.autocast_decrement_nesting()
+    torch.clear_autocast_cache()
+    torch.set_autocast_enabled(kind, False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(kind, True)
+        for _ in range(depth - 1):
+            torch.autocast_increment_nesting()
+
+
 def forward_loss(op: str, model: nn.Module, batch: Any, loss: Loss | None) -> torch.Tensor:
     """Run a model forward and return its loss."""
+    torch.clear_autocast_cache()  # in training each step casts its weights anew
     if isinstance(batch, Mapping):
         output = model(**batch)
     elif isinstance(batch, (tuple, list)):
@@ -342,13 +398,14 @@ def forward_loss(op: str, model: nn.Module, batch: Any, loss: Loss | None) -> to
 
 def run_step(op: str, model: nn.Module, batch: Any, loss: Loss | None) -> None:
     """Run a model forward and backward."""
-    forward_loss(op, model, batch, loss).backward()
+    value = forward_loss(op, model, batch, loss)
+    with _autocast_left(_device(model).type):
+        value.backward()
 
 
 def measured_peak(op: str, model: nn.Module, batch: Any, loss: Loss | None) -> int:
     """Return the bytes that a step holds above what was there before it, at its peak."""
-    device = next((each.device for each in model.parameters()), torch.device("cpu"))
-    return peak_bytes(lambda: run_step(op, model, batch, loss), device)
+    return peak_bytes(lambda: run_step(op, model, batch, loss), _device(model))
 
 
 def _default_loss(output: Any) -> Any:

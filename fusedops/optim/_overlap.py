@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -58,9 +58,10 @@ class Slot:
     Attributes:
         param: the parameter.
         state: its state in the optimizer.
-        shadow: the state after the step that is being made.
+        shadow: the state after the step that is being made; empty where steps are made in place.
         copy: the parameter after that step, in its own dtype, local.
         draw: what its stochastic rounding draws by.
+        gradient: where steps are made in place, the last gradient that was copied to the host.
     """
 
     param: Any
@@ -68,9 +69,15 @@ class Slot:
     shadow: dict[str, Any]
     copy: torch.Tensor
     draw: Draw | None
+    gradient: torch.Tensor | None = None
+
+    @property
+    def target(self) -> dict[str, Any]:
+        """What a step writes."""
+        return self.shadow or self.state
 
     def commit(self) -> None:
-        """Make the shadow the state."""
+        """Let the step count."""
         for name, new in self.shadow.items():
             self.shadow[name], self.state[name] = self.state[name], new
         self.state["step"] += 1
@@ -81,9 +88,9 @@ class Gradient:
     """A gradient as it was when a job began.
 
     Attributes:
-        whole: the parameter's ``grad``.
+        whole: the parameter's ``grad``; ``None`` where this is yet to be written there.
         local: its part that is here, cut as the parameter is.
-        version: counts what was written to it.
+        version: counts what was written to ``whole``.
         mark: of the copy engine: what the device computes before.
     """
 
@@ -97,6 +104,13 @@ class Gradient:
         """Note the gradient that a parameter has now; may be a collective operation."""
         local = _shards.local(_shards.placed_like(param.grad, param))
         return cls(param.grad, local, _version(param.grad), mark)
+
+    def written_to(self, param: Any) -> Gradient:
+        """Return it as it is now that it was written to the parameter's ``grad``."""
+        grad = param.grad
+        if self.whole is not None or grad is None or grad.dtype != self.local.dtype:
+            return self
+        return replace(self, whole=grad, version=_version(grad))
 
     def is_that_of(self, param: Any) -> bool:
         """Whether a parameter has this gradient still, and nothing was written to it."""
@@ -138,6 +152,12 @@ class Bucket:
         current = all(gradient.is_that_of(self.slots[i].param) for i, gradient in pairs)
         return job.sums if current else None
 
+    def written(self) -> None:
+        """Note that gradients which were to be written to ``grad`` have been."""
+        if self.job is not None:
+            gradients = zip(self.job.members, self.job.gradients, strict=True)
+            self.job.gradients = [each.written_to(self.slots[i].param) for i, each in gradients]
+
     @property
     def staging_bytes(self) -> int:
         """How much memory the copies of its gradients may take: those of float32."""
@@ -157,10 +177,21 @@ class Workers:
 
     A worker begins a bucket only when the last one has been read to its end, so that staging
     memory is never overwritten while the step queue reads it.
+
+    Steps in place can be made once only, so that nothing may fail on the way: a job that sums
+    leaves the gradients in host memory, where the new parameters will be, and the one that steps
+    finds them there.
+
+    Args:
+        engine: copies.
+        workers: how many threads.
+        threads: of the step queue.
+        staging: bytes of each worker's memory for gradients; 0: steps are made in place.
     """
 
     def __init__(self, engine: CopyEngine, *, workers: int, threads: int, staging: int) -> None:
         self._engine = engine
+        self._in_place = staging == 0
         self._queue = _step_queue.new_queue(threads)
         self._given: queue.SimpleQueue[tuple[Bucket, Job] | None] = queue.SimpleQueue()
         self._threads = [
@@ -200,12 +231,17 @@ class Workers:
 
     def _run(self, bucket: Bucket, job: Job, staging: torch.Tensor) -> None:
         slots = [bucket.slots[i] for i in job.members]
-        copied = self._fetch(slots, job.gradients, staging)
+        if not self._in_place:
+            copied = self._fetch(slots, job.gradients, staging)
+        else:
+            if not job.steps:
+                self._fetch_to_stay(slots, job.gradients)
+            copied = [slot.gradient for slot in slots if slot.gradient is not None]
         basis = job.basis
         tensors = [
             _step_queue.describe(
                 _locals(slot.state),
-                _locals(slot.shadow),
+                _locals(slot.target),
                 grad,
                 slot.copy,
                 step=basis.steps[i],
@@ -230,6 +266,15 @@ class Workers:
 
     def _wait(self, number: int) -> list[float]:
         return self._queue.wait(number)
+
+    def _fetch_to_stay(self, slots: list[Slot], gradients: list[Gradient]) -> None:
+        copies = []
+        for slot, gradient in zip(slots, gradients, strict=True):
+            grad = gradient.local
+            same = grad.dtype == slot.copy.dtype
+            slot.gradient = slot.copy if same else self._engine.new_buffer(slot.copy, grad.dtype)
+            copies.append(partial(self._engine.fetch, slot.gradient, grad, gradient.mark))
+        carry_out(copies)
 
     def _fetch(
         self, slots: list[Slot], gradients: list[Gradient], staging: torch.Tensor

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,13 +17,13 @@ import torch
 
 from fusedops._core import checks
 from fusedops._core.checks import UnsupportedError
+from fusedops._core.host_memory import available_bytes
 from fusedops.ops.square_sums import square_sums
 from fusedops.optim import _shards, _step_queue
-from fusedops.optim._host_memory import available_bytes
 from fusedops.optim._overlap import Basis, Bucket, Gradient, Job, Slot, Workers
 from fusedops.optim._state import Storage, new_state
 from fusedops.optim.adamw import AdamW, Member
-from fusedops.optim.copy_engine import CopyEngine, carry_out, engine_for
+from fusedops.optim.copy_engine import CopyEngine, CopyError, carry_out, engine_for
 from fusedops.optim.norms import total
 
 _LOG = logging.getLogger("fusedops")
@@ -38,7 +39,7 @@ class OffloadedAdamW(AdamW):
     count; where the norm asks for clipping, or a gradient or a learning rate changed since, they
     are made again with the right numbers, and where it forbids the step they are dropped. The
     result is that of ``overlap=False`` to the bit, and that of ``AdamW(master_weights=True)`` on
-    the same processor.
+    the same processor. With ``overlap=False`` steps are made in place, in half of the memory.
 
     Args:
         params: as ``AdamW``; all on one device.
@@ -48,8 +49,8 @@ class OffloadedAdamW(AdamW):
         weight_decay: as ``AdamW``.
         amsgrad: as ``AdamW``.
         overlap: step during the backward, else all in ``step``. Of plain parameters in a job of
-            several processes (DDP) the gradients are final only after the backward: their steps
-            begin in ``step`` in any case.
+            several processes the gradients are final only after the backward: their steps begin
+            in ``step``, unless ``follow`` says which DDP reduces them.
         device_fraction: how much of the parameters, by bytes and from the first on, keep their
             states on the device: those whose gradients come last, and hide nothing.
         bucket_bytes: parameters of about so many bytes are copied and stepped together.
@@ -62,11 +63,13 @@ class OffloadedAdamW(AdamW):
         UnsupportedError: the compiled library is missing.
         ValueError: as ``AdamW``; or parameters are on several devices.
         CopyError: from ``step``, a copy failed. The optimizer is as it was before; if it happened
-            on the way back some parameters may be new: ``restore`` writes them anew.
+            on the way back some parameters may be new: ``restore`` writes them anew. With
+            ``overlap=False`` a step counts before the way back, and ``restore`` ends it.
 
     Note:
         Host memory holds masters and moments twice, the state and the one that is being made: 24
-        bytes a parameter in float32, and one copy of the parameter. Between the backward and
+        bytes a parameter in float32, and one copy of the parameter; with ``overlap=False`` once,
+        12 bytes, and the copy, in which the gradient waits before. Between the backward and
         ``step`` gradients may be changed in place or replaced; this is seen, and their steps are
         made again. Writing through ``.data`` is not seen.
 
@@ -134,12 +137,72 @@ class OffloadedAdamW(AdamW):
         super().load_state_dict(state_dict)
         self._attach()
 
+    @property
+    def host_bytes(self) -> int:
+        """The bytes of host memory that it has taken: states, copies and staging."""
+        slots = [slot for bucket in self._buckets for slot in bucket.slots]
+        kept = [
+            value
+            for slot in slots
+            for state in (slot.state, slot.shadow)
+            for value in (*state.values(), slot.copy)
+            if isinstance(value, torch.Tensor)
+        ]
+        memory = {_shards.local(each).data_ptr(): _shards.local(each).nbytes for each in kept}
+        return sum(memory.values()) + _WORKERS * self._staging_bytes()
+
     def restore(self) -> None:
         """Write every offloaded parameter anew from its master."""
         for param, (bucket, index) in self._slots.items():
             slot = bucket.slots[index]
             slot.copy.copy_(_shards.local(slot.state["master"]))
             self._engine.push(_shards.local(param), slot.copy).wait()
+
+    def follow(
+        self, model: torch.nn.Module, hook: Callable[..., Any] | None = None, state: Any = None
+    ) -> None:
+        """Let steps begin in the backward of DDP, as its buckets of gradients are reduced.
+
+        Call it once, after wrapping the model and before the first backward. Without it the steps
+        are made in ``step``, with the same bits.
+
+        Args:
+            model: a ``DistributedDataParallel`` over parameters of this optimizer.
+            hook: what reduces the buckets: one of
+                ``torch.distributed.algorithms.ddp_comm_hooks``, or any other; by default the mean,
+                with the bits of DDP's own. It is registered with DDP, which takes only one.
+            state: of the hook; by default DDP's process group.
+
+        Raises:
+            TypeError: ``model`` is not wrapped in DDP, or ``hook`` is no function.
+            ValueError: no parameter of it is offloaded here.
+            RuntimeError: from DDP, it has a hook already.
+        """
+        op = f"{type(self).__name__}.follow"
+        if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
+            raise TypeError(
+                f"{op}: model must be a DistributedDataParallel, got {checks.type_name(model)}"
+            )
+        if hook is not None and not callable(hook):
+            raise TypeError(f"{op}: hook must be a function, got {checks.type_name(hook)}")
+        if not any(param in self._slots for param in model.parameters()):
+            checks.fail(op, "model", "one whose parameters are offloaded here", "others")
+        from fusedops.optim import _ddp
+
+        this = weakref.ref(self)
+
+        def arrived(reduced: _ddp.Reduced) -> None:
+            optimizer = this()
+            if optimizer is not None:
+                optimizer._reduced(reduced)
+
+        def ended() -> None:
+            optimizer = this()
+            if optimizer is not None:
+                optimizer._written()
+
+        group = model.process_group if state is None else state
+        _ddp.follow(model, hook or _ddp.mean, group, arrived, ended)
 
     def close(self) -> None:
         """End the threads; a step that has begun and was not asked for is dropped."""
@@ -186,8 +249,18 @@ class OffloadedAdamW(AdamW):
         self._listen()
 
     def _new_workers(self) -> Workers:
-        staging = max((bucket.staging_bytes for bucket in self._buckets), default=0)
-        return Workers(self._engine, workers=_WORKERS, threads=self._num_threads, staging=staging)
+        return Workers(
+            self._engine,
+            workers=_WORKERS,
+            threads=self._num_threads,
+            staging=self._staging_bytes(),
+        )
+
+    def _staging_bytes(self) -> int:
+        """Return the bytes of a worker's memory; without overlap gradients wait in the slots."""
+        if not self._overlap:
+            return 0
+        return max((bucket.staging_bytes for bucket in self._buckets), default=1)
 
     def _new_buckets(self) -> list[Bucket]:
         """Return the buckets; in the first are the last parameters, whose gradients come first."""
@@ -210,7 +283,9 @@ class OffloadedAdamW(AdamW):
     def _new_slot(self, group: dict[str, Any], index: int, param: Any) -> Slot:
         state = self.state[param]
         shadow = {
-            name: torch.zeros_like(value) for name, value in state.items() if name in _SHADOWED
+            name: torch.zeros_like(value)
+            for name, value in state.items()
+            if self._overlap and name in _SHADOWED
         }
         master = _shards.local(state["master"])
         copy = self._engine.new_buffer(master, param.dtype)
@@ -224,13 +299,15 @@ class OffloadedAdamW(AdamW):
                 storage = self._storage(param)
                 assert storage.master is not None
                 state = storage.master.itemsize + 3 * storage.moments.itemsize
-                needed += _shards.local(param).numel() * (2 * state + param.element_size())
+                states = 2 * state if self._overlap else state
+                needed += _shards.local(param).numel() * (states + param.element_size())
         available = available_bytes()
         if available is not None and needed > available:
             raise MemoryError(
                 f"{type(self).__name__}: masters, moments and copies of the parameters take "
                 f"{needed / 2**30:.2f} GiB of host memory, and {available / 2**30:.2f} GiB are "
-                "available: raise device_fraction, use state_dtype=torch.bfloat16, or shard"
+                "available: raise device_fraction, use state_dtype=torch.bfloat16 or overlap=False, "
+                "or shard"
             )
 
     def _listen(self) -> None:
@@ -256,16 +333,41 @@ class OffloadedAdamW(AdamW):
     def _arrived(self, param: Any) -> None:
         """Note that a backward has accumulated a gradient; begin when a bucket is complete."""
         with self._lock:
-            self._calls[param] = self._calls.get(param, 0) + 1
-            bucket, index = self._slots[param]
             grad = param.grad
-            if self._calls[param] != self._passes or bucket.job is not None or grad is None:
+            if not self._is_last_pass(param) or grad is None:
                 return
             if grad.layout is not torch.strided or _placed_otherwise(grad, param):
                 return
-            bucket.arrived[index] = Gradient.of(param, self._engine.ready())
-            if len(bucket.arrived) == len(bucket.slots):
-                self._begin(bucket, self._expected_factor, steps=self._speculates)
+            self._note(param, Gradient.of(param, self._engine.ready()))
+
+    def _reduced(self, reduced: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Note gradients that DDP will write at the end of the backward."""
+        if not self._overlap or self._workers is None:
+            return
+        with self._lock:
+            mark = self._engine.ready()
+            for param, grad in reduced:
+                if param not in self._slots or grad.dtype != param.dtype:
+                    continue
+                if self._is_last_pass(param):
+                    self._note(param, Gradient(None, grad, 0, mark))
+
+    def _written(self) -> None:
+        """Note that DDP has written the gradients."""
+        with self._lock:
+            for bucket in self._buckets:
+                bucket.written()
+
+    def _is_last_pass(self, param: Any) -> bool:
+        """Count a pass, and return whether it is the one after which the last step came."""
+        self._calls[param] = self._calls.get(param, 0) + 1
+        return self._calls[param] == self._passes and self._slots[param][0].job is None
+
+    def _note(self, param: Any, gradient: Gradient) -> None:
+        bucket, index = self._slots[param]
+        bucket.arrived[index] = gradient
+        if len(bucket.arrived) == len(bucket.slots):
+            self._begin(bucket, self._expected_factor, steps=self._speculates)
 
     def _begin(self, bucket: Bucket, factor: float, *, steps: bool) -> None:
         """Begin a job for the gradients that have arrived."""
@@ -305,7 +407,7 @@ class OffloadedAdamW(AdamW):
         chosen = [(bucket, sorted(indices)) for bucket, indices in wanted.values()]
         self._finish(self._buckets)
         again = [pair for pair in chosen if pair[0].sums(pair[1]) is None]
-        self._repeat(again, self._expected_factor, steps=self._speculates)
+        self._repeat(again, self._expected_factor, steps=self._overlap and self._speculates)
         sums = self._sums(members, chosen)
         factor, found_inf = self._scaling(
             lambda: total(sums, [param.grad for *_, param in members]).sqrt()
@@ -327,10 +429,23 @@ class OffloadedAdamW(AdamW):
         if kept:
             self._step_batches(kept, factor, found_inf)
         slots = [bucket.slots[i] for bucket, indices in chosen for i in indices]
-        push = self._engine.push
-        carry_out([partial(push, _shards.local(slot.param), slot.copy) for slot in slots])
-        for slot in slots:
-            slot.commit()
+        pushes = [
+            partial(self._engine.push, _shards.local(slot.param), slot.copy) for slot in slots
+        ]
+        if not self._overlap:  # the masters are new, whatever becomes of the copies
+            for slot in slots:
+                slot.commit()
+        try:
+            carry_out(pushes)
+        except CopyError as error:
+            if self._overlap:
+                raise
+            raise CopyError(
+                f"{error}; the step was made: restore() writes the parameters from their masters"
+            ) from error
+        if self._overlap:
+            for slot in slots:
+                slot.commit()
 
     def _unclipped(self) -> float:
         scale = getattr(self, "grad_scale", None)

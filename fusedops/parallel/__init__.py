@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from fusedops.parallel.context import ring_attention
 from fusedops.parallel.expert import expert_parallel, moe_combine, moe_dispatch
 from fusedops.parallel.mesh import Mesh, make_mesh, rank_groups
 from fusedops.parallel.sizes import Sizes
@@ -31,6 +32,7 @@ __all__ = [
     "moe_combine",
     "moe_dispatch",
     "rank_groups",
+    "ring_attention",
     "shard",
 ]
 

@@ -1,7 +1,8 @@
 """Planning: what a layout takes on each device, before anything runs (``docs/planning.md``)."""
 
-from fusedops.models import PRESETS, from_config, preset
+from fusedops.models import PRESETS, preset
 from fusedops.models import TransformerConfig as Transformer
+from fusedops.planner.configurations import from_config
 from fusedops.planner.layout import Layout, check
 from fusedops.planner.memory import Estimate, estimate
 from fusedops.planner.search import Plan, layouts, plan

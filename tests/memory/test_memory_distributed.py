@@ -125,6 +125,59 @@ def test_weights_are_gathered_again_in_the_backward_or_not(
     assert on_two_ranks(gathers, False) == [3, 3]
 
 
+def sharded_report(world: Any, layout: str) -> dict[str, Any]:
+    """Return what ``report`` and ``fit`` find of a model that is cut, and what is there."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)]
+    model = nn.Sequential(*layers)
+    for layer in layers:
+        if layout == "fsdp2":
+            fully_shard(layer)
+        else:
+            plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+            parallelize_module(layer, init_device_mesh("cpu", (2,)), plan)
+    if layout == "fsdp2":
+        fully_shard(model)
+    rows = 512 if world.rank == 0 or layout != "fsdp2" else 256  # of FSDP2's batches
+    batch = torch.randn(rows, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    usual = memory.report(model, batch, optimizer=optimizer)
+    budget = usual.weights + usual.states + int(0.75 * usual.dynamic)
+    torch.distributed.broadcast(shared := torch.tensor(budget), 0)
+    chosen = memory.fit(model, batch, int(shared), optimizer=optimizer)
+    return {
+        "weights": usual.weights,
+        "states": usual.states,
+        "here": sum(each.to_local().nbytes for each in model.parameters()),
+        "gradients": usual.gradients,
+        "named": usual.named / usual.dynamic,
+        "policy": str(chosen.policy),
+        "peak": chosen.peak,
+        "budget": int(shared),
+    }
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", "tensor parallel"])
+def test_a_rank_learns_its_own_bytes_and_all_choose_one_policy(
+    on_two_ranks: Callable[..., list[Any]], layout: str
+) -> None:
+    first, second = on_two_ranks(sharded_report, layout)
+    for each in (first, second):
+        assert each["weights"] == each["gradients"] == each["here"]
+        assert each["states"] == 2 * each["here"]
+        assert each["peak"] <= each["budget"]
+        assert each["named"] > 0.8
+    assert first["policy"] == second["policy"] != "Policy()"
+
+
 class _Reduce(torch.autograd.Function):
     """The sum over the ranks of a row-parallel product; gradients pass."""
 

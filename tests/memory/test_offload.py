@@ -233,6 +233,18 @@ def test_too_little_host_memory_is_told_before_it_is_taken() -> None:
         results(model, encoder_loss)
 
 
+def test_more_than_the_host_has_is_told_before_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pools, "available_bytes", lambda: 5000)
+    model = encoder()
+    settings = memory.OffloadSettings(least_bytes=1)
+    memory.apply(model, memory.Policy(memory.offload("*")), offload_settings=settings)
+    with pytest.raises(MemoryError, match="bytes of host memory are wanted, and 5000 are"):
+        results(model, encoder_loss)
+    # The same model trains where there is room: nothing was left half done.
+    monkeypatch.setattr(pools, "available_bytes", lambda: None)
+    assert_same_bits(results(model, encoder_loss), results(encoder(), encoder_loss))
+
+
 def test_a_graph_that_is_dropped_gives_its_buffers_back() -> None:
     model = encoder()
     settings = memory.OffloadSettings(least_bytes=1, check=True)

@@ -19,6 +19,7 @@ from torch import nn
 
 from fusedops import memory
 from fusedops.memory.apply import keeper_of
+from fusedops.optim import AdamW
 
 
 def _batch() -> dict[str, torch.Tensor]:
@@ -71,6 +72,48 @@ def test_gradients_of_before_a_report_stay() -> None:
     memory.report(model, _batch())
     for name, each in model.named_parameters():
         assert each.grad is not None and torch.equal(each.grad, expected[name])
+
+
+@pytest.mark.parametrize("patched", [True, False], ids=["patched", "stock"])
+@pytest.mark.parametrize("recomputed", [True, False], ids=["recomputed", "plain"])
+def test_a_report_under_autocast_is_of_a_step_of_training(patched: bool, recomputed: bool) -> None:
+    """Autocast's copies of weights live from the forward to the backward, and are new each step."""
+    model = gpt2(patched=patched, layers=3, hidden=128)
+    if recomputed:
+        memory.apply(model, memory.Policy(memory.recompute("transformer.h.*")))
+
+    def loss(model: nn.Module) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return language_loss(model)
+
+    expected = results(model, loss)
+    trained = peak(model, loss)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = memory.report(model, _batch())
+        assert torch.is_autocast_enabled("cpu")
+        linear = model.transformer.h[0].attn.c_proj
+        assert linear(torch.ones(2, 128)).dtype == torch.bfloat16
+    assert found.dynamic == pytest.approx(trained, rel=0.01)
+    casts = sum(each.nbytes for each in found.tensors if each.kind == "cast")
+    matrices = sum(each.numel() * 2 for each in model.transformer.h.parameters() if each.dim() > 1)
+    if recomputed:  # of the layer that runs at the peak, if one does
+        assert casts <= matrices / 2
+    else:
+        assert casts >= 0.9 * matrices and "weights in autocast's dtype" in str(found)
+    assert_same_bits(results(model, loss), expected)
+
+
+def test_states_are_counted_where_the_model_is() -> None:
+    model = gpt2(layers=2).bfloat16()
+    numbers = sum(each.numel() for each in model.parameters())
+    masters = AdamW(model.parameters(), master_weights=True)
+    assert memory.report(model, _batch(), optimizer=masters).states == 12 * numbers
+    small = AdamW(model.parameters(), state_dtype=torch.bfloat16)
+    assert memory.report(model, _batch(), optimizer=small).states == 4 * numbers
+    language_loss(model).backward()
+    masters.step()
+    steps = 4 * len(list(model.parameters()))
+    assert memory.report(model, _batch(), optimizer=masters).states == 12 * numbers + steps
 
 
 def test_a_budget_that_is_large_enough_needs_no_policy() -> None:

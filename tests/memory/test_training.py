@@ -1,40 +1,61 @@
-"""Three hundred steps with recomputation and offload, beside the plain run: the same bits."""
+"""Three hundred steps with recomputation, offload and resumption: the bits of the plain run."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import torch
 from small_models import VOCAB, gpt2
 
 from fusedops import memory
+from fusedops.checkpoint import Checkpointer
+from fusedops.optim import AdamW, OffloadedAdamW
 
 STEPS = 300
+STOPS = (110, 217)  # where the run ends, and another process would go on
+OPTIONS = {"lr": 3e-3, "max_norm": 1.0}
 
 
-def _train(policy: memory.Policy | None) -> tuple[list[float], list[torch.Tensor]]:
-    model = gpt2(layers=2, hidden=32)
-    if policy is not None:
-        settings = memory.OffloadSettings(least_bytes=1, check=True)
-        memory.apply(model, policy, offload_settings=settings)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    draw = torch.Generator().manual_seed(2)
-    torch.manual_seed(3)
+def _steps(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int
+) -> list[float]:
     losses = []
-    for _ in range(STEPS):
+    for step in range(first, last):
         # Each row counts up from somewhere: something that can be learned.
-        start = torch.randint(VOCAB, (4, 1), generator=draw)
+        start = torch.randint(VOCAB, (4, 1), generator=torch.Generator().manual_seed(step))
         ids = (start + torch.arange(16)) % VOCAB
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.item())
-    return losses, [each.detach() for each in model.parameters()]
+    return losses
 
 
-def test_300_steps_with_recompute_and_offload_keep_every_bit() -> None:
-    expected, weights = _train(None)
-    policy = memory.Policy(memory.recompute("transformer.h.0"), memory.offload("transformer.h.*"))
-    found, others = _train(policy)
+def test_300_steps_with_recompute_offload_and_resumption_keep_every_bit(tmp_path: Path) -> None:
+    model = gpt2(layers=2, hidden=32)
+    torch.manual_seed(3)  # of the dropouts
+    expected = _steps(model, AdamW(model.named_parameters(), **OPTIONS), 0, STEPS)
+    weights = [each.detach() for each in model.parameters()]
+
+    found: list[float] = []
+    torch.manual_seed(3)
+    for stop in (*STOPS, STEPS):
+        with torch.random.fork_rng(enabled=not found):
+            model = gpt2(layers=2, hidden=32)  # its weights are drawn anew
+        policy = memory.Policy(
+            memory.recompute("transformer.h.0"), memory.offload("transformer.h.*")
+        )
+        settings = memory.OffloadSettings(least_bytes=1, check=True)
+        memory.apply(model, policy, offload_settings=settings)
+        optimizer = OffloadedAdamW(model.named_parameters(), bucket_bytes=1 << 14, **OPTIONS)
+        with Checkpointer(tmp_path, model, optimizer) as keeper:
+            restored = keeper.load()
+            assert (restored.step if restored else 0) == len(found)
+            found += _steps(model, optimizer, len(found), stop)
+            keeper.save(stop)
+        optimizer.close()
     assert found == expected
-    assert all(torch.equal(a, b) for a, b in zip(others, weights, strict=True))
+    pairs = zip(model.parameters(), weights, strict=True)
+    assert all(torch.equal(mine, plain) for mine, plain in pairs)
     assert expected[-1] < 0.5 * expected[0]

@@ -130,15 +130,16 @@ def test_no_schedule_changes_a_bit(seed: int) -> None:
     assert not differs(seed, passes=1 + seed % 2)
 
 
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlapped", "in place"])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_copies_that_fail_leave_the_optimizer_as_it_was(seed: int) -> None:
+def test_copies_that_fail_leave_the_optimizer_as_it_was(seed: int, overlap: bool) -> None:
     schedule = Schedule(seed, failures=0.05)
     make = scheduled(schedule)
     raised = []
 
     def until_it_succeeds(params: Any, **options: Any) -> OffloadedAdamW:
-        optimizer = make(params, **options)
-        step = optimizer.step
+        optimizer = make(params, overlap=overlap, **options)
+        step, restore = optimizer.step, optimizer.restore
 
         def stubborn(closure: Any = None) -> Any:
             while True:
@@ -150,7 +151,17 @@ def test_copies_that_fail_leave_the_optimizer_as_it_was(seed: int) -> None:
                     return step(closure)
                 except CopyError as error:
                     raised.append(error)
+                    if "the step was made" in str(error):
+                        assert not overlap
+                        return until_restored()
                     assert_same([dict(state) for state in optimizer.state.values()], before)
+
+        def until_restored() -> None:
+            while True:
+                try:
+                    return restore()
+                except CopyError as error:
+                    raised.append(error)
 
         optimizer.step = stubborn  # type: ignore[method-assign]
         return optimizer

@@ -16,7 +16,8 @@ from offload_testing import TinyModel, train
 from optim_testing import assert_same
 from torch import nn
 
-from fusedops.optim import AdamW, OffloadedAdamW, _host_memory, offloaded
+from fusedops._core import host_memory
+from fusedops.optim import AdamW, OffloadedAdamW, offloaded
 from fusedops.optim._overlap import Bucket
 
 SMALL = {"bucket_bytes": 300, "threads": 2}  # several buckets of the tiny model
@@ -176,6 +177,28 @@ def test_states_go_to_torch_and_come_back() -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("overlap", "options", "dtype", "bytes_of_a_parameter"),
+    [
+        (True, {}, torch.float32, 2 * 12 + 4),
+        (True, {}, torch.bfloat16, 2 * 12 + 2),
+        (True, {"state_dtype": torch.bfloat16}, torch.bfloat16, 2 * 8 + 2),
+        (False, {}, torch.float32, 12 + 4),
+        (False, {}, torch.bfloat16, 12 + 2),
+        (False, {"amsgrad": True}, torch.bfloat16, 16 + 2),
+        (False, {"device_fraction": 0.5}, torch.bfloat16, 7),
+    ],
+)
+def test_the_host_memory_that_it_takes(
+    overlap: bool, options: dict[str, Any], dtype: torch.dtype, bytes_of_a_parameter: int
+) -> None:
+    params = [nn.Parameter(torch.ones(1 << 12, dtype=dtype)) for _ in range(16)]
+    optimizer = OffloadedAdamW(params, overlap=overlap, bucket_bytes=1, **options)
+    staging = 2 * 4 * (1 << 12) if overlap else 0  # two workers, a parameter each
+    steps = 4 * 16 * (1 - optimizer._device_fraction)
+    assert optimizer.host_bytes == bytes_of_a_parameter * (1 << 16) + staging + steps
+
+
 def test_too_little_memory_is_told_with_the_numbers_before_it_is_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -190,20 +213,20 @@ def test_the_memory_that_is_available_is_the_least_of_machine_and_container(
 ) -> None:
     machine = tmp_path / "meminfo"
     machine.write_text("MemTotal: 900 kB\nMemAvailable:   500 kB\n")
-    monkeypatch.setattr(_host_memory, "_MEMORY", machine)
-    monkeypatch.setattr(_host_memory, "_GROUP", tmp_path)
-    assert _host_memory.available_bytes() == 500 * 1024
+    monkeypatch.setattr(host_memory, "_MEMORY", machine)
+    monkeypatch.setattr(host_memory, "_GROUP", tmp_path)
+    assert host_memory.available_bytes() == 500 * 1024
     for name, text in (
         ("memory.current", "300000\n"),
         ("memory.stat", "anon 1\ninactive_file 100000\n"),
         ("memory.max", "max\n"),
     ):
         (tmp_path / name).write_text(text)
-    assert _host_memory.available_bytes() == 500 * 1024
+    assert host_memory.available_bytes() == 500 * 1024
     (tmp_path / "memory.max").write_text("400000\n")
-    assert _host_memory.available_bytes() == 200000
+    assert host_memory.available_bytes() == 200000
     machine.unlink()
-    assert _host_memory.available_bytes() is None
+    assert host_memory.available_bytes() is None
 
 
 def test_wrong_arguments_are_named() -> None:
@@ -218,6 +241,8 @@ def test_wrong_arguments_are_named() -> None:
         with pytest.raises(error, match=words):
             OffloadedAdamW([weight], **arguments)
     optimizer = OffloadedAdamW([weight])
+    with pytest.raises(TypeError, match="follow: model must be a DistributedData"):
+        optimizer.follow(nn.Linear(1, 1))
     with pytest.raises(TypeError, match="state_dict"):
         copy.deepcopy(optimizer)
     optimizer.close()

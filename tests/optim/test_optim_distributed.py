@@ -55,6 +55,13 @@ def test_ddp_steps_with_the_reduced_gradients(pool: Pool) -> None:
             assert_same(each, expected)
 
 
+@pytest.mark.parametrize("name", optim_ranks.FOLLOWED)
+def test_steps_begin_as_ddp_reduces_and_keep_every_bit(pool: Pool, name: str) -> None:
+    for synchronous, overlapped, share in pool.run(optim_ranks.followed, name)[:3]:
+        assert_same(overlapped, synchronous)
+        assert share == optim_ranks.FOLLOWED[name].begins
+
+
 @each_kind
 def test_checkpoints_of_other_meshes_and_of_torch(pool: Pool, kind: str, tmp_path: Path) -> None:
     results = pool.run(optim_ranks.checkpoint, kind, str(tmp_path / "saved"))

@@ -25,10 +25,8 @@ from fusedops._core import backends
 from fusedops._core.architecture import architecture
 from fusedops._core.dtypes import autocast_dtype
 from fusedops._core.timer import (
-    LONGEST_REPEAT,
-    SHORTEST_SAMPLE,
+    BriefClock,
     Clock,
-    CudaClock,
     Plan,
     Variant,
     clock_for,
@@ -335,7 +333,7 @@ class _Pair:
     def _measure(self, clock: Clock) -> tuple[float, bool]:
         """Return time of stock divided by patched, and whether stock won in most rounds."""
         variants = [self._variant(name) for name in (_STOCK, _PATCHED)]
-        timing = measure(variants, _Known(clock), Plan(ROUNDS, ROUNDS, 0.0))
+        timing = measure(variants, BriefClock(clock), Plan(ROUNDS, ROUNDS, 0.0))
         ratio = timing.ratio(_STOCK, _PATCHED)
         return ratio.median, ratio.q3 < 1
 
@@ -385,21 +383,3 @@ class _Pair:
         finally:
             for each, cls in self.patched.items():
                 each.__class__ = cls
-
-
-class _Known:
-    """A clock that warms up once: the usual four runs would be most of what there is time for."""
-
-    def __init__(self, clock: Clock) -> None:
-        self.clock = clock
-
-    def sample(self, variant: Variant, repeat: int) -> tuple[float, bool]:
-        """Take a sample of ``repeat`` runs."""
-        return self.clock.sample(variant, repeat)
-
-    def repeat(self, variant: Variant) -> int:
-        """Warm up; return how often to run within a sample."""
-        if isinstance(self.clock, CudaClock):
-            return self.clock.repeat(variant)
-        seconds, _ = self.clock.sample(variant, 1)
-        return min(LONGEST_REPEAT, int(SHORTEST_SAMPLE / max(seconds, 1e-7)) + 1)

@@ -1,0 +1,290 @@
+"""The kernels of attention on blocks of scores, and the sum of what blocks give.
+
+A block's output is normalized by its own sum of exponentials. ``Attended`` holds outputs and sums
+in the dtype of statistics and takes up one block after another, so that rounding to half precision
+happens once, at the end. The sum is kept in two parts, the largest score and the logarithm of the
+sum relative to it, as the kernels keep it: one number has no place for both where scores are large.
+
+The backward of a block is the kernel's own. It is given the output and the sum of the whole row
+instead of the block's: the probabilities that it makes again, and the row's ``sum(output * grad)``,
+are then those of the whole. That holds for kernels, which use what they are given; the reference
+makes everything again from the block alone, and is told the block's own share of the gradient.
+
+Shapes: ``query [B, H, Sq, D]``, ``key [B, Hkv, Sk, D]``, ``value [B, Hkv, Sk, Dv]``, rows
+``[B, H, Sq]``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedops._core import backends, dtypes
+from fusedops.parallel.context.layout import Range
+from fusedops.parallel.context.plan import Block, Call
+
+LOG2E = 1.0 / math.log(2.0)
+
+
+class Scores(NamedTuple):
+    """How scores are made, beside the products."""
+
+    scale: float
+    softcap: float
+    slopes: Tensor | None
+
+
+class Incoming(NamedTuple):
+    """What the backward of each block needs to know of the whole rows."""
+
+    grad_output: Tensor
+    grad_lse: Tensor | None
+    output: Tensor
+    remainder: Tensor
+    parts: Tensor
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Incoming:
+        """Return ``function`` of each tensor that is there."""
+        grad_lse = None if self.grad_lse is None else function(self.grad_lse)
+        remainder = function(self.remainder) if self.remainder.numel() else self.remainder
+        rest = function(self.output), remainder, function(self.parts)
+        return Incoming(function(self.grad_output), grad_lse, *rest)
+
+    @property
+    def lse(self) -> Tensor:
+        """The log-sum-exp ``[B, H, Sq]``."""
+        return self.parts.sum(-1) / LOG2E
+
+    @property
+    def whole(self) -> Tensor:
+        """The output in the dtype of statistics, as it was before it was rounded."""
+        wide = self.output.to(self.parts.dtype)
+        return wide + self.remainder if self.remainder.numel() else wide
+
+
+class Attended:
+    """Attention over the keys so far.
+
+    Attributes:
+        output: ``[B, H, Sq, Dv]``, in the dtype of statistics.
+        parts: ``[B, H, Sq, 2]``: the largest score and the logarithm of the sum relative to it,
+            in units of log2; minus infinity and 0 where nothing was attended.
+    """
+
+    def __init__(self, query: Tensor, value_size: int) -> None:
+        wide = dtypes.statistics_dtype(query.dtype)
+        batch, heads, rows, _ = query.shape
+        self.output = query.new_zeros((batch, rows, heads, value_size), dtype=wide).transpose(1, 2)
+        self.parts = query.new_zeros((batch, heads, rows, 2), dtype=wide)
+        self.parts[..., 0] = -torch.inf
+
+    @property
+    def lse(self) -> Tensor:
+        """The log-sum-exp ``[B, H, Sq]``."""
+        return self.parts.sum(-1) / LOG2E
+
+    def add(self, rows: tuple[Range, ...], output: Tensor, parts: Tensor) -> None:
+        """Take up attention of some of the rows over other keys."""
+        old, old_parts = take(self.output, rows), take(self.parts, rows)
+        top = torch.maximum(old_parts[..., 0], parts[..., 0])
+        origin = torch.where(top == -torch.inf, 0.0, top)
+        first = torch.exp2(old_parts[..., 0] - origin + old_parts[..., 1])
+        second = torch.exp2(parts[..., 0] - origin + parts[..., 1])
+        total = first + second
+        total = torch.where(total == 0, 1.0, total)
+        merged = old * (first / total).unsqueeze(-1) + output * (second / total).unsqueeze(-1)
+        _put(self.output, rows, merged)
+        _put(self.parts, rows, torch.stack([top, torch.log2(total)], -1))
+
+    def add_sinks(self, sinks: Tensor) -> None:
+        """Take up one more score a head, of a key without value."""
+        score = (sinks * LOG2E).view(1, -1, 1).expand(self.parts.shape[:-1])
+        parts = torch.stack([score, torch.zeros_like(score)], -1)
+        self.add(((0, self.output.shape[2]),), torch.zeros_like(self.output), parts)
+
+
+def take(tensor: Tensor, rows: tuple[Range, ...]) -> Tensor:
+    """Return the tokens (dim 2) in ``rows``: a view where they are one range."""
+    if not rows:
+        return tensor[:, :, :0]
+    if len(rows) == 1:
+        return tensor[:, :, rows[0][0] : rows[0][1]]
+    return torch.cat([tensor[:, :, start:stop] for start, stop in rows], 2)
+
+
+def _put(into: Tensor, rows: tuple[Range, ...], values: Tensor) -> None:
+    sizes = [stop - start for start, stop in rows]
+    for (start, stop), part in zip(rows, values.split(sizes, 2), strict=True):
+        into[:, :, start:stop] = part
+
+
+def add_to(into: Tensor, rows: tuple[Range, ...], values: Tensor) -> None:
+    """Add ``values`` to the tokens in ``rows``."""
+    sizes = [stop - start for start, stop in rows]
+    for (start, stop), part in zip(rows, values.split(sizes, 2), strict=True):
+        into[:, :, start:stop] += part
+
+
+def forward(
+    call: Call, query: Tensor, key: Tensor, value: Tensor, scores: Scores, attended: Attended
+) -> None:
+    """Take up the blocks of a call into ``attended``."""
+    q, k, v = take(query, call.rows), take(key, call.columns), take(value, call.columns)
+    if len(call.blocks) == 1:
+        block = call.blocks[0]
+        mask, slopes, shift = _places(block, q, scores)
+        numbers = (0.0, scores.scale, block.left, block.right, scores.softcap, True)
+        output, lse, remainder, parts = torch.ops.fusedops.attention(
+            q, k, v, mask, slopes, None, None, *numbers
+        )
+        parts = parts if parts.numel() else _one_part(lse)
+        if shift is not None:
+            parts = _shifted(parts, -shift)
+    else:
+        packed = _Packed(call, q, k, v, scores)
+        output, lse, remainder = torch.ops.fusedops.attention_varlen(
+            *packed.tensors, *packed.numbers
+        )
+        output, lse, remainder = (packed.rows_of(each) for each in (output, lse, remainder))
+        parts = _one_part(lse)
+    wide = output.to(parts.dtype)
+    attended.add(call.rows, wide + remainder if remainder.numel() else wide, parts)
+
+
+def backward(
+    call: Call, query: Tensor, key: Tensor, value: Tensor, scores: Scores, incoming: Incoming
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of a call's queries, keys and values, in the order of its blocks."""
+    q, k, v = take(query, call.rows), take(key, call.columns), take(value, call.columns)
+    here = incoming.map(lambda each: take(each, call.rows))
+    if len(call.blocks) == 1:
+        return _backward_dense(call.blocks[0], q, k, v, scores, here)
+    return _Packed(call, q, k, v, scores).backward(here)
+
+
+def _backward_dense(
+    block: Block, q: Tensor, k: Tensor, v: Tensor, scores: Scores, here: Incoming
+) -> tuple[Tensor, Tensor, Tensor]:
+    mask, slopes, shift = _places(block, q, scores)
+    parts = here.parts if shift is None else _shifted(here.parts, shift)
+    inputs = (q, k, v, mask, slopes, None, None)
+    numbers = (0.0, scores.scale, block.left, block.right, scores.softcap, True)
+    wanted = [True, True, True, False, False]
+    saved = (here.output, parts.sum(-1) / LOG2E, here.remainder, parts)
+    args = (here.grad_output, here.grad_lse, *inputs, *saved, *numbers, wanted)
+    if backends.resolve("attention", *args, backward=True).backend == "torch":
+        output, lse, remainder, own = torch.ops.fusedops.attention(*inputs, *numbers)
+        grads = _own_share(here, output, _one_part(lse), parts)
+        args = (*grads, *inputs, output, lse, remainder, own, *numbers, wanted)
+    grad_q, grad_k, grad_v, *_ = torch.ops.fusedops.attention_backward(*args)
+    return grad_q, grad_k, grad_v
+
+
+class _Packed:
+    """The blocks of a call behind one another, as ``attention_varlen`` takes them."""
+
+    def __init__(self, call: Call, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> None:
+        self.batch = q.shape[0]
+        ends, longest = [], []
+        for side in ("rows", "columns"):
+            sizes = [stop - start for start, stop in (getattr(each, side) for each in call.blocks)]
+            table = torch.tensor([0, *sizes * self.batch], dtype=torch.int64).cumsum(0)
+            ends.append(table.to(q.device, non_blocking=True))
+            longest.append(max(sizes))
+        tokens = (self._tokens_of(each) for each in (q, k, v))
+        first, slopes = call.blocks[0], scores.slopes
+        if slopes is not None and slopes.dim() == 2:
+            slopes = slopes.repeat_interleave(len(call.blocks), 0)
+        self.tensors = (*tokens, *ends, slopes, None, None)
+        self.numbers = (
+            *longest,
+            0.0,
+            scores.scale,
+            first.left,
+            first.right,
+            scores.softcap,
+            True,
+        )
+
+    def backward(self, here: Incoming) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of queries, keys and values."""
+        grads: tuple[Any, ...] = (here.grad_output, here.grad_lse)
+        wanted = [True, True, True, False]
+        saved = [self._tokens_of(each) for each in (here.output, here.lse, here.remainder)]
+        args = (*map(self._tokens_of, grads), *self.tensors, *saved, *self.numbers, wanted)
+        if backends.resolve("attention_varlen", *args, backward=True).backend == "torch":
+            saved = list(torch.ops.fusedops.attention_varlen(*self.tensors, *self.numbers))
+            output, own = (self.rows_of(each) for each in saved[:2])
+            grads = _own_share(here, output, _one_part(own), here.parts)
+            args = (*map(self._tokens_of, grads), *self.tensors, *saved, *self.numbers, wanted)
+        found = torch.ops.fusedops.attention_varlen_backward(*args)
+        grad_q, grad_k, grad_v = (self.rows_of(each) for each in found[:3])
+        return grad_q, grad_k, grad_v
+
+    def _tokens_of(self, tensor: Any) -> Any:
+        """Return ``[B, H, S, D]`` as ``[B * S, H, D]``, and ``[B, H, S]`` as ``[H, B * S]``."""
+        if tensor is None or tensor.dim() == 1:
+            return tensor
+        if tensor.dim() == 3:
+            return tensor.transpose(0, 1).flatten(1)
+        return tensor.transpose(1, 2).flatten(0, 1)
+
+    def rows_of(self, tensor: Tensor) -> Tensor:
+        """Undo ``_tokens_of``."""
+        if tensor.dim() == 1:
+            return tensor
+        if tensor.dim() == 2:
+            return tensor.unflatten(1, (self.batch, -1)).transpose(0, 1)
+        return tensor.unflatten(0, (self.batch, -1)).transpose(1, 2)
+
+
+def _own_share(here: Incoming, output: Tensor, own: Tensor, parts: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of a block's own output and log-sum-exp.
+
+    The block enters the whole with the weight ``w = exp(lse_block - lse)``.
+    """
+    seen = parts[..., 0] > -torch.inf
+    weight = torch.exp2(torch.where(seen, own.sum(-1) - parts.sum(-1), -torch.inf))
+    grad = here.grad_output.to(weight.dtype)
+    grad_lse = (grad * (output.to(weight.dtype) - here.whole)).sum(-1)
+    if here.grad_lse is not None:
+        grad_lse = grad_lse + here.grad_lse
+    return (grad * weight.unsqueeze(-1)).to(output.dtype), grad_lse * weight
+
+
+def _places(
+    block: Block, query: Tensor, scores: Scores
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return additive mask, slopes and shift that make ALiBi of a block.
+
+    Where queries and keys are the same tokens the kernel's own slopes do. Elsewhere all keys are on
+    one side of all queries, and ``|j - i|`` is a distance along the keys, from the block's edge,
+    which a mask ``[H, 1, Sk]`` adds, and one along the queries: that one is the same for a whole
+    row, drops out of the softmax, and is the shift ``[H, Sq]`` (in units of log2) by which the
+    kernel's log-sum-exp is too large.
+    """
+    if scores.slopes is None or block.distance == 0:
+        return None, scores.slopes, None
+    rows = torch.arange(query.shape[2], device=query.device)
+    width = block.columns[1] - block.columns[0]
+    columns = torch.arange(width, device=query.device)
+    if block.distance > 0:
+        rows, columns = rows + block.distance - (width - 1), width - 1 - columns
+    else:
+        rows = -block.distance - rows
+    slopes = scores.slopes if scores.slopes.dim() == 2 else scores.slopes.unsqueeze(0)
+    slopes = slopes.unsqueeze(-1)
+    mask = (-slopes * columns).unsqueeze(2)
+    return mask, None, slopes * rows * LOG2E
+
+
+def _shifted(parts: Tensor, shift: Tensor) -> Tensor:
+    return torch.stack([parts[..., 0] + shift, parts[..., 1].expand_as(parts[..., 0])], -1)
+
+
+def _one_part(lse: Tensor) -> Tensor:
+    return torch.stack([lse * LOG2E, torch.zeros_like(lse)], -1)

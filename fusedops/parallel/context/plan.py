@@ -1,0 +1,201 @@
+"""Which scores each rank computes with whose keys, and which keys move for it. Numbers, no tensors.
+
+A rank's queries meet the keys of each rank in blocks: a rectangle of which a diagonal band is
+computed. A block is a call of ``fusedops.attention``, aligned to the upper left, or, where blocks
+of several documents are alike, a part of one call of ``fusedops.attention_varlen``. What no query
+of a rank may attend is not sent to it: half of what a causal zigzag could move, and most of what
+is beyond a window or in another document.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from itertools import groupby
+from typing import NamedTuple
+
+from fusedops.parallel.context.layout import Layout, Piece, Range, joined, pieces
+
+
+class Pattern(NamedTuple):
+    """Who may attend whom: query at ``i``, key at ``j`` if ``-left <= j - i <= right``.
+
+    Attributes:
+        left: -1 is unbounded.
+        right: -1 is unbounded; 0 is causal.
+        placed: whether scores depend on the distance too (ALiBi).
+    """
+
+    left: int
+    right: int
+    placed: bool = False
+
+
+class Block(NamedTuple):
+    """A rectangle of scores.
+
+    Attributes:
+        rows: of the queries, among the tokens of their rank.
+        columns: of the keys, likewise; in a ``Step`` among those that were sent.
+        left: bounds of ``column - row``, both counted from the block's corner; -1 is unbounded.
+        right: likewise.
+        distance: position of the first query minus that of the first key.
+    """
+
+    rows: Range
+    columns: Range
+    left: int
+    right: int
+    distance: int
+
+    @property
+    def scores(self) -> int:
+        """How many scores are computed."""
+        height, width = self.rows[1] - self.rows[0], self.columns[1] - self.columns[0]
+        left = height if self.left < 0 else self.left
+        right = width if self.right < 0 else self.right
+        return sum(
+            max(0, min(width, row + right + 1) - max(0, row - left)) for row in range(height)
+        )
+
+
+class Call(NamedTuple):
+    """Blocks of one kind whose rows do not overlap."""
+
+    blocks: tuple[Block, ...]
+
+    @property
+    def rows(self) -> tuple[Range, ...]:
+        """The rows of each block."""
+        return tuple(block.rows for block in self.blocks)
+
+    @property
+    def columns(self) -> tuple[Range, ...]:
+        """The columns of each block."""
+        return tuple(block.columns for block in self.blocks)
+
+
+class Step(NamedTuple):
+    """What one rank does with the keys of one rank.
+
+    Attributes:
+        columns: the keys that are sent, among the tokens of their rank.
+        calls: with columns counted among the keys that are sent.
+    """
+
+    columns: tuple[Range, ...]
+    calls: tuple[Call, ...]
+
+    @property
+    def tokens(self) -> int:
+        """How many keys are sent."""
+        return sum(stop - start for start, stop in self.columns)
+
+    @property
+    def scores(self) -> int:
+        """How many scores are computed."""
+        return sum(block.scores for call in self.calls for block in call.blocks)
+
+
+@functools.lru_cache(maxsize=1024)
+def step(layout: Layout, pattern: Pattern, rank: int, source: int) -> Step:
+    """Return what ``rank`` does with the keys of ``source``."""
+    of_source = {
+        document: list(each)
+        for document, each in groupby(pieces(layout, source), lambda piece: piece.document)
+    }
+    bounded = pattern.placed or pattern.left >= 0 or pattern.right > 0
+    alike: list[Block] = []
+    calls: list[Call] = []
+    for document, each in groupby(pieces(layout, rank), lambda piece: piece.document):
+        queries, keys = list(each), of_source.get(document, [])
+        if not bounded:
+            alike += _staircase(queries, keys, pattern.right, rank == source)
+            continue
+        for query in queries:
+            for key in keys:
+                block = _band(query, key, pattern)
+                if block is None:
+                    continue
+                if block.distance == 0:
+                    alike.append(block)
+                else:
+                    calls.append(Call((block,)))
+    if alike:
+        calls.insert(0, Call(tuple(alike)))
+    return _compact(calls)
+
+
+def _staircase(queries: list[Piece], keys: list[Piece], right: int, here: bool) -> Iterator[Block]:
+    """Yield the blocks of one document where places matter for causality alone.
+
+    All its tokens lie side by side on each rank, in rising order: the keys before a query come
+    first.
+    """
+    if not keys:
+        return
+    first = keys[0].local
+    if here or right < 0:
+        rows = queries[0].local, queries[-1].local + _size(queries[-1])
+        yield Block(rows, (first, keys[-1].local + _size(keys[-1])), -1, right, 0)
+        return
+    blocks: list[Block] = []
+    for query in queries:
+        before = sum(_size(key) for key in keys if key.start < query.start)
+        rows, columns = (query.local, query.local + _size(query)), (first, first + before)
+        if blocks and blocks[-1].columns == columns:
+            blocks[-1] = blocks[-1]._replace(rows=(blocks[-1].rows[0], rows[1]))
+        elif before:
+            blocks.append(Block(rows, columns, -1, -1, 0))
+    yield from blocks
+
+
+def _band(query: Piece, key: Piece, pattern: Pattern) -> Block | None:
+    """Return the part of a rectangle that is computed, ``None`` where nothing is."""
+    rows, columns, distance = _size(query), _size(key), query.start - key.start
+    row = column = 0
+    if distance == 0:  # the same tokens; blocks of one kind are one call
+        here = (query.local, query.local + rows)
+        return Block(here, here, pattern.left, pattern.right, 0)
+    # Counted from the corner, column - row is in [low, high].
+    low = distance - pattern.left if pattern.left >= 0 else -rows
+    high = distance + pattern.right if pattern.right >= 0 else columns
+    if high < 0:  # the first rows attend nothing
+        row, low, high = -high, low - high, 0
+    if low > 0:  # the first columns are attended by none
+        column, low, high = low, 0, high - low
+    rows, columns = rows - row, columns - column
+    rows, columns = min(rows, columns - low), min(columns, rows + high)
+    if rows <= 0 or columns <= 0 or high < 0:
+        return None
+    return Block(
+        (query.local + row, query.local + row + rows),
+        (key.local + column, key.local + column + columns),
+        -low if -low < rows - 1 else -1,
+        high if high < columns - 1 else -1,
+        distance + row - column,
+    )
+
+
+def _size(piece: Piece) -> int:
+    return piece.stop - piece.start
+
+
+def _compact(calls: list[Call]) -> Step:
+    """Return the step of these calls, with the columns that they need and no others."""
+    cuts: list[Range] = []
+    for start, stop in sorted(block.columns for call in calls for block in call.blocks):
+        if cuts and start < cuts[-1][1]:
+            cuts[-1] = (cuts[-1][0], max(stop, cuts[-1][1]))
+        else:
+            cuts.append((start, stop))
+    columns = joined(cuts)
+
+    def place(column: int) -> int:
+        """How many of the needed columns are before this one."""
+        return sum(max(0, min(stop, column) - start) for start, stop in columns)
+
+    def moved(block: Block) -> Block:
+        return block._replace(columns=(place(block.columns[0]), place(block.columns[1])))
+
+    return Step(columns, tuple(Call(tuple(map(moved, call.blocks))) for call in calls))

@@ -1,0 +1,377 @@
+"""Attention over a sequence that is sharded over a group: keys and values travel to the queries.
+
+In step ``s`` rank ``r`` has the keys and values of rank ``r - s``: what its queries may attend of
+them and no more (``plan.py``). Those of step ``s + 1`` are on their way while step ``s`` is
+computed. In the backward they travel again, and the gradient of what was computed with them goes
+straight home to rank ``r - s``, which adds up what comes in the order of the steps: each part has
+been rounded once, by the kernel, and no sum travels. Everything is exact but for rounding, the
+same bits in every run, and needs room for two ranks' keys and values beside its own.
+
+Shapes: ``query [B, H, S / n, D]``, ``key [B, Hkv, S / n, D]``, ``value [B, Hkv, S / n, Dv]`` on
+each of ``n`` ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fusedops._core import checks, dtypes
+from fusedops._core.library import define_exchange
+from fusedops.ops import _attention_math as math
+from fusedops.parallel.context import _blocks, plan
+from fusedops.parallel.context._blocks import Attended, Incoming, Scores, add_to, take
+from fusedops.parallel.context._checks import check_shards, layout_for
+from fusedops.parallel.context._wire import Pending, send_receive
+from fusedops.parallel.context.layout import Layout
+from fusedops.parallel.context.plan import Pattern, Step
+
+
+def ring_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    group: dist.ProcessGroup,
+    *,
+    is_causal: bool = False,
+    balance: str = "zigzag",
+    cu_seqlens: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """Attend over a sequence that is sharded over a group; keys and values travel in a ring.
+
+    What ``fusedops.attention`` gives on one process, rounding apart. Every rank of the group calls
+    it with shards of the same sequence (``shard_sequence``).
+
+    Args:
+        query: ``[B, H, S / n, D]``, the tokens of this rank.
+        key: ``[B, Hkv, S / n, D]``, the dtype of ``query``.
+        value: ``[B, Hkv, S / n, Dv]``.
+        group: of the ``n`` ranks.
+        is_causal: forbid later tokens.
+        balance: which tokens a rank has: ``"zigzag"``, ``"document"`` or ``"contiguous"``
+            (``shard_sequence``).
+        cu_seqlens: ``[documents + 1]``, where documents end in the whole sequence, from 0 on; no
+            token attends another document. With several rows counted through the batch. Integers,
+            or a tensor, best on the CPU: the host reads it.
+        scale: factor of the scores, ``D ** -0.5`` by default.
+        enable_gqa: let ``Hkv`` be a divisor of ``H``.
+        window: ``(left, right)`` tokens of the sequence beside the query's own; -1 is unbounded.
+        softcap: bound of the scores: ``softcap * tanh(score / softcap)``.
+        alibi_slopes: ``[H]`` or ``[B, H]``: adds ``-slope * |j - i|``, by places in the sequence.
+        sinks: ``[H]``: one more score in each row's denominator. Its gradient is that of this
+            rank's rows: the sum over ranks is the whole one.
+        return_lse: also return the log-sum-exp of each row.
+
+    Returns:
+        ``[B, H, S / n, Dv]`` of query's dtype, laid out in memory as ``[B, S / n, H, Dv]``; with
+        ``return_lse`` also the log-sum-exp ``[B, H, S / n]`` in float32 (float64 for float64).
+
+    Raises:
+        ValueError: a shape, device or option does not fit.
+        TypeError: an argument is no tensor or process group, or its dtype does not fit.
+        UnsupportedError: ``alibi_slopes`` requires a gradient, or has a line per row while rows
+            have documents of their own.
+
+    Note:
+        Parts are summed up in float32 (float64 for float64) and rounded once; gradients of keys and
+        values once more, where they were computed. A rank sends each of the others the keys and
+        values that it needs, which a causal mask, a window and documents reduce, and in the
+        backward once more, and gets the same bytes of gradients back. What comes next travels
+        while what is there is computed. The same bits in every run. No dropout, no second
+        derivative.
+
+    Reference:
+        Liu et al.: Ring Attention with Blockwise Transformers, arXiv:2310.01889; Brandon et al.:
+        Striped Attention, arXiv:2311.09431 (balance).
+    """
+    op = "ring_attention"
+    check_shards(op, query, key, value, group, enable_gqa, is_causal, return_lse)
+    layout = layout_for(op, query, group, balance, cu_seqlens)
+    batch, heads = query.shape[:2]
+    left, right, cap, factor = math.check_options(
+        op, query, heads, batch, window, softcap, alibi_slopes, sinks, scale
+    )
+    if is_causal:
+        right = 0
+    if alibi_slopes is not None and alibi_slopes.dim() == 2 and cu_seqlens is not None:
+        raise checks.UnsupportedError(
+            f"{op}: alibi_slopes must be [{heads}] beside cu_seqlens, got a line per row"
+        )
+    query, key, value = math.autocast(query, key, value)
+    wide = dtypes.statistics_dtype(query.dtype)
+    output, lse, *_ = _RING(
+        query,
+        key,
+        value,
+        alibi_slopes.to(wide) if alibi_slopes is not None else None,
+        sinks.to(wide) if sinks is not None else None,
+        list(layout.ends),
+        layout.balance,
+        factor,
+        left,
+        right,
+        cap,
+        math.wants_gradient(query, key, value, sinks),
+        group.group_name,
+    )
+    return (output, lse) if return_lse else output
+
+
+class _Arguments(NamedTuple):
+    """The arguments of the registered op, in the order of its schema."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+    ends: Sequence[int]
+    balance: str
+    scale: float
+    window_left: int
+    window_right: int
+    softcap: float
+    keep_remainder: bool
+    group: str
+
+
+class _Ring:
+    """What forward and backward have in common: who sends what to whom."""
+
+    def __init__(self, a: _Arguments) -> None:
+        self.group = dist.distributed_c10d._resolve_process_group(a.group)  # type: ignore[arg-type]
+        self.rank, self.ranks = self.group.rank(), self.group.size()
+        batch, _, tokens, _ = a.query.shape
+        length, ends = tokens * self.ranks, tuple(a.ends)
+        self.packed = batch > 1 and len(ends) > batch + 1
+        if batch > 1 and not self.packed:
+            ends = (0, length)  # all rows alike
+        self.layout = Layout(length, self.ranks, a.balance, ends)
+        self.pattern = Pattern(a.window_left, a.window_right, a.alibi_slopes is not None)
+        self.scores = Scores(a.scale, a.softcap, a.alibi_slopes)
+        self.query, self.key, self.value = (self.joined(each) for each in a[:3])
+
+    def joined(self, tensor: Tensor) -> Tensor:
+        """Return ``[B, H, S, ...]`` as one row ``[1, H, B * S, ...]`` where rows are not alike."""
+        return tensor.transpose(0, 1).flatten(1, 2).unsqueeze(0) if self.packed else tensor
+
+    def parted(self, tensor: Tensor, like: Tensor) -> Tensor:
+        """Undo ``joined``."""
+        if not self.packed:
+            return tensor
+        return tensor.squeeze(0).unflatten(1, (like.shape[0], -1)).transpose(0, 1)
+
+    def steps(self) -> Iterator[tuple[int, Step, Tensor, Tensor]]:
+        """Yield shift, step, keys and values; those of the next step are on their way by then."""
+        here = self.step(self.rank, self.rank)
+        pending = self._send_keys(1)
+        yield 0, here, take(self.key, here.columns), take(self.value, here.columns)
+        for shift in range(1, self.ranks):
+            key, value = self._unpacked(pending.wait())
+            pending = self._send_keys(shift + 1)
+            yield shift, self.step(self.rank, self.source(shift)), key, value
+
+    def step(self, rank: int, source: int) -> Step:
+        """Return what a rank does with the keys of another."""
+        return plan.step(self.layout, self.pattern, rank, source)
+
+    def target(self, shift: int) -> int:
+        """Return whom this rank's keys go to."""
+        return (self.rank + shift) % self.ranks
+
+    def source(self, shift: int) -> int:
+        """Return whose keys come."""
+        return (self.rank - shift) % self.ranks
+
+    def _send_keys(self, shift: int) -> Pending:
+        """Begin to send keys and values."""
+        if shift >= self.ranks:
+            return Pending([], self.key, self.key)
+        to, source = self.target(shift), self.source(shift)
+        columns = self.step(to, self.rank).columns
+        return self._exchange(
+            [take(self.key, columns), take(self.value, columns)],
+            to,
+            source,
+            self.step(self.rank, source).tokens,
+        )
+
+    def send_home(self, shift: int, grads: Sequence[Tensor]) -> Pending:
+        """Begin to send gradients of keys and values to whom those belong."""
+        to, source = self.source(shift), self.target(shift)
+        return self._exchange(grads, to, source, self.step(source, self.rank).tokens)
+
+    def come_home(self, shift: int, pending: Pending) -> tuple[Any, tuple[Tensor, Tensor]]:
+        """Wait for gradients of keys and values here; returns of which tokens, and those."""
+        columns = self.step(self.target(shift), self.rank).columns
+        return columns, self._unpacked(pending.wait())
+
+    def _exchange(self, parts: Sequence[Tensor], to: int, source: int, tokens: int) -> Pending:
+        sent = torch.cat([each.reshape(-1) for each in parts])
+        out = sent.new_empty(tokens * self._width)
+        sends, comes = sent.numel() > 0, out.numel() > 0
+        return send_receive(
+            sent, self.group, to=to if sends else None, source=source if comes else None, out=out
+        )
+
+    @property
+    def _width(self) -> int:
+        """Elements of a token's keys and values."""
+        batch, heads, _, size = self.key.shape
+        return batch * heads * (size + self.value.shape[3])
+
+    def _unpacked(self, flat: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the keys and values in what came."""
+        batch, heads, _, size = self.key.shape
+        shape = (batch, heads, flat.numel() // max(1, self._width))
+        keys = batch * heads * shape[2] * size
+        return flat[:keys].view(*shape, size), flat[keys:].view(*shape, self.value.shape[3])
+
+
+def _forward(*args: Any) -> tuple[Tensor, ...]:
+    a = _Arguments(*args)
+    ring = _Ring(a)
+    attended = Attended(ring.query, ring.value.shape[3])
+    for _, step, key, value in ring.steps():
+        for call in step.calls:
+            _blocks.forward(call, ring.query, key, value, ring.scores, attended)
+    if a.sinks is not None:
+        attended.add_sinks(a.sinks)
+    output, remainder = math.rounded(attended.output, a.query.dtype, a.keep_remainder)
+    results = (output, attended.lse, remainder, attended.parts)
+    output, lse, remainder, parts = (
+        ring.parted(each, a.query) if each.numel() else each for each in results
+    )
+    output = math.heads_inside(output)
+    return output, lse.contiguous(), remainder.contiguous(), parts.contiguous()
+
+
+def _fake(*args: Any) -> tuple[Tensor, ...]:
+    a = _Arguments(*args)
+    query, wide = a.query, dtypes.statistics_dtype(a.query.dtype)
+    batch, heads, rows, _ = query.shape
+    shape = (batch, heads, rows, a.value.shape[3])
+    kept = math.keeps(query.dtype, a.keep_remainder)
+    return (
+        math.new_heads_inside(query, *shape),
+        query.new_empty((batch, heads, rows), dtype=wide),
+        query.new_empty(shape if kept else (0,)),
+        query.new_empty((batch, heads, rows, 2), dtype=wide),
+    )
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    out, _, remainder, parts = output
+    ctx.save_for_backward(*inputs[:5], out, remainder, parts)
+    ctx.numbers = inputs[5:]
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, grad_output: Any, grad_lse: Any, *_: Any) -> tuple[Any, ...]:
+    *inputs, output, remainder, parts = ctx.saved_tensors
+    if grad_output is None:
+        grad_output = torch.zeros_like(output)
+    grads = _RING_BACKWARD(grad_output, grad_lse, output, remainder, parts, *inputs, *ctx.numbers)
+    grad_sinks = None if inputs[4] is None else grads[3]
+    return *grads[:3], None, grad_sinks, *[None] * len(ctx.numbers)
+
+
+def _backward(
+    grad_output: Tensor,
+    grad_lse: Tensor | None,
+    output: Tensor,
+    remainder: Tensor,
+    parts: Tensor,
+    *args: Any,
+) -> tuple[Tensor, ...]:
+    a = _Arguments(*args)
+    ring = _Ring(a)
+    incoming = Incoming(grad_output, grad_lse, output, remainder, parts).map(ring.joined)
+    inputs = ring.query, ring.key, ring.value
+    grads = [torch.zeros_like(each, dtype=parts.dtype) for each in inputs]
+    pending = None
+    for shift, step, key, value in ring.steps():
+        found = [torch.zeros_like(each, dtype=parts.dtype) for each in (key, value)]
+        for call in step.calls:
+            grad_query, *others = _blocks.backward(
+                call, ring.query, key, value, ring.scores, incoming
+            )
+            add_to(grads[0], call.rows, grad_query)
+            for into, part in zip(found, others, strict=True):
+                add_to(into, call.columns, part)
+        if shift == 0:
+            _take_home(grads, step.columns, found)
+            continue
+        if pending is not None:
+            _take_home(grads, *ring.come_home(shift - 1, pending))
+        pending = ring.send_home(shift, [each.to(key.dtype) for each in found])
+    if pending is not None:
+        _take_home(grads, *ring.come_home(ring.ranks - 1, pending))
+    given = (a.query, a.key, a.value)
+    found = [
+        math.heads_inside(ring.parted(grad, each).to(each.dtype))
+        for grad, each in zip(grads, given, strict=True)
+    ]
+    return *found, _sinks_gradient(a.sinks, incoming)
+
+
+def _take_home(grads: Sequence[Tensor], columns: Any, found: Sequence[Tensor]) -> None:
+    for into, part in zip(grads[1:], found, strict=True):
+        add_to(into, columns, part)
+
+
+def _sinks_gradient(sinks: Tensor | None, rows: Incoming) -> Tensor:
+    """Return the gradient ``-sum(exp(sink - lse) * delta)`` from the rows here."""
+    if sinks is None:
+        return rows.parts.new_zeros(0)
+    delta = (rows.whole * rows.grad_output).sum(-1)
+    if rows.grad_lse is not None:
+        delta = delta - rows.grad_lse
+    weights = torch.exp(sinks[:, None] - rows.lse)
+    return -(weights * delta).sum((0, 2))
+
+
+def _backward_fake(
+    grad_output: Tensor,
+    grad_lse: Tensor | None,
+    output: Tensor,
+    remainder: Tensor,
+    parts: Tensor,
+    *args: Any,
+) -> tuple[Tensor, ...]:
+    a = _Arguments(*args)
+    grads = [math.new_heads_inside(each, *each.shape) for each in a[:3]]
+    return *grads, parts.new_empty(0 if a.sinks is None else a.sinks.shape)
+
+
+_INPUTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor? alibi_slopes, Tensor? sinks, SymInt[] ends,"
+    " str balance, float scale, SymInt window_left, SymInt window_right, float softcap,"
+    " bool keep_remainder, str group"
+)
+_RING = define_exchange(
+    "ring_attention",
+    f"({_INPUTS}) -> (Tensor output, Tensor lse, Tensor remainder, Tensor lse_parts)",
+    kernel=_forward,
+    fake=_fake,
+    setup_context=_save,
+    backward=_gradients,
+)
+_RING_BACKWARD = define_exchange(
+    "ring_attention_backward",
+    "(Tensor grad_output, Tensor? grad_lse, Tensor output, Tensor remainder, Tensor lse_parts,"
+    f" {_INPUTS}) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_sinks)",
+    kernel=_backward,
+    fake=_backward_fake,
+)

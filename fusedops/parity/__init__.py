@@ -1,0 +1,29 @@
+"""Whether a parallel model trains as one process does: a fuzzer for models on meshes.
+
+    import fusedops
+    fusedops.verify(make_model, [{"tp": 2}, {"dp": 2, "tp": 2}], parallelize=my_parallelize)
+
+In reading order: ``case`` (what is drawn), ``batches`` (workloads), ``trial`` (a case on one
+process and on ranks, compared), ``turns``, ``meetings`` and ``threads`` (ranks as threads),
+``processes`` (ranks on gloo), ``shrink``, ``script`` and ``fuzzer``.
+"""
+
+from fusedops.parity.batches import WORKLOADS, token_batch
+from fusedops.parity.case import Case
+from fusedops.parity.fuzzer import Failure, ParityError, Report, replay, verify
+from fusedops.parity.ranks import RankError
+from fusedops.parity.trial import Difference, Parallel
+
+__all__ = [
+    "WORKLOADS",
+    "Case",
+    "Difference",
+    "Failure",
+    "Parallel",
+    "ParityError",
+    "RankError",
+    "Report",
+    "replay",
+    "token_batch",
+    "verify",
+]

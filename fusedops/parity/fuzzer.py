@@ -1,0 +1,337 @@
+"""``verify``: draw cases, run each on ranks, compare, and shrink what fails."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from fusedops._core import checks
+from fusedops.parity import batches, script, threads, trial
+from fusedops.parity.batches import Batch
+from fusedops.parity.case import BATCH_SIZES, SEQ_LENS, Case, Space
+from fusedops.parity.processes import Processes
+from fusedops.parity.ranks import RankError
+from fusedops.parity.shrink import shrink
+from fusedops.parity.trial import Reference, Subject
+
+RANKS = ("threads", "processes")
+# A case that is refused (sizes that do not divide) is drawn again with other sizes so many times.
+REDRAWS = 6
+# Lines of differences that a failure shows.
+SHOWN = 8
+
+
+class ParityError(AssertionError):
+    """A parallel run is not the run of a single process; the message ends with a script."""
+
+
+@dataclass
+class Failure:
+    """A case that is not as in a single process.
+
+    Attributes:
+        case: the smallest that fails in this way.
+        drawn: the case as it was drawn.
+        kind: ``"differs"``, or the name of the error.
+        why: the first differences, or the error.
+        script: Python code that runs it again.
+    """
+
+    case: Case
+    drawn: Case
+    kind: str
+    why: str
+    script: str
+
+    def __str__(self) -> str:
+        return f"{self.case} (drawn as {self.drawn})\n\n{self.script}"
+
+
+@dataclass
+class Report:
+    """What ``verify`` has done.
+
+    Attributes:
+        passed: cases that were as in a single process.
+        refused: cases that all ranks refused, with the reason.
+        failures: the others, each smallest case once.
+        seconds: how long it took.
+    """
+
+    passed: list[Case] = field(default_factory=list)
+    refused: list[tuple[Case, str]] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def __bool__(self) -> bool:
+        return bool(self.passed) and not self.failures
+
+    def __str__(self) -> str:
+        lines = [
+            f"verify: {len(self.passed)} cases as in a single process, {len(self.failures)} not, "
+            f"{len(self.refused)} refused, in {self.seconds:.0f} s"
+        ]
+        reasons = Counter(why for _, why in self.refused)
+        lines += [f"  refused {count} x: {why}" for why, count in reasons.most_common(5)]
+        lines += [str(each) for each in self.failures]
+        return "\n".join(lines)
+
+
+def verify(
+    model_factory: Callable[[], nn.Module] | Mapping[str, Callable[[], nn.Module]],
+    meshes: Sequence[Mapping[str, int]],
+    *,
+    parallelize: Callable[..., Any] | None = None,
+    options: Mapping[str, Sequence[Any]] | None = None,
+    batch: Callable[[Case, torch.Generator], Batch] | None = None,
+    loss: Callable[[nn.Module, Batch], tuple[torch.Tensor, torch.Tensor]] | None = None,
+    optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
+    batch_sizes: Sequence[int] = BATCH_SIZES,
+    seq_lens: Sequence[int] = SEQ_LENS,
+    workloads: Sequence[str] | None = None,
+    dtypes: Sequence[torch.dtype] = (torch.float64,),
+    cases: int = 32,
+    seed: int = 0,
+    ranks: str = "threads",
+    keep_going: bool = False,
+) -> Report:
+    """Train a model in parallel in many ways, and compare each with a single process.
+
+    A case is a mesh, a choice of each option, sizes, a workload and a dtype. The whole model is
+    made on every rank from the same seed and given to ``parallelize``; then loss, every gradient,
+    the norm of the gradients where they are clipped, and the weights after one or two steps of the
+    optimizer must be those of one process that trains on the whole batch. A case that fails is made
+    as small as it gets, and printed as a script.
+
+    Args:
+        model_factory: returns the whole model, an ``nn.Module``, its weights drawn from torch's
+            generator; or several such functions by name.
+        meshes: sizes of the axes of each mesh to try, such as ``{"dp": 2, "tp": 2}``.
+        parallelize: ``(model, mesh, case) -> Parallel``, or the parallel module, which is then
+            trained over the mesh's axis ``dp``. A ``ValueError`` or ``UnsupportedError`` on all
+            ranks means that it cannot be done, and is counted.
+        options: what else there is to choose, by name; ``case.options`` has the choice. The first
+            of each is the simplest.
+        batch: ``(case, generator) -> dict`` of tensors with the whole batch; the default has
+            ``tokens`` and ``labels`` for a model with ``config.vocab_size``.
+        loss: ``(model, batch) -> (total, count)``: the sum of the losses and the number of targets.
+        optimizer: ``(parameters) -> Optimizer``. The default is AdamW with a large ``eps``: with a
+            small one a first step is the gradient's sign, and that of zero is rounding.
+        batch_sizes: to choose from, like ``seq_lens``.
+        seq_lens: tokens in a sequence.
+        workloads: names of ``parity.WORKLOADS``; the default is all.
+        dtypes: of the parameters. Float64 finds most: nothing hides in the rounding.
+        cases: how many to run. Each combination of mesh and options comes before one comes twice.
+        seed: of the draws.
+        ranks: ``"threads"`` of this process, quick and deterministic, or gloo ``"processes"``.
+        keep_going: return all failures, instead of raising at the first.
+
+    Returns:
+        A ``Report``; it is true if cases passed and none failed.
+
+    Raises:
+        ParityError: a case failed; or none could be run.
+    """
+    names, factories = _factories(model_factory)
+    checks.choice("verify", "ranks", ranks, RANKS)
+    if not meshes:
+        checks.fail("verify", "meshes", "a list of at least one mesh", meshes)
+    subject = _subject(factories, parallelize, batch, loss, optimizer)
+    space = Space(
+        meshes=meshes,
+        options=options or {},
+        models=names,
+        batch_sizes=batch_sizes,
+        seq_lens=seq_lens,
+        workloads=batches.WORKLOADS if workloads is None else workloads,
+        dtypes=dtypes,
+    )
+    report, ran, began = Report(), 0, time.monotonic()
+    with _runner(ranks, max(Case(mesh).ranks for mesh in meshes)) as run:
+        for case, rng in space.draw(seed):
+            if ran >= cases:
+                break
+            ran += 1
+            outcome = _outcome(subject, case, run)
+            for _ in range(REDRAWS):
+                if outcome.kind != "refused":
+                    break
+                case = space.again(case, rng)
+                outcome = _outcome(subject, case, run)
+            if outcome.kind == "refused":
+                report.refused.append((case, outcome.why))
+            elif outcome.kind:
+                failure = _failure(case, outcome, space, subject, run, ranks)
+                if failure.case.code() not in {each.case.code() for each in report.failures}:
+                    report.failures.append(failure)
+                if not keep_going:
+                    break
+            else:
+                report.passed.append(case)
+    report.seconds = time.monotonic() - began
+    if not report and not keep_going:
+        raise ParityError(str(report))
+    return report
+
+
+def replay(
+    case: Case,
+    model_factory: Callable[[], nn.Module] | Mapping[str, Callable[[], nn.Module]],
+    *,
+    parallelize: Callable[..., Any] | None = None,
+    batch: Callable[[Case, torch.Generator], Batch] | None = None,
+    loss: Callable[[nn.Module, Batch], tuple[torch.Tensor, torch.Tensor]] | None = None,
+    optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
+    ranks: str = "threads",
+) -> None:
+    """Run one case; the arguments are those of ``verify``.
+
+    Raises:
+        ParityError: it fails, or is refused.
+    """
+    _, factories = _factories(model_factory)
+    subject = _subject(factories, parallelize, batch, loss, optimizer)
+    with _runner(ranks, case.ranks) as run:
+        outcome = _outcome(subject, case, run)
+    if outcome.kind:
+        raise ParityError(f"{case}: {outcome.kind}\n{outcome.why}")
+    print(f"{case}: as in a single process")
+
+
+def token_loss(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return sum and number of a language model's losses: ``model(**batch)`` gives them first.
+
+    A model that returns logits is given its cross-entropy.
+    """
+    given = {name: each for name, each in batch.items() if name != "labels"}
+    accepted = inspect.signature(model.forward).parameters
+    if "labels" in accepted:
+        result = model(**batch)
+        return result[0], result[1]
+    logits = model(**given).flatten(0, -2)
+    labels = batch["labels"].flatten()
+    total = nn.functional.cross_entropy(logits, labels, reduction="sum", ignore_index=-100)
+    return total, (labels != batches.IGNORED).sum()
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    """Return AdamW whose first step is no sign: see ``verify``."""
+    return torch.optim.AdamW(parameters, lr=0.05, eps=0.05, weight_decay=0.1)
+
+
+script.DEFAULTS.update((token_loss, adamw))
+
+
+def _factories(
+    given: Callable[[], nn.Module] | Mapping[str, Callable[[], nn.Module]],
+) -> tuple[Sequence[str], Mapping[str, Callable[[], nn.Module]]]:
+    if isinstance(given, Mapping):
+        return list(given), given
+    if not callable(given):
+        raise TypeError(
+            "verify: model_factory must be a function that returns a module (several are made), "
+            f"got {checks.type_name(given)}"
+        )
+    return [""], {"": given}
+
+
+def _subject(
+    factories: Mapping[str, Callable[[], nn.Module]],
+    parallelize: Callable[..., Any] | None,
+    batch: Callable[[Case, torch.Generator], Batch] | None,
+    loss: Callable[[nn.Module, Batch], tuple[torch.Tensor, torch.Tensor]] | None,
+    optimizer: Callable[[Any], torch.optim.Optimizer] | None,
+) -> Subject:
+    if parallelize is None:
+        raise TypeError("verify: parallelize must be given for this model")
+    if batch is None:
+        model = next(iter(factories.values()))()
+        vocab_size = getattr(getattr(model, "config", None), "vocab_size", None)
+        if vocab_size is None:
+            checks.fail("verify", "batch", "given where the model has no config.vocab_size", "None")
+        batch = functools.partial(batches.token_batch, vocab_size=vocab_size)
+    return Subject(factories, parallelize, batch, loss or token_loss, optimizer or adamw)
+
+
+@dataclass
+class _Outcome:
+    """``kind``: empty where all is well; ``"refused"``, ``"differs"``, or the name of an error."""
+
+    kind: str
+    why: str = ""
+
+
+Runner = Callable[..., list[trial.Verdict]]
+
+
+@contextlib.contextmanager
+def _runner(ranks: str, most: int) -> Iterator[Runner]:
+    if ranks == "threads":
+        yield lambda subject, case, known: threads.run(
+            trial.on_rank, case.ranks, subject, case, known, seed=case.seed
+        )
+        return
+    with Processes(most) as pool:
+        yield lambda subject, case, known: pool.run(trial.on_rank, case.ranks, subject, case, known)
+
+
+def _outcome(subject: Subject, case: Case, run: Runner) -> _Outcome:
+    """Run a case on one process and on ranks."""
+    known: Reference = trial.reference(subject, case)
+    try:
+        verdicts = run(subject, case, known)
+    except RankError as error:
+        kinds = {type(each).__name__ for each in error.errors.values()}
+        if kinds and len(error.errors) == case.ranks and kinds <= set(trial.REFUSALS):
+            return _Outcome("refused", str(error.errors[min(error.errors)]))
+        kind = min(kinds) if kinds else (error.why.splitlines() or ["no answer"])[0]
+        return _Outcome(kind, str(error))
+    differences = [each for verdict in verdicts for each in verdict.differences]
+    differences += trial.missing(known, verdicts)
+    if not differences:
+        return _Outcome("")
+    # A wrong gradient spoils those that the backward computes after it: the last parameter, which
+    # is the nearest to the loss, is the nearest to the cause.
+    order = {key: place for place, key in enumerate(known.truth)}
+    stages = ("loss", "gradient", "norm", "weight")
+    differences.sort(
+        key=lambda each: (
+            each.step,
+            stages.index(each.kind),
+            -order.get((each.kind, each.step, each.name), 0),
+        )
+    )
+    by_text: dict[str, list[int]] = {}
+    for each in differences:
+        by_text.setdefault(str(each), []).append(each.rank)
+    shown = [
+        f"{text} (rank {', '.join(map(str, on))})" if on[0] >= 0 else text
+        for text, on in list(by_text.items())[:SHOWN]
+    ]
+    if len(by_text) > SHOWN:
+        shown.append(f"and {len(by_text) - SHOWN} more")
+    return _Outcome("differs", "\n".join(shown))
+
+
+def _failure(
+    case: Case, outcome: _Outcome, space: Space, subject: Subject, run: Runner, ranks: str
+) -> Failure:
+    """Shrink a failing case and describe it."""
+
+    def fails(other: Case) -> bool:
+        return _outcome(subject, other, run).kind == outcome.kind
+
+    small = shrink(case, space, fails)
+    last = _outcome(subject, small, run)
+    told = last if last.kind else outcome
+    text = script.script(small, subject, ranks, told.why)
+    return Failure(small, case, told.kind, told.why, text)

@@ -1,0 +1,238 @@
+"""What ranks that are threads exchange: a meeting for each communication, held as late as possible.
+
+A communication that has been started and not been waited for has undefined results. Here they are
+NaN until then, and what is sent is read as late as it can be: code that reads a result too early,
+or writes too early into what it sends, computes something else than one process and is found.
+Ranks that meet with different communications, reductions or sizes are an error that names both.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from fusedops.parity.turns import Turns
+
+Tensors = list[torch.Tensor]
+
+
+class MeetingError(RuntimeError):
+    """Ranks that take part in one communication do not want the same."""
+
+
+@dataclass
+class Call:
+    """One rank's part of a communication.
+
+    Attributes:
+        kind: a name of ``KINDS``.
+        inputs: what it gives.
+        outputs: where its results go.
+        detail: what must be the same for all: how to reduce, whose data.
+        sizes: numbers of elements that must be the same for all.
+        where: the rank and its group, for messages.
+    """
+
+    kind: str
+    inputs: Tensors
+    outputs: Tensors
+    detail: Any = None
+    sizes: tuple[int, ...] = ()
+    where: str = ""
+
+    def __post_init__(self) -> None:
+        held = {each.untyped_storage().data_ptr() for each in self.outputs if each.numel()}
+        if any(each.untyped_storage().data_ptr() in held for each in self.inputs):
+            self.inputs = [each.detach().clone() for each in self.inputs]
+        for each in self.outputs:
+            _spoil(each.detach())
+
+    def __str__(self) -> str:
+        detail = "" if self.detail is None else f" ({self.detail})"
+        sizes = f" of {' + '.join(map(str, self.sizes))} elements" if self.sizes else ""
+        return f"{self.kind}{detail}{sizes}"
+
+
+def _spoil(given: torch.Tensor) -> None:
+    """Fill a tensor with what nobody takes for a result."""
+    with torch.no_grad():
+        if given.dtype.is_floating_point or given.dtype.is_complex:
+            given.fill_(float("nan"))
+        elif given.dtype not in (torch.bool, torch.uint8):  # bytes that are something else
+            given.fill_(torch.iinfo(given.dtype).min)
+
+
+@dataclass
+class Meeting:
+    """A communication of some ranks of a group.
+
+    Attributes:
+        expected: how many take part.
+        calls: by their rank in the group.
+    """
+
+    expected: int
+    calls: dict[int, Call] = field(default_factory=dict)
+    _results: dict[int, Tensors] | None = None
+
+    def join(self, rank: int, call: Call) -> None:
+        """Take a rank's part.
+
+        Raises:
+            MeetingError: others want something else.
+        """
+        for other in self.calls.values():
+            kinds = {call.kind, other.kind}
+            same = call.kind == other.kind and call.sizes == other.sizes
+            if kinds != {"send", "recv"} and not (same and call.detail == other.detail):
+                raise MeetingError(f"{call.where} calls {call}, {other.where} calls {other}")
+        self.calls[rank] = call
+
+    def full(self) -> bool:
+        """Whether all have come."""
+        return len(self.calls) == self.expected
+
+    def results(self, rank: int) -> Tensors:
+        """Return what a rank gets; all must have come."""
+        if self._results is None:
+            ranks = sorted(self.calls)
+            call = self.calls[ranks[0]]
+            kind = "send" if call.kind == "recv" else call.kind
+            with torch.no_grad():
+                given = KINDS[kind]([self.calls[each].inputs for each in ranks], call.detail)
+            self._results = dict(zip(ranks, given, strict=True))
+        return self._results[rank]
+
+
+class MeetingWork(dist.Work):
+    """One rank's handle of a meeting."""
+
+    def __init__(self, turns: Turns, meeting: Meeting, rank: int) -> None:
+        super().__init__()
+        self._turns, self._meeting, self._rank, self._done = turns, meeting, rank, False
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Let other ranks run until all have come; then take the results."""
+        if not self._done:
+            call = self._meeting.calls[self._rank]
+            self._turns.wait(self._meeting.full, f"waits for {call} of {call.where}")
+            self._done = True
+            results = self._meeting.results(self._rank)
+            for output, result in zip(call.outputs, results, strict=True):
+                if output.numel() != result.numel() or output.dtype != result.dtype:
+                    raise MeetingError(
+                        f"{call.where}, {call}: has room for {output.numel()} elements of "
+                        f"{output.dtype}, and gets {result.numel()} of {result.dtype}"
+                    )
+                output.detach().copy_(result.reshape(output.shape))
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it has been waited for."""
+        return self._done
+
+    def get_future(self) -> torch.futures.Future:
+        """Wait, and return a future that has ended."""
+        self.wait()
+        future: torch.futures.Future = torch.futures.Future()
+        future.set_result(self._meeting.calls[self._rank].outputs)
+        return future
+
+
+class AllOf(dist.Work):
+    """Several communications as one."""
+
+    def __init__(self, works: Sequence[dist.Work]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for each."""
+        for each in self._works:
+            each.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether each has been waited for."""
+        return all(each.is_completed() for each in self._works)
+
+
+def _reduced(terms: Tensors, how: str) -> torch.Tensor:
+    """Return the reduction of the ranks' tensors, in the order of the ranks."""
+    if how == "avg":
+        return _reduced(terms, "sum") / len(terms)
+    operations: dict[str, Callable[..., torch.Tensor]] = {
+        "sum": torch.add,
+        "product": torch.mul,
+        "min": torch.minimum,
+        "max": torch.maximum,
+        "band": torch.bitwise_and,
+        "bor": torch.bitwise_or,
+        "bxor": torch.bitwise_xor,
+    }
+    return functools.reduce(operations[how], terms).clone()
+
+
+def _all_reduce(given: list[Tensors], how: str) -> list[Tensors]:
+    return [[_reduced(list(terms), how) for terms in zip(*given, strict=True)] for _ in given]
+
+
+def _reduce(given: list[Tensors], how: tuple[str, int]) -> list[Tensors]:
+    reduced = _all_reduce(given, how[0])
+    return [reduced[rank] if rank == how[1] else [] for rank in range(len(given))]
+
+
+def _reduce_scatter(given: list[Tensors], how: str) -> list[Tensors]:
+    return [[_reduced([each[rank] for each in given], how)] for rank in range(len(given))]
+
+
+def _all_gather(given: list[Tensors], _: Any) -> list[Tensors]:
+    return [[each[0].clone() for each in given] for _ in given]
+
+
+def _gather(given: list[Tensors], root: int) -> list[Tensors]:
+    everything = [each[0].clone() for each in given]
+    return [everything if rank == root else [] for rank in range(len(given))]
+
+
+def _all_to_all(given: list[Tensors], _: Any) -> list[Tensors]:
+    return [[each[rank].clone() for each in given] for rank in range(len(given))]
+
+
+def _broadcast(given: list[Tensors], root: int) -> list[Tensors]:
+    return [
+        [] if rank == root else [each.clone() for each in given[root]] for rank in range(len(given))
+    ]
+
+
+def _scatter(given: list[Tensors], root: int) -> list[Tensors]:
+    return [[each.clone()] for each in given[root]]
+
+
+def _send(given: list[Tensors], _: Any) -> list[Tensors]:
+    """``given[0]`` is the sender's."""
+    return [[], [each.clone() for each in given[0]]]
+
+
+def _barrier(given: list[Tensors], _: Any) -> list[Tensors]:
+    return [[] for _ in given]
+
+
+KINDS: dict[str, Callable[[list[Tensors], Any], list[Tensors]]] = {
+    "all_reduce": _all_reduce,
+    "reduce": _reduce,
+    "reduce_scatter": _reduce_scatter,
+    "all_gather": _all_gather,
+    "gather": _gather,
+    "all_to_all": _all_to_all,
+    "broadcast": _broadcast,
+    "scatter": _scatter,
+    "send": _send,
+    "barrier": _barrier,
+}

@@ -1,0 +1,170 @@
+"""Ranks as gloo processes that stay for the next case.
+
+Starting a process means importing torch, which takes longer than most cases: a fork server imports
+it once, and the processes stay. Each run has a new world of the first ``size`` ones: what an
+earlier run left behind cannot reach it. What a rank is sent must be a function of a module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from fusedops.parity.ranks import RankError
+
+PATIENCE = 120.0
+
+
+class Processes:
+    """A pool of gloo processes, a context manager.
+
+    Args:
+        size: of the largest world.
+    """
+
+    def __init__(self, size: int) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed.device_mesh"])
+        self.size = size
+        self._folder = tempfile.TemporaryDirectory()
+        self._worlds = itertools.count()
+        self._members: list[tuple[Any, Connection]] = []
+        self._context = context
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        self.close()
+        self._folder.cleanup()
+
+    def run(
+        self, function: Callable[..., Any], size: int, *args: Any, patience: float = PATIENCE
+    ) -> list[Any]:
+        """Call ``function(rank, *args)`` on ``size`` ranks; return their results by rank.
+
+        Raises:
+            RankError: a rank raised, died or did not answer; the processes are then made anew.
+        """
+        try:
+            job = pickle.dumps((function, args))
+        except (AttributeError, pickle.PicklingError, TypeError) as error:
+            raise TypeError(
+                f"verify: what processes run must consist of functions of modules, got {error}"
+            ) from None
+        self._start()
+        store = str(Path(self._folder.name) / f"world{next(self._worlds)}")
+        for rank, (_, connection) in enumerate(self._members[:size]):
+            connection.send((job, store, rank, size, patience))
+        deadline = time.monotonic() + patience
+        results: list[Any] = []
+        told: dict[int, str] = {}
+        errors: dict[int, BaseException] = {}
+        for rank, (_, connection) in enumerate(self._members[:size]):
+            try:
+                # Where one has failed the others may wait for it until their own patience ends.
+                left = min(5.0, patience) if told else max(0.0, deadline - time.monotonic())
+                if not connection.poll(left):
+                    told[rank] = "no answer" if told else f"no answer in {patience:.0f} s"
+                    continue
+                answer: _Answer = connection.recv()
+            except (EOFError, ConnectionResetError):
+                told[rank] = "the process has ended"
+                continue
+            results.append(answer.result)
+            if answer.told:
+                told[rank] = answer.told
+            if answer.error is not None:
+                errors[rank] = answer.error
+        if told:
+            self.close()
+            raise RankError("", told, errors)
+        return results
+
+    def close(self) -> None:
+        """End the processes; the next run starts others."""
+        for process, connection in self._members:
+            connection.close()
+            process.kill()
+            process.join()
+        self._members = []
+
+    def _start(self) -> None:
+        while len(self._members) < self.size:
+            mine, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._members.append((process, mine))
+
+
+@dataclass
+class _Answer:
+    """What a rank's function returned; or what it raised, with its traceback."""
+
+    result: Any = None
+    told: str = ""
+    error: BaseException | None = None
+
+
+def _serve(connection: Connection) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            job, store, rank, size, patience = connection.recv()
+        except EOFError:
+            return
+        try:
+            function, args = pickle.loads(job)
+            with _world(store, rank, size, patience):
+                answer = _Answer(function(rank, *args))
+        except BaseException as error:
+            answer = _Answer(told=traceback.format_exc(), error=error if _pickles(error) else None)
+        connection.send(answer)
+
+
+@contextlib.contextmanager
+def _world(store: str, rank: int, size: int, patience: float) -> Any:
+    from torch import distributed as dist
+
+    # torchrun's names: libraries ask for them.
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, size),
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=patience / 2),
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _pickles(error: BaseException) -> bool:
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return False
+    return True

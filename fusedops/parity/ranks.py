@@ -1,0 +1,25 @@
+"""What went wrong on ranks, whether they are threads or processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+
+class RankError(RuntimeError):
+    """A rank raised, died, or never ended.
+
+    Attributes:
+        why: what happened to the run as a whole.
+        told: by rank, the traceback.
+        errors: by rank, what was raised.
+    """
+
+    def __init__(
+        self,
+        why: str,
+        told: Mapping[int, str],
+        errors: Mapping[int, BaseException] | None = None,
+    ) -> None:
+        lines = [why, *(f"rank {rank}:\n{text}" for rank, text in sorted(told.items()))]
+        super().__init__("\n".join(line for line in lines if line))
+        self.why, self.told, self.errors = why, dict(told), dict(errors or {})

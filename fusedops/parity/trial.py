@@ -1,0 +1,257 @@
+"""One case: the steps of a single process, the same steps on ranks, and where they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from fusedops._core import dtypes
+from fusedops.parity.batches import Batch
+from fusedops.parity.case import Case
+
+# What wrappers put before the names of what they wrap.
+_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "module.")
+# How a case could not be run at all, which is no failure if all ranks say so.
+REFUSALS = ("ValueError", "UnsupportedError")
+
+
+@dataclass
+class Parallel:
+    """A model that is ready to train on the ranks of a mesh, as ``parallelize`` returns it.
+
+    Attributes:
+        model: this rank's part; its parameters have the names that the whole model gives them.
+        forward_backward: takes the whole batch, trains on this rank's share of it, leaves the
+            gradients of the whole batch's loss and returns that loss.
+        optimizer: ``None``: the one of the comparison, over the parameters of ``model``.
+        clip: takes the largest norm, clips, and returns the norm of all gradients as it was;
+            ``None``: ``torch.nn.utils.clip_grad_norm_``.
+        whole: takes a parameter's name and what this rank has of it or of its gradient, and returns
+            the whole; ``None``: a DTensor is gathered, and a tensor is the whole.
+    """
+
+    model: nn.Module
+    forward_backward: Callable[[Batch], torch.Tensor]
+    optimizer: torch.optim.Optimizer | None = None
+    clip: Callable[[float], torch.Tensor] | None = None
+    whole: Callable[[str, torch.Tensor], torch.Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is verified: functions that make the model, its parallel form, its batches and loss.
+
+    Attributes:
+        factories: by name, functions that return a whole model; its weights must follow from
+            torch's seed.
+        parallelize: ``(model, mesh, case) -> Parallel`` or a module, for which ``data_parallel``
+            makes the rest.
+        batch: ``(case, generator) -> dict`` of tensors, the whole batch of a step.
+        loss: ``(model, batch) -> (total, count)``: sum of the losses, and number of targets.
+        optimizer: ``(parameters) -> Optimizer``.
+    """
+
+    factories: Mapping[str, Callable[[], nn.Module]]
+    parallelize: Callable[[nn.Module, DeviceMesh, Case], Any]
+    batch: Callable[[Case, torch.Generator], Batch]
+    loss: Callable[[nn.Module, Batch], tuple[torch.Tensor, torch.Tensor]]
+    optimizer: Callable[[Any], torch.optim.Optimizer]
+
+    def model(self, case: Case) -> nn.Module:
+        """Return the whole model of a case, the same wherever it is called."""
+        torch.manual_seed(case.seed)
+        return self.factories[case.model]().to(case.dtype)
+
+
+Values = dict[tuple[str, int, str], torch.Tensor]
+
+
+@dataclass
+class Reference:
+    """What a single process computes, by kind, step and name."""
+
+    single: Values
+    truth: Values
+
+
+def reference(subject: Subject, case: Case) -> Reference:
+    """Train a case on this process, in its dtype and in float64."""
+    single = _steps(subject, case, alone(subject, subject.model(case)))
+    if case.dtype == torch.float64:
+        return Reference(single, single)
+    return Reference(single, _steps(subject, case, alone(subject, subject.model(case).double())))
+
+
+def alone(subject: Subject, model: nn.Module) -> Parallel:
+    """Return a whole model with the training step of a single process."""
+
+    def forward_backward(batch: Batch) -> torch.Tensor:
+        total, count = subject.loss(model, batch)
+        loss = total / count.clamp_min(1)
+        loss.backward()
+        return loss.detach()
+
+    return Parallel(model, forward_backward)
+
+
+def data_parallel(subject: Subject, model: nn.Module, mesh: DeviceMesh) -> Parallel:
+    """Return a module with the usual training step over the mesh's axis ``dp``, if it has one.
+
+    Each rank takes its share of the sequences and divides by the mean number of targets of a rank:
+    exact where the module averages the gradients over ``dp``, as DDP and FSDP2 do.
+    """
+    names = mesh.mesh_dim_names or ()
+    axis = mesh["dp"] if "dp" in names else None
+
+    def forward_backward(batch: Batch) -> torch.Tensor:
+        if axis is None:
+            return alone(subject, model).forward_backward(batch)
+        size, rank = axis.size(), axis.get_local_rank()
+        rows = len(next(iter(batch.values())))
+        if rows % size:
+            raise ValueError(f"verify: batch_size must be a multiple of dp={size}, got {rows}")
+        share = {name: each.chunk(size)[rank] for name, each in batch.items()}
+        total, count = subject.loss(model, share)
+        count = count.clone()
+        dist.all_reduce(count, group=axis.get_group())
+        count = count.clamp_min(1)
+        (total * size / count).backward()
+        whole = total.detach().clone()
+        dist.all_reduce(whole, group=axis.get_group())
+        return whole / count
+
+    return Parallel(model, forward_backward)
+
+
+def _steps(subject: Subject, case: Case, parallel: Parallel) -> Values:
+    """Train, and return every loss, gradient, norm and, at the end, weight; all of them whole."""
+    torch.manual_seed(case.seed)
+    model, values = parallel.model, {}
+    optimizer = parallel.optimizer or subject.optimizer(model.parameters())
+    whole = parallel.whole or _whole
+    for step in range(case.steps):
+        optimizer.zero_grad()
+        loss = parallel.forward_backward(subject.batch(case, case.generator(step)))
+        values["loss", step, ""] = loss.detach().clone()
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                values["gradient", step, _plain(name)] = whole(name, parameter.grad).clone()
+        if case.max_norm is not None:
+            norm = (
+                parallel.clip(case.max_norm)
+                if parallel.clip
+                else nn.utils.clip_grad_norm_(model.parameters(), case.max_norm)
+            )
+            values["norm", step, ""] = _whole("", norm).detach().clone()
+        optimizer.step()
+    for name, parameter in model.named_parameters():
+        values["weight", case.steps, _plain(name)] = whole(name, parameter.detach()).clone()
+    return values
+
+
+def _plain(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def _whole(name: str, given: torch.Tensor) -> torch.Tensor:
+    return given.full_tensor() if isinstance(given, DTensor) else given
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A value of one rank that is not that of a single process.
+
+    Attributes:
+        kind: ``"loss"``, ``"gradient"``, ``"norm"`` or ``"weight"``.
+        step: of the optimizer.
+        name: of the parameter.
+        rank: whose value it is.
+        text: what is wrong.
+        ratio: error by what it may be.
+    """
+
+    kind: str
+    step: int
+    name: str
+    rank: int
+    text: str
+    ratio: float
+
+    def __str__(self) -> str:
+        what = f"{self.kind} {self.name}".strip()
+        return f"step {self.step}: {what} {self.text}"
+
+
+@dataclass
+class Verdict:
+    """What one rank says.
+
+    Attributes:
+        differences: from the reference.
+        compared: kinds, steps and names that it compared.
+        log: what it communicated, where that was recorded.
+    """
+
+    differences: list[Difference]
+    compared: set[tuple[str, int, str]] = field(default_factory=set)
+    log: Any = None
+
+
+def on_rank(rank: int, subject: Subject, case: Case, known: Reference) -> Verdict:
+    """Train a case on this rank of an initialised world; compare with a single process."""
+    mesh = init_device_mesh("cpu", tuple(case.mesh.values()), mesh_dim_names=tuple(case.mesh))
+    model = subject.model(case)
+    made = subject.parallelize(model, mesh, case)
+    parallel = made if isinstance(made, Parallel) else data_parallel(subject, made, mesh)
+    return compare(_steps(subject, case, parallel), known, rank)
+
+
+def compare(values: Values, known: Reference, rank: int) -> Verdict:
+    """Return where a rank's values differ from those of a single process."""
+    differences = []
+    scales: dict[tuple[str, int], float] = {}
+    for (kind, step, _), truth in known.truth.items():
+        largest = float(truth.abs().max()) if truth.numel() else 0.0
+        scales[kind, step] = max(scales.get((kind, step), 0.0), largest)
+    for key, value in values.items():
+        if key not in known.truth:
+            told = Difference(*key, rank, "is not there in a single process", float("inf"))
+            differences.append(told)
+            continue
+        truth, single = known.truth[key], known.single[key]
+        if value.shape != truth.shape:
+            text = f"has shape {list(value.shape)}, in a single process {list(truth.shape)}"
+            differences.append(Difference(*key, rank, text, float("inf")))
+            continue
+        budget = dtypes.parity_budget(single, truth, single.dtype, scales[key[:2]])
+        error = (value.double() - truth.double()).abs()
+        error[value.isnan() & truth.isnan()] = 0.0
+        ratio = (error / budget).nan_to_num(float("inf"), float("inf"))
+        if truth.numel() and float(ratio.max()) > 1.0:
+            place = int(ratio.argmax())
+            got, wanted = float(value.flatten()[place]), float(truth.flatten()[place])
+            index = [int(each) for each in torch.unravel_index(torch.tensor(place), truth.shape)]
+            at = f" at {index}" if index else ""
+            wrong = f"{int((ratio > 1.0).sum())} of {truth.numel()} elements differ: "
+            text = f"{wrong if index else ''}is {got:.6g}, should be {wanted:.6g}{at}"
+            differences.append(Difference(*key, rank, text, float(ratio.max())))
+    return Verdict(differences, set(values))
+
+
+def missing(known: Reference, verdicts: list[Verdict]) -> list[Difference]:
+    """Return what no rank compared."""
+    seen = set().union(*(each.compared for each in verdicts))
+    return [
+        Difference(*key, -1, "is on no rank", float("inf"))
+        for key in known.truth
+        if key not in seen
+    ]

@@ -1,0 +1,212 @@
+"""Models of transformers, loaded and saved: logits equal within rounding, both ways."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import fusedops
+from fusedops import UnsupportedError
+from fusedops._core import dtypes
+from fusedops.models import (
+    TINY,
+    Transformer,
+    from_config,
+    load_huggingface,
+    preset,
+    save_huggingface,
+    to_config,
+)
+
+transformers = pytest.importorskip("transformers")
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+LLAMA = SMALL | {"intermediate_size": 96, "num_key_value_heads": 2}
+STRETCHED = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+# The configuration and its model.
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gpt2": (
+        "GPT2Config",
+        "GPT2LMHeadModel",
+        {"vocab_size": 256, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64},
+    ),
+    "bert": ("BertConfig", "BertForMaskedLM", SMALL | {"intermediate_size": 96}),
+    "llama": ("LlamaConfig", "LlamaForCausalLM", LLAMA | {"rope_parameters": STRETCHED}),
+    "mistral": ("MistralConfig", "MistralForCausalLM", LLAMA | {"sliding_window": 5}),
+    "qwen3": (
+        "Qwen3Config",
+        "Qwen3ForCausalLM",
+        LLAMA | {"head_dim": 32, "tie_word_embeddings": True},
+    ),
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM", LLAMA | {"num_local_experts": 4}),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        "Qwen3MoeForCausalLM",
+        LLAMA
+        | {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 48, "norm_topk_prob": True},
+    ),
+}
+
+
+def _theirs(name: str) -> Any:
+    torch.manual_seed(0)
+    config, model, sizes = FAMILIES[name]
+    values = getattr(transformers, config)(**sizes)
+    # The other form of experts has no float64.
+    made = getattr(transformers, model)._from_config(values, experts_implementation="eager").eval()
+    for parameter in made.parameters():  # biases too, and norms that are not 1
+        torch.nn.init.normal_(parameter, std=0.2)
+    return made
+
+
+def _tokens() -> torch.Tensor:
+    return torch.randint(256, (2, 23), generator=torch.Generator().manual_seed(1))
+
+
+def _assert_same_logits(ours: Any, theirs: Any) -> None:
+    tokens = _tokens()
+    with torch.no_grad():
+        expected, actual = theirs(tokens).logits, ours(tokens)
+        truth = theirs.double()(tokens).logits
+    theirs.float()
+    depth = 2 * theirs.config.hidden_size
+    budget = dtypes.rms_budget(expected, truth, torch.float32, depth=depth)
+    assert dtypes.rms(actual.double() - truth) <= budget
+    assert dtypes.rms(truth) > 100 * budget
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_are_theirs_both_ways(name: str, tmp_path: Path) -> None:
+    theirs = _theirs(name)
+    ours = load_huggingface(theirs).eval()
+    assert ours.config.parameters().total == sum(each.numel() for each in theirs.parameters())
+    _assert_same_logits(ours, theirs)
+    # Written by them, in several files, and read by us.
+    theirs.save_pretrained(tmp_path / "theirs", max_shard_size="100KB")
+    assert (tmp_path / "theirs" / "model.safetensors.index.json").exists()
+    again = load_huggingface(tmp_path / "theirs")
+    assert again.config == ours.config
+    for (key, one), other in zip(ours.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, other), key
+    # Written by us, in several files as well, and read by them.
+    save_huggingface(ours, tmp_path / "ours", max_file_bytes=100_000)
+    back = type(theirs).from_pretrained(tmp_path / "ours", experts_implementation="eager")
+    expected = theirs.state_dict()
+    assert back.state_dict().keys() == expected.keys()
+    for key, value in back.state_dict().items():
+        assert torch.equal(value, expected[key]), key
+    with torch.no_grad():
+        assert torch.equal(back.eval()(_tokens()).logits, theirs(_tokens()).logits)
+
+
+def test_a_patched_model_loads() -> None:
+    theirs = _theirs("mixtral")
+    before = load_huggingface(theirs).state_dict()
+    fusedops.patch(theirs)
+    after = load_huggingface(theirs).state_dict()
+    assert all(torch.equal(after[key], value) for key, value in before.items())
+
+
+def test_saving_again_leaves_one_form_of_files(tmp_path: Path) -> None:
+    model = Transformer(TINY["tiny-llama"], dtype=torch.bfloat16)
+    save_huggingface(model, tmp_path, max_file_bytes=50_000)
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+    save_huggingface(model, tmp_path)
+    found = load_huggingface(tmp_path)
+    assert next(found.parameters()).dtype == torch.bfloat16
+    assert not (tmp_path / "model.safetensors.index.json").exists()
+    assert not list(tmp_path.glob("*.part*"))
+
+
+def test_old_names_are_read(tmp_path: Path) -> None:
+    ours = load_huggingface(_theirs("gpt2"))
+    save_huggingface(ours, tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    # As the first GPT-2 was published: no prefix, and the mask among the weights.
+    old = {key.removeprefix("transformer."): value for key, value in tensors.items()}
+    save_file(old | {"h.0.attn.bias": torch.ones(1, 1, 64, 64)}, file)
+    found = load_huggingface(tmp_path)
+    assert torch.equal(found.norm.weight, ours.norm.weight)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda tensors: tensors.pop("lm_head.weight"), "has no lm_head.weight"),
+        (lambda tensors: tensors.update(more=torch.ones(1)), "also more"),
+        (
+            lambda tensors: tensors.update({"model.norm.weight": torch.ones(65)}),
+            r"model.norm.weight must be \[64\] for norm.weight, got \[65\]",
+        ),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_refused(change: Any, says: str, tmp_path: Path) -> None:
+    save_huggingface(Transformer(TINY["tiny-llama"]), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=says):
+        load_huggingface(tmp_path)
+
+
+def test_what_cannot_be_read_or_written_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="nothing is downloaded"):
+        load_huggingface("gpt2")
+    with pytest.raises(TypeError, match="source must be a folder or a model"):
+        load_huggingface(3)  # type: ignore[arg-type]
+    (tmp_path / "config.json").write_text(json.dumps(to_config(TINY["tiny-gpt2"])))
+    with pytest.raises(ValueError, match="neither model.safetensors nor"):
+        load_huggingface(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"no weights")
+    with pytest.raises(ValueError, match="is no safetensors file"):
+        load_huggingface(tmp_path)
+    for name, what in (("tiny-pangu", "query_layer"), ("tiny-alibi", "alibi")):
+        with pytest.raises(UnsupportedError, match=what):
+            save_huggingface(Transformer(TINY[name]), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt2", "bert-large", "llama3.2-1b", "qwen3-0.6b", "qwen3-30b-a3b", "mixtral-8x7b"]
+)
+def test_a_preset_and_its_configuration_are_the_same(name: str) -> None:
+    values = to_config(preset(name))
+    assert to_config(from_config(values)) == values
+    config = transformers.AutoConfig.for_model(**copy.deepcopy(values))
+    assert to_config(from_config(config)) == values
+
+
+@pytest.mark.parametrize(
+    ("entry", "value", "says"),
+    [
+        ("rope_scaling", {"rope_type": "yarn", "factor": 2.0}, "rope_type must be 'default' or"),
+        ("use_sliding_window", True, "use_sliding_window must be False, got True"),
+    ],
+)
+def test_what_is_not_computed_is_refused_unless_sizes_are_asked(
+    entry: str, value: Any, says: str
+) -> None:
+    values = to_config(preset("qwen3-0.6b")) | {entry: value}
+    with pytest.raises(ValueError, match=says):
+        from_config(values)
+    assert from_config(values, sizes_only=True).parameters() == preset("qwen3-0.6b").parameters()
