@@ -102,6 +102,9 @@ class Log:
 _LOGS: list[Log] = []
 _NUMBERS = itertools.count()
 
+# Torch's new name of it warns of the old one; torch 2.11 has the old one only.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 @contextmanager
 def recorded() -> Iterator[Log]:
@@ -189,7 +192,7 @@ def all_gather(
     tensor = tensor.contiguous()
     started = _start("all_gather", label, _bytes(tensor) * (ranks - 1), ranks)
     parts = tensor.new_empty((ranks * tensor.shape[0], *tensor.shape[1:])) if out is None else out
-    work = dist.all_gather_into_tensor(parts, tensor, group, async_op=True)
+    work = _all_gather(parts, tensor, group=group, async_op=True)
 
     def finish() -> torch.Tensor:
         _waited(work, tensor)  # which must live until then
@@ -294,26 +297,28 @@ def send_receive(
     *,
     to: int | None,
     source: int | None,
+    out: torch.Tensor | None = None,
     label: str = "",
 ) -> Pending:
-    """Send ``tensor`` to one rank of the group and receive one of its shape from another.
+    """Send ``tensor`` to one rank of the group and receive one from another.
 
     Args:
         tensor: what is sent; with ``to=None`` it says only shape, dtype and device.
         group: the process group.
         to: the rank in the group that gets it, or ``None``: nothing is sent.
-        source: the rank whose tensor comes, or ``None``: the result is ``tensor``.
+        source: the rank whose tensor comes, or ``None``: the result is ``out``, or ``tensor``.
+        out: to receive in; of the shape of ``tensor`` and made if not given.
         label: for the log.
     """
     tensor = tensor.contiguous()
-    received, batch = tensor, []
+    received, batch = tensor if out is None else out, []
     if to is not None:
         batch.append(dist.P2POp(dist.isend, tensor, group=group, group_peer=to))
     if source is not None:
-        received = torch.empty_like(tensor)
+        received = torch.empty_like(tensor) if out is None else out
         batch.append(dist.P2POp(dist.irecv, received, group=group, group_peer=source))
     if not batch:
-        return Pending(lambda: tensor)
+        return Pending(lambda: received)
     started = _start("send_receive", label, _bytes(tensor) if to is not None else 0, group.size())
     works = dist.batch_isend_irecv(batch)
 
