@@ -10,9 +10,11 @@ import torch
 from context_cases import CASES, Case, gradients, in_shards, on_one_process, problem, shard
 from process_pool import World
 from torch import distributed as dist
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import fusedops
-from fusedops import UnsupportedError
+from fusedops import UnsupportedError, memory
 from fusedops._core import dtypes
 from fusedops.parallel import (
     communication,
@@ -209,6 +211,66 @@ def _slope(world: World, kind: str) -> None:
 @pytest.mark.parametrize("kind", FUNCTIONS)
 def test_dropout_is_the_same_in_the_backward(on_ranks: OnRanks, kind: str) -> None:
     on_ranks(_slope, kind)
+
+
+class _Layer(nn.Module):
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.core, self.scale = context_core(group), nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.core(x * self.scale, x, x, is_causal=True)
+
+
+def _recomputed(world: World) -> tuple[dict[str, int], list[torch.Tensor]]:
+    """Return the messages of keys under three policies, and the gradients."""
+    if not world.member(2):
+        return {}, []
+    messages, grads = {}, []
+    rules = {
+        "kept": [],
+        "recomputed": [memory.recompute("0")],
+        "but attention": [memory.recompute("0"), memory.save(ops="ring_attention")],
+    }
+    for name, each in rules.items():
+        model = nn.Sequential(_Layer(world.group(2)))
+        memory.apply(model, memory.Policy(*each))
+        x = torch.randn(1, 2, 8, 4, generator=torch.Generator().manual_seed(world.rank))
+        with communication.recorded() as log:
+            model(x.requires_grad_()).square().sum().backward()
+        messages[name] = sum(call.label.startswith("keys") for call in log.calls)
+        grads.append(x.grad)
+    return messages, grads
+
+
+def test_a_policy_keeps_the_ring_out_of_the_second_forward(on_ranks: OnRanks) -> None:
+    for messages, grads in on_ranks(_recomputed)[:2]:
+        assert messages == {"kept": 2, "recomputed": 3, "but attention": 2}
+        assert torch.equal(grads[0], grads[1]) and torch.equal(grads[0], grads[2])
+
+
+def _counted(world: World) -> int:
+    if not world.member(2):
+        return 0
+    case = CASES["packed"]
+    with FlopCounterMode(display=False) as counter:
+        in_shards(ring_attention, world, case, 2, torch.float32)
+    return counter.get_total_flops()
+
+
+def test_flops_are_this_rank_s_share(on_ranks: OnRanks) -> None:
+    case = CASES["packed"]
+    with FlopCounterMode(display=False) as counter:
+        *inputs, grad, grad_lse, slopes, sinks = problem(case, torch.float32)
+        q, k, v = (each[0].transpose(0, 1) for each in inputs)
+        ends = torch.tensor(case.ends)
+
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
+            options.pop("enable_gqa")
+            return fusedops.attention_varlen(q, k, v, ends, ends, 18, 18, **options)
+
+        gradients(attend, case, [q, k, v, grad[0].transpose(0, 1), grad_lse[0], slopes, sinks])
+    assert on_ranks(_counted)[:2] == [counter.get_total_flops() // 2] * 2
 
 
 def _cut_and_joined(world: World) -> None:

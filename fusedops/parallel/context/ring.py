@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fusedops._core import dtypes
+from fusedops._core import dtypes, imports
 from fusedops._core.library import define_exchange
 from fusedops.ops import _attention_math as math
 from fusedops.parallel import communication
 from fusedops.parallel.communication import Pending
-from fusedops.parallel.context import _blocks, plan
+from fusedops.parallel.context import _blocks, _flops, plan
 from fusedops.parallel.context._blocks import Attended, Incoming, Scores, add_to, take
 from fusedops.parallel.context._checks import request
 from fusedops.parallel.context.layout import Layout
@@ -401,3 +401,4 @@ _RING_BACKWARD = define_exchange(
     kernel=_backward,
     fake=_backward_fake,
 )
+imports.after("torch.utils.flop_counter", _flops.tell)
