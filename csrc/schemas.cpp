@@ -122,13 +122,13 @@ TORCH_LIBRARY(fusedops_cpp, m) {
   m.def(
       "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor target, Tensor? bias,"
       " int ignore_index, float label_smoothing, float z_loss, float softcap, str reduction,"
-      " int chunk_size, bool keep_logits)"
+      " int chunk_size, bool keep_logits, int all_classes)"
       " -> (Tensor loss, Tensor count, Tensor lse, Tensor logits)");
   m.def(
       "linear_cross_entropy_backward(Tensor? grad_loss, Tensor hidden, Tensor weight,"
       " Tensor target, Tensor? bias, Tensor lse, Tensor logits, int ignore_index,"
       " float label_smoothing, float z_loss, float softcap, str reduction, int chunk_size,"
-      " bool keep_logits, bool[] output_mask) -> (Tensor, Tensor, Tensor)");
+      " bool keep_logits, int all_classes, bool[] output_mask) -> (Tensor, Tensor, Tensor)");
   m.def(
       "scaled_masked_softmax(Tensor input, Tensor? mask, float scale, bool is_causal)"
       " -> (Tensor output)");

@@ -15,13 +15,13 @@
 
 namespace fusedops {
 
-// How many targets are not ignored; throws for one that is no class.
+// How many targets are not ignored; throws for one that is no class, nor at least `least`.
 inline int64_t count_targets(const char* op, const int64_t* target, int64_t rows, int64_t classes,
-                             int64_t ignore_index) {
+                             int64_t ignore_index, int64_t least = 0) {
   int64_t count = 0;
   for (int64_t row = 0; row < rows; ++row) {
     if (target[row] == ignore_index) continue;
-    TORCH_CHECK_VALUE(target[row] >= 0 && target[row] < classes, op, ": target must be in [0, ",
+    TORCH_CHECK_VALUE(target[row] >= least && target[row] < classes, op, ": target must be in [0, ",
                       classes, ") or ignore_index ", ignore_index, ", got ", target[row],
                       " at row ", row);
     ++count;

@@ -21,10 +21,12 @@ using Optional = std::optional<at::Tensor>;
 // The rows that are not ignored: nothing is computed for the others.
 struct Rows {
   Rows(const at::Tensor& hidden, const at::Tensor& target_of_rows, int64_t classes,
-       int64_t ignore_index)
+       int64_t ignore_index, int64_t all_classes)
       : target(target_of_rows.contiguous().view(-1)), all(target.numel()) {
     const auto* data = target.const_data_ptr<int64_t>();
-    count = count_targets("linear_cross_entropy", data, all, classes, ignore_index);
+    // Of a part of the classes: -1 is a class of another.
+    const int64_t least = all_classes > 0 ? -1 : 0;
+    count = count_targets("linear_cross_entropy", data, all, classes, ignore_index, least);
     x = as_rows(hidden.dim() == 1 ? hidden.unsqueeze(0) : hidden);
     if (count == all) return;
     index = at::empty({count}, target.options());
@@ -79,10 +81,11 @@ GemmCall logits_product(const at::Tensor& x, const at::Tensor& weight) {
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> forward(
     const at::Tensor& hidden, const at::Tensor& weight, const at::Tensor& target,
     const Optional& bias, int64_t ignore_index, double label_smoothing, double z_loss,
-    double softcap, std::string_view reduction, int64_t chunk_size, bool keep_logits) {
+    double softcap, std::string_view reduction, int64_t chunk_size, bool keep_logits,
+    int64_t all_classes) {
   const LossOptions options{ignore_index, label_smoothing, z_loss, softcap};
   const int64_t classes = weight.size(0), widest = std::min(chunk_size, classes);
-  const Rows rows(hidden, target, classes, ignore_index);
+  const Rows rows(hidden, target, classes, ignore_index, all_classes);
   const auto wide = rows.x.options().dtype(statistics_type(hidden));
   const auto kind = reduction_of(reduction);
   TORCH_CHECK_VALUE(kind != Reduction::mean, "linear_cross_entropy: reduction is 'sum' or 'none'");
@@ -108,8 +111,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> forward(
                  });
   auto lse = at::empty({rows.count}, wide);
   const auto type = lse.scalar_type();
-  const auto loss =
-      finish_loss(sums.data(), rows.target, classes, rows.count, options, kind, type, lse);
+  const auto loss = finish_loss(sums.data(), rows.target, all_classes > 0 ? all_classes : classes,
+                                rows.count, options, kind, type, lse);
   return {kind == Reduction::none ? rows.spread(loss, target.sizes()) : loss,
           number(rows.count, type), rows.spread(lse, target.sizes()), kept};
 }
@@ -133,17 +136,17 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(
     const at::Tensor& target, const Optional& bias, const at::Tensor& lse,
     const at::Tensor& kept_logits, int64_t ignore_index, double label_smoothing, double z_loss,
     double softcap, std::string_view reduction, int64_t chunk_size, bool keep_logits,
-    std::array<bool, 3> output_mask) {
+    int64_t all_classes, std::array<bool, 3> output_mask) {
   const LossOptions options{ignore_index, label_smoothing, z_loss, softcap};
   const int64_t classes = weight.size(0), features = weight.size(1);
   const int64_t widest = std::min(chunk_size, classes);
-  const Rows rows(hidden, target, classes, ignore_index);
+  const Rows rows(hidden, target, classes, ignore_index, all_classes);
   const auto wide = rows.x.options().dtype(statistics_type(hidden));
   const auto grads = reduction_of(reduction) == Reduction::none
                          ? rows.pick(grad_loss->contiguous().view(-1))
                          : *grad_loss;
-  const auto gradient =
-      row_gradients(grads, rows.pick(lse.contiguous().view(-1)), options, classes);
+  const auto gradient = row_gradients(grads, rows.pick(lse.contiguous().view(-1)), options,
+                                      all_classes > 0 ? all_classes : classes);
   const auto kept = kept_logits.contiguous();
   const auto grad_logits = at::empty({rows.count, widest}, rows.x.options());
   at::Tensor grad_hidden, sums, grad_weight, grad_bias, partials;

@@ -41,7 +41,11 @@ class CrossEntropy(NamedTuple):
 
 
 class LinearCrossEntropy(NamedTuple):
-    """Of ``fusedops::linear_cross_entropy``; in sharding rules specs stand for the tensors."""
+    """Of ``fusedops::linear_cross_entropy``; in sharding rules specs stand for the tensors.
+
+    Attributes:
+        all_classes: 0, or the number of all classes of which those of ``weight`` are a part.
+    """
 
     hidden: torch.Tensor
     weight: torch.Tensor
@@ -54,6 +58,12 @@ class LinearCrossEntropy(NamedTuple):
     reduction: str
     chunk_size: int
     keep_logits: bool
+    all_classes: int
+
+    @property
+    def num_classes(self) -> int:
+        """Return the number of all classes."""
+        return self.all_classes or self.weight.shape[0]
 
     @property
     def options(self) -> Options:

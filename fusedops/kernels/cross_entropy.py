@@ -96,6 +96,7 @@ def _sums_kernel(
     label_ptr,
     num_cols,
     num_classes,
+    all_classes,
     first_class,
     ignore_index,
     smoothing,
@@ -157,9 +158,12 @@ def _sums_kernel(
             lse = largest + spread
             loss = (largest - label) + spread
             if SMOOTH:
-                loss += smoothing * (label - values / num_classes)
+                loss += smoothing * (label - values / all_classes)
             loss += z_loss * lse * lse
-            inside = (target >= 0) & (target < num_classes)
+            # -1, where the classes are a part of all: one of another part.
+            inside = (target < num_classes) & (
+                (target >= 0) | ((target == -1) & (all_classes != num_classes))
+            )
             tl.store(loss_ptr + row, tl.where(inside, loss, float("nan")))
             tl.store(lse_ptr + row, lse)
         else:
@@ -195,6 +199,7 @@ def _backward_kernel(
     dloss_stride,
     num_cols,
     num_classes,
+    all_classes,
     first_class,
     ignore_index,
     smoothing,
@@ -214,10 +219,13 @@ def _backward_kernel(
         lse = tl.load(lse_ptr + row)
         dloss = tl.load(dloss_ptr + tl.cast(row, tl.int64) * dloss_stride)
         # Outside the classes: NaN, as the loss is.
-        dloss = tl.where((target >= 0) & (target < num_classes), dloss, float("nan"))
+        inside = (target < num_classes) & (
+            (target >= 0) | ((target == -1) & (all_classes != num_classes))
+        )
+        dloss = tl.where(inside, dloss, float("nan"))
         x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
         y, slope = _capped(x, softcap, CAPPED, x_ptr.dtype.element_ty)
-        dx = exp(y - lse) * (1.0 + 2.0 * z_loss * lse) - smoothing / num_classes
+        dx = exp(y - lse) * (1.0 + 2.0 * z_loss * lse) - smoothing / all_classes
         dx = tl.where(col == target - first_class, dx - (1.0 - smoothing), dx)
         dx = dx * slope * dloss
         tl.store(dx_ptr + offset, dx.to(dx_ptr.dtype.element_ty), mask=mask)
@@ -231,6 +239,7 @@ class Pieces:
         num_classes: of all pieces together.
         options: the numbers of the loss.
         several: whether more than one piece will come.
+        all_classes: more, where all pieces together are a part of the classes.
     """
 
     def __init__(
@@ -240,8 +249,10 @@ class Pieces:
         options: Options,
         *,
         several: bool,
+        all_classes: int,
     ) -> None:
         self.target, self.num_classes, self.options = target, num_classes, options
+        self._all_classes = all_classes
         rows = target.numel()
         self.loss = target.new_empty(rows, dtype=torch.float32)
         self.lse = torch.empty_like(self.loss)
@@ -261,6 +272,7 @@ class Pieces:
             *self._state,
             num_cols,
             self.num_classes,
+            self._all_classes,
             first_class,
             ignore_index,
             smoothing,
@@ -302,6 +314,7 @@ def logits_gradient(
     *,
     first_class: int,
     num_classes: int,
+    all_classes: int,
     options: Options,
 ) -> None:
     """Write the gradient of a piece of logits ``[rows, classes of the piece]`` to ``out``.
@@ -322,6 +335,7 @@ def logits_gradient(
         1 if grad_loss.dim() == 1 else 0,
         num_cols,
         num_classes,
+        all_classes,
         first_class,
         ignore_index,
         smoothing,
@@ -338,7 +352,10 @@ def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     call = CrossEntropy(*args)
     x, target = rows_of(call.logits), call.target
     with _launch.device_of(x):
-        pieces = Pieces(target.reshape(-1), x.shape[1], call.options, several=False)
+        classes = x.shape[1]
+        pieces = Pieces(
+            target.reshape(-1), classes, call.options, several=False, all_classes=classes
+        )
         pieces.add(x, 0)
         loss, count, lse = pieces.finish(target.shape, call.reduction)
         if call.reduction == "mean":
@@ -363,6 +380,7 @@ def backward(*args: Any) -> torch.Tensor | None:
             grad,
             first_class=0,
             num_classes=x.shape[1],
+            all_classes=x.shape[1],
             options=call.options,
         )
     return grad.view(call.logits.shape)
@@ -399,6 +417,7 @@ def static_report_cases() -> list[dict[str, Any]]:
         ("num_rows", "num_cols", "num_classes", "first_class", "ignore_index", "dloss_stride"),
         "i32",
     )
+    types["all_classes"] = "i32"
     types |= dict.fromkeys(("smoothing", "z_loss", "softcap"), "fp32")
     whole = {"FIRST": True, "LAST": True, "BLOCK": _BLOCK}
     middle = whole | {"FIRST": False, "LAST": False}

@@ -24,7 +24,13 @@ def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch
     chunk_size = num_classes if call.keep_logits else call.chunk_size
     several = num_classes > chunk_size
     with _launch.device_of(x):
-        pieces = Pieces(call.target.reshape(-1), num_classes, call.options, several=several)
+        pieces = Pieces(
+            call.target.reshape(-1),
+            num_classes,
+            call.options,
+            several=several,
+            all_classes=call.num_classes,
+        )
         for chunk in _chunks(num_classes, chunk_size):
             logits = _logits(x, call.weight, call.bias, chunk)
             pieces.add(logits, chunk.start)
@@ -56,6 +62,7 @@ def backward(*args: Any) -> tuple[torch.Tensor | None, ...]:
                 grad,
                 first_class=chunk.start,
                 num_classes=num_classes,
+                all_classes=call.num_classes,
                 options=call.options,
             )
             if output_mask[0]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fusedops.models.config import RopeScaling, TransformerConfig
 from fusedops.models.configurations import from_config, to_config
 from fusedops.models.huggingface import load_huggingface, save_huggingface
 from fusedops.models.initialize import initialize
 from fusedops.models.parallel_config import ParallelConfig
+from fusedops.models.parallelized import Parallelized, parallelized
 from fusedops.models.presets import PRESETS, TINY, preset
 from fusedops.models.transformer import Documents, Loss, Transformer
 
@@ -16,13 +19,25 @@ __all__ = [
     "Documents",
     "Loss",
     "ParallelConfig",
+    "Parallelized",
     "RopeScaling",
     "Transformer",
     "TransformerConfig",
     "from_config",
     "initialize",
+    "parallelize",
+    "parallelized",
     "load_huggingface",
     "preset",
     "save_huggingface",
     "to_config",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # torch.distributed.tensor, on which it is built, takes a second to import.
+    if name == "parallelize":
+        from fusedops.models.parallelization import parallelize
+
+        return parallelize
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

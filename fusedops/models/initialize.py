@@ -90,7 +90,26 @@ def _fill_normal(parameter: torch.Tensor, name: str, seed: int, std: float) -> N
 
 def _places(parameter: torch.Tensor) -> list[torch.Tensor]:
     """Return, for each dimension, where in the whole the elements stand that are here."""
-    return [torch.arange(size) for size in parameter.shape]
+    places = [torch.arange(size) for size in parameter.shape]
+    mesh = getattr(parameter, "device_mesh", None)
+    if mesh is None:
+        return places
+    for axis, placement in enumerate(parameter.placements):  # type: ignore[attr-defined]
+        dim = getattr(placement, "dim", None)
+        if dim is not None:
+            part = mesh.size(axis), mesh.get_local_rank(axis)
+            places[dim] = _part(places[dim], *part, getattr(placement, "split_factor", 1))
+    return places
+
+
+def _part(places: torch.Tensor, parts: int, index: int, factor: int) -> torch.Tensor:
+    """Return one of the parts of a dimension, as DTensor and FSDP2 divide it.
+
+    Where a later axis of the mesh was divided first (FSDP2 after tensor parallelism), ``factor`` is
+    its size, and each of its parts is divided for itself.
+    """
+    found = [each.chunk(parts) for each in places.chunk(factor)]
+    return torch.cat([each[index] if index < len(each) else each[0][:0] for each in found])
 
 
 def _key(name: str, seed: int) -> tuple[torch.Tensor, torch.Tensor]:

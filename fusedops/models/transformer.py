@@ -1,6 +1,6 @@
 """A transformer for one device, top to bottom: embedding, attention, layer, head, model.
 
-It knows no parallelism. ``parallelize.py`` changes it from outside: it replaces linear layers,
+It knows no parallelism. ``parallelize`` changes it from outside: it replaces linear layers,
 ``Attention.core`` (how queries meet keys) and ``Head.project`` and ``Head.loss`` (how a hidden
 state meets the vocabulary), and shards the parameters. What the functions are given is a sequence
 with its positions, or a part of one.
@@ -273,7 +273,11 @@ class Attention(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and feed-forward part, each added to the residual stream."""
+    """Attention and feed-forward part, each added to the residual stream.
+
+    Attributes:
+        router_loss: ``fusedops.moe_router_loss``, or a function that is called the same way.
+    """
 
     def __init__(self, config: TransformerConfig, index: int) -> None:
         super().__init__()
@@ -282,6 +286,7 @@ class Layer(nn.Module):
         self.attention = Attention(config)
         self.feed_forward_norm = norm_of(config, adds=True)
         self.feed_forward = feed_forward_of(config, index)
+        self.router_loss: Callable[..., torch.Tensor] = ops.moe_router_loss
 
     def forward(
         self, x_BSH: torch.Tensor, places: Places, asking_BSH: torch.Tensor | None = None
@@ -310,7 +315,7 @@ class Layer(nn.Module):
         logits, plan = part.gate(x_BSH)
         auxiliary = None
         if self.training and (config.balance_loss or config.z_loss):
-            auxiliary = ops.moe_router_loss(
+            auxiliary = self.router_loss(
                 logits,
                 plan,
                 balance=config.balance_loss,

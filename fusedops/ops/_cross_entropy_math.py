@@ -7,6 +7,9 @@ With y the logits, soft-capped if asked, V classes, t the target, s the label sm
     dy_j = softmax(y)_j * (1 + 2 * z_loss * lse) - (1 - s) * [j == t] - s / V
 
 A row whose target is ``ignore_index`` has loss 0, gradient 0 and is not counted.
+
+Where the classes are a part of V, the target is -1 if it is in another part: y_t is then 0, mean(y)
+the sum over the part divided by V, and lse that of the part; the gradient takes lse of them all.
 """
 
 from __future__ import annotations
@@ -72,9 +75,11 @@ def check_classes(op: str, owner: str, num_classes: int) -> None:
         checks.fail(op, owner, "of at least one class", "none")
 
 
-def check_range(op: str, target: torch.Tensor, num_classes: int, ignore_index: int) -> None:
+def check_range(
+    op: str, target: torch.Tensor, num_classes: int, ignore_index: int, *, least: int = 0
+) -> None:
     """Raise for a target outside the classes. Reads values: for CPU tensors only."""
-    wrong = ((target < 0) | (target >= num_classes)) & (target != ignore_index)
+    wrong = ((target < least) | (target >= num_classes)) & (target != ignore_index)
     if bool(wrong.any()):
         row = int(wrong.flatten().nonzero()[0])
         got = f"{int(target.flatten()[row])} at row {row}"
@@ -109,7 +114,7 @@ def capped(logits: torch.Tensor, softcap: float) -> torch.Tensor:
 
 
 def row_losses(
-    y: torch.Tensor, target: torch.Tensor, options: Options
+    y: torch.Tensor, target: torch.Tensor, options: Options, all_classes: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return loss and log-sum-exp per row (0 where ignored) and the count of rows not ignored.
 
@@ -117,6 +122,10 @@ def row_losses(
     """
     valid = target != options.ignore_index
     lse = torch.where(valid, torch.logsumexp(y, -1), 0.0)
+    count = valid.sum(dtype=lse.dtype)
+    if all_classes > 0:
+        loss = _part_loss(y, lse, target, options, all_classes)
+        return torch.where(valid, loss, 0.0), lse, count
     inside = (target >= 0) & (target < y.shape[-1])
     logs = torch.log_softmax(y, -1)  # NaN beside an infinity, where the log-sum-exp is infinite
     label = logs.gather(-1, torch.where(inside, target, 0).unsqueeze(-1)).squeeze(-1)
@@ -124,26 +133,46 @@ def row_losses(
     loss = (options.label_smoothing - 1.0) * label + options.z_loss * lse.square()
     if options.label_smoothing > 0.0:
         loss = loss - options.label_smoothing * logs.mean(-1)
-    return torch.where(valid, loss, 0.0), lse, valid.sum(dtype=loss.dtype)
+    return torch.where(valid, loss, 0.0), lse, count
+
+
+def _part_loss(
+    y: torch.Tensor, lse: torch.Tensor, target: torch.Tensor, options: Options, all_classes: int
+) -> torch.Tensor:
+    """Return the loss of rows whose classes are a part of all."""
+    here = (target >= 0) & (target < y.shape[-1])
+    label = y.gather(-1, torch.where(here, target, 0).unsqueeze(-1)).squeeze(-1)
+    loss = lse - (1.0 - options.label_smoothing) * torch.where(here, label, 0.0)
+    if options.label_smoothing > 0.0:
+        loss = loss - options.label_smoothing * y.sum(-1) / all_classes
+    return loss + options.z_loss * lse.square() if options.z_loss > 0.0 else loss
 
 
 def logits_gradient(
-    grad_loss: torch.Tensor, logits: torch.Tensor, target: torch.Tensor, options: Options
+    grad_loss: torch.Tensor,
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    options: Options,
+    all_classes: int = 0,
+    lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the gradient of the logits in accumulation dtype; differentiable.
 
     ``grad_loss`` is one number, or one per row. Everything is computed from ``logits``: it is the
-    second derivative too.
+    second derivative too. Only for a part of the classes the log-sum-exp of all must be given.
     """
     y = capped(logits, options.softcap)
     valid = target != options.ignore_index
-    inside = (target >= 0) & (target < y.shape[-1])
-    index = torch.where(inside, target, 0).unsqueeze(-1)
-    lse = torch.logsumexp(y, -1, keepdim=True)
-    hit = torch.zeros_like(y).scatter(-1, index, 1.0 - options.label_smoothing)
+    here = inside = (target >= 0) & (target < y.shape[-1])
+    if all_classes > 0:
+        inside = inside | (target == -1)
+    index = torch.where(here, target, 0).unsqueeze(-1)
+    lse = torch.logsumexp(y, -1, keepdim=True) if lse is None else lse.unsqueeze(-1)
+    share = torch.where(here, 1.0 - options.label_smoothing, 0.0).to(y.dtype).unsqueeze(-1)
+    hit = torch.zeros_like(y).scatter(-1, index, share)
     grad = torch.exp(y - lse) * (1.0 + 2.0 * options.z_loss * lse) - hit
     if options.label_smoothing > 0.0:
-        grad = grad - options.label_smoothing / y.shape[-1]
+        grad = grad - options.label_smoothing / (all_classes or y.shape[-1])
     if options.softcap != 0.0:
         grad = grad * (1.0 - (y / options.softcap).square())
     grad = grad * grad_loss.to(y.dtype).expand(target.shape).unsqueeze(-1)

@@ -13,6 +13,9 @@ product more than a loss on whole logits, no gradient before somebody asks for i
 gradient. Only logits that take no more memory than the weight are kept instead, or where
 ``recompute`` says so. Kernels: ``csrc/cpu/linear_cross_entropy.*``,
 ``kernels/linear_cross_entropy.py``.
+
+The registered op also takes a part of the classes, ``all_classes`` being the number of all: see
+``_cross_entropy_math.py`` and ``parallel/vocabulary.py``.
 """
 
 from __future__ import annotations
@@ -120,7 +123,8 @@ def linear_cross_entropy(
         softcap or 0.0,
         "sum" if reduction == "mean" else reduction,
         chunk_size or DEFAULT_CHUNK,
-        _keeps(recompute, hidden, weight, bias),
+        keeps_logits(recompute, hidden, weight, bias),
+        0,
     )
     return math_of.reduce_loss(loss, count, math_of.result_dtype(hidden), reduction)
 
@@ -149,12 +153,13 @@ def check_chunks(op: str, chunk_size: Any, recompute: Any) -> None:
         checks.flag(op, "recompute", recompute)
 
 
-def _keeps(
+def keeps_logits(
     recompute: bool | None,
     hidden: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> bool:
+    """Return whether the forward keeps the logits for the backward."""
     if not wants_gradient(hidden, weight, bias):
         return False
     if recompute is not None:
@@ -174,10 +179,11 @@ def _reference(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, to
     call = LinearCrossEntropy(*args)
     target, classes = call.target, call.weight.shape[0]
     if checks.readable(target):
-        math_of.check_range("linear_cross_entropy", target, classes, call.ignore_index)
+        least = -1 if call.all_classes > 0 else 0
+        math_of.check_range("linear_cross_entropy", target, classes, call.ignore_index, least=least)
     _, _, logits = _logits(call)
     y = math_of.capped(logits, call.softcap)
-    loss, lse, count = math_of.row_losses(y, target, call.options)
+    loss, lse, count = math_of.row_losses(y, target, call.options, call.all_classes)
     kept = logits if call.keep_logits else lse.new_empty((*target.shape, 0))
     return (loss if call.reduction == "none" else loss.sum()), count, lse, kept
 
@@ -196,12 +202,20 @@ def _fake(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.T
 
 
 def _backward_reference(*args: Any) -> tuple[torch.Tensor | None, ...]:
-    # What was kept is not used: this is also the second derivative.
-    grad_loss, call, _, output_mask = of_backward(LinearCrossEntropy, args)
+    # What was kept is not used: this is also the second derivative. But a part of the classes does
+    # not know the log-sum-exp of all, and has no second derivative.
+    grad_loss, call, (lse, _), output_mask = of_backward(LinearCrossEntropy, args)
     h, w, logits = _logits(call)
     ignored = (call.target == call.ignore_index).unsqueeze(-1)
     h = h.masked_fill(ignored, 0.0)  # whatever it holds, of which 0 times may be NaN
-    grad = math_of.logits_gradient(grad_loss, logits, call.target, call.options)
+    grad = math_of.logits_gradient(
+        grad_loss,
+        logits,
+        call.target,
+        call.options,
+        call.all_classes,
+        lse if call.all_classes > 0 else None,
+    )
     rows, dtype = rows_of(grad), call.weight.dtype
     grad_hidden = grad_weight = grad_bias = None
     if output_mask[0]:
@@ -231,7 +245,7 @@ def _shard(*args: Any) -> list[tuple[list[Placement], list[Placement]]]:
     def rule(
         loss: Placement, count: Placement, rows: Placement
     ) -> tuple[list[Placement], list[Placement]]:
-        return [loss, count, rows, rows], [rows, REPLICATE, rows, bias_word, *[None] * 7]
+        return [loss, count, rows, rows], [rows, REPLICATE, rows, bias_word, *[None] * 8]
 
     rules = [rule(REPLICATE, REPLICATE, REPLICATE)]
     for dim in range(call.hidden.ndim - 1):
@@ -251,7 +265,7 @@ def _shard_backward(*args: Any) -> list[tuple[list[Placement], list[Placement]]]
             word if wanted else None
             for word, wanted in zip((rows, summed, summed), output_mask, strict=True)
         ]
-        return results, [grad, rows, REPLICATE, rows, bias_word, rows, rows, *[None] * 8]
+        return results, [grad, rows, REPLICATE, rows, bias_word, rows, rows, *[None] * 9]
 
     rules = [rule(REPLICATE, REPLICATE, REPLICATE)]
     for dim in range(call.hidden.ndim - 1):
@@ -263,7 +277,7 @@ _OP = define_op(
     "linear_cross_entropy",
     "(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, int ignore_index,"
     " float label_smoothing, float z_loss, float softcap, str reduction, int chunk_size,"
-    " bool keep_logits) -> (Tensor loss, Tensor count, Tensor lse, Tensor logits)",
+    " bool keep_logits, int all_classes) -> (Tensor loss, Tensor count, Tensor lse, Tensor logits)",
     contract={
         "hidden": "T [*rows, features]",
         "weight": "T [classes, features]",
@@ -279,6 +293,7 @@ _OP = define_op(
         "softcap": "0 <= softcap < inf",
         "reduction": ("none", "sum"),
         "chunk_size": "chunk_size >= 1",
+        "all_classes": "all_classes >= 0",
     },
     reference=_reference,
     fake=_fake,

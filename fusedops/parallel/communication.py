@@ -102,6 +102,9 @@ class Log:
 _LOGS: list[Log] = []
 _NUMBERS = itertools.count()
 
+# Torch's new name of it warns of the old one; torch 2.11 has the old one only.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 @contextmanager
 def recorded() -> Iterator[Log]:
@@ -189,7 +192,7 @@ def all_gather(
     tensor = tensor.contiguous()
     started = _start("all_gather", label, _bytes(tensor) * (ranks - 1), ranks)
     parts = tensor.new_empty((ranks * tensor.shape[0], *tensor.shape[1:])) if out is None else out
-    work = dist.all_gather_into_tensor(parts, tensor, group, async_op=True)
+    work = _all_gather(parts, tensor, group=group, async_op=True)
 
     def finish() -> torch.Tensor:
         _waited(work, tensor)  # which must live until then

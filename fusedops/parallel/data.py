@@ -253,18 +253,18 @@ def shard(
 
     for block in blocks:
         fully_shard(
-            block,  # type: ignore[arg-type]
+            block,
             mesh=mesh,
             # None: all but the model itself, whose own parameters the backward wants at once.
             reshard_after_forward=None if stage == 3 and gather_again else False,
             shard_placement_fn=_placement_for(mesh),
             ignored_params=whole,
         )
-        first: FSDPModule = block[0] if isinstance(block, list) else block  # type: ignore
+        first: FSDPModule = block[0] if isinstance(block, list) else block  # type: ignore[assignment]
         first.set_gradient_divide_factor(1.0)
         first.set_force_sum_reduction_for_comms(True)
-        first.set_custom_all_gather(_Gather())
-        first.set_custom_reduce_scatter(_Reduce())
+        first.set_custom_all_gather(_Gather())  # type: ignore[arg-type]
+        first.set_custom_reduce_scatter(_Reduce())  # type: ignore[arg-type]
 
 
 def _placement_for(mesh: DeviceMesh) -> Any:

@@ -85,6 +85,7 @@ class Mesh:
         data: ``dp x cp`` as one dimension, ``"data"``.
         sparse: ``(edp, ep)``, the ranks of ``data`` seen by experts.
         expert_data: ``edp x tp`` as one dimension, ``"expert_data"``.
+        stage: ``dp x cp x tp`` as one dimension, ``"stage"``.
     """
 
     sizes: Sizes
@@ -92,14 +93,21 @@ class Mesh:
     data: DeviceMesh
     sparse: DeviceMesh
     expert_data: DeviceMesh
+    stage: DeviceMesh
 
     def __getitem__(self, name: str) -> DeviceMesh:
-        """Return one dimension: ``"pp"``, ``"dp"``, ``"cp"``, ``"tp"``, ``"edp"``, ``"ep"`` ..."""
+        """Return one dimension: any name that ``rank_groups`` has."""
         if name in DENSE:
             return self.dense[name]
         if name in ("edp", "ep"):
             return self.sparse[name]
-        return {"data": self.data, "expert_data": self.expert_data}[name]
+        return {"data": self.data, "expert_data": self.expert_data, "stage": self.stage}[name]
+
+    def shards(self, ranks: int | None = None) -> DeviceMesh:
+        """Return ``data``, or where only ``ranks`` of it divide something ``[copies, ranks]``."""
+        if ranks is None or ranks == self.sizes.data:
+            return self.data
+        return self.data._unflatten(0, (self.sizes.data // ranks, ranks), ("copies", "shards"))
 
     def group(self, name: str) -> dist.ProcessGroup:
         """Return the process group of one dimension."""
@@ -125,8 +133,8 @@ def make_mesh(sizes: Sizes, *, device_type: str = "cpu") -> Mesh:
         RuntimeError: ``torch.distributed`` is not initialised.
 
     Note:
-        One group per dimension and one each for ``data`` and ``expert_data``; none is made twice
-        for the same ranks. No communication but that of making groups.
+        One group per dimension, and one each for ``data``, ``expert_data`` and ``stage`` unless
+        that is the whole job. No communication but that of making groups.
 
     Example:
         >>> import torch.distributed as dist
@@ -148,5 +156,6 @@ def make_mesh(sizes: Sizes, *, device_type: str = "cpu") -> Mesh:
     dense = init_device_mesh(device_type, tuple(by_name.values()), mesh_dim_names=DENSE)
     data = dense["dp", "cp"]._flatten("data")
     sparse = data._unflatten(0, (sizes.edp, sizes.ep), ("edp", "ep"))
-    both = DeviceMesh._concatenate([sparse["edp"], dense["tp"]])
-    return Mesh(sizes, dense, data, sparse, both._flatten("expert_data"))
+    expert_data = DeviceMesh._concatenate([sparse["edp"], dense["tp"]])._flatten("expert_data")
+    stage = dense["dp", "cp", "tp"]._flatten("stage")
+    return Mesh(sizes, dense, data, sparse, expert_data, stage)

@@ -122,7 +122,15 @@ class _ScatterToSequence(torch.autograd.Function):
         return gather_from_sequence(grads[0], ctx.group, ctx.dim), None, None
 
 
-def distribute(op: str, name: str, parameter: Any, mesh: DeviceMesh, dim: int | None) -> Any:
+def distribute(
+    op: str,
+    name: str,
+    parameter: Any,
+    mesh: DeviceMesh,
+    dim: int | None,
+    *,
+    uneven: bool = False,
+) -> Any:
     """Return a parameter that every rank has whole as a DTensor on ``mesh``.
 
     Args:
@@ -131,6 +139,7 @@ def distribute(op: str, name: str, parameter: Any, mesh: DeviceMesh, dim: int | 
         parameter: the same on every rank (or on the meta device), or ``None``.
         mesh: of one dim.
         dim: what is split over the ranks; ``None``: it stays whole on each.
+        uneven: whether the last rank may have less, but not nothing.
 
     Raises:
         ValueError: the ranks do not divide the dim.
@@ -144,14 +153,20 @@ def distribute(op: str, name: str, parameter: Any, mesh: DeviceMesh, dim: int | 
     part, placement = parameter.detach(), Replicate()
     if dim is not None:
         ranks, size = mesh.size(), parameter.shape[dim]
-        if size % ranks:
-            wanted = f"a multiple of the {ranks} ranks of the mesh"
-            checks.fail(op, f"size of dim {dim} of {name}", wanted, size)
-        part = part.chunk(ranks, dim)[mesh.get_local_rank()].clone(
-            memory_format=torch.contiguous_format
-        )
+        parts = part.chunk(ranks, dim)
+        if len(parts) < ranks or (size % ranks and not uneven):
+            wanted = "enough for" if uneven else "a multiple of"
+            checks.fail(op, f"size of dim {dim} of {name}", f"{wanted} the {ranks} ranks", size)
+        part = parts[mesh.get_local_rank()].clone(memory_format=torch.contiguous_format)
         placement = Shard(dim)  # type: ignore[assignment]
-    shards = DTensor.from_local(part, mesh, [placement], run_check=False)
+    shards = DTensor.from_local(
+        part,
+        mesh,
+        [placement],
+        run_check=False,
+        shape=parameter.shape,
+        stride=torch.empty(parameter.shape, device="meta").stride(),
+    )
     return nn.Parameter(shards, requires_grad=parameter.requires_grad)
 
 
@@ -347,7 +362,7 @@ class ParallelMLP(ParallelLayer):
         """
         self = cls(mesh, sequence=sequence)
         op = cls.__name__
-        _check_type(op, module, MLP)
+        check_type(op, module, MLP)
         self.activation, self.recompute = module.activation, module.recompute
         self.w1 = distribute(op, "w1", module.w1, mesh, 0)
         self.b1 = distribute(op, "b1", module.b1, mesh, 0)
@@ -385,7 +400,7 @@ class ParallelGatedMLP(ParallelLayer):
     def of(cls, module: GatedMLP, mesh: DeviceMesh, *, sequence: bool = False) -> ParallelGatedMLP:
         """Return ``module`` with its hidden features split; arguments as of ``ParallelMLP.of``."""
         self = cls(mesh, sequence=sequence)
-        _check_type(cls.__name__, module, GatedMLP)
+        check_type(cls.__name__, module, GatedMLP)
         self.activation = module.activation
 
         def column(projection: LinearAct) -> ColumnLinear:
@@ -416,11 +431,12 @@ def _finish(partial: torch.Tensor, bias: torch.Tensor | None, layer: ParallelLay
 def _activation_of(op: str, module: Any) -> str:
     if isinstance(module, LinearAct):
         return module.activation
-    _check_type(op, module, nn.Linear)
+    check_type(op, module, nn.Linear)
     return "identity"
 
 
-def _check_type(op: str, module: Any, wanted: type) -> None:
+def check_type(op: str, module: Any, wanted: type) -> None:
+    """Raise unless ``module``, of which a layer is to be made, is a ``wanted``."""
     if not isinstance(module, wanted):
         name = f"{wanted.__module__}.{wanted.__qualname__}"
         raise TypeError(f"{op}: module must be a {name}, got {checks.type_name(module)}")

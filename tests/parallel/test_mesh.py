@@ -78,7 +78,7 @@ def test_without_torch_distributed_a_mesh_says_what_to_call() -> None:
         make_mesh(Sizes())
 
 
-NAMES = ("pp", "dp", "cp", "tp", "data", "edp", "ep", "expert_data")
+NAMES = ("pp", "dp", "cp", "tp", "data", "edp", "ep", "expert_data", "stage")
 
 
 def _members(world: World, sizes: Sizes) -> dict[str, list[int]]:

@@ -1,0 +1,377 @@
+"""From a plain ``Transformer`` to one that is spread over processes, in the order of its steps.
+
+The model knows nothing of it: here its linear layers, its core of attention and its loss are
+replaced by those of ``fusedops.parallel``. Tensors between layers stay plain tensors of this
+process; parameters become DTensors.
+
+Letters of shapes: B sequences, S tokens of each on the ranks of ``tp`` together, s a tp rank's of
+them (with sequence parallelism), H hidden size.
+"""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch import nn
+
+from fusedops import memory, ops
+from fusedops._core import checks
+from fusedops.models.config import TransformerConfig
+from fusedops.models.initialize import initialize
+from fusedops.models.parallel_config import ParallelConfig, check_split
+from fusedops.models.parallelized import Parallelized, attach
+from fusedops.models.transformer import Attention, Layer, Transformer
+from fusedops.nn import MLP, GatedMLP, MoE
+from fusedops.parallel import communication, context
+from fusedops.parallel.data import DataParallel, Replicas, by_bytes, local_bytes, shard
+from fusedops.parallel.mesh import Mesh, make_mesh
+from fusedops.parallel.split_experts import split_experts
+from fusedops.parallel.tensor import (
+    ColumnLinear,
+    ParallelGatedMLP,
+    ParallelMLP,
+    RowLinear,
+    distribute,
+    enter,
+    local,
+)
+from fusedops.parallel.tokenwise import join_tokens, part_of, sum_gradients, take_tokens
+
+_OP = "parallelize"
+_NORMS = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm")
+
+
+def parallelize(
+    model: nn.Module,
+    config: ParallelConfig,
+    mesh: Mesh | None = None,
+    *,
+    device: torch.device | str | None = None,
+    seed: int | None = None,
+) -> Any:
+    """Spread a model over the processes of the job; every process calls this.
+
+    Args:
+        model: a ``Transformer``, the same on every process: on ``meta``, to be initialised here
+            without ever being whole, or with values, of which those of process 0 count. With
+            ``mode="manual"`` any module.
+        config: how.
+        mesh: process groups that exist already; made by default.
+        device: where a model on ``meta`` is made; the mesh's by default.
+        seed: of the first weights of a model on ``meta``, as of ``initialize``.
+
+    Returns:
+        ``model``, changed in place. ``parallelized(model)`` shards batches, makes the loss, clips.
+
+    Raises:
+        ValueError: sizes do not fit the model or the number of processes; the message has those
+            that would.
+        TypeError: an argument has the wrong type.
+        UnsupportedError: ``pp`` is more than 1.
+
+    Note:
+        Gradients are those of one process that sees the whole batch, up to the order of sums.
+        Parameters' names and shapes (of the DTensors) stay, so that a checkpoint of any layout
+        loads into any other. Optimizers are made afterwards: parameters are new objects.
+    """
+    config, mesh = _validated(model, config, mesh)
+    if config.sizes.ranks > 1:
+        _same_everywhere(model)
+    if isinstance(model, Transformer) and config.mode != "manual":
+        if model.config.sparse_layers:
+            _divide_experts(model, mesh)
+        if config.tp > 1:
+            _split_tensors(model, mesh["tp"], sequence=config.sp)
+        if config.cp > 1:
+            _share_sequences(model, mesh.group("cp"), config.context)
+    if isinstance(model, Transformer):
+        _keep_less(model, config, mesh)
+    data = _share_data(model, config, mesh)
+    if any(each.is_meta for each in model.parameters()):
+        model.to_empty(device=mesh.dense.device_type if device is None else device)
+        initialize(model, seed)
+    return attach(model, Parallelized(model, config, mesh, data))
+
+
+def _validated(model: Any, config: Any, mesh: Any) -> tuple[ParallelConfig, Mesh]:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{_OP}: model must be a torch.nn.Module, got {checks.type_name(model)}")
+    if not isinstance(config, ParallelConfig):
+        got = checks.type_name(config)
+        raise TypeError(f"{_OP}: config must be a ParallelConfig, got {got}")
+    if not isinstance(model, Transformer) and config.mode != "manual":
+        wanted = "a fusedops.models.Transformer, or any module with mode 'manual'"
+        raise TypeError(f"{_OP}: model must be {wanted}, got {checks.type_name(model)}")
+    if not (dist.is_available() and dist.is_initialized()):
+        raise RuntimeError(
+            f"{_OP}: torch.distributed is not initialised: start with torchrun and call "
+            "torch.distributed.init_process_group() first"
+        )
+    config = config.for_ranks(dist.get_world_size())
+    if isinstance(model, Transformer):
+        _check_model(model.config, config)
+    if config.shard_ranks is not None and config.sizes.data % config.shard_ranks:
+        wanted = f"a divisor of dp x cp = {config.sizes.data}"
+        checks.fail(_OP, "shard_ranks", wanted, config.shard_ranks)
+    if mesh is None:
+        device = next((each.device.type for each in model.parameters()), "cpu")
+        mesh = make_mesh(config.sizes, device_type="cpu" if device == "meta" else device)
+    elif mesh.sizes != config.sizes:
+        checks.fail(_OP, "mesh", f"one of {config.sizes}", mesh.sizes)
+    return config, mesh
+
+
+def _check_model(model: TransformerConfig, config: ParallelConfig) -> None:
+    check_split(_OP, model, tp=config.tp, ep=config.ep, data=config.sizes.data)
+    if config.context == "all_to_all" and config.cp > 1:
+        heads = model.num_heads // config.tp
+        if heads % config.cp:
+            wanted = f"a divisor of the {heads} heads of a tp rank, with context 'all_to_all'"
+            checks.fail(_OP, "cp", wanted, config.cp)
+    starts = config.bucket_layers or ()
+    if any(each >= model.num_layers for each in starts):
+        checks.fail(_OP, "bucket_layers", f"below the {model.num_layers} layers", starts)
+
+
+def _same_everywhere(model: nn.Module) -> None:
+    """Give all processes the values of process 0."""
+    world = dist.group.WORLD
+    assert world is not None
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            if not tensor.is_meta:
+                communication.broadcast(tensor.detach(), world, label="first values").wait()
+
+
+def _divide_experts(model: Transformer, mesh: Mesh) -> None:
+    """Give each rank of ``ep`` its experts, and each rank of ``tp`` its share of the tokens."""
+    for layer in model.layers.values():
+        moe = layer.feed_forward
+        if not isinstance(moe, MoE):
+            continue
+        layer.router_loss = partial(ops.moe_router_loss, group=mesh.group("stage"))
+        if mesh.sizes.ep > 1:
+            split_experts(moe, mesh["ep"])
+
+
+def _split_tensors(model: Transformer, mesh: Any, *, sequence: bool) -> None:
+    """Divide heads, features and words over the ranks of ``tp``; with ``sequence`` tokens too."""
+    group = mesh.get_group()
+    _split_ends(model, mesh, sequence=sequence)
+    for layer in model.layers.values():
+        _split_attention(layer.attention, mesh, sequence=sequence)
+        part = layer.feed_forward
+        if isinstance(part, MoE):
+            _split_tokens(layer, mesh, sequence=sequence)
+        elif isinstance(part, GatedMLP):
+            layer.feed_forward = ParallelGatedMLP.of(part, mesh, sequence=sequence)
+        else:
+            assert isinstance(part, MLP)
+            layer.feed_forward = ParallelMLP.of(part, mesh, sequence=sequence)
+        if sequence:
+            sum_gradients(layer.attention_norm, mesh)
+            sum_gradients(layer.feed_forward_norm, mesh)
+    if sequence and model.norm is not None:
+        sum_gradients(model.norm, mesh)
+    if sequence and model.query_positions is not None:
+        sum_gradients(model.query_positions, mesh)
+        model.query_positions.register_forward_pre_hook(partial(_own_places, group))
+
+
+def _split_ends(model: Transformer, mesh: Any, *, sequence: bool) -> None:
+    """Divide the vocabulary."""
+    from fusedops.parallel.vocabulary import VocabularyEmbedding, split_cross_entropy, split_logits
+
+    group, embedding, head = mesh.get_group(), model.embedding, model.head
+    words = {"vocab_size": model.config.vocab_size}
+    embedding.tokens = VocabularyEmbedding.of(embedding.tokens, mesh, sequence=sequence)
+    if sequence:
+        for table in (embedding.positions, embedding.token_types):
+            if table is not None:
+                sum_gradients(table, mesh)
+                table.register_forward_pre_hook(partial(_own_places, group))
+        for module in (embedding.norm, head.transform, head.norm):
+            if module is not None:
+                sum_gradients(module, mesh)
+    for name in ("weight", "bias"):
+        parameter = getattr(head, name)
+        if parameter is not None:
+            setattr(head, name, distribute(_OP, f"head.{name}", parameter, mesh, 0, uneven=True))
+
+    def project(x_BSH: torch.Tensor, weight: Any, bias: Any) -> torch.Tensor:
+        x_BSH = enter(x_BSH, group, sequence=sequence)
+        return split_logits(x_BSH, local(weight), group, local(bias), **words)
+
+    def loss(x_BSH: torch.Tensor, weight: Any, bias: Any, labels_BS: torch.Tensor) -> torch.Tensor:
+        x_BSH = enter(x_BSH, group, sequence=sequence)
+        return split_cross_entropy(
+            x_BSH, local(weight), labels_BS, group, local(bias), reduction="sum", **words
+        )
+
+    head.project, head.loss = project, loss
+
+
+def _own_places(group: dist.ProcessGroup, module: nn.Module, args: Any) -> Any:
+    """Take, for a table of positions, those of this rank's tokens: ``[..., S]`` to ``[..., s]``."""
+    return (part_of(args[0], group, -1),)
+
+
+def _split_attention(attention: Attention, mesh: Any, *, sequence: bool) -> None:
+    """Divide the heads; queries, keys and values enter by one communication."""
+    group, ranks = mesh.get_group(), mesh.size()
+    heads, kv_heads = attention.num_heads, attention.num_kv_heads
+    column = partial(ColumnLinear.of, mesh=mesh, sequence=sequence, communicate=False)
+    attention.query = column(attention.query)
+    attention.key = column(attention.key, heads=kv_heads)
+    attention.value = column(attention.value, heads=kv_heads)
+    attention.output = RowLinear.of(attention.output, mesh, sequence=sequence)
+    attention.num_heads = heads // ranks
+    attention.num_kv_heads = max(1, kv_heads // ranks)
+    attention.first_head = mesh.get_local_rank() * attention.num_heads
+    for norm in (attention.query_norm, attention.key_norm):
+        if norm is not None:
+            sum_gradients(norm, mesh)
+
+    def come_in(module: nn.Module, args: Any) -> Any:
+        x_BSH, places, asking_BSH = args
+        if asking_BSH is not None:
+            asking_BSH = enter(asking_BSH, group, sequence=sequence)
+        return enter(x_BSH, group, sequence=sequence), places, asking_BSH
+
+    attention.register_forward_pre_hook(come_in)
+
+
+def _split_tokens(layer: Layer, mesh: Any, *, sequence: bool) -> None:
+    """Let each rank of ``tp`` route and compute its share of the tokens, by whole experts."""
+    moe, group = layer.feed_forward, mesh.get_group()
+    for module in (moe.gate, moe.shared_experts, moe.shared_expert_gate):
+        if module is not None:
+            sum_gradients(module, mesh)
+    if sequence:
+        return
+
+    def feed_forward(x_BSH: torch.Tensor) -> Any:
+        branch_BsH, auxiliary = Layer._feed_forward(layer, take_tokens(x_BSH, group))
+        return join_tokens(branch_BsH, group), auxiliary
+
+    layer._feed_forward = feed_forward  # type: ignore[method-assign]
+
+
+def _share_sequences(model: Transformer, group: dist.ProcessGroup, kind: str) -> None:
+    """Let the ranks of ``cp`` attend to each other's tokens."""
+    core = context.context_core(group, kind)
+    for layer in model.layers.values():
+        layer.attention.core = core
+
+
+def _keep_less(model: Transformer, config: ParallelConfig, mesh: Mesh) -> None:
+    """Let layers keep less for their backward."""
+    rules = []
+    if "activations" in config.offload:
+        rules.append(memory.offload("layers.*"))
+    if "layer" in config.remade:
+        slices = config.recompute_slice_activation and config.tp > 1
+        rules.append(
+            memory.recompute(
+                "layers.*",
+                mp_comm_recompute=config.mp_comm_recompute,
+                recompute_slice_activation=slices,
+                group=mesh.group("tp") if slices else None,
+            )
+        )
+    if "norm" in config.remade:
+        rules.append(memory.recompute(ops=_NORMS))
+    if "activation" in config.remade:
+        rules.append(memory.recompute(ops="linear_glu"))
+        for layer in model.layers.values():
+            part = layer.feed_forward
+            if isinstance(part, (MLP, ParallelMLP)):
+                part.recompute = True
+            elif isinstance(part, MoE):
+                part.experts.recompute = True
+    if rules:
+        memory.apply(model, memory.Policy(*rules))
+
+
+def _share_data(model: nn.Module, config: ParallelConfig, mesh: Mesh) -> DataParallel:
+    """Sum gradients over the ranks that see other tokens, and divide what ``zero`` divides."""
+    stage = config.zero if config.sizes.data > 1 else 0
+    data = DataParallel(stage=stage)
+    experts = _expert_modules(model, config)
+    theirs = {each for module in experts for each in module.parameters()}
+    whole = _not_sharded(model, config) if stage else set(model.parameters())
+    alone = mesh.expert_data.size() == 1
+    for members, group in (
+        (whole - theirs, mesh.group("data")),
+        (whole & theirs, mesh.group("expert_data")),
+    ):
+        if members and group.size() > 1:
+            buckets = _buckets(model, members, config)
+            data.replicas.append(Replicas(buckets, group, overlap=config.overlap))
+    if stage:
+        again = config.parallel_optimizer_comm_recompute
+        share = partial(shard, stage=stage, whole=whole | theirs if alone else whole)
+        if experts and not alone:
+            share(experts, mesh.expert_data, gather_again=again)
+            data.sharded += experts
+        blocks = [*_blocks(model, config), model]
+        share(blocks, mesh.shards(config.shard_ranks), gather_again=again)
+        data.sharded.append(model)
+    return data
+
+
+def _expert_modules(model: nn.Module, config: ParallelConfig) -> list[nn.Module]:
+    """Return the experts of layers whose ranks are not those of the rest."""
+    if config.mode == "manual" or (config.ep == 1 and config.tp == 1):
+        return []
+    return [each.experts for each in model.modules() if isinstance(each, MoE)]
+
+
+def _not_sharded(model: nn.Module, config: ParallelConfig) -> set[nn.Parameter]:
+    """Return the parameters that stay whole on each rank: small ones, and those of a pattern."""
+    return {
+        each
+        for name, each in model.named_parameters()
+        if local_bytes(each) < config.shard_threshold
+        or any(fnmatchcase(name, pattern) for pattern in config.not_sharded)
+    }
+
+
+def _buckets(
+    model: nn.Module, members: set[nn.Parameter], config: ParallelConfig
+) -> list[list[nn.Parameter]]:
+    """Return these parameters in buckets, the last first."""
+    if config.bucket_layers is None:
+        return by_bytes([p for p in model.parameters() if p in members], config.bucket_bytes)
+    parts: list[list[nn.Parameter]] = [[]]
+    for name, parameter in model.named_parameters():
+        word = name.split(".")
+        if word[0] == "layers" and int(word[1]) in config.bucket_layers[len(parts) - 1 :]:
+            parts.append([])
+        if parameter in members:
+            parts[-1].append(parameter)
+    return [bucket for part in reversed(parts) for bucket in by_bytes(part, 1 << 62)]
+
+
+def _blocks(model: nn.Module, config: ParallelConfig) -> list[Any]:
+    """Return the layers in groups whose weights travel together."""
+    layers = getattr(model, "layers", None)
+    if not isinstance(layers, (nn.ModuleDict, nn.ModuleList)):
+        return []
+    blocks: list[list[nn.Module]] = []
+    size = 0
+    for index, layer in enumerate(layers.values() if isinstance(layers, nn.ModuleDict) else layers):
+        if config.bucket_layers is None:
+            begins = not blocks or size >= config.bucket_bytes
+        else:
+            begins = not blocks or index in config.bucket_layers
+        if begins:
+            blocks.append([])
+            size = 0
+        blocks[-1].append(layer)
+        size += sum(local_bytes(each) for each in layer.parameters())
+    return [each[0] if len(each) == 1 else each for each in blocks]

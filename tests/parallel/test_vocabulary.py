@@ -1,0 +1,160 @@
+"""Embedding and loss over a split vocabulary equal those of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from process_pool import World
+from split_layers import assert_same, mesh_of, part_of, whole
+from torch import nn
+
+from fusedops._core import dtypes
+from fusedops.nn import LinearCrossEntropyLoss
+from fusedops.parallel import communication
+from fusedops.parallel.vocabulary import VocabularyCrossEntropy, VocabularyEmbedding
+
+pytestmark = pytest.mark.distributed
+OnRanks = Callable[..., list[Any]]
+B, S, H, V = 2, 8, 12, 23
+CASES: dict[str, dict[str, Any]] = {
+    "mean": {},
+    "kept": {"recompute": False, "bias": True},
+    "again": {"recompute": True, "chunk_size": 5, "reduction": "sum"},
+    "smoothing": {"label_smoothing": 0.2, "reduction": "none", "bias": True},
+    "all": {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 3.0, "ignore_index": -1},
+    "class_ignored": {"ignore_index": 4},
+}
+
+
+def _results(
+    loss_of: nn.Module, hidden: torch.Tensor, target: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    hidden = hidden.detach().clone().requires_grad_()
+    loss = loss_of(hidden, target)
+    loss.backward(torch.ones_like(loss) / 3)
+    grads = {name: whole(each.grad) for name, each in loss_of.named_parameters()}
+    return {"loss": loss.detach(), "hidden": hidden.grad, **grads}
+
+
+def _losses(world: World, ranks: int, dtype: torch.dtype) -> None:
+    if not world.member(ranks):
+        return
+    mesh = mesh_of(world, ranks)
+    hidden = torch.randn(B, S, H).to(dtype)
+    target = torch.randint(V, (B, S))
+    target[0, 0], target[0, 1], target[1, 3] = 0, V - 1, 4
+    for options in CASES.values():
+        plain = LinearCrossEntropyLoss(H, V, dtype=dtype, **options)
+        labels = target.clone()
+        labels[1, :2] = plain.ignore_index
+        eager = _results(plain, hidden, labels)
+        plain.zero_grad()
+        wide = torch.float64
+        exact = _copy(plain, options).to(wide)
+        truth = _results(exact, hidden.to(wide), labels)
+        for sequence in (False, True):
+            split = VocabularyCrossEntropy.of(plain, mesh, sequence=sequence)
+            mine, here, rough = hidden, truth, eager
+            if sequence:
+                mine = part_of(hidden, world, ranks, 1)
+                here, rough = (
+                    {**each, "hidden": part_of(each["hidden"], world, ranks, 1)}
+                    for each in (truth, eager)
+                )
+            found = _results(split, mine, labels)
+            assert found["loss"].dtype == dtypes.statistics_dtype(dtype)
+            assert_same(found, rough, here, V)
+            logits = split.logits(mine)
+            if not sequence:
+                expected = plain.logits(hidden)
+                assert_same({"": logits}, {"": expected}, {"": exact.logits(hidden.to(wide))}, H)
+
+
+def _copy(plain: LinearCrossEntropyLoss, options: dict[str, Any]) -> LinearCrossEntropyLoss:
+    other = LinearCrossEntropyLoss(H, V, dtype=plain.weight.dtype, **options)
+    other.load_state_dict(plain.state_dict())
+    return other
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_split_losses_equal_the_whole_ones(
+    on_ranks: OnRanks, ranks: int, dtype: torch.dtype
+) -> None:
+    """23 words on 2 and 4 ranks: the last has fewer."""
+    on_ranks(_losses, ranks, dtype)
+
+
+def _embeddings(world: World, ranks: int) -> None:
+    if not world.member(ranks):
+        return
+    mesh = mesh_of(world, ranks)
+    tokens = torch.randint(V, (B, S))
+    tokens[0, :3] = torch.tensor([0, V - 1, 3])
+    for padding in (None, 3, V - 1):
+        plain = nn.Embedding(V, H, padding_idx=padding)
+        grad = torch.randn(B, S, H)
+        output = plain(tokens)
+        output.backward(grad)
+        for sequence in (False, True):
+            split = VocabularyEmbedding.of(plain, mesh, sequence=sequence)
+            found = split(tokens)
+            if sequence:
+                assert torch.equal(found, part_of(output, world, ranks, 1))
+                found.backward(part_of(grad, world, ranks, 1))
+            else:
+                assert torch.equal(found, output)
+                found.backward(grad)
+            assert torch.equal(whole(split.weight.grad), plain.weight.grad)
+        with pytest.raises(ValueError, match=r"tokens must be in \[0, 23\), got 23"):
+            split(tokens + 1 + V - 1 - int(tokens.max()))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_split_embeddings_give_the_same_bits(on_ranks: OnRanks, ranks: int) -> None:
+    on_ranks(_embeddings, ranks)
+
+
+def _loss_traffic(world: World) -> Any:
+    if not world.member(2):
+        return None
+    head = LinearCrossEntropyLoss(H, V)
+    split = VocabularyCrossEntropy.of(head, mesh_of(world, 2))
+    hidden = torch.randn(B, S, H, requires_grad=True)
+    with communication.recorded() as forward:
+        loss = split(hidden, torch.zeros(B, S, dtype=torch.int64))
+    with communication.recorded() as backward:
+        loss.backward()
+    return forward, backward
+
+
+def test_a_loss_sends_two_numbers_a_token(on_ranks: OnRanks) -> None:
+    forward, backward = on_ranks(_loss_traffic)[0]
+    assert forward.counts() == {"all_gather": 1}
+    assert forward.bytes() == 8 * B * S
+    assert backward.counts() == {"all_reduce": 1}
+    assert backward.bytes() == B * S * H * 4
+
+
+def _bad_input(world: World) -> None:
+    if not world.member(2):
+        return
+    mesh = mesh_of(world, 2)
+    head = VocabularyCrossEntropy.of(LinearCrossEntropyLoss(H, V), mesh)
+    target = torch.zeros(B, S, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"target must be in \[0, 23\) .* got 23 at row 1"):
+        target[0, 1] = V
+        head(torch.zeros(B, S, H), target)
+    with pytest.raises(ValueError, match="size of dim 0 of weight must be enough for the 2 ranks"):
+        VocabularyEmbedding.of(nn.Embedding(1, H), mesh)
+    with pytest.raises(ValueError, match="max_norm must be off"):
+        VocabularyEmbedding.of(nn.Embedding(V, H, max_norm=1.0), mesh)
+    with pytest.raises(TypeError, match="module must be a torch.nn.*Embedding, got .*Linear"):
+        VocabularyEmbedding.of(nn.Linear(V, H), mesh)  # type: ignore[arg-type]
+
+
+def test_bad_input_names_what_is_wrong(on_ranks: OnRanks) -> None:
+    on_ranks(_bad_input)
