@@ -6,6 +6,7 @@ Most ranks are threads; what processes do differently, messages under way, is tr
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import fusedops
 from fusedops import UnsupportedError, memory
 from fusedops._core import dtypes
+from fusedops.models import Transformer, preset
 from fusedops.parallel import (
     communication,
     context_core,
@@ -367,3 +369,48 @@ def _refused(rank: int) -> None:
 
 def test_bad_input_is_refused_before_anything_is_sent() -> None:
     threads.run(_refused, 2)
+
+
+def _model(name: str, core: Any = None) -> Transformer:
+    """Return a tiny model in float64, without dropout."""
+    torch.manual_seed(4)
+    model = Transformer(
+        replace(preset(name), dropout=0.0, attention_dropout=0.0), dtype=torch.float64
+    )
+    for layer in model.layers.values():
+        layer.attention.core = core or layer.attention.core
+    return model
+
+
+def _loss(model: Transformer, cut: Callable[[torch.Tensor, int], torch.Tensor]) -> torch.Tensor:
+    """Return the sum of the targets' losses of packed sequences, or of the part that is cut out."""
+    g = torch.Generator().manual_seed(2)
+    tokens = torch.randint(64, (2, 24), generator=g)
+    ids = torch.tensor([[0] * 5 + [1] * 19, [2] * 20 + [3] * 4])
+    places = torch.arange(24)
+    return model(
+        cut(tokens, 1),
+        cut(tokens.roll(-1, 1), 1),
+        positions=cut(places, 0),
+        document_ids=cut(ids, 1),
+    ).total
+
+
+def _trained(rank: int, name: str, kind: str) -> list[torch.Tensor]:
+    group = dist.group.WORLD
+    model = _model(name, context_core(group, kind))
+    loss = _loss(model, lambda whole, dim: shard_sequence(whole, group, dim))
+    grads = torch.autograd.grad(loss, list(model.parameters()))
+    return [loss, *grads]
+
+
+@pytest.mark.parametrize("kind", FUNCTIONS)
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-alibi", "tiny-pangu"])
+def test_models_train_on_shards_as_on_one_process(name: str, kind: str) -> None:
+    model = _model(name)
+    loss = _loss(model, lambda whole, dim: whole)
+    expected = [loss, *torch.autograd.grad(loss, list(model.parameters()))]
+    parts = threads.run(_trained, 2, name, kind)
+    for exact, *mine in zip(expected, *parts, strict=True):
+        budget = dtypes.error_budget(exact, exact, torch.float64, depth=48)
+        assert bool(((sum(mine) - exact).abs() <= budget).all())
