@@ -83,6 +83,17 @@ def ulysses_attention(
 
     Reference:
         Jacobs et al.: DeepSpeed Ulysses, arXiv:2309.14509.
+
+    Example:
+        >>> import torch, torch.distributed as dist
+        >>> from fusedops.parallel import ulysses_attention
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> q = k = torch.zeros(1, 1, 2, 4)
+        >>> v = torch.tensor([[1.0, 0.0], [0.0, 1.0]]).view(1, 1, 2, 2)
+        >>> ulysses_attention(q, k, v, dist.group.WORLD, is_causal=True)
+        tensor([[[[1.0000, 0.0000],
+                  [0.5000, 0.5000]]]])
+        >>> dist.destroy_process_group()
     """
     op = "ulysses_attention"
     a = request(

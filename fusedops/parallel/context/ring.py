@@ -97,6 +97,17 @@ def ring_attention(
     Reference:
         Liu et al.: Ring Attention with Blockwise Transformers, arXiv:2310.01889; Brandon et al.:
         Striped Attention, arXiv:2311.09431 (balance).
+
+    Example:
+        >>> import torch, torch.distributed as dist
+        >>> from fusedops.parallel import ring_attention
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> q = k = torch.zeros(1, 1, 2, 4)
+        >>> v = torch.tensor([[1.0, 0.0], [0.0, 1.0]]).view(1, 1, 2, 2)
+        >>> ring_attention(q, k, v, dist.group.WORLD, is_causal=True)
+        tensor([[[[1.0000, 0.0000],
+                  [0.5000, 0.5000]]]])
+        >>> dist.destroy_process_group()
     """
     a = request(
         "ring_attention",
