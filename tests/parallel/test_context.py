@@ -91,7 +91,7 @@ def _large_scores(rank: int) -> None:
     for mine, eager, exact in zip(found, alone, truth, strict=True):
         eager, exact = (shard(each, case, group) for each in (eager, exact))
         budget = dtypes.rms_budget(eager, exact, torch.float32, depth=case.length)
-        assert dtypes.rms(mine.detach().double() - exact) <= budget
+        assert dtypes.rms((mine.double() - exact).detach()) <= budget
 
 
 def test_large_scores_keep_their_sums() -> None:

@@ -354,8 +354,8 @@ def _step_gradients(
     for call, scores in ring.calls(shift, step):
         grad, *others = _blocks.backward(call, ring.query, key, value, scores, incoming)
         add_to(grad_query, call.rows, grad)
-        if len(step.calls) == len(call.blocks) == 1:  # all its keys and values, rounded once
-            return others
+        if len(step.calls) == 1 and call.columns == ((0, key.shape[2]),):
+            return others  # of all keys and values, rounded once
         if not found:
             found = [torch.zeros_like(each, dtype=grad_query.dtype) for each in (key, value)]
         for into, part in zip(found, others, strict=True):
