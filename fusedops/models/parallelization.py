@@ -27,8 +27,15 @@ from fusedops.models.parallelized import Parallelized, attach
 from fusedops.models.transformer import Attention, Layer, Transformer
 from fusedops.nn import MLP, GatedMLP, MoE
 from fusedops.parallel import communication, context
-from fusedops.parallel.data import DataParallel, Replicas, by_bytes, local_bytes, shard
+from fusedops.parallel.data import (
+    DataParallel,
+    Replicas,
+    by_bytes,
+    local_bytes,
+    shard,
+)
 from fusedops.parallel.mesh import Mesh, make_mesh
+from fusedops.parallel.sequence import SequenceNorm
 from fusedops.parallel.split_experts import split_experts
 from fusedops.parallel.tensor import (
     ColumnLinear,
@@ -40,6 +47,7 @@ from fusedops.parallel.tensor import (
     local,
 )
 from fusedops.parallel.tokenwise import join_tokens, part_of, sum_gradients, take_tokens
+from fusedops.parallel.vocabulary import VocabularyEmbedding, split_cross_entropy, split_logits
 
 _OP = "parallelize"
 _NORMS = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm")
@@ -90,10 +98,12 @@ def parallelize(
             _share_sequences(model, mesh.group("cp"), config.context)
     if isinstance(model, Transformer):
         _keep_less(model, config, mesh)
-    data = _share_data(model, config, mesh)
+    whole = _left_whole(model, config, mesh)
+    data = _divide_parameters(model, whole, config, mesh)
     if any(each.is_meta for each in model.parameters()):
         model.to_empty(device=mesh.dense.device_type if device is None else device)
         initialize(model, seed)
+    data.replicas = _replicas(model, whole, config, mesh)
     return attach(model, Parallelized(model, config, mesh, data))
 
 
@@ -173,10 +183,10 @@ def _split_tensors(model: Transformer, mesh: Any, *, sequence: bool) -> None:
             assert isinstance(part, MLP)
             layer.feed_forward = ParallelMLP.of(part, mesh, sequence=sequence)
         if sequence:
-            sum_gradients(layer.attention_norm, mesh)
-            sum_gradients(layer.feed_forward_norm, mesh)
+            layer.attention_norm = SequenceNorm.of(layer.attention_norm, mesh)
+            layer.feed_forward_norm = SequenceNorm.of(layer.feed_forward_norm, mesh)
     if sequence and model.norm is not None:
-        sum_gradients(model.norm, mesh)
+        model.norm = SequenceNorm.of(model.norm, mesh)
     if sequence and model.query_positions is not None:
         sum_gradients(model.query_positions, mesh)
         model.query_positions.register_forward_pre_hook(partial(_own_places, group))
@@ -184,8 +194,6 @@ def _split_tensors(model: Transformer, mesh: Any, *, sequence: bool) -> None:
 
 def _split_ends(model: Transformer, mesh: Any, *, sequence: bool) -> None:
     """Divide the vocabulary."""
-    from fusedops.parallel.vocabulary import VocabularyEmbedding, split_cross_entropy, split_logits
-
     group, embedding, head = mesh.get_group(), model.embedding, model.head
     words = {"vocab_size": model.config.vocab_size}
     embedding.tokens = VocabularyEmbedding.of(embedding.tokens, mesh, sequence=sequence)
@@ -194,9 +202,11 @@ def _split_ends(model: Transformer, mesh: Any, *, sequence: bool) -> None:
             if table is not None:
                 sum_gradients(table, mesh)
                 table.register_forward_pre_hook(partial(_own_places, group))
-        for module in (embedding.norm, head.transform, head.norm):
-            if module is not None:
-                sum_gradients(module, mesh)
+        for owner in (embedding, head):
+            if owner.norm is not None:
+                owner.norm = SequenceNorm.of(owner.norm, mesh)
+        if head.transform is not None:
+            sum_gradients(head.transform, mesh)
     for name in ("weight", "bias"):
         parameter = getattr(head, name)
         if parameter is not None:
@@ -232,9 +242,9 @@ def _split_attention(attention: Attention, mesh: Any, *, sequence: bool) -> None
     attention.num_heads = heads // ranks
     attention.num_kv_heads = max(1, kv_heads // ranks)
     attention.first_head = mesh.get_local_rank() * attention.num_heads
-    for norm in (attention.query_norm, attention.key_norm):
-        if norm is not None:
-            sum_gradients(norm, mesh)
+    if attention.query_norm is not None and attention.key_norm is not None:
+        attention.query_norm = SequenceNorm.of(attention.query_norm, mesh)
+        attention.key_norm = SequenceNorm.of(attention.key_norm, mesh)
 
     def come_in(module: nn.Module, args: Any) -> Any:
         x_BSH, places, asking_BSH = args
@@ -297,33 +307,6 @@ def _keep_less(model: Transformer, config: ParallelConfig, mesh: Mesh) -> None:
         memory.apply(model, memory.Policy(*rules))
 
 
-def _share_data(model: nn.Module, config: ParallelConfig, mesh: Mesh) -> DataParallel:
-    """Sum gradients over the ranks that see other tokens, and divide what ``zero`` divides."""
-    stage = config.zero if config.sizes.data > 1 else 0
-    data = DataParallel(stage=stage)
-    experts = _expert_modules(model, config)
-    theirs = {each for module in experts for each in module.parameters()}
-    whole = _not_sharded(model, config) if stage else set(model.parameters())
-    alone = mesh.expert_data.size() == 1
-    for members, group in (
-        (whole - theirs, mesh.group("data")),
-        (whole & theirs, mesh.group("expert_data")),
-    ):
-        if members and group.size() > 1:
-            buckets = _buckets(model, members, config)
-            data.replicas.append(Replicas(buckets, group, overlap=config.overlap))
-    if stage:
-        again = config.parallel_optimizer_comm_recompute
-        share = partial(shard, stage=stage, whole=whole | theirs if alone else whole)
-        if experts and not alone:
-            share(experts, mesh.expert_data, gather_again=again)
-            data.sharded += experts
-        blocks = [*_blocks(model, config), model]
-        share(blocks, mesh.shards(config.shard_ranks), gather_again=again)
-        data.sharded.append(model)
-    return data
-
-
 def _expert_modules(model: nn.Module, config: ParallelConfig) -> list[nn.Module]:
     """Return the experts of layers whose ranks are not those of the rest."""
     if config.mode == "manual" or (config.ep == 1 and config.tp == 1):
@@ -331,14 +314,53 @@ def _expert_modules(model: nn.Module, config: ParallelConfig) -> list[nn.Module]
     return [each.experts for each in model.modules() if isinstance(each, MoE)]
 
 
-def _not_sharded(model: nn.Module, config: ParallelConfig) -> set[nn.Parameter]:
-    """Return the parameters that stay whole on each rank: small ones, and those of a pattern."""
+def _left_whole(model: nn.Module, config: ParallelConfig, mesh: Mesh) -> set[str]:
+    """Return the names of parameters that ``zero`` does not divide.
+
+    All with stage 0; those that are small or whose name has a pattern; experts that nobody shares.
+    """
+    named = dict(model.named_parameters())
+    if config.zero == 0 or config.sizes.data == 1:
+        return set(named)
+    experts = _expert_modules(model, config) if mesh.expert_data.size() == 1 else []
+    alone = {each for module in experts for each in module.parameters()}
     return {
-        each
-        for name, each in model.named_parameters()
-        if local_bytes(each) < config.shard_threshold
+        name
+        for name, each in named.items()
+        if each in alone
+        or local_bytes(each) < config.shard_threshold
         or any(fnmatchcase(name, pattern) for pattern in config.not_sharded)
     }
+
+
+def _divide_parameters(
+    model: nn.Module, whole: set[str], config: ParallelConfig, mesh: Mesh
+) -> DataParallel:
+    """Divide what ``zero`` divides over the ranks that see other tokens."""
+    if config.zero == 0 or config.sizes.data == 1:
+        return DataParallel()
+    left = {each for name, each in model.named_parameters() if name in whole}
+    again = config.parallel_optimizer_comm_recompute
+    share = partial(shard, stage=config.zero, whole=left, gather_again=again)
+    experts = _expert_modules(model, config) if mesh.expert_data.size() > 1 else []
+    if experts:
+        share(experts, mesh.expert_data)
+    share([*_blocks(model, config), model], mesh.shards(config.shard_ranks))
+    return DataParallel(sharded=[*experts, model], stage=config.zero)
+
+
+def _replicas(
+    model: nn.Module, whole: set[str], config: ParallelConfig, mesh: Mesh
+) -> list[Replicas]:
+    """Sum the gradients of whole parameters over the ranks that see other tokens."""
+    experts = {e for module in _expert_modules(model, config) for e in module.parameters()}
+    members = {each for name, each in model.named_parameters() if name in whole}
+    found = []
+    for some, name in ((members - experts, "data"), (members & experts, "expert_data")):
+        if some and mesh[name].size() > 1:
+            buckets = _buckets(model, some, config)
+            found.append(Replicas(buckets, mesh.group(name), overlap=config.overlap))
+    return found
 
 
 def _buckets(

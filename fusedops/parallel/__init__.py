@@ -5,12 +5,12 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from fusedops.parallel.context import ring_attention
 from fusedops.parallel.expert import expert_parallel, moe_combine, moe_dispatch
 from fusedops.parallel.mesh import Mesh, make_mesh, rank_groups
 from fusedops.parallel.sizes import Sizes
 
 if TYPE_CHECKING:
+    from fusedops.parallel.context import ring_attention
     from fusedops.parallel.data import DataParallel, Replicas, by_bytes, shard
 
 # What needs torch.distributed.tensor, which takes a second to import: its module, by name.
@@ -18,6 +18,7 @@ _LATER = {
     "DataParallel": "data",
     "Replicas": "data",
     "by_bytes": "data",
+    "ring_attention": "context",
     "shard": "data",
 }
 
