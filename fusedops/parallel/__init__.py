@@ -10,7 +10,13 @@ from fusedops.parallel.mesh import Mesh, make_mesh, rank_groups
 from fusedops.parallel.sizes import Sizes
 
 if TYPE_CHECKING:
-    from fusedops.parallel.context import ring_attention
+    from fusedops.parallel.context import (
+        context_core,
+        ring_attention,
+        shard_sequence,
+        ulysses_attention,
+        unshard_sequence,
+    )
     from fusedops.parallel.data import DataParallel, Replicas, by_bytes, shard
 
 # What needs torch.distributed.tensor, which takes a second to import: its module, by name.
@@ -18,8 +24,12 @@ _LATER = {
     "DataParallel": "data",
     "Replicas": "data",
     "by_bytes": "data",
+    "context_core": "context",
     "ring_attention": "context",
     "shard": "data",
+    "shard_sequence": "context",
+    "ulysses_attention": "context",
+    "unshard_sequence": "context",
 }
 
 __all__ = [
@@ -28,6 +38,7 @@ __all__ = [
     "Replicas",
     "Sizes",
     "by_bytes",
+    "context_core",
     "expert_parallel",
     "make_mesh",
     "moe_combine",
@@ -35,6 +46,9 @@ __all__ = [
     "rank_groups",
     "ring_attention",
     "shard",
+    "shard_sequence",
+    "ulysses_attention",
+    "unshard_sequence",
 ]
 
 
