@@ -24,7 +24,7 @@ from fusedops.models.config import TransformerConfig
 from fusedops.models.initialize import initialize
 from fusedops.models.parallel_config import ParallelConfig, check_split
 from fusedops.models.parallelized import Parallelized, attach
-from fusedops.models.transformer import Attention, Layer, Transformer
+from fusedops.models.transformer import Layer, Transformer
 from fusedops.nn import MLP, GatedMLP, MoE
 from fusedops.parallel import communication, context
 from fusedops.parallel.data import (
@@ -157,9 +157,14 @@ def _same_everywhere(model: nn.Module) -> None:
                 communication.broadcast(tensor.detach(), world, label="first values").wait()
 
 
+def _layers(model: Transformer) -> list[Any]:
+    """Return the layers, whose parts are replaced by others of types that they do not know."""
+    return list(model.layers.values())
+
+
 def _divide_experts(model: Transformer, mesh: Mesh) -> None:
     """Give each rank of ``ep`` its experts, and each rank of ``tp`` its share of the tokens."""
-    for layer in model.layers.values():
+    for layer in _layers(model):
         moe = layer.feed_forward
         if not isinstance(moe, MoE):
             continue
@@ -172,7 +177,7 @@ def _split_tensors(model: Transformer, mesh: Any, *, sequence: bool) -> None:
     """Divide heads, features and words over the ranks of ``tp``; with ``sequence`` tokens too."""
     group = mesh.get_group()
     _split_ends(model, mesh, sequence=sequence)
-    for layer in model.layers.values():
+    for layer in _layers(model):
         _split_attention(layer.attention, mesh, sequence=sequence)
         part = layer.feed_forward
         if isinstance(part, MoE):
@@ -183,10 +188,9 @@ def _split_tensors(model: Transformer, mesh: Any, *, sequence: bool) -> None:
             assert isinstance(part, MLP)
             layer.feed_forward = ParallelMLP.of(part, mesh, sequence=sequence)
         if sequence:
-            layer.attention_norm = SequenceNorm.of(layer.attention_norm, mesh)
-            layer.feed_forward_norm = SequenceNorm.of(layer.feed_forward_norm, mesh)
-    if sequence and model.norm is not None:
-        model.norm = SequenceNorm.of(model.norm, mesh)
+            _split_norms(layer, ("attention_norm", "feed_forward_norm"), mesh)
+    if sequence:
+        _split_norms(model, ("norm",), mesh)
     if sequence and model.query_positions is not None:
         sum_gradients(model.query_positions, mesh)
         model.query_positions.register_forward_pre_hook(partial(_own_places, group))
@@ -194,17 +198,17 @@ def _split_tensors(model: Transformer, mesh: Any, *, sequence: bool) -> None:
 
 def _split_ends(model: Transformer, mesh: Any, *, sequence: bool) -> None:
     """Divide the vocabulary."""
-    group, embedding, head = mesh.get_group(), model.embedding, model.head
-    words = {"vocab_size": model.config.vocab_size}
+    group, words = mesh.get_group(), model.config.vocab_size
+    embedding: Any = model.embedding
+    head: Any = model.head
     embedding.tokens = VocabularyEmbedding.of(embedding.tokens, mesh, sequence=sequence)
     if sequence:
         for table in (embedding.positions, embedding.token_types):
             if table is not None:
                 sum_gradients(table, mesh)
                 table.register_forward_pre_hook(partial(_own_places, group))
-        for owner in (embedding, head):
-            if owner.norm is not None:
-                owner.norm = SequenceNorm.of(owner.norm, mesh)
+        _split_norms(embedding, ("norm",), mesh)
+        _split_norms(head, ("norm",), mesh)
         if head.transform is not None:
             sum_gradients(head.transform, mesh)
     for name in ("weight", "bias"):
@@ -214,15 +218,22 @@ def _split_ends(model: Transformer, mesh: Any, *, sequence: bool) -> None:
 
     def project(x_BSH: torch.Tensor, weight: Any, bias: Any) -> torch.Tensor:
         x_BSH = enter(x_BSH, group, sequence=sequence)
-        return split_logits(x_BSH, local(weight), group, local(bias), **words)
+        return split_logits(x_BSH, local(weight), group, local(bias), vocab_size=words)
 
     def loss(x_BSH: torch.Tensor, weight: Any, bias: Any, labels_BS: torch.Tensor) -> torch.Tensor:
         x_BSH = enter(x_BSH, group, sequence=sequence)
-        return split_cross_entropy(
-            x_BSH, local(weight), labels_BS, group, local(bias), reduction="sum", **words
-        )
+        given = local(weight), labels_BS, group, local(bias)
+        return split_cross_entropy(x_BSH, *given, vocab_size=words, reduction="sum")
 
     head.project, head.loss = project, loss
+
+
+def _split_norms(owner: nn.Module, names: tuple[str, ...], mesh: Any) -> None:
+    """Let norms, where there are some, meet this rank's tokens or heads only."""
+    for name in names:
+        norm = getattr(owner, name)
+        if norm is not None and not isinstance(norm, nn.Identity):
+            setattr(owner, name, SequenceNorm.of(norm, mesh))
 
 
 def _own_places(group: dist.ProcessGroup, module: nn.Module, args: Any) -> Any:
@@ -230,7 +241,7 @@ def _own_places(group: dist.ProcessGroup, module: nn.Module, args: Any) -> Any:
     return (part_of(args[0], group, -1),)
 
 
-def _split_attention(attention: Attention, mesh: Any, *, sequence: bool) -> None:
+def _split_attention(attention: Any, mesh: Any, *, sequence: bool) -> None:
     """Divide the heads; queries, keys and values enter by one communication."""
     group, ranks = mesh.get_group(), mesh.size()
     heads, kv_heads = attention.num_heads, attention.num_kv_heads
@@ -242,9 +253,7 @@ def _split_attention(attention: Attention, mesh: Any, *, sequence: bool) -> None
     attention.num_heads = heads // ranks
     attention.num_kv_heads = max(1, kv_heads // ranks)
     attention.first_head = mesh.get_local_rank() * attention.num_heads
-    if attention.query_norm is not None and attention.key_norm is not None:
-        attention.query_norm = SequenceNorm.of(attention.query_norm, mesh)
-        attention.key_norm = SequenceNorm.of(attention.key_norm, mesh)
+    _split_norms(attention, ("query_norm", "key_norm"), mesh)
 
     def come_in(module: nn.Module, args: Any) -> Any:
         x_BSH, places, asking_BSH = args
@@ -255,7 +264,7 @@ def _split_attention(attention: Attention, mesh: Any, *, sequence: bool) -> None
     attention.register_forward_pre_hook(come_in)
 
 
-def _split_tokens(layer: Layer, mesh: Any, *, sequence: bool) -> None:
+def _split_tokens(layer: Any, mesh: Any, *, sequence: bool) -> None:
     """Let each rank of ``tp`` route and compute its share of the tokens, by whole experts."""
     moe, group = layer.feed_forward, mesh.get_group()
     for module in (moe.gate, moe.shared_experts, moe.shared_expert_gate):
@@ -268,13 +277,13 @@ def _split_tokens(layer: Layer, mesh: Any, *, sequence: bool) -> None:
         branch_BsH, auxiliary = Layer._feed_forward(layer, take_tokens(x_BSH, group))
         return join_tokens(branch_BsH, group), auxiliary
 
-    layer._feed_forward = feed_forward  # type: ignore[method-assign]
+    layer._feed_forward = feed_forward
 
 
 def _share_sequences(model: Transformer, group: dist.ProcessGroup, kind: str) -> None:
     """Let the ranks of ``cp`` attend to each other's tokens."""
     core = context.context_core(group, kind)
-    for layer in model.layers.values():
+    for layer in _layers(model):
         layer.attention.core = core
 
 
@@ -297,7 +306,7 @@ def _keep_less(model: Transformer, config: ParallelConfig, mesh: Mesh) -> None:
         rules.append(memory.recompute(ops=_NORMS))
     if "activation" in config.remade:
         rules.append(memory.recompute(ops="linear_glu"))
-        for layer in model.layers.values():
+        for layer in _layers(model):
             part = layer.feed_forward
             if isinstance(part, (MLP, ParallelMLP)):
                 part.recompute = True
