@@ -51,13 +51,11 @@ def _batch(words: int, documents: bool) -> tuple[Any, ...]:
 def _step(model: Transformer, documents: bool) -> tuple[Any, Any, dict[str, Any], dict[str, Any]]:
     """Return the mean loss, the norm of the gradients, the gradients and the weights of a step."""
     run = parallelized(model)
-    batch = [
-        each if each is None else run.rows(each)
-        for each in _batch(model.config.vocab_size, documents)
-    ]
     microbatches = run.config.microbatches
+    batch = _batch(model.config.vocab_size, documents)
+    # What a micro-batch is does not depend on the layout; each rank takes its rows of it.
     parts = [
-        [None if each is None else each.chunk(microbatches)[i] for each in batch]
+        [None if each is None else run.rows(each.chunk(microbatches)[i]) for each in batch]
         for i in range(microbatches)
     ]
     optimizer = run.optimizer(lr=0.01, eps=1e-3)
