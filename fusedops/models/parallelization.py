@@ -93,7 +93,7 @@ def parallelize(
         if model.config.sparse_layers:
             _divide_experts(model, mesh)
         if config.tp > 1:
-            _split_tensors(model, mesh["tp"], sequence=config.sp)
+            _split_tensors(model, mesh["tp"], config)
         if config.cp > 1:
             _share_sequences(model, mesh.group("cp"), config.context)
     if isinstance(model, Transformer):
@@ -173,20 +173,28 @@ def _divide_experts(model: Transformer, mesh: Mesh) -> None:
             split_experts(moe, mesh["ep"])
 
 
-def _split_tensors(model: Transformer, mesh: Any, *, sequence: bool) -> None:
-    """Divide heads, features and words over the ranks of ``tp``; with ``sequence`` tokens too."""
-    group = mesh.get_group()
+def _split_tensors(model: Transformer, mesh: Any, config: ParallelConfig) -> None:
+    """Divide heads, features and words over the ranks of ``tp``; with ``sp`` tokens too."""
+    group, sequence = mesh.get_group(), config.sp
+    # Products beside communication: what enters and leaves must be tokens, which come in blocks.
+    beside = sequence and config.overlap
     _split_ends(model, mesh, sequence=sequence)
     for layer in _layers(model):
-        _split_attention(layer.attention, mesh, sequence=sequence)
+        _split_attention(layer.attention, mesh, sequence=sequence, overlap=beside)
         part = layer.feed_forward
         if isinstance(part, MoE):
             _split_tokens(layer, mesh, sequence=sequence)
         elif isinstance(part, GatedMLP):
-            layer.feed_forward = ParallelGatedMLP.of(part, mesh, sequence=sequence)
+            plain = part.gate_proj.bias is None
+            layer.feed_forward = ParallelGatedMLP.of(
+                part, mesh, sequence=sequence, overlap=beside and plain
+            )
         else:
             assert isinstance(part, MLP)
-            layer.feed_forward = ParallelMLP.of(part, mesh, sequence=sequence)
+            keeps = "activation" not in config.remade
+            layer.feed_forward = ParallelMLP.of(
+                part, mesh, sequence=sequence, overlap=beside and keeps
+            )
         if sequence:
             _split_norms(layer, ("attention_norm", "feed_forward_norm"), mesh)
     if sequence:
@@ -241,7 +249,7 @@ def _own_places(group: dist.ProcessGroup, module: nn.Module, args: Any) -> Any:
     return (part_of(args[0], group, -1),)
 
 
-def _split_attention(attention: Any, mesh: Any, *, sequence: bool) -> None:
+def _split_attention(attention: Any, mesh: Any, *, sequence: bool, overlap: bool) -> None:
     """Divide the heads; queries, keys and values enter by one communication."""
     group, ranks = mesh.get_group(), mesh.size()
     heads, kv_heads = attention.num_heads, attention.num_kv_heads
@@ -249,7 +257,7 @@ def _split_attention(attention: Any, mesh: Any, *, sequence: bool) -> None:
     attention.query = column(attention.query)
     attention.key = column(attention.key, heads=kv_heads)
     attention.value = column(attention.value, heads=kv_heads)
-    attention.output = RowLinear.of(attention.output, mesh, sequence=sequence)
+    attention.output = RowLinear.of(attention.output, mesh, sequence=sequence, overlap=overlap)
     attention.num_heads = heads // ranks
     attention.num_kv_heads = max(1, kv_heads // ranks)
     attention.first_head = mesh.get_local_rank() * attention.num_heads
