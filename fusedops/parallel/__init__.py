@@ -5,7 +5,13 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from fusedops.parallel.context import ring_attention
+from fusedops.parallel.context import (
+    context_core,
+    ring_attention,
+    shard_sequence,
+    ulysses_attention,
+    unshard_sequence,
+)
 from fusedops.parallel.expert import expert_parallel, moe_combine, moe_dispatch
 from fusedops.parallel.mesh import Mesh, make_mesh, rank_groups
 from fusedops.parallel.sizes import Sizes
@@ -27,6 +33,7 @@ __all__ = [
     "Replicas",
     "Sizes",
     "by_bytes",
+    "context_core",
     "expert_parallel",
     "make_mesh",
     "moe_combine",
@@ -34,6 +41,9 @@ __all__ = [
     "rank_groups",
     "ring_attention",
     "shard",
+    "shard_sequence",
+    "ulysses_attention",
+    "unshard_sequence",
 ]
 
 

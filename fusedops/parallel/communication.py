@@ -300,25 +300,25 @@ def send_receive(
     out: torch.Tensor | None = None,
     label: str = "",
 ) -> Pending:
-    """Send ``tensor`` to one rank of the group and receive one of its shape from another.
+    """Send ``tensor`` to one rank of the group and receive one from another.
 
     Args:
         tensor: what is sent; with ``to=None`` it says only shape, dtype and device.
         group: the process group.
         to: the rank in the group that gets it, or ``None``: nothing is sent.
-        source: the rank whose tensor comes, or ``None``: the result is ``tensor``.
-        out: of the shape of ``tensor``, to receive in; made if not given.
+        source: the rank whose tensor comes, or ``None``: the result is ``out``, or ``tensor``.
+        out: to receive in; of the shape of ``tensor`` and made if not given.
         label: for the log.
     """
     tensor = tensor.contiguous()
-    received, batch = tensor, []
+    received, batch = tensor if out is None else out, []
     if to is not None:
         batch.append(dist.P2POp(dist.isend, tensor, group=group, group_peer=to))
     if source is not None:
         received = torch.empty_like(tensor) if out is None else out
         batch.append(dist.P2POp(dist.irecv, received, group=group, group_peer=source))
     if not batch:
-        return Pending(lambda: tensor)
+        return Pending(lambda: received)
     started = _start("send_receive", label, _bytes(tensor) if to is not None else 0, group.size())
     works = dist.batch_isend_irecv(batch)
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fusedops._core import checks
-from fusedops.parity import batches, script, threads, trial
+from fusedops.parity import batches, script, standard, threads, trial
 from fusedops.parity.batches import Batch
 from fusedops.parity.case import BATCH_SIZES, SEQ_LENS, Case, Space
 from fusedops.parity.processes import Processes
@@ -93,7 +93,7 @@ def verify(
     parallelize: Callable[..., Any] | None = None,
     options: Mapping[str, Sequence[Any]] | None = None,
     batch: Callable[[Case, torch.Generator], Batch] | None = None,
-    loss: Callable[[nn.Module, Batch], tuple[torch.Tensor, torch.Tensor]] | None = None,
+    loss: Callable[[nn.Module, Batch], tuple[torch.Tensor, ...]] | None = None,
     optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
     batch_sizes: Sequence[int] = BATCH_SIZES,
     seq_lens: Sequence[int] = SEQ_LENS,
@@ -118,12 +118,15 @@ def verify(
         meshes: sizes of the axes of each mesh to try, such as ``{"dp": 2, "tp": 2}``.
         parallelize: ``(model, mesh, case) -> Parallel``, or the parallel module, which is then
             trained over the mesh's axis ``dp``. A ``ValueError`` or ``UnsupportedError`` on all
-            ranks means that it cannot be done, and is counted.
+            ranks means that it cannot be done, and is counted. The default is
+            ``fusedops.models.parallelize``; the options are then fields of ``ParallelConfig``.
         options: what else there is to choose, by name; ``case.options`` has the choice. The first
             of each is the simplest.
         batch: ``(case, generator) -> dict`` of tensors with the whole batch; the default has
             ``tokens`` and ``labels`` for a model with ``config.vocab_size``.
-        loss: ``(model, batch) -> (total, count)``: the sum of the losses and the number of targets.
+        loss: ``(model, batch) -> (total, count)``: the sum of the losses and the number of targets,
+            and a third that is added to their mean, if there is one; the default calls
+            ``model(**batch)``.
         optimizer: ``(parameters) -> Optimizer``. The default is AdamW with a large ``eps``: with a
             small one a first step is the gradient's sign, and that of zero is rounding.
         batch_sizes: to choose from, like ``seq_lens``.
@@ -189,7 +192,7 @@ def replay(
     *,
     parallelize: Callable[..., Any] | None = None,
     batch: Callable[[Case, torch.Generator], Batch] | None = None,
-    loss: Callable[[nn.Module, Batch], tuple[torch.Tensor, torch.Tensor]] | None = None,
+    loss: Callable[[nn.Module, Batch], tuple[torch.Tensor, ...]] | None = None,
     optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
     ranks: str = "threads",
 ) -> None:
@@ -207,16 +210,16 @@ def replay(
     print(f"{case}: as in a single process")
 
 
-def token_loss(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return sum and number of a language model's losses: ``model(**batch)`` gives them first.
+def token_loss(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, ...]:
+    """Return sum and number of a language model's losses, and a router's loss if there is one.
 
-    A model that returns logits is given its cross-entropy.
+    A model that takes ``labels`` returns them so; one that returns logits is given its
+    cross-entropy.
     """
     given = {name: each for name, each in batch.items() if name != "labels"}
     accepted = inspect.signature(model.forward).parameters
     if "labels" in accepted:
-        result = model(**batch)
-        return result[0], result[1]
+        return model(**batch)
     logits = model(**given).flatten(0, -2)
     labels = batch["labels"].flatten()
     total = nn.functional.cross_entropy(logits, labels, reduction="sum", ignore_index=-100)
@@ -225,10 +228,10 @@ def token_loss(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tens
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
     """Return AdamW whose first step is no sign: see ``verify``."""
-    return torch.optim.AdamW(parameters, lr=0.05, eps=0.05, weight_decay=0.1)
+    return torch.optim.AdamW(parameters, **standard.ADAMW)
 
 
-script.DEFAULTS.update((token_loss, adamw))
+script.DEFAULTS.update((token_loss, adamw, standard.standard))
 
 
 def _factories(
@@ -248,18 +251,22 @@ def _subject(
     factories: Mapping[str, Callable[[], nn.Module]],
     parallelize: Callable[..., Any] | None,
     batch: Callable[[Case, torch.Generator], Batch] | None,
-    loss: Callable[[nn.Module, Batch], tuple[torch.Tensor, torch.Tensor]] | None,
+    loss: Callable[[nn.Module, Batch], tuple[torch.Tensor, ...]] | None,
     optimizer: Callable[[Any], torch.optim.Optimizer] | None,
 ) -> Subject:
-    if parallelize is None:
-        raise TypeError("verify: parallelize must be given for this model")
     if batch is None:
         model = next(iter(factories.values()))()
         vocab_size = getattr(getattr(model, "config", None), "vocab_size", None)
         if vocab_size is None:
             checks.fail("verify", "batch", "given where the model has no config.vocab_size", "None")
         batch = functools.partial(batches.token_batch, vocab_size=vocab_size)
-    return Subject(factories, parallelize, batch, loss or token_loss, optimizer or adamw)
+    return Subject(
+        factories,
+        parallelize or standard.standard,
+        batch,
+        loss or token_loss,
+        optimizer or adamw,
+    )
 
 
 @dataclass

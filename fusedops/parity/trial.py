@@ -54,14 +54,15 @@ class Subject:
         parallelize: ``(model, mesh, case) -> Parallel`` or a module, for which ``data_parallel``
             makes the rest.
         batch: ``(case, generator) -> dict`` of tensors, the whole batch of a step.
-        loss: ``(model, batch) -> (total, count)``: sum of the losses, and number of targets.
+        loss: ``(model, batch) -> (total, count)``: sum of the losses, and number of targets; a
+            third, if there is one, is added to their mean: a router's loss.
         optimizer: ``(parameters) -> Optimizer``.
     """
 
     factories: Mapping[str, Callable[[], nn.Module]]
     parallelize: Callable[[nn.Module, DeviceMesh, Case], Any]
     batch: Callable[[Case, torch.Generator], Batch]
-    loss: Callable[[nn.Module, Batch], tuple[torch.Tensor, torch.Tensor]]
+    loss: Callable[[nn.Module, Batch], tuple[torch.Tensor, ...]]
     optimizer: Callable[[Any], torch.optim.Optimizer]
 
     def model(self, case: Case) -> nn.Module:
@@ -93,8 +94,8 @@ def alone(subject: Subject, model: nn.Module) -> Parallel:
     """Return a whole model with the training step of a single process."""
 
     def forward_backward(batch: Batch) -> torch.Tensor:
-        total, count = subject.loss(model, batch)
-        loss = total / count.clamp_min(1)
+        total, count, *more = subject.loss(model, batch)
+        loss = sum(more, total / count.clamp_min(1))
         loss.backward()
         return loss.detach()
 
@@ -118,14 +119,14 @@ def data_parallel(subject: Subject, model: nn.Module, mesh: DeviceMesh) -> Paral
         if rows % size:
             raise ValueError(f"verify: batch_size must be a multiple of dp={size}, got {rows}")
         share = {name: each.chunk(size)[rank] for name, each in batch.items()}
-        total, count = subject.loss(model, share)
+        total, count, *more = subject.loss(model, share)
         count = count.clone()
         dist.all_reduce(count, group=axis.get_group())
-        count = count.clamp_min(1)
-        (total * size / count).backward()
-        whole = total.detach().clone()
-        dist.all_reduce(whole, group=axis.get_group())
-        return whole / count
+        loss = sum(more, total * size / count.clamp_min(1))
+        loss.backward()
+        loss = loss.detach() / size
+        dist.all_reduce(loss, group=axis.get_group())
+        return loss
 
     return Parallel(model, forward_backward)
 

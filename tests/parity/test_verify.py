@@ -31,6 +31,9 @@ BUGS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "mean of means": ({"dp": 2}, {}),
     "stale recompute": ({"dp": 2}, {"recompute": True}),
     "overwritten": ({"dp": 2}, {"microbatches": 2}),
+    "loss scale": ({"dp": 2}, {"zero": True}),
+    "norm per rank": ({"tp": 2}, {}),
+    "buffer reused": ({"dp": 2}, {"offload": True}),
 }
 
 

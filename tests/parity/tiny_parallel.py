@@ -6,6 +6,7 @@ it finds in the code of others. Shapes: B sequences, S tokens, H hidden, D of a 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from types import SimpleNamespace
 from typing import Any
@@ -95,6 +96,7 @@ class Decoder(nn.Module):
             enter=lambda x: x,
             leave=lambda x: x,
             recompute=None,
+            saved=contextlib.nullcontext,
         )
         self.tokens = nn.Embedding(VOCAB, HIDDEN)
         self.positions = nn.Parameter(torch.randn(64, HIDDEN) / 10)
@@ -106,11 +108,12 @@ class Decoder(nn.Module):
         first = self.layout.first_token(tokens.shape[1])
         x_BSH = self.tokens(tokens) + local(self.positions)[first : first + tokens.shape[1]]
         x_BSH = self.layout.enter(x_BSH)
-        for layer in self.layers:
-            if self.layout.recompute is None:
-                x_BSH = layer(x_BSH)
-            else:
-                x_BSH = checkpoint(layer, x_BSH, use_reentrant=False, **self.layout.recompute)
+        with self.layout.saved():
+            for layer in self.layers:
+                if self.layout.recompute is None:
+                    x_BSH = layer(x_BSH)
+                else:
+                    x_BSH = checkpoint(layer, x_BSH, use_reentrant=False, **self.layout.recompute)
         logits = self.head(self.layout.leave(self.norm(x_BSH)))
         total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
         return total, (labels != -100).sum()
@@ -231,13 +234,49 @@ def parallelize(model: Decoder, mesh: DeviceMesh, case: Case, bug: str = "") -> 
         layout.first_token = lambda tokens: 0 if bug == "positions" else cp.rank * tokens
     if options.get("recompute"):
         layout.recompute = {"preserve_rng_state": bug != "stale recompute"}
+    if options.get("offload"):
+        layout.saved = functools.partial(offloaded, reused=bug == "buffer reused")
     if options.get("zero"):
         if set(axes) != {"dp"}:
             raise ValueError("zero is only written for dp alone")
         for layer in model.layers:
             fully_shard(layer, mesh=mesh["dp"])
         fully_shard(model, mesh=mesh["dp"])
-    return Parallel(model, training_step(model, groups, summed, options, bug))
+    return Parallel(
+        model,
+        training_step(model, groups, summed, options, bug),
+        clip=functools.partial(clip, model, groups, bug),
+    )
+
+
+def offloaded(reused: bool) -> Any:
+    """Keep for the backward in memory of another place; with a bug, in one that is used again."""
+    memory: dict[Any, torch.Tensor] = {}
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        place = memory.get((x.shape, x.dtype)) if reused else None
+        place = torch.empty_like(x) if place is None else place
+        memory[x.shape, x.dtype] = place.copy_(x.detach())
+        return place
+
+    return torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x)
+
+
+def clip(model: Decoder, groups: dict[str, Group], bug: str, most: float) -> torch.Tensor:
+    """Clip to the norm of all gradients: those that ranks share are added up over them."""
+    here = {"": torch.zeros((), dtype=next(model.parameters()).dtype)}
+    for parameter in model.parameters():
+        axis = ""
+        if isinstance(parameter, DTensor) and parameter.placements[0].is_shard():
+            axis = parameter.device_mesh.mesh_dim_names[0]
+        here[axis] = here.get(axis, 0) + local(parameter.grad).square().sum()
+    for axis in sorted(here):
+        if axis and bug != "norm per rank":
+            here[axis] = groups[axis].sum(here[axis])
+    norm = sum(here.values()).sqrt()
+    for parameter in model.parameters():
+        local(parameter.grad).mul_((most / (norm + 1e-6)).clamp(max=1.0))
+    return norm
 
 
 def tensor_parallel(
@@ -303,7 +342,7 @@ def training_step(
             if bug == "overwritten" and part:
                 model.zero_grad()
             total, _ = model(**share)
-            scale = groups["dp"].size if averaged else 1
+            scale = groups["dp"].size if averaged and bug != "loss scale" else 1
             (total * scale / count).backward()
             whole = whole + total.detach() / count
         for parameter, group in summed:

@@ -36,6 +36,14 @@ class Scores(NamedTuple):
     scale: float
     softcap: float
     slopes: Tensor | None
+    dropout_p: float
+    seed: Tensor | None
+
+    def drawn(self, number: int) -> Scores:
+        """Return these with random numbers of their own: another offset of the generator."""
+        if self.seed is None:
+            return self
+        return self._replace(seed=torch.stack([self.seed[0], self.seed[1] + number]))
 
 
 class Incoming(NamedTuple):
@@ -78,6 +86,7 @@ class Attended:
     def __init__(self, query: Tensor, value_size: int) -> None:
         wide = dtypes.statistics_dtype(query.dtype)
         batch, heads, rows, _ = query.shape
+        self._whole, self._empty = ((0, rows),), True
         self.output = query.new_zeros((batch, rows, heads, value_size), dtype=wide).transpose(1, 2)
         self.parts = query.new_zeros((batch, heads, rows, 2), dtype=wide)
         self.parts[..., 0] = -torch.inf
@@ -89,6 +98,10 @@ class Attended:
 
     def add(self, rows: tuple[Range, ...], output: Tensor, parts: Tensor) -> None:
         """Take up attention of some of the rows over other keys."""
+        if self._empty and rows == self._whole:
+            self.output, self.parts, self._empty = output, parts, False
+            return
+        self._empty = False
         old, old_parts = take(self.output, rows), take(self.parts, rows)
         top = torch.maximum(old_parts[..., 0], parts[..., 0])
         origin = torch.where(top == -torch.inf, 0.0, top)
@@ -137,9 +150,9 @@ def forward(
     if len(call.blocks) == 1:
         block = call.blocks[0]
         mask, slopes, shift = _places(block, q, scores)
-        numbers = (0.0, scores.scale, block.left, block.right, scores.softcap, True)
+        numbers = (scores.dropout_p, scores.scale, block.left, block.right, scores.softcap, True)
         output, lse, remainder, parts = torch.ops.fusedops.attention(
-            q, k, v, mask, slopes, None, None, *numbers
+            q, k, v, mask, slopes, None, scores.seed, *numbers
         )
         parts = parts if parts.numel() else _one_part(lse)
         if shift is not None:
@@ -171,8 +184,8 @@ def _backward_dense(
 ) -> tuple[Tensor, Tensor, Tensor]:
     mask, slopes, shift = _places(block, q, scores)
     parts = here.parts if shift is None else _shifted(here.parts, shift)
-    inputs = (q, k, v, mask, slopes, None, None)
-    numbers = (0.0, scores.scale, block.left, block.right, scores.softcap, True)
+    inputs = (q, k, v, mask, slopes, None, scores.seed)
+    numbers = (scores.dropout_p, scores.scale, block.left, block.right, scores.softcap, True)
     wanted = [True, True, True, False, False]
     saved = (here.output, parts.sum(-1) / LOG2E, here.remainder, parts)
     args = (here.grad_output, here.grad_lse, *inputs, *saved, *numbers, wanted)
@@ -199,10 +212,10 @@ class _Packed:
         first, slopes = call.blocks[0], scores.slopes
         if slopes is not None and slopes.dim() == 2:
             slopes = slopes.repeat_interleave(len(call.blocks), 0)
-        self.tensors = (*tokens, *ends, slopes, None, None)
+        self.tensors = (*tokens, *ends, slopes, None, scores.seed)
         self.numbers = (
             *longest,
-            0.0,
+            scores.dropout_p,
             scores.scale,
             first.left,
             first.right,

@@ -1,33 +1,92 @@
-"""What attention over shards demands of its arguments, in every function alike."""
+"""What attention over shards is asked for: the arguments of its functions, looked at once."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fusedops._core import checks, dtypes
+from fusedops._core import checks, dtypes, philox
 from fusedops.ops import _attention_math as math
 from fusedops.parallel.context.layout import Layout, layout_of
 
 
-def check_shards(
+class Request(NamedTuple):
+    """A call of attention over shards, its arguments as the operators take them."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+    seed: Tensor | None
+    layout: Layout
+    dropout_p: float
+    scale: float
+    window_left: int
+    window_right: int
+    softcap: float
+    keep_remainder: bool
+
+
+def request(
     op: str,
     query: Any,
     key: Any,
     value: Any,
     group: Any,
-    enable_gqa: Any,
+    *,
     is_causal: Any,
+    dropout_p: Any,
+    balance: Any,
+    cu_seqlens: Any,
+    scale: Any,
+    enable_gqa: Any,
+    window: Any,
+    softcap: Any,
+    alibi_slopes: Any,
+    sinks: Any,
     return_lse: Any,
-) -> None:
-    """Raise unless the tensors are shards ``[B, H, S / n, D]`` of one length, of one group."""
+) -> Request:
+    """Return the request; raise unless the arguments fit and are shards of one sequence."""
     check_group(op, group)
     flags = {"enable_gqa": enable_gqa, "is_causal": is_causal, "return_lse": return_lse}
     for name, flag in flags.items():
         checks.flag(op, name, flag)
+    _check_tensors(op, query, key, value, enable_gqa)
+    checks.probability(op, "dropout_p", dropout_p)
+    rows, heads = query.shape[:2]
+    ends, length = ends_of(op, cu_seqlens), query.shape[2] * group.size()
+    layout = layout_of(op, length, group.size(), balance, ends, rows)
+    left, right, cap, factor = math.check_options(
+        op, query, heads, rows, window, softcap, alibi_slopes, sinks, scale
+    )
+    if alibi_slopes is not None and alibi_slopes.dim() == 2 and not layout.whole_rows:
+        raise checks.UnsupportedError(
+            f"{op}: alibi_slopes must be [{heads}] beside cu_seqlens, got a line per row"
+        )
+    query, key, value = math.autocast(query, key, value)
+    wide = dtypes.statistics_dtype(query.dtype)
+    return Request(
+        query,
+        key,
+        value,
+        alibi_slopes.to(wide) if alibi_slopes is not None else None,
+        sinks.to(wide) if sinks is not None else None,
+        philox.new_seed(query.device) if dropout_p > 0.0 else None,
+        layout,
+        float(dropout_p),
+        factor,
+        left,
+        0 if is_causal else right,
+        cap,
+        math.wants_gradient(query, key, value, sinks),
+    )
+
+
+def _check_tensors(op: str, query: Any, key: Any, value: Any, enable_gqa: bool) -> None:
     checks.tensor(op, "query", query)
     same = dtypes.autocast_dtype(query.device) is None
     for name, tensor in (("key", key), ("value", value)):
@@ -49,17 +108,11 @@ def check_shards(
 
 def check_group(op: str, group: Any) -> None:
     """Raise unless ``group`` is a process group that this process belongs to."""
-    if group is None:
-        raise TypeError(f"{op}: group must be a torch.distributed.ProcessGroup, got None")
-    checks.group(op, "group", group)
-
-
-def layout_for(
-    op: str, query: Tensor, group: dist.ProcessGroup, balance: Any, cu_seqlens: Any
-) -> Layout:
-    """Return the layout of which these are the shards."""
-    rows, length = query.shape[0], query.shape[2] * group.size()
-    return layout_of(op, length, group.size(), balance, ends_of(op, cu_seqlens), rows)
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"{op}: group must be a torch.distributed.ProcessGroup that this process belongs to, "
+            f"got {checks.shown(group)}"
+        )
 
 
 def ends_of(op: str, cu_seqlens: Any) -> list[int] | None:

@@ -1,4 +1,4 @@
-"""Which tokens of a sequence each rank of a context-parallel group holds. Numbers, no tensors.
+"""Which tokens of a sequence each rank of a context-parallel group holds. No process takes part.
 
 Tokens are counted through a batch: row ``b`` of ``length`` tokens begins at ``b * length``. A
 document begins with each row at the latest; ``ends`` has where each ends, from 0 on, like
@@ -20,6 +20,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
+
+import torch
 
 from fusedops._core import checks
 
@@ -47,6 +49,11 @@ class Layout(NamedTuple):
     def share(self) -> int:
         """Tokens of a row on each rank."""
         return self.length // self.ranks
+
+    @property
+    def whole_rows(self) -> bool:
+        """Whether each row is one document."""
+        return self.ends == tuple(range(0, self.ends[-1] + 1, self.length or 1))
 
 
 class Piece(NamedTuple):
@@ -145,6 +152,19 @@ def _mirrored(start: int, stop: int, ranks: int, rank: int, turn: int = 0) -> li
     first = start + sum(low[:rank])
     second = start + sum(low) + sum(high[rank + 1 :])
     return [(first, first + low[rank]), (second, second + high[rank])]
+
+
+@functools.lru_cache(maxsize=8)
+def order(layout: Layout, device: torch.device) -> torch.Tensor:
+    """Return the numbers of the ranks' tokens, those of rank 0 first, counted through the batch."""
+    found = [torch.arange(*each) for rank in range(layout.ranks) for each in ranges(layout, rank)]
+    return torch.cat([torch.empty(0, dtype=torch.int64), *found]).to(device)
+
+
+@functools.lru_cache(maxsize=8)
+def order_back(layout: Layout, device: torch.device) -> torch.Tensor:
+    """Return where each token of the batch stands in ``order``."""
+    return torch.argsort(order(layout, device))
 
 
 @functools.lru_cache(maxsize=256)

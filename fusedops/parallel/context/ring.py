@@ -20,15 +20,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fusedops._core import checks, dtypes
+from fusedops._core import dtypes
 from fusedops._core.library import define_exchange
 from fusedops.ops import _attention_math as math
+from fusedops.parallel import communication
+from fusedops.parallel.communication import Pending
 from fusedops.parallel.context import _blocks, plan
 from fusedops.parallel.context._blocks import Attended, Incoming, Scores, add_to, take
-from fusedops.parallel.context._checks import check_shards, layout_for
-from fusedops.parallel.context._wire import Pending, send_receive
+from fusedops.parallel.context._checks import request
 from fusedops.parallel.context.layout import Layout
-from fusedops.parallel.context.plan import Pattern, Step
+from fusedops.parallel.context.plan import Call, Pattern, Step
 
 
 def ring_attention(
@@ -37,6 +38,7 @@ def ring_attention(
     value: Tensor,
     group: dist.ProcessGroup,
     *,
+    dropout_p: float = 0.0,
     is_causal: bool = False,
     balance: str = "zigzag",
     cu_seqlens: Any = None,
@@ -58,6 +60,7 @@ def ring_attention(
         key: ``[B, Hkv, S / n, D]``, the dtype of ``query``.
         value: ``[B, Hkv, S / n, Dv]``.
         group: of the ``n`` ranks.
+        dropout_p: probability with which a weight is dropped.
         is_causal: forbid later tokens.
         balance: which tokens a rank has: ``"zigzag"``, ``"document"`` or ``"contiguous"``
             (``shard_sequence``).
@@ -88,43 +91,33 @@ def ring_attention(
         values once more, where they were computed. A rank sends each of the others the keys and
         values that it needs, which a causal mask, a window and documents reduce, and in the
         backward once more, and gets the same bytes of gradients back. What comes next travels
-        while what is there is computed. The same bits in every run. No dropout, no second
-        derivative.
+        while what is there is computed. The same bits in every run. Dropout draws other numbers
+        for another number of ranks, balance or documents. No second derivative.
 
     Reference:
         Liu et al.: Ring Attention with Blockwise Transformers, arXiv:2310.01889; Brandon et al.:
         Striped Attention, arXiv:2311.09431 (balance).
     """
-    op = "ring_attention"
-    check_shards(op, query, key, value, group, enable_gqa, is_causal, return_lse)
-    layout = layout_for(op, query, group, balance, cu_seqlens)
-    batch, heads = query.shape[:2]
-    left, right, cap, factor = math.check_options(
-        op, query, heads, batch, window, softcap, alibi_slopes, sinks, scale
-    )
-    if is_causal:
-        right = 0
-    if alibi_slopes is not None and alibi_slopes.dim() == 2 and cu_seqlens is not None:
-        raise checks.UnsupportedError(
-            f"{op}: alibi_slopes must be [{heads}] beside cu_seqlens, got a line per row"
-        )
-    query, key, value = math.autocast(query, key, value)
-    wide = dtypes.statistics_dtype(query.dtype)
-    output, lse, *_ = _RING(
+    a = request(
+        "ring_attention",
         query,
         key,
         value,
-        alibi_slopes.to(wide) if alibi_slopes is not None else None,
-        sinks.to(wide) if sinks is not None else None,
-        list(layout.ends),
-        layout.balance,
-        factor,
-        left,
-        right,
-        cap,
-        math.wants_gradient(query, key, value, sinks),
-        group.group_name,
+        group,
+        is_causal=is_causal,
+        dropout_p=dropout_p,
+        balance=balance,
+        cu_seqlens=cu_seqlens,
+        scale=scale,
+        enable_gqa=enable_gqa,
+        window=window,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        return_lse=return_lse,
     )
+    layout = list(a.layout.ends), a.layout.balance
+    output, lse, *_ = _RING(*a[:6], *layout, *a[7:], group.group_name)
     return (output, lse) if return_lse else output
 
 
@@ -136,8 +129,10 @@ class _Arguments(NamedTuple):
     value: Tensor
     alibi_slopes: Tensor | None
     sinks: Tensor | None
+    seed: Tensor | None
     ends: Sequence[int]
     balance: str
+    dropout_p: float
     scale: float
     window_left: int
     window_right: int
@@ -153,13 +148,13 @@ class _Ring:
         self.group = dist.distributed_c10d._resolve_process_group(a.group)  # type: ignore[arg-type]
         self.rank, self.ranks = self.group.rank(), self.group.size()
         batch, _, tokens, _ = a.query.shape
-        length, ends = tokens * self.ranks, tuple(a.ends)
-        self.packed = batch > 1 and len(ends) > batch + 1
+        layout = Layout(tokens * self.ranks, self.ranks, a.balance, tuple(a.ends))
+        self.packed = batch > 1 and not layout.whole_rows
         if batch > 1 and not self.packed:
-            ends = (0, length)  # all rows alike
-        self.layout = Layout(length, self.ranks, a.balance, ends)
+            layout = layout._replace(ends=(0, layout.length))  # all rows alike
+        self.layout = layout
         self.pattern = Pattern(a.window_left, a.window_right, a.alibi_slopes is not None)
-        self.scores = Scores(a.scale, a.softcap, a.alibi_slopes)
+        self.scores = Scores(a.scale, a.softcap, a.alibi_slopes, a.dropout_p, a.seed)
         self.query, self.key, self.value = (self.joined(each) for each in a[:3])
 
     def joined(self, tensor: Tensor) -> Tensor:
@@ -178,6 +173,7 @@ class _Ring:
         pending = self._send_keys(1)
         yield 0, here, take(self.key, here.columns), take(self.value, here.columns)
         for shift in range(1, self.ranks):
+            assert pending is not None
             key, value = self._unpacked(pending.wait())
             pending = self._send_keys(shift + 1)
             yield shift, self.step(self.rank, self.source(shift)), key, value
@@ -194,35 +190,45 @@ class _Ring:
         """Return whose keys come."""
         return (self.rank - shift) % self.ranks
 
-    def _send_keys(self, shift: int) -> Pending:
-        """Begin to send keys and values."""
-        if shift >= self.ranks:
-            return Pending([], self.key, self.key)
+    def calls(self, shift: int, step: Step) -> Iterator[tuple[Call, Scores]]:
+        """Yield the calls of a step; each drops by random numbers of its own."""
+        pair = self.rank * self.ranks + self.source(shift)
+        for index, call in enumerate(step.calls):
+            yield call, self.scores.drawn((pair << 20) + index)
+
+    def _send_keys(self, shift: int) -> Pending | None:
+        """Begin to send keys and values; nothing after the last step."""
+        if shift == self.ranks:
+            return None
         to, source = self.target(shift), self.source(shift)
         columns = self.step(to, self.rank).columns
-        return self._exchange(
-            [take(self.key, columns), take(self.value, columns)],
-            to,
-            source,
-            self.step(self.rank, source).tokens,
-        )
+        parts = take(self.key, columns), take(self.value, columns)
+        tokens = self.step(self.rank, source).tokens
+        return self._exchange(parts, to, source, tokens, f"keys {shift}")
 
     def send_home(self, shift: int, grads: Sequence[Tensor]) -> Pending:
         """Begin to send gradients of keys and values to whom those belong."""
         to, source = self.source(shift), self.target(shift)
-        return self._exchange(grads, to, source, self.step(source, self.rank).tokens)
+        tokens = self.step(source, self.rank).tokens
+        return self._exchange(grads, to, source, tokens, f"gradients {shift}")
 
     def come_home(self, shift: int, pending: Pending) -> tuple[Any, tuple[Tensor, Tensor]]:
         """Wait for gradients of keys and values here; returns of which tokens, and those."""
         columns = self.step(self.target(shift), self.rank).columns
         return columns, self._unpacked(pending.wait())
 
-    def _exchange(self, parts: Sequence[Tensor], to: int, source: int, tokens: int) -> Pending:
+    def _exchange(
+        self, parts: Sequence[Tensor], to: int, source: int, tokens: int, label: str
+    ) -> Pending:
         sent = torch.cat([each.reshape(-1) for each in parts])
         out = sent.new_empty(tokens * self._width)
-        sends, comes = sent.numel() > 0, out.numel() > 0
-        return send_receive(
-            sent, self.group, to=to if sends else None, source=source if comes else None, out=out
+        return communication.send_receive(
+            sent,
+            self.group,
+            to=to if sent.numel() else None,
+            source=source if out.numel() else None,
+            out=out,
+            label=label,
         )
 
     @property
@@ -243,9 +249,10 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
     a = _Arguments(*args)
     ring = _Ring(a)
     attended = Attended(ring.query, ring.value.shape[3])
-    for _, step, key, value in ring.steps():
-        for call in step.calls:
-            _blocks.forward(call, ring.query, key, value, ring.scores, attended)
+    for shift, step, key, value in ring.steps():
+        with communication.computing(f"attend {shift}"):
+            for call, scores in ring.calls(shift, step):
+                _blocks.forward(call, ring.query, key, value, scores, attended)
     if a.sinks is not None:
         attended.add_sinks(a.sinks)
     output, remainder = math.rounded(attended.output, a.query.dtype, a.keep_remainder)
@@ -273,8 +280,8 @@ def _fake(*args: Any) -> tuple[Tensor, ...]:
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     out, _, remainder, parts = output
-    ctx.save_for_backward(*inputs[:5], out, remainder, parts)
-    ctx.numbers = inputs[5:]
+    ctx.save_for_backward(*inputs[:6], out, remainder, parts)
+    ctx.numbers = inputs[6:]
     ctx.set_materialize_grads(False)
 
 
@@ -284,7 +291,7 @@ def _gradients(ctx: Any, grad_output: Any, grad_lse: Any, *_: Any) -> tuple[Any,
         grad_output = torch.zeros_like(output)
     grads = _RING_BACKWARD(grad_output, grad_lse, output, remainder, parts, *inputs, *ctx.numbers)
     grad_sinks = None if inputs[4] is None else grads[3]
-    return *grads[:3], None, grad_sinks, *[None] * len(ctx.numbers)
+    return *grads[:3], None, grad_sinks, None, *[None] * len(ctx.numbers)
 
 
 def _backward(
@@ -302,14 +309,8 @@ def _backward(
     grads = [torch.zeros_like(each, dtype=parts.dtype) for each in inputs]
     pending = None
     for shift, step, key, value in ring.steps():
-        found = [torch.zeros_like(each, dtype=parts.dtype) for each in (key, value)]
-        for call in step.calls:
-            grad_query, *others = _blocks.backward(
-                call, ring.query, key, value, ring.scores, incoming
-            )
-            add_to(grads[0], call.rows, grad_query)
-            for into, part in zip(found, others, strict=True):
-                add_to(into, call.columns, part)
+        with communication.computing(f"differentiate {shift}"):
+            found = _step_gradients(ring, shift, step, key, value, incoming, grads[0])
         if shift == 0:
             _take_home(grads, step.columns, found)
             continue
@@ -319,11 +320,36 @@ def _backward(
     if pending is not None:
         _take_home(grads, *ring.come_home(ring.ranks - 1, pending))
     given = (a.query, a.key, a.value)
-    found = [
-        math.heads_inside(ring.parted(grad, each).to(each.dtype))
-        for grad, each in zip(grads, given, strict=True)
-    ]
-    return *found, _sinks_gradient(a.sinks, incoming)
+    return (
+        *(
+            math.heads_inside(ring.parted(grad, each).to(each.dtype))
+            for grad, each in zip(grads, given, strict=True)
+        ),
+        _sinks_gradient(a.sinks, incoming),
+    )
+
+
+def _step_gradients(
+    ring: _Ring,
+    shift: int,
+    step: Step,
+    key: Tensor,
+    value: Tensor,
+    incoming: Incoming,
+    grad_query: Tensor,
+) -> list[Tensor]:
+    """Add to the queries' gradient what a step gives, and return those of its keys and values."""
+    found: list[Tensor] = []
+    for call, scores in ring.calls(shift, step):
+        grad, *others = _blocks.backward(call, ring.query, key, value, scores, incoming)
+        add_to(grad_query, call.rows, grad)
+        if len(step.calls) == len(call.blocks) == 1:  # all its keys and values, rounded once
+            return others
+        if not found:
+            found = [torch.zeros_like(each, dtype=grad_query.dtype) for each in (key, value)]
+        for into, part in zip(found, others, strict=True):
+            add_to(into, call.columns, part)
+    return found or [key, value]  # no call: of no token
 
 
 def _take_home(grads: Sequence[Tensor], columns: Any, found: Sequence[Tensor]) -> None:
@@ -356,9 +382,9 @@ def _backward_fake(
 
 
 _INPUTS = (
-    "Tensor query, Tensor key, Tensor value, Tensor? alibi_slopes, Tensor? sinks, SymInt[] ends,"
-    " str balance, float scale, SymInt window_left, SymInt window_right, float softcap,"
-    " bool keep_remainder, str group"
+    "Tensor query, Tensor key, Tensor value, Tensor? alibi_slopes, Tensor? sinks, Tensor? seed,"
+    " SymInt[] ends, str balance, float dropout_p, float scale, SymInt window_left,"
+    " SymInt window_right, float softcap, bool keep_remainder, str group"
 )
 _RING = define_exchange(
     "ring_attention",

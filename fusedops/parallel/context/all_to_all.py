@@ -1,0 +1,212 @@
+"""Attention over a sharded sequence by heads: each rank gets the whole sequence of some heads.
+
+One all-to-all gives each rank queries, keys and values of all tokens for ``1 / n`` of the heads,
+the kernels run as on one process, and one more all-to-all takes the outputs back to the ranks of
+their tokens. The backward makes the same two journeys. A rank sends ``(n - 1) / n`` of its queries,
+keys, values and outputs each way: less than a ring does from a few ranks on, but nothing is
+computed meanwhile, and there must be a head for each rank.
+
+Shapes: ``query [B, H, S / n, D]``, ``key [B, Hkv, S / n, D]``, ``value [B, Hkv, S / n, Dv]`` on
+each of ``n`` ranks.
+
+Reference: Jacobs et al.: DeepSpeed Ulysses, arXiv:2309.14509.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fusedops._core import checks
+from fusedops._core.library import define_exchange
+from fusedops.parallel import communication
+from fusedops.parallel.context._checks import Request, request
+from fusedops.parallel.context.layout import Layout, order, order_back
+
+
+def ulysses_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    group: dist.ProcessGroup,
+    *,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    balance: str = "zigzag",
+    cu_seqlens: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    window: tuple[int, int] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """Attend over a sequence that is sharded over a group; each rank serves some of the heads.
+
+    What ``ring_attention`` gives, by two all-to-alls instead of a ring.
+
+    Args:
+        query: ``[B, H, S / n, D]``, the tokens of this rank; ``n`` divides ``H``.
+        key: ``[B, Hkv, S / n, D]``; ``n`` divides ``Hkv`` or ``Hkv`` divides ``n``: a head of
+            which several ranks need the keys goes to each of them.
+        value: ``[B, Hkv, S / n, Dv]``.
+        group: of the ``n`` ranks.
+        dropout_p: probability with which a weight is dropped.
+        is_causal: as ``ring_attention``, and so are all that follow.
+        balance: here the layout of the shards changes no cost.
+        cu_seqlens: as there.
+        scale: as there.
+        enable_gqa: as there.
+        window: as there.
+        softcap: as there.
+        alibi_slopes: ``[H]`` or ``[B, H]``, of all heads.
+        sinks: ``[H]``, of all heads. Its gradient is that of this rank's heads and 0 for the
+            others: the sum over ranks is the whole one.
+        return_lse: as there.
+
+    Returns:
+        ``[B, H, S / n, Dv]`` of query's dtype, laid out in memory as ``[B, S / n, H, Dv]``; with
+        ``return_lse`` also the log-sum-exp ``[B, H, S / n]`` in float32 (float64 for float64).
+
+    Raises:
+        ValueError: a shape, device or option does not fit, or the ranks do not divide the heads.
+        TypeError: an argument is no tensor or process group, or its dtype does not fit.
+        UnsupportedError: as ``ring_attention``.
+
+    Note:
+        Numerics are those of ``attention``; each row is computed on one rank as on one process. The
+        same bits in every run. Dropout draws other numbers for another number of ranks.
+
+    Reference:
+        Jacobs et al.: DeepSpeed Ulysses, arXiv:2309.14509.
+    """
+    op = "ulysses_attention"
+    a = request(
+        op,
+        query,
+        key,
+        value,
+        group,
+        is_causal=is_causal,
+        dropout_p=dropout_p,
+        balance=balance,
+        cu_seqlens=cu_seqlens,
+        scale=scale,
+        enable_gqa=enable_gqa,
+        window=window,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        return_lse=return_lse,
+    )
+    ranks, rank = group.size(), group.rank()
+    heads, key_heads = a.query.shape[1], a.key.shape[1]
+    if heads % ranks:
+        checks.fail(op, "query", f"of a number of heads that {ranks} ranks divide", heads)
+    key, value = a.key, a.value
+    if key_heads % ranks:
+        if ranks % key_heads:
+            wanted = f"of a number of heads that {ranks} ranks divide, or that divides {ranks}"
+            checks.fail(op, "key", wanted, key_heads)
+        key, value = (each.repeat_interleave(ranks // key_heads, 1) for each in (key, value))
+    inputs = _to_heads([a.query, key, value], a.layout, group)
+    output, lse = _attend(_here(a, inputs, rank, ranks))
+    output = _to_tokens(output, a.layout, group)
+    if not return_lse:
+        return output
+    return output, _to_tokens(lse.unsqueeze(-1), a.layout, group).squeeze(-1)
+
+
+def _here(a: Request, inputs: list[Tensor], rank: int, ranks: int) -> Request:
+    """Return what this rank computes of a request: its heads, with what belongs to them."""
+    slopes, sinks, seed = a.alibi_slopes, a.sinks, a.seed
+    if slopes is not None:
+        slopes = slopes.chunk(ranks, -1)[rank]
+    if sinks is not None:
+        sinks = sinks.chunk(ranks)[rank]
+    if seed is not None:
+        seed = torch.stack([seed[0], seed[1] + rank])
+    query, key, value = inputs
+    return a._replace(
+        query=query, key=key, value=value, alibi_slopes=slopes, sinks=sinks, seed=seed
+    )
+
+
+def _attend(a: Request) -> tuple[Tensor, Tensor]:
+    """Attend over whole sequences ``[B, H / n, S, D]``."""
+    options = (a.alibi_slopes, a.sinks, a.seed)
+    numbers = (a.dropout_p, a.scale, a.window_left, a.window_right, a.softcap, a.keep_remainder)
+    inputs = (a.query, a.key, a.value)
+    if a.layout.whole_rows:
+        output, lse, *_ = torch.ops.fusedops.attention(*inputs, None, *options, *numbers)
+        return output, lse
+    batch, device = a.query.shape[0], a.query.device
+    ends = torch.tensor(a.layout.ends, dtype=torch.int64)
+    longest = int(ends.diff().max())
+    packed = (each.transpose(1, 2).flatten(0, 1) for each in inputs)
+    output, lse, _ = torch.ops.fusedops.attention_varlen(
+        *packed, *[ends.to(device)] * 2, *options, longest, longest, *numbers
+    )
+    lse = lse.unflatten(1, (batch, -1)).transpose(0, 1)
+    return output.unflatten(0, (batch, -1)).transpose(1, 2), lse
+
+
+def _to_heads(tensors: list[Tensor], layout: Layout, group: dist.ProcessGroup) -> list[Tensor]:
+    """Return ``[B, H, S / n, D]`` as ``[B, H / n, S, D]``: all tokens of this rank's heads."""
+    ranks = group.size()
+    if ranks == 1:
+        return tensors
+    batch = tensors[0].shape[0]
+    # [n, B * s, H / n * D]: a line for each rank and token, the tensors side by side.
+    lines = [
+        each.unflatten(1, (ranks, -1)).permute(1, 0, 3, 2, 4).flatten(3).flatten(1, 2)
+        for each in tensors
+    ]
+    came = _EXCHANGE(torch.cat(lines, -1).flatten(0, 1), "to heads", group.group_name)
+    parts = came.index_select(0, order_back(layout, came.device)).unflatten(0, (batch, -1))
+    sizes = [each.shape[-1] for each in lines]
+    return [
+        part.unflatten(-1, (-1, each.shape[-1])).transpose(1, 2)
+        for part, each in zip(parts.split(sizes, -1), tensors, strict=True)
+    ]
+
+
+def _to_tokens(tensor: Tensor, layout: Layout, group: dist.ProcessGroup) -> Tensor:
+    """Return ``[B, H / n, S, D]`` as ``[B, H, S / n, D]``: all heads of this rank's tokens."""
+    ranks = group.size()
+    if ranks == 1:
+        return tensor
+    batch, heads, _, size = tensor.shape
+    lines = tensor.transpose(1, 2).flatten(2).flatten(0, 1)
+    lines = lines.index_select(0, order(layout, lines.device))
+    came = _EXCHANGE(lines, "to tokens", group.group_name)
+    by_rank = came.view(ranks, batch, -1, heads, size)
+    return by_rank.permute(1, 2, 0, 3, 4).flatten(2, 3).transpose(1, 2)
+
+
+def _exchange(lines: Tensor, label: str, group: str) -> Tensor:
+    ranks = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+    return communication.all_to_all(lines.contiguous(), ranks, label=label).wait()
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.constants = inputs[1:]
+
+
+def _exchange_back(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    label, group = ctx.constants
+    return _EXCHANGE(grad, f"gradients {label}", group), None, None
+
+
+_EXCHANGE = define_exchange(
+    "context_exchange",
+    "(Tensor lines, str label, str group) -> (Tensor came)",
+    kernel=_exchange,
+    fake=lambda lines, label, group: torch.empty_like(lines, memory_format=torch.contiguous_format),
+    setup_context=_save,
+    backward=_exchange_back,
+)

@@ -1,0 +1,116 @@
+"""Sequences cut into the shards of a context-parallel group, and joined again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from fusedops._core import checks
+from fusedops.parallel.context._checks import check_group, ends_of
+from fusedops.parallel.context.layout import Layout, layout_of, order, order_back
+
+
+def shard_sequence(
+    tensor: Tensor,
+    group: dist.ProcessGroup,
+    dim: int = 1,
+    *,
+    balance: str = "zigzag",
+    cu_seqlens: Any = None,
+) -> Tensor:
+    """Return this rank's tokens of a tensor that every rank has whole.
+
+    Whatever goes with a token is cut alike: token numbers, labels, positions
+    (``shard_sequence(torch.arange(S), group, 0)`` are the places of this rank's tokens).
+
+    Args:
+        tensor: of any dtype. Dim 0 is the batch, unless ``dim`` is 0.
+        group: of the ``n`` ranks.
+        dim: that of the sequence, of ``S`` tokens; ``n`` divides ``S``.
+        balance: which tokens a rank has. ``"zigzag"``: of ``2 n`` parts of each row that of the
+            rank's number and its mirror image, so that causal attention costs all ranks the same;
+            ``"document"``: the same of each document; ``"contiguous"``: one part in ``n``.
+        cu_seqlens: ``[documents + 1]``, where documents end, counted through the batch, from 0 on;
+            only ``"document"`` looks at it.
+
+    Returns:
+        ``tensor`` with ``S / n`` tokens in ``dim``, in rising order. Differentiable.
+
+    Raises:
+        ValueError: the sequence cannot be cut so.
+        TypeError: an argument is no tensor, or no group.
+    """
+    dim = _check("shard_sequence", tensor, group, dim)
+    layout = _layout("shard_sequence", tensor, dim, group, 1, balance, cu_seqlens)
+    share = layout.ends[-1] // layout.ranks
+    mine = order(layout, tensor.device)[group.rank() * share :][:share]
+    return _parted(_joined(tensor, dim).index_select(0, mine), tensor, dim)
+
+
+def unshard_sequence(
+    tensor: Tensor,
+    group: dist.ProcessGroup,
+    dim: int = 1,
+    *,
+    balance: str = "zigzag",
+    cu_seqlens: Any = None,
+) -> Tensor:
+    """Return the whole of which every rank has its shard: the inverse of ``shard_sequence``.
+
+    Args:
+        tensor: the shard, as ``shard_sequence`` returns it.
+        group: as there.
+        dim: as there.
+        balance: as there.
+        cu_seqlens: as there.
+
+    Returns:
+        ``tensor`` with all ``S`` tokens, the same on every rank. Its gradient is the sum of what
+        the ranks do with it.
+
+    Raises:
+        ValueError: the layout does not fit.
+        TypeError: an argument is no tensor, or no group.
+    """
+    dim = _check("unshard_sequence", tensor, group, dim)
+    layout = _layout("unshard_sequence", tensor, dim, group, group.size(), balance, cu_seqlens)
+    from fusedops.parallel.tensor import gather_from_sequence  # DTensor: a second to import
+
+    by_rank = gather_from_sequence(_joined(tensor, dim), group, 0)
+    return _parted(by_rank.index_select(0, order_back(layout, tensor.device)), tensor, dim)
+
+
+def _check(op: str, tensor: Any, group: Any, dim: Any) -> int:
+    check_group(op, group)
+    checks.tensor(op, "tensor", tensor, floating=False)
+    checks.integer(op, "dim", dim)
+    if not -tensor.dim() <= dim < tensor.dim():
+        checks.fail(op, "dim", f"one of the {tensor.dim()} dims of tensor", dim)
+    return dim % tensor.dim()
+
+
+def _layout(
+    op: str,
+    tensor: Tensor,
+    dim: int,
+    group: dist.ProcessGroup,
+    times: int,
+    balance: Any,
+    cu_seqlens: Any,
+) -> Layout:
+    """Return the layout of sequences ``times`` as long as the tensor has."""
+    rows = 1 if dim == 0 else tensor.shape[0]
+    length, ends = tensor.shape[dim] * times, ends_of(op, cu_seqlens)
+    return layout_of(op, length, group.size(), balance, ends, rows)
+
+
+def _joined(tensor: Tensor, dim: int) -> Tensor:
+    """Return the tokens of the batch behind one another, in dim 0."""
+    return tensor if dim == 0 else tensor.movedim(dim, 1).flatten(0, 1)
+
+
+def _parted(tokens: Tensor, like: Tensor, dim: int) -> Tensor:
+    """Undo ``_joined``."""
+    return tokens if dim == 0 else tokens.unflatten(0, (like.shape[0], -1)).movedim(1, dim)

@@ -1,0 +1,59 @@
+"""The subject that ``verify`` has when nothing else is given: a ``Transformer`` and ``parallelize``.
+
+A mesh's axes are sizes of ``ParallelConfig`` (``dp``, ``cp``, ``tp``), and an option is any of its
+other fields.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from fusedops.models import ParallelConfig, Transformer, parallelize, parallelized
+from fusedops.parity.batches import Batch
+from fusedops.parity.case import Case
+from fusedops.parity.trial import Parallel
+
+# AdamW whose first step is no sign: with a small eps it would be the sign of each gradient, and that
+# of a gradient which is zero in exact arithmetic is rounding.
+ADAMW: dict[str, Any] = {"lr": 0.05, "eps": 0.05, "weight_decay": 0.1}
+
+
+def standard(model: nn.Module, mesh: Any, case: Case) -> Parallel:
+    """Spread a ``Transformer`` as a case says; the step is that of a training loop."""
+    if not isinstance(model, Transformer):
+        raise TypeError(
+            "verify: parallelize must be given for a model that is no fusedops.models.Transformer, "
+            f"got a {type(model).__name__} and none"
+        )
+    config = ParallelConfig(**case.mesh, **case.options)
+    run = parallelized(parallelize(model, config))
+
+    def forward_backward(batch: Batch) -> torch.Tensor:
+        rows = {name: run.rows(each) for name, each in batch.items()}
+        parts = config.microbatches
+        if len(rows["tokens"]) % parts:
+            raise ValueError(
+                f"verify: the {len(rows['tokens'])} sequences of a rank are no multiple of "
+                f"{parts} micro-batches"
+            )
+        micro = [{name: each.chunk(parts)[i] for name, each in rows.items()} for i in range(parts)]
+        shards = [run.shard_batch(**each) for each in micro]
+        labels = torch.stack([each.labels for each in shards if each.labels is not None])
+        count = run.count(labels)
+        outputs = []
+        for place, shard in enumerate(shards):
+            run.begin(last=place == parts - 1)
+            output = run.model(
+                shard.tokens,
+                shard.labels,
+                positions=shard.positions,
+                document_ids=shard.document_ids,
+            )
+            run.loss(output, count).backward()
+            outputs.append(output)
+        return run.mean_loss(outputs, count)
+
+    return Parallel(run.model, forward_backward, run.optimizer(**ADAMW), run.clip)

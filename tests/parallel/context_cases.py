@@ -1,0 +1,125 @@
+"""What tests of sharded sequences share: attention of many kinds, alone and in shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from process_pool import World
+
+import fusedops
+from fusedops.parallel.context.layout import Layout, layout_of, ranges
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention: sizes, layout and options."""
+
+    balance: str = "zigzag"
+    batch: int = 2
+    heads: int = 4
+    key_heads: int = 4
+    length: int = 24
+    size: int = 8
+    value_size: int = 8
+    ends: tuple[int, ...] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    alibi: bool = False
+    sinks: bool = False
+
+    def layout(self, ranks: int) -> Layout:
+        return layout_of("test", self.length, ranks, self.balance, self.ends, self.batch)
+
+
+CAUSAL = {"is_causal": True}
+WINDOW = {"window": (6, 0)}
+CASES = {
+    "causal": Case(options=CAUSAL),
+    "causal_contiguous": Case("contiguous", options=CAUSAL, length=20),
+    "whole": Case(),
+    "grouped_heads": Case(key_heads=2, value_size=12, options=CAUSAL),
+    "window": Case(options={"window": (5, 0)}, length=32),
+    "both_sides": Case("contiguous", options={"window": (3, 6)}, length=32),
+    "alibi": Case(options=CAUSAL, alibi=True),
+    "alibi_both_sides": Case(options={"window": (9, -1)}, alibi=True, key_heads=1),
+    "sinks_softcap": Case(options={**CAUSAL, "softcap": 3.0}, sinks=True),
+    "packed": Case(batch=1, length=40, ends=(0, 3, 21, 22, 40), options=CAUSAL),
+    "packed_document": Case("document", batch=1, length=40, ends=(0, 3, 25, 40), options=CAUSAL),
+    "packed_rows": Case(length=24, ends=(0, 7, 24, 24, 41, 48), options=CAUSAL),
+    "packed_whole": Case("contiguous", batch=1, length=40, ends=(0, 3, 29, 40)),
+    "packed_window_alibi": Case(
+        "document", length=32, ends=(0, 20, 32, 50, 64), options=WINDOW, alibi=True
+    ),
+}
+
+
+def problem(case: Case, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return query, key, value, the gradients of output and log-sum-exp, slopes and sinks."""
+    g = torch.Generator().manual_seed(7)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype)
+
+    rows, wide = (case.batch, case.heads, case.length), case.value_size
+    keys = (case.batch, case.key_heads, case.length)
+    inputs = [draw(*rows, case.size), draw(*keys, case.size), draw(*keys, wide)]
+    return [*inputs, draw(*rows, wide), draw(*rows), draw(case.heads).abs(), draw(case.heads)]
+
+
+def allowed(case: Case) -> torch.Tensor:
+    """Return which tokens of a row are of one document, ``[B, 1, S, S]``."""
+    ends = (0, *range(case.length, case.batch * case.length + 1, case.length))
+    places = torch.arange(case.batch * case.length)
+    document = torch.searchsorted(torch.tensor(case.ends or ends), places, right=True)
+    rows = document.view(case.batch, 1, case.length)
+    return rows.unsqueeze(3) == rows.unsqueeze(2)
+
+
+def gradients(
+    attend: Callable[..., Any], case: Case, tensors: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Return output, log-sum-exp and the gradients of query, key, value and sinks."""
+    *inputs, grad, grad_lse, slopes, sinks = tensors
+    inputs = [each.detach().requires_grad_() for each in (*inputs, sinks)]
+    options = dict(case.options, enable_gqa=True, return_lse=True)
+    if case.alibi:
+        options["alibi_slopes"] = slopes
+    if case.sinks:
+        options["sinks"] = inputs[3]
+    output, lse = attend(*inputs[:3], **options)
+    wanted = inputs if case.sinks else inputs[:3]
+    return [output, lse, *torch.autograd.grad((output, lse), wanted, (grad, grad_lse.to(lse)))]
+
+
+def on_one_process(case: Case, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return what the whole gives."""
+    mask = None if case.ends is None else allowed(case)
+
+    def attend(*inputs: torch.Tensor, **options: Any) -> Any:
+        return fusedops.attention(*inputs, mask, **options)
+
+    return gradients(attend, case, problem(case, dtype))
+
+
+def shard(tensor: torch.Tensor, case: Case, rank: int, ranks: int) -> torch.Tensor:
+    """Return the tokens (dim 2) of a rank."""
+    found = torch.cat([torch.arange(*each) for each in ranges(case.layout(ranks), rank)])
+    places = found.view(case.batch, -1) % case.length
+    return torch.stack([row[:, at] for row, at in zip(tensor, places, strict=True)])
+
+
+def in_shards(
+    function: Callable[..., Any], world: World, case: Case, ranks: int, dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """Return what this rank's tokens give, and the part of the sinks' gradient."""
+    *tensors, slopes, sinks = problem(case, dtype)
+    mine = [shard(each, case, world.rank, ranks) for each in tensors]
+    ends = None if case.ends is None else torch.tensor(case.ends)
+
+    def attend(*inputs: torch.Tensor, **options: Any) -> Any:
+        options.update(balance=case.balance, cu_seqlens=ends)
+        return function(*inputs, world.group(ranks), **options)
+
+    return gradients(attend, case, [*mine, slopes, sinks])

@@ -1,0 +1,191 @@
+"""Every communication of torch.distributed, with values that tell who sent what."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed import _functional_collectives as functional
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from fusedops.parallel import communication
+
+
+def mine(rank: int, *shape: int) -> torch.Tensor:
+    """Small whole numbers, which any order of sums adds up exactly."""
+    numbers = torch.arange(torch.Size(shape).numel(), dtype=torch.float64).view(shape)
+    return numbers + 100 * rank
+
+
+def everything(rank: int) -> dict[str, Any]:
+    """Communicate in all ways over four ranks; returns what this one got."""
+    warnings.simplefilter("ignore", FutureWarning)  # names that newer versions of torch replace
+    size = dist.get_world_size()
+    found: dict[str, Any] = {}
+    for op in ("SUM", "AVG", "MAX", "MIN", "PRODUCT"):
+        given = mine(rank, 3)
+        dist.all_reduce(given, getattr(dist.ReduceOp, op))
+        found[f"all_reduce {op}"] = given
+    given = mine(rank, 2)
+    dist.reduce(given, 1)
+    found["reduce"] = given if rank == 1 else None
+    parts = [torch.zeros(2, 2, dtype=torch.float64) for _ in range(size)]
+    dist.all_gather(parts, mine(rank, 2, 2))
+    found["all_gather"] = parts
+    for shape in ((size * 2, 3), (size, 2, 3)):
+        whole = torch.zeros(shape, dtype=torch.float64)
+        dist.all_gather_into_tensor(whole, mine(rank, 2, 3))
+        found[f"all_gather_into_tensor {shape}"] = whole
+    into = [torch.zeros(2, dtype=torch.float64) for _ in range(size)] if rank == 2 else None
+    dist.gather(mine(rank, 2), into, 2)
+    found["gather"] = into
+    got = torch.zeros(2, dtype=torch.float64)
+    dist.scatter(got, [mine(each, 2) for each in range(size)] if rank == 3 else None, 3)
+    found["scatter"] = got
+    got = torch.zeros(2, dtype=torch.float64)
+    dist.reduce_scatter(got, [mine(rank + each, 2) for each in range(size)])
+    found["reduce_scatter"] = got
+    got = torch.zeros(2, 3, dtype=torch.float64)
+    dist.reduce_scatter_tensor(got, mine(rank, size * 2, 3))
+    found["reduce_scatter_tensor"] = got
+    sent = [mine(rank, each + 1) for each in range(size)]
+    parts = [torch.zeros(rank + 1, dtype=torch.float64) for _ in range(size)]
+    dist.all_to_all(parts, sent)
+    found["all_to_all"] = parts
+    uneven = torch.zeros(size * rank, 2, dtype=torch.float64)  # rank 0 gets nothing
+    rows = mine(rank, sum(range(size)), 2)
+    dist.all_to_all_single(uneven, rows, [rank] * size, list(range(size)))
+    found["all_to_all_single"] = uneven
+    given = mine(rank, 2)
+    dist.broadcast(given, 2)
+    found["broadcast"] = given
+    objects: list[Any] = [None] * size
+    dist.all_gather_object(objects, {"rank": rank})
+    found["objects"] = objects
+    dist.barrier()
+    got = torch.zeros(2, dtype=torch.float64)
+    ring = [
+        dist.P2POp(dist.isend, mine(rank, 2), (rank + 1) % size),
+        dist.P2POp(dist.irecv, got, (rank - 1) % size),
+    ]
+    for work in dist.batch_isend_irecv(ring):
+        work.wait()
+    found["send and receive"] = got
+    found["functional"] = functional.all_gather_tensor(mine(rank, 2), 0, dist.group.WORLD) + 0
+    return found
+
+
+def models(rank: int) -> dict[str, Any]:
+    """Use meshes, DTensor, DDP, FSDP2 and our own communications; returns what this rank got."""
+    warnings.simplefilter("ignore", FutureWarning)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    found: dict[str, Any] = {"place": mesh.get_coordinate()}
+    spread = distribute_tensor(mine(0, 6, 4), mesh, [Shard(0), Shard(1)])
+    found["shard"] = spread.to_local()
+    found["whole"] = spread.full_tensor()
+    found["replicated"] = spread.redistribute(mesh, [Replicate(), Shard(0)]).to_local()
+    found["product"] = (spread @ spread.t()).full_tensor()
+    found["partial"] = spread.sum().redistribute(mesh, [Replicate(), Replicate()]).to_local()
+    assert Partial in {type(each) for each in spread.sum().placements}
+    tp = mesh["tp"].get_group()
+    with communication.recorded() as log:
+        found["ours"] = [
+            communication.all_reduce(mine(rank, 2), tp).wait(),
+            communication.all_gather(mine(rank, 2, 2), tp, dim=1).wait(),
+            communication.reduce_scatter(mine(rank, 2, 4), tp, dim=1).wait(),
+            communication.send_receive(
+                mine(rank, 2), tp, to=1 - tp.rank(), source=1 - tp.rank()
+            ).wait(),
+        ]
+    found["counts"] = log.counts()
+    found["bytes"] = log.bytes()
+    for name in ("FSDP2", "DDP"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)).double()
+        if name == "FSDP2":
+            for layer in model:
+                fully_shard(layer, mesh=mesh["dp"])
+            fully_shard(model, mesh=mesh)
+        else:
+            model = DistributedDataParallel(model, process_group=mesh["dp"].get_group())
+        model(mine(rank, 2, 4)).sum().backward()
+        grads = [each.grad for each in model.parameters()]
+        found[name] = [each.full_tensor() if name == "FSDP2" else each for each in grads]
+    found["random"] = torch.rand(2)
+    return found
+
+
+def mismatched(rank: int) -> None:
+    given = torch.ones(2)
+    if rank == 0:
+        dist.all_gather([torch.ones(2), torch.ones(2)], given)
+    else:
+        dist.all_reduce(given)
+
+
+def other_sizes(rank: int) -> None:
+    dist.all_reduce(torch.ones(2 + rank))
+
+
+def no_room(rank: int) -> None:
+    dist.all_to_all([torch.ones(1), torch.ones(1)], [torch.ones(2), torch.ones(2)])
+
+
+def one_too_many(rank: int) -> None:
+    if rank == 1:
+        dist.all_reduce(torch.ones(2))
+
+
+def both_send(rank: int) -> None:
+    dist.send(torch.ones(2), 1 - rank)
+
+
+def raises(rank: int) -> None:
+    dist.barrier()
+    if rank == 1:
+        raise KeyError("the one that failed")
+    dist.all_reduce(torch.ones(2))
+
+
+def all_raise(rank: int) -> None:
+    dist.barrier()
+    raise ValueError("it cannot be done")
+
+
+def early(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Read a result before and after waiting for it."""
+    given = torch.full((2,), float(rank))
+    work = dist.all_reduce(given, async_op=True)
+    before = given.clone()
+    work.wait()
+    return before, given
+
+
+def reused(rank: int) -> torch.Tensor:
+    """Write into what is being sent."""
+    given, whole = torch.full((2,), float(rank)), torch.zeros(4)
+    work = dist.all_gather_into_tensor(whole, given, async_op=True)
+    given.fill_(7.0)
+    work.wait()
+    return whole
+
+
+def drawn(rank: int) -> list[float]:
+    """Draw random numbers between communications: each rank has its own state."""
+    torch.manual_seed(3)
+    numbers = []
+    for _ in range(3):
+        numbers.append(float(torch.rand(())))
+        dist.barrier()
+        if rank == 1:
+            torch.rand(5)  # what one rank draws is no other rank's
+            torch.manual_seed(3 + len(numbers))
+        else:
+            torch.manual_seed(3 + len(numbers))
+    return numbers

@@ -1,0 +1,84 @@
+"""Ranks as threads compute what gloo processes do, and say what is wrong instead of hanging."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import exchanges
+import pytest
+import torch
+
+from fusedops.parity import RankError, threads
+from fusedops.parity.processes import Processes
+
+RANKS = 4
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Processes]:
+    with Processes(RANKS) as pool:
+        yield pool
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("function", [exchanges.everything, exchanges.models])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_threads_get_what_processes_get(
+    function: Callable[..., Any], seed: int, pool: Processes
+) -> None:
+    torch.manual_seed(0)
+    theirs = pool.run(function, RANKS)
+    ours = threads.run(function, RANKS, seed=seed)
+    torch.testing.assert_close(ours, theirs)
+
+
+WRONG = {
+    exchanges.mismatched: r"calls all_gather.*calls all_reduce \(sum\) of 2 elements",
+    exchanges.other_sizes: "of 3 elements.*of 2 elements|of 2 elements.*of 3 elements",
+    exchanges.no_room: "has room for 1 elements of torch.float32, and gets 2",
+    exchanges.one_too_many: "every rank waits for another one(.|\n)*rank 0 has ended",
+    exchanges.both_send: "rank 0 waits for send of 2 elements of from rank 0 to rank 1",
+    exchanges.raises: "KeyError: 'the one that failed'",
+}
+
+
+@pytest.mark.parametrize("function", WRONG, ids=lambda each: each.__name__)
+def test_what_would_hang_or_corrupt_is_an_error_at_once(function: Callable[..., Any]) -> None:
+    with pytest.raises(RankError, match=WRONG[function]):
+        threads.run(function, 2)
+    assert threads.run(exchanges.early, 2)[0][1].tolist() == [1.0, 1.0]  # the next run is well
+
+
+def test_a_rank_that_is_no_cause_raises_nothing() -> None:
+    with pytest.raises(RankError) as one:
+        threads.run(exchanges.raises, 2)
+    with pytest.raises(RankError) as both:
+        threads.run(exchanges.all_raise, 2)
+    assert set(one.value.errors) == {1}
+    assert set(both.value.errors) == {0, 1}
+
+
+def test_a_result_is_nan_until_it_is_waited_for() -> None:
+    for before, after in threads.run(exchanges.early, 2):
+        assert all(math.isnan(each) for each in before.tolist())
+        assert after.tolist() == [1.0, 1.0]
+
+
+def test_what_is_sent_is_read_late() -> None:
+    assert 7.0 in torch.stack(threads.run(exchanges.reused, 2))
+
+
+def test_each_rank_draws_its_own_random_numbers() -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    first, second = threads.run(exchanges.drawn, 2)
+    assert first == second
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_process_that_raises_is_told_and_others_take_its_place(pool: Processes) -> None:
+    with pytest.raises(RankError, match="the one that failed"):
+        pool.run(exchanges.raises, 2, patience=10.0)
+    assert [each.tolist() for _, each in pool.run(exchanges.early, 2)] == [[1.0, 1.0]] * 2
