@@ -197,7 +197,7 @@ def _arriving_share(model: TransformerConfig, layout: Layout, index: int, again:
     return (2 if one_op else 1) / products
 
 
-def _converted_share(model: Transformer, layout: Layout, index: int) -> float:
+def _converted_share(model: TransformerConfig, layout: Layout, index: int) -> float:
     """Return of which share of a feed-forward layer autocast's gradients wait for their conversion.
 
     They have the size of autocast's weights, which are no longer needed by then. Those of the last
