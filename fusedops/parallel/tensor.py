@@ -336,7 +336,8 @@ class RowLinear(ParallelLayer):
 class ParallelMLP(ParallelLayer):
     """A feed-forward layer whose hidden features are split over the ranks.
 
-    Made by ``ParallelMLP.of``; runs as one ``fusedops.mlp`` per rank. ``w1`` ``[F, H]`` and ``b1``
+    Made by ``ParallelMLP.of``; runs as one ``fusedops.mlp`` per rank, or as
+    two products where ``module`` keeps what is between them. ``w1`` ``[F, H]`` and ``b1``
     are ``Shard(0)``, ``w2`` ``[H, F]`` is ``Shard(1)``, ``b2`` is whole.
     """
 
@@ -346,6 +347,7 @@ class ParallelMLP(ParallelLayer):
     b2: nn.Parameter | None
     activation: str
     recompute: bool
+    keep_hidden: bool
 
     @classmethod
     def of(cls, module: MLP, mesh: DeviceMesh, *, sequence: bool = False) -> ParallelMLP:
@@ -364,6 +366,7 @@ class ParallelMLP(ParallelLayer):
         op = cls.__name__
         check_type(op, module, MLP)
         self.activation, self.recompute = module.activation, module.recompute
+        self.keep_hidden = module.keep_hidden
         self.w1 = distribute(op, "w1", module.w1, mesh, 0)
         self.b1 = distribute(op, "b1", module.b1, mesh, 0)
         self.w2 = distribute(op, "w2", module.w2, mesh, 1)
@@ -372,15 +375,13 @@ class ParallelMLP(ParallelLayer):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return a tensor of the shape of ``input``, split likewise."""
-        partial = mlp(
-            enter(input, self.group, sequence=self.sequence),
-            local(self.w1),
-            local(self.b1),
-            local(self.w2),
-            None,
-            activation=self.activation,
-            recompute=self.recompute,
-        )
+        x = enter(input, self.group, sequence=self.sequence)
+        w1, b1, w2 = local(self.w1), local(self.b1), local(self.w2)
+        if self.keep_hidden and not self.recompute:
+            hidden = linear_act(x, w1, b1, activation=self.activation)
+            partial = linear_act(hidden, w2, activation="identity")
+        else:
+            partial = mlp(x, w1, b1, w2, None, activation=self.activation, recompute=self.recompute)
         return _finish(partial, self.b2, self)
 
 
