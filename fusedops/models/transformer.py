@@ -68,7 +68,7 @@ def feed_forward_of(config: TransformerConfig, index: int) -> nn.Module:
         )
     if config.gated:
         return GatedMLP(hidden, inner, activation=activation, bias=bias)
-    return MLP(hidden, inner, bias=bias, activation=activation)
+    return MLP(hidden, inner, bias=bias, activation=activation, keep_hidden=True)
 
 
 def project(x_BSH: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
