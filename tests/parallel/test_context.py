@@ -99,6 +99,31 @@ def test_large_scores_keep_their_sums() -> None:
     threads.run(_large_scores, 2)
 
 
+def _twice(rank: int) -> None:
+    case, group = Case(options={"is_causal": True}, length=8), dist.group.WORLD
+    inputs = [shard(each, case, group) for each in problem(case, torch.float64)[:3]]
+    query = inputs[0].requires_grad_()
+
+    def slope(function: Callable[..., Any]) -> torch.Tensor:
+        output = function(*inputs, group, is_causal=True).square().sum()
+        return torch.autograd.grad(output, query, create_graph=True)[0]
+
+    with pytest.raises(UnsupportedError, match="has no second derivative"):
+        slope(ring_attention).sum().backward()
+    (found,) = torch.autograd.grad(slope(ulysses_attention).sum(), query)
+    whole = [each.requires_grad_() for each in problem(case, torch.float64)[:3]]
+    output = fusedops.attention(*whole, is_causal=True).square().sum()
+    (first,) = torch.autograd.grad(output, whole[0], create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), whole[0])
+    expected = shard(second, case, group)
+    budget = dtypes.error_budget(expected, expected, torch.float64, depth=case.length)
+    assert bool(((found - expected).abs() <= budget).all())
+
+
+def test_second_derivatives_are_right_or_refused() -> None:
+    threads.run(_twice, 2)
+
+
 def _logged(world: World) -> tuple[Any, ...]:
     """Return what a causal step on four ranks sent, and what ran beside what."""
     if not world.member(4):
@@ -206,6 +231,28 @@ def _slope(rank: int, kind: str) -> None:
 @pytest.mark.parametrize("kind", FUNCTIONS)
 def test_dropout_is_the_same_in_the_backward(kind: str) -> None:
     threads.run(_slope, 2, kind)
+
+
+def _compiled(world: World) -> None:
+    if not world.member(2):
+        return
+    case, group = CASES["causal"], world.group(2)
+    for function in FUNCTIONS.values():
+
+        def doubled(*inputs: torch.Tensor, function: Any = function, **options: Any) -> Any:
+            return function(*(2 * each for each in inputs), group, **options)
+
+        compiled = torch.compile(doubled, backend="aot_eager", fullgraph=True)
+        tensors = [shard(each, case, group) for each in problem(case, torch.float32)[:5]]
+        rest = problem(case, torch.float32)[5:]
+        eager, found = (gradients(each, case, [*tensors, *rest]) for each in (doubled, compiled))
+        for ours, expected in zip(found, eager, strict=True):
+            assert torch.equal(ours, expected)
+
+
+@pytest.mark.slow
+def test_both_compile_to_one_graph(on_ranks: OnRanks) -> None:
+    on_ranks(_compiled)
 
 
 class _Layer(nn.Module):
