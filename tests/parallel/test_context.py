@@ -84,6 +84,17 @@ def test_ring_runs_on_the_reference() -> None:
         threads.run(_on_the_reference, 2)
 
 
+def _on_triton(rank: int) -> None:
+    for name, dtype in (("alibi", torch.float32), ("packed_rows", torch.bfloat16)):
+        check(ring_attention, dist.group.WORLD, CASES[name], dtype)
+
+
+@pytest.mark.interpreter
+def test_ring_runs_on_triton() -> None:
+    with fusedops.use_backend("triton"):
+        threads.run(_on_triton, 2)
+
+
 def _large_scores(rank: int) -> None:
     case, group = Case(options={"is_causal": True, "scale": 300.0}), dist.group.WORLD
     found = in_shards(ring_attention, group, case, torch.float32)
@@ -91,7 +102,7 @@ def _large_scores(rank: int) -> None:
     for mine, eager, exact in zip(found, alone, truth, strict=True):
         eager, exact = (shard(each, case, group) for each in (eager, exact))
         budget = dtypes.rms_budget(eager, exact, torch.float32, depth=case.length)
-        assert dtypes.rms((mine.double() - exact).detach()) <= budget
+        assert dtypes.rms(mine.double() - exact) <= budget
 
 
 def test_large_scores_keep_their_sums() -> None:
