@@ -23,13 +23,17 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
 
 
 def local(tensor: Any) -> torch.Tensor:
-    """Return the part of a tensor that is here, without a graph; a plain tensor is all of it."""
-    part = tensor.detach()
-    if is_dtensor(part):
-        part = part._local_tensor
+    """Return the part of a tensor that is here, without a graph; a plain tensor is all of it.
+
+    What is written to it counts in the tensor's version: detaching a DTensor itself would give its
+    part a count of its own, and nobody saw that a gradient changed.
+    """
+    part = tensor
+    if is_dtensor(tensor):
+        part = tensor._local_tensor
         if hasattr(part, "trigger_wait"):  # the result of a collective that may still run
             part = part.trigger_wait()
-    return part
+    return part.detach()
 
 
 def placed_like(grad: Any, param: Any) -> Any:
