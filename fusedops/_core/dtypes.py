@@ -105,6 +105,18 @@ def rms_budget(
     return 2.0 * eager_error + spacing + accumulated
 
 
+def training_difference(steps: int) -> float:
+    """Return how far apart the losses of a step may be, relatively, of two runs in float32.
+
+    They add up the same numbers in other orders. AdamW divides by the size of the gradient, so that
+    its roundings become some of the weights', and each step adds its own.
+
+    Args:
+        steps: of the runs.
+    """
+    return 64 * torch.finfo(torch.float32).eps * steps
+
+
 def rms(values: torch.Tensor) -> float:
     """Return the root mean square of ``values``."""
     return float(values.double().square().mean().sqrt())

@@ -64,11 +64,15 @@ def _told_once(*, first: bool) -> Iterator[None]:
         yield
     except Exception as error:
         code = _code(error)
-        if code is None:
+        if code is None and not _lost(error):
             raise
-        if first:
-            print(f"fusedops: error: {error}", file=sys.stderr, flush=True)
-        raise SystemExit(code) from None
+        if code is None:
+            text = str(error).strip().splitlines()[0]
+            told = f"the other processes are gone ({text})"
+            _say(f"fusedops: error: {told}; the same command goes on from the last checkpoint")
+        elif first:
+            _say(f"fusedops: error: {error}")
+        raise SystemExit(code or 1) from None
 
 
 def _code(error: Exception) -> int | None:
@@ -81,6 +85,14 @@ def _code(error: Exception) -> int | None:
     if isinstance(error, InputError):
         return 2
     return 1 if isinstance(error, (CheckpointError, GuardError)) else None
+
+
+def _lost(error: Exception) -> bool:
+    """Whether a communication failed because another process ended."""
+    import torch.distributed as dist
+
+    network = isinstance(error, dist.DistError)
+    return network or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
 def _write_example(path: Path) -> None:
@@ -146,7 +158,7 @@ class _Watcher:
         """Tell what is trained, and where it goes on from."""
         self.began = True
         self._every, self._steps = run.config.log.every, run.config.steps
-        count = sum(each.numel() for each in run.model.parameters())
+        count = sum(each.numel() for each in run.parallel.model.parameters())
         tokens = run.train.count * run.train.seq_len
         _say(
             f"{count:,} parameters, {tokens:,} tokens, {run.ranks.size} processes on "

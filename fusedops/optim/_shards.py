@@ -23,17 +23,20 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
 
 
 def local(tensor: Any) -> torch.Tensor:
-    """Return the part of a tensor that is here, without a graph; a plain tensor is all of it.
-
-    What is written to it counts in the tensor's version: detaching a DTensor itself would give its
-    part a count of its own, and nobody saw that a gradient changed.
-    """
+    """Return the part of a tensor that is here, without a graph; a plain tensor is all of it."""
     part = tensor
-    if is_dtensor(tensor):
-        part = tensor._local_tensor
+    if is_dtensor(part):
+        part = part._local_tensor
         if hasattr(part, "trigger_wait"):  # the result of a collective that may still run
             part = part.trigger_wait()
+    # Of the local tensor itself: a DTensor's detach gives one whose version counter is its own.
     return part.detach()
+
+
+def version(tensor: Any) -> int:
+    """Return how often a tensor was written to; of a DTensor by itself or by its local part."""
+    count = int(tensor._version)
+    return count + int(tensor._local_tensor._version) if is_dtensor(tensor) else count
 
 
 def placed_like(grad: Any, param: Any) -> Any:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fusedops._core import checks
+from fusedops.models import ParallelConfig
 from fusedops.train import table
 from fusedops.train.table import InputError
 
@@ -200,7 +201,7 @@ class Config:
         device: ``"cpu"``, ``"cuda"``; ``"auto"``: the GPU where there is one.
         tune_host: let the processes keep the memory that they have touched (``tune_host``).
         model: ``preset`` or ``load``, and sizes (``fusedops.models.TransformerConfig``).
-        parallel: sizes of the mesh and more (``fusedops.models.ParallelConfig``).
+        parallel: ``fusedops.models.ParallelConfig``; ``dp`` is what the processes leave for it.
         data: where tokens come from.
         optimizer: AdamW's.
         schedule: of the learning rate.
@@ -235,6 +236,7 @@ class Config:
         checks.choice("config", "device", self.device, ("auto", "cpu", "cuda"))
         if not self.out:
             checks.fail("config", "out", "a folder", "an empty text")
+        table.fill(ParallelConfig, self.parallel, "parallel")
         if self.schedule.warmup > self.steps:
             checks.fail("schedule", "warmup", f"at most steps, {self.steps}", self.schedule.warmup)
 

@@ -5,49 +5,21 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from fusedops.checkpoint import CheckpointError
+from fusedops.parallel import communication
+from fusedops.parallel.communication import Log
 from fusedops.train import metrics
 from fusedops.train.config import Config, load_config
+from fusedops.train.outcome import Result, Watcher
 from fusedops.train.processes import Stop, joined
 from fusedops.train.setup import Run, prepared
 from fusedops.train.step import Taken, backward, evaluate, update
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a run came to.
-
-    Attributes:
-        step: steps that were done.
-        finished: whether those are all; ``False``: it was stopped, and goes on when started again.
-        loss: of the last step; ``None``: there was none to do.
-        validation_loss: the last one, or ``None``.
-        folder: of the run.
-    """
-
-    step: int
-    finished: bool
-    loss: float | None
-    validation_loss: float | None
-    folder: Path
-
-
-class Watcher(Protocol):
-    """Is told how a run goes, on the first rank."""
-
-    def begin(self, run: Run) -> None:
-        """Before the first step."""
-        ...
-
-    def show(self, record: Mapping[str, Any]) -> None:
-        """After each step, with its line of ``metrics.jsonl``."""
-        ...
 
 
 def train(
@@ -93,12 +65,13 @@ def _loop(run: Run, stop: Stop, watcher: Watcher | None) -> Result:
         watcher.begin(run)
     while run.step < config.steps and not stopped:
         began = time.perf_counter()
-        taken = update(run, backward(run), stop=stop.asked)
+        with communication.recorded() as log:
+            taken = update(run, backward(run), stop=stop.asked)
         stopped, loss = taken.stop, taken.loss
         if taken.restored is not None:
             run.place(taken.restored)
             continue
-        record = _record(run, taken, time.perf_counter() - began)
+        record = _record(run, taken, log, time.perf_counter() - began)
         run.step, run.position = run.step + 1, run.position + config.batch
         done = run.step == config.steps
         if _due(run.step, config.validation.every) or done:
@@ -117,18 +90,20 @@ def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _record(run: Run, taken: Taken, seconds: float) -> dict[str, Any]:
+def _record(run: Run, taken: Taken, log: Log, seconds: float) -> dict[str, Any]:
     """Return the line of a step."""
     tokens = run.config.batch * run.config.data.seq_len
     return {
         "step": run.step,
         "loss": taken.loss,
+        "router_loss": taken.router_loss,
         "grad_norm": taken.grad_norm,
         "lr": taken.lr,
         "action": taken.action,
         "seconds": seconds,
         "tokens_per_second": tokens / seconds,
         "mfu": run.flops * tokens / seconds / run.peak,
+        "communication": metrics.communication_share(log, seconds),
         "memory_bytes": metrics.peak_memory(run.ranks.device),
     }
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from fusedops.models import TransformerConfig
+from fusedops.parallel.communication import COMPUTE, Log
 from fusedops.train.table import InputError
 
 FILE = "metrics.jsonl"
@@ -99,6 +100,21 @@ def flops_per_token(model: TransformerConfig, seq_len: int) -> float:
             used -= experts * (model.num_experts - model.top_k) / model.num_experts
         total += count * (6 * used + products)
     return total + 6 * weights
+
+
+def communication_share(log: Log, seconds: float) -> float:
+    """Return the share of a time during which a communication was under way on this rank."""
+    under_way, since, total = 0, 0.0, 0.0
+    for event in log.events:
+        if event.kind == COMPUTE:
+            continue
+        begins = event.phase == "start"
+        if begins and not under_way:
+            since = event.seconds
+        under_way += 1 if begins else -1
+        if not begins and not under_way:
+            total += event.seconds - since
+    return total / seconds
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:

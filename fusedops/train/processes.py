@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from types import FrameType
@@ -21,6 +22,7 @@ import torch.distributed as dist
 
 from fusedops._core import env
 from fusedops._core.checks import UnsupportedError
+from fusedops.parallel import communication
 from fusedops.train.table import InputError
 
 # Ctrl-C reaches a process from its terminal and from its parent: that is one wish.
@@ -63,9 +65,10 @@ class Ranks:
         """Return the sums of numbers over all ranks, in float64; waits for a GPU."""
         if self.size == 1:
             return list(values)
+        world = dist.group.WORLD
+        assert world is not None
         sums = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(sums)
-        return sums.tolist()
+        return communication.all_reduce(sums, world, label="losses").wait().tolist()
 
 
 @contextlib.contextmanager
@@ -92,10 +95,11 @@ def joined(device: str) -> Iterator[Ranks]:
     here = torch.device(kind, local) if kind == "cuda" else torch.device(kind)
     if kind == "cuda":
         torch.cuda.set_device(here)
-    if launched is None or dist.is_initialized():
-        yield Ranks(rank, size, here)
+    if dist.is_initialized():
+        yield Ranks(dist.get_rank(), dist.get_world_size(), here)
         return
-    dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")
+    alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if launched is None else {}
+    dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo", **alone)
     try:
         yield Ranks(rank, size, here)
     finally:
@@ -161,8 +165,12 @@ def launch(processes: int, arguments: Sequence[str], *, restarts: int = 0) -> in
     try:
         run(parse_args(options))
     except ChildFailedError as error:
-        codes = [each.exitcode for each in error.failures.values()]
-        return next((code for code in codes if code > 0), 1)
+        codes = {rank: each.exitcode for rank, each in error.failures.items()}
+        for rank, code in codes.items():
+            if code < 0:  # it could not tell by itself
+                name = signal.Signals(-code).name
+                print(f"fusedops: error: process {rank} was killed: {name}", file=sys.stderr)
+        return next((code for code in codes.values() if code > 0), 1)
     return 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,18 @@ import torch
 
 from fusedops._core import checks, host
 from fusedops.checkpoint import Checkpointer, Guard, Restored
-from fusedops.models import Transformer, TransformerConfig, initialize, preset
-from fusedops.optim import AdamW
+from fusedops.models import (
+    ParallelConfig,
+    Parallelized,
+    Transformer,
+    TransformerConfig,
+    parallelize,
+    parallelized,
+    preset,
+)
+from fusedops.optim import AdamW, OffloadedAdamW
+from fusedops.parallel import make_mesh
+from fusedops.parallel.sizes import check_divides
 from fusedops.train import corpus as corpora
 from fusedops.train import metrics, precision, table
 from fusedops.train.config import Config
@@ -34,7 +44,7 @@ class Run:
     Attributes:
         config: what was asked for.
         ranks: the processes.
-        model: to train.
+        parallel: the model, and how the processes share its training.
         optimizer: of its parameters.
         scale: of the loss.
         train: the sequences.
@@ -52,7 +62,7 @@ class Run:
 
     config: Config
     ranks: Ranks
-    model: Transformer
+    parallel: Parallelized
     optimizer: AdamW
     scale: LossScale
     train: Sequences
@@ -94,10 +104,8 @@ def prepared(config: Config, ranks: Ranks) -> Iterator[Run]:
         corpus = corpora.open_corpus(config.data, cache)
         sizes = model_config(config, corpus)
         corpora.check_ids(corpus, sizes.vocab_size, ranks.rank, ranks.size)
-    with ranks.together():
-        model = build(config, sizes, ranks.device)
-    optimizer = AdamW(
-        model.named_parameters(),
+    parallel = spread(config, sizes, ranks)
+    optimizer = parallel.optimizer(
         **_options(config),
         no_decay=config.optimizer.no_decay,
         master_weights=config.precision.parameters != "float32",
@@ -106,14 +114,18 @@ def prepared(config: Config, ranks: Ranks) -> Iterator[Run]:
     )
     scale = LossScale(config.precision)
     with Checkpointer(
-        out / "checkpoints", model, optimizer, keep=config.checkpoint.keep, scale=scale
+        out / "checkpoints",
+        parallel.model,
+        optimizer,
+        keep=config.checkpoint.keep,
+        scale=scale,
     ) as keeper:
         guard = Guard(keeper, **asdict(config.guard))
         keeper.add(guard=guard)
         run = Run(
             config=config,
             ranks=ranks,
-            model=model,
+            parallel=parallel,
             optimizer=optimizer,
             scale=scale,
             train=_sequences(corpus.train, config),
@@ -132,6 +144,8 @@ def prepared(config: Config, ranks: Ranks) -> Iterator[Run]:
         try:
             yield run
         finally:
+            if isinstance(optimizer, OffloadedAdamW):
+                optimizer.close()
             if run.metrics is not None:
                 run.metrics.close()
 
@@ -171,11 +185,41 @@ def model_config(config: Config, corpus: corpora.Corpus) -> TransformerConfig:
     return sizes
 
 
-def build(config: Config, sizes: TransformerConfig, device: torch.device) -> Transformer:
-    """Return the model with its first weights, which the seed alone decides."""
-    model = Transformer(sizes, device=device, dtype=precision.dtype(config.precision.parameters))
-    initialize(model, config.seed)
-    return model
+def layout(config: Config, ranks: Ranks) -> ParallelConfig:
+    """Return how the processes share the work; ``dp`` is what they leave for it.
+
+    Raises:
+        ValueError: the sizes do not make that many processes, or do not divide the batch.
+    """
+    found = table.fill(ParallelConfig, config.parallel, "parallel")
+    others = found.tp * found.cp * found.pp
+    if found.mode != "data" and "dp" not in config.parallel and ranks.size % others == 0:
+        found = replace(found, dp=ranks.size // others)
+    found = found.for_ranks(ranks.size)
+    parts = found.dp * found.microbatches
+    check_divides("config", "dp x microbatches", parts, config.batch, "batch")
+    return found
+
+
+def spread(config: Config, sizes: TransformerConfig, ranks: Ranks) -> Parallelized:
+    """Return the model with its first weights, which the seed alone decides, on all processes.
+
+    Raises:
+        InputError: the sizes do not fit the model, the processes or the data.
+    """
+    dtype = precision.dtype(config.precision.parameters)
+    try:  # all ranks find the same mistakes
+        found = layout(config, ranks)
+        model = Transformer(sizes, device="meta", dtype=dtype)
+        device = ranks.device
+        mesh = make_mesh(found.sizes, device_type=device.type)
+        model = parallelize(model, found, mesh, device=device, seed=config.seed)
+        parallel = parallelized(model)
+        probe = torch.zeros(1, config.data.seq_len, dtype=torch.int64)
+        parallel.shard_batch(probe)
+    except (ValueError, TypeError, checks.UnsupportedError) as error:
+        raise InputError(str(error)) from None
+    return parallel
 
 
 def _options(config: Config) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 import torch
@@ -14,9 +15,6 @@ from fusedops.train.data import IGNORED
 from fusedops.train.schedule import learning_rate
 from fusedops.train.setup import Run
 
-# Each draws dropout from a seed of its own.
-_SEEDS_OF_STEP = 1 << 16
-
 
 @dataclass(frozen=True)
 class Taken:
@@ -24,6 +22,7 @@ class Taken:
 
     Attributes:
         loss: mean over all targets, without the routers' losses.
+        router_loss: of all layers, mean over the tokens.
         grad_norm: before clipping.
         lr: the learning rate.
         action: ``"go"``, or why it was not taken: ``"overflow"``, ``"skip"``, ``"rollback"``.
@@ -32,6 +31,7 @@ class Taken:
     """
 
     loss: float
+    router_loss: float
     grad_norm: float
     lr: float
     action: str
@@ -39,56 +39,63 @@ class Taken:
     stop: bool
 
 
-def backward(run: Run) -> float:
-    """Leave the gradient of the mean loss of a step in the parameters.
+def backward(run: Run) -> tuple[float, float]:
+    """Leave the gradients of a step in the parameters.
 
     Returns:
-        The sum of this rank's losses over its targets.
+        The sum of this rank's losses over its targets, and that of its routers' losses.
     """
-    config, device = run.config, run.ranks.device
-    targets = config.batch * config.data.seq_len
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for number, batch in enumerate(run.train.microbatches(run.position, config.batch)):
-        torch.manual_seed(config.seed + run.step * _SEEDS_OF_STEP + number)
-        tokens, labels = (each.to(device, non_blocking=True) for each in batch)
+    config, parallel, device = run.config, run.parallel, run.ranks.device
+    parts = parallel.config.microbatches
+    targets = torch.tensor(config.batch * config.data.seq_len, device=device)
+    total, routers = torch.zeros(2, dtype=torch.float64, device=device)
+    rows = run.train.microbatches(
+        run.position, config.batch, parts, parallel.data_rank, parallel.data_ranks
+    )
+    for number, batch in enumerate(rows):
+        parallel.begin(last=number == parts - 1)
+        _seed_dropout(run, number)
+        shard = parallel.shard_batch(*(each.to(device, non_blocking=True) for each in batch))
         with precision.computing(config.precision, device):
-            loss = run.model(tokens, labels)
-        # The routers' losses are means over tokens; weighed like them, microbatches add up.
-        whole = loss.total + loss.auxiliary * labels.numel()
-        (whole * (run.scale.value / targets)).backward()
+            loss = parallel.model(*shard[:2], positions=shard.positions)
+        (parallel.loss(loss, targets) * run.scale.value).backward()
         total += loss.total.detach()
-    return total.item()
+        routers += loss.auxiliary.detach()
+    return total.item(), routers.item()
 
 
-def update(run: Run, loss_of_rank: float, *, stop: bool) -> Taken:
+def update(run: Run, losses: tuple[float, float], *, stop: bool) -> Taken:
     """Step the optimizer, unless the loss's scale or the guard forbids it.
 
     Args:
         run: with gradients.
-        loss_of_rank: what ``backward`` returned.
+        losses: what ``backward`` returned.
         stop: whether this rank was asked to stop; all ranks hear of it here.
     """
-    config, optimizer = run.config, run.optimizer
-    total, stops = run.ranks.total(loss_of_rank, float(stop))
+    config, optimizer, layout = run.config, run.optimizer, run.parallel.config
+    # The ranks of tp have the same losses, but for routers', each of which sees other tokens.
+    total, routers, stops = run.ranks.total(losses[0] / layout.tp, losses[1], float(stop))
     loss = total / (config.batch * config.data.seq_len)
-    gradients = [each.grad for each in run.model.parameters() if each.grad is not None]
-    norm = global_norm(gradients) / run.scale.value
+    model, scale = run.parallel.model, run.scale.value
+    norm = global_norm([each.grad for each in model.parameters() if each.grad is not None]) / scale
     lr = learning_rate(run.step, config.steps, config.optimizer.lr, config.schedule)
-    scale = run.scale.value
     action, restored = "overflow", None
     if not run.scale.overflowed(norm.item()):
         verdict = run.guard.check(run.step, loss, norm)
         action, restored = verdict.action, verdict.restored
-    if action == "go":
+    if restored is None:
         clip = config.optimizer.clip
         coefficient = clip_coefficient(norm, clip) if clip else torch.ones_like(norm)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        # The step divides gradients by this as it reads them: clipping costs no pass.
+        # The step divides gradients by this as it reads them: clipping costs no pass. A step that
+        # is forbidden is asked for, too: it may have begun in the backward.
         optimizer.grad_scale = scale / coefficient  # type: ignore[attr-defined]
+        optimizer.found_inf = torch.tensor(float(action != "go"))  # type: ignore[attr-defined]
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return Taken(loss, norm.item(), lr, action, restored, stops > 0)
+    routers /= run.ranks.size * layout.microbatches
+    return Taken(loss, routers, norm.item(), lr, action, restored, stops > 0)
 
 
 @torch.no_grad()
@@ -99,15 +106,27 @@ def evaluate(run: Run) -> float | None:
     """
     if run.validation is None:
         return None
-    config, device = run.config, run.ranks.device
+    config, parallel, device = run.config, run.parallel, run.ranks.device
     count = min(config.validation.sequences, run.validation.count)
+    size = config.batch // (parallel.config.microbatches * parallel.data_ranks)
     total = torch.zeros((), dtype=torch.float64, device=device)
-    run.model.eval()
-    for first in range(0, count, config.batch):
-        rows = torch.arange(first, first + config.batch)
+    parallel.model.eval()
+    for first in range(0, count, size * parallel.data_ranks):
+        rows = torch.arange(size) + first + size * parallel.data_rank
         tokens, labels = run.validation.rows(rows)
         labels[rows >= count] = IGNORED
+        shard = parallel.shard_batch(tokens.to(device), labels.to(device))
         with precision.computing(config.precision, device):
-            total += run.model(tokens.to(device), labels.to(device)).total
-    run.model.train()
-    return run.ranks.total(total.item())[0] / (count * config.data.seq_len)
+            total += parallel.model(*shard[:2], positions=shard.positions).total
+    parallel.model.train()
+    found = run.ranks.total(total.item() / parallel.config.tp)[0]
+    return found / (count * config.data.seq_len)
+
+
+def _seed_dropout(run: Run, number: int) -> None:
+    """Seed what dropout draws from: by step, and alike on ranks that share the same tokens."""
+    mesh = run.parallel.mesh
+    place = 0 if mesh is None else mesh.rank("data")
+    words = repr((run.config.seed, run.step, number, place)).encode()
+    seed = hashlib.blake2b(words, digest_size=8).digest()
+    torch.manual_seed(int.from_bytes(seed, "little"))

@@ -276,6 +276,23 @@ def test_interrupt_keeps_what_was_measured_before(
     assert "interrupted at other 64x128 float32" in done.stdout
 
 
+def test_rows_are_written_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.json"
+    found: list[set[str]] = []
+
+    def looks(device: torch.device, dtype: torch.dtype) -> Sample:
+        if path.exists():
+            found.append({row.op for row in load_json(path).rows})
+        return _make(device, dtype)
+
+    other = _spec("other")
+    other = replace(other, bench_cases=(replace(other.bench_cases[0], make=looks),))
+    specs = {"exponential": _spec("exponential"), "other": other}
+    monkeypatch.setattr("fusedops.specs.all_specs", lambda: specs)
+    assert bench("--dtype", "float32", "--json", str(path)).exit_code == 0
+    assert found and found[0] == {"exponential"}
+
+
 def test_variants_keep_eager_and_the_named(known: None, tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     done = bench("--variants", "peer", "--dtype", "float32,float64", "--json", str(path))

@@ -5,77 +5,22 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from train_runs import STEPS, Watching, config, whole
 
 from fusedops.train import Result, train
 from fusedops.train.config import Precision, Schedule
 from fusedops.train.precision import LossScale
 from fusedops.train.schedule import learning_rate
-from fusedops.train.setup import Run
-
-STEPS = 12
-
-
-def config(folder: Path, **changes: Any) -> dict[str, Any]:
-    """Return a configuration that trains in a second or two."""
-    text = folder / "text.txt"
-    if not text.exists():
-        text.write_text("".join(f"{n} plus {n} is {2 * n}.\n" for n in range(400)))
-    return {
-        "out": str(folder / "run"),
-        "steps": STEPS,
-        "batch": 4,
-        "device": "cpu",
-        "tune_host": False,
-        "model": {"preset": "tiny-gpt2", "dropout": 0.1, "attention_dropout": 0.1},
-        "data": {"train": [str(text)], "seq_len": 32},
-        "optimizer": {"lr": 1e-2},
-        "log": {"peak_tflops": 1.0},
-        "checkpoint": {"every": 5},
-        "validation": {"every": 6, "sequences": 6},
-    } | changes
-
-
-class Watching:
-    """Keeps what a run tells, and interrupts it before a step."""
-
-    def __init__(self, at: int = -1, interrupt: Any = None) -> None:
-        self.records: list[Mapping[str, Any]] = []
-        self._at, self._interrupt = at, interrupt
-
-    def begin(self, run: Run) -> None:
-        self.run, self.first = run, run.step
-
-    def show(self, record: Mapping[str, Any]) -> None:
-        self.records.append(record)
-        if record["step"] + 1 == self._at:
-            self._interrupt()
-
-    def state(self) -> list[torch.Tensor]:
-        """Return weights and moments."""
-        states = self.run.optimizer.state
-        found = [*self.run.model.state_dict().values()]
-        for parameter in self.run.model.parameters():
-            found += [each for _, each in sorted(states[parameter].items())]
-        return found
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
     text = (folder / "run" / "metrics.jsonl").read_text()
     return [json.loads(each) for each in text.splitlines()]
-
-
-def whole(folder: Path, **changes: Any) -> Watching:
-    """Return an uninterrupted run."""
-    watching = Watching()
-    out = str(folder / "whole")
-    assert train(config(folder, out=out, **changes), watcher=watching).finished
-    return watching
 
 
 def same_bits(one: Watching, other: Watching) -> bool:
@@ -142,7 +87,7 @@ def test_options_of_the_optimizer_are_those_of_the_configuration(tmp_path: Path)
 def test_bfloat16_weights_have_a_float32_copy(tmp_path: Path) -> None:
     half = {"compute": "bfloat16", "parameters": "bfloat16"}
     watching = whole(tmp_path, precision=half, model={"preset": "tiny-llama"})
-    weight = next(watching.run.model.parameters())
+    weight = next(watching.run.parallel.model.parameters())
     master = watching.run.optimizer.state[weight]["master"]
     assert weight.dtype == torch.bfloat16 and master.dtype == torch.float32
     assert torch.equal(master.bfloat16(), weight)
@@ -156,7 +101,7 @@ def test_a_loss_scale_that_overflows_skips_steps_and_falls(tmp_path: Path) -> No
     skipped = actions.count("overflow")
     assert 0 < skipped < 6 and actions == ["overflow"] * skipped + ["go"] * (STEPS - skipped)
     assert watching.run.scale.value == 2.0 ** (20 - skipped)
-    step = watching.run.optimizer.state[next(watching.run.model.parameters())]["step"]
+    step = watching.run.optimizer.state[next(watching.run.parallel.model.parameters())]["step"]
     assert step == STEPS - skipped
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -136,6 +137,7 @@ def run(
             seconds=seconds,
             threads=threads,
             allocator=allocator,
+            json_file=json_file,
         )
         _deliver(record, json_file, csv_file, png_file, results)
         if not whole:
@@ -277,8 +279,12 @@ def _measure(
     seconds: float,
     threads: int,
     allocator: str,
+    json_file: Path | None,
 ) -> tuple[Record, bool]:
-    """Return what was measured, and whether that is all: an interrupt keeps what there is."""
+    """Return what was measured, and whether that is all: an interrupt keeps what there is.
+
+    After each size the file has all rows so far: a process that runs out of memory is not asked.
+    """
     import torch
 
     from fusedops._core import host
@@ -286,7 +292,7 @@ def _measure(
     from fusedops.cli.bench import machine
     from fusedops.cli.bench.cases import Settings, host_overhead, run_case
     from fusedops.cli.bench.limits import measure_limits
-    from fusedops.cli.bench.results import Row, record_of
+    from fusedops.cli.bench.results import Row, record_of, save_json
     from fusedops.cli.progress import steps
 
     torch.set_num_threads(threads or host.physical_cores())
@@ -310,6 +316,7 @@ def _measure(
     notes: list[str] = []
     whole = True
     overhead: dict[tuple[str, torch.dtype], dict[tuple[str, str], float]] = {}
+    settled = {"allocator": allocator, "dtypes": names, "compile": compiled}
     with steps(1 + len(plan) * len(dtypes)) as progress, options.sigterm_interrupts():
         progress.say("limits of this machine")
         limits = measure_limits(device, dtypes, clock)
@@ -331,13 +338,16 @@ def _measure(
                     )
                     rows += found
                     notes += why
+                    if json_file is not None:
+                        with suppress(OSError, files.UserError):  # told when all is written
+                            so_far = record_of(here, timing, limits, rows, notes, **settled)
+                            save_json(json_file, so_far)
                     progress.advance()
         except KeyboardInterrupt:
             if not rows:
                 raise
             whole = False
             notes.append(f"interrupted at {title}: what was measured before is here")
-    settled = {"allocator": allocator, "dtypes": names, "compile": compiled}
     record = record_of(here, timing, limits, rows, notes, **settled)
     return record, whole
 

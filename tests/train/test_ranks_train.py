@@ -1,0 +1,153 @@
+"""Several processes: the losses of one, other layouts go on, and what ends one ends all alike."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from train_runs import STEPS, Watching, config, on_ranks, whole
+
+from fusedops._core import dtypes
+from fusedops.train import InputError, loop, train
+from fusedops.train.setup import Run
+
+pytestmark = pytest.mark.distributed
+# Without dropout, whose numbers depend on the layout.
+PLAIN = {"model": {"preset": "tiny-llama"}, "optimizer": {"lr": 3e-3}, "batch": 8}
+# Processes, the step that they stop at, and how they share the work.
+LAYOUTS = (
+    (2, 4, {"dp": 2, "zero": 2, "microbatches": 2}),
+    (2, 8, {"tp": 2, "sp": True}),
+    (1, STEPS, {"microbatches": 4}),
+)
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "mesh": ({"parallel": {"tp": 3}}, "dp x tp x pp x cp = 1 x 3 x 1 x 1 = 3 must be the 2"),
+    "heads": ({"parallel": {"tp": 2}, "model": {"preset": "tiny-gpt2", "num_heads": 1}}, "heads"),
+    "batch": ({"batch": 3}, "dp x microbatches must be a divisor of batch, 3, got 2"),
+    "sequence": ({"parallel": {"cp": 2}}, "tokens of a sequence must be a multiple of"),
+    "corpus": ({}, "text.txt is not UTF-8: byte 3"),
+    "cache": ({}, "all processes must see that folder"),
+}
+
+
+def _train(rank: int, folder: str, changes: dict[str, Any], stop: int = 0) -> Any:
+    """Train, up to a step; only the first rank is asked to stop there, and all must.
+
+    Returns the result, and what was recorded.
+    """
+
+    def terminate() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    watching = Watching(stop - 1, terminate)
+    result = train(config(Path(folder), **changes), watcher=watching)
+    return result.step, result.loss, [dict(each) for each in watching.records]
+
+
+def test_a_run_goes_on_in_other_layouts_with_the_losses_of_one_process(tmp_path: Path) -> None:
+    wanted = [each["loss"] for each in whole(tmp_path, **PLAIN).records]
+    found: list[float] = []
+    for ranks, stop, parallel in LAYOUTS:
+        changes = PLAIN | {"parallel": parallel}
+        results = on_ranks(ranks, _train, str(tmp_path), changes, stop)
+        assert all(isinstance(each, tuple) for each in results), results
+        assert [each[:2] for each in results] == [(stop, results[0][1])] * ranks
+        assert all(not records for *_, records in results[1:])
+        found += [each["loss"] for each in results[0][2]]
+    assert found == pytest.approx(wanted, rel=dtypes.training_difference(STEPS))
+
+
+def _digest(run: Run) -> str:
+    """Return a digest of this rank's weights and moments."""
+    found = hashlib.sha256()
+    for parameter in run.parallel.model.parameters():
+        states = run.optimizer.state[parameter]
+        for each in (parameter, *(states[name] for name in sorted(states))):
+            local: Any = each.to_local() if hasattr(each, "to_local") else each
+            found.update(local.detach().contiguous().numpy().tobytes())
+    return found.hexdigest()
+
+
+def _dying(rank: int, folder: str, out: str, die: int) -> tuple[int, str]:
+    """Train with dropout; the second rank kills itself in a step."""
+    plain, runs = loop.backward, []
+
+    def backward(run: Run) -> tuple[float, float]:
+        runs.append(run)
+        if rank == 1 and run.step == die:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return plain(run)
+
+    loop.backward = backward
+    train(config(Path(folder), out=f"{folder}/{out}", parallel={"zero": 1}))
+    return len(runs), _digest(runs[0])
+
+
+def test_a_run_whose_rank_was_killed_ends_with_the_same_bits(tmp_path: Path) -> None:
+    whole_run = on_ranks(2, _dying, str(tmp_path), "whole", -1)
+    killed = on_ranks(2, _dying, str(tmp_path), "killed", 8)
+    assert killed[1] == "died" and "RuntimeError" in killed[0]
+    resumed = on_ranks(2, _dying, str(tmp_path), "killed", -1)
+    assert whole_run == [(STEPS, digest) for _, digest in whole_run]
+    assert resumed == [(STEPS - 5, digest) for _, digest in whole_run]
+
+
+def _overflowing(rank: int, folder: str) -> Any:
+    """Train while the part of a gradient that only the second rank has overflows in a step."""
+    plain, runs = loop.backward, []
+
+    def backward(run: Run) -> tuple[float, float]:
+        found = plain(run)
+        runs.append(run)
+        if rank == 1 and run.step == 2:
+            parameter: Any = next(run.parallel.model.parameters())
+            parameter.grad.to_local()[0] = float("inf")
+        return found
+
+    loop.backward = backward
+    watching = Watching()
+    changes = PLAIN | {"parallel": {"zero": 2}, "precision": {"compute": "float16"}, "steps": 5}
+    train(config(Path(folder), **changes), watcher=watching)
+    run = runs[0]
+    steps = {int(each["step"]) for each in run.optimizer.state.values()}
+    return steps, run.scale.value, [each["action"] for each in watching.records]
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all(tmp_path: Path) -> None:
+    first, second = on_ranks(2, _overflowing, str(tmp_path))
+    assert first[:2] == second[:2] == ({4}, 32768.0)
+    assert first[2] == ["go", "go", "overflow", "go", "go"]
+
+
+def _refused(rank: int, folder: str) -> list[str]:
+    """Return what each case is refused with."""
+    told = []
+    for case, (changes, _) in BAD.items():
+        given = config(Path(folder), **PLAIN | changes)
+        data = given["data"]
+        if case == "sequence":
+            data = data | {"seq_len": 33}
+        if case == "corpus":
+            data = data | {"train": [f"{folder}/bad/text.txt"]}
+        if case == "cache" and rank == 1:
+            data = data | {"cache": f"{folder}/elsewhere"}
+        try:
+            train(given | {"data": data})
+            told.append("trained")
+        except InputError as error:
+            told.append(str(error))
+    return told
+
+
+def test_a_mistake_is_told_by_all_ranks_and_none_waits(tmp_path: Path) -> None:
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "text.txt").write_bytes(b"tea\xff" * 400)
+    config(tmp_path)
+    first, second = on_ranks(2, _refused, str(tmp_path))
+    assert isinstance(first, list) and first == second, first
+    for told, (case, (_, wanted)) in zip(first, BAD.items(), strict=True):
+        assert wanted in told, case
