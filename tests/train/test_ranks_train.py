@@ -28,7 +28,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "mesh": ({"parallel": {"tp": 3}}, "dp x tp x pp x cp = 1 x 3 x 1 x 1 = 3 must be the 2"),
     "heads": ({"parallel": {"tp": 2}, "model": {"preset": "tiny-gpt2", "num_heads": 1}}, "heads"),
     "batch": ({"batch": 3}, "dp x microbatches must be a divisor of batch, 3, got 2"),
-    "sequence": ({"parallel": {"cp": 2}}, "tokens of a sequence must be a multiple of"),
+    "sequence": ({"parallel": {"tp": 2, "sp": True}}, "tokens of a sequence must be a multiple of"),
     "corpus": ({}, "text.txt is not UTF-8: byte 3"),
     "cache": ({}, "all processes must see that folder"),
 }
