@@ -87,7 +87,8 @@ def _loop(run: Run, stop: Stop, watcher: Watcher | None) -> Result:
         if _due(run.step, config.checkpoint.every) or done or stopped:
             _save(run, last=done or stopped)
     if run.step == config.steps and config.export:
-        save_huggingface(run.parallel.model, config.export)
+        model: Any = run.parallel.model
+        save_huggingface(model, config.export)
     return Result(run.step, run.step == config.steps, loss, validation, Path(config.out))
 
 

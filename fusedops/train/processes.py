@@ -182,8 +182,8 @@ def launch(processes: int, arguments: Sequence[str], *, restarts: int = 0) -> in
         # The agent ends the others by SIGTERM; who was killed otherwise could not tell by itself.
         killed = {rank: -code for rank, code in codes.items() if code < 0}
         causes = {rank: code for rank, code in killed.items() if code != signal.SIGTERM}
-        for rank, number in (causes or killed).items():
-            name = signal.Signals(number).name
+        for rank, code in (causes or killed).items():
+            name = signal.Signals(code).name
             print(f"fusedops: error: process {rank} was killed: {name}", file=sys.stderr)
         return next((code for code in codes.values() if code > 0), 1)
     return 0

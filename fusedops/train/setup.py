@@ -19,11 +19,11 @@ from fusedops.models import (
     TransformerConfig,
     from_config,
     load_huggingface,
-    parallelize,
     parallelized,
     preset,
     to_config,
 )
+from fusedops.models.parallelization import parallelize
 from fusedops.optim import AdamW, OffloadedAdamW
 from fusedops.parallel import make_mesh
 from fusedops.parallel.sizes import check_divides
