@@ -115,6 +115,7 @@ class SequenceNorm(ParallelLayer):
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
+    compute: Callable[..., Any]
 
     @classmethod
     def of(
