@@ -227,10 +227,7 @@ def reduce_scatter(
 
     def finish() -> torch.Tensor:
         _waited(work, parts)
-        total = received[0].to(dtypes.statistics_dtype(received.dtype)) + received[1]
-        for part in received[2:]:
-            total += part
-        return total.to(received.dtype)
+        return ordered_sum(received.unbind(0))
 
     return Pending(finish, started)
 
@@ -328,6 +325,17 @@ def send_receive(
         return received
 
     return Pending(finish, started)
+
+
+def ordered_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of tensors in their order, in the accumulation dtype, rounded once."""
+    first, *others = parts
+    if not others:
+        return first
+    total = first.to(dtypes.statistics_dtype(first.dtype)) + others[0]
+    for part in others[1:]:
+        total += part
+    return total.to(first.dtype)
 
 
 def check_divides(op: str, tensor: torch.Tensor, dim: int, ranks: int) -> None:

@@ -34,6 +34,7 @@ from fusedops._core import checks
 from fusedops.nn import MLP, GatedMLP, LinearAct
 from fusedops.ops import linear_act, linear_glu, mlp
 from fusedops.parallel import communication
+from fusedops.parallel.overlap import all_gather_glu, all_gather_linear, linear_reduce_scatter
 
 
 def copy_to(input: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -193,13 +194,14 @@ class ParallelLayer(nn.Module):
     Args:
         mesh: the ranks; one dim.
         sequence: whether activations around the layer are split along the sequence.
+        overlap: whether the layer communicates block by block beside its products: the same bits.
 
     Raises:
-        ValueError: the mesh has more dims.
-        TypeError: it is no mesh, or ``sequence`` no bool.
+        ValueError: the mesh has more dims, or there is ``overlap`` without ``sequence``.
+        TypeError: it is no mesh, or ``sequence`` or ``overlap`` no bool.
     """
 
-    def __init__(self, mesh: DeviceMesh, *, sequence: bool = False) -> None:
+    def __init__(self, mesh: DeviceMesh, *, sequence: bool = False, overlap: bool = False) -> None:
         super().__init__()
         op = type(self).__name__
         if not isinstance(mesh, DeviceMesh):
@@ -208,8 +210,12 @@ class ParallelLayer(nn.Module):
         if mesh.ndim != 1:
             checks.fail(op, "mesh", "of one dim: pass mesh['tp']", f"{mesh.ndim} dims")
         checks.flag(op, "sequence", sequence)
+        checks.flag(op, "overlap", overlap)
+        if overlap and not sequence:
+            checks.fail(op, "overlap", "False without sequence: an all-reduce has no blocks", True)
         self.mesh = mesh
         self.sequence = sequence
+        self.overlap = overlap
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -218,7 +224,7 @@ class ParallelLayer(nn.Module):
 
     def extra_repr(self) -> str:
         """Return the number of ranks, and whether the sequence is split."""
-        return f"ranks={self.mesh.size()}, sequence={self.sequence}"
+        return f"ranks={self.mesh.size()}, sequence={self.sequence}, overlap={self.overlap}"
 
 
 class ColumnLinear(ParallelLayer):
@@ -241,6 +247,7 @@ class ColumnLinear(ParallelLayer):
         mesh: DeviceMesh,
         *,
         sequence: bool = False,
+        overlap: bool = False,
         communicate: bool = True,
         heads: int | None = None,
     ) -> ColumnLinear:
@@ -250,6 +257,7 @@ class ColumnLinear(ParallelLayer):
             module: has the same parameters on every rank. Hooks stay behind.
             mesh: the ranks.
             sequence: whether the input is split along the sequence.
+            overlap: whether it is gathered block by block beside the product.
             communicate: ``False`` where the input comes from an ``enter`` that layers share.
             heads: how many blocks the outputs fall into that must stay whole (key and value heads).
                 Fewer than ranks: several ranks have the same head, the parameters stay whole on
@@ -259,7 +267,7 @@ class ColumnLinear(ParallelLayer):
             ValueError: ranks and outputs, or ranks and heads, do not divide.
             TypeError: ``module`` is no linear layer.
         """
-        self = cls(mesh, sequence=sequence)
+        self = cls(mesh, sequence=sequence, overlap=overlap)
         op, ranks = cls.__name__, mesh.size()
         self.activation = _activation_of(op, module)
         self.communicate = communicate
@@ -276,11 +284,12 @@ class ColumnLinear(ParallelLayer):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return this rank's outputs ``[B, S, f]`` of the whole sequence."""
+        weight, bias = self._part(self.weight), self._part(self.bias)
+        if self.overlap and self.communicate:
+            return all_gather_linear(input, weight, self.group, bias, activation=self.activation)
         if self.communicate:
             input = enter(input, self.group, sequence=self.sequence)
-        return linear_act(
-            input, self._part(self.weight), self._part(self.bias), activation=self.activation
-        )
+        return linear_act(input, weight, bias, activation=self.activation)
 
     def _part(self, parameter: Any) -> Any:
         """Return the rows of a parameter that make this rank's outputs."""
@@ -305,7 +314,12 @@ class RowLinear(ParallelLayer):
 
     @classmethod
     def of(
-        cls, module: nn.Linear | LinearAct, mesh: DeviceMesh, *, sequence: bool = False
+        cls,
+        module: nn.Linear | LinearAct,
+        mesh: DeviceMesh,
+        *,
+        sequence: bool = False,
+        overlap: bool = False,
     ) -> RowLinear:
         """Return ``module`` with its inputs split.
 
@@ -313,12 +327,13 @@ class RowLinear(ParallelLayer):
             module: has the same parameters on every rank. Hooks stay behind.
             mesh: the ranks.
             sequence: whether the output is split along the sequence.
+            overlap: whether it is reduced block by block beside the product.
 
         Raises:
             ValueError: ranks do not divide the inputs, or there is an activation.
             TypeError: ``module`` is no linear layer.
         """
-        self = cls(mesh, sequence=sequence)
+        self = cls(mesh, sequence=sequence, overlap=overlap)
         op = cls.__name__
         if _activation_of(op, module) != "identity":
             wanted = "without an activation: it would act on parts of a sum"
@@ -329,8 +344,7 @@ class RowLinear(ParallelLayer):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return the outputs ``[B, S, H]``, or ``[B, s, H]`` with a split sequence."""
-        partial = linear_act(input, local(self.weight), activation="identity")
-        return _finish(partial, self.bias, self)
+        return _row_product(input, self.weight, self.bias, self)
 
 
 class ParallelMLP(ParallelLayer):
@@ -350,21 +364,28 @@ class ParallelMLP(ParallelLayer):
     keep_hidden: bool
 
     @classmethod
-    def of(cls, module: MLP, mesh: DeviceMesh, *, sequence: bool = False) -> ParallelMLP:
+    def of(
+        cls, module: MLP, mesh: DeviceMesh, *, sequence: bool = False, overlap: bool = False
+    ) -> ParallelMLP:
         """Return ``module`` with its hidden features split.
 
         Args:
             module: has the same parameters on every rank. Hooks stay behind.
             mesh: the ranks.
             sequence: whether input and output are split along the sequence.
+            overlap: whether they are communicated block by block, beside two products instead of
+                one ``fusedops.mlp``: the hidden layer is kept as well, the whole input is not.
 
         Raises:
-            ValueError: ranks do not divide the hidden features.
+            ValueError: ranks do not divide the hidden features, or ``module`` recomputes and
+                ``overlap`` is asked for.
             TypeError: ``module`` is no ``fusedops.nn.MLP``.
         """
-        self = cls(mesh, sequence=sequence)
+        self = cls(mesh, sequence=sequence, overlap=overlap)
         op = cls.__name__
         check_type(op, module, MLP)
+        if overlap and module.recompute:
+            checks.fail(op, "overlap", "False where the module recomputes", overlap)
         self.activation, self.recompute = module.activation, module.recompute
         self.keep_hidden = module.keep_hidden
         self.w1 = distribute(op, "w1", module.w1, mesh, 0)
@@ -375,6 +396,10 @@ class ParallelMLP(ParallelLayer):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return a tensor of the shape of ``input``, split likewise."""
+        if self.overlap:
+            w1, b1 = local(self.w1), local(self.b1)
+            hidden = all_gather_linear(input, w1, self.group, b1, activation=self.activation)
+            return _row_product(hidden, self.w2, self.b2, self)
         x = enter(input, self.group, sequence=self.sequence)
         w1, b1, w2 = local(self.w1), local(self.b1), local(self.w2)
         if self.keep_hidden and not self.recompute:
@@ -398,32 +423,53 @@ class ParallelGatedMLP(ParallelLayer):
     activation: str
 
     @classmethod
-    def of(cls, module: GatedMLP, mesh: DeviceMesh, *, sequence: bool = False) -> ParallelGatedMLP:
+    def of(
+        cls, module: GatedMLP, mesh: DeviceMesh, *, sequence: bool = False, overlap: bool = False
+    ) -> ParallelGatedMLP:
         """Return ``module`` with its hidden features split; arguments as of ``ParallelMLP.of``."""
-        self = cls(mesh, sequence=sequence)
+        self = cls(mesh, sequence=sequence, overlap=overlap)
         check_type(cls.__name__, module, GatedMLP)
+        if overlap and module.gate_proj.bias is not None:
+            checks.fail(cls.__name__, "overlap", "False where the gate has a bias", overlap)
         self.activation = module.activation
 
         def column(projection: LinearAct) -> ColumnLinear:
             return ColumnLinear.of(projection, mesh, sequence=sequence, communicate=False)
 
         self.gate_proj, self.up_proj = column(module.gate_proj), column(module.up_proj)
-        self.down_proj = RowLinear.of(module.down_proj, mesh, sequence=sequence)
+        self.down_proj = RowLinear.of(module.down_proj, mesh, sequence=sequence, overlap=overlap)
         return self.train(module.training)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return a tensor of the shape of ``input``, split likewise."""
-        input = enter(input, self.group, sequence=self.sequence)
         gate, up = self.gate_proj, self.up_proj
+        if self.overlap:
+            weights = local(gate.weight), local(up.weight)
+            hidden = all_gather_glu(input, *weights, self.group, activation=self.activation)
+            return self.down_proj(hidden)
+        input = enter(input, self.group, sequence=self.sequence)
         if gate.bias is None:
             weights = local(gate.weight), local(up.weight)
             return self.down_proj(linear_glu(input, *weights, activation=self.activation))
         return self.down_proj(gate(input) * up(input))
 
 
+def _row_product(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: ParallelLayer
+) -> torch.Tensor:
+    """Multiply by rows that are split, reduce, and add the bias."""
+    if layer.overlap:
+        return _biased(linear_reduce_scatter(input, local(weight), layer.group), bias, layer)
+    return _finish(linear_act(input, local(weight), activation="identity"), bias, layer)
+
+
 def _finish(partial: torch.Tensor, bias: torch.Tensor | None, layer: ParallelLayer) -> torch.Tensor:
-    """Reduce a row-parallel product and add its bias, once."""
-    output = leave(partial, layer.group, sequence=layer.sequence)
+    """Reduce a row-parallel product and add its bias."""
+    return _biased(leave(partial, layer.group, sequence=layer.sequence), bias, layer)
+
+
+def _biased(output: torch.Tensor, bias: torch.Tensor | None, layer: ParallelLayer) -> torch.Tensor:
+    """Add a bias, once: where the sequence is split each rank adds it to its own tokens."""
     if bias is None:
         return output
     return output + shared(bias, layer.group, partial=layer.sequence).to(output.dtype)

@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fusedops._core import dtypes
+from fusedops._core import checks, dtypes, imports
 from fusedops._core.library import define_exchange
 from fusedops.ops import _attention_math as math
 from fusedops.parallel import communication
 from fusedops.parallel.communication import Pending
-from fusedops.parallel.context import _blocks, plan
+from fusedops.parallel.context import _blocks, _flops, plan
 from fusedops.parallel.context._blocks import Attended, Incoming, Scores, add_to, take
 from fusedops.parallel.context._checks import request
 from fusedops.parallel.context.layout import Layout
@@ -92,11 +92,23 @@ def ring_attention(
         values that it needs, which a causal mask, a window and documents reduce, and in the
         backward once more, and gets the same bytes of gradients back. What comes next travels
         while what is there is computed. The same bits in every run. Dropout draws other numbers
-        for another number of ranks, balance or documents. No second derivative.
+        for another number of ranks, balance or documents. No second derivative: asking for one is
+        an ``UnsupportedError``.
 
     Reference:
         Liu et al.: Ring Attention with Blockwise Transformers, arXiv:2310.01889; Brandon et al.:
         Striped Attention, arXiv:2311.09431 (balance).
+
+    Example:
+        >>> import torch, torch.distributed as dist
+        >>> from fusedops.parallel import ring_attention
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> q = k = torch.zeros(1, 1, 2, 4)
+        >>> v = torch.tensor([[1.0, 0.0], [0.0, 1.0]]).view(1, 1, 2, 2)
+        >>> ring_attention(q, k, v, dist.group.WORLD, is_causal=True)
+        tensor([[[[1.0000, 0.0000],
+                  [0.5000, 0.5000]]]])
+        >>> dist.destroy_process_group()
     """
     a = request(
         "ring_attention",
@@ -343,8 +355,8 @@ def _step_gradients(
     for call, scores in ring.calls(shift, step):
         grad, *others = _blocks.backward(call, ring.query, key, value, scores, incoming)
         add_to(grad_query, call.rows, grad)
-        if len(step.calls) == len(call.blocks) == 1:  # all its keys and values, rounded once
-            return others
+        if len(step.calls) == 1 and call.columns == ((0, key.shape[2]),):
+            return others  # of all keys and values, rounded once
         if not found:
             found = [torch.zeros_like(each, dtype=grad_query.dtype) for each in (key, value)]
         for into, part in zip(found, others, strict=True):
@@ -381,6 +393,12 @@ def _backward_fake(
     return *grads, parts.new_empty(0 if a.sinks is None else a.sinks.shape)
 
 
+def _refuse(ctx: Any, *_: Any) -> None:
+    raise checks.UnsupportedError(
+        "ring_attention: has no second derivative; ulysses_attention has one"
+    )
+
+
 _INPUTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? alibi_slopes, Tensor? sinks, Tensor? seed,"
     " SymInt[] ends, str balance, float dropout_p, float scale, SymInt window_left,"
@@ -400,4 +418,7 @@ _RING_BACKWARD = define_exchange(
     f" {_INPUTS}) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_sinks)",
     kernel=_backward,
     fake=_backward_fake,
+    setup_context=lambda ctx, inputs, output: None,
+    backward=_refuse,
 )
+imports.after("torch.utils.flop_counter", _flops.tell)
