@@ -228,7 +228,10 @@ def _split_ends(model: Transformer, mesh: Any, *, sequence: bool) -> None:
     def loss(x_BSH: torch.Tensor, weight: Any, bias: Any, labels_BS: torch.Tensor) -> torch.Tensor:
         x_BSH = enter(x_BSH, group, sequence=sequence)
         given = local(weight), labels_BS, group, local(bias)
-        return split_cross_entropy(x_BSH, *given, vocab_size=words, reduction="sum")
+        again = head.recompute
+        return split_cross_entropy(
+            x_BSH, *given, vocab_size=words, reduction="sum", recompute=again
+        )
 
     head.project, head.loss = project, loss
 
@@ -307,6 +310,9 @@ def _share_sequences(model: Transformer, group: dist.ProcessGroup, kind: str) ->
 def _keep_less(model: Transformer, config: ParallelConfig, mesh: Mesh) -> None:
     """Let layers keep less for their backward."""
     rules = []
+    if "activations" in config.offload or "layer" in config.remade:
+        # Logits would be the most that is kept.
+        model.head.recompute = True
     if "activations" in config.offload:
         rules.append(memory.offload("layers.*"))
     if "layer" in config.remade:

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -305,7 +304,7 @@ class Head(nn.Module):
         bias: of it, ``[V]``, or ``None``.
         project: ``(x_BSH, weight, bias)`` to logits ``[B, S, V]``.
         loss: ``(x_BSH, weight, bias, labels_BS)`` to the sum of the cross-entropies, float32.
-            ``partial(summed_loss, recompute=True)`` where the layers keep nothing.
+        recompute: whether the backward makes the logits again: set it where layers keep nothing.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -319,8 +318,8 @@ class Head(nn.Module):
         self.project: Callable[..., torch.Tensor] = project
         # What a layer keeps at least for a token, in half precision, in numbers of float32.
         layer = (8 * hidden + 2 * config.intermediate_size) // 2
-        recompute = words > config.num_layers * layer
-        self.loss: Callable[..., torch.Tensor] = partial(summed_loss, recompute=recompute)
+        self.recompute = words > config.num_layers * layer
+        self.loss: Callable[..., torch.Tensor] = self._summed_loss
 
     def forward(
         self,
@@ -342,6 +341,9 @@ class Head(nn.Module):
         if labels_BS is None:
             return self.project(x_BSH, weight, self.bias)
         return self.loss(x_BSH, weight, self.bias, labels_BS)
+
+    def _summed_loss(self, *given: Any) -> torch.Tensor:
+        return summed_loss(*given, recompute=self.recompute)
 
 
 class Transformer(nn.Module):

@@ -32,7 +32,7 @@ class MLP(nn.Module):
         recompute: keep only the input for the backward and compute the rest again.
         keep_hidden: keep what enters the second product as well, ``[..., hidden_features]`` beside
             its pre-activation: the backward does not apply the activation again, which took a tenth
-            of forward and backward of 1024 x 256 (gelu, hidden 1024, one thread of Zen 5).
+            of forward and backward of 1024 x 256 (gelu, hidden 1024, one thread of Zen 4).
 
     Raises:
         ValueError: ``activation`` is unknown, or ``recompute`` and ``keep_hidden`` are both set.

@@ -9,7 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import fusedops
 from fusedops import UnsupportedError
@@ -136,6 +140,21 @@ def test_saving_again_leaves_one_form_of_files(tmp_path: Path) -> None:
     assert next(found.parameters()).dtype == torch.bfloat16
     assert not (tmp_path / "model.safetensors.index.json").exists()
     assert not list(tmp_path.glob("*.part*"))
+
+
+def test_a_sharded_model_is_gathered(tmp_path: Path) -> None:
+    model = Transformer(TINY["tiny-gpt2"])
+    wanted = {name: value.clone() for name, value in model.state_dict().items()}
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,), mesh_dim_names=("saved",)))
+        assert all(isinstance(each, DTensor) for each in model.parameters())
+        save_huggingface(model, tmp_path)
+    finally:
+        dist.destroy_process_group()
+    found = load_huggingface(tmp_path).state_dict()
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
 
 
 def test_old_names_are_read(tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -300,3 +303,45 @@ def test_wrong_inputs_are_refused(call: Any, says: str) -> None:
 def test_choices_that_exclude_each_other_are_refused(change: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         replace(TINY["tiny-llama"], **change)
+
+
+@contextmanager
+def _saved() -> Iterator[list[int]]:
+    """Yield the sizes of the tensors that graphs keep."""
+    sizes: list[int] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        sizes.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield sizes
+
+
+def test_logits_are_kept_where_they_are_small_and_give_the_same_bits() -> None:
+    torch.manual_seed(0)
+    assert not Transformer(preset("gpt2"), device="meta").head.recompute
+    wide = replace(TINY["tiny-llama"], vocab_size=2048)
+    model = copy.deepcopy(Transformer(wide))
+    assert model.head.recompute
+    tokens = _tokens(wide, 2, 16)
+    results = []
+    for recompute in (True, False):
+        model.head.recompute = recompute
+        with _saved() as kept:
+            loss = model(tokens, tokens).total
+        assert (tokens.numel() * 2048 in kept) is not recompute
+        results.append((loss, *torch.autograd.grad(loss, list(model.parameters()))))
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+def test_a_whole_model_compiles_to_one_graph() -> None:
+    torch.manual_seed(0)
+    model = Transformer(replace(TINY["tiny-mixtral"], num_layers=1))
+    tokens = _tokens(model.config, 2, 16)
+    results = []
+    for call in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
+        loss = call(tokens, tokens)
+        total = loss.total + loss.auxiliary
+        results.append((total, *torch.autograd.grad(total, list(model.parameters()))))
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
