@@ -168,7 +168,7 @@ class Call:
     @property
     def options(self) -> str:
         """How much the options add to the inner loops, a key of the tables of block sizes."""
-        if _launch.dropout_arguments(self.dropout_p, self.max_keys)["DROPOUT"] != "none":
+        if _launch.dropout_arguments(self.dropout_p, self.max_keys, self.seed)["DROPOUT"] != "none":
             return "drop"
         if not self.folds or (self.mask is not None and self.mask.shape[2] != 1):
             return "rich"
@@ -179,7 +179,7 @@ class Call:
         """Return the arguments that forward and backward kernels share."""
         query, key, value = (readable(each) for each in (self.query, self.key, self.value))
         mask = self._mask()
-        dropout = _launch.dropout_arguments(self.dropout_p, self.max_keys)
+        dropout = _launch.dropout_arguments(self.dropout_p, self.max_keys, self.seed)
         factor = self.scale * LOG2E.value
         if self.softcap > 0.0:
             factor *= 2.0 / self.softcap

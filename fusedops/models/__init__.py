@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fusedops.models.attend import Documents
 from fusedops.models.config import RopeScaling, TransformerConfig
@@ -13,6 +13,9 @@ from fusedops.models.parallel_config import ParallelConfig
 from fusedops.models.parallelized import Parallelized, parallelized
 from fusedops.models.presets import PRESETS, TINY, preset
 from fusedops.models.transformer import Loss, Transformer
+
+if TYPE_CHECKING:
+    from fusedops.models.parallelization import parallelize
 
 __all__ = [
     "PRESETS",

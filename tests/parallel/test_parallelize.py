@@ -27,6 +27,7 @@ from fusedops.models import (
     preset,
 )
 from fusedops.models.parallelized import attach
+from fusedops.parallel import communication
 from fusedops.parity import threads
 
 OnRanks = Callable[..., list[Any]]
@@ -202,6 +203,29 @@ def test_experts_on_processes(on_ranks: OnRanks, case: str) -> None:
 def test_all_modes_on_processes(on_ranks: OnRanks) -> None:
     values = {"dp": 2, "cp": 2, "tp": 2, "sp": True, "zero": 3, "recompute": "full"}
     on_ranks(_on_processes, "tiny-llama", values)
+
+
+def _counted(rank: int, sequence: bool) -> tuple[dict[str, int], dict[str, int]]:
+    config = ParallelConfig(tp=2, sp=sequence, overlap=False)
+    model = parallelize(Transformer(_config("tiny-llama"), device="meta"), config, seed=SEED)
+    tokens = torch.zeros(1, TOKENS, dtype=torch.int64)
+    with communication.recorded() as forward:
+        output = model(tokens, tokens)
+    with communication.recorded() as backward:
+        output.total.backward()
+    return forward.counts(), backward.counts()
+
+
+def test_a_layer_takes_two_communications_forward_and_two_backward() -> None:
+    """Beside them: one for the embedding, one for the head, the loss, and the norms' gradients."""
+    layers = 2
+    forward, backward = threads.run(lambda rank: _counted(rank, False), 2)[0]
+    assert forward == {"all_reduce": 2 * layers + 1, "all_gather": 1}
+    assert backward == {"all_reduce": 2 * layers + 1}
+    forward, backward = threads.run(lambda rank: _counted(rank, True), 2)[0]
+    assert forward == {"reduce_scatter": 2 * layers + 1, "all_gather": 2 * layers + 2}
+    both = {"reduce_scatter": 2 * layers + 1, "all_gather": 2 * layers + 1}
+    assert backward == both | {"all_reduce": 2 * layers + 1}
 
 
 class _Plain(nn.Module):

@@ -1,0 +1,103 @@
+"""The command line of ``fusedops bench scaling``.
+
+torch is imported inside the functions, as in ``command.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fusedops.cli import files
+from fusedops.cli.bench import options
+
+if TYPE_CHECKING:
+    from fusedops.cli.bench.scaling import Row
+
+
+def scaling(
+    settings: Annotated[
+        str,
+        typer.Option(help="Comma-separated names of the table's rows, without blanks; all."),
+    ] = "",
+    preset: Annotated[str, typer.Option(help="Whose architecture the model has.")] = "gpt2",
+    hidden: Annotated[int, typer.Option(min=64, help="Width; heads have 64.")] = 512,
+    layers: Annotated[int, typer.Option(min=1, help="Number of layers.")] = 6,
+    vocabulary: Annotated[int, typer.Option(min=2, help="Number of words.")] = 4096,
+    tokens: Annotated[str, typer.Option(help="Sequences x tokens of a step.")] = "8x256",
+    seconds: Annotated[float, typer.Option(min=0.01, max=3600, help="Time per setting.")] = 30.0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows.")] = None,
+) -> None:
+    """Train one model on one process of two threads and on two processes of one.
+
+    Tokens per second, and as a share of the first row's, turn by turn: docs/parallel.md. Only a
+    machine that does nothing else gives figures worth quoting.
+    """
+    with files.one_line_errors():
+        files.check_environment()
+        if json_file is not None:
+            files.check_writable(json_file)
+        sizes = tokens.split("x")
+        if len(sizes) != 2 or not all(each.isdecimal() and int(each) for each in sizes):
+            raise files.UserError(f"--tokens must be sequences x tokens, such as 8x256: {tokens}")
+        from fusedops.cli.bench.scaling import SETTINGS, Work, measure
+
+        plain = {name.replace(" ", ""): name for name in SETTINGS}
+        chosen = [plain[each] for each in _names(settings, plain)]
+        work = Work(preset, hidden, layers, vocabulary, int(sizes[0]), int(sizes[1]))
+        from fusedops.cli.bench.table import console
+
+        out = console()
+        with out.status("starting"):
+            rows = measure(work, chosen, seconds, lambda text: None)
+        _show(rows, out)
+        if json_file is not None:
+            files.write_json(json_file, _record(work, rows))
+
+
+def _names(text: str, known: dict[str, str]) -> list[str]:
+    if not text:
+        return list(known)
+    # Names hold commas: "dp2,zero1" is one where there is one of that name.
+    words, found = text.replace(" ", "").split(","), []
+    while words:
+        pair = ",".join(words[:2])
+        name = pair if len(words) > 1 and pair in known else words[0]
+        options.check_known(name, known, "setting")
+        found.append(name)
+        words = words[1 + name.count(",") :]
+    return found
+
+
+def _show(rows: list[Row], out: Any) -> None:
+    from rich.table import Table
+
+    table = Table(title="a training step")
+    for name in ("setting", "processes x threads", "tokens/s", "of the first", "loss"):
+        table.add_column(name, justify="left" if name == "setting" else "right")
+    for row in rows:
+        low, high = min(row.ratios), max(row.ratios)
+        table.add_row(
+            row.setting.name,
+            f"{row.setting.processes} x {row.setting.threads}",
+            f"{row.tokens_per_second:.0f}",
+            f"{row.ratio:.2f} ({low:.2f}-{high:.2f})",
+            f"{row.loss:.4f}",
+        )
+    out.print(table)
+
+
+def _record(work: Any, rows: list[Row]) -> dict[str, Any]:
+    import torch
+
+    from fusedops.cli.bench import machine
+
+    where = machine.describe(torch.device("cpu"))
+    measured = [
+        asdict(row) | {"tokens_per_second": row.tokens_per_second, "ratio": row.ratio}
+        for row in rows
+    ]
+    return where | {"work": asdict(work), "rows": measured}
