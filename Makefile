@@ -183,6 +183,7 @@ kernel-report-all: setup
 docs: setup
 	$(BIN)/python docs/gen_ops.py
 	$(BIN)/python docs/gen_trainers.py
+	$(BIN)/python docs/gen_context.py
 
 clean:
 	rm -rf build fusedops/lib out .pytest_cache .mypy_cache .ruff_cache *.egg-info

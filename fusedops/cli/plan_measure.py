@@ -2,7 +2,8 @@
 
 Measured is a whole step of training: forward, loss, backward and a fused AdamW, of models that
 transformers builds from configurations, as they come and after ``fusedops.patch``. The allocator
-counts (``bench/memory.py``); weights and states, which are there before the step, are added.
+counts (``_core/peak.py``); weights and states, which are there before the step, are added. Memory
+that a model or an optimizer of this package lets leave for the host is counted where it says so.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ FAMILIES = ("gpt2", "bert", "llama", "qwen3", "mixtral")
 # hidden_size, layers, sequences, tokens, vocabulary: where activations are most, where the logits
 # are, and where the weights are.
 SIZES = ((256, 6, 4, 256, 1024), (128, 2, 4, 256, 8192), (256, 4, 1, 64, 1024))
-PRECISIONS = {"float32": "float32", "bfloat16": "half"}
+PRECISIONS = {"float32": "float32", "bfloat16": "half", "autocast": "autocast"}
+LAYERS = {"gpt2": "transformer.h.*", "bert": "bert.encoder.layer.*"}  # of others: model.layers.*
+NORMS = ("layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm")
 
 
 @dataclass(frozen=True)
@@ -33,11 +36,12 @@ class Measured:
         family: a name of ``FAMILIES``.
         size: as in ``SIZES``.
         kernels: ``"stock"`` or ``"fused"``.
-        dtype: of the weights.
-        recompute: ``"none"`` or ``"full"`` (transformers' gradient checkpointing).
+        dtype: of the weights, or ``"autocast"``: float32 under autocast to bfloat16.
+        recompute: ``"none"``, ``"full"`` or ``"norm"``.
         kept: bytes that autograd saved, the loss's own included.
         peak: bytes at the peak of the step.
         before: bytes of weights and states.
+        host: bytes that have been taken of the host's memory.
         estimated: what the closed form says.
     """
 
@@ -49,6 +53,7 @@ class Measured:
     kept: int
     peak: int
     before: int
+    host: int
     estimated: Estimate
 
     @property
@@ -81,9 +86,25 @@ def measure(
     recompute: str,
     *,
     microbatches: int = 1,
+    ours: bool = False,
+    offload: tuple[str, ...] = (),
 ) -> Measured:
-    """Train a small model for a step and return what it took."""
+    """Train a small model for a step and return what it took.
+
+    Args:
+        family: a name of ``FAMILIES``.
+        size: as in ``SIZES``.
+        kernels: ``"stock"`` or ``"fused"``.
+        dtype: a name of ``PRECISIONS``.
+        recompute: ``"none"``, ``"full"``, or with ``ours`` ``"norm"``.
+        microbatches: of the step.
+        ours: recompute by ``fusedops.memory``; else by transformers' gradient checkpointing.
+        offload: as in ``Layout``: by ``fusedops.memory`` and ``OffloadedAdamW``.
+    """
     import torch
+
+    from fusedops.memory.apply import keeper_of
+    from fusedops.optim import OffloadedAdamW
 
     hidden, layers, batch, seq_len, vocabulary = size
     model = build(family, hidden, layers, seq_len, vocabulary)
@@ -93,22 +114,31 @@ def measure(
         kernels=kernels,
         precision=PRECISIONS[dtype],
         recompute=recompute,
+        offload=offload,
     )
     found = estimate(from_config(model.config), layout)
-    model = model.to(getattr(torch, dtype)).train()
-    if recompute == "full":
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=dtype == "autocast")
+    model = model.to(torch.float32 if dtype == "autocast" else getattr(torch, dtype)).train()
+    if recompute == "full" and not ours:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if kernels == "fused":
         import fusedops
 
         fusedops.patch(model)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    _treat(model, LAYERS.get(family, "model.layers.*"), recompute if ours else "none", offload)
+    optimizer: torch.optim.Optimizer
+    if "optimizer" in offload:
+        states = torch.bfloat16 if dtype == "bfloat16" else None
+        optimizer = OffloadedAdamW(model.parameters(), state_dtype=states)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     tokens = torch.randint(2, vocabulary, (batch, seq_len))
     # A cache of keys, which transformers fills unless told not to, is nothing that training needs.
     more = {} if family == "bert" else {"use_cache": False}
 
     def loss() -> torch.Tensor:
-        return model(input_ids=tokens, labels=tokens, **more).loss
+        with autocast:
+            return model(input_ids=tokens, labels=tokens, **more).loss
 
     def step() -> None:
         for _ in range(microbatches):
@@ -117,9 +147,16 @@ def measure(
 
     step()
     optimizer.zero_grad(set_to_none=True)
-    states = [each for state in optimizer.state.values() for each in state.values()]
-    before = sum(each.nbytes for each in [*model.parameters(), *states])
+    before = sum(each.nbytes for each in model.parameters())
+    if "optimizer" not in offload:
+        before += sum(each.nbytes for state in optimizer.state.values() for each in state.values())
     kept = _kept(model, loss)
+    peak = before + peak_bytes(step, torch.device("cpu"))
+    keeper = keeper_of(model)
+    host = sum(each.host_bytes for each in keeper.movers.values()) if keeper is not None else 0
+    if isinstance(optimizer, OffloadedAdamW):
+        host += optimizer.host_bytes
+        optimizer.close()
     return Measured(
         family=family,
         size=size,
@@ -127,10 +164,28 @@ def measure(
         dtype=dtype,
         recompute=recompute,
         kept=kept,
-        peak=before + peak_bytes(step, torch.device("cpu")),
+        peak=peak,
         before=before,
+        host=host,
         estimated=found,
     )
+
+
+def _treat(model: nn.Module, layers: str, recompute: str, offload: tuple[str, ...]) -> None:
+    """Give a model the policy that a layout asks for."""
+    from fusedops import memory
+
+    rules = []
+    if recompute == "full":
+        rules.append(memory.recompute(layers))
+    elif recompute == "norm":
+        rules.append(memory.recompute(ops=NORMS))
+    if "activations" in offload:
+        rules.append(memory.offload(layers))
+    if rules:
+        # What leaves is waited for: how much of it is under way is a matter of time, not of bytes.
+        settings = memory.OffloadSettings(in_flight_bytes=0, least_bytes=1)
+        memory.apply(model, memory.Policy(*rules), offload_settings=settings)
 
 
 def _kept(model: nn.Module, run: Any) -> int:
@@ -144,11 +199,12 @@ def _kept(model: nn.Module, run: Any) -> int:
         place = tensor.untyped_storage().data_ptr()
         if place not in own:
             seen[place] = tensor
-        return tensor
+        return tensor.detach()
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         result = run()
     found = sum(each.untyped_storage().nbytes() for each in seen.values())
+    seen.clear()  # the graph holds `pack`, and a result of its own would hold the graph
     del result
     return found
 

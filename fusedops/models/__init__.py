@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from fusedops.models.attend import Documents
 from fusedops.models.config import RopeScaling, TransformerConfig
 from fusedops.models.configurations import from_config, to_config
 from fusedops.models.huggingface import load_huggingface, save_huggingface
@@ -11,7 +12,7 @@ from fusedops.models.initialize import initialize
 from fusedops.models.parallel_config import ParallelConfig
 from fusedops.models.parallelized import Parallelized, parallelized
 from fusedops.models.presets import PRESETS, TINY, preset
-from fusedops.models.transformer import Documents, Loss, Transformer
+from fusedops.models.transformer import Loss, Transformer
 
 __all__ = [
     "PRESETS",

@@ -190,7 +190,20 @@ class _Files:
         return set(self.files)
 
     def read(self, name: str) -> torch.Tensor:
-        return self._open(self.files[name]).get_tensor(name)
+        opened = self._open(self.files[name])
+        try:
+            return opened.get_tensor(name)
+        except Exception as error:  # as above: the index and the file do not agree, for example
+            path = self.folder / self.files[name]
+            raise ValueError(f"cannot read {name} from {path}: {error}") from None
+
+
+def _modern(name: str, prefix: str) -> str:
+    """Return the name that older checkpoints have without base prefix, or with gamma and beta."""
+    for old, new in ((".gamma", ".weight"), (".beta", ".bias")):
+        if name.endswith(old):
+            name = name.removesuffix(old) + new
+    return name if name in TIED_HEADS else f"{prefix}{name}"
 
 
 class _Checkpoint:
@@ -200,13 +213,7 @@ class _Checkpoint:
         self.weights = weights
         known = weights.names()
         prefix = "" if any(each.startswith(family.base) for each in known) else family.base
-        # Older checkpoints: without the prefix of the base model, gamma and beta for norms.
-        self.names = {
-            (each if each in TIED_HEADS else f"{prefix}{each}")
-            .replace(".gamma", ".weight")
-            .replace(".beta", ".bias"): each
-            for each in known
-        }
+        self.names = {_modern(each, prefix): each for each in known}
         self.unread = set(self.names)
 
     def read(self, row: Row) -> list[torch.Tensor]:

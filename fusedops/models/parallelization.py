@@ -24,12 +24,19 @@ from fusedops.models.config import TransformerConfig
 from fusedops.models.initialize import initialize
 from fusedops.models.parallel_config import ParallelConfig, check_split
 from fusedops.models.parallelized import Parallelized, attach
-from fusedops.models.transformer import Attention, Layer, Transformer
+from fusedops.models.transformer import Layer, Transformer
 from fusedops.nn import MLP, GatedMLP, MoE
 from fusedops.parallel import communication, context
-from fusedops.parallel.data import DataParallel, Replicas, by_bytes, local_bytes, shard
+from fusedops.parallel.data import (
+    DataParallel,
+    Replicas,
+    by_bytes,
+    local_bytes,
+    shard,
+)
 from fusedops.parallel.dropout import Place, place_dropout
 from fusedops.parallel.mesh import Mesh, make_mesh
+from fusedops.parallel.sequence import SequenceNorm
 from fusedops.parallel.split_experts import split_experts
 from fusedops.parallel.tensor import (
     ColumnLinear,
@@ -41,6 +48,7 @@ from fusedops.parallel.tensor import (
     local,
 )
 from fusedops.parallel.tokenwise import join_tokens, part_of, sum_gradients, take_tokens
+from fusedops.parallel.vocabulary import VocabularyEmbedding, split_cross_entropy, split_logits
 
 _OP = "parallelize"
 _NORMS = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm")
@@ -86,17 +94,19 @@ def parallelize(
         if model.config.sparse_layers:
             _divide_experts(model, mesh)
         if config.tp > 1:
-            _split_tensors(model, mesh["tp"], sequence=config.sp)
+            _split_tensors(model, mesh["tp"], config)
         if config.cp > 1:
             _share_sequences(model, mesh.group("cp"), config.context)
         elif mesh.dense.device_type == "cpu":  # kernels of GPUs do not draw by place yet
             place_dropout(model, _place(config, mesh))
     if isinstance(model, Transformer):
         _keep_less(model, config, mesh)
-    data = _share_data(model, config, mesh)
+    whole = _left_whole(model, config, mesh)
+    data = _divide_parameters(model, whole, config, mesh)
     if any(each.is_meta for each in model.parameters()):
         model.to_empty(device=mesh.dense.device_type if device is None else device)
         initialize(model, seed)
+    data.replicas = _replicas(model, whole, config, mesh)
     return attach(model, Parallelized(model, config, mesh, data))
 
 
@@ -150,9 +160,14 @@ def _same_everywhere(model: nn.Module) -> None:
                 communication.broadcast(tensor.detach(), world, label="first values").wait()
 
 
+def _layers(model: Transformer) -> list[Any]:
+    """Return the layers, whose parts are replaced by others of types that they do not know."""
+    return list(model.layers.values())
+
+
 def _divide_experts(model: Transformer, mesh: Mesh) -> None:
     """Give each rank of ``ep`` its experts, and each rank of ``tp`` its share of the tokens."""
-    for layer in model.layers.values():
+    for layer in _layers(model):
         moe = layer.feed_forward
         if not isinstance(moe, MoE):
             continue
@@ -161,25 +176,32 @@ def _divide_experts(model: Transformer, mesh: Mesh) -> None:
             split_experts(moe, mesh["ep"])
 
 
-def _split_tensors(model: Transformer, mesh: Any, *, sequence: bool) -> None:
-    """Divide heads, features and words over the ranks of ``tp``; with ``sequence`` tokens too."""
-    group = mesh.get_group()
+def _split_tensors(model: Transformer, mesh: Any, config: ParallelConfig) -> None:
+    """Divide heads, features and words over the ranks of ``tp``; with ``sp`` tokens too."""
+    group, sequence = mesh.get_group(), config.sp
+    # Products beside communication: what enters and leaves must be tokens, which come in blocks.
+    beside = sequence and config.overlap
     _split_ends(model, mesh, sequence=sequence)
-    for layer in model.layers.values():
-        _split_attention(layer.attention, mesh, sequence=sequence)
+    for layer in _layers(model):
+        _split_attention(layer.attention, mesh, sequence=sequence, overlap=beside)
         part = layer.feed_forward
         if isinstance(part, MoE):
             _split_tokens(layer, mesh, sequence=sequence)
         elif isinstance(part, GatedMLP):
-            layer.feed_forward = ParallelGatedMLP.of(part, mesh, sequence=sequence)
+            plain = part.gate_proj.bias is None
+            layer.feed_forward = ParallelGatedMLP.of(
+                part, mesh, sequence=sequence, overlap=beside and plain
+            )
         else:
             assert isinstance(part, MLP)
-            layer.feed_forward = ParallelMLP.of(part, mesh, sequence=sequence)
+            keeps = "activation" not in config.remade
+            layer.feed_forward = ParallelMLP.of(
+                part, mesh, sequence=sequence, overlap=beside and keeps
+            )
         if sequence:
-            sum_gradients(layer.attention_norm, mesh)
-            sum_gradients(layer.feed_forward_norm, mesh)
-    if sequence and model.norm is not None:
-        sum_gradients(model.norm, mesh)
+            _split_norms(layer, ("attention_norm", "feed_forward_norm"), mesh)
+    if sequence:
+        _split_norms(model, ("norm",), mesh)
     if sequence and model.query_positions is not None:
         sum_gradients(model.query_positions, mesh)
         model.query_positions.register_forward_pre_hook(partial(_own_places, group))
@@ -187,19 +209,19 @@ def _split_tensors(model: Transformer, mesh: Any, *, sequence: bool) -> None:
 
 def _split_ends(model: Transformer, mesh: Any, *, sequence: bool) -> None:
     """Divide the vocabulary."""
-    from fusedops.parallel.vocabulary import VocabularyEmbedding, split_cross_entropy, split_logits
-
-    group, embedding, head = mesh.get_group(), model.embedding, model.head
-    words = {"vocab_size": model.config.vocab_size}
+    group, words = mesh.get_group(), model.config.vocab_size
+    embedding: Any = model.embedding
+    head: Any = model.head
     embedding.tokens = VocabularyEmbedding.of(embedding.tokens, mesh, sequence=sequence)
     if sequence:
         for table in (embedding.positions, embedding.token_types):
             if table is not None:
                 sum_gradients(table, mesh)
                 table.register_forward_pre_hook(partial(_own_places, group))
-        for module in (embedding.norm, head.transform, head.norm):
-            if module is not None:
-                sum_gradients(module, mesh)
+        _split_norms(embedding, ("norm",), mesh)
+        _split_norms(head, ("norm",), mesh)
+        if head.transform is not None:
+            sum_gradients(head.transform, mesh)
     for name in ("weight", "bias"):
         parameter = getattr(head, name)
         if parameter is not None:
@@ -207,15 +229,22 @@ def _split_ends(model: Transformer, mesh: Any, *, sequence: bool) -> None:
 
     def project(x_BSH: torch.Tensor, weight: Any, bias: Any) -> torch.Tensor:
         x_BSH = enter(x_BSH, group, sequence=sequence)
-        return split_logits(x_BSH, local(weight), group, local(bias), **words)
+        return split_logits(x_BSH, local(weight), group, local(bias), vocab_size=words)
 
     def loss(x_BSH: torch.Tensor, weight: Any, bias: Any, labels_BS: torch.Tensor) -> torch.Tensor:
         x_BSH = enter(x_BSH, group, sequence=sequence)
-        return split_cross_entropy(
-            x_BSH, local(weight), labels_BS, group, local(bias), reduction="sum", **words
-        )
+        given = local(weight), labels_BS, group, local(bias)
+        return split_cross_entropy(x_BSH, *given, vocab_size=words, reduction="sum")
 
     head.project, head.loss = project, loss
+
+
+def _split_norms(owner: nn.Module, names: tuple[str, ...], mesh: Any) -> None:
+    """Let norms, where there are some, meet this rank's tokens or heads only."""
+    for name in names:
+        norm = getattr(owner, name)
+        if norm is not None and not isinstance(norm, nn.Identity):
+            setattr(owner, name, SequenceNorm.of(norm, mesh))
 
 
 def _own_places(group: dist.ProcessGroup, module: nn.Module, args: Any) -> Any:
@@ -223,7 +252,7 @@ def _own_places(group: dist.ProcessGroup, module: nn.Module, args: Any) -> Any:
     return (part_of(args[0], group, -1),)
 
 
-def _split_attention(attention: Attention, mesh: Any, *, sequence: bool) -> None:
+def _split_attention(attention: Any, mesh: Any, *, sequence: bool, overlap: bool) -> None:
     """Divide the heads; queries, keys and values enter by one communication."""
     group, ranks = mesh.get_group(), mesh.size()
     heads, kv_heads = attention.num_heads, attention.num_kv_heads
@@ -231,13 +260,11 @@ def _split_attention(attention: Attention, mesh: Any, *, sequence: bool) -> None
     attention.query = column(attention.query)
     attention.key = column(attention.key, heads=kv_heads)
     attention.value = column(attention.value, heads=kv_heads)
-    attention.output = RowLinear.of(attention.output, mesh, sequence=sequence)
+    attention.output = RowLinear.of(attention.output, mesh, sequence=sequence, overlap=overlap)
     attention.num_heads = heads // ranks
     attention.num_kv_heads = max(1, kv_heads // ranks)
     attention.first_head = mesh.get_local_rank() * attention.num_heads
-    for norm in (attention.query_norm, attention.key_norm):
-        if norm is not None:
-            sum_gradients(norm, mesh)
+    _split_norms(attention, ("query_norm", "key_norm"), mesh)
 
     def come_in(module: nn.Module, args: Any) -> Any:
         x_BSH, places, asking_BSH = args
@@ -248,7 +275,7 @@ def _split_attention(attention: Attention, mesh: Any, *, sequence: bool) -> None
     attention.register_forward_pre_hook(come_in)
 
 
-def _split_tokens(layer: Layer, mesh: Any, *, sequence: bool) -> None:
+def _split_tokens(layer: Any, mesh: Any, *, sequence: bool) -> None:
     """Let each rank of ``tp`` route and compute its share of the tokens, by whole experts."""
     moe, group = layer.feed_forward, mesh.get_group()
     for module in (moe.gate, moe.shared_experts, moe.shared_expert_gate):
@@ -261,7 +288,7 @@ def _split_tokens(layer: Layer, mesh: Any, *, sequence: bool) -> None:
         branch_BsH, auxiliary = Layer._feed_forward(layer, take_tokens(x_BSH, group))
         return join_tokens(branch_BsH, group), auxiliary
 
-    layer._feed_forward = feed_forward  # type: ignore[method-assign]
+    layer._feed_forward = feed_forward
 
 
 def _place(config: ParallelConfig, mesh: Mesh) -> Place:
@@ -279,7 +306,7 @@ def _place(config: ParallelConfig, mesh: Mesh) -> Place:
 def _share_sequences(model: Transformer, group: dist.ProcessGroup, kind: str) -> None:
     """Let the ranks of ``cp`` attend to each other's tokens."""
     core = context.context_core(group, kind)
-    for layer in model.layers.values():
+    for layer in _layers(model):
         layer.attention.core = core
 
 
@@ -302,7 +329,7 @@ def _keep_less(model: Transformer, config: ParallelConfig, mesh: Mesh) -> None:
         rules.append(memory.recompute(ops=_NORMS))
     if "activation" in config.remade:
         rules.append(memory.recompute(ops="linear_glu"))
-        for layer in model.layers.values():
+        for layer in _layers(model):
             part = layer.feed_forward
             if isinstance(part, (MLP, ParallelMLP)):
                 part.recompute = True
@@ -312,33 +339,6 @@ def _keep_less(model: Transformer, config: ParallelConfig, mesh: Mesh) -> None:
         memory.apply(model, memory.Policy(*rules))
 
 
-def _share_data(model: nn.Module, config: ParallelConfig, mesh: Mesh) -> DataParallel:
-    """Sum gradients over the ranks that see other tokens, and divide what ``zero`` divides."""
-    stage = config.zero if config.sizes.data > 1 else 0
-    data = DataParallel(stage=stage)
-    experts = _expert_modules(model, config)
-    theirs = {each for module in experts for each in module.parameters()}
-    whole = _not_sharded(model, config) if stage else set(model.parameters())
-    alone = mesh.expert_data.size() == 1
-    for members, group in (
-        (whole - theirs, mesh.group("data")),
-        (whole & theirs, mesh.group("expert_data")),
-    ):
-        if members and group.size() > 1:
-            buckets = _buckets(model, members, config)
-            data.replicas.append(Replicas(buckets, group, overlap=config.overlap))
-    if stage:
-        again = config.parallel_optimizer_comm_recompute
-        share = partial(shard, stage=stage, whole=whole | theirs if alone else whole)
-        if experts and not alone:
-            share(experts, mesh.expert_data, gather_again=again)
-            data.sharded += experts
-        blocks = [*_blocks(model, config), model]
-        share(blocks, mesh.shards(config.shard_ranks), gather_again=again)
-        data.sharded.append(model)
-    return data
-
-
 def _expert_modules(model: nn.Module, config: ParallelConfig) -> list[nn.Module]:
     """Return the experts of layers whose ranks are not those of the rest."""
     if config.mode == "manual" or (config.ep == 1 and config.tp == 1):
@@ -346,14 +346,53 @@ def _expert_modules(model: nn.Module, config: ParallelConfig) -> list[nn.Module]
     return [each.experts for each in model.modules() if isinstance(each, MoE)]
 
 
-def _not_sharded(model: nn.Module, config: ParallelConfig) -> set[nn.Parameter]:
-    """Return the parameters that stay whole on each rank: small ones, and those of a pattern."""
+def _left_whole(model: nn.Module, config: ParallelConfig, mesh: Mesh) -> set[str]:
+    """Return the names of parameters that ``zero`` does not divide.
+
+    All with stage 0; those that are small or whose name has a pattern; experts that nobody shares.
+    """
+    named = dict(model.named_parameters())
+    if config.zero == 0 or config.sizes.data == 1:
+        return set(named)
+    experts = _expert_modules(model, config) if mesh.expert_data.size() == 1 else []
+    alone = {each for module in experts for each in module.parameters()}
     return {
-        each
-        for name, each in model.named_parameters()
-        if local_bytes(each) < config.shard_threshold
+        name
+        for name, each in named.items()
+        if each in alone
+        or local_bytes(each) < config.shard_threshold
         or any(fnmatchcase(name, pattern) for pattern in config.not_sharded)
     }
+
+
+def _divide_parameters(
+    model: nn.Module, whole: set[str], config: ParallelConfig, mesh: Mesh
+) -> DataParallel:
+    """Divide what ``zero`` divides over the ranks that see other tokens."""
+    if config.zero == 0 or config.sizes.data == 1:
+        return DataParallel()
+    left = {each for name, each in model.named_parameters() if name in whole}
+    again = config.parallel_optimizer_comm_recompute
+    share = partial(shard, stage=config.zero, whole=left, gather_again=again)
+    experts = _expert_modules(model, config) if mesh.expert_data.size() > 1 else []
+    if experts:
+        share(experts, mesh.expert_data)
+    share([*_blocks(model, config), model], mesh.shards(config.shard_ranks))
+    return DataParallel(sharded=[*experts, model], stage=config.zero)
+
+
+def _replicas(
+    model: nn.Module, whole: set[str], config: ParallelConfig, mesh: Mesh
+) -> list[Replicas]:
+    """Sum the gradients of whole parameters over the ranks that see other tokens."""
+    experts = {e for module in _expert_modules(model, config) for e in module.parameters()}
+    members = {each for name, each in model.named_parameters() if name in whole}
+    found = []
+    for some, name in ((members - experts, "data"), (members & experts, "expert_data")):
+        if some and mesh[name].size() > 1:
+            buckets = _buckets(model, some, config)
+            found.append(Replicas(buckets, mesh.group(name), overlap=config.overlap))
+    return found
 
 
 def _buckets(

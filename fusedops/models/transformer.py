@@ -14,17 +14,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from fusedops import ops
 from fusedops._core import checks, dtypes
+from fusedops.models.attend import Documents, attend
 from fusedops.models.config import TransformerConfig
 from fusedops.models.initialize import initialize
+from fusedops.models.inputs import check_inputs
 from fusedops.models.positions import alibi_slopes, rotary_tables
 from fusedops.nn import (
     MLP,
@@ -87,13 +88,20 @@ def project(x_BSH: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 
 
 def summed_loss(
-    x_BSH: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels_BS: torch.Tensor
+    x_BSH: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    labels_BS: torch.Tensor,
+    *,
+    recompute: bool | None = None,
 ) -> torch.Tensor:
-    """Return the sum of the targets' cross-entropies; logits are never whole."""
+    """Return the sum of the targets' cross-entropies; ``recompute`` as the operator has it."""
     # A sum in bfloat16 has three digits; under autocast the operator's own float32 comes out.
     half = x_BSH.dtype in (torch.bfloat16, torch.float16)
     with torch.autocast(x_BSH.device.type, dtype=x_BSH.dtype) if half else nullcontext():
-        return ops.linear_cross_entropy(x_BSH, weight, labels_BS, bias, reduction="sum")
+        return ops.linear_cross_entropy(
+            x_BSH, weight, labels_BS, bias, reduction="sum", recompute=recompute
+        )
 
 
 class Loss(NamedTuple):
@@ -111,30 +119,6 @@ class Loss(NamedTuple):
     auxiliary: torch.Tensor
 
 
-class Documents:
-    """Which tokens belong together: neighbours in a sequence that have the same id.
-
-    Attributes:
-        ids_BS: of the documents.
-    """
-
-    def __init__(self, ids_BS: torch.Tensor) -> None:
-        self.ids_BS = ids_BS
-
-    @cached_property
-    def cu_seqlens(self) -> torch.Tensor:
-        """Return where documents end when all sequences lie behind one another, from 0 on."""
-        begins = torch.ones_like(self.ids_BS, dtype=torch.bool)
-        begins[:, 1:] = self.ids_BS[:, 1:] != self.ids_BS[:, :-1]
-        places = begins.flatten().nonzero().flatten()
-        return F.pad(places, (0, 1), value=begins.numel()).int()
-
-    @cached_property
-    def longest(self) -> int:
-        """Return the tokens of the longest document."""
-        return int(self.cu_seqlens.diff().max()) if self.ids_BS.numel() else 0
-
-
 @dataclass(frozen=True)
 class Places:
     """Where the tokens stand; made once for all layers.
@@ -146,48 +130,6 @@ class Places:
 
     rotary: tuple[torch.Tensor, torch.Tensor] | None = None
     documents: Documents | None = None
-
-
-def attend(
-    query_BNSD: torch.Tensor,
-    key_BNSD: torch.Tensor,
-    value_BNSD: torch.Tensor,
-    *,
-    is_causal: bool,
-    window: tuple[int, int] | None,
-    alibi_slopes: torch.Tensor | None,
-    dropout_p: float,
-    documents: Documents | None,
-    seed: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Return ``[B, N, S, D]``: each query's mean of the values that it may attend."""
-    options: dict[str, Any] = {
-        "dropout_p": dropout_p,
-        "is_causal": is_causal,
-        "window": window,
-        "alibi_slopes": alibi_slopes,
-    }
-    if documents is None:
-        grouped = query_BNSD.shape[1] != key_BNSD.shape[1]
-        options |= {"enable_gqa": grouped, "seed": seed}
-        return ops.attention(query_BNSD, key_BNSD, value_BNSD, **options)
-    ends, longest = documents.cu_seqlens, documents.longest
-    output = ops.attention_varlen(
-        _packed(query_BNSD),
-        _packed(key_BNSD),
-        _packed(value_BNSD),
-        ends,
-        ends,
-        longest,
-        longest,
-        **options,
-    )
-    return output.unflatten(0, documents.ids_BS.shape).transpose(1, 2)
-
-
-def _packed(x_BNSD: torch.Tensor) -> torch.Tensor:
-    """Return all sequences behind one another, ``[B * S, N, D]``: a view of a projection."""
-    return x_BNSD.transpose(1, 2).flatten(0, 1)
 
 
 class Embedding(nn.Module):
@@ -352,7 +294,10 @@ class Layer(nn.Module):
 
 
 class Head(nn.Module):
-    """From the last hidden states to logits, or to the loss, for which logits are never whole.
+    """From the last hidden states to logits, or to the loss.
+
+    For the loss the backward makes logits again, chunk by chunk, unless they are small beside what
+    the layers keep: then they are kept, and a product is saved.
 
     Attributes:
         weight: of the projection on the vocabulary, ``[V, H]``; ``None`` where it is the
@@ -360,6 +305,7 @@ class Head(nn.Module):
         bias: of it, ``[V]``, or ``None``.
         project: ``(x_BSH, weight, bias)`` to logits ``[B, S, V]``.
         loss: ``(x_BSH, weight, bias, labels_BS)`` to the sum of the cross-entropies, float32.
+            ``partial(summed_loss, recompute=True)`` where the layers keep nothing.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -371,7 +317,10 @@ class Head(nn.Module):
         self.weight = None if config.tied else nn.Parameter(torch.empty(words, hidden))
         self.bias = nn.Parameter(torch.empty(words)) if masked else None
         self.project: Callable[..., torch.Tensor] = project
-        self.loss: Callable[..., torch.Tensor] = summed_loss
+        # What a layer keeps at least for a token, in half precision, in numbers of float32.
+        layer = (8 * hidden + 2 * config.intermediate_size) // 2
+        recompute = words > config.num_layers * layer
+        self.loss: Callable[..., torch.Tensor] = partial(summed_loss, recompute=recompute)
 
     def forward(
         self,
@@ -471,7 +420,13 @@ class Transformer(nn.Module):
 
         Returns:
             Logits ``[B, S, V]``, or a ``Loss``.
+
+        Raises:
+            ValueError: a shape does not fit, a sequence is longer than the table of positions, or
+                (CPU) a token is no word of the vocabulary.
+            TypeError: an argument is no int64 tensor.
         """
+        check_inputs(self.config, tokens, labels, positions, document_ids, token_types)
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
         x_BSH = self.embedding(tokens, positions, token_types)

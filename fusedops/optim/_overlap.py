@@ -103,22 +103,18 @@ class Gradient:
     def of(cls, param: Any, mark: Any) -> Gradient:
         """Note the gradient that a parameter has now; may be a collective operation."""
         local = _shards.local(_shards.placed_like(param.grad, param))
-        return cls(param.grad, local, _version(param.grad), mark)
+        return cls(param.grad, local, _shards.version(param.grad), mark)
 
     def written_to(self, param: Any) -> Gradient:
         """Return it as it is now that it was written to the parameter's ``grad``."""
         grad = param.grad
         if self.whole is not None or grad is None or grad.dtype != self.local.dtype:
             return self
-        return replace(self, whole=grad, version=_version(grad))
+        return replace(self, whole=grad, version=_shards.version(grad))
 
     def is_that_of(self, param: Any) -> bool:
         """Whether a parameter has this gradient still, and nothing was written to it."""
-        return param.grad is self.whole and _version(param.grad) == self.version
-
-
-def _version(tensor: Any) -> int:
-    return int(_shards.local(tensor)._version)
+        return param.grad is self.whole and _shards.version(param.grad) == self.version
 
 
 @dataclass

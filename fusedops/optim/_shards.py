@@ -24,12 +24,19 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
 
 def local(tensor: Any) -> torch.Tensor:
     """Return the part of a tensor that is here, without a graph; a plain tensor is all of it."""
-    part = tensor.detach()
+    part = tensor
     if is_dtensor(part):
         part = part._local_tensor
         if hasattr(part, "trigger_wait"):  # the result of a collective that may still run
             part = part.trigger_wait()
-    return part
+    # Of the local tensor itself: a DTensor's detach gives one whose version counter is its own.
+    return part.detach()
+
+
+def version(tensor: Any) -> int:
+    """Return how often a tensor was written to; of a DTensor by itself or by its local part."""
+    count = int(tensor._version)
+    return count + int(tensor._local_tensor._version) if is_dtensor(tensor) else count
 
 
 def placed_like(grad: Any, param: Any) -> Any:

@@ -125,10 +125,28 @@ def new_master(param: torch.Tensor, storage: Storage) -> torch.Tensor:
 
 
 def check_state(
-    op: str, title: str, param: torch.Tensor, state: dict[str, Any], storage: Storage
+    op: str,
+    title: str,
+    param: torch.Tensor,
+    state: dict[str, Any],
+    storage: Storage,
+    had: tuple[torch.device, torch.dtype] | None = None,
 ) -> None:
-    """Raise unless a parameter is still what its state was made for."""
+    """Raise unless a parameter is still what its state was made for.
+
+    Args:
+        op: for the message.
+        title: of the parameter.
+        param: as it is now.
+        state: of it.
+        storage: how its state would be kept now.
+        had: its device and dtype then, where the state does not tell.
+    """
     now = f"of {title}, as its state was made (make the optimizer after changing the model)"
+    if had is not None and param.device != had[0]:
+        checks.fail(op, "the device", f"{had[0]} {now}", param.device)
+    if had is not None and param.dtype != had[1]:
+        checks.fail(op, "the dtype", f"{had[1]} {now}", param.dtype)
     moment = state["exp_avg"]
     if moment.device != storage.device:
         checks.fail(op, "the device", f"{moment.device} {now}", storage.device)

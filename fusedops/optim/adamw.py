@@ -275,9 +275,13 @@ class AdamW(torch.optim.AdamW):
                     )
                 state = self.state.get(param)
                 if state:
-                    check_state(op, title, param, state, self._storage(param))
+                    check_state(op, title, param, state, self._storage(param), self._had(param))
                 members.append((group, index, param))
         return members
+
+    def _had(self, param: torch.Tensor) -> tuple[torch.device, torch.dtype] | None:
+        """Return a parameter's device and dtype when its state was made, if that does not tell."""
+        return None
 
     def _step_all(self, members: list[Member]) -> None:
         factor, found_inf = self._scaling(lambda: global_norm([each.grad for *_, each in members]))

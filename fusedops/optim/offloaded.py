@@ -129,7 +129,12 @@ class OffloadedAdamW(AdamW):
         """Add a group of parameters, as ``AdamW``; its states are allocated now."""
         super().add_param_group(param_group)
         if self._workers is not None:
-            self._attach()
+            try:
+                self._attach()
+            except (MemoryError, ValueError):
+                self.param_groups.pop()
+                self._attach()
+                raise
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, as ``AdamW``. Steps that have begun are dropped."""
@@ -224,18 +229,19 @@ class OffloadedAdamW(AdamW):
         self._drop()
         params = [param for group in self.param_groups for param in group["params"]]
         self._offloaded = _to_offload(params, self._device_fraction)
+        devices = {param.device for param in self._offloaded}
+        if len(devices) > 1:
+            names = ", ".join(sorted(map(str, devices)))
+            checks.fail(type(self).__name__, "params", "on one device", names)
+        self._device = devices.pop() if devices else torch.device("cpu")
+        engine = self._given_engine or engine_for(self._device)
         self._require_memory([param for param in params if not self.state.get(param)])
         for group in self.param_groups:
             for param in group["params"]:
                 if not self.state.get(param):
                     storage, amsgrad = self._storage(param), group["amsgrad"]
                     self.state[param] = new_state(param, storage, amsgrad=amsgrad)
-        devices = {param.device for param in self._offloaded}
-        if len(devices) > 1:
-            names = ", ".join(sorted(map(str, devices)))
-            checks.fail(type(self).__name__, "params", "on one device", names)
-        device = devices.pop() if devices else torch.device("cpu")
-        self._engine = self._given_engine or engine_for(device)
+        self._engine = engine
         self._buckets = self._new_buckets()
         self._slots = {
             slot.param: (bucket, index)
@@ -306,8 +312,8 @@ class OffloadedAdamW(AdamW):
             raise MemoryError(
                 f"{type(self).__name__}: masters, moments and copies of the parameters take "
                 f"{needed / 2**30:.2f} GiB of host memory, and {available / 2**30:.2f} GiB are "
-                "available: raise device_fraction, use state_dtype=torch.bfloat16 or overlap=False, "
-                "or shard"
+                "available: raise device_fraction, use state_dtype=torch.bfloat16 or "
+                "overlap=False, or shard"
             )
 
     def _listen(self) -> None:
@@ -329,6 +335,12 @@ class OffloadedAdamW(AdamW):
 
     def _storage(self, param: torch.Tensor) -> Storage:
         return self.policy.storage(param, offloaded=param in self._offloaded)
+
+    def _had(self, param: torch.Tensor) -> tuple[torch.device, torch.dtype] | None:
+        if param not in self._slots:
+            return None
+        bucket, index = self._slots[param]
+        return self._device, bucket.slots[index].copy.dtype
 
     def _arrived(self, param: Any) -> None:
         """Note that a backward has accumulated a gradient; begin when a bucket is complete."""

@@ -5,18 +5,18 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from fusedops.parallel.context import (
-    context_core,
-    ring_attention,
-    shard_sequence,
-    ulysses_attention,
-    unshard_sequence,
-)
 from fusedops.parallel.expert import expert_parallel, moe_combine, moe_dispatch
 from fusedops.parallel.mesh import Mesh, make_mesh, rank_groups
 from fusedops.parallel.sizes import Sizes
 
 if TYPE_CHECKING:
+    from fusedops.parallel.context import (
+        context_core,
+        ring_attention,
+        shard_sequence,
+        ulysses_attention,
+        unshard_sequence,
+    )
     from fusedops.parallel.data import DataParallel, Replicas, by_bytes, shard
 
 # What needs torch.distributed.tensor, which takes a second to import: its module, by name.
@@ -24,7 +24,12 @@ _LATER = {
     "DataParallel": "data",
     "Replicas": "data",
     "by_bytes": "data",
+    "context_core": "context",
+    "ring_attention": "context",
     "shard": "data",
+    "shard_sequence": "context",
+    "ulysses_attention": "context",
+    "unshard_sequence": "context",
 }
 
 __all__ = [

@@ -41,4 +41,4 @@ def split_experts(module: MoE, mesh: DeviceMesh, *, chunks: int = 1) -> None:
     experts: nn.Module = module.experts
     for name, parameter in list(experts.named_parameters()):
         setattr(experts, name, distribute(op, name, parameter, mesh, 0))
-    put_around(experts, local, exchange)
+    put_around(experts, lambda each: [local(p) for p in each], exchange)

@@ -1,16 +1,16 @@
 """Modules that act on each token alone, where every rank has another part of the tokens.
 
-Norms, tables of positions, routers: each rank has all of their parameters, meets them with its own
-tokens, and the gradients are added up. ``take_tokens`` and ``join_tokens`` lead whole activations,
-which all ranks have, into such a region and out of it; ``parallel/tensor.py`` has the pair for
-activations that are parts of a sum.
+Tables of positions, routers: each rank has all of their parameters, meets them with its own tokens,
+and the gradients are added up (norms: ``parallel/sequence.py``). ``take_tokens`` and
+``join_tokens`` lead whole activations, which all ranks have, into such a region and out of it;
+``parallel/tensor.py`` has the pair for activations that are parts of a sum.
 
 Letters of shapes: B sequences, S tokens of each, s this rank's of them, H hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,8 @@ from torch import distributed as dist
 from torch import nn
 
 from fusedops.parallel import communication
-from fusedops.parallel.tensor import distribute, shared
+from fusedops.parallel.sequence import shared_together
+from fusedops.parallel.tensor import distribute, local
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -29,8 +30,8 @@ def sum_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
     """Let the gradients of a module's parameters be added up over ranks, in the backward.
 
     Args:
-        module: whole on every rank, each of which calls it with other tokens, or for other heads.
-            Its parameters become DTensors, ``Replicate``; names, hooks and ``state_dict`` stay.
+        module: whole on every rank, each of which calls it with other tokens. Its parameters
+            become DTensors, ``Replicate``; names, hooks and ``state_dict`` stay.
         mesh: the ranks; of one dimension.
 
     Raises:
@@ -39,19 +40,20 @@ def sum_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
     group = mesh.get_group()
     for owner, name, parameter in list(_parameters(module)):
         setattr(owner, name, distribute("sum_gradients", name, parameter, mesh, None))
-    put_around(module, lambda each: shared(each, group, partial=True))
+    put_around(module, lambda each: shared_together([local(p) for p in each], group))
+
+
+StandIn = Callable[[list[torch.Tensor]], Sequence[torch.Tensor | None]]
 
 
 def put_around(
-    module: nn.Module,
-    stand_in: Callable[[torch.Tensor], torch.Tensor],
-    call: Callable[..., Any] | None = None,
+    module: nn.Module, stand_in: StandIn, call: Callable[..., Any] | None = None
 ) -> None:
     """Let a module's forward read other tensors for its parameters.
 
     Args:
         module: whose forward it is.
-        stand_in: what is read for a parameter; called once per forward.
+        stand_in: what is read for all of its parameters; called once per forward.
         call: ``call(forward, *args, **kwargs)`` runs the module; calls it by default.
     """
     module.forward = _Around(module, stand_in, call)
@@ -63,7 +65,7 @@ class _Around:
     def __init__(
         self,
         module: nn.Module,
-        stand_in: Callable[[torch.Tensor], torch.Tensor],
+        stand_in: StandIn,
         call: Callable[..., Any] | None,
     ) -> None:
         self._module = module
@@ -72,8 +74,10 @@ class _Around:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
-        read = {(owner, name): self._stand_in(p) for owner, name, p in _parameters(self._module)}
-        with _standing_in(read):
+        found = list(_parameters(self._module))
+        tensors = self._stand_in([each for *_, each in found])
+        places = [(owner, name) for owner, name, _ in found]
+        with _standing_in(dict(zip(places, tensors, strict=True))):
             if self._call is not None:
                 return self._call(self._forward, *args, **kwargs)
             return self._forward(*args, **kwargs)
@@ -89,7 +93,7 @@ def _parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Paramete
 
 
 @contextmanager
-def _standing_in(read: Mapping[tuple[nn.Module, str], torch.Tensor]) -> Iterator[None]:
+def _standing_in(read: Mapping[tuple[nn.Module, str], torch.Tensor | None]) -> Iterator[None]:
     """Let attributes of modules be these tensors: an instance's own hide its parameters."""
     for (owner, name), tensor in read.items():
         owner.__dict__[name] = tensor

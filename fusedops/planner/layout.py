@@ -27,16 +27,23 @@ class Precision:
     """Bytes of each number.
 
     Attributes:
-        weights: of the weights that the layers read, and of activations.
+        weights: of the weights that the layers read.
         gradients: of the gradients as they are accumulated.
         master: of the optimizer's own copy of the weights; 0: it updates the weights.
         moments: of AdamW's two moments together.
+        activations: of what products and attention compute.
+        stream: of the sums that go from layer to layer, which norms read.
+        casts: of the copies of weights that autocast makes in the forward and keeps for the
+            backward.
     """
 
     weights: int
     gradients: int
     master: int
     moments: int
+    activations: int
+    stream: int
+    casts: int = 0
 
     @property
     def states(self) -> int:
@@ -45,10 +52,11 @@ class Precision:
 
 
 PRECISIONS = {
-    "float32": Precision(4, 4, 0, 8),
-    "mixed": Precision(2, 4, 4, 8),
-    "half-gradients": Precision(2, 2, 4, 8),
-    "half": Precision(2, 2, 0, 4),
+    "float32": Precision(4, 4, 0, 8, 4, 4),
+    "autocast": Precision(4, 4, 0, 8, 2, 4, casts=2),
+    "mixed": Precision(2, 4, 4, 8, 2, 2),
+    "half-gradients": Precision(2, 2, 4, 8, 2, 2),
+    "half": Precision(2, 2, 0, 4, 2, 2),
 }
 
 
@@ -86,8 +94,10 @@ class Layout:
             instead of keeping what it gave.
         parallel_optimizer_comm_recompute: gather ``zero=3``'s weights again in the backward,
             instead of keeping them from the forward on.
-        offload: ``"optimizer"``: states (and gradients as they come) on the host;
+        offload: ``"optimizer"``: masters and moments on the host (``OffloadedAdamW``);
             ``"activations"``: what layers keep on the host, but for two layers.
+        overlap: the offloaded optimizer steps during the backward, beside the states that it
+            starts from; else in place, with half of the host's memory.
         bucket_bytes: of gradients that travel together.
     """
 
@@ -112,6 +122,7 @@ class Layout:
     mp_comm_recompute: bool = True
     parallel_optimizer_comm_recompute: bool = True
     offload: tuple[str, ...] = ()
+    overlap: bool = True
     bucket_bytes: int = 25 << 20
 
     @property

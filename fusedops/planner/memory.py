@@ -31,6 +31,8 @@ from fusedops.planner.saved import Saved
 PARTS = ("weights", "gradients", "states", "activations", "communication", "logits")
 # linear_cross_entropy's logits in memory at a time.
 _CHUNK = 4096
+# OffloadedAdamW: parameters that are stepped together, and how many such buckets are under way.
+_STEP_BUCKET, _STEP_WORKERS = 32 << 20, 2
 _FLOAT32 = 4
 
 
@@ -137,7 +139,7 @@ def layer_bytes(model: TransformerConfig, layout: Layout, index: int) -> float:
     tokens = layout.tokens(model)
     if layout.recompute != "full":
         return _bytes(saved.layer(model, layout, index), layout, remade=False) * tokens
-    hidden = model.hidden_size * layout.bytes_of.weights
+    hidden = model.hidden_size * layout.bytes_of.stream
     shared = layout.tp if layout.sp or layout.recompute_slice_activation else 1
     kept = hidden / shared
     if not layout.mp_comm_recompute and layout.tp > 1:
@@ -153,14 +155,14 @@ def _kept_by(model: TransformerConfig, layout: Layout, kinds: dict[int, int]) ->
 def _beside(model: TransformerConfig, layout: Layout, index: int) -> float:
     """Return what the backward of a layer holds at its widest beside what the layers kept."""
     tensors, tokens = saved.layer(model, layout, index), layout.tokens(model)
-    item, tp = layout.bytes_of.weights, layout.tp
+    item, tp = layout.bytes_of.activations, layout.tp
     # The feed-forward layer's backward comes first.
     feed_forward = _widest(model, layout, index) * item / tp
     attention = 0.0
     if layout.kernels == "eager":  # gradients of the probabilities and of the scores
         attention = 2.0 * model.num_heads * layout.length(model) * item / tp
         attention -= model.intermediate_size * item / tp  # the other half has been freed
-    stream = 2 * model.hidden_size * item / (tp if layout.sp else 1)
+    stream = 2 * model.hidden_size * layout.bytes_of.stream / (tp if layout.sp else 1)
     beside = (max(feed_forward, attention) + stream) * tokens
     again = _bytes(tensors, layout) * tokens - layer_bytes(model, layout, index)
     return beside + max(0.0, again)
@@ -195,6 +197,19 @@ def _arriving_share(model: TransformerConfig, layout: Layout, index: int, again:
     return (2 if one_op else 1) / products
 
 
+def _converted_share(model: TransformerConfig, layout: Layout, index: int) -> float:
+    """Return of which share of a feed-forward layer autocast's gradients wait for their conversion.
+
+    They have the size of autocast's weights, which are no longer needed by then. Those of the last
+    product wait, those of single experts hardly do.
+    """
+    if layout.kernels == "fused":
+        return 1 / 2
+    if model.is_sparse(index):
+        return 0.0
+    return 1 / 3 if model.gated else 1 / 2
+
+
 class _Stage:
     """One pipeline stage of a layout, on one of its devices."""
 
@@ -215,20 +230,19 @@ class _Stage:
         self.weights = self._here(self.parameters, shared=layout.zero >= 3) * sizes.weights
         self.gradients = self._here(self.parameters, shared=layout.zero >= 2) * sizes.gradients
         self.states = self._here(self.parameters, shared=layout.zero >= 1) * sizes.states
+        # Autocast's copies: of what products read, until the backward has used them.
+        head = self.vocabulary if self.last else 0.0
+        self.casts = (self._here(inside) + head) * sizes.casts
         self.host = 0.0
-        kept = self._kept()
-        self.kept = kept
+        self.kept = self._kept()
         if "activations" in layout.offload:
+            layers = self._kept_by_layers()
             widest = max(layer_bytes(model, layout, each) for each in self.kinds)
-            self.kept = min(kept, 2 * widest)  # the one that is used, and the one on its way
-            self.host += kept - self.kept
+            self.kept -= max(0.0, layers - 2 * widest)  # one is used, one is on its way
+            self.host += layers  # all have left when the backward begins
         if "optimizer" in layout.offload:
-            # The host's own float32 weights and gradients, and the moments.
-            share = self._here(self.parameters, shared=layout.zero >= 1)
-            self.host += share * (2 * _FLOAT32 + sizes.moments)
+            self.host += self._host_of_optimizer()
             self.states = 0.0
-            travelling = max(self.largest_layer, self.vocabulary * self.has_vocabulary)
-            self.gradients = min(self.gradients, travelling * sizes.gradients)
 
     def peak(self) -> tuple[str, dict[str, float]]:
         """Return the moment at which most is held, and the bytes of each part then."""
@@ -251,8 +265,9 @@ class _Stage:
             self._here(model.feed_forward(each)) * _arriving_share(model, layout, each, again)
             for each in self.kinds
         )
-        # torch's linear layer gives a view as its weight's gradient: the sum is a third tensor.
-        summed = waiting * (1 if layout.kernels == "fused" else 2)
+        # torch's linear layer gives a view as its weight's gradient: the sum is a third tensor. Not
+        # where autocast converts it.
+        summed = waiting * (1 if layout.kernels == "fused" or sizes.casts else 2)
         after = self.kept if layout.pp > 1 else 0.0  # of the other micro-batches
         if again:
             before = self.gradients
@@ -264,33 +279,50 @@ class _Stage:
             in_first = self.gradients - self._arriving(missing)
             at_end = self.gradients + self._arriving(summed)
         in_last = before + self._arriving(widest + (waiting if again else head))
-        stream = 2 * model.hidden_size * sizes.weights * tokens
+        stream = 2 * model.hidden_size * sizes.stream * tokens
         moments = {
-            "layer": self._parts(in_last, self.kept + _beside(model, layout, last)),
+            "layer": self._parts(
+                in_last, self.kept + _beside(model, layout, last), casts=self._casts(inside)
+            ),
             "first": self._parts(
                 in_first,
                 max(after, layer_bytes(model, layout, first)) + _beside(model, layout, first),
+                casts=(inside - feed_forward * (1 - _converted_share(model, layout, first)))
+                * sizes.casts,
             ),
             "end": self._parts(at_end, after + stream),
             "step": self._parts(self.gradients, 0.0),
         }
         if self.last:
+            casts = self._casts(self.vocabulary)
             moments["loss"] = self._parts(
-                self.gradients if again else 0.0, self.kept, self._loss() * tokens
+                self.gradients if again else 0.0, self.kept, self._loss() * tokens, casts
             )
-            logits = 0.0 if layout.chunked_loss else row * sizes.weights * tokens
-            moments["head"] = self._parts(before + self._arriving(head), self.kept, logits)
+            logits = 0.0 if layout.chunked_loss else row * sizes.activations * tokens
+            moments["head"] = self._parts(before + self._arriving(head), self.kept, logits, casts)
         return moments
 
-    def _parts(self, gradients: float, activations: float, logits: float = 0.0) -> dict[str, float]:
+    def _parts(
+        self, gradients: float, activations: float, logits: float = 0.0, casts: float = 0.0
+    ) -> dict[str, float]:
         return {
-            "weights": self.weights,
+            "weights": self.weights + casts,
             "gradients": gradients,
             "states": self.states,
             "activations": activations,
             "communication": self._communication(),
             "logits": logits,
         }
+
+    def _casts(self, numbers: float) -> float:
+        """Return the bytes of autocast's copies while nothing was used yet by the backward.
+
+        Args:
+            numbers: weights of what runs, which is all that there is with full recomputation.
+        """
+        if self.layout.recompute == "full":
+            return numbers * self.layout.bytes_of.casts
+        return self.casts
 
     def _layers(self) -> list[int]:
         """Return which layers the stage has: with chunks, every ``pp``-th chunk."""
@@ -321,16 +353,32 @@ class _Stage:
     def _kept(self) -> float:
         """Return what all micro-batches in flight keep."""
         model, layout = self.model, self.layout
-        kept = _kept_by(model, layout, self.kinds)
         ends = saved.before(model, layout) if self.first else []
         ends = [*ends, *(saved.after(model, layout) if self.last else [])]
-        kept += _bytes(ends, layout) * layout.tokens(model)
-        return kept * layout.in_flight(self.index)
+        kept = _bytes(ends, layout) * layout.tokens(model)
+        return self._kept_by_layers() + kept * layout.in_flight(self.index)
+
+    def _kept_by_layers(self) -> float:
+        layout = self.layout
+        return _kept_by(self.model, layout, self.kinds) * layout.in_flight(self.index)
+
+    def _host_of_optimizer(self) -> float:
+        """Return the bytes of ``OffloadedAdamW`` in the host's memory."""
+        layout, sizes = self.layout, self.layout.bytes_of
+        share = self._here(self.parameters, shared=layout.zero >= 1)
+        states = _FLOAT32 + sizes.moments
+        # The parameter as it travels back, where without overlap the gradient waits before.
+        if not layout.overlap:
+            return share * (states + sizes.weights)
+        widest = self.vocabulary * self.has_vocabulary
+        copies = self.ranks if layout.zero >= 1 else 1
+        bucket = max(widest / copies, min(share, _STEP_BUCKET / sizes.weights))
+        return share * (2 * states + sizes.weights) + _STEP_WORKERS * bucket * _FLOAT32
 
     def _loss(self) -> float:
         """Return the bytes per token of the logits and what is made of them, at the widest."""
         model, layout = self.model, self.layout
-        row, item = model.vocab_size / layout.tp, layout.bytes_of.weights
+        row, item = model.vocab_size / layout.tp, layout.bytes_of.activations
         if layout.chunked_loss:
             if layout.tokens(model) * _FLOAT32 <= model.hidden_size * item:
                 return row * _FLOAT32  # so few tokens that the logits are kept
@@ -339,16 +387,15 @@ class _Stage:
         if layout.kernels == "fused":
             return 2 * row * item  # the logits and their gradient
         # The log-softmax, its gradient, and that of the logits; BERT's is not made in float32.
-        return 3 * row * (item if model.head == "masked" else _FLOAT32)
+        return 3 * row * (layout.bytes_of.stream if model.head == "masked" else _FLOAT32)
 
     def _arriving(self, gradients: float) -> float:
-        """Return gradients that were just made, unless they leave for the host or other ranks."""
-        leaves = "optimizer" in self.layout.offload or (self.layout.zero >= 2 and self.ranks > 1)
-        return 0.0 if leaves else gradients
+        """Return gradients that were just made, unless they leave for other ranks."""
+        return 0.0 if self.layout.zero >= 2 and self.ranks > 1 else gradients
 
     def _communication(self) -> float:
         model, layout = self.model, self.layout
-        item = layout.bytes_of.weights
+        item = layout.bytes_of.activations
         tokens = layout.tokens(model)
         stream = tokens * model.hidden_size * item
         found = 0.0

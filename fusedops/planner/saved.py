@@ -51,6 +51,7 @@ def layer(model: TransformerConfig, layout: Layout, index: int) -> list[Saved]:
     """Return what a layer keeps, its input included (it is the first norm's, or the products')."""
     found = [*_norm(model, layout, "norm 1"), *_attention(model, layout)]
     found += _norm(model, layout, "norm 2")
+    found += _cast_again(model, layout)
     if model.has_cross_attention(index):
         found += [*_attention(model, layout), *_norm(model, layout, "norm 3")]
     sparse = model.is_sparse(index)
@@ -60,9 +61,20 @@ def layer(model: TransformerConfig, layout: Layout, index: int) -> list[Saved]:
     return found
 
 
+def _cast_again(model: TransformerConfig, layout: Layout) -> Iterator[Saved]:
+    """Yield autocast's copies of one input for each of several products (it knows weights only)."""
+    if not layout.bytes_of.casts:
+        return
+    h, item = model.hidden_size, layout.bytes_of.activations
+    if model.activation != "gelu_new":  # GPT-2 has one product for query, key and value
+        yield Saved("inputs of key and value", 2 * h, item, "sp", "norm")
+    if model.gated and layout.kernels != "fused":
+        yield Saved("input of up", h, item, "sp", "norm")
+
+
 def before(model: TransformerConfig, layout: Layout) -> list[Saved]:
     """Return what the embedding keeps."""
-    item = layout.bytes_of.weights
+    item = layout.bytes_of.stream
     found = [Saved("token ids", 1, 8)]
     if model.post_norm:
         found += _norm(model, layout, "embedding norm")
@@ -76,7 +88,7 @@ def before(model: TransformerConfig, layout: Layout) -> list[Saved]:
 
 def after(model: TransformerConfig, layout: Layout) -> list[Saved]:
     """Return what is kept between the last layer and the logits."""
-    item, h = layout.bytes_of.weights, model.hidden_size
+    item, h = layout.bytes_of.activations, model.hidden_size
     found = [] if model.post_norm else list(_norm(model, layout, "last norm"))
     if model.head == "masked":
         found += [Saved("pre-activation", h, item, "sp"), *_norm(model, layout, "head norm")]
@@ -86,16 +98,17 @@ def after(model: TransformerConfig, layout: Layout) -> list[Saved]:
 def _norm(model: TransformerConfig, layout: Layout, name: str) -> Iterator[Saved]:
     h = model.hidden_size
     if model.norm == "layer":
-        yield Saved(f"{name} input", h, layout.bytes_of.weights, "sp")
+        yield Saved(f"{name} input", h, layout.bytes_of.stream, "sp")
         yield Saved(f"{name} mean, rstd", 2, _FLOAT32, "sp")
-        yield Saved(f"{name} output", h, layout.bytes_of.weights, "sp", "norm")
+        yield Saved(f"{name} output", h, layout.bytes_of.activations, "sp", "norm")
         return
-    yield from _rms_norm(layout, name, h, "sp")
-    yield Saved(f"{name} output", h, layout.bytes_of.weights, "sp", "norm")
+    yield from _rms_norm(layout, name, h, "sp", layout.bytes_of.stream)
+    yield Saved(f"{name} output", h, layout.bytes_of.activations, "sp", "norm")
 
 
-def _rms_norm(layout: Layout, name: str, width: int, split: str, rows: int = 1) -> Iterator[Saved]:
-    item = layout.bytes_of.weights
+def _rms_norm(
+    layout: Layout, name: str, width: int, split: str, item: int, rows: int = 1
+) -> Iterator[Saved]:
     if layout.kernels == "fused":
         yield Saved(f"{name} input", width, item, split)
     else:
@@ -106,11 +119,11 @@ def _rms_norm(layout: Layout, name: str, width: int, split: str, rows: int = 1) 
 
 
 def _attention(model: TransformerConfig, layout: Layout) -> Iterator[Saved]:
-    item, heads = layout.bytes_of.weights, model.num_heads
+    item, heads = layout.bytes_of.activations, model.num_heads
     query, key = model.query_width, model.key_width
     if model.qk_norm:
-        yield from _rms_norm(layout, "query norm", query, "tp", heads)
-        yield from _rms_norm(layout, "key norm", key, "tp", model.kv_heads)
+        yield from _rms_norm(layout, "query norm", query, "tp", item, heads)
+        yield from _rms_norm(layout, "key norm", key, "tp", item, model.kv_heads)
     # With more ranks than heads of keys, ranks have copies.
     keys = key * max(1, layout.tp // model.kv_heads)
     yield Saved("query", query, item, "tp")
@@ -131,7 +144,7 @@ def _attention(model: TransformerConfig, layout: Layout) -> Iterator[Saved]:
 
 
 def _feed_forward(model: TransformerConfig, layout: Layout) -> Iterator[Saved]:
-    item, f = layout.bytes_of.weights, model.intermediate_size
+    item, f = layout.bytes_of.activations, model.intermediate_size
     fused = layout.kernels == "fused"
     if model.gated:
         yield Saved("gate, up", 2 * f, item, "tp")
@@ -149,7 +162,7 @@ def _feed_forward(model: TransformerConfig, layout: Layout) -> Iterator[Saved]:
 
 
 def _experts(model: TransformerConfig, layout: Layout) -> Iterator[Saved]:
-    item, k, h = layout.bytes_of.weights, model.top_k, model.hidden_size
+    item, k, h = layout.bytes_of.activations, model.top_k, model.hidden_size
     f = k * model.intermediate_size
     products = 2 if model.gated else 1
     if layout.kernels == "fused":

@@ -71,7 +71,7 @@ BAD = {
     "choice": (["schedule.kind=cosin"], "got 'cosin' (did you mean 'cosine'?)"),
     "no table": (["steps.a=1"], "--set steps.a=1: steps is no table"),
     "no equals": (["steps"], "--set must be key=value"),
-    "preset": (["model.preset=tiny-gtp2"], "did you mean 'tiny-gpt2'?"),
+    "preset": (["model.preset=tiny-gtp2"], "did you mean tiny-gpt2?"),
     "heads": (["model.num_heads=3"], "num_heads must be a divisor of hidden_size"),
     "vocabulary": (["model.vocab_size=64"], "vocab_size must be at least 257, the tokenizer's"),
     "positions": (["model.seq_len=8"], "seq_len must be at least data.seq_len, 16, got 8"),

@@ -181,6 +181,13 @@ def test_what_cannot_be_read_or_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"no weights")
     with pytest.raises(ValueError, match="is no safetensors file"):
         load_huggingface(tmp_path)
+    index = {"weight_map": {"transformer.wte.weight": "more.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="cannot read .*more.safetensors"):
+        load_huggingface(tmp_path)
+    save_file({"other": torch.ones(1)}, tmp_path / "more.safetensors")
+    with pytest.raises(ValueError, match="cannot read transformer.wte.weight from"):
+        load_huggingface(tmp_path)
     for name, what in (("tiny-pangu", "query_layer"), ("tiny-alibi", "alibi")):
         with pytest.raises(UnsupportedError, match=what):
             save_huggingface(Transformer(TINY[name]), tmp_path)

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 import fusedops
-from fusedops.models import TINY, Loss, Transformer, TransformerConfig
+from fusedops import UnsupportedError
+from fusedops.models import (
+    PRESETS,
+    TINY,
+    Loss,
+    Transformer,
+    TransformerConfig,
+    initialize,
+    preset,
+)
+from fusedops.models.attend import attend
+from fusedops.models.positions import alibi_slopes
 
 
 def _tokens(config: TransformerConfig, *shape: int) -> torch.Tensor:
@@ -28,6 +42,34 @@ def test_the_loss_is_the_cross_entropy_of_the_logits(name: str) -> None:
     assert (loss.auxiliary.item() > 0) is sparse
     (loss.total + loss.auxiliary).backward()
     assert all(each.grad is not None and each.grad.any() for each in model.parameters())
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_the_gradient_is_that_of_the_loss(name: str) -> None:
+    torch.manual_seed(0)
+    model = Transformer(TINY[name], dtype=torch.float64)
+    tokens, labels = _tokens(model.config, 2, 9), _tokens(model.config, 2, 9)
+    parameters = list(model.parameters())
+    with torch.no_grad():  # far from the start, where biases are 0 and branches small
+        for each in parameters:
+            each.add_(torch.randn_like(each), alpha=0.1)
+
+    def loss() -> torch.Tensor:
+        found = model(tokens, labels)
+        return found.total / found.num_tokens + found.auxiliary
+
+    grads = torch.autograd.grad(loss(), parameters)
+    directions = [torch.randn_like(each) for each in parameters]
+    slope = sum((grad * each).sum() for grad, each in zip(grads, directions, strict=True))
+    eps = torch.finfo(torch.float64).eps ** (1 / 3)  # where truncation and rounding are alike
+    with torch.no_grad():
+        values = []
+        for step in (eps, -2 * eps):
+            for parameter, each in zip(parameters, directions, strict=True):
+                parameter.add_(each, alpha=step)
+            values.append(loss())
+    found = (values[0] - values[1]) / (2 * eps)
+    torch.testing.assert_close(found, slope.detach(), rtol=eps, atol=eps)
 
 
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-pangu-moe"])
@@ -56,3 +98,205 @@ def test_half_precision_sums_the_loss_in_float32() -> None:
     rounded = torch.finfo(torch.bfloat16).eps
     assert loss.total.dtype == torch.float32 and loss.total != loss.total.bfloat16()
     torch.testing.assert_close(loss.total / 256, wanted, rtol=rounded, atol=0.0)
+
+
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-bert", "tiny-alibi", "tiny-pangu"])
+def test_packed_documents_are_as_if_each_were_alone(name: str) -> None:
+    torch.manual_seed(0)
+    model = Transformer(TINY[name]).eval()
+    tokens = _tokens(model.config, 2, 20)
+    lengths = ((7, 1, 12), (20,))
+    ids = [torch.cat([torch.full((n,), i) for i, n in enumerate(row)]) for row in lengths]
+    places = [torch.cat([torch.arange(n) for n in row]) for row in lengths]
+    with torch.no_grad():
+        packed = model(tokens, document_ids=torch.stack(ids), positions=torch.stack(places))
+        for index, row in enumerate(lengths):
+            for part, logits in zip(
+                tokens[index].split(row), packed[index].split(row), strict=True
+            ):
+                torch.testing.assert_close(logits, model(part[None])[0])
+        assert (packed - model(tokens)).abs().max() > packed.std() / 10
+
+
+def test_what_a_token_attends() -> None:
+    torch.manual_seed(0)
+    tokens = _tokens(TINY["tiny-llama"], 1, 12)
+    changed = tokens.clone()
+    changed[0, 4] = (tokens[0, 4] + 1) % 256
+
+    def touched(name: str, **more: Any) -> list[int]:
+        model = Transformer(replace(TINY[name], num_layers=1, **more)).eval()
+        with torch.no_grad():
+            differ = (model(tokens) != model(changed)).any(-1)[0]
+        return differ.nonzero().flatten().tolist()
+
+    assert touched("tiny-llama") == list(range(4, 12))
+    assert touched("tiny-llama", sliding_window=3) == [4, 5, 6]
+    assert touched("tiny-bert") == list(range(12))
+    assert touched("tiny-bert", causal=True) == list(range(4, 12))
+
+
+def test_positions_that_are_given_are_used() -> None:
+    torch.manual_seed(0)
+    tokens = _tokens(TINY["tiny-llama"], 2, 12)
+    for name, same in (("tiny-llama", True), ("tiny-gpt2", False)):
+        model = Transformer(TINY[name]).eval()
+        with torch.no_grad():
+            plain = model(tokens)
+            torch.testing.assert_close(model(tokens, positions=torch.arange(12)), plain)
+            later = model(tokens, positions=torch.arange(12) + 30)
+        # Rotations see distances alone; a table sees places.
+        assert torch.allclose(later, plain, atol=plain.std().item() / 100) is same
+        order = torch.randperm(12)
+        with torch.no_grad():
+            mixed = model(tokens, positions=order.expand(2, -1))
+        assert not torch.allclose(mixed, plain, atol=plain.std().item() / 100)
+
+
+def test_slopes_are_the_published_ones() -> None:
+    halves = [2.0**-each for each in range(1, 9)]
+    assert alibi_slopes(8, torch.device("cpu")).tolist() == halves
+    between = torch.exp2(-torch.arange(0.5, 4.0))
+    twelve = torch.cat((torch.tensor(halves), between))
+    torch.testing.assert_close(alibi_slopes(12, torch.device("cpu")), twelve)
+
+
+def test_heads_of_alibi_have_their_own_slopes() -> None:
+    """A process with the last heads takes the last slopes."""
+    torch.manual_seed(0)
+    model = Transformer(TINY["tiny-alibi"]).eval()
+    attention = model.layers["0"].attention
+    seen = []
+
+    def core(*tensors: torch.Tensor, **options: Any) -> torch.Tensor:
+        seen.append(options["alibi_slopes"].tolist())
+        return attend(*tensors, **options)
+
+    attention.core = core
+    tokens = _tokens(model.config, 1, 3)
+    model(tokens)
+    half = 32
+    for name in ("query", "key", "value"):
+        linear = getattr(attention, name)
+        linear.weight = torch.nn.Parameter(linear.weight[half:])
+        linear.bias = torch.nn.Parameter(linear.bias[half:])
+    attention.output.weight = torch.nn.Parameter(attention.output.weight[:, half:])
+    attention.num_heads, attention.first_head = 2, 2
+    model(tokens)
+    assert seen[1] == seen[0][2:] == [2.0**-6, 2.0**-8]
+
+
+def test_the_query_layer_asks_with_positions() -> None:
+    torch.manual_seed(0)
+    config = replace(TINY["tiny-pangu"], num_layers=1)
+    model = Transformer(config, dtype=torch.float64).eval()
+    for each in model.parameters():
+        torch.nn.init.normal_(each, std=0.3)
+    tokens = _tokens(config, 2, 9)
+    table, layer = model.embedding, model.layers["0"]
+
+    def norm(x: torch.Tensor, of: Any) -> torch.Tensor:
+        return F.layer_norm(x, (64,), of.weight, of.bias)
+
+    def heads(x: torch.Tensor, of: Any) -> torch.Tensor:
+        return F.linear(x, of.weight, of.bias).unflatten(-1, (4, 16)).transpose(1, 2)
+
+    x = norm(table.tokens.weight[tokens] + table.positions.weight[:9], model.norm)
+    normed, part = norm(x, layer.attention_norm), layer.attention
+    asking = model.query_positions.weight[:9].expand(2, -1, -1)
+    query, key, value = (
+        heads(asking, part.query),
+        heads(normed, part.key),
+        heads(normed, part.value),
+    )
+    found = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    x = x + F.linear(found.transpose(1, 2).flatten(2), part.output.weight, part.output.bias)
+    mlp = layer.feed_forward
+    inner = F.linear(norm(x, layer.feed_forward_norm), mlp.w1, mlp.b1)
+    x = x + F.linear(inner * torch.sigmoid(1.702 * inner), mlp.w2, mlp.b2)
+    torch.testing.assert_close(model(tokens), F.linear(x, table.tokens.weight))
+
+
+def test_dropout_acts_in_training_alone_and_follows_the_seed() -> None:
+    torch.manual_seed(0)
+    config = replace(TINY["tiny-gpt2"], dropout=0.3, attention_dropout=0.3)
+    model = Transformer(config)
+    tokens = _tokens(config, 2, 16)
+
+    def drawn(seed: int) -> torch.Tensor:
+        torch.manual_seed(seed)
+        return model(tokens).detach()
+
+    assert torch.equal(drawn(1), drawn(1)) and not torch.equal(drawn(1), drawn(2))
+    plain = Transformer(TINY["tiny-gpt2"])
+    plain.load_state_dict(model.state_dict())
+    assert torch.equal(model.eval()(tokens), plain(tokens))
+
+
+def test_creation_on_meta_is_creation_with_the_same_seed() -> None:
+    torch.manual_seed(3)
+    whole = Transformer(TINY["tiny-mixtral"])
+    later = Transformer(TINY["tiny-mixtral"], device="meta")
+    with torch.device("meta"):
+        assert all(each.is_meta for each in Transformer(TINY["tiny-bert"]).parameters())
+    assert all(each.is_meta for each in later.parameters())
+    later.to_empty(device="cpu")
+    torch.manual_seed(3)
+    initialize(later)
+    tokens = _tokens(whole.config, 2, 8)
+    assert torch.equal(whole(tokens), later(tokens))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_builds_with_as_many_parameters_as_it_says(name: str) -> None:
+    # The counts of whole models are held to the published ones by the planner's tests.
+    if PRESETS[name].encoder_layers:
+        with pytest.raises(UnsupportedError, match="encoder_layers must be 0"):
+            Transformer(PRESETS[name], device="meta")
+        return
+    config = replace(PRESETS[name], num_layers=2)
+    model = Transformer(config, device="meta")
+    assert sum(each.numel() for each in model.parameters()) == config.parameters().total
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [("pangu-2.6b", 2.625), ("pangu-13b", 12.80), ("codegeex-13b", 12.869)]
+)
+def test_whole_models_have_the_published_numbers_of_parameters(name: str, count: float) -> None:
+    model = Transformer(preset(name), device="meta")
+    billions = sum(each.numel() for each in model.parameters()) / 1e9
+    assert round(billions, 3 if name != "pangu-13b" else 2) == count
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda model, x: model(x[0]), r"tokens must be of shape \[B, S\], got \[8\]"),
+        (lambda model, x: model(x + 250), "tokens must be from 0 to 255.*got 257"),
+        (lambda model, x: model(x - 1), "tokens must be from 0 to 255.*got -1"),
+        (lambda model, x: model(x, x[:, 1:]), r"labels must be of shape \[1, 8\]"),
+        (lambda model, x: model(x, positions=x[0, 1:]), "positions must be of shape"),
+        (lambda model, x: model(x.repeat(1, 9)), "at most 64 tokens a sequence.*got 72"),
+    ],
+    ids=["dims", "word", "negative", "labels", "positions", "length"],
+)
+def test_wrong_inputs_are_refused(call: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        call(Transformer(TINY["tiny-gpt2"]), torch.arange(8)[None])
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"rotary": True, "alibi": True}, "alibi must be False with rotary"),
+        ({"query_layer": True}, "position_tables must be 2 with query_layer"),
+        ({"sliding_window": 4, "causal": False}, "sliding_window must be None unless causal"),
+        ({"dropout": 1.5}, r"dropout must be a probability in \[0, 1\]"),
+        ({"rotary": True, "head_dim": 7}, "head_dim must be even"),
+        ({"router_score": "softmin"}, "did you mean 'softmax'"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
+)
+def test_choices_that_exclude_each_other_are_refused(change: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        replace(TINY["tiny-llama"], **change)

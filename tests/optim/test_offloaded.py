@@ -16,6 +16,7 @@ from offload_testing import TinyModel, train
 from optim_testing import assert_same
 from torch import nn
 
+from fusedops import UnsupportedError
 from fusedops._core import host_memory
 from fusedops.optim import AdamW, OffloadedAdamW, offloaded
 from fusedops.optim._overlap import Bucket
@@ -227,6 +228,83 @@ def test_the_memory_that_is_available_is_the_least_of_machine_and_container(
     assert host_memory.available_bytes() == 200000
     machine.unlink()
     assert host_memory.available_bytes() is None
+
+
+def spoil() -> dict[str, tuple[Callable[[OffloadedAdamW], None], type[Exception], str]]:
+    """Return what can be wrong with an optimizer of two parameters, the second a table's."""
+
+    def table(optimizer: OffloadedAdamW) -> torch.Tensor:
+        return optimizer.param_groups[0]["params"][1]
+
+    def sparse(optimizer: OffloadedAdamW) -> None:
+        table(optimizer).grad = torch.ones(4, 2).to_sparse()
+        optimizer.step()
+
+    def other_dtype(optimizer: OffloadedAdamW) -> None:
+        param = table(optimizer)
+        param.grad, param.data = None, param.data.float()
+        param.grad = torch.ones(4, 2)
+        optimizer.step()
+
+    def other_device(optimizer: OffloadedAdamW) -> None:
+        optimizer._device = torch.device("meta")  # as if it had been there
+        optimizer.step()
+
+    def other_model(optimizer: OffloadedAdamW) -> None:
+        others = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(5, 2))]
+        foreign = AdamW(others)
+        for each in others:
+            each.grad = torch.ones_like(each)
+        foreign.step()
+        optimizer.load_state_dict(foreign.state_dict())
+
+    def elsewhere(optimizer: OffloadedAdamW) -> None:
+        optimizer.add_param_group({"params": [("far", nn.Parameter(torch.ones(2, device="meta")))]})
+
+    def too_large(optimizer: OffloadedAdamW) -> None:
+        optimizer.add_param_group({"params": [("large", nn.Parameter(torch.ones(1 << 10)))]})
+
+    return {
+        "a sparse gradient": (sparse, UnsupportedError, "gradient of parameter 'table'.*dense"),
+        "another dtype": (other_dtype, ValueError, "dtype must be torch.bfloat16 of .*'table'"),
+        "another device": (other_device, ValueError, "device must be meta of parameter 'first'"),
+        "another model": (other_model, ValueError, r"state_dict.*'table' has shape \[4, 2\]"),
+        "another group's device": (elsewhere, ValueError, "params must be on one device"),
+        "a group too large": (too_large, MemoryError, "GiB are available"),
+    }
+
+
+@pytest.mark.parametrize("name", spoil())
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlapped", "in place"])
+def test_bad_input_is_named_and_leaves_the_optimizer_as_it_was(
+    name: str, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = nn.Parameter(torch.arange(3.0))
+    table = nn.Parameter(torch.arange(8.0).view(4, 2).bfloat16())
+    optimizer = OffloadedAdamW(
+        [("first", first), ("table", table)], overlap=overlap, max_norm=1.0, threads=1
+    )
+
+    def backward() -> None:
+        optimizer.zero_grad()
+        (first.square().sum() + table.float().square().sum()).backward()
+
+    backward()
+    optimizer.step()
+    backward()
+    before = copy.deepcopy([optimizer.state_dict(), first.detach(), table.detach()])
+    gradient = table.grad
+    bad, error, words = spoil()[name]
+    monkeypatch.setattr(offloaded, "available_bytes", lambda: 1000)
+    with pytest.raises(error, match=words):
+        bad(optimizer)
+    table.grad = None
+    table.data, optimizer._device = table.data.bfloat16(), torch.device("cpu")
+    table.grad = gradient
+    assert_same([optimizer.state_dict(), first.detach(), table.detach()], before)
+    optimizer.step()
+    assert float(optimizer.state[table]["step"]) == 2.0
+    assert not torch.equal(table, before[2])
 
 
 def test_wrong_arguments_are_named() -> None:

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from process_pool import World
+from torch import distributed as dist
 
 import fusedops
+from fusedops._core import dtypes
 from fusedops.parallel.context.layout import Layout, layout_of, ranges
 
 
@@ -103,23 +104,41 @@ def on_one_process(case: Case, dtype: torch.dtype) -> list[torch.Tensor]:
     return gradients(attend, case, problem(case, dtype))
 
 
-def shard(tensor: torch.Tensor, case: Case, rank: int, ranks: int) -> torch.Tensor:
-    """Return the tokens (dim 2) of a rank."""
-    found = torch.cat([torch.arange(*each) for each in ranges(case.layout(ranks), rank)])
+def shard(tensor: torch.Tensor, case: Case, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the tokens (dim 2) of this rank."""
+    cuts = ranges(case.layout(group.size()), group.rank())
+    found = torch.cat([torch.arange(*each) for each in cuts])
     places = found.view(case.batch, -1) % case.length
     return torch.stack([row[:, at] for row, at in zip(tensor, places, strict=True)])
 
 
 def in_shards(
-    function: Callable[..., Any], world: World, case: Case, ranks: int, dtype: torch.dtype
+    function: Callable[..., Any], group: dist.ProcessGroup, case: Case, dtype: torch.dtype
 ) -> list[torch.Tensor]:
-    """Return what this rank's tokens give, and the part of the sinks' gradient."""
+    """Return what this rank's tokens give, and its part of the sinks' gradient."""
     *tensors, slopes, sinks = problem(case, dtype)
-    mine = [shard(each, case, world.rank, ranks) for each in tensors]
+    mine = [shard(each, case, group) for each in tensors]
     ends = None if case.ends is None else torch.tensor(case.ends)
 
     def attend(*inputs: torch.Tensor, **options: Any) -> Any:
         options.update(balance=case.balance, cu_seqlens=ends)
-        return function(*inputs, world.group(ranks), **options)
+        return function(*inputs, group, **options)
 
     return gradients(attend, case, [*mine, slopes, sinks])
+
+
+def check(
+    function: Callable[..., Any], group: dist.ProcessGroup, case: Case, dtype: torch.dtype
+) -> None:
+    """Assert that each rank's results lie within the error budget of one process."""
+    found = in_shards(function, group, case, dtype)
+    alone, truth = on_one_process(case, dtype), on_one_process(case, torch.float64)
+    for i, (mine, eager, exact) in enumerate(zip(found, alone, truth, strict=True)):
+        if i < 5:
+            eager, exact = (shard(each, case, group) for each in (eager, exact))
+        else:  # of the sinks: each rank has a part
+            dist.all_reduce(mine, group=group)
+        budget = dtypes.error_budget(eager, exact, dtype, depth=case.length)
+        error = (mine.double() - exact).abs()
+        where = f"{function.__name__} of {case} in {dtype}: result {i} of rank {group.rank()}"
+        assert bool((error <= budget).all()), f"{where} is off by {float(error.max())}"

@@ -1,19 +1,26 @@
-"""Attention over sharded sequences equals one process: values, gradients, bytes, bad input."""
+"""Attention over sharded sequences equals one process: values, gradients, bytes, bad input.
+
+Most ranks are threads; what processes do differently, messages under way, is tried on gloo.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from context_cases import CASES, Case, gradients, in_shards, on_one_process, problem, shard
+from context_cases import CASES, Case, check, gradients, in_shards, on_one_process, problem, shard
 from process_pool import World
 from torch import distributed as dist
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import fusedops
-from fusedops import UnsupportedError
+from fusedops import UnsupportedError, memory
 from fusedops._core import dtypes
+from fusedops.models import Transformer, preset
 from fusedops.parallel import (
     communication,
     context_core,
@@ -25,38 +32,25 @@ from fusedops.parallel import (
 from fusedops.parallel.context import plan
 from fusedops.parallel.context.layout import ranges
 from fusedops.parallel.context.plan import Pattern
+from fusedops.parity import threads
 
 pytestmark = pytest.mark.distributed
 OnRanks = Callable[..., list[Any]]
 FUNCTIONS = {"ring": ring_attention, "all_to_all": ulysses_attention}
 
 
-def _check_case(world: World, kind: str, name: str, ranks: int, dtype: torch.dtype) -> None:
-    case = CASES[name]
-    found = in_shards(FUNCTIONS[kind], world, case, ranks, dtype)
-    alone, truth = on_one_process(case, dtype), on_one_process(case, torch.float64)
-    for i, (mine, eager, exact) in enumerate(zip(found, alone, truth, strict=True)):
-        if i < 5:
-            eager, exact = (shard(each, case, world.rank, ranks) for each in (eager, exact))
-        else:  # of the sinks: each rank has a part
-            dist.all_reduce(mine, group=world.group(ranks))
-        budget = dtypes.error_budget(eager, exact, dtype, depth=case.length)
-        error = (mine.double() - exact).abs()
-        where = f"{kind} {name} on {ranks}, {dtype}: result {i} of rank {world.rank}"
-        assert bool((error <= budget).all()), f"{where}: off by {float(error.max())}"
-
-
-def _equal(world: World, kind: str, ranks: int, dtype: torch.dtype) -> None:
-    if world.member(ranks):
-        for name in CASES:
-            _check_case(world, kind, name, ranks, dtype)
+def _all_cases(rank: int, kind: str, dtype: torch.dtype) -> None:
+    for case in CASES.values():
+        if case.length % dist.get_world_size() == 0:
+            check(FUNCTIONS[kind], dist.group.WORLD, case, dtype)
 
 
 @pytest.mark.parametrize(
     ("kind", "ranks", "dtype"),
     [
-        ("ring", 1, torch.float64),
-        ("ring", 2, torch.float32),
+        ("ring", 1, torch.float32),
+        ("ring", 2, torch.float64),
+        ("ring", 3, torch.float32),
         ("ring", 4, torch.float64),
         ("ring", 4, torch.bfloat16),
         ("all_to_all", 2, torch.bfloat16),
@@ -64,39 +58,45 @@ def _equal(world: World, kind: str, ranks: int, dtype: torch.dtype) -> None:
     ],
     ids=lambda each: str(each).removeprefix("torch."),
 )
-def test_shards_equal_one_process(
-    on_ranks: OnRanks, kind: str, ranks: int, dtype: torch.dtype
-) -> None:
-    on_ranks(_equal, kind, ranks, dtype)
+def test_shards_equal_one_process(kind: str, ranks: int, dtype: torch.dtype) -> None:
+    threads.run(_all_cases, ranks, kind, dtype)
 
 
-def _on_the_reference(world: World) -> None:
-    if world.member(2):
-        with fusedops.use_backend("torch"):
-            for name in ("alibi_both_sides", "sinks_softcap", "packed_rows"):
-                _check_case(world, "ring", name, 2, torch.float64)
+def _some_cases(world: World) -> None:
+    if world.member(4):
+        for name in ("causal", "window", "packed_rows"):
+            for function in FUNCTIONS.values():
+                check(function, world.group(4), CASES[name], torch.float32)
 
 
-def test_ring_runs_on_the_reference(on_ranks: OnRanks) -> None:
+def test_shards_on_processes_equal_one(on_ranks: OnRanks) -> None:
+    on_ranks(_some_cases)
+
+
+def _on_the_reference(rank: int) -> None:
+    for name in ("alibi_both_sides", "sinks_softcap", "packed_rows"):
+        check(ring_attention, dist.group.WORLD, CASES[name], torch.float64)
+
+
+def test_ring_runs_on_the_reference() -> None:
     """It makes probabilities again from one block alone, which is not the whole row."""
-    on_ranks(_on_the_reference)
+    with fusedops.use_backend("torch"):
+        threads.run(_on_the_reference, 2)
 
 
-def _large_scores(world: World) -> None:
-    """Sums of one number would be off by as much as all scores are large."""
-    if not world.member(2):
-        return
-    case = Case(options={"is_causal": True, "scale": 300.0})
-    found = in_shards(ring_attention, world, case, 2, torch.float32)
+def _large_scores(rank: int) -> None:
+    case, group = Case(options={"is_causal": True, "scale": 300.0}), dist.group.WORLD
+    found = in_shards(ring_attention, group, case, torch.float32)
     alone, truth = on_one_process(case, torch.float32), on_one_process(case, torch.float64)
     for mine, eager, exact in zip(found, alone, truth, strict=True):
-        eager, exact = (shard(each, case, world.rank, 2) for each in (eager, exact))
-        limit = 4 * dtypes.rms_budget(eager, exact, torch.float32, depth=case.length)
-        assert dtypes.rms(mine.double() - exact) <= limit
+        eager, exact = (shard(each, case, group) for each in (eager, exact))
+        budget = dtypes.rms_budget(eager, exact, torch.float32, depth=case.length)
+        assert dtypes.rms((mine.double() - exact).detach()) <= budget
 
 
-def test_large_scores_keep_their_sums(on_ranks: OnRanks) -> None:
-    on_ranks(_large_scores)
+def test_large_scores_keep_their_sums() -> None:
+    """With the log-sum-exp in one number gradients would be off by as much as scores are large."""
+    threads.run(_large_scores, 2)
 
 
 def _logged(world: World) -> tuple[Any, ...]:
@@ -105,13 +105,13 @@ def _logged(world: World) -> tuple[Any, ...]:
         return ()
     case = Case(options={"is_causal": True}, length=32, key_heads=2, value_size=12)
     with communication.recorded() as log:
-        in_shards(ring_attention, world, case, 4, torch.float32)
+        in_shards(ring_attention, world.group(4), case, torch.float32)
     ring = {
         word: sum(each.bytes for each in log.calls if each.label.startswith(word))
         for word in ("keys", "gradients")
     }
     with communication.recorded() as other:
-        in_shards(ulysses_attention, world, case, 4, torch.float32)
+        in_shards(ulysses_attention, world.group(4), case, torch.float32)
     return ring, log.beside(), other.bytes(), other.counts()
 
 
@@ -141,21 +141,20 @@ def test_bytes_are_those_of_the_plan_and_travel_beside_the_computation(on_ranks:
 _DROPOUT = Case(batch=1, length=32)
 
 
-def _dropped(world: World) -> dict[str, torch.Tensor]:
+def _dropped(rank: int) -> dict[str, torch.Tensor]:
     """Return the factors that dropout gave each weight, of equal scores and of values that show."""
-    if not world.member(2):
-        return {}
+    group = dist.group.WORLD
     share, length, found = 16, 32, {}
     zeros, ones = torch.zeros(1, 2, share, 4), torch.eye(length)[None, None].repeat(1, 2, 1, 1)
     for kind, function in FUNCTIONS.items():
         torch.manual_seed(3)
-        values = shard_sequence(ones, world.group(2), 2)
-        found[kind] = length * function(zeros, zeros, values, world.group(2), dropout_p=0.5)
+        values = shard_sequence(ones, group, 2)
+        found[kind] = length * function(zeros, zeros, values, group, dropout_p=0.5)
     return found
 
 
-def test_dropout_draws_for_each_block_and_head(on_ranks: OnRanks) -> None:
-    results = on_ranks(_dropped)[:2]
+def test_dropout_draws_for_each_block_and_head() -> None:
+    results = threads.run(_dropped, 2)
     for kind in FUNCTIONS:
         blocks = [
             block.reshape(-1)
@@ -175,14 +174,12 @@ def _columns(rank: int) -> torch.Tensor:
     return torch.cat([torch.arange(*each) for each in ranges(_DROPOUT.layout(2), rank)])
 
 
-def _slope(world: World, kind: str) -> None:
+def _slope(rank: int, kind: str) -> None:
     """Compare gradients under dropout with a difference quotient."""
-    if not world.member(2):
-        return
+    group = dist.group.WORLD
     case = Case(options={"is_causal": True, "dropout_p": 0.3}, key_heads=2)
     *tensors, grad, grad_lse, slopes, sinks = problem(case, torch.float64)
-    mine = [shard(each, case, world.rank, 2) for each in (*tensors, grad, grad_lse)]
-    group = world.group(2)
+    mine = [shard(each, case, group) for each in (*tensors, grad, grad_lse)]
 
     def attend(*inputs: torch.Tensor, **options: Any) -> Any:
         torch.manual_seed(5)
@@ -207,14 +204,68 @@ def _slope(world: World, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", FUNCTIONS)
-def test_dropout_is_the_same_in_the_backward(on_ranks: OnRanks, kind: str) -> None:
-    on_ranks(_slope, kind)
+def test_dropout_is_the_same_in_the_backward(kind: str) -> None:
+    threads.run(_slope, 2, kind)
 
 
-def _cut_and_joined(world: World) -> None:
-    if not world.member(4):
-        return
-    group = world.group(4)
+class _Layer(nn.Module):
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.core, self.scale = context_core(group), nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.core(x * self.scale, x, x, is_causal=True)
+
+
+def _recomputed(rank: int) -> tuple[dict[str, int], list[torch.Tensor]]:
+    """Return the messages of keys under three policies, and the gradients."""
+    messages, grads = {}, []
+    rules = {
+        "kept": [],
+        "recomputed": [memory.recompute("0")],
+        "but attention": [memory.recompute("0"), memory.save(ops="ring_attention")],
+    }
+    for name, each in rules.items():
+        model = nn.Sequential(_Layer(dist.group.WORLD))
+        memory.apply(model, memory.Policy(*each))
+        x = torch.randn(1, 2, 8, 4, generator=torch.Generator().manual_seed(rank))
+        with communication.recorded() as log:
+            model(x.requires_grad_()).square().sum().backward()
+        messages[name] = sum(call.label.startswith("keys") for call in log.calls)
+        grads.append(x.grad)
+    return messages, grads
+
+
+def test_a_policy_keeps_the_ring_out_of_the_second_forward() -> None:
+    for messages, grads in threads.run(_recomputed, 2):
+        assert messages == {"kept": 2, "recomputed": 3, "but attention": 2}
+        assert torch.equal(grads[0], grads[1]) and torch.equal(grads[0], grads[2])
+
+
+def _counted(rank: int) -> int:
+    case = CASES["packed"]
+    with FlopCounterMode(display=False) as counter:
+        in_shards(ring_attention, dist.group.WORLD, case, torch.float32)
+    return counter.get_total_flops()
+
+
+def test_flops_are_this_rank_s_share() -> None:
+    case = CASES["packed"]
+    with FlopCounterMode(display=False) as counter:
+        *inputs, grad, grad_lse, slopes, sinks = problem(case, torch.float32)
+        q, k, v = (each[0].transpose(0, 1) for each in inputs)
+        ends = torch.tensor(case.ends)
+
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
+            options.pop("enable_gqa")
+            return fusedops.attention_varlen(q, k, v, ends, ends, 18, 18, **options)
+
+        gradients(attend, case, [q, k, v, grad[0].transpose(0, 1), grad_lse[0], slopes, sinks])
+    assert threads.run(_counted, 2) == [counter.get_total_flops() // 2] * 2
+
+
+def _cut_and_joined(rank: int) -> None:
+    group = dist.group.WORLD
     tokens = torch.arange(2 * 24).view(2, 24)
     ends = torch.tensor([0, 7, 24, 24, 41, 48])
     for balance in ("zigzag", "document", "contiguous"):
@@ -226,14 +277,14 @@ def _cut_and_joined(world: World) -> None:
     mine = shard_sequence(whole, group, 2).requires_grad_()
     joined = unshard_sequence(mine, group, -2)
     assert torch.equal(joined, whole)
-    joined.backward(whole * (world.rank + 1))  # each rank uses it in its own way
+    joined.backward(whole * (rank + 1))  # each rank uses it in its own way
     assert torch.equal(mine.grad, shard_sequence(whole * (1 + 2 + 3 + 4), group, 2))
     places = shard_sequence(torch.arange(24), group, 0)
     assert torch.equal(whole[:, :, places], mine)
 
 
-def test_shards_join_to_the_whole(on_ranks: OnRanks) -> None:
-    on_ranks(_cut_and_joined)
+def test_shards_join_to_the_whole() -> None:
+    threads.run(_cut_and_joined, 4)
 
 
 class _Documents:
@@ -241,35 +292,31 @@ class _Documents:
         self.ids_BS = ids
 
 
-def _core(world: World, kind: str) -> None:
-    if not world.member(2):
-        return
-    case, group = CASES["packed_rows"], world.group(2)
+def _core(rank: int, kind: str) -> None:
+    case, group = CASES["packed_rows"], dist.group.WORLD
     truth = on_one_process(case, torch.float64)[0]
     places = torch.arange(case.batch * case.length)
     ids = torch.searchsorted(torch.tensor(case.ends), places, right=True).view(case.batch, -1)
     documents = _Documents(shard_sequence(ids, group))
-    inputs = [shard(each, case, world.rank, 2) for each in problem(case, torch.float64)[:3]]
+    inputs = [shard(each, case, group) for each in problem(case, torch.float64)[:3]]
     core = context_core(group, kind)
     options: dict[str, Any] = {"window": None, "alibi_slopes": None, "dropout_p": 0.0}
     with communication.recorded() as log:
         for _ in range(2):  # two layers
             output = core(*inputs, is_causal=True, documents=documents, **options)
-    expected = shard(truth, case, world.rank, 2)
+    expected = shard(truth, case, group)
     budget = dtypes.error_budget(expected, expected, torch.float64, depth=case.length)
     assert bool(((output - expected).abs() <= budget).all())
     assert log.counts()["all_gather"] == 1, "documents are told once for all layers"
 
 
 @pytest.mark.parametrize("kind", FUNCTIONS)
-def test_core_finds_the_documents_of_shards(on_ranks: OnRanks, kind: str) -> None:
-    on_ranks(_core, kind)
+def test_core_finds_the_documents_of_shards(kind: str) -> None:
+    threads.run(_core, 2, kind)
 
 
-def _refused(world: World) -> None:
-    if not world.member(2):
-        return
-    group = world.group(2)
+def _refused(rank: int) -> None:
+    group = dist.group.WORLD
     q, three = torch.zeros(1, 4, 6, 8), torch.zeros(1, 3, 6, 8)
     wrong: list[tuple[type[Exception], str, Callable[[], Any]]] = [
         (TypeError, "group must be a torch.distributed.Pro", lambda: ring_attention(q, q, q, 3)),
@@ -320,5 +367,50 @@ def _refused(world: World) -> None:
             call()
 
 
-def test_bad_input_is_refused_before_anything_is_sent(on_ranks: OnRanks) -> None:
-    on_ranks(_refused)
+def test_bad_input_is_refused_before_anything_is_sent() -> None:
+    threads.run(_refused, 2)
+
+
+def _model(name: str, core: Any = None) -> Transformer:
+    """Return a tiny model in float64, without dropout."""
+    torch.manual_seed(4)
+    model = Transformer(
+        replace(preset(name), dropout=0.0, attention_dropout=0.0), dtype=torch.float64
+    )
+    for layer in model.layers.values():
+        layer.attention.core = core or layer.attention.core
+    return model
+
+
+def _loss(model: Transformer, cut: Callable[[torch.Tensor, int], torch.Tensor]) -> torch.Tensor:
+    """Return the sum of the targets' losses of packed sequences, or of the part that is cut out."""
+    g = torch.Generator().manual_seed(2)
+    tokens = torch.randint(64, (2, 24), generator=g)
+    ids = torch.tensor([[0] * 5 + [1] * 19, [2] * 20 + [3] * 4])
+    places = torch.arange(24)
+    return model(
+        cut(tokens, 1),
+        cut(tokens.roll(-1, 1), 1),
+        positions=cut(places, 0),
+        document_ids=cut(ids, 1),
+    ).total
+
+
+def _trained(rank: int, name: str, kind: str) -> list[torch.Tensor]:
+    group = dist.group.WORLD
+    model = _model(name, context_core(group, kind))
+    loss = _loss(model, lambda whole, dim: shard_sequence(whole, group, dim))
+    grads = torch.autograd.grad(loss, list(model.parameters()))
+    return [loss, *grads]
+
+
+@pytest.mark.parametrize("kind", FUNCTIONS)
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-alibi", "tiny-pangu"])
+def test_models_train_on_shards_as_on_one_process(name: str, kind: str) -> None:
+    model = _model(name)
+    loss = _loss(model, lambda whole, dim: whole)
+    expected = [loss, *torch.autograd.grad(loss, list(model.parameters()))]
+    parts = threads.run(_trained, 2, name, kind)
+    for exact, *mine in zip(expected, *parts, strict=True):
+        budget = dtypes.error_budget(exact, exact, torch.float64, depth=48)
+        assert bool(((sum(mine) - exact).abs() <= budget).all())

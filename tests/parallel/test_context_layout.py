@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import runpy
+from pathlib import Path
 
 import pytest
 import torch
@@ -147,3 +149,10 @@ def test_an_empty_sequence_has_no_steps() -> None:
     layout = layout_of("test", 0, 4, "zigzag")
     assert ranges(layout, 1) == () and plan.step(layout, Pattern(-1, 0), 1, 0).calls == ()
     assert math.prod(order(layout, torch.device("cpu")).shape) == 0
+
+
+def test_the_picture_is_that_of_the_plan() -> None:
+    """Else: python docs/gen_context.py."""
+    source = Path(__file__).parents[2] / "docs" / "gen_context.py"
+    drawn = runpy.run_path(str(source))
+    assert drawn["PICTURE"].read_text() == drawn["picture"]()

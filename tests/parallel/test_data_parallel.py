@@ -11,7 +11,7 @@ from process_pool import World
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fusedops.optim import AdamW, OffloadedAdamW
+from fusedops.optim import AdamW, OffloadedAdamW, clip_grad_norm_
 from fusedops.parallel import Replicas, by_bytes, communication
 from fusedops.parallel.data import DataParallel, local_bytes, shard
 
@@ -184,11 +184,12 @@ def _offloaded(world: World, stage: int) -> None:
             data.sharded = [model]
         else:
             data.replicas = [Replicas(by_bytes(model.parameters(), 1000), world.group(RANKS))]
-        optimizer = kind(model.parameters(), lr=0.1, max_norm=1.0, master_weights=True)
+        optimizer = kind(model.parameters(), lr=0.1, eps=1e-3, master_weights=True)
         for _ in range(2):
             for i, batch in enumerate(_batches(world.rank, torch.float32)):
                 data.begin(last=i == MICROBATCHES - 1)
                 _loss(model, batch).backward()
+            clip_grad_norm_(model.parameters(), 1.0)  # after steps have begun
             optimizer.step()
             optimizer.zero_grad()
         weights.append([_whole(each.detach()).clone() for each in model.parameters()])

@@ -5,6 +5,9 @@ In float64, so that what is left are differences of order, and any of meaning is
 
 from __future__ import annotations
 
+import copy
+import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,12 +15,21 @@ from typing import Any
 import pytest
 import torch
 from process_pool import World
+from torch import nn
 
-from fusedops.models import ParallelConfig, Transformer, initialize, parallelized, preset
+from fusedops import UnsupportedError
+from fusedops.models import (
+    ParallelConfig,
+    Transformer,
+    initialize,
+    parallelize,
+    parallelized,
+    preset,
+)
+from fusedops.models.parallelized import attach
+from fusedops.parity import threads
 
-pytestmark = pytest.mark.distributed
 OnRanks = Callable[..., list[Any]]
-RANKS = 8
 SEQUENCES, TOKENS = 8, 24
 SEED = 5
 
@@ -39,13 +51,11 @@ def _batch(words: int, documents: bool) -> tuple[Any, ...]:
 def _step(model: Transformer, documents: bool) -> tuple[Any, Any, dict[str, Any], dict[str, Any]]:
     """Return the mean loss, the norm of the gradients, the gradients and the weights of a step."""
     run = parallelized(model)
-    batch = [
-        each if each is None else run.rows(each)
-        for each in _batch(model.config.vocab_size, documents)
-    ]
     microbatches = run.config.microbatches
+    batch = _batch(model.config.vocab_size, documents)
+    # What a micro-batch is does not depend on the layout; each rank takes its rows of it.
     parts = [
-        [None if each is None else each.chunk(microbatches)[i] for each in batch]
+        [None if each is None else run.rows(each.chunk(microbatches)[i]) for each in batch]
         for i in range(microbatches)
     ]
     optimizer = run.optimizer(lr=0.01, eps=1e-3)
@@ -76,22 +86,24 @@ def _config(name: str, **others: Any) -> Any:
     return replace(preset(name), **(sizes | balanced | others))
 
 
-def _parity(world: World, name: str, values: dict[str, Any], on_meta: bool, documents: bool) -> str:
-    from fusedops.models import parallelize
+@functools.cache
+def _expected(name: str, microbatches: int, documents: bool) -> Any:
+    """Return what one process does."""
+    model = Transformer(_config(name), dtype=torch.float64, device="meta").to_empty(device="cpu")
+    initialize(model, SEED)
+    config = ParallelConfig(microbatches=microbatches)
+    return _step(attach(model, replace(parallelized(model), config=config)), documents)
 
-    alone = Transformer(_config(name), dtype=torch.float64, device="meta").to_empty(device="cpu")
-    initialize(alone, SEED)
-    if values.get("microbatches", 1) > 1:
-        alone.__dict__["_parallelized"] = replace(
-            parallelized(alone), config=ParallelConfig(microbatches=values["microbatches"])
-        )
+
+def _parity(rank: int, name: str, values: dict[str, Any], on_meta: bool, documents: bool) -> None:
+    expected = _expected(name, values.get("microbatches", 1), documents)
     model = Transformer(_config(name), dtype=torch.float64, device="meta")
     if not on_meta:
         model.to_empty(device="cpu")
         # The values of process 0 count.
-        initialize(model, SEED if world.rank == 0 else SEED + 1)
+        initialize(model, SEED if rank == 0 else SEED + 1)
     model = parallelize(model, ParallelConfig(**values), seed=SEED)
-    expected, found = _step(alone, documents), _step(model, documents)
+    found = _step(model, documents)
     torch.testing.assert_close(found[0], expected[0], msg=lambda text: f"loss: {text}")
     for kind, mine, theirs in zip(("gradient", "weight"), found[2:], expected[2:], strict=True):
         assert mine.keys() == theirs.keys()
@@ -99,32 +111,165 @@ def _parity(world: World, name: str, values: dict[str, Any], on_meta: bool, docu
             said = f"{kind} of {name_}"
             torch.testing.assert_close(mine[name_], value, msg=lambda text, s=said: f"{s}: {text}")
     torch.testing.assert_close(found[1], expected[1], msg=lambda text: f"norm: {text}")
-    return "same"
 
 
-CASES = {
-    "dp8": ("tiny-gpt2", {"dp": 8}),
-    "dp8-zero1": ("tiny-llama", {"dp": 8, "zero": 1}),
-    "dp4-tp2": ("tiny-llama", {"dp": 4, "tp": 2}),
-    "dp4-tp2-sp": ("tiny-gpt2", {"dp": 4, "tp": 2, "sp": True}),
-    "dp2-tp4-sp-zero3": ("tiny-llama", {"dp": 2, "tp": 4, "sp": True, "zero": 3}),
-    "dp4-cp2": ("tiny-gpt2", {"dp": 4, "cp": 2}),
-    "dp2-cp2-tp2-sp-zero2": ("tiny-qwen3", {"dp": 2, "cp": 2, "tp": 2, "sp": True, "zero": 2}),
-    "dp2-cp2-tp2-ulysses": ("tiny-llama", {"dp": 2, "cp": 2, "tp": 2, "context": "all_to_all"}),
-    "dp8-ep4": ("tiny-mixtral", {"dp": 8, "ep": 4}),
-    "dp8-ep2-zero3": ("tiny-mixtral", {"dp": 8, "ep": 2, "zero": 3}),
-    "dp4-tp2-ep2": ("tiny-mixtral", {"dp": 4, "tp": 2, "ep": 2}),
-    "dp2-cp2-tp2-sp-ep2-zero1": (
-        "tiny-mixtral",
-        {"dp": 2, "cp": 2, "tp": 2, "sp": True, "ep": 2, "zero": 1},
+# Name of the model, sizes and options, ranks. Where one process has values of a model already, not
+# on meta, those of rank 0 count. Sequences of several documents are attended one by one.
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "dp2": ("tiny-gpt2", {"dp": 2}),
+    "mode-data-zero1": ("tiny-llama", {"mode": "data", "zero": 1}),
+    "tp2": ("tiny-gpt2", {"tp": 2}),
+    "tp4-sp": ("tiny-llama", {"tp": 4, "sp": True}),
+    "cp2": ("tiny-gpt2", {"cp": 2}),
+    "cp2-ulysses": ("tiny-llama", {"cp": 2, "context": "all_to_all"}),
+    "dp2-zero1-microbatches": ("tiny-llama", {"dp": 2, "zero": 1, "microbatches": 2}),
+    "dp2-zero2-offload": ("tiny-gpt2", {"dp": 2, "zero": 2, "offload": ("optimizer",)}),
+    "dp2-zero3-recompute": ("tiny-llama", {"dp": 2, "zero": 3, "recompute": "full"}),
+    "dp2-offload-all-microbatches": (
+        "tiny-gpt2",
+        {"dp": 2, "offload": ("optimizer", "activations"), "microbatches": 2},
     ),
-    "bert-dp4-tp2-sp": ("tiny-bert", {"dp": 4, "tp": 2, "sp": True}),
-    "pangu-dp4-tp2-sp": ("tiny-pangu", {"dp": 4, "tp": 2, "sp": True}),
-    "alibi-cp2-tp2": ("tiny-alibi", {"dp": 2, "cp": 2, "tp": 2}),
+    "dp2-tp2-cp2-sp-zero2": ("tiny-qwen3", {"dp": 2, "tp": 2, "cp": 2, "sp": True, "zero": 2}),
+    "tp2-recompute-sliced": (
+        "tiny-gpt2",
+        {"tp": 2, "recompute": "full", "recompute_slice_activation": True},
+    ),
+    "dp2-selective": ("tiny-gpt2", {"dp": 2, "recompute": "selective"}),
+    "dp4-copies": ("tiny-llama", {"dp": 4, "zero": 2, "shard_ranks": 2}),
+    "dp2-left-whole": (
+        "tiny-llama",
+        {"dp": 2, "zero": 2, "shard_threshold": 2000, "not_sharded": ("head.*", "*down_proj*")},
+    ),
+    "dp2-buckets-of-layers": ("tiny-llama", {"dp": 2, "bucket_layers": (1,), "overlap": False}),
+    "bert-tp2-sp": ("tiny-bert", {"tp": 2, "sp": True}),
+    "pangu-tp2-sp": ("tiny-pangu", {"tp": 2, "sp": True}),
+    "alibi-tp2-cp2": ("tiny-alibi", {"tp": 2, "cp": 2}),
+    "mixtral-tp2-sp": ("tiny-mixtral", {"tp": 2, "sp": True}),
+    "mixtral-dp2-tp2-zero3": ("tiny-mixtral", {"dp": 2, "tp": 2, "zero": 3}),
 }
+GIVEN = ("dp2", "tp2")
+DOCUMENTS = ("cp2", "tp4-sp", "dp2-tp2-cp2-sp-zero2")
+
+
+def _ranks(values: dict[str, Any]) -> int:
+    if values.get("mode") == "data":
+        return 2
+    return ParallelConfig(**values).sizes.ranks
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_step_is_that_of_one_process(on_ranks: OnRanks, case: str) -> None:
+def test_a_step_is_that_of_one_process(case: str) -> None:
     name, values = CASES[case]
-    assert set(on_ranks(_parity, name, values, True, False)) == {"same"}
+    given, documents = case in GIVEN, case in DOCUMENTS
+    threads.run(lambda rank: _parity(rank, name, values, not given, documents), _ranks(values))
+
+
+# What is promised: all of these that fit 8 processes.
+PROMISED = [
+    {"dp": dp, "tp": tp, "cp": cp, "zero": zero, "sp": sp, "offload": offload}
+    for dp, tp, cp, zero in itertools.product((1, 2), repeat=4)
+    for sp in (False, True)
+    for offload in ((), ("optimizer", "activations"))
+    if tp > 1 or not sp
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("values", PROMISED, ids=lambda v: "-".join(map(str, v.values())))
+def test_all_that_is_promised(values: dict[str, Any]) -> None:
+    threads.run(lambda rank: _parity(rank, "tiny-llama", values, True, False), _ranks(values))
+
+
+EXPERTS = {
+    "ep4": {"dp": 8, "ep": 4},
+    "ep2-zero3": {"dp": 8, "ep": 2, "zero": 3},
+    "tp2-cp2-sp-ep2-zero1": {"dp": 2, "cp": 2, "tp": 2, "sp": True, "ep": 2, "zero": 1},
+    "tp2-ep2-recompute": {"dp": 4, "tp": 2, "ep": 2, "recompute": "full", "microbatches": 2},
+}
+
+
+def _on_processes(world: World, name: str, values: dict[str, Any]) -> None:
+    _parity(world.rank, name, values, True, False)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("case", EXPERTS)
+def test_experts_on_processes(on_ranks: OnRanks, case: str) -> None:
+    on_ranks(_on_processes, "tiny-mixtral", EXPERTS[case])
+
+
+@pytest.mark.distributed
+def test_all_modes_on_processes(on_ranks: OnRanks) -> None:
+    values = {"dp": 2, "cp": 2, "tp": 2, "sp": True, "zero": 3, "recompute": "full"}
+    on_ranks(_on_processes, "tiny-llama", values)
+
+
+class _Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4, dtype=torch.float64) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+def _manual(rank: int, zero: int) -> None:
+    torch.manual_seed(0)
+    whole = _Plain()
+    mine = copy.deepcopy(whole)
+    parallelize(mine, ParallelConfig(dp=2, zero=zero, mode="manual"))
+    x = torch.randn(6, 4, dtype=torch.float64)
+    whole(x).square().sum().backward()
+    mine(parallelized(mine).rows(x)).square().sum().backward()
+    for a, b in zip(mine.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(_whole(a.grad), b.grad)
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_model_that_calls_the_primitives_itself(zero: int) -> None:
+    """Mode ``manual`` leaves the model as it is, and sums its gradients."""
+    threads.run(lambda rank: _manual(rank, zero), 2)
+
+
+def _refusals(rank: int) -> None:
+    model = Transformer(_config("tiny-llama"), device="meta")
+    sparse = Transformer(_config("tiny-mixtral"), device="meta")
+    wrong = [
+        (model, {"dp": 3}, "dp x tp x pp x cp = 3 x 1 x 1 x 1 = 3 must be the 6 processes"),
+        (model, {"dp": 3}, "dp 6 or tp 2 or pp 2 or cp 2 would fit"),
+        (
+            model,
+            {"tp": 3, "dp": 2},
+            r"tp must be a divisor of the heads, 4, got 3 \(1, 2, 4 would fit",
+        ),
+        (sparse, {"dp": 6, "ep": 3}, "ep must be a divisor of the 4 experts, got 3"),
+        (model, {"dp": 3, "ep": 3, "tp": 2}, "ep must be 1 for a model without experts"),
+        (model, {"cp": 3, "dp": 2, "context": "all_to_all"}, "cp must be a divisor of the 4 heads"),
+        (model, {"dp": 6, "zero": 1, "shard_ranks": 4}, "shard_ranks must be a divisor of dp x cp"),
+        (model, {"dp": 6, "bucket_layers": (2,)}, "bucket_layers must be below the 2 layers"),
+    ]
+    for refused, values, says in wrong:
+        with pytest.raises(ValueError, match=says):
+            parallelize(refused, ParallelConfig(**values))
+    with pytest.raises(UnsupportedError, match="pp must be 1"):
+        parallelize(model, ParallelConfig(dp=3, pp=2))
+    with pytest.raises(TypeError, match="fusedops.models.Transformer, or any module with mode"):
+        parallelize(nn.Linear(2, 2), ParallelConfig(dp=6))
+    with pytest.raises(TypeError, match="config must be a ParallelConfig, got dict"):
+        parallelize(model, {"dp": 6})  # type: ignore[arg-type]
+    run = parallelized(parallelize(model, ParallelConfig(dp=3, tp=2, sp=True)))
+    with pytest.raises(ValueError, match="a multiple of 2, for the ranks of cp 1 and tp 2, got 3"):
+        run.shard_batch(torch.zeros(1, 3, dtype=torch.int64))
+    with pytest.raises(ValueError, match="a multiple of dp = 3 sequences, got 4"):
+        run.rows(torch.zeros(4, 2))
+
+
+def test_what_does_not_fit_is_told_with_what_would() -> None:
+    threads.run(_refusals, 6)
+
+
+def test_without_torch_distributed_it_says_what_to_call() -> None:
+    with pytest.raises(RuntimeError, match="parallelize: torch.distributed is not initialised"):
+        parallelize(Transformer(_config("tiny-llama"), device="meta"), ParallelConfig())

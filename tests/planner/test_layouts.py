@@ -177,9 +177,12 @@ def test_what_is_made_again_or_off_the_device_is_not_kept() -> None:
     off = estimate(PANGU, replace(base, offload=("activations",)))
     assert kept > some > least > 0
     assert off.parts["activations"] < kept / 5 and off.host > kept / 2
-    both = estimate(PANGU, replace(base, offload=("optimizer",)))
-    assert both.states == 0 and both.parts["states"] == 0
-    assert both.host == pytest.approx(16 * PANGU.parameters().total / 8, rel=0.01)
+    here = PANGU.parameters().total / 8
+    for overlap, of_a_parameter in ((True, 2 * 12 + 2), (False, 12 + 2)):
+        away = estimate(PANGU, replace(base, offload=("optimizer",), overlap=overlap))
+        assert away.states == 0 and away.parts["states"] == 0
+        assert away.gradients == estimate(PANGU, base).gradients
+        assert away.host == pytest.approx(of_a_parameter * here, rel=0.02)
 
 
 def test_logits_that_are_never_whole_take_a_chunk() -> None:

@@ -37,6 +37,41 @@ def test_so_they_are_with_recomputation_and_with_accumulation(family: str, kerne
         check(measure(family, size, kernels, "float32", "none", microbatches=2))
 
 
+@pytest.mark.parametrize(
+    ("kernels", "dtype", "recompute", "offload"),
+    [
+        ("fused", "float32", "full", ()),
+        ("fused", "float32", "norm", ()),
+        ("fused", "float32", "none", ("activations",)),
+        ("stock", "float32", "none", ("activations",)),
+        ("fused", "float32", "full", ("activations",)),
+        ("fused", "float32", "none", ("optimizer",)),
+        ("fused", "bfloat16", "none", ("optimizer",)),
+        ("fused", "autocast", "full", ("optimizer",)),
+    ],
+)
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_so_they_are_with_the_policies_and_the_optimizer_of_this_package(
+    family: str, kernels: str, dtype: str, recompute: str, offload: tuple[str, ...]
+) -> None:
+    found = measure(family, SIZES[0], kernels, dtype, recompute, ours=True, offload=offload)
+    assert abs(found.error) < PEAK and abs(found.error_beside) < PEAK, found
+    assert found.host == pytest.approx(found.estimated.host, rel=PEAK)
+    assert bool(found.host) == bool(offload)
+
+
+@pytest.mark.parametrize("kernels", ["stock", "fused"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_so_they_are_under_autocast(family: str, kernels: str) -> None:
+    for size in SIZES[0], SIZES[2]:
+        found = measure(family, size, kernels, "autocast", "none")
+        if (family, kernels, size) == ("mixtral", "stock", SIZES[0]):
+            # torch's product of experts is none that autocast knows: all there is float32.
+            assert found.error < -PEAK
+        else:
+            assert abs(found.error) < PEAK and abs(found.error_beside) < PEAK, found
+
+
 def check(found: Measured) -> None:
     hidden, layers, batch, seq_len, vocabulary = found.size
     assert abs(found.error) < PEAK and abs(found.error_beside) < PEAK, found

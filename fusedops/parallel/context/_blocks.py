@@ -16,6 +16,7 @@ Shapes: ``query [B, H, Sq, D]``, ``key [B, Hkv, Sk, D]``, ``value [B, Hkv, Sk, D
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -202,12 +203,10 @@ class _Packed:
 
     def __init__(self, call: Call, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> None:
         self.batch = q.shape[0]
-        ends, longest = [], []
-        for side in ("rows", "columns"):
-            sizes = [stop - start for start, stop in (getattr(each, side) for each in call.blocks)]
-            table = torch.tensor([0, *sizes * self.batch], dtype=torch.int64).cumsum(0)
-            ends.append(table.to(q.device, non_blocking=True))
-            longest.append(max(sizes))
+        sides = zip(*((block.rows, block.columns) for block in call.blocks), strict=True)
+        sizes = [tuple(stop - start for start, stop in side) for side in sides]
+        ends = [_ends(each * self.batch, q.device) for each in sizes]
+        longest = [max(each) for each in sizes]
         tokens = (self._tokens_of(each) for each in (q, k, v))
         first, slopes = call.blocks[0], scores.slopes
         if slopes is not None and slopes.dim() == 2:
@@ -253,6 +252,12 @@ class _Packed:
         if tensor.dim() == 2:
             return tensor.unflatten(1, (self.batch, -1)).transpose(0, 1)
         return tensor.unflatten(0, (self.batch, -1)).transpose(1, 2)
+
+
+@functools.lru_cache(maxsize=256)
+def _ends(sizes: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return where sequences of these sizes end, from 0 on; the same for all layers of a model."""
+    return torch.tensor([0, *sizes], dtype=torch.int64).cumsum(0).to(device)
 
 
 def _own_share(here: Incoming, output: Tensor, own: Tensor, parts: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,8 @@ Reference: Jacobs et al.: DeepSpeed Ulysses, arXiv:2309.14509.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -83,6 +85,17 @@ def ulysses_attention(
 
     Reference:
         Jacobs et al.: DeepSpeed Ulysses, arXiv:2309.14509.
+
+    Example:
+        >>> import torch, torch.distributed as dist
+        >>> from fusedops.parallel import ulysses_attention
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> q = k = torch.zeros(1, 1, 2, 4)
+        >>> v = torch.tensor([[1.0, 0.0], [0.0, 1.0]]).view(1, 1, 2, 2)
+        >>> ulysses_attention(q, k, v, dist.group.WORLD, is_causal=True)
+        tensor([[[[1.0000, 0.0000],
+                  [0.5000, 0.5000]]]])
+        >>> dist.destroy_process_group()
     """
     op = "ulysses_attention"
     a = request(
@@ -166,8 +179,8 @@ def _to_heads(tensors: list[Tensor], layout: Layout, group: dist.ProcessGroup) -
         each.unflatten(1, (ranks, -1)).permute(1, 0, 3, 2, 4).flatten(3).flatten(1, 2)
         for each in tensors
     ]
-    came = _EXCHANGE(torch.cat(lines, -1).flatten(0, 1), "to heads", group.group_name)
-    parts = came.index_select(0, order_back(layout, came.device)).unflatten(0, (batch, -1))
+    came = _TO_HEADS(torch.cat(lines, -1).flatten(0, 1), *_names(layout, group))
+    parts = came.unflatten(0, (batch, -1))
     sizes = [each.shape[-1] for each in lines]
     return [
         part.unflatten(-1, (-1, each.shape[-1])).transpose(1, 2)
@@ -182,31 +195,67 @@ def _to_tokens(tensor: Tensor, layout: Layout, group: dist.ProcessGroup) -> Tens
         return tensor
     batch, heads, _, size = tensor.shape
     lines = tensor.transpose(1, 2).flatten(2).flatten(0, 1)
-    lines = lines.index_select(0, order(layout, lines.device))
-    came = _EXCHANGE(lines, "to tokens", group.group_name)
+    came = _TO_TOKENS(lines, *_names(layout, group))
     by_rank = came.view(ranks, batch, -1, heads, size)
     return by_rank.permute(1, 2, 0, 3, 4).flatten(2, 3).transpose(1, 2)
 
 
-def _exchange(lines: Tensor, label: str, group: str) -> Tensor:
+def _names(layout: Layout, group: dist.ProcessGroup) -> tuple[Any, ...]:
+    """Return layout and group as operators take them."""
+    return layout.length, list(layout.ends), layout.balance, group.group_name
+
+
+@functools.lru_cache(maxsize=8)
+def _places(
+    length: int, ranks: int, balance: str, ends: tuple[int, ...], back: bool, device: torch.device
+) -> Tensor:
+    """Return ``order`` or ``order_back``. Kept for the other layers: operators alone see it."""
+    return (order_back if back else order)(Layout(length, ranks, balance, ends), device)
+
+
+def _travel(
+    lines: Tensor, length: int, ends: Sequence[int], balance: str, group: str, to_heads: bool
+) -> Tensor:
+    """Exchange lines of this rank's tokens and all heads for those of all tokens and its heads."""
     ranks = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
-    return communication.all_to_all(lines.contiguous(), ranks, label=label).wait()
+    places = _places(length, ranks.size(), balance, tuple(ends), to_heads, lines.device)
+    if to_heads:
+        came = communication.all_to_all(lines.contiguous(), ranks, label="to heads").wait()
+        return came.index_select(0, places)
+    lines = lines.index_select(0, places)
+    return communication.all_to_all(lines, ranks, label="to tokens").wait()
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.constants = inputs[1:]
+    ctx.names = inputs[1:]
 
 
-def _exchange_back(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    label, group = ctx.constants
-    return _EXCHANGE(grad, f"gradients {label}", group), None, None
+def _to_heads_back(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    return _TO_TOKENS(grad, *ctx.names), None, None, None, None
 
 
-_EXCHANGE = define_exchange(
-    "context_exchange",
-    "(Tensor lines, str label, str group) -> (Tensor came)",
-    kernel=_exchange,
-    fake=lambda lines, label, group: torch.empty_like(lines, memory_format=torch.contiguous_format),
+def _to_tokens_back(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    return _TO_HEADS(grad, *ctx.names), None, None, None, None
+
+
+def _fake(lines: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(lines, memory_format=torch.contiguous_format)
+
+
+_SCHEMA = "(Tensor lines, SymInt length, SymInt[] ends, str balance, str group) -> (Tensor came)"
+_TO_HEADS = define_exchange(
+    "context_to_heads",
+    _SCHEMA,
+    kernel=functools.partial(_travel, to_heads=True),
+    fake=_fake,
     setup_context=_save,
-    backward=_exchange_back,
+    backward=_to_heads_back,
+)
+_TO_TOKENS = define_exchange(
+    "context_to_tokens",
+    _SCHEMA,
+    kernel=functools.partial(_travel, to_heads=False),
+    fake=_fake,
+    setup_context=_save,
+    backward=_to_tokens_back,
 )

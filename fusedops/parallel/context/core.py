@@ -31,6 +31,16 @@ def context_core(
     Raises:
         ValueError: ``kind`` or ``balance`` is none of these.
         TypeError: ``group`` is no process group.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> from fusedops.models import Transformer, preset
+        >>> from fusedops.parallel import context_core
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> model, core = Transformer(preset("tiny-llama")), context_core(dist.group.WORLD)
+        >>> for layer in model.layers.values():
+        ...     layer.attention.core = core
+        >>> dist.destroy_process_group()
     """
     check_group("context_core", group)
     checks.choice("context_core", "kind", kind, KINDS)

@@ -129,7 +129,7 @@ def ranges(layout: Layout, rank: int) -> tuple[Range, ...]:
 
 
 def joined(cuts: Sequence[Range]) -> tuple[Range, ...]:
-    """Return rising ranges without empty ones, those that touch joined."""
+    """Return ranges without empty ones, those that follow each other joined."""
     found: list[Range] = []
     for start, stop in cuts:
         if start == stop:
@@ -154,14 +154,15 @@ def _mirrored(start: int, stop: int, ranks: int, rank: int, turn: int = 0) -> li
     return [(first, first + low[rank]), (second, second + high[rank])]
 
 
-@functools.lru_cache(maxsize=8)
 def order(layout: Layout, device: torch.device) -> torch.Tensor:
     """Return the numbers of the ranks' tokens, those of rank 0 first, counted through the batch."""
-    found = [torch.arange(*each) for rank in range(layout.ranks) for each in ranges(layout, rank)]
-    return torch.cat([torch.empty(0, dtype=torch.int64), *found]).to(device)
+    cuts = [each for rank in range(layout.ranks) for each in ranges(layout, rank)]
+    starts, stops = torch.tensor(cuts, dtype=torch.int64).view(-1, 2).unbind(1)
+    sizes = stops - starts
+    firsts = (starts - (sizes.cumsum(0) - sizes)).repeat_interleave(sizes)
+    return (firsts + torch.arange(len(firsts))).to(device)
 
 
-@functools.lru_cache(maxsize=8)
 def order_back(layout: Layout, device: torch.device) -> torch.Tensor:
     """Return where each token of the batch stands in ``order``."""
     return torch.argsort(order(layout, device))

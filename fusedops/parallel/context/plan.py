@@ -10,8 +10,9 @@ is beyond a window or in another document.
 from __future__ import annotations
 
 import functools
+from bisect import bisect_right
 from collections.abc import Iterator
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import NamedTuple
 
 from fusedops.parallel.context.layout import Layout, Piece, Range, joined, pieces
@@ -66,13 +67,13 @@ class Call(NamedTuple):
 
     @property
     def rows(self) -> tuple[Range, ...]:
-        """The rows of each block."""
-        return tuple(block.rows for block in self.blocks)
+        """The rows of the blocks one after another; neighbours are one range."""
+        return joined(tuple(block.rows for block in self.blocks))
 
     @property
     def columns(self) -> tuple[Range, ...]:
-        """The columns of each block."""
-        return tuple(block.columns for block in self.blocks)
+        """The columns of the blocks one after another; neighbours are one range."""
+        return joined(tuple(block.columns for block in self.blocks))
 
 
 class Step(NamedTuple):
@@ -190,12 +191,13 @@ def _compact(calls: list[Call]) -> Step:
         else:
             cuts.append((start, stop))
     columns = joined(cuts)
-
-    def place(column: int) -> int:
-        """How many of the needed columns are before this one."""
-        return sum(max(0, min(stop, column) - start) for start, stop in columns)
+    starts = [start for start, _ in columns]
+    sizes = [stop - start for start, stop in columns]
+    before = [0, *accumulate(sizes)]
 
     def moved(block: Block) -> Block:
-        return block._replace(columns=(place(block.columns[0]), place(block.columns[1])))
+        index = bisect_right(starts, block.columns[0]) - 1
+        shift = before[index] - starts[index]
+        return block._replace(columns=(block.columns[0] + shift, block.columns[1] + shift))
 
     return Step(columns, tuple(Call(tuple(map(moved, call.blocks))) for call in calls))

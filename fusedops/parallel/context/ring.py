@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fusedops._core import dtypes
+from fusedops._core import dtypes, imports
 from fusedops._core.library import define_exchange
 from fusedops.ops import _attention_math as math
 from fusedops.parallel import communication
 from fusedops.parallel.communication import Pending
-from fusedops.parallel.context import _blocks, plan
+from fusedops.parallel.context import _blocks, _flops, plan
 from fusedops.parallel.context._blocks import Attended, Incoming, Scores, add_to, take
 from fusedops.parallel.context._checks import request
 from fusedops.parallel.context.layout import Layout
@@ -97,6 +97,17 @@ def ring_attention(
     Reference:
         Liu et al.: Ring Attention with Blockwise Transformers, arXiv:2310.01889; Brandon et al.:
         Striped Attention, arXiv:2311.09431 (balance).
+
+    Example:
+        >>> import torch, torch.distributed as dist
+        >>> from fusedops.parallel import ring_attention
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> q = k = torch.zeros(1, 1, 2, 4)
+        >>> v = torch.tensor([[1.0, 0.0], [0.0, 1.0]]).view(1, 1, 2, 2)
+        >>> ring_attention(q, k, v, dist.group.WORLD, is_causal=True)
+        tensor([[[[1.0000, 0.0000],
+                  [0.5000, 0.5000]]]])
+        >>> dist.destroy_process_group()
     """
     a = request(
         "ring_attention",
@@ -343,8 +354,8 @@ def _step_gradients(
     for call, scores in ring.calls(shift, step):
         grad, *others = _blocks.backward(call, ring.query, key, value, scores, incoming)
         add_to(grad_query, call.rows, grad)
-        if len(step.calls) == len(call.blocks) == 1:  # all its keys and values, rounded once
-            return others
+        if len(step.calls) == 1 and call.columns == ((0, key.shape[2]),):
+            return others  # of all keys and values, rounded once
         if not found:
             found = [torch.zeros_like(each, dtype=grad_query.dtype) for each in (key, value)]
         for into, part in zip(found, others, strict=True):
@@ -401,3 +412,4 @@ _RING_BACKWARD = define_exchange(
     kernel=_backward,
     fake=_backward_fake,
 )
+imports.after("torch.utils.flop_counter", _flops.tell)

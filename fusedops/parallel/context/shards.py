@@ -41,6 +41,14 @@ def shard_sequence(
     Raises:
         ValueError: the sequence cannot be cut so.
         TypeError: an argument is no tensor, or no group.
+
+    Example:
+        >>> import torch, torch.distributed as dist
+        >>> from fusedops.parallel import shard_sequence
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> shard_sequence(torch.tensor([[3, 1, 4, 1]]), dist.group.WORLD)
+        tensor([[3, 1, 4, 1]])
+        >>> dist.destroy_process_group()
     """
     dim = _check("shard_sequence", tensor, group, dim)
     layout = _layout("shard_sequence", tensor, dim, group, 1, balance, cu_seqlens)
@@ -73,6 +81,14 @@ def unshard_sequence(
     Raises:
         ValueError: the layout does not fit.
         TypeError: an argument is no tensor, or no group.
+
+    Example:
+        >>> import torch, torch.distributed as dist
+        >>> from fusedops.parallel import unshard_sequence
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> unshard_sequence(torch.tensor([[3, 1, 4, 1]]), dist.group.WORLD)
+        tensor([[3, 1, 4, 1]])
+        >>> dist.destroy_process_group()
     """
     dim = _check("unshard_sequence", tensor, group, dim)
     layout = _layout("unshard_sequence", tensor, dim, group, group.size(), balance, cu_seqlens)

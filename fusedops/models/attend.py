@@ -1,0 +1,80 @@
+"""How queries meet keys on one device, in sequences that may hold several documents.
+
+Letters of shapes: B sequences, S tokens of each, N heads, D size of a head.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from fusedops import ops
+
+
+class Documents:
+    """Which tokens belong together: neighbours in a sequence that have the same id.
+
+    Attributes:
+        ids_BS: of the documents.
+    """
+
+    def __init__(self, ids_BS: torch.Tensor) -> None:
+        self.ids_BS = ids_BS
+
+    @cached_property
+    def cu_seqlens(self) -> torch.Tensor:
+        """Return where documents end when all sequences lie behind one another, from 0 on."""
+        begins = torch.ones_like(self.ids_BS, dtype=torch.bool)
+        begins[:, 1:] = self.ids_BS[:, 1:] != self.ids_BS[:, :-1]
+        places = begins.flatten().nonzero().flatten()
+        return F.pad(places, (0, 1), value=begins.numel()).int()
+
+    @cached_property
+    def longest(self) -> int:
+        """Return the tokens of the longest document."""
+        return int(self.cu_seqlens.diff().max()) if self.ids_BS.numel() else 0
+
+
+def attend(
+    query_BNSD: torch.Tensor,
+    key_BNSD: torch.Tensor,
+    value_BNSD: torch.Tensor,
+    *,
+    is_causal: bool,
+    window: tuple[int, int] | None,
+    alibi_slopes: torch.Tensor | None,
+    dropout_p: float,
+    documents: Documents | None,
+    seed: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return ``[B, N, S, D]``: each query's mean of the values that it may attend."""
+    options: dict[str, Any] = {
+        "dropout_p": dropout_p,
+        "is_causal": is_causal,
+        "window": window,
+        "alibi_slopes": alibi_slopes,
+    }
+    if documents is None:
+        grouped = query_BNSD.shape[1] != key_BNSD.shape[1]
+        options |= {"enable_gqa": grouped, "seed": seed}
+        return ops.attention(query_BNSD, key_BNSD, value_BNSD, **options)
+    ends, longest = documents.cu_seqlens, documents.longest
+    output = ops.attention_varlen(
+        _packed(query_BNSD),
+        _packed(key_BNSD),
+        _packed(value_BNSD),
+        ends,
+        ends,
+        longest,
+        longest,
+        **options,
+    )
+    return output.unflatten(0, documents.ids_BS.shape).transpose(1, 2)
+
+
+def _packed(x_BNSD: torch.Tensor) -> torch.Tensor:
+    """Return all sequences behind one another, ``[B * S, N, D]``: a view of a projection."""
+    return x_BNSD.transpose(1, 2).flatten(0, 1)

@@ -1,0 +1,42 @@
+"""What a model asks of the tensors that it is called with, in the words of the ops' errors."""
+
+from __future__ import annotations
+
+import torch
+
+from fusedops._core import checks
+from fusedops.models.config import TransformerConfig
+
+
+def check_inputs(
+    config: TransformerConfig,
+    tokens: torch.Tensor,
+    labels: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    document_ids: torch.Tensor | None,
+    token_types: torch.Tensor | None,
+) -> None:
+    """Raise unless these are tokens of the model and what belongs to them."""
+    name = "Transformer"
+    given = {"labels": labels, "document_ids": document_ids, "token_types": token_types}
+    checks.index_tensor(name, "tokens", tokens, dtypes=(torch.int64,))
+    if tokens.dim() != 2:
+        checks.fail(name, "tokens", "of shape [B, S]", list(tokens.shape))
+    for argument, value in given.items():
+        if value is not None:
+            checks.index_tensor(name, argument, value, dtypes=(torch.int64, torch.int32))
+            checks.shape(name, argument, value, tokens.shape, "that of tokens")
+    length = tokens.shape[1]
+    if positions is not None:
+        checks.index_tensor(name, "positions", positions, dtypes=(torch.int64,))
+        if positions.shape not in (tokens.shape, tokens.shape[1:]):
+            wanted = f"of shape [{length}] or {list(tokens.shape)}, that of tokens"
+            checks.fail(name, "positions", wanted, list(positions.shape))
+    elif config.position_tables and length > config.seq_len:
+        wanted = f"of at most {config.seq_len} tokens a sequence, the table of positions"
+        checks.fail(name, "tokens", wanted, length)
+    if checks.readable(tokens) and tokens.numel():
+        low, high = (int(each) for each in tokens.aminmax())
+        if low < 0 or high >= config.vocab_size:
+            wanted = f"from 0 to {config.vocab_size - 1}, the words of the vocabulary"
+            checks.fail(name, "tokens", wanted, low if low < 0 else high)
