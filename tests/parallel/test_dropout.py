@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 import fusedops
 from fusedops import add_layer_norm, add_rms_norm, attention, bias_dropout_add
 from fusedops._core import philox
+from fusedops.models import Transformer, preset
 from fusedops.nn import AddRMSNorm, Dropout
 from fusedops.parallel.dropout import Place, place_dropout
 
@@ -91,6 +93,22 @@ def test_modules_inside_draw_by_place() -> None:
     for each, expected in zip(part, whole, strict=True):
         assert torch.equal(each, expected[at])
     assert drop.eval()(x) is x
+
+
+def test_a_model_drops_by_place() -> None:
+    """Embedding, attention and both ends of each layer, for half of a batch."""
+    config = dataclasses.replace(preset("tiny-gpt2"), dropout=0.3, attention_dropout=0.3)
+    model = Transformer(config)
+    tokens = torch.randint(config.vocab_size, (4, 10))
+    torch.manual_seed(3)
+    whole = model(tokens).detach()
+    torch.manual_seed(4)
+    assert not torch.allclose(model(tokens), whole)
+    place_dropout(model, Place(batch_part=1))
+    torch.manual_seed(3)
+    half = {"": model(tokens[2:]).detach()}
+    expected = {"": whole[2:]}
+    assert_same(half, expected, expected, depth=config.hidden_size)
 
 
 def test_what_is_no_place_or_seed_is_refused() -> None:
