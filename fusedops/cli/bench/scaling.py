@@ -305,6 +305,6 @@ def _patched_step(
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        return float(loss)
+        return float(loss.detach())
 
     return step
