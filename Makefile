@@ -21,7 +21,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -q
 NATIVE := $(BIN)/python tools/native.py build > /dev/null || test $$? -eq 3
 
 .PHONY: setup native demo test test-tiles test-isas test-asan fuzz test-all test-torch test-clients test-gpu bench bench-gpu \
-        lint format check-cuda kernel-report-all docs clean clean-venv
+        lint format check-cuda kernel-report-all kernel-report-peers docs clean clean-venv
 
 setup: .venv/.editable .venv/.models native
 
@@ -179,6 +179,13 @@ check-cuda: setup
 
 kernel-report-all: setup
 	$(BIN)/python tools/kernel_report.py --check --all
+
+# Liger's kernels beside ours, in docs/reports/triton_peers.csv; second tier, for its download.
+PEERS := build/peers
+kernel-report-peers: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(PIP_FLAGS) \
+	  --upgrade --target $(PEERS) liger-kernel==0.8.5
+	PYTHONPATH=$(PEERS) $(BIN)/python tools/peer_kernels.py
 
 docs: setup
 	$(BIN)/python docs/gen_ops.py

@@ -10,7 +10,9 @@
 ``optim.AdamW(master_weights=True, max_norm=...)`` |
 | ``remaining`` | ``step`` of ``OffloadedAdamW(overlap=False)`` | ``step`` with ``overlap=True`` |
 
-``single`` beside the first is torch's loop over parameters. Rounds are interleaved by
+``single`` beside the first is torch's loop over parameters, and ``deepspeed`` beside the first two
+DeepSpeed's CPUAdam, in torch's place, where it is installed and builds; else a line says why not.
+Rounds are interleaved by
 ``_core/timer.py``; a ratio is the median of those of single rounds. The two steps that clip do so
 at every step. In ``remaining`` a sample is ``step`` alone, after a forward and a backward of the
 same model; copies are those within one memory.
@@ -63,13 +65,35 @@ def step_of(optimizer: torch.optim.Optimizer) -> Callable[[Any], None]:
     return lambda _: optimizer.step()
 
 
-def mixed_by_hand() -> Callable[[Any], None]:
+Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+def fused(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Return torch's fused AdamW."""
+    return torch.optim.AdamW(params, fused=True)
+
+
+def deepspeeds() -> Make | None:
+    """Return what makes DeepSpeed's CPUAdam; ``None``, and a line, where there is none."""
+    try:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        made = DeepSpeedCPUAdam([nn.Parameter(torch.ones(8))], adamw_mode=True)
+        del made  # it was built
+    except Exception as error:  # of a compiler, of a header, of an import: any
+        words = str(error).strip().splitlines() or [""]
+        print(f"no row of DeepSpeed's CPUAdam: {type(error).__name__}: {words[-1]}", flush=True)
+        return None
+    return lambda params: DeepSpeedCPUAdam(params, adamw_mode=True, weight_decay=1e-2)
+
+
+def mixed_by_hand(make: Make = fused) -> Callable[[Any], None]:
     """Return the step that users of torch write for bfloat16 parameters with float32 masters."""
     low = parameters(torch.bfloat16)
     masters = [nn.Parameter(param.detach().float()) for param in low]
     for master in masters:
         master.grad = torch.zeros_like(master)
-    optimizer = torch.optim.AdamW(masters, fused=True)
+    optimizer = make(masters)
 
     def run(_: Any) -> None:
         with torch.no_grad():
@@ -83,7 +107,7 @@ def mixed_by_hand() -> Callable[[Any], None]:
 
 def steps_alone() -> dict[str, list[timer.Variant]]:
     float32 = [
-        timer.Variant("torch", step_of(torch.optim.AdamW(parameters(torch.float32), fused=True))),
+        timer.Variant("torch", step_of(fused(parameters(torch.float32)))),
         timer.Variant("fusedops", step_of(AdamW(parameters(torch.float32)))),
         timer.Variant(
             "single", step_of(torch.optim.AdamW(parameters(torch.float32), foreach=False))
@@ -94,6 +118,11 @@ def steps_alone() -> dict[str, list[timer.Variant]]:
         timer.Variant("torch", mixed_by_hand()),
         timer.Variant("fusedops", step_of(ours)),
     ]
+    theirs = deepspeeds()
+    if theirs is not None:
+        alone = step_of(theirs(parameters(torch.float32)))
+        float32.append(timer.Variant("deepspeed", alone))
+        mixed.append(timer.Variant("deepspeed", mixed_by_hand(theirs)))
     return {"float32": float32, "mixed": mixed}
 
 

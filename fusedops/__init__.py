@@ -20,7 +20,7 @@ from fusedops._core.library import tag_compiled_code as _tag_compiled_code
 from fusedops.ops import *  # noqa: F403
 
 if TYPE_CHECKING:
-    from fusedops import checkpoint, memory, models, nn, optim, parallel, parity, planner
+    from fusedops import checkpoint, memory, models, nn, optim, parallel, parity, planner, train
     from fusedops._core.host import tune_host
     from fusedops.integrations import (
         PatchReport,
@@ -44,6 +44,7 @@ _LAZY = {
     "parallel": "fusedops.parallel",
     "parity": "fusedops.parity",
     "planner": "fusedops.planner",
+    "train": "fusedops.train",
     "tune_host": "fusedops._core.host",
     "decompositions": "fusedops.integrations",
     "patch": "fusedops.integrations",
@@ -72,6 +73,7 @@ __all__ = [
     "register_experts",
     "reset_counters",
     "resolve",
+    "train",
     "tune_host",
     "unpatch",
     "use_backend",

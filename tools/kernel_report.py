@@ -14,8 +14,9 @@ several warps; shared memory fits.
 For sm_90 a row tells of the main loop (``kernel_report_code.py``) the loads by width (``4x16`` is
 four of 16 bytes), instructions per 16 bytes, bytes that a multiprocessor has under way, products,
 and other instructions for each, and which share of an H100's limit that allows by arithmetic
-(``kernel_report_estimate.py``), in percent. ``calls`` counts subroutines: 64-bit divisions, mostly.
-None of it may get worse unseen.
+(``kernel_report_estimate.py``), in percent. ``from_l2`` is what products at their full rate ask the
+L2 cache for, in bytes a clock of a multiprocessor (it means nothing where products are float32's).
+``calls`` counts subroutines: 64-bit divisions, mostly. None of it may get worse unseen.
 
 Pointers and sizes are declared divisible by 16, as they are in practice: without that loads are
 neither vectorised nor pipelined, and the report would lie. Sizes that a kernel does not specialise
@@ -154,16 +155,16 @@ def sources(function: Any) -> dict[str, str]:
 
 @functools.cache
 def _method() -> str:
-    parts = (_figures, _main_loop, _source, kernel_report_code, kernel_report_estimate)
+    parts = (figures, _main_loop, _source, kernel_report_code, kernel_report_estimate)
     return "".join(map(inspect.getsource, parts)) + repr(INSTRUCTIONS)
 
 
 def report(op: str, index: int, capability: int) -> report_table.Row:
     """Compile one configuration and return its figures."""
-    return _figures(cases(op)[index], capability)
+    return figures(cases(op)[index], capability)
 
 
-def _figures(case: dict[str, Any], capability: int) -> report_table.Row:
+def figures(case: dict[str, Any], capability: int) -> report_table.Row:
     from triton import compile as triton_compile
     from triton.backends.compiler import GPUTarget
 
@@ -199,6 +200,7 @@ def _figures(case: dict[str, Any], capability: int) -> report_table.Row:
         registers=int(resources[1]),
         shared=compiled.metadata.shared,
         resident=case["resident"],
+        loaded=kernel_report_code.bytes_per_multiply_add(compiled.asm["ttgir"]),
     )
     repeated = kernel_report_code.repeated_work(compiled.asm["ttgir"])
     found = _main_loop(kernel_report_code.read(code), repeated, launch)
@@ -219,6 +221,7 @@ def _main_loop(
         "in_flight": str(kernel_report_estimate.in_flight(code, launch)),
         "products": " ".join(f"{count}x{shape}" for shape, count in products),
         "others": f"{kernel_report_estimate.others_per_product(code):.1f}",
+        "from_l2": f"{kernel_report_estimate.asked_of_l2(launch):.0f}",
         "rest": str(code.rest),
         "calls": str(code.calls),
         "repeated": f"{repeated:g}",

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 import re
 
 # "  /*0a10*/   @!P0 LDG.E.128 R4, desc[UR4][R2.64] ;"
@@ -19,6 +20,15 @@ _LABEL = re.compile(r"^(\.L_x_\d+):")
 _TARGET = re.compile(r"`\((\.L_x_\d+)\)")
 _PRODUCT = re.compile(r"^(?:HGMMA|HMMA|IGMMA|QGMMA)\.(?P<shape>\d+x\d+x\d+|\d+)\.")
 _WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x[0-9a-f]+)")
+
+# Of the intermediate code: "async_tma_copy_global_to_local ... -> !ttg.memdesc<64x128xbf16, ...",
+# "async_copy_global_to_local ... -> <64x128xbf16, ...", "tt.load ... : tensor<64x!tt.ptr<f32>, ..."
+# and "warp_group_dot %a, %b, %c ... : ...<64x16xbf16, ...> * ... -> tensor<64x128xf32, ...>".
+_COPY = re.compile(
+    r"copy_global_to_local .*-> (?:!ttg\.memdesc)?<(?P<shape>(?:\d+x)+)[a-z]+(?P<bits>\d+)"
+)
+_LOAD = re.compile(r"= tt\.load .*: tensor<(?P<shape>(?:\d+x)+)!tt\.ptr<[a-z]+(?P<bits>\d+)")
+_DOT = re.compile(r"(?:tt\.dot|warp_group_dot) .*? : .*?<\d+x(\d+)x.*-> tensor<(\d+)x(\d+)x")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,6 +136,42 @@ def repeated_work(ttgir: str) -> float:
         over_columns = warps[1] * shape[1] / int(columns)
         found = max(found, max(1.0, over_rows) * max(1.0, over_columns))
     return found
+
+
+def bytes_per_multiply_add(ttgir: str) -> float:
+    """Return what the loop of a kernel's products loads for each multiply-add; 0 without products.
+
+    Counted for the block, not per thread, so that copies by tensor descriptor are in it; of several
+    loops the one that loads the most.
+    """
+    loops: list[tuple[int, int, int]] = []  # indent, bytes, multiply-adds
+    found = 0.0
+    for line in ttgir.splitlines():
+        indent = len(line) - len(line.lstrip())
+        if loops and line.lstrip().startswith("}") and indent <= loops[-1][0]:
+            _, loaded, work = loops.pop()
+            found = max(found, loaded / work if work else 0.0)
+        elif " scf.for " in line:
+            loops.append((indent, 0, 0))
+        elif loops:
+            start, loaded, work = loops[-1]
+            loops[-1] = (start, loaded + _tile_bytes(line), work + _tile_work(line))
+    return found
+
+
+def _tile_bytes(line: str) -> int:
+    """Return what a line of the intermediate code loads of a tile from global memory."""
+    copied = _COPY.search(line) or _LOAD.search(line)
+    if not copied:
+        return 0
+    elements = math.prod(int(size) for size in copied["shape"].rstrip("x").split("x"))
+    return elements * int(copied["bits"]) // 8
+
+
+def _tile_work(line: str) -> int:
+    """Return the multiply-adds of a line of the intermediate code."""
+    product = _DOT.search(line)
+    return math.prod(map(int, product.groups())) if product else 0
 
 
 def _loops(lines: list[str], labels: dict[str, int]) -> list[tuple[int, int]]:

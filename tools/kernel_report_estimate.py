@@ -1,14 +1,15 @@
 """What a kernel's counts let one expect of an H100: arithmetic, no measurement.
 
-Constants are NVIDIA's for the H100 SXM (132 multiprocessors at 1.755 GHz, 3.35 TB/s). Left out are
-latencies that nothing hides, bank conflicts, clocks that fall under load, and the L2 cache: an
-estimate tells which kernel is the weakest and whether a change can have helped.
+Constants are NVIDIA's for the H100 SXM (132 multiprocessors at 1.755 GHz, 3.35 TB/s), but for the
+L2 cache's. Left out are latencies that nothing hides, bank conflicts and clocks that fall under
+load: an estimate tells which kernel is the weakest and whether a change can have helped.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 
 from kernel_report_code import Code, Loop
 
@@ -23,6 +24,9 @@ _IN_FLIGHT = 17_000
 _WARP_GROUP, _WARP = 2048, 1024
 # Exponentials a clock: a warp's takes eight clocks of its scheduler.
 _FUNCTION_CLOCKS = 8
+# Bytes a clock that the L2 cache gives a multiprocessor which all others ask as well: NVIDIA tells
+# no figure. Half of a multiprocessor's port; 7.4 TB/s for all, published measurements are 5.5 to 7.
+_L2 = 32
 # The steps that a matrix kernel is estimated for: a sum over 1024 in blocks of 64.
 _STEPS = 16
 
@@ -41,6 +45,7 @@ class Launch:
         registers: of a thread.
         shared: bytes of shared memory of a block.
         resident: blocks that the grid gives a multiprocessor, ``None`` for as many as fit.
+        loaded: bytes that the loop of a matrix kernel loads for each multiply-add.
     """
 
     capability: int
@@ -49,6 +54,7 @@ class Launch:
     registers: int
     shared: int
     resident: int | None = None
+    loaded: float = 0.0
 
     @property
     def blocks(self) -> int:
@@ -76,6 +82,11 @@ def others_per_product(code: Code) -> float:
     return (main.instructions - main.num_products) / main.num_products if main.num_products else 0.0
 
 
+def asked_of_l2(launch: Launch) -> float:
+    """Return the bytes a clock that products at their full rate ask the L2 cache for."""
+    return launch.loaded * _WARP_GROUP
+
+
 def share_of_limit(code: Code, launch: Launch) -> float:
     """Return the expected share of an H100's limit: of its arithmetic or its bandwidth."""
     if code.main.num_products:
@@ -96,22 +107,32 @@ def _share_of_products(code: Code, launch: Launch) -> float:
     products = _STEPS * _product_clocks(main, launch.warps)
     steps = _STEPS * _other_clocks(main, launch.warps)
     rest = code.rest * launch.warps / 4
+    loads = _STEPS * _multiply_adds(main, launch.warps) * launch.loaded / _L2
     if launch.blocks > 1:
         # One block's products run under what another does.
-        return products / max(products, steps + rest)
+        return products / max(products, steps + rest, loads)
     if main.pending:
-        return products / (max(products, steps) + rest)
-    return products / (products + steps + rest)
+        return products / (max(products, steps, loads) + rest)
+    return products / (max(products + steps, loads) + rest)
 
 
 def _product_clocks(loop: Loop, warps: int) -> float:
-    clocks = 0.0
+    """Return the clocks of a pass's products, of all warps of a block."""
+    return sum(
+        work / (_WARP_GROUP if rows == 64 else _WARP) for rows, work in _products(loop, warps)
+    )
+
+
+def _multiply_adds(loop: Loop, warps: int) -> float:
+    return sum(work for _, work in _products(loop, warps))
+
+
+def _products(loop: Loop, warps: int) -> Iterator[tuple[int, float]]:
+    """Yield rows of each kind of matrix instruction, and the multiply-adds that a block does."""
     for shape, count in loop.products.items():
         rows, columns, depth = map(int, shape.split("x"))
-        work = rows * columns * depth * count
         # A warp-group instruction is one for four warps.
-        clocks += work * (warps / 4) / _WARP_GROUP if rows == 64 else work * warps / _WARP
-    return clocks
+        yield rows, rows * columns * depth * count * (warps / 4 if rows == 64 else warps)
 
 
 def _other_clocks(loop: Loop, warps: int) -> float:

@@ -58,6 +58,13 @@ def figures(table: Table) -> dict[str, Row]:
     }
 
 
+def rows(path: Path) -> list[Row]:
+    """Return the rows of a committed table."""
+    with path.open(newline="") as file:
+        file.readline()
+        return list(csv.DictReader(file))
+
+
 def show(rows: Sequence[Row]) -> None:
     """Print rows in columns."""
     columns = list(rows[0]) if rows else []

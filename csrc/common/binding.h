@@ -41,11 +41,15 @@ inline at::Tensor dense(const std::optional<at::Tensor>& tensor) {
   return tensor.has_value() && tensor->defined() ? tensor->contiguous() : at::Tensor();
 }
 
-// Dropout with probability p from a seed tensor {seed, offset} of this machine.
+// Dropout with probability p from a seed tensor of this machine.
 inline Dropout dropout_of(const std::optional<at::Tensor>& seed, double p) {
   const auto pair = dense(seed);
   TORCH_CHECK(pair.defined() || p == 0.0 || p == 1.0, "dropout with p = ", p, " needs a seed");
-  return Dropout(pair.defined() ? pair.const_data_ptr<int64_t>() : nullptr, p);
+  if (!pair.defined()) return Dropout(nullptr, p);
+  TORCH_CHECK_VALUE(
+      pair.numel() == 2 || (pair.numel() == 5 && pair.const_data_ptr<int64_t>()[3] > 0),
+      "seed must be {seed, offset}, or also {base, run, stride} with a run above 0");
+  return Dropout(pair.const_data_ptr<int64_t>(), p, pair.numel() == 5);
 }
 
 inline const void* data(const at::Tensor& tensor) {

@@ -195,10 +195,12 @@ inline void keep_blocks(const Dropout& d, int64_t first, int64_t blocks, uint64_
 // The most elements that one KeepMask holds: 512 bytes of bits.
 inline constexpr int64_t kDropoutTile = 4096;
 
-// The keep bits of elements begin .. begin + count - 1 (at most kDropoutTile).
+// The keep bits of elements begin .. begin + count - 1 (at most kDropoutTile) of one row.
 class KeepMask {
  public:
-  KeepMask(const Dropout& d, int64_t begin, int64_t count) : shift_(begin % 64) {
+  KeepMask(const Dropout& d, int64_t begin, int64_t count) {
+    begin = d.place(begin);
+    shift_ = begin % 64;
     const int64_t first = begin / 64;
     const int64_t blocks = (shift_ + count + 63) / 64;
     // No word exceeds a limit of 2^32 - 1: p = 1 needs no seed, and no work.

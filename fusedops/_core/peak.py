@@ -8,6 +8,7 @@ past torch (oneDNN's scratchpad, the C library's own) is not in it. On CUDA torc
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 def peak_bytes(run: Callable[[], Any], device: torch.device) -> int:
     """Return how many bytes above the start ``run`` held at its peak, results included."""
+    gc.collect()  # what is garbage already would count as let go by `run`
     if device.type == "cuda":
         return _peak_cuda(run, device)
     with _silent(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:

@@ -10,6 +10,13 @@ same numbers from the same ``(seed, offset)``; so do ``csrc/cpu/dropout.h``, the
 kernels (``tl.philox(seed, *counter, ROUNDS)``). Here is the specification, in int64 torch
 operations.
 
+A tensor that is a part of a larger one draws what the larger one would: its seed then has three
+numbers more, ``(seed, offset, base, run, stride)``, and element ``i`` draws as element
+
+    base + i // run * stride + i % run
+
+of the larger one. Rows (of a norm, of scores) lie within runs. So far on the CPU and here.
+
 Reference: Salmon, Moraes, Dror, Shaw: Parallel Random Numbers: As Easy as 1, 2, 3, SC 2011. Seven
 rounds are the fewest that pass all of BigCrush there; the ten that are usual are a margin, which
 would cost every kernel with dropout, on every device, the time of three more.
@@ -19,10 +26,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from fusedops._core import dtypes
+from fusedops._core import checks, dtypes
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -38,6 +46,27 @@ def new_seed(device: torch.device) -> torch.Tensor:
     ``torch.manual_seed`` reproduces it, and so does a checkpoint that restores the generator.
     """
     return torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=device)
+
+
+def placed(seed: torch.Tensor, base: int, run: int, stride: int) -> torch.Tensor:
+    """Return a seed for a part of a larger tensor; see the top of this file.
+
+    Args:
+        seed: ``(seed, offset)`` of the larger one.
+        base: index there of the part's first element.
+        run: how many of its elements are neighbours there.
+        stride: from the first element of a run to that of the next, there.
+    """
+    return torch.cat((seed, torch.tensor((base, run, stride), device=seed.device)))
+
+
+def check_seed(op: str, seed: Any, device: torch.device) -> None:
+    """Raise unless ``seed`` is one that dropout draws from."""
+    checks.index_tensor(op, "seed", seed, dtypes=(torch.int64,))
+    if tuple(seed.shape) not in ((2,), (5,)):
+        checks.fail(op, "seed", "of shape [2], or [5] with a place", list(seed.shape))
+    if seed.device != device:
+        checks.fail(op, "seed", f"on {device}, the device of the input", seed.device)
 
 
 def threshold(p: float) -> int:
@@ -82,10 +111,20 @@ def _multiply(factor: int, value: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 
 def words(count: int, seed: torch.Tensor) -> torch.Tensor:
     """Return the random words of elements 0 .. ``count - 1``, int64 values below 2**32."""
+    if seed.numel() == 5:
+        base, run, stride = seed[2:]
+        element = torch.arange(count, dtype=torch.int64, device=seed.device)
+        index = base + element // run * stride + element % run
+        return _drawn(index // 4, seed).gather(1, (index % 4).unsqueeze(1)).squeeze(1)
     counter = torch.arange((count + 3) // 4, dtype=torch.int64, device=seed.device)
+    return _drawn(counter, seed).reshape(-1)[:count]
+
+
+def _drawn(counter: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
+    """Return the four words of each counter, ``[counters, 4]``."""
     key, offset = ((seed[i] & _LOW, (seed[i] >> 32) & _LOW) for i in (0, 1))
     drawn = philox4x32((counter & _LOW, counter >> 32, *offset), key)
-    return torch.stack(torch.broadcast_tensors(*drawn), dim=-1).reshape(-1)[:count]
+    return torch.stack(torch.broadcast_tensors(*drawn), dim=-1)
 
 
 def keep_mask(shape: Sequence[int], seed: torch.Tensor, p: float) -> torch.Tensor:

@@ -183,7 +183,7 @@ class Checkpointer:
             return final
         content = tensors.copied(content)
         self._writer = threading.Thread(
-            target=self._write,
+            target=self._write_beside,
             args=(step, partial, final, content, mine),
             kwargs={"flat": flat},
             name="fusedops-checkpoint",
@@ -300,6 +300,13 @@ class Checkpointer:
             if self._rank == 0:
                 folders.discard(partial)
                 _log.warning("%s", self._failure)
+
+    def _write_beside(self, step: int, *args: Any, **kwargs: Any) -> None:
+        """Write in a thread: what fails there, also because a rank died, is told by ``wait``."""
+        try:
+            self._write(step, *args, **kwargs)
+        except Exception as error:
+            self._failure = self._failed(step, _reason(error))
 
     def _finish(self, step: int, partial: Path, final: Path, *, flat: bool) -> str | None:
         """Take the fingerprints, a share on each rank, and make the checkpoint visible."""

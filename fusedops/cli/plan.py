@@ -41,7 +41,8 @@ def plan(
         int, typer.Option(min=0, help="Tokens of a sequence; 0: the model's longest.")
     ] = 0,
     precision: Annotated[
-        str, typer.Option(help="float32, mixed, half-gradients or half: docs/planning.md.")
+        str,
+        typer.Option(help="float32, autocast, mixed, half-gradients, half: docs/planning.md."),
     ] = "mixed",
     kernels: Annotated[
         str, typer.Option(help="fused (these ops), stock (eager torch) or eager (scores kept).")

@@ -97,6 +97,7 @@ def queries_kernel(
     CHUNKED: tl.constexpr,
     PRECISION: tl.constexpr,
     DESCRIBED: tl.constexpr,
+    MASK_DESCRIBED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -125,7 +126,7 @@ def queries_kernel(
         v_base = v_ptr + wide_n * stride_vb + wide_kh * stride_vh + first_k * stride_vs
     do_base = do_ptr + wide_n * stride_dob + wide_h * stride_doh + first_row * stride_dos
     mask_base = mask_ptr
-    if MASK != "none":
+    if MASK != "none" and not MASK_DESCRIBED:
         mask_base += wide_n * stride_mb + wide_h * stride_mh + first_row * stride_mm
     slope = 0.0
     if ALIBI:
@@ -163,15 +164,19 @@ def queries_kernel(
                 first = tl.multiple_of(first, BLOCK_N)
                 wide = tl.cast(first, tl.int64)
                 left_over = keys - first
-                mask = load_mask(
-                    mask_base + wide * stride_mn,
-                    row_read[:, None],
-                    tl.minimum(col, left_over - 1)[None, :] if part != 1 else col[None, :],
-                    stride_mm,
-                    stride_mn,
-                    MASK,
-                    PER_QUERY,
-                )
+                if MASK_DESCRIBED:
+                    mask = mask_ptr.load([n * stride_mb, h * stride_mh, start, first])
+                    mask = tl.reshape(mask, (BLOCK_M, BLOCK_N))
+                else:
+                    mask = load_mask(
+                        mask_base + wide * stride_mn,
+                        row_read[:, None],
+                        tl.minimum(col, left_over - 1)[None, :] if part != 1 else col[None, :],
+                        stride_mm,
+                        stride_mn,
+                        MASK,
+                        PER_QUERY,
+                    )
                 if DESCRIBED:
                     k = tl.reshape(k_ptr.load([n, h // GROUP, first, 0]), (BLOCK_N, BLOCK_D))
                 else:

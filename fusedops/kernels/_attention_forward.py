@@ -106,6 +106,7 @@ def forward_kernel(
     CHUNKED: tl.constexpr,
     PRECISION: tl.constexpr,
     DESCRIBED: tl.constexpr,
+    MASK_DESCRIBED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -136,7 +137,7 @@ def forward_kernel(
         k_base = k_ptr + wide_n * stride_kb + wide_kh * stride_kh + first_k * stride_ks
         v_base = v_ptr + wide_n * stride_vb + wide_kh * stride_vh + first_k * stride_vs
     mask_base = mask_ptr
-    if MASK != "none":
+    if MASK != "none" and not MASK_DESCRIBED:
         mask_base += wide_n * stride_mb + wide_h * stride_mh + first_row * stride_mm
     slope = 0.0
     if ALIBI:
@@ -177,15 +178,19 @@ def forward_kernel(
             wide = tl.cast(first, tl.int64)
             left_over = keys - first
             # The mask first: its load has the time of a product to arrive.
-            mask = load_mask(
-                mask_base + wide * stride_mn,
-                row_read[:, None],
-                tl.minimum(col, left_over - 1)[None, :] if part != 1 else col[None, :],
-                stride_mm,
-                stride_mn,
-                MASK,
-                PER_QUERY,
-            )
+            if MASK_DESCRIBED:
+                mask = mask_ptr.load([n * stride_mb, h * stride_mh, start, first])
+                mask = tl.reshape(mask, (BLOCK_M, BLOCK_N))
+            else:
+                mask = load_mask(
+                    mask_base + wide * stride_mn,
+                    row_read[:, None],
+                    tl.minimum(col, left_over - 1)[None, :] if part != 1 else col[None, :],
+                    stride_mm,
+                    stride_mn,
+                    MASK,
+                    PER_QUERY,
+                )
             if DESCRIBED:
                 k = tl.reshape(k_ptr.load([n, h // GROUP, first, 0]), (BLOCK_N, BLOCK_D))
             else:

@@ -37,9 +37,10 @@ WALKED = {
 
 # Options -> kernel -> width of the head -> (BLOCK_M queries, BLOCK_N keys, warps, stages): large
 # blocks that compile without stack (docs/reports). Plain ones differ by GPU: the warp-group
-# instructions of sm_90 want 64 rows for every four warps and wide right operands, sm_100 keeps sums
-# out of the registers, what sm_80 runs must fit the 99 KB of its smaller kin. Nothing here was
-# measured on a GPU.
+# instructions of sm_90 want 64 rows for every four warps, and two blocks that fit a multiprocessor
+# do their products under each other's softmax, unless their tiles get so small that the L2 cache is
+# asked for more than it gives; sm_100 keeps sums out of the registers, what sm_80 runs must fit the
+# 99 KB of its smaller kin. Nothing here was measured on a GPU.
 _Blocks = dict[str, dict[int, tuple[int, int, int, int]]]
 _PLAIN: dict[int, _Blocks] = {
     80: {
@@ -48,9 +49,9 @@ _PLAIN: dict[int, _Blocks] = {
         "queries": {64: (128, 64, 8, 2), 128: (64, 64, 8, 2), 256: (32, 32, 8, 2)},
     },
     90: {
-        "forward": {64: (128, 128, 8, 3), 128: (128, 128, 8, 2), 256: (128, 64, 8, 2)},
-        "keys": {64: (64, 128, 8, 2), 128: (64, 128, 8, 2), 256: (32, 128, 8, 2)},
-        "queries": {64: (128, 128, 8, 2), 128: (64, 64, 4, 2), 256: (128, 32, 8, 2)},
+        "forward": {64: (128, 64, 8, 2), 128: (128, 128, 8, 2), 256: (128, 64, 8, 2)},
+        "keys": {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (16, 64, 4, 2)},
+        "queries": {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (128, 32, 8, 2)},
     },
     100: {
         "forward": {64: (128, 64, 4, 3), 128: (128, 64, 8, 3), 256: (64, 64, 8, 2)},
@@ -81,11 +82,11 @@ _WITH_OPTIONS: dict[str, _Blocks] = {
 _WITH_OPTIONS_90: dict[str, _Blocks] = {
     "light": {
         "forward": {64: (128, 64, 8, 2), 128: (128, 64, 8, 2), 256: (128, 32, 8, 2)},
-        "keys": {64: (64, 64, 4, 2), 128: (32, 128, 8, 2), 256: (32, 128, 8, 2)},
+        "keys": {64: (64, 64, 4, 2), 128: (32, 64, 4, 2), 256: (16, 64, 4, 2)},
         "queries": {64: (64, 64, 4, 2), 128: (64, 32, 4, 2), 256: (128, 32, 8, 2)},
     },
     "rich": {
-        "forward": {64: (128, 64, 8, 2), 128: (64, 32, 4, 2), 256: (128, 32, 8, 2)},
+        "forward": {64: (64, 64, 4, 2), 128: (64, 32, 4, 2), 256: (128, 32, 8, 2)},
         "keys": {64: (64, 64, 4, 2), 128: (32, 128, 8, 2), 256: (16, 128, 8, 2)},
         "queries": {64: (64, 32, 4, 2), 128: (64, 16, 4, 2), 256: (128, 16, 8, 2)},
     },
@@ -102,6 +103,15 @@ _EXCEPTIONS = {
     (80, "rich", "queries", 64): (64, 32, 8, 2),
     (100, "light", "queries", 64): (64, 32, 8, 2),
     (100, "rich", "keys", 128): (32, 32, 8, 2),
+}
+# sm_90 without descriptors, whose addresses leave no registers for two blocks: kernel, options,
+# width.
+_BY_POINTERS_90 = {
+    ("forward", "plain", 64): (128, 128, 8, 3),
+    ("keys", "plain", 128): (64, 128, 8, 2),
+    ("keys", "plain", 256): (32, 128, 8, 2),
+    ("keys", "light", 128): (32, 128, 8, 2),
+    ("keys", "light", 256): (32, 128, 8, 2),
 }
 # Exact products of float32 run on the ordinary units, and every one of them is an instruction.
 _FLOAT32: _Blocks = {
@@ -168,7 +178,7 @@ class Call:
     @property
     def options(self) -> str:
         """How much the options add to the inner loops, a key of the tables of block sizes."""
-        if _launch.dropout_arguments(self.dropout_p, self.max_keys)["DROPOUT"] != "none":
+        if _launch.dropout_arguments(self.dropout_p, self.max_keys, self.seed)["DROPOUT"] != "none":
             return "drop"
         if not self.folds or (self.mask is not None and self.mask.shape[2] != 1):
             return "rich"
@@ -179,7 +189,7 @@ class Call:
         """Return the arguments that forward and backward kernels share."""
         query, key, value = (readable(each) for each in (self.query, self.key, self.value))
         mask = self._mask()
-        dropout = _launch.dropout_arguments(self.dropout_p, self.max_keys)
+        dropout = _launch.dropout_arguments(self.dropout_p, self.max_keys, self.seed)
         factor = self.scale * LOG2E.value
         if self.softcap > 0.0:
             factor *= 2.0 / self.softcap
@@ -286,7 +296,44 @@ def blocks(
         for name, columns in zip(walked, ("BLOCK_D", "BLOCK_DV"), strict=True):
             block = walked_block(kernel, sizes, columns)
             arguments = arguments | {name: _descriptors.describe(arguments[name], block)}
-    return arguments, sizes, options
+    if kernel == "keys":
+        return arguments, sizes, options
+    mask = None
+    if describes_mask(kernel, generation, arguments["PER_QUERY"]):
+        mask = _describable_mask(arguments["mask_ptr"])
+    if mask is not None:
+        # Its strides of batch and head become steps of the index.
+        steps = {f"stride_m{dim}": int(arguments[f"stride_m{dim}"] != 0) for dim in "bh"}
+        block = mask_block(sizes)
+        arguments = arguments | steps | {"mask_ptr": _descriptors.describe(mask, block)}
+    return arguments, sizes | {"MASK_DESCRIBED": mask is not None}, options
+
+
+def mask_block(sizes: dict[str, Any]) -> list[int]:
+    """Return the block of a descriptor over a mask ``[B, H, Sq, Sk]``: that of the scores."""
+    return [1, 1, sizes["BLOCK_M"], sizes["BLOCK_N"]]
+
+
+def describes_mask(kernel: str, generation: int, per_query: bool) -> bool:
+    """Return whether a kernel takes a descriptor of a mask with a row per query: on sm_90.
+
+    Pointers read it an element at a time: where keys end is not known, nor how much of a vector
+    exists. What a descriptor reads past them is 0, and does not matter. The kernel that owns keys
+    wants the mask transposed, which gains nothing there and spills.
+    """
+    return per_query and kernel != "keys" and (generation == 90 or env.triton_interpreted())
+
+
+def _describable_mask(mask: torch.Tensor) -> torch.Tensor | None:
+    """Return a mask as a descriptor can read it, ``None`` where none can."""
+    # Broadcast dims as ones, whose stride means nothing but must be one that a descriptor takes.
+    shape = [size if stride else 1 for stride, size in zip(mask.stride(), mask.shape, strict=True)]
+    if shape[2:] != list(mask.shape[2:]):
+        return None
+    row = mask.stride(2) * mask.shape[2]
+    strides = [row if size == 1 else mask.stride(dim) for dim, size in enumerate(shape[:2])]
+    view = mask.as_strided(shape, (*strides, *mask.stride()[2:]))
+    return view if _descriptors.describable(view) else None
 
 
 def describes(kernel: str, generation: int, width: int, options: str) -> bool:
@@ -324,6 +371,8 @@ def block_table(
         with_options = _WITH_OPTIONS_90 if generation == 90 else _WITH_OPTIONS
         table = _PLAIN[generation] if options == "plain" else with_options[options]
         row = _EXCEPTIONS.get((generation, options, kernel, width), table[kernel][width])
+        if generation == 90 and not described:
+            row = _BY_POINTERS_90.get((kernel, options, width), row)
     if env.triton_interpreted():
         row = (16, 16, 4, 1)  # small: tests with few rows then walk several blocks
     names = ("BLOCK_M", "BLOCK_N", "BLOCK_D", "BLOCK_DV")

@@ -15,7 +15,14 @@ from fusedops.kernels._attention_backward import delta_case
 from fusedops.kernels._attention_backward_keys import keys_kernel
 from fusedops.kernels._attention_backward_queries import queries_kernel
 from fusedops.kernels._attention_forward import forward_kernel
-from fusedops.kernels._attention_launch import WALKED, block_table, describes, walked_block
+from fusedops.kernels._attention_launch import (
+    WALKED,
+    block_table,
+    describes,
+    describes_mask,
+    mask_block,
+    walked_block,
+)
 
 _KERNELS = {"forward": forward_kernel, "keys": keys_kernel, "queries": queries_kernel}
 _PLAIN: dict[str, Any] = {
@@ -86,6 +93,10 @@ def case(
     if described:
         for name, columns in zip(WALKED[kernel], ("BLOCK_D", "BLOCK_DV"), strict=True):
             types[name] = _descriptors.type_of(dtype, walked_block(kernel, sizes, columns))
+    masked = dense and describes_mask(kernel, capability, flags["PER_QUERY"])
+    sizes["MASK_DESCRIBED"] = masked
+    if masked:
+        types["mask_ptr"] = _descriptors.type_of(dtype, mask_block(sizes))
     if kernel == "keys" and size > 128:
         flags = flags | {"WANTS_VALUE": False}
     found = _launch.report_case(

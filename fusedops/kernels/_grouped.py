@@ -21,6 +21,7 @@ from fusedops.kernels import _descriptors, _launch
 from fusedops.kernels._device import act_value, split
 from fusedops.kernels.linear_act import (
     GROUP_M,
+    bias_tile,
     blocks_of,
     described,
     sum_of_pointers,
@@ -142,7 +143,13 @@ def _product_kernel(
             BLOCK_K,
         )
     else:
-        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        # Nobody's rows have neither bias nor weights.
+        bias_cols = tl.where(group < num_groups, num_cols, 0)
+        bias_row = bias_ptr + group.to(tl.int64) * num_cols
+        col = col_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        total = bias_tile(bias_row, col, bias_cols, BLOCK_M, HAS_BIAS)
+        if HAS_BIAS and SCALES:
+            total = total * tl.load(scale_ptr + row, mask=row < end, other=0.0)[:, None]
         for first in range(0, depth_here, BLOCK_K):
             if GATHERS:
                 x = tl.load(x_ptrs, mask=k[None, :] < depth - first, other=0.0)
@@ -167,7 +174,7 @@ def _product_kernel(
     for part in tl.static_range(EPILOGUE_PARTS):
         z = parts[part]
         part_col = col_tile * BLOCK_N + part * PART + tl.arange(0, PART)
-        if HAS_BIAS:
+        if HAS_BIAS and DESCRIBED == "no":
             valid = (part_col < num_cols) & (group < num_groups)
             bias = tl.load(bias_ptr + group.to(tl.int64) * num_cols + part_col, mask=valid, other=0)
             bias = bias.to(tl.float32)[None, :]

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from fusedops._core import philox
+from fusedops._core.checks import UnsupportedError
 
 
 def dense(tensor: torch.Tensor | None, stand_in: torch.Tensor) -> torch.Tensor:
@@ -23,8 +24,11 @@ def device_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
 
-def dropout_arguments(p: float, num_cols: int) -> dict[str, Any]:
+def dropout_arguments(p: float, num_cols: int, seed: torch.Tensor | None) -> dict[str, Any]:
     """Return what kernels that call ``_device.dropout`` need for rows of ``num_cols`` columns."""
+    if seed is not None and seed.numel() != 2:
+        what = "a seed with a place is drawn from on the CPU, and by the reference"
+        raise UnsupportedError(f'{what}: use_backend("torch")')
     threshold = philox.threshold(p)
     if threshold == 0:
         mode = "none"

@@ -21,6 +21,9 @@ from fusedops.kernels import _launch
 from fusedops.kernels.linear_act import GROUP_M, blocks_of, split, tile_of
 
 _BATCH_DIMS = 3
+# Products of a launch: what the second dimension of a grid may be, and a part of 2^31, so that
+# none counts past it: a launch's index is 32-bit, or 64-bit from its first product on.
+_LAUNCH = 32768
 
 
 @triton.jit
@@ -60,13 +63,15 @@ def _forward_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    batch = first_batch + tl.program_id(1).to(tl.int64)
-    index_2 = batch % size_2
-    index_1 = batch // size_2 % size_1
-    index_0 = batch // size_2 // size_1
+    # Divided as narrow as it comes: GPUs divide 64 bits in a subroutine.
+    batch = first_batch + tl.program_id(1)
+    outer = batch // size_2
+    index_2 = (batch % size_2).to(tl.int64)
+    index_1 = (outer % size_1).to(tl.int64)
+    index_0 = (outer // size_1).to(tl.int64)
     a_ptr += index_0 * stride_a0 + index_1 * stride_a1 + index_2 * stride_a2
     b_ptr += index_0 * stride_b0 + index_1 * stride_b1 + index_2 * stride_b2
-    y_ptr += batch * num_rows * num_cols
+    y_ptr += batch.to(tl.int64) * num_rows * num_cols
     row_tile, col_tile = tile_of(tl.program_id(0), num_rows, num_cols, GROUP_M, BLOCK_M, BLOCK_N)
     row = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     col = col_tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -130,8 +135,8 @@ def forward(
     tiles = triton.cdiv(num_rows, blocks["BLOCK_M"]) * triton.cdiv(num_cols, blocks["BLOCK_N"])
     batches = leading.numel()
     with _launch.device_of(batch1):
-        for first in range(0, batches, 65535):  # what the second dimension of a grid may be
-            _forward_kernel[(tiles, min(batches - first, 65535))](
+        for first in range(0, batches, _LAUNCH):
+            _forward_kernel[(tiles, min(batches - first, _LAUNCH))](
                 addend,
                 a,
                 b,

@@ -25,6 +25,7 @@ from fusedops.kernels._grouped_arguments import MoeMLP, of_backward
 from fusedops.kernels.grouped_mm import supports as _supports_groups
 from fusedops.kernels.linear_act import (
     GROUP_M,
+    bias_tile,
     blocks_of,
     described,
     sum_of_pointers,
@@ -112,6 +113,7 @@ def _expert_kernel(
     row_read = tl.where(row < end, row, first_row)
     x_row = tl.load(rows_ptr + row_read).to(tl.int64)
     x_ptrs = x_ptr + x_row[:, None] * stride_xm + k[None, :] * stride_xk
+    bias_ptr += group.to(tl.int64) * width
     if DESCRIBED == "no":
         lane = tl.arange(0, BLOCK_N)
         if GATE == "halves":
@@ -139,8 +141,9 @@ def _expert_kernel(
             gate_sum, up_sum = halves(total, BLOCK_M, BLOCK_N)
     elif GATE == "halves":
         # Two products of half the width, because gates and factors lie apart.
-        gate_sum = tl.zeros((BLOCK_M, HALF), tl.float32)
-        up_sum = tl.zeros((BLOCK_M, HALF), tl.float32)
+        hidden_col = col_tile * HALF + tl.arange(0, HALF)
+        gate_sum = bias_tile(bias_ptr, hidden_col, inner, BLOCK_M, HAS_BIAS)
+        up_sum = bias_tile(bias_ptr, inner + hidden_col, width, BLOCK_M, HAS_BIAS)
         for first in range(0, depth, BLOCK_K):
             x = tl.load(x_ptrs, mask=k[None, :] < depth - first, other=0.0)
             x_ptrs += BLOCK_K * stride_xk
@@ -150,7 +153,8 @@ def _expert_kernel(
             gate_sum = tl.dot(x, gate_weight, gate_sum, input_precision=PRECISION)
             up_sum = tl.dot(x, up_weight, up_sum, input_precision=PRECISION)
     else:
-        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        col = col_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        total = bias_tile(bias_ptr, col, width, BLOCK_M, HAS_BIAS)
         for first in range(0, depth, BLOCK_K):
             x = tl.load(x_ptrs, mask=k[None, :] < depth - first, other=0.0)
             x_ptrs += BLOCK_K * stride_xk
@@ -166,7 +170,7 @@ def _expert_kernel(
             total = tl.dot(x, w, total, input_precision=PRECISION)
     # The tile is finished in parts: all of it at once would not leave registers for the epilogue.
     scale = tl.load(scale_ptr + row_read).to(tl.float32)[:, None]
-    bias_ptr += group.to(tl.int64) * width
+    LATE: tl.constexpr = HAS_BIAS and DESCRIBED == "no"
     z_corner = first_row.to(tl.int64) * width
     y_corner = first_row.to(tl.int64) * inner
     line = tl.arange(0, BLOCK_M)[:, None]
@@ -177,7 +181,7 @@ def _expert_kernel(
         for part in tl.static_range(EPILOGUE_PARTS):
             z = parts[part]
             c = col_tile * BLOCK_N + part * PART + tl.arange(0, PART)
-            if HAS_BIAS:
+            if LATE:
                 z = _add_bias(z, bias_ptr, c, width)
             mask = in_rows & (c < width)[None, :]
             if KEEPS:
@@ -200,7 +204,7 @@ def _expert_kernel(
             z_row = z_corner + line * width
             if GATE == "halves":
                 gate, up = gates[part], ups[part]
-                if HAS_BIAS:
+                if LATE:
                     gate = _add_bias(gate, bias_ptr, c, width)
                     up = _add_bias(up, bias_ptr, inner + c, width)
                 if KEEPS:
@@ -211,7 +215,7 @@ def _expert_kernel(
                 # Stored before the pairs are taken apart: whole vectors.
                 z = gates[part]
                 z_col = col_tile * BLOCK_N + 2 * part * HALF_PART + tl.arange(0, 2 * HALF_PART)
-                if HAS_BIAS:
+                if LATE:
                     z = _add_bias(z, bias_ptr, z_col, width)
                 if KEEPS:
                     z_ptrs = kept_ptr + z_row + z_col[None, :]

@@ -72,12 +72,12 @@ def _pack_kernel(
     real = True
     if HAS_COUNT:
         real = row < tl.load(count_ptr)
-    slot = row * top_k
+    token = row
     if HAS_INDEX:
-        slot = tl.load(index_ptr + row, mask=real, other=0).to(tl.int64)
+        slot = tl.load(index_ptr + row, mask=real, other=0)
         real = real & (slot >= 0) & (slot < tl.cast(num_tokens, tl.int64) * top_k)
         slot = tl.where(real, slot, 0)
-    token = slot // top_k
+        token = (slot // top_k).to(tl.int64)  # in 32 bits: GPUs divide 64 bits in a subroutine
     x_row = x_ptr + token * stride_x
     if QUANTIZED:
         largest = tl.zeros((BLOCK_N,), tl.int32)

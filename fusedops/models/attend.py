@@ -48,6 +48,7 @@ def attend(
     alibi_slopes: torch.Tensor | None,
     dropout_p: float,
     documents: Documents | None,
+    seed: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return ``[B, N, S, D]``: each query's mean of the values that it may attend."""
     options: dict[str, Any] = {
@@ -58,7 +59,8 @@ def attend(
     }
     if documents is None:
         grouped = query_BNSD.shape[1] != key_BNSD.shape[1]
-        return ops.attention(query_BNSD, key_BNSD, value_BNSD, enable_gqa=grouped, **options)
+        options |= {"enable_gqa": grouped, "seed": seed}
+        return ops.attention(query_BNSD, key_BNSD, value_BNSD, **options)
     ends, longest = documents.cu_seqlens, documents.longest
     output = ops.attention_varlen(
         _packed(query_BNSD),

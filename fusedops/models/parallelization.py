@@ -27,13 +27,8 @@ from fusedops.models.parallelized import Parallelized, attach
 from fusedops.models.transformer import Layer, Transformer
 from fusedops.nn import MLP, GatedMLP, MoE
 from fusedops.parallel import communication, context
-from fusedops.parallel.data import (
-    DataParallel,
-    Replicas,
-    by_bytes,
-    local_bytes,
-    shard,
-)
+from fusedops.parallel.data import DataParallel, Replicas, by_bytes, local_bytes, shard
+from fusedops.parallel.dropout import Place, place_dropout
 from fusedops.parallel.mesh import Mesh, make_mesh
 from fusedops.parallel.sequence import SequenceNorm
 from fusedops.parallel.split_experts import split_experts
@@ -96,6 +91,8 @@ def parallelize(
             _split_tensors(model, mesh["tp"], config)
         if config.cp > 1:
             _share_sequences(model, mesh.group("cp"), config.context)
+        elif mesh.dense.device_type == "cpu":  # kernels of GPUs do not draw by place yet
+            place_dropout(model, _place(config, mesh))
     if isinstance(model, Transformer):
         _keep_less(model, config, mesh)
     whole = _left_whole(model, config, mesh)
@@ -286,6 +283,18 @@ def _split_tokens(layer: Any, mesh: Any, *, sequence: bool) -> None:
         return join_tokens(branch_BsH, group), auxiliary
 
     layer._feed_forward = feed_forward
+
+
+def _place(config: ParallelConfig, mesh: Mesh) -> Place:
+    """Return where this rank's tokens and heads stand, for dropout as on one process."""
+    tp = mesh.rank("tp")
+    return Place(
+        batch_part=mesh.rank("dp"),
+        sequence_part=tp if config.sp else 0,
+        sequence_parts=config.tp if config.sp else 1,
+        head_part=tp,
+        head_parts=config.tp,
+    )
 
 
 def _share_sequences(model: Transformer, group: dist.ProcessGroup, kind: str) -> None:

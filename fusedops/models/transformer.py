@@ -27,7 +27,18 @@ from fusedops.models.config import TransformerConfig
 from fusedops.models.initialize import initialize
 from fusedops.models.inputs import check_inputs
 from fusedops.models.positions import alibi_slopes, rotary_tables
-from fusedops.nn import MLP, AddLayerNorm, AddRMSNorm, GatedMLP, LayerNorm, LinearAct, MoE, RMSNorm
+from fusedops.nn import (
+    MLP,
+    AddLayerNorm,
+    AddRMSNorm,
+    Dropout,
+    GatedMLP,
+    LayerNorm,
+    LinearAct,
+    MoE,
+    RMSNorm,
+)
+from fusedops.nn.dropout import seed_for
 
 
 def linear(inputs: int, outputs: int, bias: bool, activation: str = "identity") -> LinearAct:
@@ -68,7 +79,7 @@ def feed_forward_of(config: TransformerConfig, index: int) -> nn.Module:
         )
     if config.gated:
         return GatedMLP(hidden, inner, activation=activation, bias=bias)
-    return MLP(hidden, inner, bias=bias, activation=activation)
+    return MLP(hidden, inner, bias=bias, activation=activation, keep_hidden=True)
 
 
 def project(x_BSH: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -135,7 +146,7 @@ class Embedding(nn.Module):
         self.positions = table(config.seq_len if config.position_tables else 0)
         self.token_types = table(config.token_types)
         self.norm = norm_of(config) if config.post_norm else None
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     def forward(
         self,
@@ -164,9 +175,12 @@ class Attention(nn.Module):
         num_kv_heads: heads of keys and values in this process.
         first_head: the number of its first head.
         head_dim: size of a head.
+        seed_of_scores: a function of queries and keys that returns the seed which ``attend`` draws
+            dropout from, ``None`` for one of torch's generator.
     """
 
     core: Callable[..., torch.Tensor]
+    seed_of_scores: Callable[..., torch.Tensor] | None = None
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -203,6 +217,10 @@ class Attention(nn.Module):
         if config.alibi:
             slopes = alibi_slopes(config.num_heads, x_BSH.device)
             slopes = slopes[self.first_head : self.first_head + self.num_heads]
+        dropout_p = config.attention_dropout if self.training else 0.0
+        more = {}
+        if self.seed_of_scores is not None and dropout_p > 0.0 and places.documents is None:
+            more["seed"] = self.seed_of_scores(query_BNSD, key_BNSD)
         output_BNSD = self.core(
             query_BNSD,
             key_BNSD,
@@ -210,8 +228,9 @@ class Attention(nn.Module):
             is_causal=config.causal,
             window=None if config.sliding_window is None else (config.sliding_window - 1, 0),
             alibi_slopes=slopes,
-            dropout_p=config.attention_dropout if self.training else 0.0,
+            dropout_p=dropout_p,
             documents=places.documents,
+            **more,
         )
         return self.output(output_BNSD.transpose(1, 2).flatten(2))
 
@@ -221,7 +240,10 @@ class Layer(nn.Module):
 
     Attributes:
         router_loss: ``fusedops.moe_router_loss``, or a function that is called the same way.
+        seed_of_rows: as of ``fusedops.nn.Dropout``.
     """
+
+    seed_of_rows: Callable[..., torch.Tensor] | None = None
 
     def __init__(self, config: TransformerConfig, index: int) -> None:
         super().__init__()
@@ -250,7 +272,9 @@ class Layer(nn.Module):
         normed_BSH, x_BSH = self.feed_forward_norm(branch_BSH, x_BSH)
         branch_BSH, auxiliary = self._feed_forward(normed_BSH)
         dropout = self.config.dropout
-        return ops.bias_dropout_add(branch_BSH, None, x_BSH, dropout, self.training), auxiliary
+        seed = seed_for(self, dropout, branch_BSH)
+        x_BSH = ops.bias_dropout_add(branch_BSH, None, x_BSH, dropout, self.training, seed=seed)
+        return x_BSH, auxiliary
 
     def _feed_forward(self, x_BSH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         part, config = self.feed_forward, self.config

@@ -4,6 +4,7 @@ from fusedops.nn.add_layer_norm import AddLayerNorm
 from fusedops.nn.add_rms_norm import AddRMSNorm
 from fusedops.nn.balancing_bias import BalancingBias
 from fusedops.nn.cross_entropy import CrossEntropyLoss
+from fusedops.nn.dropout import Dropout
 from fusedops.nn.gated_mlp import GatedMLP
 from fusedops.nn.layer_norm import LayerNorm
 from fusedops.nn.linear_act import LinearAct
@@ -19,6 +20,7 @@ __all__ = [
     "AddRMSNorm",
     "BalancingBias",
     "CrossEntropyLoss",
+    "Dropout",
     "GatedMLP",
     "LayerNorm",
     "LinearAct",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
 from fusedops._core import checks
 from fusedops.nn._arguments import check_norm, check_place
+from fusedops.nn.dropout import seed_for
 from fusedops.ops.add_layer_norm import add_layer_norm
 
 
@@ -41,6 +44,8 @@ class AddLayerNorm(nn.LayerNorm):
         (tensor([[-1.2247,  0.0000,  1.2247]]), tensor([[1., 2., 3.]]))
     """
 
+    seed_of_rows: Callable[..., torch.Tensor] | None = None  # by default torch's generator
+
     def __init__(
         self,
         normalized_shape: int | list[int] | torch.Size,
@@ -72,6 +77,7 @@ class AddLayerNorm(nn.LayerNorm):
             self.eps,
             dropout_p=self.dropout_p,
             training=self.training,
+            seed=seed_for(self, self.dropout_p, input),
         )
 
     def extra_repr(self) -> str:

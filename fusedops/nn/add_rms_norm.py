@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from fusedops._core import checks
+from fusedops.nn.dropout import seed_for
 from fusedops.nn.rms_norm import RMSNorm
 from fusedops.ops.add_rms_norm import add_rms_norm
 
@@ -40,6 +43,8 @@ class AddRMSNorm(RMSNorm):
         >>> normed.detach(), summed.detach()
         (tensor([[0.8485, 1.1314]]), tensor([[3., 4.]]))
     """
+
+    seed_of_rows: Callable[..., torch.Tensor] | None = None  # by default torch's generator
 
     def __init__(
         self,
@@ -79,6 +84,7 @@ class AddRMSNorm(RMSNorm):
             rounding=self.rounding,
             dropout_p=self.dropout_p,
             training=self.training,
+            seed=seed_for(self, self.dropout_p, input),
         )
 
     def extra_repr(self) -> str:

@@ -42,11 +42,15 @@ def promote(
     return input, residual if residual.dtype == dtype else residual.to(dtype)
 
 
-def draw_seed(input: torch.Tensor, p: float, training: bool) -> tuple[torch.Tensor | None, float]:
+def draw_seed(
+    op: str, input: torch.Tensor, p: float, training: bool, seed: torch.Tensor | None
+) -> tuple[torch.Tensor | None, float]:
     """Return the seed and the probability that the op receives: ``(None, 0.0)`` without dropout."""
+    if seed is not None:
+        philox.check_seed(op, seed, input.device)
     if not training or p == 0.0:
         return None, 0.0
-    return philox.new_seed(input.device), float(p)
+    return philox.new_seed(input.device) if seed is None else seed, float(p)
 
 
 def wanted_gradients(

@@ -42,6 +42,7 @@ def add_layer_norm(
     *,
     dropout_p: float = 0.0,
     training: bool = True,
+    seed: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add to the residual stream and normalise the sum.
 
@@ -57,6 +58,8 @@ def add_layer_norm(
         dropout_p: probability with which an element of ``input`` is dropped; kept ones are scaled
             by ``1 / (1 - dropout_p)``, dropped ones are 0 also where they are not finite.
         training: ``False`` turns dropout off.
+        seed: what dropout draws from, int64 ``[2]``; by default two numbers of torch's generator.
+            ``[5]`` for a part of a larger tensor (``_core/philox.py``), on the CPU.
 
     Returns:
         ``(normed, summed)``, the shape of ``input``, contiguous, both of the dtype that
@@ -91,7 +94,7 @@ def add_layer_norm(
     if stream.is_cuda and torch.is_autocast_enabled("cuda"):
         # Autocast's work for all but `input`, which the kernels read in half precision.
         stream, weight, bias = in_float32(stream), in_float32(weight), in_float32(bias)
-    seed, p = _residual.draw_seed(source, dropout_p, training)
+    seed, p = _residual.draw_seed("add_layer_norm", source, dropout_p, training, seed)
     arguments = (source, stream, normalized_shape, weight, bias, seed, eps, p, source.dtype)
     return _OP(*arguments)[:2]
 
@@ -263,7 +266,7 @@ _OP = define_op(
         "normed": "T [*rows, *normalized_shape]",
         "weight, bias": "param(T) [*normalized_shape]",
         "mean, rstd": "stat(T) [*rows]",
-        "seed": "int64 [2]",
+        "seed": "int64 [2] | [5]",
         "normalized_shape": "len(normalized_shape) >= 1",
         "dropout_p": "0 <= dropout_p <= 1",
     },

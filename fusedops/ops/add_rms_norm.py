@@ -46,6 +46,7 @@ def add_rms_norm(
     rounding: str = "torch",
     dropout_p: float = 0.0,
     training: bool = True,
+    seed: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add to the residual stream and divide the sum by its root mean square.
 
@@ -62,6 +63,8 @@ def add_rms_norm(
         dropout_p: probability with which an element of ``input`` is dropped; kept ones are scaled
             by ``1 / (1 - dropout_p)``, dropped ones are 0 also where they are not finite.
         training: ``False`` turns dropout off.
+        seed: what dropout draws from, int64 ``[2]``; by default two numbers of torch's generator.
+            ``[5]`` for a part of a larger tensor (``_core/philox.py``), on the CPU.
 
     Returns:
         ``(normed, summed)``, the shape of ``input``, contiguous. ``summed`` has the dtype that
@@ -102,7 +105,7 @@ def add_rms_norm(
     if stream.is_cuda and rounding == "torch" and torch.is_autocast_enabled("cuda"):
         # Autocast's work for all but `input`, which the kernels read in half precision.
         stream, weight = in_float32(stream), in_float32(weight)
-    seed, p = _residual.draw_seed(source, dropout_p, training)
+    seed, p = _residual.draw_seed("add_rms_norm", source, dropout_p, training, seed)
     eps = default_eps(stream, eps)
     arguments = (source, stream, normalized_shape, weight, seed, eps, weight_offset, rounding, p)
     return _OP(*arguments, source.dtype)[:2]
@@ -278,7 +281,7 @@ _OP = define_op(
         "normed": "param(T) [*rows, *normalized_shape]",
         "weight": "param(T) [*normalized_shape]",
         "rstd": "stat(T) [*rows]",
-        "seed": "int64 [2]",
+        "seed": "int64 [2] | [5]",
         "normalized_shape": "len(normalized_shape) >= 1",
         "rounding": _norm_math.ROUNDINGS,
         "dropout_p": "0 <= dropout_p <= 1",

@@ -37,6 +37,7 @@ def attention(
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     return_lse: bool = False,
+    seed: torch.Tensor | None = None,
 ) -> Any:
     """Attend: ``softmax(query @ key.T * scale + mask) @ value`` for each head.
 
@@ -67,6 +68,8 @@ def attention(
         alibi_slopes: ``[H]`` or ``[B, H]``: adds ``-slope * |j - i|``. Not differentiable.
         sinks: ``[H]``: one more score in each row's denominator, of a key without value.
         return_lse: also return the log-sum-exp of each row.
+        seed: what dropout draws from, int64 ``[2]``; by default two numbers of torch's generator.
+            ``[5]`` for a part of a larger tensor (``_core/philox.py``), on the CPU.
 
     Returns:
         ``[..., H, Sq, Dv]`` of query's dtype, laid out in memory as ``[..., Sq, H, Dv]`` like
@@ -130,7 +133,12 @@ def attention(
     if is_causal:
         right = 0
     q, k, v = math.autocast(q, k, v)
-    seed = philox.new_seed(q.device) if dropout_p > 0.0 else None
+    if seed is not None:
+        philox.check_seed("attention", seed, q.device)
+    if dropout_p == 0.0:
+        seed = None
+    elif seed is None:
+        seed = philox.new_seed(q.device)
     wide = dtypes.statistics_dtype(q.dtype)
     slopes = alibi_slopes.to(wide) if alibi_slopes is not None else None
     bonds = sinks.to(wide) if sinks is not None else None
@@ -496,7 +504,7 @@ _OP = define_op(
         "attn_mask": "bool | T | stat(T) [~batch, ~heads, ~queries, ~keys]",
         "alibi_slopes": "stat(T) [heads] | [batch, heads]",
         "sinks": "stat(T) [heads]",
-        "seed": "int64 [2]",
+        "seed": "int64 [2] | [5]",
         "output": "T [batch, heads, queries, value_size]",
         "lse": "stat(T) [batch, heads, queries]",
         "remainder": "T [batch, heads, queries, value_size] | [0]",

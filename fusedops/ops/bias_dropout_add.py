@@ -25,6 +25,8 @@ def bias_dropout_add(
     residual: torch.Tensor,
     p: float = 0.0,
     training: bool = True,
+    *,
+    seed: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Add ``input`` with its bias and dropout to the residual stream.
 
@@ -37,6 +39,8 @@ def bias_dropout_add(
         p: probability with which an element is dropped; kept ones are scaled by ``1 / (1 - p)``,
             dropped ones are 0 also where they are not finite (torch's are 0 times what they were).
         training: ``False`` turns dropout off.
+        seed: what dropout draws from, int64 ``[2]``; by default two numbers of torch's generator.
+            ``[5]`` for a part of a larger tensor (``_core/philox.py``), on the CPU.
 
     Returns:
         The shape of ``input``, contiguous, of the dtype that the sum has in torch.
@@ -61,7 +65,7 @@ def bias_dropout_add(
     source, stream = _residual.promote(input, residual, dtype)
     if bias is not None and bias.dtype not in (source.dtype, dtype):
         bias = bias.to(dtype)
-    seed, p = _residual.draw_seed(source, p, training)
+    seed, p = _residual.draw_seed("bias_dropout_add", source, p, training, seed)
     return _OP(source, bias, stream, seed, p, source.dtype)
 
 
@@ -196,7 +200,7 @@ _OP = define_op(
         "input": "input_dtype [*shape]",
         "residual, output": "param(input_dtype) as T [*shape]",
         "bias": "input_dtype | T [shape[-1]]",
-        "seed": "int64 [2]",
+        "seed": "int64 [2] | [5]",
         "p": "0 <= p <= 1",
     },
     reference=_reference,

@@ -422,7 +422,8 @@ class OffloadedAdamW(AdamW):
         self._repeat(again, self._expected_factor, steps=self._overlap and self._speculates)
         sums = self._sums(members, chosen)
         factor, found_inf = self._scaling(
-            lambda: total(sums, [param.grad for *_, param in members]).sqrt()
+            # Gradients were cut as their parameters are, and sums that were pending have been made.
+            lambda: total(sums, [param for *_, param in members]).sqrt()
         )
         if found_inf is not None and bool(found_inf != 0):
             return

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fusedops._core import checks, dtypes
 from fusedops.nn import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm
+from fusedops.nn.dropout import seed_for
 from fusedops.ops import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from fusedops.parallel import communication
 from fusedops.parallel.tensor import ParallelLayer, distribute, local
@@ -91,6 +92,7 @@ _FORWARDS: dict[type, Callable[..., Any]] = {
         norm.eps,
         dropout_p=norm.dropout_p,
         training=norm.training,
+        seed=seed_for(norm, norm.dropout_p, x),
     ),
     AddRMSNorm: lambda norm, weight, bias, x, residual: add_rms_norm(
         x,
@@ -102,9 +104,10 @@ _FORWARDS: dict[type, Callable[..., Any]] = {
         rounding=norm.rounding,
         dropout_p=norm.dropout_p,
         training=norm.training,
+        seed=seed_for(norm, norm.dropout_p, x),
     ),
 }
-_OPTIONS = ("normalized_shape", "eps", "weight_offset", "rounding", "dropout_p")
+_OPTIONS = ("normalized_shape", "eps", "weight_offset", "rounding", "dropout_p", "seed_of_rows")
 
 
 class SequenceNorm(ParallelLayer):
@@ -119,7 +122,9 @@ class SequenceNorm(ParallelLayer):
 
     @classmethod
     def of(
-        cls, module: LayerNorm | RMSNorm | AddLayerNorm | AddRMSNorm, mesh: DeviceMesh
+        cls,
+        module: LayerNorm | RMSNorm | AddLayerNorm | AddRMSNorm,
+        mesh: DeviceMesh,
     ) -> SequenceNorm:
         """Return ``module`` with the gradients of its parameters summed over the ranks.
 

@@ -350,7 +350,8 @@ class RowLinear(ParallelLayer):
 class ParallelMLP(ParallelLayer):
     """A feed-forward layer whose hidden features are split over the ranks.
 
-    Made by ``ParallelMLP.of``; runs as one ``fusedops.mlp`` per rank. ``w1`` ``[F, H]`` and ``b1``
+    Made by ``ParallelMLP.of``; runs as one ``fusedops.mlp`` per rank, or as
+    two products where ``module`` keeps what is between them. ``w1`` ``[F, H]`` and ``b1``
     are ``Shard(0)``, ``w2`` ``[H, F]`` is ``Shard(1)``, ``b2`` is whole.
     """
 
@@ -360,6 +361,7 @@ class ParallelMLP(ParallelLayer):
     b2: nn.Parameter | None
     activation: str
     recompute: bool
+    keep_hidden: bool
 
     @classmethod
     def of(
@@ -385,6 +387,7 @@ class ParallelMLP(ParallelLayer):
         if overlap and module.recompute:
             checks.fail(op, "overlap", "False where the module recomputes", overlap)
         self.activation, self.recompute = module.activation, module.recompute
+        self.keep_hidden = module.keep_hidden
         self.w1 = distribute(op, "w1", module.w1, mesh, 0)
         self.b1 = distribute(op, "b1", module.b1, mesh, 0)
         self.w2 = distribute(op, "w2", module.w2, mesh, 1)
@@ -397,15 +400,13 @@ class ParallelMLP(ParallelLayer):
             w1, b1 = local(self.w1), local(self.b1)
             hidden = all_gather_linear(input, w1, self.group, b1, activation=self.activation)
             return _row_product(hidden, self.w2, self.b2, self)
-        partial = mlp(
-            enter(input, self.group, sequence=self.sequence),
-            local(self.w1),
-            local(self.b1),
-            local(self.w2),
-            None,
-            activation=self.activation,
-            recompute=self.recompute,
-        )
+        x = enter(input, self.group, sequence=self.sequence)
+        w1, b1, w2 = local(self.w1), local(self.b1), local(self.w2)
+        if self.keep_hidden and not self.recompute:
+            hidden = linear_act(x, w1, b1, activation=self.activation)
+            partial = linear_act(hidden, w2, activation="identity")
+        else:
+            partial = mlp(x, w1, b1, w2, None, activation=self.activation, recompute=self.recompute)
         return _finish(partial, self.b2, self)
 
 

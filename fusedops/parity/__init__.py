@@ -9,7 +9,7 @@ process and on ranks, compared), ``turns``, ``meetings`` and ``threads`` (ranks 
 """
 
 from fusedops.parity.batches import WORKLOADS, token_batch
-from fusedops.parity.case import Case
+from fusedops.parity.case import Case, Space
 from fusedops.parity.fuzzer import Failure, ParityError, Report, replay, verify
 from fusedops.parity.ranks import RankError
 from fusedops.parity.trial import Difference, Parallel
@@ -23,6 +23,7 @@ __all__ = [
     "ParityError",
     "RankError",
     "Report",
+    "Space",
     "replay",
     "token_batch",
     "verify",

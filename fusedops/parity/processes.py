@@ -108,12 +108,16 @@ class Processes:
         self._members = []
 
     def _start(self) -> None:
+        new = []
         while len(self._members) < self.size:
             mine, theirs = self._context.Pipe()
             process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
             process.start()
             theirs.close()
             self._members.append((process, mine))
+            new.append(mine)
+        for connection in new:  # a busy machine may take long: no rank's patience pays for it
+            connection.recv()
 
 
 @dataclass
@@ -129,6 +133,7 @@ def _serve(connection: Connection) -> None:
     import torch
 
     torch.set_num_threads(1)
+    connection.send("ready")
     while True:
         try:
             job, store, rank, size, patience = connection.recv()

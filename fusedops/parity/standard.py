@@ -1,4 +1,4 @@
-"""The subject that ``verify`` has when nothing else is given: a ``Transformer`` and ``parallelize``.
+"""What ``verify`` tries when no other ``parallelize`` is given: ours, on a ``Transformer``.
 
 A mesh's axes are sizes of ``ParallelConfig`` (``dp``, ``cp``, ``tp``), and an option is any of its
 other fields.
@@ -16,8 +16,8 @@ from fusedops.parity.batches import Batch
 from fusedops.parity.case import Case
 from fusedops.parity.trial import Parallel
 
-# AdamW whose first step is no sign: with a small eps it would be the sign of each gradient, and that
-# of a gradient which is zero in exact arithmetic is rounding.
+# AdamW whose first step is no sign: with a small eps it would be the sign of each gradient, and
+# that of a gradient which is zero in exact arithmetic is rounding.
 ADAMW: dict[str, Any] = {"lr": 0.05, "eps": 0.05, "weight_decay": 0.1}
 
 

@@ -60,8 +60,11 @@ _ProcessGroup: Any = dist.ProcessGroup
 class ThreadGroup(_ProcessGroup):
     """A process group of threads. Only ``run`` makes them."""
 
-    def __init__(self, run: _Run, name: str, ranks: Sequence[int], rank: int) -> None:
+    def __init__(
+        self, run: _Run, name: str, ranks: Sequence[int], rank: int, store: dist.Store
+    ) -> None:
         super().__init__(rank, len(ranks))
+        self._store = store
         self._run, self._key, self._ranks, self._mine = run, name, tuple(ranks), rank
         self._count: defaultdict[tuple[Any, ...], int] = defaultdict(int)
 
@@ -83,6 +86,16 @@ class ThreadGroup(_ProcessGroup):
     def group_name(self) -> str:
         """The name that torch registers it by."""
         return self._key
+
+    def get_group_store(self) -> dist.Store:
+        """Return where the ranks of the group can leave word for each other."""
+        return self._store
+
+    def _get_backend(self, device: torch.device) -> Any:
+        """Return what carries tensors of a device: this group those on the CPU."""
+        if device.type != "cpu":
+            raise RuntimeError(f"ranks that are threads exchange tensors on the CPU, not {device}")
+        return self
 
     def getBackendName(self) -> str:
         """Return the name that torch's meshes know threads by."""
@@ -278,7 +291,7 @@ def _world(run: _Run) -> Iterator[None]:
 
     def create(options: Any, _: Any) -> ThreadGroup:
         ranks = options.global_ranks_in_group or list(range(options.group_size))
-        return ThreadGroup(run, options.group_id, ranks, options.group_rank)
+        return ThreadGroup(run, options.group_id, ranks, options.group_rank, options.store)
 
     plugin = type(c10d.Backend._plugins[_NAME])(create, True)
     library: Any = torch._C._distributed_c10d  # whose stubs do not have it

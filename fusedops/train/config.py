@@ -199,8 +199,9 @@ class Config:
         batch: sequences of a step, on all processes together.
         seed: of the weights, the order of the data and dropout.
         device: ``"cpu"``, ``"cuda"``; ``"auto"``: the GPU where there is one.
+        export: folder for the trained weights as a checkpoint of Hugging Face; empty: none.
         tune_host: let the processes keep the memory that they have touched (``tune_host``).
-        model: ``preset`` or ``load``, and sizes (``fusedops.models.TransformerConfig``).
+        model: ``load`` alone, or ``preset`` and sizes (``fusedops.models.TransformerConfig``).
         parallel: ``fusedops.models.ParallelConfig``; ``dp`` is what the processes leave for it.
         data: where tokens come from.
         optimizer: AdamW's.
@@ -218,6 +219,7 @@ class Config:
     data: Data
     seed: int = 0
     device: str = "auto"
+    export: str = ""
     tune_host: bool = True
     model: dict[str, Any] = field(default_factory=dict)
     parallel: dict[str, Any] = field(default_factory=dict)

@@ -24,9 +24,11 @@ steps = 200
 batch = 8                     # sequences of a step, on all processes together
 seed = 0                      # of weights, order of the data, dropout
 device = "auto"               # cpu, cuda; auto: a GPU where there is one
+export = ""                   # folder for the trained weights as a Hugging Face checkpoint
 tune_host = true              # processes keep memory that they have touched: faster on the CPU
 
-[model]                       # a preset, and sizes that differ from it; or all sizes
+[model]                       # a preset, and sizes that differ from it; or all sizes; or
+                              # load = "folder": a Hugging Face checkpoint to go on from
 preset = "tiny-llama"         # docs/training.md lists them
 hidden_size = 256
 num_layers = 4
@@ -68,11 +70,16 @@ parameters = "float32"        # the same: weights in it, a float32 copy in the o
 loss_scale = 65536.0          # first one, of float16
 growth = 2000                 # good steps until it doubles
 
-[parallel]                    # dp x tp x cp x pp is the number of processes
-mode = "data"                 # all processes share the batch; explicit: the sizes that follow
-# dp = 1                      # data parallel
-# tp = 1                      # tensor parallel
-# zero = 0                    # 1, 2, 3: states, gradients, weights are divided as well
+[parallel]                    # dp x tp x cp is the number of processes
+# dp = 1                      # data parallel; by default what the processes leave for it
+tp = 1                        # tensor parallel: heads, features and words are divided
+sp = false                    # sequence parallel: norms, too, on 1 / tp of the tokens
+cp = 1                        # context parallel: sequences are divided
+ep = 1                        # expert parallel, inside of dp x cp
+zero = 0                      # 1, 2, 3: states, gradients, weights are divided over dp x cp
+microbatches = 1              # parts of a step, one after another
+recompute = "none"            # norm, activation, selective, full: what the backward makes again
+offload = []                  # "optimizer", "activations": to the host's memory
 
 [checkpoint]
 every = 50                    # steps; 0: at the end only

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fusedops.checkpoint import CheckpointError
+from fusedops.models import save_huggingface
 from fusedops.parallel import communication
 from fusedops.parallel.communication import Log
 from fusedops.train import metrics
@@ -70,6 +71,8 @@ def _loop(run: Run, stop: Stop, watcher: Watcher | None) -> Result:
         stopped, loss = taken.stop, taken.loss
         if taken.restored is not None:
             run.place(taken.restored)
+            if run.metrics is not None:
+                run.metrics.rewind(run.step)
             continue
         record = _record(run, taken, log, time.perf_counter() - began)
         run.step, run.position = run.step + 1, run.position + config.batch
@@ -83,6 +86,9 @@ def _loop(run: Run, stop: Stop, watcher: Watcher | None) -> Result:
             watcher.show(record)
         if _due(run.step, config.checkpoint.every) or done or stopped:
             _save(run, last=done or stopped)
+    if run.step == config.steps and config.export:
+        model: Any = run.parallel.model
+        save_huggingface(model, config.export)
     return Result(run.step, run.step == config.steps, loss, validation, Path(config.out))
 
 

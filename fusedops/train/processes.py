@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from fusedops._core import env
 from fusedops._core.checks import UnsupportedError
@@ -98,12 +99,24 @@ def joined(device: str) -> Iterator[Ranks]:
     if dist.is_initialized():
         yield Ranks(dist.get_rank(), dist.get_world_size(), here)
         return
-    alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if launched is None else {}
-    dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo", **alone)
+    backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+    dist.init_process_group(backend, store=_store(), rank=rank, world_size=size)
     try:
         yield Ranks(rank, size, here)
     finally:
         dist.destroy_process_group()
+
+
+def _store() -> dist.Store:
+    """Return where the processes find each other.
+
+    The agent's store outlives them: without a prefix, processes that it started anew would look for
+    the addresses of dead ones.
+    """
+    if env.launched() is None:
+        return dist.HashStore()
+    store, *_ = next(rendezvous("env://"))
+    return dist.PrefixStore(f"fusedops-{env.restarts()}", store)
 
 
 class Stop:
@@ -166,10 +179,12 @@ def launch(processes: int, arguments: Sequence[str], *, restarts: int = 0) -> in
         run(parse_args(options))
     except ChildFailedError as error:
         codes = {rank: each.exitcode for rank, each in error.failures.items()}
-        for rank, code in codes.items():
-            if code < 0:  # it could not tell by itself
-                name = signal.Signals(-code).name
-                print(f"fusedops: error: process {rank} was killed: {name}", file=sys.stderr)
+        # The agent ends the others by SIGTERM; who was killed otherwise could not tell by itself.
+        killed = {rank: -code for rank, code in codes.items() if code < 0}
+        causes = {rank: code for rank, code in killed.items() if code != signal.SIGTERM}
+        for rank, code in (causes or killed).items():
+            name = signal.Signals(code).name
+            print(f"fusedops: error: process {rank} was killed: {name}", file=sys.stderr)
         return next((code for code in codes.values() if code > 0), 1)
     return 0
 

@@ -17,10 +17,13 @@ from fusedops.models import (
     Parallelized,
     Transformer,
     TransformerConfig,
-    parallelize,
+    from_config,
+    load_huggingface,
     parallelized,
     preset,
+    to_config,
 )
+from fusedops.models.parallelization import parallelize
 from fusedops.optim import AdamW, OffloadedAdamW
 from fusedops.parallel import make_mesh
 from fusedops.parallel.sizes import check_divides
@@ -157,11 +160,16 @@ def model_config(config: Config, corpus: corpora.Corpus) -> TransformerConfig:
         InputError: a size is unknown, or does not fit another or the corpus.
     """
     given = dict(config.model)
-    name = given.pop("preset", None)
+    load, name = given.pop("load", None), given.pop("preset", None)
+    if load is not None:
+        if given or name is not None:
+            others = ", ".join([*given, *(["preset"] if name is not None else [])])
+            raise InputError(f"[model] must have nothing beside load, whose sizes hold: {others}")
+        return _fitting(from_config(Path(load) / "config.json"), config, corpus)
     known = [each.name for each in fields(TransformerConfig)]
     for key in given:
         if key not in known:
-            raise InputError(table.unknown(key, ["preset", *known], "model"))
+            raise InputError(table.unknown(key, ["preset", "load", *known], "model"))
     given.setdefault("seq_len", config.data.seq_len)
     if corpus.vocab_size is not None:
         given.setdefault("vocab_size", -(-corpus.vocab_size // _ROWS) * _ROWS)
@@ -171,17 +179,19 @@ def model_config(config: Config, corpus: corpora.Corpus) -> TransformerConfig:
         # Through the table, for its checks of types.
         base = {each: getattr(preset(name), each) for each in known}
         sizes = table.fill(TransformerConfig, base | given, "model")
-    if corpus.vocab_size is not None and sizes.vocab_size < corpus.vocab_size:
-        checks.fail(
-            "model",
-            "vocab_size",
-            f"at least {corpus.vocab_size}, the tokenizer's",
-            sizes.vocab_size,
-        )
+    return _fitting(sizes, config, corpus)
+
+
+def _fitting(sizes: TransformerConfig, config: Config, corpus: corpora.Corpus) -> TransformerConfig:
+    """Return the sizes; raise unless the corpus fits into them."""
+    words = corpus.vocab_size
+    if words is not None and sizes.vocab_size < words:
+        checks.fail("model", "vocab_size", f"at least {words}, the tokenizer's", sizes.vocab_size)
     if sizes.seq_len < config.data.seq_len:
-        checks.fail(
-            "model", "seq_len", f"at least data.seq_len, {config.data.seq_len}", sizes.seq_len
-        )
+        wanted = f"at least data.seq_len, {config.data.seq_len}"
+        checks.fail("model", "seq_len", wanted, sizes.seq_len)
+    if config.export:
+        to_config(sizes)  # raises where no family of Hugging Face computes the same
     return sizes
 
 
@@ -210,8 +220,11 @@ def spread(config: Config, sizes: TransformerConfig, ranks: Ranks) -> Paralleliz
     dtype = precision.dtype(config.precision.parameters)
     try:  # all ranks find the same mistakes
         found = layout(config, ranks)
-        model = Transformer(sizes, device="meta", dtype=dtype)
         device = ranks.device
+        if "load" in config.model:
+            model = load_huggingface(config.model["load"], device=device, dtype=dtype)
+        else:
+            model = Transformer(sizes, device="meta", dtype=dtype)
         mesh = make_mesh(found.sizes, device_type=device.type)
         model = parallelize(model, found, mesh, device=device, seed=config.seed)
         parallel = parallelized(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fusedops.cli.main import app
+from fusedops.models import Transformer, load_huggingface, preset, save_huggingface
 from fusedops.train import load_config
 from fusedops.train.config import Config
 
@@ -103,6 +105,23 @@ def test_a_file_that_is_no_configuration(tmp_path: Path) -> None:
     for args, message in (([str(tmp_path / "b.toml")], "cannot read"), ([], "which configuration")):
         done = invoke(*args)
         assert done.exit_code == 2 and message in done.output
+
+
+def test_a_checkpoint_of_hugging_face_comes_in_and_goes_out(file: str, tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    save_huggingface(Transformer(replace(preset("tiny-llama"), vocab_size=320)), first)
+    more = ("--set", f"model={{ load = '{first}' }}", "--set", "optimizer.lr=1e-3")
+    done = invoke(file, *more, "--set", f"export={second}")
+    assert done.exit_code == 0, done.output
+    before, after = load_huggingface(first), load_huggingface(second)
+    assert before.config == after.config
+    moved = [
+        float((one - other).detach().abs().max())
+        for one, other in zip(before.parameters(), after.parameters(), strict=True)
+    ]
+    assert 0 < max(moved) < 3e-3  # two steps of about the learning rate
+    refused = invoke(file, *more, "--set", "model.num_layers=1", "--set", f"out={tmp_path}/b")
+    assert refused.exit_code == 2 and "nothing beside load" in refused.output
 
 
 def test_another_model_does_not_go_on(file: str) -> None:

@@ -69,7 +69,26 @@ def test_tiles_that_several_warps_compute_are_found() -> None:
     assert kernel_report_code.repeated_work("no products") == 1
 
 
-def launch(**changes: int | None) -> kernel_report_estimate.Launch:
+def test_what_a_loop_of_products_loads_from_the_l2_cache() -> None:
+    # Shortened from Triton's intermediate code; what stands outside of the loop is loaded once.
+    loop = """
+    %q = tt.load %p : tensor<64x64x!tt.ptr<bf16>, #blocked>
+    %acc:2 = scf.for %i = %a to %b step %c iter_args(%x = %y) -> (tensor<64x128xf32, #mma>) : i32 {
+      ttng.async_tma_copy_global_to_local %k[%i] %to, %bar, %on : !t -> !ttg.memdesc<128x64xbf16, #s>
+      %w = ttg.async_copy_global_to_local %p, %to mask %m : tensor<64x!tt.ptr<f32>> -> <64xf32, #s>
+      %l = tt.load %p, %m : tensor<32x!tt.ptr<i8>, #blocked>
+      scf.if %m {
+        %s = ttng.warp_group_dot %q, %k, %x : !ttg.memdesc<64x64xbf16, #s> * !b -> tensor<64x128xf32, #mma>
+      }
+      %s = tt.dot %q, %k, %x : tensor<64x16xbf16, #d> * tensor<16x128xbf16, #d> -> tensor<64x128xf32, #mma>
+    } loc(#loc)
+    """  # noqa: E501
+    loaded, work = 128 * 64 * 2 + 64 * 4 + 32, 64 * 128 * (64 + 16)
+    assert kernel_report_code.bytes_per_multiply_add(loop) == loaded / work
+    assert kernel_report_code.bytes_per_multiply_add(loop.replace("dot", "add")) == 0
+
+
+def launch(**changes: float | None) -> kernel_report_estimate.Launch:
     usual = {"capability": 90, "warps": 8, "stages": 3, "registers": 168, "shared": 100 * 1024}
     return kernel_report_estimate.Launch(**{**usual, **changes})  # type: ignore[arg-type]
 
@@ -93,6 +112,21 @@ def test_a_product_of_which_half_the_clocks_are_other_work() -> None:
     assert kernel_report_estimate.share_of_limit(waits, launch()) == pytest.approx(1.0)
     finish = kernel_report_code.Code(waits.main, rest=8192, calls=0)
     assert kernel_report_estimate.share_of_limit(finish, launch()) == pytest.approx(0.5)
+
+
+def test_products_that_ask_the_l2_cache_for_more_than_it_gives() -> None:
+    main = kernel_report_code.Loop(516, {}, {}, {"64x256x16": 4}, 0, 0, pending=1)
+    code = kernel_report_code.Code(main, rest=0, calls=0)
+    asking = launch(loaded=48 / 2048)
+    assert kernel_report_estimate.asked_of_l2(asking) == 48
+    assert kernel_report_estimate.share_of_limit(code, asking) == pytest.approx(32 / 48)
+    # Loads go on under a softmax that waits for its products, which here takes as long as they.
+    waits = kernel_report_code.Code(
+        kernel_report_code.Loop(516, {}, {}, {"64x256x16": 4}, 0, 0, pending=0), rest=0, calls=0
+    )
+    assert kernel_report_estimate.share_of_limit(waits, asking) == pytest.approx(0.5)
+    two = launch(loaded=64 / 2048, registers=128)
+    assert kernel_report_estimate.share_of_limit(waits, two) == pytest.approx(32 / 64)
 
 
 def test_a_stream_is_bound_by_instructions_or_by_what_is_under_way() -> None:

@@ -135,17 +135,17 @@ def test_linear_act(activation: str) -> None:
     assert f"activation={activation!r}" in repr(module)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("keeps", [{}, {"recompute": True}, {"keep_hidden": True}], ids=str)
 @pytest.mark.parametrize("bias", [False, True])
-def test_mlp(bias: bool, recompute: bool) -> None:
-    module = seeded(fusedops.nn.MLP, 32, 48, 8, bias, activation="gelu", recompute=recompute)
+def test_mlp(bias: bool, keeps: dict[str, bool]) -> None:
+    module = seeded(fusedops.nn.MLP, 32, 48, 8, bias, activation="gelu", **keeps)
     torch.manual_seed(3)
     stock = nn.Sequential(nn.Linear(32, 48, bias), nn.GELU(), nn.Linear(48, 8, bias))
     eager = stock(INPUT)
     assert same(module(INPUT), eager, stock.double()(INPUT.double()))
     assert list(module.state_dict()) == (["w1", "b1", "w2", "b2"] if bias else ["w1", "w2"])
     assert fusedops.nn.MLP(32, 48).out_features == 32
-    assert f"recompute={recompute}" in repr(module)
+    assert all(f"{name}=True" in repr(module) for name in keeps)
 
 
 def test_parameters_get_gradients() -> None:
@@ -155,6 +155,7 @@ def test_parameters_get_gradients() -> None:
         fusedops.nn.LinearAct(32, 4),
         fusedops.nn.MLP(32, 8),
         fusedops.nn.MLP(32, 8, recompute=True),
+        fusedops.nn.MLP(32, 8, keep_hidden=True),
     ]
     for module in modules:
         module(INPUT).square().sum().backward()
@@ -166,6 +167,7 @@ def test_parameters_get_gradients() -> None:
     [
         (lambda: fusedops.nn.LinearAct(2, 2, activation="gleu"), "LinearAct: activation"),
         (lambda: fusedops.nn.MLP(2, 2, activation="gelu_new"), "MLP: activation"),
+        (lambda: fusedops.nn.MLP(2, 2, recompute=True, keep_hidden=True), "MLP: keep_hidden"),
         (lambda: fusedops.nn.AddLayerNorm(2, dropout_p=1.5), "AddLayerNorm: dropout_p"),
         (lambda: fusedops.nn.RMSNorm(2, rounding="bf16"), "RMSNorm: rounding"),
         (lambda: fusedops.nn.AddRMSNorm(2, rounding="bf16"), "AddRMSNorm: rounding"),

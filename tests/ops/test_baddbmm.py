@@ -143,3 +143,15 @@ def test_columns_may_lie_2_to_the_31_elements_away(far: str, backend: str) -> No
     with fusedops.use_backend(backend):
         want = fusedops.baddbmm(input, a, b)
         assert torch.equal(fusedops.baddbmm(addend, a, batch2), want)
+
+
+@pytest.mark.interpreter
+def test_launches_of_a_part_of_the_batch_count_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fusedops.kernels import baddbmm
+
+    monkeypatch.setattr(baddbmm, "_LAUNCH", 4)
+    a, b, input = torch.randn(2, 5, 2, 3), torch.randn(5, 3, 4), torch.randn(2, 1, 2, 4)
+    with fusedops.use_backend("triton"):
+        output = fusedops.baddbmm(input, a, b)
+    want = torch.matmul(a.double(), b.double()) + input
+    assert_close(output, want, torch.matmul(a, b) + input, "output", depth=4)

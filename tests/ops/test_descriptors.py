@@ -138,6 +138,38 @@ def test_attention_by_descriptors_and_by_pointers(
         assert_within_budget(actual, spec, sample)
 
 
+@pytest.mark.parametrize(
+    ("heads", "boolean"), [(4, False), (1, False), (1, True)], ids=["whole", "shared", "boolean"]
+)
+def test_masks_with_a_row_per_query_by_descriptors(
+    heads: int, boolean: bool, described: list[tuple[int, ...]]
+) -> None:
+    # 32 keys of 37 queries: no block of either fills both, and rows of 32 bytes can be described.
+    q = random(2, 4, 37, 24)
+    k, v = random(2, 2, 32, 24), random(2, 2, 32, 24)
+    mask = torch.randn(2, heads, 37, 32).to(HALF)
+    mask = mask > 0 if boolean else mask.requires_grad_()
+    options = {"attn_mask": mask, "enable_gqa": True, "softcap": 3.0}
+    sample, spec = Sample("x", (q, k, v), options), all_specs()["attention"]
+    with fusedops.use_backend("triton"):
+        actual = run(spec.op, fresh(sample))
+    # Forward and gradient of the queries; a batch that is broadcast is read as one.
+    assert described.count((2, heads, 37, 32)) == 2
+    assert_within_budget(actual, spec, sample)
+
+
+def test_masks_that_no_descriptor_reads(described: list[tuple[int, ...]]) -> None:
+    q, k, v = (random(2, 2, 37, 24) for _ in range(3))
+    spec = all_specs()["attention"]
+    odd, row = torch.randn(1, 1, 37, 37).to(HALF), torch.randn(37).to(HALF)
+    for mask in (odd, row.expand(1, 1, 37, 37), row[:, None].expand(1, 1, 37, 37)):
+        sample = Sample("x", (q, k, v), {"attn_mask": mask})
+        with fusedops.use_backend("triton"):
+            actual = run(spec.op, fresh(sample))
+        assert not any(shape[2:] == (37, 37) for shape in described)
+        assert_within_budget(actual, spec, sample)
+
+
 def test_what_a_descriptor_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_descriptors, "available", lambda device: True)
     dense = torch.zeros(8, 16, dtype=HALF)

@@ -237,7 +237,7 @@ def spoil() -> dict[str, tuple[Callable[[OffloadedAdamW], None], type[Exception]
         return optimizer.param_groups[0]["params"][1]
 
     def sparse(optimizer: OffloadedAdamW) -> None:
-        table(optimizer).grad = torch.ones(4, 2).to_sparse()
+        table(optimizer).grad = torch.ones(4, 2, dtype=torch.bfloat16).to_sparse()
         optimizer.step()
 
     def other_dtype(optimizer: OffloadedAdamW) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import optim_models
 import optim_ranks
 import pytest
 import torch
@@ -60,6 +61,26 @@ def test_steps_begin_as_ddp_reduces_and_keep_every_bit(pool: Pool, name: str) ->
     for synchronous, overlapped, share in pool.run(optim_ranks.followed, name)[:3]:
         assert_same(overlapped, synchronous)
         assert share == optim_ranks.FOLLOWED[name].begins
+
+
+@each_kind
+def test_a_patched_model_under_fsdp2_gives_the_bits_of_one_process(pool: Pool, kind: str) -> None:
+    pytest.importorskip("transformers")
+    options = {"master_weights": True, "max_norm": 0.5, "lr": 1e-2, "no_decay": ("*norm*",)}
+    expected = pool.run(optim_models.language, kind, False, options)[0]
+    assert expected[0][-1] < expected[0][0]
+    for each in pool.run(optim_models.language, kind, True, options)[:2]:
+        assert_same(each, expected)
+
+
+@each_kind
+@pytest.mark.parametrize("options", [{}, ROUNDED], ids=["plain", "rounded"])
+def test_tensor_parallel_modules_step_as_whole_ones(
+    pool: Pool, kind: str, options: dict[str, Any]
+) -> None:
+    for found, expected, begun in pool.run(optim_models.tensor_parallel, kind, options)[:2]:
+        assert_same(found, expected)
+        assert bool(begun) == (kind == "overlapped")
 
 
 @each_kind

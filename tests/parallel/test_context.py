@@ -84,6 +84,17 @@ def test_ring_runs_on_the_reference() -> None:
         threads.run(_on_the_reference, 2)
 
 
+def _on_triton(rank: int) -> None:
+    for name, dtype in (("alibi", torch.float32), ("packed_rows", torch.bfloat16)):
+        check(ring_attention, dist.group.WORLD, CASES[name], dtype)
+
+
+@pytest.mark.interpreter
+def test_ring_runs_on_triton() -> None:
+    with fusedops.use_backend("triton"):
+        threads.run(_on_triton, 2)
+
+
 def _large_scores(rank: int) -> None:
     case, group = Case(options={"is_causal": True, "scale": 300.0}), dist.group.WORLD
     found = in_shards(ring_attention, group, case, torch.float32)
@@ -91,12 +102,37 @@ def _large_scores(rank: int) -> None:
     for mine, eager, exact in zip(found, alone, truth, strict=True):
         eager, exact = (shard(each, case, group) for each in (eager, exact))
         budget = dtypes.rms_budget(eager, exact, torch.float32, depth=case.length)
-        assert dtypes.rms((mine.double() - exact).detach()) <= budget
+        assert dtypes.rms(mine.double() - exact) <= budget
 
 
 def test_large_scores_keep_their_sums() -> None:
     """With the log-sum-exp in one number gradients would be off by as much as scores are large."""
     threads.run(_large_scores, 2)
+
+
+def _twice(rank: int) -> None:
+    case, group = Case(options={"is_causal": True}, length=8), dist.group.WORLD
+    inputs = [shard(each, case, group) for each in problem(case, torch.float64)[:3]]
+    query = inputs[0].requires_grad_()
+
+    def slope(function: Callable[..., Any]) -> torch.Tensor:
+        output = function(*inputs, group, is_causal=True).square().sum()
+        return torch.autograd.grad(output, query, create_graph=True)[0]
+
+    with pytest.raises(UnsupportedError, match="has no second derivative"):
+        slope(ring_attention).sum().backward()
+    (found,) = torch.autograd.grad(slope(ulysses_attention).sum(), query)
+    whole = [each.requires_grad_() for each in problem(case, torch.float64)[:3]]
+    output = fusedops.attention(*whole, is_causal=True).square().sum()
+    (first,) = torch.autograd.grad(output, whole[0], create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), whole[0])
+    expected = shard(second, case, group)
+    budget = dtypes.error_budget(expected, expected, torch.float64, depth=case.length)
+    assert bool(((found - expected).abs() <= budget).all())
+
+
+def test_second_derivatives_are_right_or_refused() -> None:
+    threads.run(_twice, 2)
 
 
 def _logged(world: World) -> tuple[Any, ...]:
@@ -206,6 +242,28 @@ def _slope(rank: int, kind: str) -> None:
 @pytest.mark.parametrize("kind", FUNCTIONS)
 def test_dropout_is_the_same_in_the_backward(kind: str) -> None:
     threads.run(_slope, 2, kind)
+
+
+def _compiled(world: World) -> None:
+    if not world.member(2):
+        return
+    case, group = CASES["causal"], world.group(2)
+    for function in FUNCTIONS.values():
+
+        def doubled(*inputs: torch.Tensor, function: Any = function, **options: Any) -> Any:
+            return function(*(2 * each for each in inputs), group, **options)
+
+        compiled = torch.compile(doubled, backend="aot_eager", fullgraph=True)
+        tensors = [shard(each, case, group) for each in problem(case, torch.float32)[:5]]
+        rest = problem(case, torch.float32)[5:]
+        eager, found = (gradients(each, case, [*tensors, *rest]) for each in (doubled, compiled))
+        for ours, expected in zip(found, eager, strict=True):
+            assert torch.equal(ours, expected)
+
+
+@pytest.mark.slow
+def test_both_compile_to_one_graph(on_ranks: OnRanks) -> None:
+    on_ranks(_compiled)
 
 
 class _Layer(nn.Module):

@@ -42,6 +42,7 @@ LAYERS: dict[str, tuple[Callable[[torch.dtype], nn.Module], Callable[..., nn.Mod
     "pair": (_Pair, _split_pair),
     "mlp": (lambda dtype: MLP(H, F, dtype=dtype), ParallelMLP.of),
     "recomputed": (lambda dtype: MLP(H, F, dtype=dtype, recompute=True), ParallelMLP.of),
+    "kept": (lambda dtype: MLP(H, F, dtype=dtype, keep_hidden=True), ParallelMLP.of),
     "gated": (lambda dtype: GatedMLP(H, F, dtype=dtype), ParallelGatedMLP.of),
     "gated_bias": (lambda dtype: GatedMLP(H, F, bias=True, dtype=dtype), ParallelGatedMLP.of),
 }

@@ -12,8 +12,10 @@ import pytest
 import torch
 from train_runs import STEPS, Watching, config, whole
 
+from fusedops.models import preset
 from fusedops.train import Result, train
 from fusedops.train.config import Precision, Schedule
+from fusedops.train.metrics import flops_per_token
 from fusedops.train.precision import LossScale
 from fusedops.train.schedule import learning_rate
 
@@ -82,6 +84,27 @@ def test_options_of_the_optimizer_are_those_of_the_configuration(tmp_path: Path)
     train(config(tmp_path), ["steps=6", "optimizer.weight_decay=0.25"], watcher=watching)
     assert watching.first == 5
     assert watching.run.optimizer.param_groups[0]["weight_decay"] == 0.25
+
+
+def test_less_memory_gives_the_same_weights(tmp_path: Path) -> None:
+    plain, less = whole(tmp_path, steps=6), Watching()
+    kept = {"offload": ["optimizer"], "recompute": "full"}
+    train(config(tmp_path, parallel=kept), ["steps=6", "checkpoint.every=2"], watcher=less)
+    one, other = (each.run.parallel.model.state_dict() for each in (plain, less))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert [each["grad_norm"] > 1.0 for each in less.records][0]  # it is clipped
+
+
+@pytest.mark.parametrize(
+    ("name", "weights"),
+    # Every weight but the tables that are looked up; of experts two of eight (12.9 billion with
+    # the embedding, says its paper).
+    [("gpt2", 124_439_808 - 1024 * 768), ("mixtral-8x7b", 12_879_925_248 - 32000 * 4096)],
+)
+def test_operations_of_a_token(name: str, weights: int) -> None:
+    model = preset(name)
+    attention = 12 * model.num_layers * model.query_width * 100 / 2
+    assert flops_per_token(model, 100) == 6 * weights + attention
 
 
 def test_bfloat16_weights_have_a_float32_copy(tmp_path: Path) -> None:

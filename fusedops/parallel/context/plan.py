@@ -98,7 +98,7 @@ class Step(NamedTuple):
         return sum(block.scores for call in self.calls for block in call.blocks)
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=256)
 def step(layout: Layout, pattern: Pattern, rank: int, source: int) -> Step:
     """Return what ``rank`` does with the keys of ``source``."""
     of_source = {

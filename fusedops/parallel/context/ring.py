@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fusedops._core import dtypes, imports
+from fusedops._core import checks, dtypes, imports
 from fusedops._core.library import define_exchange
 from fusedops.ops import _attention_math as math
 from fusedops.parallel import communication
@@ -92,7 +92,8 @@ def ring_attention(
         values that it needs, which a causal mask, a window and documents reduce, and in the
         backward once more, and gets the same bytes of gradients back. What comes next travels
         while what is there is computed. The same bits in every run. Dropout draws other numbers
-        for another number of ranks, balance or documents. No second derivative.
+        for another number of ranks, balance or documents. No second derivative: asking for one is
+        an ``UnsupportedError``.
 
     Reference:
         Liu et al.: Ring Attention with Blockwise Transformers, arXiv:2310.01889; Brandon et al.:
@@ -392,6 +393,12 @@ def _backward_fake(
     return *grads, parts.new_empty(0 if a.sinks is None else a.sinks.shape)
 
 
+def _refuse(ctx: Any, *_: Any) -> None:
+    raise checks.UnsupportedError(
+        "ring_attention: has no second derivative; ulysses_attention has one"
+    )
+
+
 _INPUTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? alibi_slopes, Tensor? sinks, Tensor? seed,"
     " SymInt[] ends, str balance, float dropout_p, float scale, SymInt window_left,"
@@ -411,5 +418,7 @@ _RING_BACKWARD = define_exchange(
     f" {_INPUTS}) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_sinks)",
     kernel=_backward,
     fake=_backward_fake,
+    setup_context=lambda ctx, inputs, output: None,
+    backward=_refuse,
 )
 imports.after("torch.utils.flop_counter", _flops.tell)

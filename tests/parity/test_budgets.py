@@ -1,0 +1,115 @@
+"""A training step communicates as much as ``parallel/budgets.py`` declares, and no more."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import parity_models
+import pytest
+from torch import nn
+
+from fusedops.parallel import budgets, communication
+from fusedops.parallel.budgets import Budget
+from fusedops.parity import Case, threads, token_batch
+from fusedops.parity.fuzzer import adamw, token_loss
+from fusedops.parity.standard import standard
+from fusedops.parity.trial import Subject
+
+BATCH, TOKENS, HIDDEN, WORDS, BYTES = 2, 16, 16, 19, 8  # of float64
+ACTIVATION = BATCH * TOKENS * HIDDEN * BYTES
+STATISTICS = BATCH * TOKENS * 2 * BYTES
+
+
+def recorded(rank: int, subject: Subject, case: Case) -> communication.Log:
+    parallel = standard(subject.model(case), None, case)
+    batch = subject.batch(case, case.generator(0))
+    with communication.recorded() as log:
+        parallel.forward_backward(batch)
+    return log
+
+
+def logs(name: str, layers: int, mesh: dict[str, int], **options: Any) -> list[communication.Log]:
+    factory = partial(parity_models.small, name, num_layers=layers)
+    batch = partial(token_batch, vocab_size=WORDS)
+    subject = Subject({"": factory}, standard, batch, token_loss, adamw)
+    case = Case(mesh=mesh, options=options, batch_size=BATCH, seq_len=TOKENS)
+    return threads.run(recorded, case.ranks, subject, case)
+
+
+def size_of(module: nn.Module) -> int:
+    return BYTES * sum(each.numel() for each in module.parameters())
+
+
+def said(ranks: int) -> Budget:
+    return budgets.all_reduces(ranks, [BYTES, 2 * BYTES])
+
+
+def check(found: list[communication.Log], budget: Budget, *, exact: bool = True) -> None:
+    for log in found:
+        assert not budget.exceeded(log), (budget.exceeded(log), log.counts())
+        assert log.counts() == dict(budget.calls)
+        if exact:
+            assert log.bytes() == budget.bytes
+    # No slack: the fullest rank sends most of it.
+    assert max(log.bytes() for log in found) > 0.6 * budget.bytes
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_tensor_parallel(ranks: int) -> None:
+    ends = budgets.vocabulary_ends(ranks, ACTIVATION, STATISTICS, sequence=False)
+    check(logs("tiny-gpt2", 3, {"tp": ranks}), budgets.tensor_layer(ranks, ACTIVATION) * 3 + ends)
+
+
+def test_heads_that_ranks_share_add_up_their_gradients() -> None:
+    width = HIDDEN // 4 * 2  # two heads of keys
+    shared = budgets.all_reduces(4, [width * HIDDEN * BYTES] * 2)
+    layer = budgets.tensor_layer(4, ACTIVATION) + shared
+    ends = budgets.vocabulary_ends(4, ACTIVATION, STATISTICS, sequence=False)
+    check(logs("tiny-llama", 2, {"tp": 4}), layer * 2 + ends)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_sequence_parallel(ranks: int, overlap: bool) -> None:
+    vector = HIDDEN * BYTES
+    norms = budgets.all_reduces(ranks, [2 * vector] * 2)  # weight and bias at once
+    biases = budgets.all_reduces(ranks, [vector] * 2)
+    ends = budgets.vocabulary_ends(ranks, ACTIVATION, STATISTICS, sequence=True)
+    ends += budgets.all_reduces(ranks, [2 * vector, 64 * vector])  # norm, table of positions
+    layer = budgets.sequence_layer(ranks, ACTIVATION, overlap=overlap) + norms + biases
+    check(logs("tiny-gpt2", 3, {"tp": ranks}, sp=True, overlap=overlap), layer * 3 + ends)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("kind", ["ring", "all_to_all"])
+def test_context_parallel(kind: str, ranks: int) -> None:
+    model = parity_models.small("tiny-gpt2", num_layers=3)
+    layer = {
+        "ring": budgets.ring_layer(ranks, 2 * ACTIVATION),
+        "all_to_all": budgets.all_to_all_layer(ranks, ACTIVATION, 2 * ACTIVATION),
+    }[kind]
+    marks = BYTES * len(list(model.parameters()))
+    sums = budgets.replicas(ranks, size_of(model), marks, buckets=1)
+    found = logs("tiny-gpt2", 3, {"cp": ranks}, context=kind)
+    check(found, layer * 3 + sums + said(ranks), exact=kind != "ring")
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_data_parallel(stage: int) -> None:
+    model = parity_models.small("tiny-gpt2", num_layers=3)
+    layers = size_of(model.layers)
+    rest = size_of(model) - layers + HIDDEN * BYTES  # 19 words are 20 rows over two ranks
+    budget = budgets.divided(2, [layers, rest], again=[layers] if stage == 3 else [])
+    if stage == 0:
+        marks = BYTES * len(list(model.parameters()))
+        budget = budgets.replicas(2, size_of(model), marks, buckets=1)
+    check(logs("tiny-gpt2", 3, {"dp": 2}, zero=stage), budget + said(2), exact=stage == 0)
+
+
+def test_what_is_too_much_is_told() -> None:
+    found = logs("tiny-gpt2", 2, {"tp": 2})[0]
+    assert Budget({"all_reduce": 9, "all_gather": 1}, 10).exceeded(found) == [
+        "10 calls of all_reduce, of which there may be 9",
+        f"{found.bytes()} bytes sent, of which there may be 10",
+    ]

@@ -1,0 +1,86 @@
+"""The transformers of this package, parallelized in drawn ways, train as one process does."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from parity_models import MODELS
+
+import fusedops
+from fusedops import parity
+
+# All of dp, cp, tp in {1, 2} but the single process, the smallest first.
+MESHES = sorted(
+    (
+        {name: size for name, size in zip(("dp", "cp", "tp"), sizes, strict=True) if size > 1}
+        for sizes in itertools.product((1, 2), repeat=3)
+        if sizes != (1, 1, 1)
+    ),
+    key=len,
+)
+SIZES: dict[str, Any] = {"batch_sizes": (2, 4, 8), "seq_lens": (8, 12, 16)}
+
+
+def options(mesh: dict[str, int]) -> dict[str, list[Any]]:
+    """Return what can be chosen on a mesh."""
+    found: dict[str, list[Any]] = {
+        "recompute": ["none", "full", "selective"],
+        "offload": [(), ("optimizer",), ("activations",)],
+        "microbatches": [1, 2],
+    }
+    if "tp" in mesh:
+        found["sp"] = [False, True]
+    if "dp" in mesh or "cp" in mesh:
+        found["zero"] = [0, 1, 2, 3]
+    if "cp" in mesh:
+        found["context"] = ["ring", "all_to_all"]
+    return found
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "-".join(mesh))
+def test_a_few_of_all_combinations(mesh: dict[str, int]) -> None:
+    report = fusedops.verify(MODELS, [mesh], options=options(mesh), cases=3, **SIZES)
+    assert len(report.passed) == 3, report
+
+
+def test_offloaded_steps_see_what_clipping_and_later_microbatches_change() -> None:
+    given = {"zero": 3, "offload": ("optimizer",), "microbatches": 2}
+    case = parity.Case(
+        mesh={"dp": 2}, options=given, batch_size=4, seq_len=4, max_norm=0.1, steps=2
+    )
+    parity.replay(case, MODELS["gpt2"])
+
+
+def test_experts_over_ranks() -> None:
+    report = fusedops.verify(
+        MODELS["mixtral"],
+        [{"dp": 2}, {"dp": 2, "tp": 2}],
+        options={"ep": [2], "zero": [0, 2]},
+        cases=4,
+        **SIZES,
+    )
+    assert len(report.passed) == 4, report
+
+
+@pytest.mark.distributed
+def test_gloo_processes() -> None:
+    report = fusedops.verify(
+        MODELS["llama"],
+        [{"dp": 2}, {"tp": 2}],
+        options={"zero": [0, 3]},
+        cases=3,
+        ranks="processes",
+        **SIZES,
+    )
+    assert report, report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "-".join(mesh))
+def test_all_combinations(mesh: dict[str, int]) -> None:
+    everything = options(mesh) | {"microbatches": [1], "recompute": ["none"]}
+    wanted = parity.Space([mesh], everything, tuple(MODELS)).combinations()
+    report = fusedops.verify(MODELS, [mesh], options=everything, cases=wanted, **SIZES)
+    assert len(report.passed) == wanted, report
