@@ -12,7 +12,6 @@ import multiprocessing
 import statistics
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -160,7 +159,7 @@ def measure(
         A row for each setting.
 
     Raises:
-        RuntimeError: a process failed; with its traceback.
+        RuntimeError: a process failed; with what it said.
     """
     chosen = [SETTINGS[each] for each in dict.fromkeys((FIRST, *names))]
     rows = [Row(each, work.sequences * work.tokens) for each in chosen]
@@ -247,8 +246,8 @@ def _serve(setting: Setting, work: Work, rank: int, store: str, link: Connection
             link.send((False, (time.perf_counter() - begin, losses[0])))
     except EOFError:
         return
-    except BaseException:
-        link.send((True, traceback.format_exc()))
+    except Exception as error:
+        link.send((True, f"{type(error).__name__}: {error}"))
 
 
 def _step_of(setting: Setting, work: Work) -> Callable[[], float]:
@@ -305,6 +304,6 @@ def _patched_step(
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        return float(loss)
+        return float(loss.detach())
 
     return step

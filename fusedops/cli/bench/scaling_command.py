@@ -51,8 +51,11 @@ def scaling(
         from fusedops.cli.bench.table import console
 
         out = console()
-        with out.status("starting"):
-            rows = measure(work, chosen, seconds, lambda text: None)
+        with out.status("starting") as status:
+            try:
+                rows = measure(work, chosen, seconds, status.update)
+            except RuntimeError as error:
+                raise files.UserError(str(error)) from error
         _show(rows, out)
         if json_file is not None:
             files.write_json(json_file, _record(work, rows))
