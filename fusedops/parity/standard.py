@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedops.models import ParallelConfig, Transformer, parallelize, parallelized
+from fusedops.models import ParallelConfig, Transformer, parallelized
+from fusedops.models.parallelization import parallelize
 from fusedops.parity.batches import Batch
 from fusedops.parity.case import Case
 from fusedops.parity.trial import Parallel
@@ -28,7 +29,8 @@ def standard(model: nn.Module, mesh: Any, case: Case) -> Parallel:
             "verify: parallelize must be given for a model that is no fusedops.models.Transformer, "
             f"got a {type(model).__name__} and none"
         )
-    config = ParallelConfig(**case.mesh, **case.options)
+    given: dict[str, Any] = {**case.mesh, **case.options}
+    config = ParallelConfig(**given)
     run = parallelized(parallelize(model, config))
 
     def forward_backward(batch: Batch) -> torch.Tensor:
