@@ -56,7 +56,7 @@ _ADD = _ROW + "not centred, dropout none"
 _HEADS = "half, forward, BLOCK_H=8, BLOCK_R=64, BLOCK_REST=0"
 PASSES = (
     Pass("rms_norm", "_rms_norm_forward_kernel", 4, ((_FORWARD, _ROW + "not centred", 4),)),
-    # It fills the gradient with zeros before it writes it.
+    # It fills the gradient with zeros before it writes it, unless told to overwrite what came in.
     Pass(
         "rms_norm", "_rms_norm_backward_kernel", 8, ((_BACKWARD, "BLOCK_N=4096, not centred", 6),)
     ),
