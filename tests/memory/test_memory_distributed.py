@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import encoder, encoder_loss
+from small_models import encoder, encoder_loss, gpt2, language_loss
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -101,6 +101,40 @@ def test_gradients_keep_their_bits_under_fsdp(
     found = on_two_ranks(under_fsdp, policy, first)
     for mine, wanted in zip(found, plain, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine, wanted, strict=True))
+
+
+def patched_under_fsdp(world: Any, policy: str | None) -> list[torch.Tensor]:
+    """Return the gradients of a patched GPT-2, cut by FSDP2, under autocast."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = gpt2(layers=2)
+    for block in model.transformer.h:
+        fully_shard(block)
+    fully_shard(model)
+    if policy is not None:
+        name = "transformer.h.*"
+        rules = {
+            "both": [memory.recompute(name), memory.offload(name)],
+            "selective": [memory.recompute(name), memory.save(ops="attention")],
+            "by op": [memory.recompute(ops=["layer_norm", "add_layer_norm"])],
+        }
+        memory.apply(model, memory.Policy(*rules[policy]), offload_settings=SETTINGS)
+    torch.manual_seed(world.rank)
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = language_loss(model)
+        loss.backward()
+    return _gradients(model)
+
+
+@pytest.mark.parametrize("policy", ["both", "selective", "by op"])
+def test_a_patched_gpt2_keeps_its_bits_under_fsdp_and_autocast(
+    on_two_ranks: Callable[..., list[Any]], policy: str
+) -> None:
+    plain = on_two_ranks(patched_under_fsdp, None)
+    for mine, wanted in zip(on_two_ranks(patched_under_fsdp, policy), plain, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, wanted, strict=True))
+        assert any(bool(each.any()) for each in mine)
 
 
 def gathers(world: Any, again: bool) -> int:
