@@ -25,9 +25,10 @@ void check_dtypes(DType input, DType bias, DType dtype) {
                    "bias_dropout_add: bias must have the dtype of input or of residual");
 }
 
-// Elements without a bias have no rows of their own: they are cut as suits the loop.
-int64_t columns_of(const at::Tensor& tensor, bool has_bias) {
-  if (has_bias) return tensor.size(-1);
+// Elements without a bias have no rows of their own: they are cut as suits the loop. Those that
+// stand elsewhere in a larger tensor have: a row lies in one run.
+int64_t columns_of(const at::Tensor& tensor, bool has_bias, const Dropout& dropout) {
+  if (has_bias || dropout.run != 0) return tensor.dim() > 0 ? tensor.size(-1) : 1;
   for (const int64_t columns : {4096, 1024, 256, 64}) {
     if (tensor.numel() % columns == 0) return columns;
   }
@@ -41,17 +42,11 @@ at::Tensor forward(const at::Tensor& input, const Optional& bias, const at::Tens
   const auto b = dense(bias);
   auto output = at::empty(r.sizes(), r.options());
   if (r.numel() > 0) {
-    const int64_t columns = columns_of(r, b.defined());
-    const BiasDropoutAddForward arguments{data(x),
-                                          data(b),
-                                          data(r),
-                                          mutable_data(output),
-                                          r.numel() / columns,
-                                          columns,
-                                          dropout_of(seed, p),
-                                          dtype_of(x),
-                                          dtype_of(b.defined() ? b : x),
-                                          dtype_of(r)};
+    const auto dropout = dropout_of(seed, p);
+    const int64_t columns = columns_of(r, b.defined(), dropout);
+    const BiasDropoutAddForward arguments{
+        data(x), data(b), data(r),     mutable_data(output),          r.numel() / columns,
+        columns, dropout, dtype_of(x), dtype_of(b.defined() ? b : x), dtype_of(r)};
     check_dtypes(arguments.input_dtype, arguments.bias_dtype, arguments.dtype);
     FUSEDOPS_CALL_ISA(bias_dropout_add_forward, arguments);
   }
@@ -74,7 +69,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(const Optional& grad_out
     return {dx, dbias, at::Tensor()};
   }
   if (!dx.defined() && !dbias.defined()) return {};
-  const int64_t columns = columns_of(dy, dbias.defined());
+  const int64_t columns = columns_of(dy, dbias.defined(), dropout);
   const int64_t rows = dy.numel() / columns;
   if (dbias.defined()) {
     partials = at::empty({Chunks(rows).count, columns}, dy.options().dtype(statistics_type(dy)));

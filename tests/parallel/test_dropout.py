@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from split_layers import assert_same
+from process_pool import World
+from split_layers import assert_same, whole
 from torch import nn
 
 import fusedops
 from fusedops import add_layer_norm, add_rms_norm, attention, bias_dropout_add
 from fusedops._core import philox
-from fusedops.models import Transformer, preset
+from fusedops.models import ParallelConfig, Transformer, parallelize, parallelized, preset
+from fusedops.models.parallelized import attach
 from fusedops.nn import AddRMSNorm, Dropout
 from fusedops.parallel.dropout import Place, place_dropout
 
-B, S, H = 4, 6, 20
+B, S, H = 4, 6, 16  # parts of 64 elements, which kernels without a bias would take for one row
 P = 0.4
 RESIDUAL: dict[str, Callable[..., Any]] = {
     "bias_dropout_add": lambda x, r, seed: bias_dropout_add(x, None, r, P, seed=seed),
@@ -109,6 +112,37 @@ def test_a_model_drops_by_place() -> None:
     half = {"": model(tokens[2:]).detach()}
     expected = {"": whole[2:]}
     assert_same(half, expected, expected, depth=config.hidden_size)
+
+
+def _step(model: Any, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the loss and gradients of a step with dropout, as one process has them."""
+    run = parallelized(model)
+    shard = run.shard_batch(*(run.rows(each) for each in (tokens, tokens.roll(-1, 1))))
+    count = run.count(shard.labels)
+    run.begin(last=True)
+    torch.manual_seed(11)
+    output = model(shard.tokens, shard.labels, positions=shard.positions)
+    run.loss(output, count).backward()
+    grads = {name: whole(each.grad) for name, each in model.named_parameters()}
+    return {"loss": run.mean_loss([output], count).detach(), **grads}
+
+
+def _on_ranks(world: World) -> None:
+    config = dataclasses.replace(
+        preset("tiny-gpt2"), dropout=0.2, attention_dropout=0.2, num_layers=2, vocab_size=131
+    )
+    torch.manual_seed(2)
+    model = Transformer(config, dtype=torch.float64)
+    tokens = torch.randint(config.vocab_size, (8, 16))
+    expected = _step(attach(copy.deepcopy(model), parallelized(model)), tokens)
+    found = _step(parallelize(model, ParallelConfig(dp=4, tp=2, sp=True)), tokens)
+    assert_same(found, expected, expected, depth=config.hidden_size)
+
+
+@pytest.mark.distributed
+def test_a_model_on_eight_ranks_drops_as_on_one(on_ranks: Callable[..., Any]) -> None:
+    """By sequences, heads and parts of sequences."""
+    on_ranks(_on_ranks)
 
 
 def test_what_is_no_place_or_seed_is_refused() -> None:
