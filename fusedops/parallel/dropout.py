@@ -12,6 +12,7 @@ a sequence are consecutive: those of balanced context parallelism are not, and h
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -93,6 +94,7 @@ def place_dropout(module: nn.Module, place: Place) -> nn.Module:
     (``fusedops.nn``'s ``Dropout``, ``AddLayerNorm`` and ``AddRMSNorm``) or
     ``seed_of_scores(query, key)``. Torch's own dropout does not, and stays as it is.
     """
+    each: Any
     for each in module.modules():
         if hasattr(each, "seed_of_rows"):
             each.seed_of_rows = place.of_rows
