@@ -131,7 +131,8 @@ def verify(
             small one a first step is the gradient's sign, and that of zero is rounding.
         batch_sizes: to choose from, like ``seq_lens``.
         seq_lens: tokens in a sequence.
-        workloads: names of ``parity.WORKLOADS``; the default is all.
+        workloads: names of ``parity.WORKLOADS``; the default is all, ``documents`` only where the
+            model takes ``document_ids``.
         dtypes: of the parameters. Float64 finds most: nothing hides in the rounding.
         cases: how many to run. Each combination of mesh and options comes before one comes twice.
         seed: of the draws.
@@ -155,7 +156,7 @@ def verify(
         models=names,
         batch_sizes=batch_sizes,
         seq_lens=seq_lens,
-        workloads=batches.WORKLOADS if workloads is None else workloads,
+        workloads=_workloads(factories) if workloads is None else workloads,
         dtypes=dtypes,
     )
     report, ran, began = Report(), 0, time.monotonic()
@@ -239,12 +240,19 @@ def _factories(
 ) -> tuple[Sequence[str], Mapping[str, Callable[[], nn.Module]]]:
     if isinstance(given, Mapping):
         return list(given), given
-    if not callable(given):
+    if isinstance(given, nn.Module) or not callable(given):
         raise TypeError(
             "verify: model_factory must be a function that returns a module (several are made), "
             f"got {checks.type_name(given)}"
         )
     return [""], {"": given}
+
+
+def _workloads(factories: Mapping[str, Callable[[], nn.Module]]) -> Sequence[str]:
+    """Return the workloads that every model can be given."""
+    models = [factory() for factory in factories.values()]
+    packed = all("document_ids" in inspect.signature(each.forward).parameters for each in models)
+    return [name for name in batches.WORKLOADS if packed or name != "documents"]
 
 
 def _subject(

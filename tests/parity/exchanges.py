@@ -117,6 +117,7 @@ def models(rank: int) -> dict[str, Any]:
         model(mine(rank, 2, 4)).sum().backward()
         grads = [each.grad for each in model.parameters()]
         found[name] = [each.full_tensor() if name == "FSDP2" else each for each in grads]
+    torch.manual_seed(1)
     found["random"] = torch.rand(2)
     return found
 

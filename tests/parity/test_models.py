@@ -41,8 +41,8 @@ def options(mesh: dict[str, int]) -> dict[str, list[Any]]:
 
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "-".join(mesh))
 def test_a_few_of_all_combinations(mesh: dict[str, int]) -> None:
-    report = fusedops.verify(MODELS, [mesh], options=options(mesh), cases=3, **SIZES)
-    assert len(report.passed) == 3, report
+    report = fusedops.verify(MODELS, [mesh], options=options(mesh), cases=2, **SIZES)
+    assert len(report.passed) == 2, report
 
 
 def test_offloaded_steps_see_what_clipping_and_later_microbatches_change() -> None:
@@ -70,7 +70,7 @@ def test_gloo_processes() -> None:
         MODELS["llama"],
         [{"dp": 2}, {"tp": 2}],
         options={"zero": [0, 3]},
-        cases=3,
+        cases=2,
         ranks="processes",
         **SIZES,
     )

@@ -13,7 +13,6 @@ import tiny_parallel
 
 from fusedops import parity
 
-TOKENS = tuple(name for name in parity.WORKLOADS if name != "documents")
 MODELS = {"plain": tiny_parallel.plain, "dropout": tiny_parallel.with_dropout}
 
 # A bug, and a mesh and options with which it shows.
@@ -43,27 +42,76 @@ def test_right_code_passes() -> None:
         [{"tp": 2}, {"dp": 2}, {"cp": 2}, {"dp": 2, "tp": 2}],
         parallelize=tiny_parallel.parallelize,
         options={"sp": [False, True], "zero": [False, True]},
-        workloads=TOKENS,
         cases=8,
     )
     assert report, report
     assert len(report.passed) + len(report.refused) == 8
 
 
-@pytest.mark.parametrize("bug", BUGS)
-def test_a_planted_bug_is_found_and_its_script_runs(bug: str, tmp_path: Path) -> None:
-    mesh, options = BUGS[bug]
-    with pytest.raises(parity.ParityError, match="should be") as caught:
+def look_for(bug: str, mesh: dict[str, int], **more: Any) -> pytest.ExceptionInfo[Any]:
+    """Verify code with a bug; returns the error."""
+    options = BUGS[bug][1]
+    with pytest.raises(parity.ParityError) as caught:
         parity.verify(
             MODELS,
-            [{"dp": 2, **mesh}, mesh],
+            [mesh],
             parallelize=functools.partial(tiny_parallel.parallelize, bug=bug),
             options={name: [value] for name, value in options.items()},
-            workloads=TOKENS,
             cases=8,
+            **more,
         )
+    return caught
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_found(bug: str) -> None:
+    caught = look_for(bug, BUGS[bug][0], batch_sizes=(4,), seq_lens=(8,))
+    assert "should be" in str(caught.value)
+
+
+def test_a_failure_is_shrunk_to_a_script_that_fails_again(tmp_path: Path) -> None:
+    caught = look_for("bias per rank", {"dp": 2, "tp": 2})
+    text = str(caught.value)
+    assert "parity.Case(mesh={'tp': 2}, model='plain', batch_size=1, seq_len=2)," in text
     script = tmp_path / "again.py"
-    script.write_text(str(caught.value).partition("\n\n")[2])
+    script.write_text(text.partition("\n\n")[2])
     ran = subprocess.run([sys.executable, script], capture_output=True, text=True)
     assert ran.returncode == 1
     assert "ParityError" in ran.stderr and "should be" in ran.stderr
+
+
+def test_what_cannot_be_done_is_counted_with_its_reason() -> None:
+    report = parity.verify(
+        tiny_parallel.plain,
+        [{"dp": 2, "tp": 2}],
+        parallelize=tiny_parallel.parallelize,
+        options={"zero": [True]},
+        cases=1,
+        keep_going=True,
+    )
+    assert not report and not report.failures
+    assert [why for _, why in report.refused] == ["zero is only written for dp alone"]
+    with pytest.raises(parity.ParityError, match="0 cases as in a single process"):
+        parity.verify(
+            tiny_parallel.plain,
+            [{"dp": 2, "tp": 2}],
+            parallelize=tiny_parallel.parallelize,
+            options={"zero": [True]},
+            cases=1,
+        )
+
+
+@pytest.mark.parametrize(
+    "wrong, error, says",
+    [
+        ({"meshes": []}, ValueError, "meshes must be a list of at least one mesh"),
+        ({"ranks": "thread"}, ValueError, "ranks must be"),
+        ({"model_factory": tiny_parallel.plain()}, TypeError, "model_factory must be a function"),
+        ({"model_factory": Path}, ValueError, "batch must be given"),
+    ],
+    ids=["no mesh", "no such ranks", "a model", "no vocabulary"],
+)
+def test_bad_input(wrong: dict[str, Any], error: type[Exception], says: str) -> None:
+    given = {"model_factory": tiny_parallel.plain, "meshes": [{"dp": 2}]} | wrong
+    with pytest.raises(error, match=says):
+        parity.verify(**given, parallelize=tiny_parallel.parallelize)
