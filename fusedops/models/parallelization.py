@@ -326,7 +326,10 @@ def _keep_less(model: Transformer, config: ParallelConfig, mesh: Mesh) -> None:
             )
         )
     if "norm" in config.remade:
-        rules.append(memory.recompute(ops=_NORMS))
+        # FSDP2 gathers a layer's weights after the backward of what reads a last norm's output.
+        inside = model.config.post_norm and config.zero == 3
+        modules = "layers.*.attention_norm" if inside else ()
+        rules.append(memory.recompute(modules, ops=_NORMS))
     if "activation" in config.remade:
         rules.append(memory.recompute(ops="linear_glu"))
         for layer in _layers(model):

@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from fusedops.parallel.expert import expert_parallel, moe_combine, moe_dispatch
-from fusedops.parallel.mesh import Mesh, make_mesh, rank_groups
+from fusedops.parallel.mesh import make_mesh, rank_groups
 from fusedops.parallel.sizes import Sizes
 
 if TYPE_CHECKING:
@@ -17,13 +17,11 @@ if TYPE_CHECKING:
         ulysses_attention,
         unshard_sequence,
     )
-    from fusedops.parallel.data import DataParallel, Replicas, by_bytes, shard
+    from fusedops.parallel.data import Replicas, shard
 
 # What needs torch.distributed.tensor, which takes a second to import: its module, by name.
 _LATER = {
-    "DataParallel": "data",
     "Replicas": "data",
-    "by_bytes": "data",
     "context_core": "context",
     "ring_attention": "context",
     "shard": "data",
@@ -33,11 +31,8 @@ _LATER = {
 }
 
 __all__ = [
-    "DataParallel",
-    "Mesh",
     "Replicas",
     "Sizes",
-    "by_bytes",
     "context_core",
     "expert_parallel",
     "make_mesh",

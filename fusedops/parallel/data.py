@@ -246,6 +246,16 @@ def shard(
     Note:
         Parameters become DTensors. Gradients are summed in the dtype of the parameters, in the
         order of the ranks; over the copies by FSDP2's own all-reduce.
+
+    Example:
+        >>> import torch, torch.distributed as dist
+        >>> from fusedops.parallel import Sizes, make_mesh, shard
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> layer = torch.nn.Linear(2, 2)
+        >>> shard([layer], make_mesh(Sizes())["data"], stage=3)
+        >>> type(layer.weight).__name__
+        'DTensor'
+        >>> dist.destroy_process_group()
     """
     if stage not in (1, 2, 3):
         checks.fail("shard", "stage", "1, 2 or 3", stage)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from torch import distributed as dist
 
+from fusedops._core import checks
 from fusedops.parallel.sizes import DENSE, Sizes, check_ranks
 
 if TYPE_CHECKING:
@@ -37,12 +38,17 @@ def rank_groups(sizes: Sizes) -> dict[str, list[list[int]]]:
           not cut by ``tp`` but see ``1 / tp`` of the tokens;
         * ``"stage"``: ``dp x cp x tp``: all of a stage.
 
+    Raises:
+        TypeError: ``sizes`` is no ``Sizes``.
+
     Example:
         >>> from fusedops.parallel import Sizes, rank_groups
         >>> groups = rank_groups(Sizes(dp=2, tp=2))
         >>> groups["tp"], groups["data"]
         ([[0, 1], [2, 3]], [[0, 2], [1, 3]])
     """
+    if not isinstance(sizes, Sizes):
+        raise TypeError(f"rank_groups: sizes must be Sizes, got {checks.type_name(sizes)}")
     dense = tuple(getattr(sizes, name) for name in DENSE)
     sparse = (sizes.pp, sizes.edp, sizes.ep, sizes.tp)
     return {

@@ -24,7 +24,7 @@ class Sizes:
     There are ``pp * dp * cp * tp`` ranks, numbered in that order. Experts lie on ``ep`` of the
     ``dp * cp`` ranks that see different tokens, so that these are ``edp * ep`` at the same time.
 
-    Attributes:
+    Args:
         pp: pipeline parallel: stages of layers.
         dp: data parallel: ranks that get different sequences.
         cp: context parallel: shares of each sequence.
@@ -36,6 +36,7 @@ class Sizes:
         ValueError: a size is not positive, or ``ep`` does not divide ``dp * cp``.
 
     Example:
+        >>> from fusedops.parallel import Sizes
         >>> Sizes(dp=4, tp=2, ep=2).edp
         2
     """

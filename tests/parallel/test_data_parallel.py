@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fusedops.optim import AdamW, OffloadedAdamW, clip_grad_norm_
-from fusedops.parallel import Replicas, by_bytes, communication
-from fusedops.parallel.data import DataParallel, local_bytes, shard
+from fusedops.parallel import Replicas, communication
+from fusedops.parallel.data import DataParallel, by_bytes, local_bytes, shard
 
 pytestmark = pytest.mark.distributed
 OnRanks = Callable[..., list[Any]]

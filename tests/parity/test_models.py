@@ -53,6 +53,11 @@ def test_offloaded_steps_see_what_clipping_and_later_microbatches_change() -> No
     parity.replay(case, MODELS["gpt2"])
 
 
+def test_norms_are_made_again_while_their_weights_are_here() -> None:
+    given = {"zero": 3, "recompute": "norm"}
+    parity.replay(parity.Case(mesh={"dp": 2}, options=given, steps=2), MODELS["bert"])
+
+
 def test_experts_over_ranks() -> None:
     report = fusedops.verify(
         MODELS["mixtral"],
