@@ -36,7 +36,7 @@ class World:
         self.rank = rank
         sizes = [size for size in SIZES if size <= dist.get_world_size()]
         self.groups = {size: dist.new_group(list(range(size))) for size in sizes}
-        self._meshes: dict[tuple[int, ...], Any] = {}
+        self.meshes: dict[tuple[int, ...], Any] = {}
 
     def member(self, size: int) -> bool:
         """Whether this rank belongs to the group of that size."""
@@ -49,13 +49,13 @@ class World:
         """
         if len(shape) == 1:
             return self.groups[shape[0]]
-        if shape not in self._meshes:
+        if shape not in self.meshes:
             import torch
             from torch.distributed.device_mesh import DeviceMesh
 
             ranks = torch.arange(shape[0] * shape[1]).view(shape)
-            self._meshes[shape] = DeviceMesh("cpu", ranks, mesh_dim_names=("node", "local"))
-        return self._meshes[shape]
+            self.meshes[shape] = DeviceMesh("cpu", ranks, mesh_dim_names=("node", "local"))
+        return self.meshes[shape]
 
 
 class Pool:
@@ -136,6 +136,25 @@ def _serve(rank: int, ranks: int, store: str, connection: Connection) -> None:
             return
         try:
             torch.manual_seed(0)
-            connection.send((False, function(world, *args)))
+            answer = function(world, *args)
+            _drop_groups(world)
+            connection.send((False, answer))
         except BaseException:
             connection.send((True, traceback.format_exc()))
+
+
+def _drop_groups(world: World) -> None:
+    """Destroy the groups that a call has made: each has a thread that wakes a hundred times a second.
+
+    Hundreds of them leave no time to anybody else.
+    """
+    from torch import distributed as dist
+    from torch.distributed import distributed_c10d
+
+    kept = {dist.group.WORLD, *world.groups.values()}
+    for mesh in world.meshes.values():
+        kept.update(mesh.get_all_groups() if mesh.get_coordinate() is not None else ())
+    made = [group for group in distributed_c10d._world.pg_map if group not in kept]
+    dist.barrier()  # nobody waits for one of them any more
+    for group in made:
+        dist.destroy_process_group(group)
