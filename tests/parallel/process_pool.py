@@ -20,6 +20,9 @@ from typing import Any
 RANKS = 8
 SIZES = (1, 2, 4, 8)
 TIMEOUT = 120.0
+# Each group has a thread that wakes a hundred times a second, and meshes that DTensor has cached
+# keep theirs: after so many new processes are cheaper.
+MOST_GROUPS = 40
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
@@ -36,7 +39,7 @@ class World:
         self.rank = rank
         sizes = [size for size in SIZES if size <= dist.get_world_size()]
         self.groups = {size: dist.new_group(list(range(size))) for size in sizes}
-        self.meshes: dict[tuple[int, ...], Any] = {}
+        self._meshes: dict[tuple[int, ...], Any] = {}
 
     def member(self, size: int) -> bool:
         """Whether this rank belongs to the group of that size."""
@@ -49,13 +52,13 @@ class World:
         """
         if len(shape) == 1:
             return self.groups[shape[0]]
-        if shape not in self.meshes:
+        if shape not in self._meshes:
             import torch
             from torch.distributed.device_mesh import DeviceMesh
 
             ranks = torch.arange(shape[0] * shape[1]).view(shape)
-            self.meshes[shape] = DeviceMesh("cpu", ranks, mesh_dim_names=("node", "local"))
-        return self.meshes[shape]
+            self._meshes[shape] = DeviceMesh("cpu", ranks, mesh_dim_names=("node", "local"))
+        return self._meshes[shape]
 
 
 class Pool:
@@ -84,13 +87,14 @@ class Pool:
     def _collect(self) -> list[Any]:
         """Wait for an answer of every rank; raise if one failed."""
         deadline = time.monotonic() + TIMEOUT
-        results, failures = [], []
+        results, failures, groups = [], [], 0
         for rank, connection in enumerate(self._connections):
             try:
                 if not connection.poll(max(0.0, deadline - time.monotonic())):
                     failures.append(f"rank {rank}: no answer in {TIMEOUT} s")
                     continue
-                failed, value = connection.recv()
+                failed, value, made = connection.recv()
+                groups = max(groups, made)
             except EOFError:
                 failed, value = True, "the process has ended"
             results.append(value)
@@ -99,6 +103,8 @@ class Pool:
         if failures:
             self.close()
             raise AssertionError("\n".join(failures))
+        if groups > MOST_GROUPS:
+            self.close()
         return results
 
     @property
@@ -128,7 +134,7 @@ def _serve(rank: int, ranks: int, store: str, connection: Connection) -> None:
         timeout=timedelta(seconds=TIMEOUT / 2),
     )
     world = World(rank)
-    connection.send((False, None))
+    connection.send((False, None, _groups()))
     while True:
         try:
             function, args = connection.recv()
@@ -136,25 +142,12 @@ def _serve(rank: int, ranks: int, store: str, connection: Connection) -> None:
             return
         try:
             torch.manual_seed(0)
-            answer = function(world, *args)
-            _drop_groups(world)
-            connection.send((False, answer))
+            connection.send((False, function(world, *args), _groups()))
         except BaseException:
-            connection.send((True, traceback.format_exc()))
+            connection.send((True, traceback.format_exc(), _groups()))
 
 
-def _drop_groups(world: World) -> None:
-    """Destroy the groups that a call has made: each has a thread that wakes a hundred times a second.
-
-    Hundreds of them leave no time to anybody else.
-    """
-    from torch import distributed as dist
+def _groups() -> int:
     from torch.distributed import distributed_c10d
 
-    kept = {dist.group.WORLD, *world.groups.values()}
-    for mesh in world.meshes.values():
-        kept.update(mesh.get_all_groups() if mesh.get_coordinate() is not None else ())
-    made = [group for group in distributed_c10d._world.pg_map if group not in kept]
-    dist.barrier()  # nobody waits for one of them any more
-    for group in made:
-        dist.destroy_process_group(group)
+    return len(distributed_c10d._world.pg_map)
