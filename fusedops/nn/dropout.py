@@ -44,6 +44,7 @@ class Dropout(nn.Module):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return ``input`` with elements dropped in training, else ``input``."""
+        checks.tensor("Dropout", "input", input)
         if not self.training or self.p == 0.0:
             return input
         seed = seed_for(self, self.p, input)

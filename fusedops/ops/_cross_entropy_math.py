@@ -168,7 +168,7 @@ def logits_gradient(
         inside = inside | (target == -1)
     index = torch.where(here, target, 0).unsqueeze(-1)
     lse = torch.logsumexp(y, -1, keepdim=True) if lse is None else lse.unsqueeze(-1)
-    share = torch.where(here, 1.0 - options.label_smoothing, 0.0).to(y.dtype).unsqueeze(-1)
+    share = (1.0 - options.label_smoothing) * here.to(y.dtype).unsqueeze(-1)
     hit = torch.zeros_like(y).scatter(-1, index, share)
     grad = torch.exp(y - lse) * (1.0 + 2.0 * options.z_loss * lse) - hit
     if options.label_smoothing > 0.0:

@@ -118,8 +118,10 @@ def add_rms_norm(
     rounding: str = "torch",
     dropout_p: float = 0.0,
     training: bool = True,
+    seed: Any = None,
 ) -> Any:
     """Adapt Liger's sum and rms norm."""
+    _refuse(seed=seed)
     if len(normalized_shape) != 1 or weight is None or (dropout_p and training):
         raise UnsupportedError("the peer normalises one dim, needs a weight and drops nothing")
     mode = {"torch": "gemma", "hf": "llama"}[rounding]
@@ -295,8 +297,10 @@ def _flex(
     alibi_slopes: Any = None,
     sinks: Any = None,
     return_lse: bool = False,
+    seed: Any = None,
 ) -> Any:
-    _refuse(dropout_p=dropout_p, sinks=sinks, alibi_slopes=alibi_slopes, return_lse=return_lse)
+    _refuse(dropout_p=dropout_p, sinks=sinks, alibi_slopes=alibi_slopes)
+    _refuse(return_lse=return_lse, seed=seed)
     if query.dim() != 4 or query.shape[0] != key.shape[0]:
         raise UnsupportedError("the peer takes 4 dims and as many keys as queries in the batch")
     left, right = window or (-1, -1)
