@@ -295,14 +295,16 @@ def checkpoint(world: World, kind: str, folder: str) -> Any:
     meshes = {size: DeviceMesh("cpu", list(range(size))) for size in (4, 2)}
     options = {"master_weights": True}
 
-    def sharded(size: int) -> TinyModel:
-        model = TinyModel(torch.bfloat16)
+    def sharded(size: int, model: TinyModel | None = None) -> TinyModel:
+        model = TinyModel(torch.bfloat16) if model is None else model
         fully_shard(model.layers, mesh=meshes[size])
         return model
 
     results: list[Any] = []
     if world.rank < 4:
-        optimizer, model, _ = train(kind, options, wrap=lambda _: sharded(4), dtype=torch.bfloat16)
+        optimizer, model, _ = train(
+            kind, options, wrap=lambda model: sharded(4, model), dtype=torch.bfloat16
+        )
         saved = get_optimizer_state_dict(model, optimizer)
         dcp.save({"optimizer": saved}, checkpoint_id=folder, process_group=world.groups[4])
         results.append(outcome(optimizer)[0])
