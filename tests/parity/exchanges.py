@@ -53,8 +53,8 @@ def everything(rank: int) -> dict[str, Any]:
     got = torch.zeros(2, 3, dtype=torch.float64)
     dist.reduce_scatter_tensor(got, mine(rank, size * 2, 3))
     found["reduce_scatter_tensor"] = got
-    sent = [mine(rank, each + 1) for each in range(size)]
-    parts = [torch.zeros(rank + 1, dtype=torch.float64) for _ in range(size)]
+    sent = [mine(rank + each, 2) for each in range(size)]  # of one size: gloo takes no others
+    parts = [torch.zeros(2, dtype=torch.float64) for _ in range(size)]
     dist.all_to_all(parts, sent)
     found["all_to_all"] = parts
     uneven = torch.zeros(size * rank, 2, dtype=torch.float64)  # rank 0 gets nothing
