@@ -7,6 +7,7 @@ whose imports need another package is skipped there, by name, and does not end t
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,46 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(no_interpreter)
         elif env.triton_interpreted():
             item.add_marker(only_interpreter)
+
+
+@pytest.fixture(scope="session")
+def _pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Any]]:
+    from process_pool import Pool
+
+    pools = {ranks: Pool(tmp_path_factory.mktemp("ranks"), ranks) for ranks in (2, 8)}
+    yield pools
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.fixture
+def on_ranks(_pools: dict[int, Any]) -> Callable[..., list[Any]]:
+    """``on_ranks(function, *args)`` calls ``function(world, *args)`` on eight ranks."""
+    return _pools[8].run
+
+
+@pytest.fixture
+def on_two_ranks(_pools: dict[int, Any]) -> Callable[..., list[Any]]:
+    """``on_two_ranks(function, *args)`` calls ``function(world, *args)`` on two ranks."""
+    return _pools[2].run
+
+
+@pytest.fixture(scope="session")
+def _processes() -> Iterator[Any]:
+    from fusedops.parity.processes import Processes
+
+    with Processes(2) as processes:
+        yield processes
+
+
+@pytest.fixture
+def on_new_world(_processes: Any) -> Callable[..., list[Any]]:
+    """``on_new_world(function, *args)`` calls ``function(rank, *args)`` on a new world of two."""
+
+    def run(function: Callable[..., Any], *args: Any) -> list[Any]:
+        return _processes.run(function, 2, *args)
+
+    return run
 
 
 @pytest.fixture(autouse=True)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from causal_families import SPARSE, loss
 from patch_testing import assert_close, counted
 from torch import nn
@@ -34,32 +33,24 @@ def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 def _run(rank: int, folder: str) -> None:
     from transformers.distributed.configuration_utils import DistributedConfig
 
-    torch.set_num_threads(1)
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": PROCESSES}
-    os.environ |= {name: str(value) for name, value in place.items()}
-    store = dist.FileStore(f"{folder}/store", PROCESSES)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=PROCESSES)
-    try:
-        fusedops.register_experts()
-        by_size = hasattr(DistributedConfig, "ep_size")  # transformers 5.23
-        how = {"ep_size": PROCESSES} if by_size else {"enable_expert_parallel": True}
-        shards = DistributedConfig(tp_size=PROCESSES, **how)
-        load = Qwen3MoeForCausalLM.from_pretrained
-        options = {"dtype": torch.float32}
-        model = load(
-            folder, distributed_config=shards, experts_implementation="fusedops", **options
-        )
-        assert model.model.layers[0].mlp.experts.num_experts == 6 // PROCESSES
-        whole = load(folder, experts_implementation="eager", **options)
-        with counted() as calls:
-            found = _gradients(model)
-        assert calls["moe_mlp"] == calls["moe_mlp_backward"] == 2
-        for name, expected in _gradients(whole).items():
-            assert_close(found[name], expected)
-    finally:
-        dist.destroy_process_group()
+    fusedops.register_experts()
+    by_size = hasattr(DistributedConfig, "ep_size")  # transformers 5.23
+    how = {"ep_size": PROCESSES} if by_size else {"enable_expert_parallel": True}
+    shards = DistributedConfig(tp_size=PROCESSES, **how)
+    load = Qwen3MoeForCausalLM.from_pretrained
+    options = {"dtype": torch.float32}
+    model = load(folder, distributed_config=shards, experts_implementation="fusedops", **options)
+    assert model.model.layers[0].mlp.experts.num_experts == 6 // PROCESSES
+    whole = load(folder, experts_implementation="eager", **options)
+    with counted() as calls:
+        found = _gradients(model)
+    assert calls["moe_mlp"] == calls["moe_mlp_backward"] == 2
+    for name, expected in _gradients(whole).items():
+        assert_close(found[name], expected)
 
 
-def test_gradients_are_those_of_one_process(tmp_path: Path) -> None:
+def test_gradients_are_those_of_one_process(
+    tmp_path: Path, on_new_world: Callable[..., Any]
+) -> None:
     SPARSE["Qwen3Moe"].model().save_pretrained(tmp_path)
-    mp.spawn(_run, args=(str(tmp_path),), nprocs=PROCESSES)
+    on_new_world(_run, str(tmp_path))

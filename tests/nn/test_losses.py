@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-import os
-import socket
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
 
@@ -115,16 +113,6 @@ class Model(nn.Module):
         return self.head(torch.tanh(self.layer(self.embedding(ids))), target)
 
 
-def _start(rank: int, port: int) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=WORLD)
-    try:
-        _sharded_equals_single(rank)
-    finally:
-        dist.destroy_process_group()
-
-
 def _sharded_equals_single(rank: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
@@ -164,8 +152,7 @@ def _assert_close(got: torch.Tensor, stock: torch.Tensor, truth: torch.Tensor) -
 
 
 @pytest.mark.distributed
-def test_the_heads_loss_under_fully_shard_equals_one_process() -> None:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = int(listener.getsockname()[1])
-    mp.spawn(_start, args=(port,), nprocs=WORLD, join=True)
+def test_the_heads_loss_under_fully_shard_equals_one_process(
+    on_new_world: Callable[..., Any],
+) -> None:
+    on_new_world(_sharded_equals_single)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import socket
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from op_testing import assert_close
 
 from fusedops import moe_route, moe_router_loss
@@ -65,22 +63,6 @@ def test_nan_stays_nan() -> None:
     assert moe_router_loss(logits, balance=0.0, z=1.0).isnan()
 
 
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
-def _start(rank: int, port: int, worker: Any) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=WORLD)
-    try:
-        worker(rank)
-    finally:
-        dist.destroy_process_group()
-
-
 def _group_worker(rank: int) -> None:
     torch.manual_seed(3)
     logits = torch.randn(50, 6, dtype=torch.float64, requires_grad=True)
@@ -105,8 +87,8 @@ def _group_worker(rank: int) -> None:
 
 
 @pytest.mark.distributed
-def test_over_a_group_it_is_the_loss_of_the_whole_batch() -> None:
-    mp.spawn(_start, args=(_free_port(), _group_worker), nprocs=WORLD, join=True)
+def test_over_a_group_it_is_the_loss_of_the_whole_batch(on_new_world: Callable[..., Any]) -> None:
+    on_new_world(_group_worker)
 
 
 def _sharded_worker(rank: int) -> None:
@@ -142,5 +124,5 @@ def _sharded_worker(rank: int) -> None:
 
 
 @pytest.mark.distributed
-def test_sharded_tokens_are_routed_where_they_are() -> None:
-    mp.spawn(_start, args=(_free_port(), _sharded_worker), nprocs=WORLD, join=True)
+def test_sharded_tokens_are_routed_where_they_are(on_new_world: Callable[..., Any]) -> None:
+    on_new_world(_sharded_worker)

@@ -2,40 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import socket
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from op_testing import assert_close
 
 from fusedops.specs import Sample, Spec, _routing, all_specs, tensors_in
 from fusedops.specs.comparison import baseline, fresh, incoming, run, truth
 
 WORLD = 2
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
-def _on_all_ranks(worker: Any, *args: Any) -> None:
-    mp.spawn(_start, args=(WORLD, _free_port(), worker, args), nprocs=WORLD, join=True)
-
-
-def _start(rank: int, world: int, port: int, worker: Any, args: tuple[Any, ...]) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=world)
-    try:
-        worker(rank, *args)
-    finally:
-        dist.destroy_process_group()
 
 
 def _distribute(sample: Sample, mesh: Any, placements: dict[tuple[int, ...], Any]) -> Sample:
@@ -102,8 +79,10 @@ _PARTS = [_NAMES[i::2] for i in range(2)]
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("names", _PARTS, ids=["even", "odd"])
-def test_sharded_rows_need_no_communication(names: list[str]) -> None:
-    _on_all_ranks(_rows_worker, names)
+def test_sharded_rows_need_no_communication(
+    names: list[str], on_new_world: Callable[..., Any]
+) -> None:
+    on_new_world(_rows_worker, names)
 
 
 def _column_worker(rank: int) -> None:
@@ -121,8 +100,10 @@ def _column_worker(rank: int) -> None:
 
 
 @pytest.mark.distributed
-def test_linear_layers_are_column_parallel_without_communication() -> None:
-    _on_all_ranks(_column_worker)
+def test_linear_layers_are_column_parallel_without_communication(
+    on_new_world: Callable[..., Any],
+) -> None:
+    on_new_world(_column_worker)
 
 
 def _batch_worker(rank: int) -> None:
@@ -142,8 +123,10 @@ def _batch_worker(rank: int) -> None:
 
 
 @pytest.mark.distributed
-def test_baddbmm_shards_batch_heads_and_columns_without_communication() -> None:
-    _on_all_ranks(_batch_worker)
+def test_baddbmm_shards_batch_heads_and_columns_without_communication(
+    on_new_world: Callable[..., Any],
+) -> None:
+    on_new_world(_batch_worker)
 
 
 def _moe_worker(rank: int) -> None:
@@ -188,8 +171,10 @@ def _moe_worker(rank: int) -> None:
 
 
 @pytest.mark.distributed
-def test_moe_rows_are_sharded_by_columns_and_summed_in_parts_without_communication() -> None:
-    _on_all_ranks(_moe_worker)
+def test_moe_rows_are_sharded_by_columns_and_summed_in_parts_without_communication(
+    on_new_world: Callable[..., Any],
+) -> None:
+    on_new_world(_moe_worker)
 
 
 def _experts_worker(rank: int) -> None:
@@ -227,5 +212,7 @@ def _experts_worker(rank: int) -> None:
 
 
 @pytest.mark.distributed
-def test_experts_are_sharded_by_columns_and_by_hidden_columns_without_communication() -> None:
-    _on_all_ranks(_experts_worker)
+def test_experts_are_sharded_by_columns_and_by_hidden_columns_without_communication(
+    on_new_world: Callable[..., Any],
+) -> None:
+    on_new_world(_experts_worker)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,27 +11,20 @@ import optim_ranks
 import pytest
 import torch
 from optim_testing import assert_same
-from process_pool import Pool
 
 pytestmark = pytest.mark.distributed
 
+OnRanks = Callable[..., list[Any]]
 KINDS = ["adamw", "late", "overlapped"]
 each_kind = pytest.mark.parametrize("kind", KINDS)
 ROUNDED: dict[str, Any] = {"state_dtype": torch.bfloat16, "max_norm": 0.5, "skip_non_finite": True}
 
 
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    started = Pool(tmp_path_factory.mktemp("ranks"), ranks=8)
-    yield started
-    started.close()
-
-
 @each_kind
 @pytest.mark.parametrize("layout", optim_ranks.PLACEMENTS)
-def test_shards_do_not_show(pool: Pool, kind: str, layout: str) -> None:
+def test_shards_do_not_show(on_ranks: OnRanks, kind: str, layout: str) -> None:
     expected = optim_ranks.whole_steps(kind, ROUNDED)
-    results = pool.run(optim_ranks.sharded_steps, kind, layout, ROUNDED)
+    results = on_ranks(optim_ranks.sharded_steps, kind, layout, ROUNDED)
     members = [each for each in results if each is not None]
     assert len(members) in (2, 4)
     for each in members:
@@ -41,51 +34,55 @@ def test_shards_do_not_show(pool: Pool, kind: str, layout: str) -> None:
 @each_kind
 @pytest.mark.parametrize("options", [{}, ROUNDED], ids=["plain", "rounded"])
 def test_fsdp2_gives_the_bits_of_one_process(
-    pool: Pool, kind: str, options: dict[str, Any]
+    on_ranks: OnRanks, kind: str, options: dict[str, Any]
 ) -> None:
-    expected = pool.run(optim_ranks.alone, kind, options)[0]
-    for each in pool.run(optim_ranks.fsdp_steps, kind, options)[:4]:
+    expected = on_ranks(optim_ranks.alone, kind, options)[0]
+    for each in on_ranks(optim_ranks.fsdp_steps, kind, options)[:4]:
         assert_same(each, expected)
 
 
-def test_ddp_steps_with_the_reduced_gradients(pool: Pool) -> None:
+def test_ddp_steps_with_the_reduced_gradients(on_ranks: OnRanks) -> None:
     options = {"max_norm": 0.5}
-    expected = pool.run(optim_ranks.ddp_steps, "adamw", options)[0]
+    expected = on_ranks(optim_ranks.ddp_steps, "adamw", options)[0]
     for kind in ("late", "overlapped"):
-        for each in pool.run(optim_ranks.ddp_steps, kind, options)[:2]:
+        for each in on_ranks(optim_ranks.ddp_steps, kind, options)[:2]:
             assert_same(each, expected)
 
 
 @pytest.mark.parametrize("name", optim_ranks.FOLLOWED)
-def test_steps_begin_as_ddp_reduces_and_keep_every_bit(pool: Pool, name: str) -> None:
-    for synchronous, overlapped, share in pool.run(optim_ranks.followed, name)[:3]:
+def test_steps_begin_as_ddp_reduces_and_keep_every_bit(on_ranks: OnRanks, name: str) -> None:
+    for synchronous, overlapped, share in on_ranks(optim_ranks.followed, name)[:3]:
         assert_same(overlapped, synchronous)
         assert share == optim_ranks.FOLLOWED[name].begins
 
 
 @each_kind
-def test_a_patched_model_under_fsdp2_gives_the_bits_of_one_process(pool: Pool, kind: str) -> None:
+def test_a_patched_model_under_fsdp2_gives_the_bits_of_one_process(
+    on_ranks: OnRanks, kind: str
+) -> None:
     pytest.importorskip("transformers")
     options = {"master_weights": True, "max_norm": 0.5, "lr": 1e-2, "no_decay": ("*norm*",)}
-    expected = pool.run(optim_models.language, kind, False, options)[0]
+    expected = on_ranks(optim_models.language, kind, False, options)[0]
     assert expected[0][-1] < expected[0][0]
-    for each in pool.run(optim_models.language, kind, True, options)[:2]:
+    for each in on_ranks(optim_models.language, kind, True, options)[:2]:
         assert_same(each, expected)
 
 
 @each_kind
 @pytest.mark.parametrize("options", [{}, ROUNDED], ids=["plain", "rounded"])
 def test_tensor_parallel_modules_step_as_whole_ones(
-    pool: Pool, kind: str, options: dict[str, Any]
+    on_ranks: OnRanks, kind: str, options: dict[str, Any]
 ) -> None:
-    for found, expected, begun in pool.run(optim_models.tensor_parallel, kind, options)[:2]:
+    for found, expected, begun in on_ranks(optim_models.tensor_parallel, kind, options)[:2]:
         assert_same(found, expected)
         assert bool(begun) == (kind == "overlapped")
 
 
 @each_kind
-def test_checkpoints_of_other_meshes_and_of_torch(pool: Pool, kind: str, tmp_path: Path) -> None:
-    results = pool.run(optim_ranks.checkpoint, kind, str(tmp_path / "saved"))
+def test_checkpoints_of_other_meshes_and_of_torch(
+    on_ranks: OnRanks, kind: str, tmp_path: Path
+) -> None:
+    results = on_ranks(optim_ranks.checkpoint, kind, str(tmp_path / "saved"))
     trained, masters = results[0][:2]
     moments = [each[1:] for each in trained]
     for rank in (0, 1):

@@ -1,12 +1,14 @@
-"""Eight gloo processes that stay for the whole test session, and run what the tests send them.
+"""Gloo processes that stay for the whole test session, and run what the tests send them.
 
 Starting a process means importing torch, which takes longer than most tests: a fork server imports
 it once. Tests on fewer ranks use the first ones. What a test sends must be a function of a module;
-it is called with the rank's ``World`` and returns something that pickles.
+it is called with the rank's ``World`` and returns something that pickles. Unlike
+``fusedops.parity.processes`` the ranks keep their world, and its groups, from test to test.
 """
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import time
@@ -62,24 +64,34 @@ class World:
 
 
 class Pool:
-    """The processes, and a connection to each."""
+    """The processes, and a connection to each: the first run starts them.
+
+    After a failure, and where they hold too many groups, the next run starts others.
+    """
 
     def __init__(self, folder: Path, ranks: int = RANKS) -> None:
         self._ranks = ranks
-        self.processes, self._connections = [], []
-        for rank in range(ranks):
+        self._stores = (str(folder / f"store{each}") for each in itertools.count())
+        self._processes: list[Any] = []
+        self._connections: list[Connection] = []
+
+    def _start(self) -> None:
+        store = next(self._stores)
+        for rank in range(self._ranks):
             mine, theirs = CONTEXT.Pipe()
             process = CONTEXT.Process(
-                target=_serve, args=(rank, ranks, str(folder / "store"), theirs), daemon=True
+                target=_serve, args=(rank, self._ranks, store, theirs), daemon=True
             )
             process.start()
             theirs.close()
-            self.processes.append(process)
+            self._processes.append(process)
             self._connections.append(mine)
         self._collect()
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Call ``function(world, *args)`` on every rank; returns the results by rank."""
+        if not self._processes:
+            self._start()
         for connection in self._connections:
             connection.send((function, args))
         return self._collect()
@@ -107,17 +119,12 @@ class Pool:
             self.close()
         return results
 
-    @property
-    def alive(self) -> bool:
-        """Whether the pool can take another call."""
-        return bool(self.processes)
-
     def close(self) -> None:
         """End the processes."""
-        for process in self.processes:
+        for process in self._processes:
             process.kill()
             process.join()
-        self.processes, self._connections = [], []
+        self._processes, self._connections = [], []
 
 
 def _serve(rank: int, ranks: int, store: str, connection: Connection) -> None:
