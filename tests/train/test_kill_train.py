@@ -48,10 +48,13 @@ def command(file: Path, out: str, *more: str) -> list[str]:
 def interrupted(
     file: Path, out: str, action: Callable[[psutil.Process], None], *more: str
 ) -> tuple[int, str]:
-    """Run the command and do something when it has made 10 steps; return code and stderr."""
+    """Run the command and do something when it has made 15 steps; return code and stderr.
+
+    The second checkpoint, after step 14, waits for the first to be whole.
+    """
     started = subprocess.Popen(command(file, out, *more), stderr=subprocess.PIPE, text=True)
     metrics = file.parent / out / "metrics.jsonl"
-    while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 10):
+    while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 15):
         assert started.poll() is None
         time.sleep(0.05)
     action(psutil.Process(started.pid))

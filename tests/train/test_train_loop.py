@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from train_runs import STEPS, Watching, config, whole
+from train_runs import STEPS, Died, Watching, config, die, same_bits, whole
 
 from fusedops.models import preset
 from fusedops.train import Result, train
@@ -23,10 +23,6 @@ from fusedops.train.schedule import learning_rate
 def lines(folder: Path) -> list[dict[str, Any]]:
     text = (folder / "run" / "metrics.jsonl").read_text()
     return [json.loads(each) for each in text.splitlines()]
-
-
-def same_bits(one: Watching, other: Watching) -> bool:
-    return all(map(torch.equal, one.state(), other.state()))
 
 
 def test_the_loss_falls_and_metrics_tell(tmp_path: Path) -> None:
@@ -42,14 +38,7 @@ def test_the_loss_falls_and_metrics_tell(tmp_path: Path) -> None:
         assert each["memory_bytes"] > 2**20 and 0 < each["mfu"] < 1
 
 
-class Died(BaseException):
-    """What a killed process does not get to."""
-
-
 def test_a_run_that_died_goes_on_with_the_same_bits(tmp_path: Path) -> None:
-    def die() -> None:
-        raise Died
-
     wanted = whole(tmp_path)
     with pytest.raises(Died):
         train(config(tmp_path), watcher=Watching(8, die))

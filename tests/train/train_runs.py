@@ -78,6 +78,20 @@ def whole(folder: Path, **changes: Any) -> Watching:
     return watching
 
 
+def same_bits(one: Watching, other: Watching) -> bool:
+    """Return whether two runs have come to the same weights and moments."""
+    return all(map(torch.equal, one.state(), other.state()))
+
+
+class Died(BaseException):
+    """What a killed process does not get to."""
+
+
+def die() -> None:
+    """End a run as nothing in it expects."""
+    raise Died
+
+
 def on_ranks(ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """Call ``function(rank, *args)`` on so many gloo ranks; return what each gave, or its error."""
     started = []
