@@ -79,15 +79,20 @@ def collectives() -> list[dict[str, Any]]:
 
     Empty where it is switched off (``TORCH_FR_BUFFER_SIZE``).
     """
-    found = json.loads(_c10d._dump_fr_trace_json())
-    return found.get("entries", [])
+    return [each for found in _dumps() for each in found.get("entries", [])]
 
 
 def count() -> int:
     """Return a number that changes when this process begins or ends a collective."""
-    groups = json.loads(_c10d._dump_fr_trace_json(includeCollectives=False)).get("pg_status", {})
+    groups = [found.get("pg_status", {}) for found in _dumps(includeCollectives=False)]
     numbers = ("last_enqueued_collective", "last_completed_collective")
-    return sum(int(each[name]) for each in groups.values() for name in numbers)
+    return sum(int(each[name]) for some in groups for each in some.values() for name in numbers)
+
+
+def _dumps(**options: bool) -> list[dict[str, Any]]:
+    """Return what torch has recorded: NCCL's has a recorder of its own."""
+    names = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+    return [json.loads(getattr(_c10d, name)(**options)) for name in names if hasattr(_c10d, name)]
 
 
 def _words(entry: dict[str, Any]) -> str:

@@ -62,6 +62,7 @@ class Watch:
         if self._seconds:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._stacks = self._stacks_of(self._ranks.rank).open("w")
+            self._arm()
             for work in (self._look, self._speak):
                 self._threads.append(threading.Thread(target=work, daemon=True))
                 self._threads[-1].start()
@@ -96,8 +97,7 @@ class Watch:
             looked = now
             if place != before:
                 before, idle = place, 0.0
-                # A timer of C, which needs no lock of the interpreter.
-                faulthandler.dump_traceback_later(self._seconds, file=self._stacks)
+                self._arm()
             elif idle >= self._seconds:
                 self._record = self._standing()
                 self._keep(self._record, "hangs, or waits for one that does")
@@ -107,6 +107,10 @@ class Watch:
                     _say(f"process {rank} waits in vain, and cannot reach the others: {self._way}")
                 sys.stderr.flush()
                 os._exit(1)
+
+    def _arm(self) -> None:
+        """Set the timer of C that writes all stacks; it needs no lock of the interpreter."""
+        faulthandler.dump_traceback_later(self._seconds, file=self._stacks)
 
     def _speak(self) -> None:
         """Tell the others that this process is there; when it is stuck, ask who is to blame."""

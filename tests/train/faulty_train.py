@@ -6,6 +6,7 @@ faulty_train.py KIND RANK STEP train ...
 from __future__ import annotations
 
 import ctypes
+import signal
 import sys
 import time
 
@@ -22,6 +23,7 @@ def sleep_on() -> None:
 
 def hold_the_lock() -> None:
     """Hang in C without giving the interpreter's lock back: no thread of Python's goes on."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # it would end the sleep
     ctypes.PyDLL(None).sleep(100000)
 
 
