@@ -11,6 +11,7 @@
 | ``FUSEDOPS_TUNING`` | tuning table that wins over the shipped one; ``off``: no table | shipped |
 | ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK`` | torchrun's: which process of a run this is | alone |
 | ``TORCHELASTIC_RESTART_COUNT`` | torchrun's: how often it started the run anew | 0 |
+| ``TORCH_FR_BUFFER_SIZE`` | torch's: collectives it remembers (``fusedops train`` sets it) | 0 |
 | ``OMP_NUM_THREADS`` | torch's: threads (``fusedops train --processes`` sets it) | all cores |
 | ``THP_MEM_ALLOC_ENABLE`` | torch's: ``1`` asks for huge pages (``tune_host`` sets it) | ``0`` |
 | ``TRITON_INTERPRET`` | Triton's own: ``1`` interprets its kernels, on CPU tensors too | ``0`` |
@@ -128,6 +129,11 @@ def restarts() -> int:
 def set_threads(count: int) -> None:
     """Set ``OMP_NUM_THREADS``, which processes that are started obey, unless it is set."""
     os.environ.setdefault("OMP_NUM_THREADS", str(count))
+
+
+def set_flight_records(count: int) -> None:
+    """Set ``TORCH_FR_BUFFER_SIZE``, which process groups that are made obey, unless it is set."""
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(count))
 
 
 def set_huge_pages() -> bool:

@@ -8,6 +8,7 @@ put right.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import logging
 import sys
 from collections.abc import Iterator, Mapping
@@ -117,6 +118,7 @@ def _train(config: str, overrides: list[str]) -> None:
     from fusedops import train
 
     logging.basicConfig(format="fusedops: %(message)s", level=logging.WARNING)
+    faulthandler.enable()  # a crash in C tells where
     watcher = _Watcher()
     with watcher:
         result = train.train(config, overrides, watcher=watcher)

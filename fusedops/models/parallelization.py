@@ -92,7 +92,7 @@ def parallelize(
         if config.cp > 1:
             _share_sequences(model, mesh.group("cp"), config.context)
         elif mesh.dense.device_type == "cpu":  # kernels of GPUs do not draw by place yet
-            place_dropout(model, _place(config, mesh))
+            place_dropout(model, dropout_place(config, mesh))
     if isinstance(model, Transformer):
         _keep_less(model, config, mesh)
     whole = _left_whole(model, config, mesh)
@@ -288,8 +288,11 @@ def _split_tokens(layer: Any, mesh: Any, *, sequence: bool) -> None:
     layer._feed_forward = feed_forward
 
 
-def _place(config: ParallelConfig, mesh: Mesh) -> Place:
-    """Return where this rank's tokens and heads stand, for dropout as on one process."""
+def dropout_place(config: ParallelConfig, mesh: Mesh) -> Place:
+    """Return where this rank's tokens and heads stand, for dropout as on one process.
+
+    Of a step with one micro-batch: a loop with several places the sequences of each.
+    """
     tp = mesh.rank("tp")
     return Place(
         batch_part=mesh.rank("dp"),

@@ -35,6 +35,8 @@ class Data:
         token_dtype: of files of tokens.
         cache: folder for the tokens of text; ``cache`` in the run's folder by default.
         shuffle: whether sequences come in a random order, another in each epoch.
+        documents: whether tokens attend only those of their own file (of a file of tokens: those
+            between two ``end_of_text``), where a sequence holds parts of several.
     """
 
     train: tuple[str, ...]
@@ -46,6 +48,7 @@ class Data:
     token_dtype: str = "uint16"
     cache: str = ""
     shuffle: bool = True
+    documents: bool = False
 
     def __post_init__(self) -> None:
         if not self.train:
@@ -190,6 +193,23 @@ class Log:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Faults:
+    """What is done against processes that hang (``docs/faults.md``).
+
+    Attributes:
+        timeout: seconds without any progress, after which the job names the process that keeps it
+            waiting, and ends; more than the longest step takes, or checkpoint. 0: wait for ever.
+    """
+
+    timeout: float = 600.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.timeout < float("inf"):
+            wanted = "a finite number of seconds of at least 0"
+            checks.fail("faults", "timeout", wanted, self.timeout)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """A training run.
 
@@ -211,6 +231,7 @@ class Config:
         validation: how often, and of how much.
         guard: what to do at steps that would spoil the model.
         log: what is written.
+        faults: what is done against processes that hang.
     """
 
     out: str
@@ -230,6 +251,7 @@ class Config:
     validation: Validation = Validation()
     guard: Guarded = Guarded()
     log: Log = Log()
+    faults: Faults = Faults()
 
     def __post_init__(self) -> None:
         checks.integer("config", "steps", self.steps, least=1)

@@ -55,6 +55,7 @@ class Corpus:
         train: ``[tokens]``.
         validation: ``[tokens]``, maybe empty.
         vocab_size: ids are less than this; ``None``: files of tokens do not say.
+        end: the token that ends each document; ``None``: likewise.
         description: for people.
         identity: changes when the tokens do.
     """
@@ -62,6 +63,7 @@ class Corpus:
     train: torch.Tensor
     validation: torch.Tensor
     vocab_size: int | None
+    end: int | None
     description: str
     identity: str
 
@@ -99,8 +101,14 @@ def open_corpus(data: Data, cache: Path) -> Corpus:
             f"last target takes {data.seq_len + 1}"
         )
     given = _are_tokens(_expand(data.train)) and data.tokenizer == BYTES
-    size = None if given else _tokenizer(data).size
-    return Corpus(train, validation, size, told, identity)
+    if given and data.documents:
+        raise InputError(
+            "data.documents needs data.tokenizer where data.train is a file of tokens: its "
+            "data.end_of_text is what ends a document"
+        )
+    tokenizer = None if given else _tokenizer(data)
+    size, end = (None, None) if tokenizer is None else (tokenizer.size, tokenizer.end)
+    return Corpus(train, validation, size, end, told, identity)
 
 
 def check_ids(corpus: Corpus, vocab_size: int, share: int = 0, shares: int = 1) -> None:

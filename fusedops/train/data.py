@@ -21,10 +21,18 @@ _LOW = 0xFFFFFFFF
 
 
 class Batch(NamedTuple):
-    """Sequences ``[B, S]`` and the targets of each position, int64."""
+    """Sequences, int64.
+
+    Attributes:
+        tokens: ``[B, S]``.
+        labels: ``[B, S]``: the targets of each position.
+        documents: ``[B, S]``: which document of its row each token belongs to; ``None``: a row is
+            one.
+    """
 
     tokens: torch.Tensor
     labels: torch.Tensor
+    documents: torch.Tensor | None = None
 
 
 class Sequences:
@@ -35,21 +43,33 @@ class Sequences:
         seq_len: tokens of a sequence.
         seed: of the order.
         shuffle: whether there is another order than the stream's.
+        end: the token that ends a document; ``None``: all of a sequence is one.
 
     Raises:
         ValueError: the stream is shorter than a sequence and its last target.
 
     Example:
         >>> import torch
-        >>> Sequences(torch.arange(9), 4, shuffle=False).rows(torch.tensor([1, 2])).tokens
+        >>> rows = Sequences(torch.arange(9), 4, shuffle=False, end=5).rows(torch.tensor([1, 2]))
+        >>> rows.tokens
         tensor([[4, 5, 6, 7],
                 [0, 1, 2, 3]])
+        >>> rows.documents
+        tensor([[0, 0, 1, 1],
+                [0, 0, 0, 0]])
     """
 
     def __init__(
-        self, stream: torch.Tensor, seq_len: int, *, seed: int = 0, shuffle: bool = True
+        self,
+        stream: torch.Tensor,
+        seq_len: int,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        end: int | None = None,
     ) -> None:
         self.stream, self.seq_len, self.seed, self.shuffle = stream, seq_len, seed, shuffle
+        self.end = end
         self.count = (len(stream) - 1) // seq_len
         if self.count < 1:
             checks.fail("Sequences", "stream", f"longer than {seq_len} tokens", len(stream))
@@ -61,7 +81,11 @@ class Sequences:
             indices = permuted(indices, epochs, self.count, self.seed)
         windows = [self.stream[first : first + self.seq_len + 1] for first in self._starts(indices)]
         both = torch.stack(windows).long()
-        return Batch(both[:, :-1].contiguous(), both[:, 1:].contiguous())
+        tokens, documents = both[:, :-1].contiguous(), None
+        if self.end is not None:
+            ends = tokens == self.end
+            documents = ends.cumsum(1) - ends.long()  # the token of the end belongs to what it ends
+        return Batch(tokens, both[:, 1:].contiguous(), documents)
 
     def microbatches(
         self, position: int, batch: int, microbatches: int = 1, share: int = 0, shares: int = 1

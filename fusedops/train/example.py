@@ -48,6 +48,7 @@ end_of_text = "<|endoftext|>" # of a tokenizer.json: stands between two files
 token_dtype = "uint16"        # of files of tokens: uint16, int32, int64
 cache = ""                    # by default out/cache
 shuffle = true
+documents = false             # true: tokens attend only those of their own file
 
 [optimizer]                   # fusedops.optim.AdamW
 lr = 3e-3
@@ -101,6 +102,9 @@ max_rollbacks = 2
 every = 10                    # steps between lines; metrics.jsonl has all
 tensorboard = false
 peak_tflops = 0.0             # of a device, for the MFU; 0: measured at the start
+
+[faults]                      # docs/faults.md
+timeout = 600.0               # seconds without progress until a process is said to hang; 0: never
 """
 
 

@@ -19,6 +19,7 @@ from fusedops.train.outcome import Result, Watcher
 from fusedops.train.processes import Stop, joined
 from fusedops.train.setup import Run, prepared
 from fusedops.train.step import Taken, backward, evaluate, update
+from fusedops.train.watch import Watch
 
 _log = logging.getLogger(__name__)
 
@@ -56,15 +57,17 @@ def train(
         True
     """
     config = load_config(source, overrides)
-    with joined(config.device) as ranks, prepared(config, ranks) as run, Stop() as stop:
-        return _loop(run, stop, watcher if ranks.rank == 0 else None)
+    with Stop() as stop, joined(config.device) as ranks, prepared(config, ranks) as run:
+        with Watch(ranks, Path(config.out), config.faults.timeout) as watch:
+            return _loop(run, stop, watch, watcher if ranks.rank == 0 else None)
 
 
-def _loop(run: Run, stop: Stop, watcher: Watcher | None) -> Result:
+def _loop(run: Run, stop: Stop, watch: Watch, watcher: Watcher | None) -> Result:
     config, loss, validation, stopped = run.config, None, None, False
     if watcher is not None:
         watcher.begin(run)
     while run.step < config.steps and not stopped:
+        watch.at(run.step, "step")
         began = time.perf_counter()
         with communication.recorded() as log:
             taken = update(run, backward(run), stop=stop.asked)
@@ -78,6 +81,7 @@ def _loop(run: Run, stop: Stop, watcher: Watcher | None) -> Result:
         run.step, run.position = run.step + 1, run.position + config.batch
         done = run.step == config.steps
         if _due(run.step, config.validation.every) or done:
+            watch.at(run.step, "the validation after step")
             validation = evaluate(run)
             record |= {"validation_loss": validation} if validation is not None else {}
         if run.metrics is not None:
@@ -85,6 +89,7 @@ def _loop(run: Run, stop: Stop, watcher: Watcher | None) -> Result:
         if watcher is not None:
             watcher.show(record)
         if _due(run.step, config.checkpoint.every) or done or stopped:
+            watch.at(run.step, "the checkpoint of step")
             _save(run, last=done or stopped)
     if run.step == config.steps and config.export:
         model: Any = run.parallel.model

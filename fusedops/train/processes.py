@@ -26,6 +26,11 @@ from fusedops._core.checks import UnsupportedError
 from fusedops.parallel import communication
 from fusedops.train.table import InputError
 
+# What the other processes get to end by themselves when one has ended badly after a signal: as
+# torchrun's.
+_GRACE_SECONDS = 30.0
+# Collectives that a process remembers, for the record that a fault leaves (``flight.py``).
+_REMEMBERED = 1000
 # Ctrl-C reaches a process from its terminal and from its parent: that is one wish.
 _SAME_WISH_SECONDS = 2.0
 _MISTAKES = (ValueError, TypeError, UnsupportedError, OSError)
@@ -38,10 +43,11 @@ class Ranks:
         rank: of this one.
         size: how many there are.
         device: that this one computes on.
+        store: by which they found each other.
     """
 
-    def __init__(self, rank: int, size: int, device: torch.device) -> None:
-        self.rank, self.size, self.device = rank, size, device
+    def __init__(self, rank: int, size: int, device: torch.device, store: dist.Store) -> None:
+        self.rank, self.size, self.device, self.store = rank, size, device, store
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -97,12 +103,14 @@ def joined(device: str) -> Iterator[Ranks]:
     if kind == "cuda":
         torch.cuda.set_device(here)
     if dist.is_initialized():
-        yield Ranks(dist.get_rank(), dist.get_world_size(), here)
+        store = dist.distributed_c10d._get_default_store()
+        yield Ranks(dist.get_rank(), dist.get_world_size(), here, store)
         return
-    backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
-    dist.init_process_group(backend, store=_store(), rank=rank, world_size=size)
+    env.set_flight_records(_REMEMBERED)
+    backend, store = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo", _store()
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     try:
-        yield Ranks(rank, size, here)
+        yield Ranks(rank, size, here, store)
     finally:
         dist.destroy_process_group()
 
@@ -154,7 +162,7 @@ def launch(processes: int, arguments: Sequence[str], *, restarts: int = 0) -> in
     """Run ``fusedops`` with these arguments on several processes of this machine.
 
     What ``torchrun --nproc-per-node N -m fusedops ARGUMENTS`` does; SIGTERM and Ctrl-C are passed
-    on, and this process waits until the others have saved.
+    on, and this process waits until the others have saved, however long that takes.
 
     Args:
         processes: how many.
@@ -173,10 +181,13 @@ def launch(processes: int, arguments: Sequence[str], *, restarts: int = 0) -> in
     options = ["--standalone", f"--nproc-per-node={processes}", f"--max-restarts={restarts}"]
     # The agent would give processes thirty seconds to write a checkpoint.
     options += ["--signals-to-handle=SIGQUIT", "-m", "fusedops", *arguments]
+    passing = _Passing()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _pass_on)
+        signal.signal(number, passing)
     try:
         run(parse_args(options))
+    except _Stopped as stopped:
+        return passing.code(stopped.codes)
     except ChildFailedError as error:
         codes = {rank: each.exitcode for rank, each in error.failures.items()}
         # The agent ends the others by SIGTERM; who was killed otherwise could not tell by itself.
@@ -189,9 +200,51 @@ def launch(processes: int, arguments: Sequence[str], *, restarts: int = 0) -> in
     return 0
 
 
-def _pass_on(number: int, frame: FrameType | None) -> None:
-    import psutil
+class _Stopped(BaseException):
+    """The processes were asked to stop, and have ended with these codes."""
 
-    for child in psutil.Process().children():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child.send_signal(number)
+    def __init__(self, codes: list[int]) -> None:
+        self.codes = codes
+
+
+class _Passing:
+    """Passes signals on to the processes, waits until they have ended, and leaves.
+
+    The agent must not see them end: it would take that for a failure, and start them anew.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal: the first, or one that comes while another is handled."""
+        import psutil
+
+        self.count += 1
+        codes: list[int] = []
+        alive, since = psutil.Process().children(), None
+        for child in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.send_signal(number)
+        while alive:
+            gone, alive = psutil.wait_procs(alive, timeout=1.0)
+            codes += [each.returncode or 0 for each in gone]
+            # One that had not come as far as to note the signal leaves the others without it.
+            if any(codes) and since is None:
+                since = time.monotonic()
+            if since is not None and time.monotonic() - since > _GRACE_SECONDS:
+                for each in alive:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        each.kill()
+        raise _Stopped(codes)
+
+    def code(self, codes: list[int]) -> int:
+        """Return the exit code of processes that were asked to stop; tell what they could not."""
+        failed = [each for each in codes if each > 0]
+        killed = any(codes) or not codes
+        if failed or (killed and self.count > 1):
+            return failed[0] if failed else 1
+        if killed:
+            told = "stopped before the first step; the same command begins again, or goes on"
+            print(f"fusedops: {told}", file=sys.stderr)
+        return 0

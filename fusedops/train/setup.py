@@ -131,8 +131,8 @@ def prepared(config: Config, ranks: Ranks) -> Iterator[Run]:
             parallel=parallel,
             optimizer=optimizer,
             scale=scale,
-            train=_sequences(corpus.train, config),
-            validation=_validation(corpus.validation, config),
+            train=_sequences(corpus, config),
+            validation=_validation(corpus, config),
             keeper=keeper,
             guard=guard,
             metrics=None,
@@ -246,15 +246,20 @@ def _options(config: Config) -> dict[str, Any]:
     }
 
 
-def _sequences(stream: torch.Tensor, config: Config) -> Sequences:
-    shuffle = config.data.shuffle
-    return Sequences(stream, config.data.seq_len, seed=config.seed, shuffle=shuffle)
+def _sequences(corpus: corpora.Corpus, config: Config) -> Sequences:
+    length, shuffle, end = config.data.seq_len, config.data.shuffle, _end(corpus, config)
+    return Sequences(corpus.train, length, seed=config.seed, shuffle=shuffle, end=end)
 
 
-def _validation(stream: torch.Tensor, config: Config) -> Sequences | None:
-    if not config.validation.sequences or len(stream) <= config.data.seq_len:
+def _validation(corpus: corpora.Corpus, config: Config) -> Sequences | None:
+    length = config.data.seq_len
+    if not config.validation.sequences or len(corpus.validation) <= length:
         return None
-    return Sequences(stream, config.data.seq_len, seed=0)
+    return Sequences(corpus.validation, length, seed=0, end=_end(corpus, config))
+
+
+def _end(corpus: corpora.Corpus, config: Config) -> int | None:
+    return corpus.end if config.data.documents else None
 
 
 def _peak(config: Config, ranks: Ranks) -> float:

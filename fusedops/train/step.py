@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from fusedops.checkpoint import Restored
+from fusedops.models import Loss
+from fusedops.models.parallelization import dropout_place
 from fusedops.optim import global_norm
 from fusedops.optim.norms import clip_coefficient
+from fusedops.parallel.dropout import place_dropout
 from fusedops.train import precision
-from fusedops.train.data import IGNORED
+from fusedops.train.data import IGNORED, Batch
 from fusedops.train.schedule import learning_rate
 from fusedops.train.setup import Run
 
@@ -55,9 +58,7 @@ def backward(run: Run) -> tuple[float, float]:
     for number, batch in enumerate(rows):
         parallel.begin(last=number == parts - 1)
         _seed_dropout(run, number)
-        shard = parallel.shard_batch(*(each.to(device, non_blocking=True) for each in batch))
-        with precision.computing(config.precision, device):
-            loss = parallel.model(*shard[:2], positions=shard.positions)
+        loss = _loss(run, batch)
         (parallel.loss(loss, targets) * run.scale.value).backward()
         total += loss.total.detach()
         routers += loss.auxiliary.detach()
@@ -113,20 +114,41 @@ def evaluate(run: Run) -> float | None:
     parallel.model.eval()
     for first in range(0, count, size * parallel.data_ranks):
         rows = torch.arange(size) + first + size * parallel.data_rank
-        tokens, labels = run.validation.rows(rows)
-        labels[rows >= count] = IGNORED
-        shard = parallel.shard_batch(tokens.to(device), labels.to(device))
-        with precision.computing(config.precision, device):
-            total += parallel.model(*shard[:2], positions=shard.positions).total
+        batch = run.validation.rows(rows)
+        batch.labels[rows >= count] = IGNORED
+        total += _loss(run, batch).total
     parallel.model.train()
     found = run.ranks.total(total.item() / parallel.config.tp)[0]
     return found / (count * config.data.seq_len)
 
 
+def _loss(run: Run, batch: Batch) -> Loss:
+    """Return what the model makes of this rank's part of sequences."""
+    device = run.ranks.device
+    given = [None if each is None else each.to(device, non_blocking=True) for each in batch]
+    tokens, labels, documents = given
+    assert tokens is not None
+    shard = run.parallel.shard_batch(tokens, labels, document_ids=documents)
+    places = {"positions": shard.positions, "document_ids": shard.document_ids}
+    with precision.computing(run.config.precision, device):
+        return run.parallel.model(*shard[:2], **places)
+
+
 def _seed_dropout(run: Run, number: int) -> None:
-    """Seed what dropout draws from: by step, and alike on ranks that share the same tokens."""
-    mesh = run.parallel.mesh
-    place = 0 if mesh is None else mesh.rank("data")
-    words = repr((run.config.seed, run.step, number, place)).encode()
-    seed = hashlib.blake2b(words, digest_size=8).digest()
+    """Seed what dropout of a micro-batch draws from, by step.
+
+    All ranks draw from one seed, each element by its place among all sequences of the step: the
+    layout changes no number, nor does the cut into micro-batches. Where elements do not know their
+    places (GPUs, context parallelism) seeds are alike on ranks that share the same tokens.
+    """
+    mesh, layout = run.parallel.mesh, run.parallel.config
+    assert mesh is not None
+    words: tuple[int, ...] = (run.config.seed, run.step)
+    if layout.cp > 1 or run.ranks.device.type != "cpu":
+        words += (number, mesh.rank("data"))
+    elif layout.microbatches > 1:
+        place = dropout_place(layout, mesh)
+        part = number * layout.dp + place.batch_part
+        place_dropout(run.parallel.model, replace(place, batch_part=part))
+    seed = hashlib.blake2b(repr(words).encode(), digest_size=8).digest()
     torch.manual_seed(int.from_bytes(seed, "little"))

@@ -48,10 +48,13 @@ def command(file: Path, out: str, *more: str) -> list[str]:
 def interrupted(
     file: Path, out: str, action: Callable[[psutil.Process], None], *more: str
 ) -> tuple[int, str]:
-    """Run the command and do something when it has made 10 steps; return code and stderr."""
+    """Run the command and do something when it has made 15 steps; return code and stderr.
+
+    The second checkpoint, after step 14, waits for the first to be whole.
+    """
     started = subprocess.Popen(command(file, out, *more), stderr=subprocess.PIPE, text=True)
     metrics = file.parent / out / "metrics.jsonl"
-    while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 10):
+    while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 15):
         assert started.poll() is None
         time.sleep(0.05)
     action(psutil.Process(started.pid))
@@ -109,11 +112,27 @@ def test_a_run_that_is_interrupted_ends_with_the_same_bits(file: Path) -> None:
         assert losses(folder / out) == losses(folder / "whole"), out
 
 
+def test_sigterm_before_the_first_step_ends_the_command(file: Path) -> None:
+    started = subprocess.Popen(
+        command(file, "early", "--restarts", "2"), stderr=subprocess.PIPE, text=True
+    )
+    while len(psutil.Process(started.pid).children()) < 2:
+        time.sleep(0.05)
+    started.send_signal(signal.SIGTERM)
+    _, told = started.communicate()
+    assert started.returncode == 0 and "Traceback" not in told, told
+    assert "stopped before the first step" in told or "stopped at step 1 " in told
+    done = subprocess.run(command(file, "early"), capture_output=True, text=True)
+    assert done.returncode == 0 and f"done: {STEPS} steps" in done.stderr
+
+
 def test_a_mistake_is_one_line_of_two_processes(file: Path) -> None:
+    (file.parent / "empty.txt").touch()
     for assignment, message in (
         ("parallel.tp=3", "must be the 2 processes"),
         ("data.train=['nothing']", "the corpus nothing does not exist"),
         ("optimizer.lrr=1", "did you mean 'lr'?"),
+        (f"data.train=['{file.parent}/empty.txt']", "the corpus is empty"),
     ):
         more = ("--set", assignment)
         done = subprocess.run(command(file, "bad", *more), capture_output=True, text=True)

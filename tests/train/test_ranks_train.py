@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
-from train_runs import STEPS, Watching, config, on_ranks, whole
+from train_runs import STEPS, Watching, config, digest, on_ranks, whole
 
 from fusedops._core import dtypes
 from fusedops.train import InputError, loop, train
 from fusedops.train.setup import Run
 
 pytestmark = pytest.mark.distributed
-# Without dropout, whose numbers depend on the layout.
+# Without dropout, whose numbers depend on the layout under context parallelism.
 PLAIN = {"model": {"preset": "tiny-llama"}, "optimizer": {"lr": 3e-3}, "batch": 8}
 # Processes, the step that they stop at, and how they share the work.
 LAYOUTS = (
@@ -25,6 +24,10 @@ LAYOUTS = (
     (2, 9, {"cp": 2}),
     (1, STEPS, {"microbatches": 4}),
 )
+DROPPING = (
+    (2, 3, {"dp": 2}),
+    (2, 6, {"tp": 2, "sp": True, "microbatches": 2}),
+)
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "mesh": ({"parallel": {"tp": 3}}, "dp x tp x pp x cp = 1 x 3 x 1 x 1 = 3 must be the 2"),
     "heads": ({"parallel": {"tp": 2}, "model": {"preset": "tiny-gpt2", "num_heads": 1}}, "heads"),
@@ -32,6 +35,12 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "sequence": ({"parallel": {"tp": 2, "sp": True}}, "tokens of a sequence must be a multiple of"),
     "corpus": ({}, "text.txt is not UTF-8: byte 3"),
     "cache": ({}, "all processes must see that folder"),
+    "empty": ({}, "the corpus is empty: no text in 1 files"),
+    "key": ({"optimizer": {"lrr": 1.0}}, "unknown key 'lrr' in [optimizer]: did you mean 'lr'?"),
+    "model": (
+        {"model": {"preset": "tiny-gpt2", "num_layers": 1}},
+        "is of another model or optimizer",
+    ),
 }
 
 
@@ -50,11 +59,29 @@ def _train(rank: int, folder: str, changes: dict[str, Any], stop: int = 0) -> An
 
 
 def test_a_run_goes_on_in_other_layouts_with_the_losses_of_one_process(tmp_path: Path) -> None:
-    wanted = whole(tmp_path, **PLAIN).records
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number in range(200):
+        text = "".join(f"{n} plus {number} is {n + number}.\n" for n in range(number % 5))
+        (texts / f"{number}.txt").write_text(f"{number}\n{text}")
+    data = {"train": [str(texts)], "seq_len": 32, "documents": True}
+    _assert_same_losses(tmp_path, PLAIN | {"data": data}, LAYOUTS)
+
+
+def test_dropout_draws_the_same_numbers_in_other_layouts(tmp_path: Path) -> None:
+    model = {"preset": "tiny-llama", "dropout": 0.2, "attention_dropout": 0.2}
+    _assert_same_losses(tmp_path, PLAIN | {"model": model, "steps": 6}, DROPPING)
+
+
+def _assert_same_losses(
+    folder: Path, given: dict[str, Any], layouts: tuple[tuple[int, int, dict[str, Any]], ...]
+) -> None:
+    """Assert that a run which goes from layout to layout has the losses of one process."""
+    wanted = whole(folder, **given).records
     found: list[dict[str, Any]] = []
-    for ranks, stop, parallel in LAYOUTS:
-        changes = PLAIN | {"parallel": parallel}
-        results = on_ranks(ranks, _train, str(tmp_path), changes, stop)
+    for ranks, stop, parallel in layouts:
+        changes = given | {"parallel": parallel}
+        results = on_ranks(ranks, _train, str(folder), changes, stop)
         assert all(isinstance(each, tuple) for each in results), results
         assert [each[:2] for each in results] == [(stop, results[0][1])] * ranks
         assert all(not records for *_, records in results[1:])
@@ -62,17 +89,6 @@ def test_a_run_goes_on_in_other_layouts_with_the_losses_of_one_process(tmp_path:
     for key in ("loss", "validation_loss", "grad_norm"):
         one, other = ([each[key] for each in run if key in each] for run in (found, wanted))
         assert one == pytest.approx(other, rel=dtypes.training_difference(STEPS)), key
-
-
-def _digest(run: Run) -> str:
-    """Return a digest of this rank's weights and moments."""
-    found = hashlib.sha256()
-    for parameter in run.parallel.model.parameters():
-        states = run.optimizer.state[parameter]
-        for each in (parameter, *(states[name] for name in sorted(states))):
-            local: Any = each.to_local() if hasattr(each, "to_local") else each
-            found.update(local.detach().contiguous().numpy().tobytes())
-    return found.hexdigest()
 
 
 def _dying(rank: int, folder: str, out: str, die: int) -> tuple[int, str]:
@@ -87,7 +103,7 @@ def _dying(rank: int, folder: str, out: str, die: int) -> tuple[int, str]:
 
     loop.backward = backward
     train(config(Path(folder), out=f"{folder}/{out}", parallel={"zero": 1}))
-    return len(runs), _digest(runs[0])
+    return len(runs), digest(runs[0])
 
 
 def test_a_run_whose_rank_was_killed_ends_with_the_same_bits(tmp_path: Path) -> None:
@@ -128,6 +144,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(tmp_path: Path) -> None:
 
 def _refused(rank: int, folder: str) -> list[str]:
     """Return what each case is refused with."""
+    train(config(Path(folder), out=f"{folder}/other", steps=1))
     told = []
     for case, (changes, _) in BAD.items():
         given = config(Path(folder), **PLAIN | changes)
@@ -136,6 +153,10 @@ def _refused(rank: int, folder: str) -> list[str]:
             data = data | {"seq_len": 33}
         if case == "corpus":
             data = data | {"train": [f"{folder}/bad/text.txt"]}
+        if case == "empty":
+            data = data | {"train": [f"{folder}/bad/empty.txt"]}
+        if case == "model":
+            given = given | {"out": f"{folder}/other"}
         if case == "cache" and rank == 1:
             data = data | {"cache": f"{folder}/elsewhere"}
         try:
@@ -148,6 +169,7 @@ def _refused(rank: int, folder: str) -> list[str]:
 
 def test_a_mistake_is_told_by_all_ranks_and_none_waits(tmp_path: Path) -> None:
     (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "empty.txt").write_text("\n")
     (tmp_path / "bad" / "text.txt").write_bytes(b"tea\xff" * 400)
     config(tmp_path)
     first, second = on_ranks(2, _refused, str(tmp_path))

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from train_runs import STEPS, Watching, config, whole
+from train_runs import STEPS, Died, Watching, config, die, same_bits, whole
 
-from fusedops.models import preset
-from fusedops.train import Result, train
-from fusedops.train.config import Precision, Schedule
+from fusedops._core import dtypes
+from fusedops.models import Transformer, initialize, preset
+from fusedops.train import Result, setup, train
+from fusedops.train.config import Data, Precision, Schedule
 from fusedops.train.metrics import flops_per_token
 from fusedops.train.precision import LossScale
 from fusedops.train.schedule import learning_rate
@@ -23,10 +24,6 @@ from fusedops.train.schedule import learning_rate
 def lines(folder: Path) -> list[dict[str, Any]]:
     text = (folder / "run" / "metrics.jsonl").read_text()
     return [json.loads(each) for each in text.splitlines()]
-
-
-def same_bits(one: Watching, other: Watching) -> bool:
-    return all(map(torch.equal, one.state(), other.state()))
 
 
 def test_the_loss_falls_and_metrics_tell(tmp_path: Path) -> None:
@@ -42,14 +39,7 @@ def test_the_loss_falls_and_metrics_tell(tmp_path: Path) -> None:
         assert each["memory_bytes"] > 2**20 and 0 < each["mfu"] < 1
 
 
-class Died(BaseException):
-    """What a killed process does not get to."""
-
-
 def test_a_run_that_died_goes_on_with_the_same_bits(tmp_path: Path) -> None:
-    def die() -> None:
-        raise Died
-
     wanted = whole(tmp_path)
     with pytest.raises(Died):
         train(config(tmp_path), watcher=Watching(8, die))
@@ -76,6 +66,58 @@ def test_sigterm_saves_and_ends_after_the_step(tmp_path: Path) -> None:
     assert resumed.first == 4 and same_bits(wanted, resumed)
     again = train(config(tmp_path))
     assert again == Result(STEPS, True, None, None, tmp_path / "run")
+
+
+def test_sigterm_during_the_preparation_ends_after_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = setup.corpora.prepare
+
+    def prepare(data: Data, cache: Path) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        plain(data, cache)
+
+    monkeypatch.setattr(setup.corpora, "prepare", prepare)
+    stopped = train(config(tmp_path))
+    assert not stopped.finished and stopped.step == 1
+    assert [each["step"] for each in lines(tmp_path)] == [0]
+
+
+def test_tensorboard_gets_the_metrics(tmp_path: Path) -> None:
+    reason = "tensorboard is not installed"
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_file_loader", reason)
+    train(config(tmp_path, log={"peak_tflops": 1.0, "tensorboard": True}))
+    (path,) = (tmp_path / "run" / "tensorboard").iterdir()
+    found: dict[str, dict[int, float]] = {}
+    for event in events.EventFileLoader(str(path)).Load():
+        for value in event.summary.value:
+            found.setdefault(value.tag, {})[event.step] = value.tensor.float_val[0]
+    for name in ("loss", "lr", "grad_norm", "tokens_per_second", "validation_loss"):
+        wanted = {each["step"]: each[name] for each in lines(tmp_path) if name in each}
+        assert found[name] == pytest.approx(wanted, rel=torch.finfo(torch.float32).eps)
+
+
+def test_documents_do_not_see_each_other(tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    for number in range(90):
+        text = f"{number} is {'more ' * (number % 7)}"
+        (tmp_path / "texts" / f"{number}.txt").write_text(text)
+    data = {"train": [str(tmp_path / "texts")], "seq_len": 32, "documents": True}
+    llama = {"preset": "tiny-llama"}  # whose positions are relative
+    watching = whole(tmp_path, data=data, model=llama, steps=1)
+    run, sizes = watching.run, watching.run.parallel.model.config
+    model = Transformer(sizes, device="meta").to_empty(device="cpu")
+    initialize(model, run.config.seed)
+    total, parts = 0.0, 0
+    for tokens, labels in zip(*run.train.rows(torch.arange(run.config.batch))[:2], strict=True):
+        ends = (tokens == run.train.end).nonzero().flatten() + 1
+        for piece in zip(*(each.tensor_split(ends) for each in (tokens, labels)), strict=True):
+            if piece[0].numel():
+                total += model(*(each[None] for each in piece)).total.item()
+                parts += 1
+    assert parts > 2 * run.config.batch
+    mean = total / (run.config.batch * 32)
+    assert watching.records[0]["loss"] == pytest.approx(mean, rel=dtypes.training_difference(1))
 
 
 def test_options_of_the_optimizer_are_those_of_the_configuration(tmp_path: Path) -> None:

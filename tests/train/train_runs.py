@@ -6,6 +6,7 @@ that has imported everything: starting one takes a tenth of a second instead of 
 
 from __future__ import annotations
 
+import hashlib
 import multiprocessing
 import tempfile
 import traceback
@@ -76,6 +77,31 @@ def whole(folder: Path, **changes: Any) -> Watching:
     out = str(folder / "whole")
     assert train(config(folder, out=out, **changes), watcher=watching).finished
     return watching
+
+
+def same_bits(one: Watching, other: Watching) -> bool:
+    """Return whether two runs have come to the same weights and moments."""
+    return all(map(torch.equal, one.state(), other.state()))
+
+
+class Died(BaseException):
+    """What a killed process does not get to."""
+
+
+def die() -> None:
+    """End a run as nothing in it expects."""
+    raise Died
+
+
+def digest(run: Run) -> str:
+    """Return a digest of this rank's weights and moments."""
+    found = hashlib.sha256()
+    for parameter in run.parallel.model.parameters():
+        states = run.optimizer.state[parameter]
+        for each in (parameter, *(states[name] for name in sorted(states))):
+            local: Any = each.to_local() if hasattr(each, "to_local") else each
+            found.update(local.detach().contiguous().numpy().tobytes())
+    return found.hexdigest()
 
 
 def on_ranks(ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:

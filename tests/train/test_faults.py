@@ -1,0 +1,218 @@
+"""What ``docs/faults.md`` says: each thing that breaks ends the job on all ranks, and is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from train_runs import Died, Watching, config, die, same_bits, whole
+
+from fusedops.train import train
+from fusedops.train.flight import Record
+from fusedops.train.watch import blame
+
+HANGING_SECONDS = 15.0
+PATIENCE_SECONDS = 300.0
+CONFIG = """
+out = "{folder}/run"
+steps = 100000
+batch = 4
+device = "cpu"
+tune_host = false
+model = {{ preset = "tiny-gpt2" }}
+data = {{ train = ["{folder}/text.txt"], seq_len = 32 }}
+checkpoint = {{ every = 5 }}
+log = {{ peak_tflops = 1.0 }}
+faults = {{ timeout = {timeout} }}
+"""
+
+
+def record(rank: int, waits: str | None = None, *, step: int = 3, **groups: int) -> Record:
+    return Record(rank, "host", 100 + rank, step, "step", waits, groups, "")
+
+
+def test_who_waits_for_nobody_is_to_blame() -> None:
+    waits = "all_reduce 7 of the group default_pg"
+    found = {0: record(0, waits, a=7), 1: record(1, a=6), 2: record(2, waits, a=7)}
+    blamed, told = blame(found, 3, [])
+    assert blamed == [1] and told == "process 1 is hanging in step 3, waiting for nobody"
+
+
+def test_who_says_nothing_is_to_blame_before_who_is_slow() -> None:
+    found = {0: record(0, "all_reduce 7 of the group default_pg", a=7)}
+    assert blame(found, 3, [2])[0] == [1]
+    blamed, told = blame(found, 2, [1])
+    assert blamed == [1] and told == "process 1 is still at work, and the others wait"
+
+
+def test_among_those_that_wait_who_is_behind_is_to_blame() -> None:
+    found = {0: record(0, "all_reduce 7 of the group a", a=7), 1: record(1, "wait", a=6, b=2)}
+    blamed, told = blame(found, 2, [])
+    assert blamed == [1] and "process 0 in all_reduce 7 of the group a; process 1 in wait" in told
+    both = {rank: record(rank, "all_reduce 7 of the group a", a=7) for rank in (0, 1)}
+    blamed, told = blame(both, 2, [])
+    assert blamed == [] and "a link is cut" in told
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path: Path) -> None:
+    wanted = whole(tmp_path)
+    with pytest.raises(Died):
+        train(config(tmp_path, checkpoint={"every": 3}), watcher=Watching(8, die))
+    newest = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))[-1]
+    with next(newest.glob("*.distcp")).open("r+b") as file:
+        file.truncate(100)
+    resumed = Watching()
+    train(config(tmp_path), watcher=resumed)
+    passed = resumed.run.notes[1]
+    assert resumed.first == 3 and newest.name in passed and "100 bytes of" in passed
+    assert same_bits(wanted, resumed)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    (tmp_path / "text.txt").write_text("".join(f"{n} and {n} is {2 * n}.\n" for n in range(900)))
+    path = tmp_path / "train.toml"
+    path.write_text(CONFIG.format(folder=tmp_path, timeout=HANGING_SECONDS))
+    return path
+
+
+def ended(started: subprocess.Popen[str]) -> tuple[int, str]:
+    """Return the exit code of a command, which must not hang, and what it told."""
+    try:
+        _, told = started.communicate(timeout=PATIENCE_SECONDS)
+    finally:
+        started.kill()
+    return started.returncode, told
+
+
+def with_fault(file: Path, kind: str) -> tuple[int, str]:
+    """Train on two ranks, of which something happens to the second in step 6."""
+    script = Path(__file__).with_name("faulty_train.py")
+    agent = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    given = [sys.executable, "-m", *agent, kind, "1", "6", "train", str(file)]
+    return ended(subprocess.Popen(given, stderr=subprocess.PIPE, text=True))
+
+
+def records(folder: Path) -> dict[int, dict[str, Any]]:
+    """Return what ranks left of where they stood."""
+    found = [json.loads(each.read_text()) for each in (folder / "run" / "faults").glob("*.json")]
+    return {each["rank"]: each for each in found}
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_rank_that_hangs_is_named_with_its_stack(file: Path) -> None:
+    code, told = with_fault(file, "sleep")
+    assert code == 1
+    said = f"error: no progress for {HANGING_SECONDS:g} seconds: process 1 is hanging in step 6"
+    assert said in told and "in sleep_on" in told and told.count("no progress") == 1
+    found = records(file.parent)
+    assert found.keys() == {0, 1} and found[1]["waits"] is None
+    assert found[0]["waits"].startswith("all_reduce ") and "in backward" in found[0]["stack"]
+    assert len(found[0]["collectives"]) > 6
+    assert {each["retired"] for each in found[0]["collectives"]} == {True, False}
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_rank_that_holds_the_lock_of_the_interpreter_is_named_with_its_stack(file: Path) -> None:
+    code, told = with_fault(file, "lock")
+    assert code == 1 and "process 1 is silent" in told and "in hold_the_lock" in told
+    assert records(file.parent).keys() == {0}
+
+
+def has_steps(folder: Path, count: int, started: subprocess.Popen[str]) -> None:
+    """Wait until a run has made so many steps."""
+    metrics = folder / "run" / "metrics.jsonl"
+    while not (metrics.exists() and len(metrics.read_text().splitlines()) >= count):
+        assert started.poll() is None
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_rank_that_is_stopped_is_named_and_the_command_ends(file: Path) -> None:
+    given = [sys.executable, "-m", "fusedops", "train", str(file), "--processes", "2"]
+    started = subprocess.Popen(given, stderr=subprocess.PIPE, text=True)
+    has_steps(file.parent, 6, started)
+    for child in psutil.Process(started.pid).children():
+        if child.environ().get("RANK") == "1":
+            child.send_signal(signal.SIGSTOP)
+    code, told = ended(started)
+    assert code == 1 and "process 1 is silent" in told and "Traceback" not in told
+    assert records(file.parent).keys() == {0}
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_rank_that_crashes_leaves_its_stack(file: Path) -> None:
+    code, told = with_fault(file, "segment")
+    assert code == 1 and "Fatal Python error: Segmentation fault" in told
+    assert "in string_at" in told and "the other processes are gone" in told
+
+
+@pytest.fixture
+def two_machines() -> Iterator[list[list[str]]]:
+    """Give the commands that run something on each of two machines with a link between them.
+
+    They are network namespaces inside of one of a user of our own: that needs no privilege where
+    the system allows it.
+    """
+    if shutil.which("unshare") is None or shutil.which("ip") is None:
+        pytest.skip("unshare and ip are not installed")
+    names: list[subprocess.Popen[bytes]] = []
+    enters: list[list[str]] = []
+    try:
+        for outside in (["unshare", "-Urn"], None):
+            start = outside or [*enters[0], "unshare", "-n"]
+            names.append(subprocess.Popen([*start, "sleep", "100000"]))
+            time.sleep(1.0)
+            inner = psutil.Process(names[-1].pid)
+            pid = str((inner.children(recursive=True) or [inner])[-1].pid)
+            enters.append(["nsenter", "-t", pid, "-U", "-n", "--preserve-credentials"])
+        link = f"link add link0 type veth peer name link0 netns {pid}"
+        if subprocess.run([*enters[0], "ip", *link.split()], check=False).returncode:
+            pytest.skip("this system allows no network namespaces")
+        for number, enter in enumerate(enters):
+            for words in ("addr add 10.9.8.{}/24 dev link0", "link set link0 up", "link set lo up"):
+                given = words.format(number + 1).split()
+                subprocess.run([*enter, "ip", *given], check=True)
+        yield enters
+    finally:
+        for each in names:
+            for child in psutil.Process(each.pid).children(recursive=True):
+                child.kill()
+            each.kill()
+            each.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_link_that_is_cut_is_an_error_on_all_ranks(
+    file: Path, two_machines: list[list[str]]
+) -> None:
+    started = []
+    for number, enter in enumerate(two_machines):
+        agent = "--nnodes=2 --nproc-per-node=1 --master-addr=10.9.8.1 --master-port=29511"
+        given = [*enter, sys.executable, "-m", "torch.distributed.run", *agent.split()]
+        given += [f"--node-rank={number}", f"--local-addr=10.9.8.{number + 1}"]
+        given += ["-m", "fusedops", "train", str(file)]
+        network = os.environ | {"GLOO_SOCKET_IFNAME": "link0"}
+        started.append(subprocess.Popen(given, stderr=subprocess.PIPE, text=True, env=network))
+    has_steps(file.parent, 6, started[0])
+    subprocess.run([*two_machines[0], "ip", "link", "set", "link0", "down"], check=True)
+    for number, (code, told) in enumerate(map(ended, started)):
+        assert code == 1, told
+        named = f"process {number} waits in vain, and cannot reach the others"
+        assert named in told or "process 1 is silent" in told, told
+    assert records(file.parent).keys() == {0, 1}
