@@ -19,6 +19,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from fusedops.parity.processes import PRELOADED
+
 RANKS = 8
 SIZES = (1, 2, 4, 8)
 TIMEOUT = 120.0
@@ -27,9 +29,7 @@ TIMEOUT = 120.0
 MOST_GROUPS = 40
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(
-    ["torch", "torch.distributed.device_mesh", "torch.distributed.tensor.debug"]
-)
+CONTEXT.set_forkserver_preload([*PRELOADED, "pytest"])
 
 
 class World:

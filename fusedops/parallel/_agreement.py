@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fusedops.parallel.communication import Pending, all_to_all
+
 MAX_CHUNKS = 8
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -31,6 +33,8 @@ _COMPARED = (
 REDUCTIONS = ("home", "node")
 _FIRST_ROWS = 2 + len(_COMPARED)
 _LENGTH = _FIRST_ROWS + 2 * MAX_CHUNKS
+# What an ``Agreement`` and a ``Verdict`` send to each rank: int64.
+NOTE_BYTES, WORD_BYTES = 8 * _LENGTH, 8
 
 # What a note says of its sender's arguments. 0: nothing is wrong.
 BAD_TYPE, BAD_VALUE, BAD_PLAN, TOO_MANY, BETWEEN_NODES = 1, 2, 3, 4, 5
@@ -127,15 +131,18 @@ class Agreement:
             for i, count in enumerate(slots):
                 notes[:, _FIRST_ROWS + MAX_CHUNKS + i] = count
         self._sent, self._received = notes, torch.empty_like(notes)
-        self._work = dist.all_to_all_single(self._received, notes, group=group, async_op=True)
+        self._arriving: Pending | None = all_to_all(
+            notes, group, out=self._received, label="expert counts"
+        )
         self._result: tuple[list[Rows], list[Rows]] | None = None
         self.dropped: list[int] = []
 
     def wait(self) -> tuple[list[Rows], list[Rows]]:
         """Return ``(rows, slots)`` per chunk; raises on every rank when one has a problem."""
         if self._result is None:
-            if self._work is not None:
-                self._work.wait()
+            arriving, self._arriving = self._arriving, None
+            if arriving is not None:
+                arriving.wait()
             # The only wait for the device: the backends need the numbers on the host.
             sent, received = torch.stack((self._sent, self._received)).tolist()
             self._raise(sent, received)
@@ -225,13 +232,10 @@ class Verdict:
     def _ask(self) -> None:
         group, self._sender = self._rest.pop(0)
         self._sent = torch.full((group.size(),), self._word, dtype=torch.int64, device=self._device)
-        self._received = torch.empty_like(self._sent)
-        self._work = dist.all_to_all_single(self._received, self._sent, group=group, async_op=True)
+        self._arriving = all_to_all(self._sent, group, label="expert word")
 
     def _hear(self) -> None:
-        if self._work is not None:
-            self._work.wait()
-        for rank, code in enumerate(self._received.tolist()):
+        for rank, code in enumerate(self._arriving.wait().tolist()):
             if code != 0 and self._problem is None:
                 sender, self._word = self._sender.format(rank), code
                 self._problem = ValueError(f"{self._op}: {sender} {_COMPLAINTS[code]}")

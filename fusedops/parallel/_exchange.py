@@ -19,6 +19,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from fusedops.parallel.communication import Pending, all_to_all
+
 
 class Exchange(Protocol):
     """What is sent, forwards and backwards. Each method is called once per pass, in this order."""
@@ -83,6 +85,7 @@ class Transfer:
         receive: rows from each rank.
         group: the process group.
         room: rows of the result, at least ``sum(receive)``; those behind are left as they are.
+        label: for the log of communications.
     """
 
     def __init__(
@@ -92,25 +95,26 @@ class Transfer:
         receive: Sequence[int],
         group: dist.ProcessGroup,
         room: int | None = None,
+        *,
+        label: str,
     ) -> None:
         arriving = sum(receive)
         rows = rows.contiguous()
-        self._sent = rows  # alive until it has been sent
         self._result = rows.new_empty((arriving if room is None else room, *rows.shape[1:]))
-        self._work = dist.all_to_all_single(
-            _as_words(self._result[:arriving]),
+        self._arriving: Pending | None = all_to_all(
             _as_words(rows),
-            list(receive),
-            list(send),
-            group=group,
-            async_op=True,
+            group,
+            send=send,
+            receive=receive,
+            out=_as_words(self._result[:arriving]),
+            label=label,
         )
 
     def wait(self) -> torch.Tensor:
         """Return the received rows; raises when a rank or a link failed."""
-        if self._work is not None:
-            self._work.wait()
-        self._work, self._sent = None, self._result
+        arriving, self._arriving = self._arriving, None
+        if arriving is not None:
+            arriving.wait()
         return self._result
 
 

@@ -117,7 +117,12 @@ class ToExperts:
             self._bound.check(sum(rows.receive), input.device)
             room = self._bound.rows
         self._transfer = Transfer(
-            payload[: sum(rows.send)], rows.send, rows.receive, self._group, room
+            payload[: sum(rows.send)],
+            rows.send,
+            rows.receive,
+            self._group,
+            room,
+            label="tokens to experts",
         )
 
     def finish(self) -> tuple[torch.Tensor, ...]:
@@ -140,7 +145,9 @@ class ToExperts:
         grad_rows, grad_probs = (grad[: sum(rows.receive)] for grad in grads)
         payload = moe_pack(grad_rows, grad_probs.to(self._layout.prob_dtype))
         room = self._route.order.permutation.numel()
-        self._transfer = Transfer(payload, rows.receive, rows.send, self._group, room)
+        self._transfer = Transfer(
+            payload, rows.receive, rows.send, self._group, room, label="gradients of tokens"
+        )
 
     def finish_backward(self) -> tuple[torch.Tensor, ...]:
         """Return the gradients of ``input`` and ``probs``."""
@@ -191,7 +198,9 @@ class FromExperts:
             rows = rows[: sum(came.receive)]
         else:
             rows = rows.index_select(0, self._order)
-        self._transfer = Transfer(rows, came.receive, came.send, self._group, self._room)
+        self._transfer = Transfer(
+            rows, came.receive, came.send, self._group, self._room, label="experts' results"
+        )
 
     def finish(self) -> tuple[torch.Tensor, ...]:
         """Return them in the order in which the rows were sent; rows behind them are garbage."""
@@ -204,7 +213,9 @@ class FromExperts:
         came = self._came
         grad = grads[0][: sum(came.send)]
         room = self._came_room if self._order is None else None
-        self._transfer = Transfer(grad, came.send, came.receive, self._group, room)
+        self._transfer = Transfer(
+            grad, came.send, came.receive, self._group, room, label="gradients of results"
+        )
 
     def finish_backward(self) -> tuple[torch.Tensor, ...]:
         """Return the gradient of the results."""

@@ -10,6 +10,7 @@ bytes of whole tensors, before they are divided over ``ranks``.
 | ``sequence_layer`` | 4 all-gathers and 4 reduce-scatters | ``8 A (n - 1) / n`` |
 | ``ring_layer`` | ``3 (n - 1)`` keys and values, or their gradients | ``3 K (n - 1) / n`` |
 | ``all_to_all_layer`` | 4 all-to-alls | ``2 (2 Q + K) (n - 1) / n^2`` |
+| ``expert_layer`` | 6 all-to-alls | ``(r + o) (row + result)``, and ``216 (n - 1)`` of words |
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from fusedops.parallel._agreement import NOTE_BYTES, WORD_BYTES
 from fusedops.parallel.communication import Log
 
 
@@ -127,6 +129,25 @@ def all_to_all_layer(ranks: int, queries: int, keys_and_values: int) -> Budget:
     """
     here = (2 * queries + keys_and_values) // ranks
     return Budget({"all_to_all": 4}, 2 * here * (ranks - 1) // ranks)
+
+
+def expert_layer(
+    ranks: int, leaving: int, arriving: int, *, row: int, result: int, chunks: int = 1
+) -> Budget:
+    """Return the budget of experts that ranks share: tokens to them and results back, both ways.
+
+    The ranks tell each other how many rows come, and for each chunk whether all could send.
+
+    Args:
+        ranks: of ``ep``.
+        leaving: rows of this rank for experts of others, of which a token has at most ``top_k``.
+        arriving: rows of other ranks for the experts here.
+        row: bytes of a packed row: activation, probability, id; ``Dispatched.row_bytes``.
+        result: bytes of an expert's result for a row.
+        chunks: of the tokens.
+    """
+    words = (NOTE_BYTES + chunks * WORD_BYTES) * (ranks - 1)
+    return Budget({"all_to_all": 1 + 5 * chunks}, (leaving + arriving) * (row + result) + words)
 
 
 def replicas(ranks: int, parameters: int, marks: int, *, buckets: int) -> Budget:

@@ -7,8 +7,10 @@ from typing import Any
 
 import parity_models
 import pytest
+import torch
 from torch import nn
 
+from fusedops.ops._moe_payload import PayloadLayout
 from fusedops.parallel import budgets, communication
 from fusedops.parallel.budgets import Budget
 from fusedops.parity import Case, threads, token_batch
@@ -29,12 +31,20 @@ def recorded(rank: int, subject: Subject, case: Case) -> communication.Log:
     return log
 
 
-def logs(name: str, layers: int, mesh: dict[str, int], **options: Any) -> list[communication.Log]:
+def logs(
+    name: str,
+    layers: int,
+    mesh: dict[str, int],
+    record: Any = recorded,
+    batch_size: int = BATCH,
+    **options: Any,
+) -> list[Any]:
+    """Return what each rank recorded in a step."""
     factory = partial(parity_models.small, name, num_layers=layers)
     batch = partial(token_batch, vocab_size=WORDS)
     subject = Subject({"": factory}, standard, batch, token_loss, adamw)
-    case = Case(mesh=mesh, options=options, batch_size=BATCH, seq_len=TOKENS)
-    return threads.run(recorded, case.ranks, subject, case)
+    case = Case(mesh=mesh, options=options, batch_size=batch_size, seq_len=TOKENS)
+    return threads.run(record, case.ranks, subject, case)
 
 
 def size_of(module: nn.Module) -> int:
@@ -93,6 +103,41 @@ def test_context_parallel(kind: str, ranks: int) -> None:
     sums = budgets.replicas(ranks, size_of(model), marks, buckets=1)
     found = logs("tiny-gpt2", 3, {"cp": ranks}, context=kind)
     check(found, layer * 3 + sums + said(ranks), exact=kind != "ring")
+
+
+def add_up(counts: torch.Tensor, gate: nn.Module, given: Any, made: Any) -> None:
+    counts += made[1].tokens_per_expert
+
+
+def routed(rank: int, subject: Subject, case: Case) -> tuple[communication.Log, list[int]]:
+    """Return also how many rows the router sends to each expert, in all layers."""
+    counts = torch.zeros(4, dtype=torch.int64)
+    parallel = standard(subject.model(case), None, case)
+    for layer in parallel.model.layers.values():
+        layer.feed_forward.gate.register_forward_hook(partial(add_up, counts))
+    batch = subject.batch(case, case.generator(0))
+    with communication.recorded() as log:
+        parallel.forward_backward(batch)
+    return log, counts.tolist()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_expert_parallel(ranks: int) -> None:
+    mesh, layers = {"dp": ranks}, 3
+    found = logs("tiny-mixtral", layers, mesh, record=routed, batch_size=ranks, ep=ranks)
+    model = parity_models.small("tiny-mixtral", num_layers=layers)
+    copied = [p for name, p in model.named_parameters() if ".experts." not in name]
+    sizes = BYTES * sum(each.numel() for each in copied)
+    sums = budgets.replicas(ranks, sizes, BYTES * len(copied), buckets=1)
+    here = 4 // ranks  # experts
+    for rank, (log, counts) in enumerate(found):
+        mine = slice(rank * here, (rank + 1) * here)
+        leaving = sum(counts) - sum(counts[mine])
+        arriving = sum(sum(each[mine]) for _, each in found) - sum(counts[mine])
+        row = PayloadLayout(HIDDEN, torch.float64, torch.float64, pairs=1).stride
+        exchange = budgets.expert_layer(ranks, leaving, arriving, row=row, result=HIDDEN * BYTES)
+        words = budgets.expert_layer(ranks, 0, 0, row=0, result=0)
+        check([log], exchange + words * (layers - 1) + sums + said(ranks))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

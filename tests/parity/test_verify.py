@@ -14,6 +14,7 @@ import tiny_parallel
 from fusedops import parity
 
 MODELS = {"plain": tiny_parallel.plain, "dropout": tiny_parallel.with_dropout}
+EXPERTS = {"experts": tiny_parallel.with_experts}
 
 # A bug, and a mesh and options with which it shows.
 BUGS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
@@ -33,6 +34,9 @@ BUGS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "loss scale": ({"dp": 2}, {"zero": True}),
     "norm per rank": ({"tp": 2}, {}),
     "buffer reused": ({"dp": 2}, {"offload": True}),
+    "experts as copies": ({"dp": 2}, {"ep": True}),
+    "results out of place": ({"dp": 2}, {"ep": True}),
+    "experts misnumbered": ({"dp": 2}, {"ep": True}),
 }
 
 
@@ -46,6 +50,10 @@ def test_right_code_passes() -> None:
     )
     assert report, report
     assert len(report.passed) + len(report.refused) == 8
+    report = parity.verify(
+        EXPERTS, [{"dp": 2}], parallelize=tiny_parallel.parallelize, options={"ep": [True]}, cases=3
+    )
+    assert len(report.passed) == 3, report
 
 
 def look_for(bug: str, mesh: dict[str, int], **more: Any) -> pytest.ExceptionInfo[Any]:
@@ -53,7 +61,7 @@ def look_for(bug: str, mesh: dict[str, int], **more: Any) -> pytest.ExceptionInf
     options = BUGS[bug][1]
     with pytest.raises(parity.ParityError) as caught:
         parity.verify(
-            MODELS,
+            EXPERTS if "ep" in options else MODELS,
             [mesh],
             parallelize=functools.partial(tiny_parallel.parallelize, bug=bug),
             options={name: [value] for name, value in options.items()},

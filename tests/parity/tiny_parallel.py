@@ -11,6 +11,7 @@ import functools
 from types import SimpleNamespace
 from typing import Any
 
+import tiny_experts
 import torch
 from torch import distributed as dist
 from torch import nn
@@ -55,14 +56,16 @@ class Norm(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self, layout: Layout, dropout: float) -> None:
+    def __init__(self, layout: Layout, dropout: float, experts: bool) -> None:
         super().__init__()
         width = HIDDEN // HEADS * KV_HEADS
         self.layout = layout
         self.attention_norm, self.norm = Norm(), Norm()
         self.query, self.output = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
         self.key, self.value = nn.Linear(HIDDEN, width), nn.Linear(HIDDEN, width)
-        self.up, self.down = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(4 * HIDDEN, HIDDEN)
+        self.experts = tiny_experts.Experts(HIDDEN) if experts else None
+        if not experts:
+            self.up, self.down = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(4 * HIDDEN, HIDDEN)
         self.dropout = Dropout(dropout, layout)
 
     def attend(self, x_BSH: torch.Tensor) -> torch.Tensor:
@@ -81,11 +84,16 @@ class Layer(nn.Module):
 
     def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
         x_BSH = x_BSH + self.dropout(self.attend(self.attention_norm(x_BSH)))
-        return x_BSH + self.dropout(self.down(F.gelu(self.up(self.norm(x_BSH)))))
+        return x_BSH + self.dropout(self.feed_forward(self.norm(x_BSH)))
+
+    def feed_forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
+        if self.experts is not None:
+            return self.experts(x_BSH)
+        return self.down(F.gelu(self.up(x_BSH)))
 
 
 class Decoder(nn.Module):
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self, dropout: float = 0.0, experts: bool = False) -> None:
         super().__init__()
         self.config = SimpleNamespace(vocab_size=VOCAB)
         self.layout = Layout(
@@ -100,7 +108,7 @@ class Decoder(nn.Module):
         )
         self.tokens = nn.Embedding(VOCAB, HIDDEN)
         self.positions = nn.Parameter(torch.randn(64, HIDDEN) / 10)
-        self.layers = nn.ModuleList(Layer(self.layout, dropout) for _ in range(LAYERS))
+        self.layers = nn.ModuleList(Layer(self.layout, dropout, experts) for _ in range(LAYERS))
         self.norm = Norm()
         self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
 
@@ -125,6 +133,10 @@ def plain() -> nn.Module:
 
 def with_dropout() -> nn.Module:
     return Decoder(dropout=0.3)
+
+
+def with_experts() -> nn.Module:
+    return Decoder(experts=True)
 
 
 def local(parameter: torch.Tensor) -> torch.Tensor:
@@ -232,6 +244,9 @@ def parallelize(model: Decoder, mesh: DeviceMesh, case: Case, bug: str = "") -> 
             functools.partial(cp.gather, dim=2), functools.partial(backward, dim=2)
         )
         layout.first_token = lambda tokens: 0 if bug == "positions" else cp.rank * tokens
+    if options.get("ep"):
+        for layer in model.layers:
+            tiny_experts.divide(layer.experts, mesh["dp"], bug)
     if options.get("recompute"):
         layout.recompute = {"preserve_rng_state": bug != "stale recompute"}
     if options.get("offload"):
@@ -351,10 +366,16 @@ def training_step(
             whole = group.sum(whole)
             if not averaged and bug != f"no sum over {'dp' if group is groups.get('dp') else 'cp'}":
                 for parameter in model.parameters():
-                    add(parameter, group)
+                    if bug == "experts as copies" or not divided_over(parameter, group):
+                        add(parameter, group)
         return whole
 
     return forward_backward
+
+
+def divided_over(parameter: nn.Parameter, group: Group) -> bool:
+    """Whether the ranks of a group have other parts of a parameter: experts."""
+    return isinstance(parameter, DTensor) and parameter.device_mesh.get_group() is group.group
 
 
 def add(parameter: nn.Parameter, group: Group) -> None:
