@@ -72,18 +72,21 @@ class Saved:
     folder: Path
 
 
-def newest(root: str | os.PathLike[str]) -> Saved | None:
+def newest(root: str | os.PathLike[str], step: int | None = None) -> Saved | None:
     """Return what the newest checkpoint says of itself, for who has no model to load it into yet.
 
     Of its files the first rank's alone is looked at; ``Checkpointer.load`` looks at all.
 
     Args:
         root: the folder of the checkpoints.
+        step: that of a step alone.
 
     Returns:
         ``None`` where there is no checkpoint whose first file is whole.
     """
     for each in folders.checkpoints(Path(root)):
+        if step is not None and folders.step_of(each) != step:
+            continue
         try:
             record = folders.manifest(each)
             folders.verify(each, record, [_file_of(0)])

@@ -97,18 +97,19 @@ def generate(
             raise SystemExit(launch(processes, sys.argv[1:]))
         from fusedops.generation import Options
 
-        options = Options(
-            tokens=_TOKENS if tokens is None else tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            repetition_penalty=repetition_penalty,
-            seed=seed,
-            samples=samples,
-            beams=beams,
-            length_penalty=length_penalty,
-            cache_size=cache_size,
-        )
+        with _as_mistakes():
+            options = Options(
+                tokens=_TOKENS if tokens is None else tokens,
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                repetition_penalty=repetition_penalty,
+                seed=seed,
+                samples=samples,
+                beams=beams,
+                length_penalty=length_penalty,
+                cache_size=cache_size,
+            )
         from fusedops.generation.load import load
         from fusedops.train.processes import joined
 
@@ -122,7 +123,8 @@ def generate(
                 step=step,
             )
             run = _Run(loaded, prompt, stop or [], options, first=ranks.rank == 0)
-            run.fit(exact=tokens is not None)
+            with _as_mistakes():
+                run.fit(exact=tokens is not None)
             run.say(f"{loaded.description}, {ranks.size} processes on {ranks.device.type}")
             run.show(run.generate())
             if compare:
@@ -131,21 +133,37 @@ def generate(
 
 @contextmanager
 def _told_once(*, first: bool) -> Iterator[None]:
-    """Turn errors of what was given into a line of the first rank and an exit code."""
+    """Turn errors that have a sentence into a line of the first rank and an exit code."""
     try:
         yield
-    except (ValueError, TypeError, files.UserError) as error:
-        if first:
-            print(f"fusedops: error: {error}", file=sys.stderr, flush=True)
-        raise SystemExit(2) from None
-    except RuntimeError as error:
-        from fusedops.checkpoint import CheckpointError
-
-        if not isinstance(error, CheckpointError):
+    except Exception as error:
+        code = _code(error)
+        if code is None:
             raise
         if first:
             print(f"fusedops: error: {error}", file=sys.stderr, flush=True)
-        raise SystemExit(1) from None
+        raise SystemExit(code) from None
+
+
+def _code(error: Exception) -> int | None:
+    """Return the exit code of an error that has a sentence; ``None``: it is a fault of ours."""
+    if isinstance(error, files.UserError):
+        return 2
+    from fusedops.checkpoint import CheckpointError
+    from fusedops.train import InputError
+
+    if isinstance(error, InputError):
+        return 2
+    return 1 if isinstance(error, CheckpointError) else None
+
+
+@contextmanager
+def _as_mistakes() -> Iterator[None]:
+    """Let what is wrong with options and prompts be the user's to put right."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        raise files.UserError(str(error)) from None
 
 
 class _Run:
@@ -174,7 +192,13 @@ class _Run:
         self._words: list[Words] = []
 
     def fit(self, *, exact: bool) -> None:
-        """Ask for no more tokens than there is room for, where no number was given."""
+        """Ask for no more tokens than there is room for, where no number was given.
+
+        Raises:
+            ValueError: a prompt or an option does not fit the model.
+        """
+        from fusedops.generation.sequences import check
+
         rooms = [_TOKENS]
         longest, config = max(len(each) for each in self._prompts), self._model.config
         if config.position_tables:
@@ -183,6 +207,7 @@ class _Run:
             rooms.append(self._options.cache_size + 1 - longest)
         if not exact and min(rooms) > 0:
             self._options = replace(self._options, tokens=min(rooms))
+        check(self._model, self._prompts, self._options)
 
     def say(self, text: str) -> None:
         """Print a line beside the text, on the first rank."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +120,9 @@ def _from_run(
     step: int | None,
 ) -> Loaded:
     root = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
-    saved = newest(root)
+    saved = newest(root, step)
+    if saved is None and newest(root) is not None:
+        raise InputError(f"{folder} has no whole checkpoint of step {step}")
     if saved is None:
         raise InputError(
             f"{folder} is no checkpoint: neither a run of fusedops train with one, nor a folder "
@@ -153,6 +155,6 @@ def _spread(model: Transformer, layout: ParallelConfig, ranks: Ranks) -> Transfo
     else:
         from fusedops.models import parallelize
 
-        model = parallelize(model, replace(layout, sp=False), device=ranks.device)
+        model = parallelize(model, layout, device=ranks.device)
     check_model("generate", model)
     return model

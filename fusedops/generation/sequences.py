@@ -59,8 +59,7 @@ def generate(
         [5, 5]
     """
     options = _options(options, more)
-    rows = _prompts(prompts, options)
-    _check(model, rows, options)
+    rows = check(model, prompts, options)
     if options.beams > 1:
         with _evaluating(model):
             return search(model, rows, options)
@@ -107,9 +106,7 @@ def stream(
     options = _options(options, more)
     if options.beams > 1:
         checks.fail("stream", "beams", "1: the best is known at the end only", options.beams)
-    rows = _prompts(prompts, options)
-    _check(model, rows, options)
-    return _stream(model, rows, options)
+    return _stream(model, check(model, prompts, options), options)
 
 
 def _stream(model: Transformer, prompts: list[torch.Tensor], options: Options) -> Iterator[Token]:
@@ -214,16 +211,18 @@ def _prompts(prompts: Any, options: Options) -> list[torch.Tensor]:
     return found
 
 
-def _check(model: Any, prompts: list[torch.Tensor], options: Options) -> None:
+def check(model: Any, prompts: Any, options: Options) -> list[torch.Tensor]:
+    """Return the tokens of each prompt; raise what ``generate`` would."""
     check_model(_OP, model)
+    rows = _prompts(prompts, options)
     config: TransformerConfig = model.config
-    longest = max(len(each) for each in prompts)
+    longest = max(len(each) for each in rows)
     if config.position_tables:
         _check_room("the model's positions", config.seq_len, longest, options)
     if options.cache_size is not None:
         # The last token is not gone on from.
         _check_room("cache_size", options.cache_size + 1, longest, options)
-    for number, each in enumerate(prompts):
+    for number, each in enumerate(rows):
         low, high = (int(found) for found in each.aminmax())
         if low < 0 or high >= config.vocab_size:
             wanted = f"tokens from 0 to {config.vocab_size - 1}, the words of the vocabulary"
@@ -231,6 +230,7 @@ def _check(model: Any, prompts: list[torch.Tensor], options: Options) -> None:
     for token in options.stop:
         if token >= config.vocab_size:
             checks.fail(_OP, "stop", f"tokens below {config.vocab_size}, the words", token)
+    return rows
 
 
 def _check_room(what: str, size: int, prompt: int, options: Options) -> None:
