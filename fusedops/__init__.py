@@ -20,8 +20,20 @@ from fusedops._core.library import tag_compiled_code as _tag_compiled_code
 from fusedops.ops import *  # noqa: F403
 
 if TYPE_CHECKING:
-    from fusedops import checkpoint, memory, models, nn, optim, parallel, parity, planner, train
+    from fusedops import (
+        checkpoint,
+        generation,
+        memory,
+        models,
+        nn,
+        optim,
+        parallel,
+        parity,
+        planner,
+        train,
+    )
     from fusedops._core.host import tune_host
+    from fusedops.generation import generate
     from fusedops.integrations import (
         PatchReport,
         decompositions,
@@ -37,6 +49,8 @@ __version__ = "0.1.0"
 # Imported when first used: the rest of the package does without them.
 _LAZY = {
     "checkpoint": "fusedops.checkpoint",
+    "generate": "fusedops.generation",
+    "generation": "fusedops.generation",
     "memory": "fusedops.memory",
     "models": "fusedops.models",
     "nn": "fusedops.nn",
@@ -61,6 +75,8 @@ __all__ = [
     "checkpoint",
     "counters",
     "decompositions",
+    "generate",
+    "generation",
     "memory",
     "models",
     "nn",

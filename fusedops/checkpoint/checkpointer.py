@@ -57,6 +57,46 @@ class Restored:
     notes: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class Saved:
+    """What a checkpoint says of itself.
+
+    Attributes:
+        step: at which it was saved.
+        extra: what was given to ``save`` by the first rank.
+        folder: of the checkpoint.
+    """
+
+    step: int
+    extra: Any
+    folder: Path
+
+
+def newest(root: str | os.PathLike[str], step: int | None = None) -> Saved | None:
+    """Return what the newest checkpoint says of itself, for who has no model to load it into yet.
+
+    Of its files the first rank's alone is looked at; ``Checkpointer.load`` looks at all.
+
+    Args:
+        root: the folder of the checkpoints.
+        step: that of a step alone.
+
+    Returns:
+        ``None`` where there is no checkpoint whose first file is whole.
+    """
+    for each in folders.checkpoints(Path(root)):
+        if step is not None and folders.step_of(each) != step:
+            continue
+        try:
+            record = folders.manifest(each)
+            folders.verify(each, record, [_file_of(0)])
+        except folders.Damaged:
+            continue
+        extra = _unpacked((each / _file_of(0)).read_bytes())["extra"]
+        return Saved(record["step"], extra, each)
+    return None
+
+
 class Checkpointer:
     """Keeps the last good checkpoints of a training run in a folder.
 

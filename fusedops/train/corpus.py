@@ -193,19 +193,7 @@ def _are_tokens(files: list[Path]) -> bool:
 def _tokenizer(data: Data) -> Tokenizer:
     if data.tokenizer == BYTES:
         return Tokenizer(257, 256, lambda texts: [_ids_of(each) for each in texts], BYTES)
-    try:
-        import tokenizers
-    except ImportError:
-        raise InputError(
-            "data.tokenizer needs the package tokenizers (pip install 'fusedops[hf]'), or 'bytes'"
-        ) from None
-    try:
-        text = Path(data.tokenizer).read_text(encoding="utf-8")
-        # The package raises bare Exceptions.
-        tokenizer: Any = tokenizers.Tokenizer.from_str(text)
-    except Exception as error:
-        why = getattr(error, "strerror", None) or error
-        raise InputError(f"the tokenizer {data.tokenizer} cannot be read: {why}") from None
+    tokenizer, text = open_tokenizer(data.tokenizer)
     end = tokenizer.token_to_id(data.end_of_text)
     if end is None:
         raise InputError(
@@ -217,6 +205,27 @@ def _tokenizer(data: Data) -> Tokenizer:
 
     digest = hashlib.sha256(text.encode()).hexdigest()
     return Tokenizer(tokenizer.get_vocab_size(), end, encode, f"{digest} {end}")
+
+
+def open_tokenizer(path: str) -> tuple[Any, str]:
+    """Return the tokenizer of a ``tokenizer.json``, and what the file says.
+
+    Raises:
+        InputError: it cannot be read, or the package tokenizers is missing.
+    """
+    try:
+        import tokenizers
+    except ImportError:
+        raise InputError(
+            "data.tokenizer needs the package tokenizers (pip install 'fusedops[hf]'), or 'bytes'"
+        ) from None
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        # The package raises bare Exceptions.
+        return tokenizers.Tokenizer.from_str(text), text
+    except Exception as error:
+        why = getattr(error, "strerror", None) or error
+        raise InputError(f"the tokenizer {path} cannot be read: {why}") from None
 
 
 def _ids_of(text: str) -> torch.Tensor:

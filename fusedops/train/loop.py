@@ -124,7 +124,8 @@ def _save(run: Run, *, last: bool) -> None:
 
     One that cannot be written is told, and the next is tried; without the last one the run fails.
     """
-    extra = {"corpus": run.corpus, "config": asdict(run.config)}
+    model: Any = run.parallel.model
+    extra = {"corpus": run.corpus, "config": asdict(run.config), "model": asdict(model.config)}
     for action in (
         run.keeper.wait,
         lambda: run.keeper.save(

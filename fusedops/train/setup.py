@@ -201,14 +201,23 @@ def layout(config: Config, ranks: Ranks) -> ParallelConfig:
     Raises:
         ValueError: the sizes do not make that many processes, or do not divide the batch.
     """
-    found = table.fill(ParallelConfig, config.parallel, "parallel")
-    others = found.tp * found.cp * found.pp
-    if found.mode != "data" and "dp" not in config.parallel and ranks.size % others == 0:
-        found = replace(found, dp=ranks.size // others)
-    found = found.for_ranks(ranks.size)
+    found = layout_of(config.parallel, ranks.size)
     parts = found.dp * found.microbatches
     check_divides("config", "dp x microbatches", parts, config.batch, "batch")
     return found
+
+
+def layout_of(given: dict[str, Any], ranks: int) -> ParallelConfig:
+    """Return a table of ``ParallelConfig`` as one; ``dp`` is what the ranks leave for it.
+
+    Raises:
+        ValueError: the sizes do not make that many processes.
+    """
+    found = table.fill(ParallelConfig, given, "parallel")
+    others = found.tp * found.cp * found.pp
+    if found.mode != "data" and "dp" not in given and ranks % others == 0:
+        found = replace(found, dp=ranks // others)
+    return found.for_ranks(ranks)
 
 
 def spread(config: Config, sizes: TransformerConfig, ranks: Ranks) -> Parallelized:

@@ -16,7 +16,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fusedops.cli import files
-from fusedops.cli.bench import memory_command, models_command, options, scaling_command
+from fusedops.cli.bench import (
+    generation_command,
+    memory_command,
+    models_command,
+    options,
+    scaling_command,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -45,6 +51,7 @@ app = typer.Typer(
 app.command(cls=models_command.Command)(models_command.models)
 app.command()(memory_command.memory)
 app.command()(scaling_command.scaling)
+app.command()(generation_command.generate)
 
 
 @app.command(

@@ -1,0 +1,97 @@
+"""The command line of ``fusedops bench generate``.
+
+torch is imported inside the functions, as in ``command.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fusedops.cli import files
+from fusedops.cli.bench import options
+
+if TYPE_CHECKING:
+    from fusedops.cli.bench.generation import Row
+
+
+def generate(
+    presets: Annotated[
+        str, typer.Option(help="Comma-separated: whose architectures the models have.")
+    ] = "gpt2,llama3-8b",
+    dtype: Annotated[str, typer.Option(help="Comma-separated.")] = "float32,bfloat16",
+    hidden: Annotated[int, typer.Option(min=64, help="Width; heads have 64.")] = 512,
+    layers: Annotated[int, typer.Option(min=1, help="Number of layers.")] = 4,
+    vocabulary: Annotated[int, typer.Option(min=2, help="Number of words.")] = 4096,
+    sequences: Annotated[int, typer.Option(min=1, help="Side by side.")] = 1,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens to go on from.")] = 16,
+    tokens: Annotated[int, typer.Option(min=1, help="New tokens of each.")] = 64,
+    threads: Annotated[int, typer.Option(min=1, help="Of torch.")] = 2,
+    seconds: Annotated[float, typer.Option(min=0.01, max=3600, help="Time per row.")] = 10.0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows.")] = None,
+) -> None:
+    """Generate with our model, with that of transformers patched, and with that as it is.
+
+    Tokens per second, prompt included, and ours as a multiple of theirs, turn by turn:
+    docs/generation.md. Only a machine that does nothing else gives figures worth quoting.
+    """
+    with files.one_line_errors():
+        files.check_environment()
+        if json_file is not None:
+            files.check_writable(json_file)
+        from fusedops.cli.bench.generation import PRESETS, Work, measure, works
+
+        names = options.words(presets, PRESETS, "preset")
+        dtypes = options.words(dtype, options.DTYPES, "dtype")
+        base = Work(
+            hidden_size=hidden,
+            num_layers=layers,
+            vocab_size=vocabulary,
+            sequences=sequences,
+            prompt=prompt,
+            tokens=tokens,
+        )
+        from fusedops.cli.bench.table import console
+
+        out = console()
+        rows: list[Row] = []
+        with out.status("starting") as status:
+            for work in works(base, names, dtypes):
+                rows += measure(work, seconds, threads, status.update)
+        _show(rows, out)
+        if json_file is not None:
+            files.write_json(json_file, _record(rows, threads))
+
+
+def _show(rows: list[Row], out: Any) -> None:
+    from rich.table import Table
+
+    table = Table(title="generating")
+    for name in ("architecture", "dtype", "by", "tokens/s", "ours to it", "same tokens"):
+        table.add_column(name, justify="left" if name in ("architecture", "by") else "right")
+    for row in rows:
+        low, high = min(row.ratios), max(row.ratios)
+        table.add_row(
+            row.work.preset,
+            row.work.dtype,
+            row.name,
+            f"{row.tokens_per_second:.0f}",
+            f"{row.ratio:.2f} ({low:.2f}-{high:.2f})",
+            f"{row.same:.0%}",
+        )
+    out.print(table)
+
+
+def _record(rows: list[Row], threads: int) -> dict[str, Any]:
+    import torch
+
+    from fusedops.cli.bench import machine
+
+    measured = [
+        asdict(row) | {"tokens_per_second": row.tokens_per_second, "ratio": row.ratio}
+        for row in rows
+    ]
+    return machine.describe(torch.device("cpu")) | {"threads": threads, "rows": measured}

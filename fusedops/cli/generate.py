@@ -1,0 +1,302 @@
+"""``fusedops generate``: text that goes on from a prompt, by a trained model.
+
+The work is ``fusedops.generation``; here are the command line, the terminal and the exit codes: 0
+when the text is there, 1 when no checkpoint is good, 2 for what the user can put right.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fusedops._core import env
+from fusedops.cli import files
+
+if TYPE_CHECKING:
+    from fusedops.generation import Generated, Options
+    from fusedops.generation.load import Loaded
+    from fusedops.generation.text import Words
+
+_TOKENS = 100
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def generate(
+    checkpoint: Annotated[
+        str, typer.Argument(help="Folder of a run of fusedops train, or of a Hugging Face model.")
+    ],
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="Text to go on from; may be given several times.")
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(help="New ones, at most; 100, or what there are positions for.")
+    ] = None,
+    temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Draw from so many tokens; 0: all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Draw from those with so much probability.")] = 1.0,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Above 1: tokens that have come are less likely.")
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+    samples: Annotated[int, typer.Option(help="Texts of each prompt.")] = 1,
+    beams: Annotated[int, typer.Option(help="Keep so many texts, return the likeliest.")] = 1,
+    length_penalty: Annotated[float, typer.Option(help="Above 0: longer beams score more.")] = 1.0,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="Text that ends it; may be given several times.")
+    ] = None,
+    cache_size: Annotated[
+        int | None, typer.Option(help="Tokens that the cache has room for; it grows by default.")
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="bytes, or a tokenizer.json; by default the checkpoint's.")
+    ] = None,
+    step: Annotated[int | None, typer.Option(help="Which checkpoint of a run; the last.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help=f"{', '.join(_DTYPES)}; by default as saved.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    processes: Annotated[int, typer.Option(min=1, help="Processes on this machine.")] = 1,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="parallel.tp=2 and the like; all tp.")
+    ] = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Do it again without the cache and compare.")
+    ] = False,
+) -> None:
+    """Go on from a prompt with a trained model; text comes as it is made.
+
+    A checkpoint of any number of processes is loaded by any other: docs/generation.md.
+    """
+    launched = env.launched()
+    with _told_once(first=launched is None or launched[0] == 0):
+        files.check_environment()
+        from fusedops.train import table
+
+        given = table.override({}, overrides or [])
+        if given.keys() - {"parallel"} or not isinstance(given.get("parallel", {}), dict):
+            raise files.UserError("--set must be of [parallel], such as parallel.tp=2")
+        if not prompt:
+            raise files.UserError("what is there to go on from? --prompt TEXT")
+        if any(not each for each in prompt):
+            raise files.UserError(
+                "--prompt must be a text of one letter at least, got an empty one"
+            )
+        if dtype is not None and dtype not in _DTYPES:
+            raise files.UserError(f"--dtype must be one of {', '.join(_DTYPES)}, got {dtype}")
+        if beams > 1 and stop:
+            raise files.UserError("--stop is not known to --beams, which only tokens end")
+        if launched is None and processes > 1:
+            from fusedops.train import launch
+
+            raise SystemExit(launch(processes, sys.argv[1:]))
+        from fusedops.generation import Options
+
+        with _as_mistakes():
+            options = Options(
+                tokens=_TOKENS if tokens is None else tokens,
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                repetition_penalty=repetition_penalty,
+                seed=seed,
+                samples=samples,
+                beams=beams,
+                length_penalty=length_penalty,
+                cache_size=cache_size,
+            )
+        from fusedops.generation.load import load
+        from fusedops.train.processes import joined
+
+        with joined(device) as ranks:
+            loaded = load(
+                checkpoint,
+                ranks,
+                parallel=given.get("parallel"),
+                dtype=dtype,
+                tokenizer=tokenizer,
+                step=step,
+            )
+            run = _Run(loaded, prompt, stop or [], options, first=ranks.rank == 0)
+            with _as_mistakes():
+                run.fit(exact=tokens is not None)
+            run.say(f"{loaded.description}, {ranks.size} processes on {ranks.device.type}")
+            run.show(run.generate())
+            if compare:
+                run.compare()
+
+
+@contextmanager
+def _told_once(*, first: bool) -> Iterator[None]:
+    """Turn errors that have a sentence into a line of the first rank and an exit code."""
+    try:
+        yield
+    except Exception as error:
+        code = _code(error)
+        if code is None:
+            raise
+        if first:
+            print(f"fusedops: error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(code) from None
+
+
+def _code(error: Exception) -> int | None:
+    """Return the exit code of an error that has a sentence; ``None``: it is a fault of ours."""
+    if isinstance(error, files.UserError):
+        return 2
+    from fusedops.checkpoint import CheckpointError
+    from fusedops.train import InputError
+
+    if isinstance(error, InputError):
+        return 2
+    return 1 if isinstance(error, CheckpointError) else None
+
+
+@contextmanager
+def _as_mistakes() -> Iterator[None]:
+    """Let what is wrong with options and prompts be the user's to put right."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        raise files.UserError(str(error)) from None
+
+
+class _Run:
+    """Prompts that are gone on from, on this process."""
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        prompts: list[str],
+        stops: list[str],
+        options: Options,
+        *,
+        first: bool,
+    ) -> None:
+        self._model, self._text = loaded.model, loaded.text
+        self._texts, self._stops, self._first = prompts, stops, first
+        self._prompts = [loaded.text.encode(each) for each in prompts]
+        for text, each in zip(prompts, self._prompts, strict=True):
+            if not each:
+                raise files.UserError(f"the prompt {text!r} has no token")
+        words = loaded.model.config.vocab_size
+        ends = tuple(each for each in loaded.text.stop if each < words)
+        self._options = replace(options, stop=ends)
+        self._seconds = 0.0
+        self._found: list[Generated] = []
+        self._words: list[Words] = []
+
+    def fit(self, *, exact: bool) -> None:
+        """Ask for no more tokens than there is room for, where no number was given.
+
+        Raises:
+            ValueError: a prompt or an option does not fit the model.
+        """
+        from fusedops.generation.sequences import check
+
+        rooms = [_TOKENS]
+        longest, config = max(len(each) for each in self._prompts), self._model.config
+        if config.position_tables:
+            rooms.append(config.seq_len - longest)
+        if self._options.cache_size is not None:
+            rooms.append(self._options.cache_size + 1 - longest)
+        if not exact and min(rooms) > 0:
+            self._options = replace(self._options, tokens=min(rooms))
+        check(self._model, self._prompts, self._options)
+
+    def say(self, text: str) -> None:
+        """Print a line beside the text, on the first rank."""
+        if self._first:
+            print(text, file=sys.stderr, flush=True)
+
+    def generate(self) -> list[str]:
+        """Return the texts; a single one is written as it comes."""
+        from fusedops.generation import generate, stream
+        from fusedops.generation.text import Words
+
+        count = len(self._prompts) * self._options.samples
+        self._words = [Words(self._text, self._stops) for _ in range(count)]
+        whole = [""] * count
+        alone = count == 1 and self._options.beams == 1
+        if alone:
+            self._write(self._texts[0])
+        begin = time.perf_counter()
+        if self._options.beams > 1:
+            self._found = generate(self._model, self._prompts, self._options)
+            for words, each in zip(self._words, self._found, strict=True):
+                for token in each.tokens[: -1 if each.reason == "stop" else None]:
+                    words.feed(token)
+        else:
+            until = replace(self._options, until=lambda n, made: self._words[n].feed(made[-1]))
+            made: list[list[int]] = [[] for _ in range(count)]
+            reasons = [""] * count
+            for number, token, reason in stream(self._model, self._prompts, until):
+                made[number].append(token)
+                reasons[number] = reason or ""
+                whole[number] += self._told(number, alone)
+            self._found = _generated(made, reasons, self._options.samples)
+        self._seconds = time.perf_counter() - begin
+        for number, words in enumerate(self._words):
+            words.feed(None)
+            whole[number] += self._told(number, alone)
+        if alone:
+            self._write("\n")
+            return []
+        return whole
+
+    def _told(self, number: int, alone: bool) -> str:
+        fresh = self._words[number].take()
+        if alone:
+            self._write(fresh)
+        return fresh
+
+    def show(self, texts: list[str]) -> None:
+        """Print texts that were not written as they came, and how long it took."""
+        samples = self._options.samples
+        for number, text in enumerate(texts):
+            prompt, sample = divmod(number, samples)
+            name = f"{prompt + 1}.{sample + 1}" if samples > 1 else f"{prompt + 1}"
+            head = f"[{name}] " if len(texts) > 1 else ""
+            self._write(f"{head}{self._texts[prompt]}{text}\n")
+        count = sum(len(each.tokens) for each in self._found)
+        self.say(f"{count} tokens, {count / self._seconds:,.0f} tokens/s")
+
+    def compare(self) -> None:
+        """Generate again without a cache, and tell whether tokens differ."""
+        from fusedops.generation import generate
+
+        lengths = [len(each.tokens) for each in self._found]
+        # Strings that end a text are not looked for again: as many tokens are compared.
+        again = replace(self._options, cache=False, cache_size=None, tokens=max(lengths))
+        begin = time.perf_counter()
+        others = generate(self._model, self._prompts, again)
+        seconds = time.perf_counter() - begin
+        same = sum(
+            mine == other
+            for each, others_ in zip(self._found, others, strict=True)
+            for mine, other in zip(each.tokens, others_.tokens, strict=False)
+        )
+        made = sum(len(each.tokens) for each in others)
+        self.say(
+            f"without the cache: {same} of {sum(lengths)} tokens are the same, "
+            f"{made / seconds:,.0f} tokens/s"
+        )
+
+    def _write(self, text: str) -> None:
+        if self._first and text:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+
+def _generated(tokens: list[list[int]], reasons: list[str], samples: int) -> list[Any]:
+    from fusedops.generation import Generated
+
+    return [
+        Generated(number // samples, made, reason)
+        for number, (made, reason) in enumerate(zip(tokens, reasons, strict=True))
+    ]

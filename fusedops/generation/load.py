@@ -1,0 +1,160 @@
+"""A model to generate with, from what ``fusedops train`` saved or from a Hugging Face checkpoint.
+
+Weights are saved by name and whole shape: what any number of processes saved in any layout is
+loaded by any other.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fusedops._core import checks
+from fusedops.checkpoint import Checkpointer, newest
+from fusedops.generation.decoder import check_model
+from fusedops.generation.text import Text
+from fusedops.models import (
+    ParallelConfig,
+    Transformer,
+    TransformerConfig,
+    load_huggingface,
+)
+from fusedops.train import InputError, precision, table
+from fusedops.train.processes import Ranks
+from fusedops.train.setup import layout_of
+
+_CONFIG = "config.json"
+_TOKENIZER = "tokenizer.json"
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model, and what its tokens mean.
+
+    Attributes:
+        model: spread over the processes.
+        text: between text and its tokens.
+        description: where it is from.
+    """
+
+    model: Transformer
+    text: Text
+    description: str
+
+
+def load(
+    source: str | Path,
+    ranks: Ranks,
+    *,
+    parallel: Mapping[str, Any] | None = None,
+    dtype: str | None = None,
+    tokenizer: str | None = None,
+    step: int | None = None,
+) -> Loaded:
+    """Load a model on all processes.
+
+    Args:
+        source: the folder of a run of ``fusedops train``, that of its checkpoints, or a folder with
+            ``config.json`` and safetensors.
+        ranks: the processes.
+        parallel: of ``ParallelConfig``; all ranks are ``tp``'s by default.
+        dtype: of the parameters; ``None``: as they were saved.
+        tokenizer: ``"bytes"`` or a ``tokenizer.json``; ``None``: that of the run or the folder.
+        step: which checkpoint of a run; the newest that is whole by default.
+
+    Raises:
+        InputError: there is no checkpoint, or it does not fit what else is given.
+        CheckpointError: there are checkpoints, and none is good.
+    """
+    folder = Path(source)
+    given = dict(parallel or {}) or {"tp": ranks.size}
+    try:  # all ranks find the same mistakes
+        layout = layout_of(given, ranks.size)
+        if (folder / _CONFIG).is_file():
+            if step is not None:
+                raise InputError(f"--step is of a run of fusedops train, and {folder} is none")
+            return _from_huggingface(folder, ranks, layout, dtype, tokenizer)
+        return _from_run(folder, ranks, layout, dtype, tokenizer, step)
+    except (ValueError, TypeError, checks.UnsupportedError) as error:
+        raise InputError(str(error)) from None
+
+
+def _from_huggingface(
+    folder: Path, ranks: Ranks, layout: ParallelConfig, dtype: str | None, tokenizer: str | None
+) -> Loaded:
+    kind = None if dtype is None else precision.dtype(dtype)
+    model = load_huggingface(folder, device=ranks.device, dtype=kind)
+    text = Text.of(_tokenizer(folder, tokenizer), _ends(folder))
+    return Loaded(_spread(model, layout, ranks), text, str(folder))
+
+
+def _tokenizer(folder: Path, given: str | None) -> str:
+    if given is not None:
+        return given
+    path = folder / _TOKENIZER
+    if not path.is_file():
+        raise InputError(f"{folder} has no {_TOKENIZER}: give --tokenizer bytes, or such a file")
+    return str(path)
+
+
+def _ends(folder: Path) -> tuple[int, ...]:
+    """Return the tokens at which a text ends, as the folder's configurations say."""
+    for name in ("generation_config.json", _CONFIG):
+        path = folder / name
+        if path.is_file():
+            found = json.loads(path.read_bytes()).get("eos_token_id")
+            if found is not None:
+                return tuple(found) if isinstance(found, list) else (found,)
+    return ()
+
+
+def _from_run(
+    folder: Path,
+    ranks: Ranks,
+    layout: ParallelConfig,
+    dtype: str | None,
+    tokenizer: str | None,
+    step: int | None,
+) -> Loaded:
+    root = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
+    saved = newest(root, step)
+    if saved is None and newest(root) is not None:
+        raise InputError(f"{folder} has no whole checkpoint of step {step}")
+    if saved is None:
+        raise InputError(
+            f"{folder} is no checkpoint: neither a run of fusedops train with one, nor a folder "
+            f"with {_CONFIG} and safetensors"
+        )
+    extra = saved.extra
+    if not (isinstance(extra, dict) and {"config", "model"} <= extra.keys()):
+        raise InputError(f"{saved.folder} does not say what its model is: fusedops train does")
+    sizes = table.fill(TransformerConfig, extra["model"], "model")
+    config = extra["config"]
+    held = precision.dtype(config["precision"]["parameters"])
+    text = Text.of(
+        config["data"]["tokenizer"] if tokenizer is None else tokenizer,
+        end_of_text=config["data"]["end_of_text"],
+    )
+    model = _spread(Transformer(sizes, device="meta", dtype=held), layout, ranks)
+    with Checkpointer(root, model) as keeper:
+        restored = keeper.load(step)
+    assert restored is not None
+    if dtype is not None:
+        model.to(precision.dtype(dtype))
+    return Loaded(model, text, f"{folder}, step {restored.step}")
+
+
+def _spread(model: Transformer, layout: ParallelConfig, ranks: Ranks) -> Transformer:
+    """Return the model on this process or on all; without values, ``meta``'s stay to be loaded."""
+    if ranks.size == 1:
+        if next(model.parameters()).is_meta:
+            model.to_empty(device=ranks.device)
+    else:
+        from fusedops.models import parallelize
+
+        model = parallelize(model, layout, device=ranks.device)
+    check_model("generate", model)
+    return model

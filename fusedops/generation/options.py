@@ -1,0 +1,126 @@
+"""What is asked of ``generate``, and what it gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fusedops._core import checks
+
+_OP = "generate"
+_LONGEST_SEED = 2**63
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How sequences go on, and where they end.
+
+    Attributes:
+        tokens: new ones of each sequence, at most.
+        temperature: of the softmax that tokens are drawn from; 0: always the likeliest one.
+        top_k: draw from so many of the likeliest; 0: from all.
+        top_p: draw from the fewest of the likeliest that have so much probability together.
+        repetition_penalty: divides the logits of tokens that stand in the sequence already, prompt
+            included, where they are positive, and multiplies the others.
+        seed: of the draws; a list: of each prompt. A draw depends on the seed, on the number of the
+            sample and on the place in the sequence, not on what else is in the batch.
+        samples: how many sequences of each prompt.
+        beams: sequences of a prompt that are gone on with; the likeliest is the result.
+        length_penalty: exponent of the length that divides the log-probability of a finished beam.
+        stop: tokens that end a sequence; the last one of it then.
+        until: called after each token with the sequence's number and its new tokens; true ends it.
+        cache: whether keys and values are kept; ``False`` computes all tokens anew for each new
+            one, to compare with.
+        cache_size: tokens of a sequence that the cache has room for; ``None``: it grows.
+
+    Raises:
+        ValueError: a value is out of range, or two exclude each other.
+        TypeError: one has the wrong type.
+    """
+
+    tokens: int = 100
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    repetition_penalty: float = 1.0
+    seed: int | Sequence[int] = 0
+    samples: int = 1
+    beams: int = 1
+    length_penalty: float = 1.0
+    stop: Sequence[int] = ()
+    until: Callable[[int, list[int]], bool] | None = None
+    cache: bool = True
+    cache_size: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "samples", "beams"):
+            checks.integer(_OP, name, getattr(self, name), least=1)
+        checks.integer(_OP, "top_k", self.top_k, least=0)
+        checks.finite(_OP, "temperature", self.temperature)
+        if self.temperature < 0:
+            checks.fail(_OP, "temperature", "at least 0", self.temperature)
+        checks.probability(_OP, "top_p", self.top_p)
+        if self.top_p == 0:
+            checks.fail(_OP, "top_p", "more than 0", self.top_p)
+        checks.positive(_OP, "repetition_penalty", self.repetition_penalty)
+        checks.finite(_OP, "length_penalty", self.length_penalty)
+        for seed in [self.seed] if isinstance(self.seed, int) else self.seed:
+            checks.integer(_OP, "seed", seed, least=0)
+            if seed >= _LONGEST_SEED:
+                checks.fail(_OP, "seed", "below 2 ** 63", seed)
+        for token in self.stop:
+            checks.integer(_OP, "stop", token, least=0)
+        checks.flag(_OP, "cache", self.cache)
+        if self.cache_size is not None:
+            checks.integer(_OP, "cache_size", self.cache_size, least=1)
+        self._check_choices()
+
+    def _check_choices(self) -> None:
+        """Raise where something was asked for that would have no effect."""
+        if self.beams > 1:
+            for name, plain in (("temperature", 0), ("samples", 1), ("until", None)):
+                if getattr(self, name) != plain:
+                    wanted = f"{plain} with beams, of which the likeliest is kept"
+                    checks.fail(_OP, name, wanted, getattr(self, name))
+        if self.temperature == 0:
+            for name, unset in (("top_k", 0), ("top_p", 1.0), ("samples", 1)):
+                if getattr(self, name) != unset:
+                    wanted = f"{unset} unless temperature is more than 0: nothing is drawn"
+                    checks.fail(_OP, name, wanted, getattr(self, name))
+
+    def seed_of(self, prompt: int) -> int:
+        """Return the seed of a prompt."""
+        return self.seed if isinstance(self.seed, int) else self.seed[prompt]
+
+
+class Token(NamedTuple):
+    """A token that has come.
+
+    Attributes:
+        sequence: which one goes on: ``prompt * samples + sample``.
+        token: the id.
+        reason: why it is the last one of its sequence: ``"stop"``, ``"until"`` or ``"length"``;
+            ``None``: it is not.
+    """
+
+    sequence: int
+    token: int
+    reason: str | None
+
+
+class Generated(NamedTuple):
+    """A sequence that is done.
+
+    Attributes:
+        prompt: number of the prompt that it goes on.
+        tokens: the new ones.
+        reason: why it ended: ``"stop"``, ``"until"`` or ``"length"``.
+        score: of beams: the log-probability of the new tokens, divided by their number to the power
+            of ``length_penalty``; else ``None``.
+    """
+
+    prompt: int
+    tokens: list[int]
+    reason: str
+    score: float | None = None

@@ -1,0 +1,148 @@
+"""Which token follows, given the logits: the likeliest one, or one that is drawn.
+
+Draws are numbered: that of a place in a sequence is a word of Philox whose key is the seed and
+whose counter is the place, so that it depends on nothing else. A draw picks from the cumulative
+probabilities of the tokens that are left, the likeliest first.
+
+Letters of shapes: R rows, V words, K words that are left, P places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fusedops._core.philox import philox4x32
+from fusedops.generation.options import Options
+
+_LOW = 0xFFFFFFFF
+# Draws are made for so many places at once: a hundred small operations each time.
+_PLACES = 256
+
+
+class Chooser:
+    """The next tokens of some rows.
+
+    Args:
+        options: temperature and the like.
+        prompts: the tokens of each row so far, int64.
+        seeds: of each row.
+        samples: number of each row among those of its prompt.
+        words: of the vocabulary.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        prompts: Sequence[torch.Tensor],
+        seeds: Sequence[int],
+        samples: Sequence[int],
+        words: int,
+        device: torch.device,
+    ) -> None:
+        self._options = options
+        self._lengths = [len(each) for each in prompts]
+        self._keys = list(zip(seeds, samples, strict=True))
+        self._device = device
+        self._rows = torch.arange(len(prompts), device=device)
+        self._step = 0
+        self._drawn = torch.empty(len(prompts), 0, dtype=torch.float64, device=device)
+        self._seen = None
+        if options.repetition_penalty != 1.0:
+            self._seen = seen_by(prompts, words, device)
+
+    @torch.inference_mode()
+    def select(self, rows: torch.Tensor) -> None:
+        """Go on with these rows."""
+        kept = rows.tolist()
+        self._lengths = [self._lengths[each] for each in kept]
+        self._keys = [self._keys[each] for each in kept]
+        self._drawn = self._drawn[rows]
+        self._rows = self._rows[: len(kept)]
+        if self._seen is not None:
+            self._seen = self._seen[rows]
+
+    @torch.inference_mode()
+    def choose(self, logits_RV: torch.Tensor) -> torch.Tensor:
+        """Return the next token of each row, ``[R]`` int64."""
+        options = self._options
+        logits_RV = penalised(logits_RV, self._seen, options.repetition_penalty)
+        if options.temperature == 0.0:
+            tokens_R = logits_RV.argmax(-1)
+        else:
+            tokens_R = draw(logits_RV, self._draws(), options)
+        self._step += 1
+        if self._seen is not None:
+            self._seen[self._rows, tokens_R] = True
+        return tokens_R
+
+    def _draws(self) -> torch.Tensor:
+        """Return the draws of this step, ``[R]``."""
+        place = self._step % _PLACES
+        if place == 0:
+            firsts = [each + self._step for each in self._lengths]
+            self._drawn = uniforms(self._keys, firsts, _PLACES, self._device)
+        return self._drawn[:, place]
+
+
+def uniforms(
+    keys: Sequence[tuple[int, int]], firsts: Sequence[int], places: int, device: torch.device
+) -> torch.Tensor:
+    """Return numbers in [0, 1), ``[R, P]`` float64.
+
+    Args:
+        keys: seed and number of the sample of each row.
+        firsts: place in its sequence of each row's first draw.
+        places: how many follow one another.
+        device: of the result.
+    """
+
+    def column(values: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device).reshape(-1, 1)
+
+    seeds, samples = column([seed for seed, _ in keys]), column([each for _, each in keys])
+    place_RP = column(firsts) + torch.arange(places, device=device)
+    counter = place_RP & _LOW, place_RP >> 32, samples, torch.zeros_like(samples)
+    high, low, *_ = philox4x32(counter, (seeds & _LOW, seeds >> 32))
+    # The 53 bits that float64 has.
+    return ((high << 21) | (low >> 11)).double() * 2.0**-53
+
+
+def draw(logits_RV: torch.Tensor, draws_R: torch.Tensor, options: Options) -> torch.Tensor:
+    """Return the token that each row's draw picks, ``[R]`` int64."""
+    words = logits_RV.shape[-1]
+    wide_RV = logits_RV.float() / options.temperature
+    some = min(options.top_k or words, words)
+    if some < words or options.top_p < 1.0:
+        left_RK, tokens_RK = wide_RV.topk(some, sorted=True)
+    else:
+        left_RK, tokens_RK = wide_RV, None
+    likely_RK = left_RK.softmax(-1)
+    below_RK = likely_RK.cumsum(-1, dtype=torch.float64)
+    if options.top_p < 1.0:
+        # A token stays unless those before it have enough together: the first one always does.
+        likely_RK = likely_RK.masked_fill(below_RK - likely_RK >= options.top_p, 0.0)
+        below_RK = likely_RK.cumsum(-1, dtype=torch.float64)
+    wanted_R1 = (draws_R * below_RK[:, -1]).unsqueeze(-1)
+    picked_R1 = torch.searchsorted(below_RK, wanted_R1, right=True).clamp_(max=some - 1)
+    found_R1 = picked_R1 if tokens_RK is None else tokens_RK.gather(-1, picked_R1)
+    return found_R1.squeeze(-1)
+
+
+def seen_by(prompts: Sequence[torch.Tensor], words: int, device: torch.device) -> torch.Tensor:
+    """Return which words each prompt has, ``[R, V]`` bool."""
+    seen_RV = torch.zeros(len(prompts), words, dtype=torch.bool, device=device)
+    for row, each in enumerate(prompts):
+        seen_RV[row, each.to(device)] = True
+    return seen_RV
+
+
+def penalised(
+    scores_RV: torch.Tensor, seen_RV: torch.Tensor | None, penalty: float
+) -> torch.Tensor:
+    """Return scores of which those of words that were seen are less."""
+    if seen_RV is None:
+        return scores_RV
+    less_RV = torch.where(scores_RV < 0, scores_RV * penalty, scores_RV / penalty)
+    return torch.where(seen_RV, less_RV, scores_RV)

@@ -1,0 +1,244 @@
+"""``generate`` and ``stream``: sequences that go on from prompts, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from fusedops._core import checks
+from fusedops.generation.beams import search
+from fusedops.generation.decoder import check_model, decoder_for
+from fusedops.generation.options import Generated, Options, Token
+from fusedops.generation.ranks import Shares
+from fusedops.generation.sampling import Chooser
+from fusedops.models import Transformer, TransformerConfig
+
+_OP = "generate"
+
+
+def generate(
+    model: Transformer, prompts: Any, options: Options | None = None, **more: Any
+) -> list[Generated]:
+    """Let a model go on from prompts.
+
+    Args:
+        model: a causal ``fusedops.models.Transformer``, in any dtype; or what ``parallelize`` made
+            of one (``tp``, ``dp``, ``ep``, ``sp``): then all processes call this with the same
+            arguments, and each gets all sequences. Dropout is off meanwhile.
+        prompts: tokens, int64: ``[S]`` of one prompt, ``[B, S]``, or a list with the tokens of each
+            (tensors or lists of numbers), which may have different lengths.
+        options: how.
+        **more: options by their names: ``tokens=50, temperature=0.8``.
+
+    Returns:
+        The sequences, those of the first prompt first.
+
+    Raises:
+        ValueError: a prompt is empty, or longer than the positions or the cache leave room for; a
+            token is no word; options exclude each other.
+        TypeError: an argument has the wrong type, or an option is unknown.
+        UnsupportedError: the model is spread over ``cp`` or ``pp``.
+
+    Note:
+        Each token is computed once: keys and values are kept. Without sampling, tokens are those of
+        a recomputation from the start, up to ties within rounding. On the CPU a prompt's logits are
+        the same bits alone and in any batch, unless the model has experts. Experts take all tokens
+        that come, whatever their ``capacity_factor`` in training.
+
+    Example:
+        >>> import fusedops
+        >>> from fusedops.models import Transformer, preset
+        >>> model = Transformer(preset("tiny-llama"))
+        >>> found = fusedops.generate(model, [[1, 2, 3], [4]], tokens=5)
+        >>> [len(each.tokens) for each in found]
+        [5, 5]
+    """
+    options = _options(options, more)
+    rows = check(model, prompts, options)
+    if options.beams > 1:
+        with _evaluating(model):
+            return search(model, rows, options)
+    found: list[list[int]] = [[] for _ in range(len(rows) * options.samples)]
+    reasons = [""] * len(found)
+    for token in _stream(model, rows, options):
+        found[token.sequence].append(token.token)
+        reasons[token.sequence] = token.reason or ""
+    return [
+        Generated(number // options.samples, tokens, reason)
+        for number, (tokens, reason) in enumerate(zip(found, reasons, strict=True))
+    ]
+
+
+def stream(
+    model: Transformer, prompts: Any, options: Options | None = None, **more: Any
+) -> Iterator[Token]:
+    """Do as ``generate``, and give each token as soon as it is known.
+
+    The arguments are checked at once. Of a model that is spread over processes all of them take all
+    tokens. Beams are not known before the end.
+
+    Args:
+        model: as of ``generate``.
+        prompts: as of ``generate``.
+        options: as of ``generate``, without ``beams``.
+        **more: as of ``generate``.
+
+    Returns:
+        The tokens, a round of all sequences that are not done at a time.
+
+    Raises:
+        ValueError: as ``generate``, or there are ``beams``.
+        TypeError: as ``generate``.
+        UnsupportedError: as ``generate``.
+
+    Example:
+        >>> from fusedops.generation import stream
+        >>> from fusedops.models import Transformer, preset
+        >>> model = Transformer(preset("tiny-gpt2"))
+        >>> [each.reason for each in stream(model, [1, 2], tokens=3)]
+        [None, None, 'length']
+    """
+    options = _options(options, more)
+    if options.beams > 1:
+        checks.fail("stream", "beams", "1: the best is known at the end only", options.beams)
+    return _stream(model, check(model, prompts, options), options)
+
+
+def _stream(model: Transformer, prompts: list[torch.Tensor], options: Options) -> Iterator[Token]:
+    size = options.samples
+    device = model.embedding.tokens.weight.device
+    shares = Shares(model, len(prompts), device)
+    mine = [prompts[each] for each in shares.mine]
+    numbers = [each * size + sample for each in shares.mine for sample in range(size)]
+    told: list[list[int]] = [[] for _ in range(len(prompts) * size)]
+    open_ = set(range(len(told)))
+    with _evaluating(model):
+        most = max(len(each) for each in prompts) + options.tokens
+        decoder = decoder_for(model, most, options)
+        logits = decoder.prefill(mine)
+        if size > 1:
+            rows = torch.arange(len(mine), device=device).repeat_interleave(size)
+            decoder.select(rows)
+            logits = logits[rows]
+        chooser = Chooser(
+            options,
+            [prompts[each // size] for each in numbers],
+            [options.seed_of(each // size) for each in numbers],
+            [each % size for each in numbers],
+            model.config.vocab_size,
+            device,
+        )
+        while True:
+            tokens = chooser.choose(logits)
+            for number, token in enumerate(shares.join(tokens, numbers, size)):
+                if number in open_:
+                    told[number].append(token)
+                    reason = _ends(number, told[number], options)
+                    if reason is not None:
+                        open_.discard(number)
+                    yield Token(number, token, reason)
+            if not open_:
+                return
+            rest = [row for row, number in enumerate(numbers) if number in open_]
+            # Rows that are done are left out when they are the half: copying stays cheap.
+            if 2 * len(rest) <= len(numbers) and numbers:
+                rows = torch.tensor(rest, dtype=torch.int64, device=device)
+                decoder.select(rows)
+                chooser.select(rows)
+                numbers, tokens = [numbers[row] for row in rest], tokens[rows]
+            logits = decoder.step(tokens)
+
+
+def _ends(number: int, tokens: list[int], options: Options) -> str | None:
+    """Return why a sequence ends after these tokens, or ``None``."""
+    if tokens[-1] in options.stop:
+        return "stop"
+    if options.until is not None and options.until(number, tokens):
+        return "until"
+    return "length" if len(tokens) == options.tokens else None
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Switch dropout off; each module is again what it was afterwards."""
+    training = [each for each in model.modules() if each.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for each in training:
+            each.training = True
+
+
+def _options(options: Any, more: dict[str, Any]) -> Options:
+    if options is not None and not isinstance(options, Options):
+        got = checks.type_name(options)
+        raise TypeError(f"{_OP}: options must be fusedops.generation.Options, got {got}")
+    return replace(options or Options(), **more)
+
+
+def _prompts(prompts: Any, options: Options) -> list[torch.Tensor]:
+    """Return the tokens of each prompt, int64 on the CPU."""
+    rows: list[Any]
+    if isinstance(prompts, torch.Tensor):
+        rows = [prompts] if prompts.dim() == 1 else list(prompts)
+    else:
+        rows = list(prompts)
+        if rows and all(isinstance(each, int) for each in rows):
+            rows = [rows]
+    if not rows:
+        checks.fail(_OP, "prompts", "one at least", "none")
+    found = []
+    for number, each in enumerate(rows):
+        name = f"prompt {number}"
+        if not isinstance(each, torch.Tensor):
+            for token in each:
+                checks.integer(_OP, name, token)
+            each = torch.tensor(each, dtype=torch.int64)
+        checks.index_tensor(_OP, name, each, dtypes=(torch.int64, torch.int32))
+        if each.dim() != 1:
+            checks.fail(_OP, name, "of shape [tokens]", list(each.shape))
+        if not len(each):
+            checks.fail(_OP, name, "at least one token, to go on from", "none")
+        found.append(each.detach().to("cpu", torch.int64))
+    if not isinstance(options.seed, int) and len(options.seed) != len(found):
+        checks.fail(_OP, "seed", f"one number, or {len(found)}, one a prompt", len(options.seed))
+    return found
+
+
+def check(model: Any, prompts: Any, options: Options) -> list[torch.Tensor]:
+    """Return the tokens of each prompt; raise what ``generate`` would."""
+    check_model(_OP, model)
+    rows = _prompts(prompts, options)
+    config: TransformerConfig = model.config
+    longest = max(len(each) for each in rows)
+    if config.position_tables:
+        _check_room("the model's positions", config.seq_len, longest, options)
+    if options.cache_size is not None:
+        # The last token is not gone on from.
+        _check_room("cache_size", options.cache_size + 1, longest, options)
+    for number, each in enumerate(rows):
+        low, high = (int(found) for found in each.aminmax())
+        if low < 0 or high >= config.vocab_size:
+            wanted = f"tokens from 0 to {config.vocab_size - 1}, the words of the vocabulary"
+            checks.fail(_OP, f"prompt {number}", wanted, low if low < 0 else high)
+    for token in options.stop:
+        if token >= config.vocab_size:
+            checks.fail(_OP, "stop", f"tokens below {config.vocab_size}, the words", token)
+    return rows
+
+
+def _check_room(what: str, size: int, prompt: int, options: Options) -> None:
+    if prompt + options.tokens <= size:
+        return
+    room = size - prompt
+    hint = f"at most {room} tokens more" if room > 0 else "the prompt alone is too long"
+    raise ValueError(
+        f"{_OP}: {what} must have room for {prompt} tokens of the prompt and {options.tokens} "
+        f"more, got {size}: {hint}"
+    )

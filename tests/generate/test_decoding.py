@@ -1,0 +1,220 @@
+"""Tokens with a cache are those without, each computed once, whatever else is in the batch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fusedops
+from fusedops.generation import Decoder, stream
+from fusedops.models import TINY, Transformer, TransformerConfig
+
+PROMPTS = [[5, 17, 3, 99, 250], [7], [200, 1, 1, 30, 8, 8, 121, 64, 2]]
+DECODERS = sorted(name for name, each in TINY.items() if each.causal)
+
+
+def made(config: TransformerConfig, **more: Any) -> Transformer:
+    """Return a model whose tokens vary; large weights keep the best ones apart."""
+    return Transformer(replace(config, initializer_range=0.2, **more)).eval()
+
+
+def recomputed(model: Transformer, prompt: list[int], tokens: list[int]) -> list[int]:
+    """Return the likeliest token at each place of the whole sequence."""
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + tokens[:-1]]))[0, len(prompt) - 1 :]
+    return logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_tokens_are_those_of_a_recomputation(name: str) -> None:
+    # Generating drops no token, whatever the capacity in training.
+    limited = made(TINY[name])
+    model = made(TINY[name], capacity_factor=None)
+    model.load_state_dict(limited.state_dict())
+    found = fusedops.generate(limited, PROMPTS, tokens=24)
+    assert len({token for each in found for token in each.tokens}) > 8
+    for prompt, each in zip(PROMPTS, found, strict=True):
+        assert each.tokens == recomputed(model, prompt, each.tokens)
+        assert each.reason == "length"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_tokens_without_a_cache_are_the_same(dtype: torch.dtype) -> None:
+    model = made(TINY["tiny-llama"], sliding_window=6).to(dtype)
+    found = fusedops.generate(model, PROMPTS, tokens=12)
+    if dtype == torch.float64:
+        assert fusedops.generate(model, PROMPTS, tokens=12, cache=False) == found
+        for prompt, each in zip(PROMPTS, found, strict=True):
+            assert each.tokens == recomputed(model, prompt, each.tokens)
+    # Rounding decides between tokens that are almost alike; alone it rounds in the same way.
+    for prompt, each in zip(PROMPTS, found, strict=True):
+        assert fusedops.generate(model, prompt, tokens=12)[0].tokens == each.tokens
+
+
+def _logits(model: Transformer, prompts: list[list[int]], tokens: list[list[int]]) -> torch.Tensor:
+    """Return the logits after prompts and after each of some tokens, ``[R, 1 + tokens, V]``."""
+    decoder = Decoder(model, 64)
+    found = [decoder.prefill([torch.tensor(each) for each in prompts])]
+    found += [decoder.step(step) for step in torch.tensor(tokens).unbind(1)]
+    return torch.stack(found, 1)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_prompt_has_the_same_logits_alone_and_in_a_batch(name: str) -> None:
+    model = made(TINY[name])
+    following = [[11, 12, 13], [21, 22, 23], [31, 32, 33]]
+    together = _logits(model, PROMPTS, following)
+    for row, (prompt, tokens) in enumerate(zip(PROMPTS, following, strict=True)):
+        alone = _logits(model, [prompt], [tokens])[0]
+        if model.config.sparse_layers:
+            # The router's product is torch's, which promises no bits.
+            torch.testing.assert_close(together[row], alone)
+        else:
+            assert torch.equal(together[row], alone)
+
+
+class _Counted(TorchDispatchMode):
+    """Counts operators and the numbers that they return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+        self.numbers = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        self.calls[str(func)] += 1
+        if not func.is_view and isinstance(found, torch.Tensor) and "index_put" not in str(func):
+            self.numbers += found.numel()
+        return found
+
+
+def test_the_work_of_a_token_does_not_depend_on_those_before_it() -> None:
+    model = made(TINY["tiny-llama"], seq_len=512)
+    decoder = Decoder(model, 512, capacity=512)
+    logits = decoder.prefill([torch.tensor(each) for each in PROMPTS])
+    counts = []
+    for _ in range(300):
+        with _Counted() as counted:
+            logits = decoder.step(logits.argmax(-1))
+        counts.append((counted.calls, counted.numbers))
+    assert all(each == counts[0] for each in counts)
+    assert counts[0][0]["fusedops.attention_decode.default"] == model.config.num_layers
+
+
+def test_a_cache_that_grows_copies_less_than_it_holds() -> None:
+    model = made(TINY["tiny-gpt2"], seq_len=1024)
+    decoder = Decoder(model, 1000)
+    logits, capacities = decoder.prefill([torch.tensor([1]), torch.tensor([2])]), set()
+    for _ in range(999):
+        logits = decoder.step(logits.argmax(-1))
+        capacities.add(decoder.cache.capacity)
+    assert capacities == {64, 128, 256, 512, 1000}
+    config = model.config
+    held = 2 * config.num_layers * 2 * config.key_width * 1000
+    assert 0 < decoder.cache.copied < held
+
+
+def test_what_ends_a_sequence() -> None:
+    model = made(TINY["tiny-llama"])
+    whole = [each.tokens for each in fusedops.generate(model, PROMPTS, tokens=16)]
+    stop = whole[0][5]
+    found = fusedops.generate(model, PROMPTS, tokens=16, stop=[stop])
+    for tokens, each in zip(whole, found, strict=True):
+        until = tokens.index(stop) + 1 if stop in tokens else 16
+        assert each.tokens == tokens[:until]
+        assert each.reason == ("stop" if stop in tokens else "length")
+    assert found[0].reason == "stop"
+    lengths = [3, 16, 1]
+    ended = fusedops.generate(
+        model, PROMPTS, tokens=20, until=lambda number, made: len(made) == lengths[number]
+    )
+    assert [each.tokens for each in ended] == [w[:n] for w, n in zip(whole, lengths, strict=True)]
+    assert {each.reason for each in ended} == {"until"}
+
+
+def test_a_stream_gives_rounds_of_tokens_and_leaves_the_model_as_it_was() -> None:
+    model = made(TINY["tiny-mixtral"], dropout=0.1, capacity_factor=1.0).train()
+    model.layers["0"].eval()
+    before = [
+        [each.training for each in model.modules()],
+        [each.attention.core for each in model.layers.values()],
+        [each.feed_forward.gate.options for each in model.layers.values()],
+        model.head.project,
+    ]
+    told = []
+    for token in stream(model, PROMPTS[:2], tokens=3):
+        assert not torch.is_inference_mode_enabled() and torch.is_grad_enabled()
+        told.append(token)
+    assert [each.sequence for each in told] == [0, 1] * 3
+    assert [each.reason for each in told] == [None] * 4 + ["length"] * 2
+    expected = fusedops.generate(model, PROMPTS[:2], tokens=3)
+    assert [each.tokens for each in expected] == [[t.token for t in told[n::2]] for n in (0, 1)]
+    after = [
+        [each.training for each in model.modules()],
+        [each.attention.core for each in model.layers.values()],
+        [each.feed_forward.gate.options for each in model.layers.values()],
+        model.head.project,
+    ]
+    assert before == after
+
+
+BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "an empty prompt": (lambda: go([[1], []]), ValueError, "prompt 1 must be at least one token"),
+    "no prompt": (lambda: go([]), ValueError, "prompts must be one at least"),
+    "a word that is none": (lambda: go([256]), ValueError, "from 0 to 255"),
+    "a prompt of letters": (lambda: go(["a"]), TypeError, "prompt 0 must be"),
+    "fractions": (lambda: go(torch.ones(2)), TypeError, "prompt 0"),
+    "past the positions": (lambda: go([1] * 60, tokens=5), ValueError, "at most 4 tokens more"),
+    "a prompt past them": (lambda: go([1] * 64), ValueError, "the prompt alone is too long"),
+    "a small cache": (
+        lambda: go([1] * 8, tokens=9, cache_size=15),
+        ValueError,
+        "cache_size must have room for 8 tokens of the prompt and 9 more, got 16: at most 8",
+    ),
+    "an encoder": (
+        lambda: fusedops.generate(Transformer(TINY["tiny-bert"]), [1]),
+        ValueError,
+        "model must be a decoder",
+    ),
+    "another module": (
+        lambda: fusedops.generate(torch.nn.Linear(2, 2), [1]),  # type: ignore[arg-type]
+        TypeError,
+        "model must be a fusedops.models.Transformer",
+    ),
+    "an option that is none": (lambda: go([1], token=2), TypeError, "token"),
+    "top_k and no draw": (lambda: go([1], top_k=2), ValueError, "unless temperature"),
+    "draws of beams": (lambda: go([1], beams=2, temperature=1.0), ValueError, "with beams"),
+    "too few seeds": (lambda: go([[1], [2]], seed=[1]), ValueError, "one number, or 2"),
+    "a stop that is no word": (lambda: go([1], stop=[256]), ValueError, "stop must be tokens"),
+    "a cold below zero": (lambda: go([1], temperature=-1.0), ValueError, "at least 0"),
+    "a stream of beams": (lambda: stream(gpt2(), [1], beams=2), ValueError, "at the end only"),
+}
+
+
+def gpt2() -> Transformer:
+    return Transformer(TINY["tiny-gpt2"])
+
+
+def go(prompts: Any, **more: Any) -> Any:
+    return fusedops.generate(gpt2(), prompts, **{"tokens": 1, **more})
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_wrong_arguments_are_refused(what: str) -> None:
+    call, kind, words = BAD[what]
+    with pytest.raises(kind, match=words):
+        call()
+
+
+def test_room_that_just_suffices_is_enough() -> None:
+    assert len(go([1] * 60, tokens=4)[0].tokens) == 4
+    assert len(go([1] * 8, tokens=9, cache_size=16)[0].tokens) == 9

@@ -1,0 +1,141 @@
+"""``fusedops generate`` from the command line: text on stdout, mistakes on stderr, exit code 2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from fusedops.cli.main import app
+from fusedops.generation.text import Text, Words
+from fusedops.models import Transformer, load_huggingface, preset, save_huggingface
+from fusedops.train import train
+
+PROMPT = "the quick"
+
+
+def invoke(*args: str) -> Any:
+    return CliRunner().invoke(app, ["generate", *args])
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: Any) -> tuple[str, str]:
+    """Return a run, and its weights as those of Hugging Face."""
+    folder = tmp_path_factory.mktemp("generate")
+    (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 100)
+    train(
+        {
+            "out": str(folder / "run"),
+            "export": str(folder / "export"),
+            "steps": 40,
+            "batch": 8,
+            "device": "cpu",
+            "tune_host": False,
+            "model": {"preset": "tiny-gpt2"},
+            "data": {"train": [str(folder / "text.txt")], "seq_len": 32},
+            "optimizer": {"lr": 2e-2},
+            "log": {"peak_tflops": 1.0},
+        }
+    )
+    return str(folder / "run"), str(folder / "export")
+
+
+def test_text_goes_on_from_what_was_trained(folders: tuple[str, str]) -> None:
+    run, export = folders
+    done = invoke(run, "--prompt", PROMPT, "--compare")
+    assert done.exit_code == 0, done.output
+    # As many tokens as there are positions for.
+    count = 64 - len(PROMPT)
+    assert done.stdout.startswith(f"{PROMPT} brown fox jumps"), done.stdout
+    assert len(done.stdout) == 64 + 1
+    assert f"{run}, step 40, 1 processes on cpu" in done.stderr
+    assert f"{count} tokens, " in done.stderr
+    assert f"without the cache: {count} of {count} tokens are the same" in done.stderr
+    other = invoke(export, "--tokenizer", "bytes", "--prompt", PROMPT)
+    assert other.stdout == done.stdout
+
+
+def test_strings_end_texts_and_samples_are_numbered(folders: tuple[str, str]) -> None:
+    run, _ = folders
+    stopped = invoke(run, "--prompt", PROMPT, "--stop", "x jum", "--stop", "lazy")
+    assert stopped.stdout == f"{PROMPT} brown fo\n"
+    several = ["--prompt", PROMPT, "--prompt", "the lazy", "--samples", "2", "--tokens", "3"]
+    drawn = invoke(run, *several, "--temperature", "0.3")
+    heads = [f"[{prompt}.{sample}] " for prompt in (1, 2) for sample in (1, 2)]
+    lines = drawn.stdout.splitlines()
+    assert [each[:6] for each in lines] == heads
+    assert lines[0][6:].startswith(PROMPT) and lines[2][6:].startswith("the lazy")
+    beams = invoke(run, "--prompt", PROMPT, "--beams", "3", "--tokens", "6")
+    assert beams.stdout == f"{PROMPT} brown\n"
+
+
+BAD = {
+    "a folder that is no checkpoint": (["{folder}"], "is no checkpoint: neither a run"),
+    "a folder that is not there": (["{folder}/nowhere"], "is no checkpoint"),
+    "an empty prompt": (["{run}", "--prompt", ""], "got an empty one"),
+    "a prompt past the positions": (["{run}", "--prompt", "a" * 64], "prompt alone is too long"),
+    "too many tokens": (["{run}", "--prompt", "abcd", "--tokens", "61"], "at most 60 tokens more"),
+    "no tokens": (["{run}", "--tokens", "0"], "tokens must be"),
+    "a small cache": (["{run}", "--cache-size", "4"], "cache_size must have room for 9 tokens"),
+    "a step that was not kept": (["{run}", "--step", "7"], "no whole checkpoint of step 7"),
+    "too many processes": (["{run}", "--set", "parallel.tp=2"], "tp"),
+    "another table": (["{run}", "--set", "model.seq_len=2"], "--set must be of [parallel]"),
+    "a key that is none": (["{run}", "--set", "parallel.pt=2"], "did you mean 'tp'"),
+    "no tokenizer": (["{export}"], "has no tokenizer.json: give --tokenizer"),
+    "a dtype that is none": (["{run}", "--dtype", "int8"], "--dtype must be one of"),
+    "draws of beams": (["{run}", "--beams", "2", "--temperature", "1"], "with beams"),
+    "no prompt": (["{run}", "--no-prompt"], "--prompt TEXT"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_mistakes_are_a_line_and_exit_code_2(
+    what: str, folders: tuple[str, str], tmp_path: Path
+) -> None:
+    run, export = folders
+    args, words = BAD[what]
+    args = [each.format(folder=tmp_path, run=run, export=export) for each in args]
+    if "--no-prompt" in args:
+        args.remove("--no-prompt")
+    elif "--prompt" not in args:
+        args += ["--prompt", PROMPT]
+    done = invoke(*args)
+    assert done.exit_code == 2, done.output
+    *_, last = done.stderr.splitlines()
+    assert last.startswith("fusedops: error: ") and words in last
+    assert len(done.stderr.splitlines()) <= 2 and not done.stdout
+
+
+def test_a_vocabulary_of_pieces_is_read_with_the_checkpoint(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    pieces = ["<|endoftext|>", "hello", " world", "\u0120", "a"]
+    made = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({each: n for n, each in enumerate(pieces)}, "a")
+    )
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Split(" world", "isolated")
+    made.decoder = tokenizers.decoders.Fuse()
+    made.save(str(tmp_path / "tokenizer.json"))
+    model = Transformer(preset("tiny-llama"))
+    save_huggingface(model, tmp_path)
+    done = invoke(str(tmp_path), "--prompt", "hello world", "--tokens", "4")
+    assert done.exit_code == 0 and done.stdout.startswith("hello world"), done.output
+    assert load_huggingface(tmp_path).config == model.config
+
+
+def test_letters_come_whole_and_what_may_end_a_text_is_held_back() -> None:
+    words = Words(Text.of("bytes"), ["END", "\u00e9\u00e9"])
+    told = []
+    for byte in "a\u00e9E\u20acENx\u00e9!".encode():
+        assert not words.feed(byte)
+        told.append(words.take())
+    assert told == ["a", "", "", "\u00e9", "", "", "E\u20ac", "", "", "ENx", "", "", "\u00e9!"]
+    for byte in b"zEN":
+        words.feed(byte)
+    assert words.take() == "z" and words.feed(ord("D")) and words.take() == ""
+    cut = Words(Text.of("bytes"))
+    for token in (*b"x", *"\u20ac".encode()[:2], 256):
+        cut.feed(token)
+    cut.feed(None)
+    assert cut.take() == "x\ufffd"
