@@ -1,4 +1,4 @@
-"""transformers' own expert parallelism runs on the fused experts, through the registry."""
+"""transformers' own expert and tensor parallelism run on the fused ops."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from causal_families import SPARSE, loss
+from causal_families import DENSE, SPARSE, loss
 from patch_testing import assert_close, counted
 from torch import nn
 
@@ -16,7 +16,7 @@ import fusedops
 
 pytest.importorskip("transformers")
 
-from transformers import Qwen3MoeForCausalLM
+from transformers import LlamaForCausalLM, Qwen3MoeForCausalLM
 
 PROCESSES = 2
 
@@ -30,7 +30,7 @@ def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def _run(rank: int, folder: str) -> None:
+def _experts(rank: int, folder: str) -> None:
     from transformers.distributed.configuration_utils import DistributedConfig
 
     fusedops.register_experts()
@@ -49,8 +49,28 @@ def _run(rank: int, folder: str) -> None:
         assert_close(found[name], expected)
 
 
-def test_gradients_are_those_of_one_process(
+def test_gradients_of_divided_experts_are_those_of_one_process(
     tmp_path: Path, on_new_world: Callable[..., Any]
 ) -> None:
     SPARSE["Qwen3Moe"].model().save_pretrained(tmp_path)
-    on_new_world(_run, str(tmp_path))
+    on_new_world(_experts, str(tmp_path))
+
+
+def _planned(rank: int, folder: str) -> None:
+    load = LlamaForCausalLM.from_pretrained
+    model, whole = load(folder, tp_plan="auto"), load(folder)
+    divided, weight = (each.model.layers[0].mlp.up_proj.weight for each in (model, whole))
+    assert divided.to_local().numel() == weight.numel() // PROCESSES
+    fusedops.patch(model)
+    with counted() as calls:
+        found = _gradients(model)
+    assert all(calls[op] for op in ("rms_norm", "add_rms_norm", "attention", "swiglu"))
+    for name, expected in _gradients(whole).items():
+        assert_close(found[name], expected)
+
+
+def test_a_patched_model_under_transformers_plan_gives_the_gradients_of_one_process(
+    tmp_path: Path, on_new_world: Callable[..., Any]
+) -> None:
+    DENSE["Llama"].model(vocab_size=98).save_pretrained(tmp_path)
+    on_new_world(_planned, str(tmp_path))
