@@ -206,6 +206,9 @@ def layout(config: Config, ranks: Ranks) -> ParallelConfig:
     if found.mode != "data" and "dp" not in config.parallel and ranks.size % others == 0:
         found = replace(found, dp=ranks.size // others)
     found = found.for_ranks(ranks.size)
+    if found.pp > 1 and config.export:
+        wanted = "empty with parallel.pp: load the last checkpoint on one stage to export it"
+        checks.fail("config", "export", wanted, config.export)
     parts = found.dp * found.microbatches
     check_divides("config", "dp x microbatches", parts, config.batch, "batch")
     return found

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from fusedops.checkpoint import Restored
-from fusedops.optim import global_norm
 from fusedops.optim.norms import clip_coefficient
 from fusedops.train import precision
 from fusedops.train.data import IGNORED
@@ -52,15 +52,20 @@ def backward(run: Run) -> tuple[float, float]:
     rows = run.train.microbatches(
         run.position, config.batch, parts, parallel.data_rank, parallel.data_ranks
     )
-    for number, batch in enumerate(rows):
-        parallel.begin(last=number == parts - 1)
-        _seed_dropout(run, number)
-        shard = parallel.shard_batch(*(each.to(device, non_blocking=True) for each in batch))
-        with precision.computing(config.precision, device):
-            loss = parallel.model(*shard[:2], positions=shard.positions)
-        (parallel.loss(loss, targets) * run.scale.value).backward()
-        total += loss.total.detach()
-        routers += loss.auxiliary.detach()
+    shards = [
+        parallel.shard_batch(*(each.to(device, non_blocking=True) for each in batch))
+        for batch in rows
+    ]
+    losses = parallel.step(
+        shards,
+        targets,
+        scale=run.scale.value,
+        computing=partial(precision.computing, config.precision, device),
+        before=partial(_seed_dropout, run),
+    )
+    for each in losses:
+        total += each.total
+        routers += each.auxiliary
     return total.item(), routers.item()
 
 
@@ -76,8 +81,8 @@ def update(run: Run, losses: tuple[float, float], *, stop: bool) -> Taken:
     # The ranks of tp have the same losses, but for routers', each of which sees other tokens.
     total, routers, stops = run.ranks.total(losses[0] / layout.tp, losses[1], float(stop))
     loss = total / (config.batch * config.data.seq_len)
-    model, scale = run.parallel.model, run.scale.value
-    norm = global_norm([each.grad for each in model.parameters() if each.grad is not None]) / scale
+    scale = run.scale.value
+    norm = run.parallel.norm() / scale
     lr = learning_rate(run.step, config.steps, config.optimizer.lr, config.schedule)
     action, restored = "overflow", None
     if not run.scale.overflowed(norm.item()):
@@ -94,7 +99,7 @@ def update(run: Run, losses: tuple[float, float], *, stop: bool) -> Taken:
         optimizer.found_inf = torch.tensor(float(action != "go"))  # type: ignore[attr-defined]
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    routers /= run.ranks.size * layout.microbatches
+    routers /= run.ranks.size // layout.pp * layout.microbatches
     return Taken(loss, routers, norm.item(), lr, action, restored, stops > 0)
 
 
@@ -107,26 +112,32 @@ def evaluate(run: Run) -> float | None:
     if run.validation is None:
         return None
     config, parallel, device = run.config, run.parallel, run.ranks.device
-    count = min(config.validation.sequences, run.validation.count)
-    size = config.batch // (parallel.config.microbatches * parallel.data_ranks)
+    count, rank = min(config.validation.sequences, run.validation.count), parallel.data_rank
+    parts = parallel.config.microbatches
+    size = config.batch // (parts * parallel.data_ranks)
     total = torch.zeros((), dtype=torch.float64, device=device)
     parallel.model.eval()
-    for first in range(0, count, size * parallel.data_ranks):
-        rows = torch.arange(size) + first + size * parallel.data_rank
-        tokens, labels = run.validation.rows(rows)
-        labels[rows >= count] = IGNORED
-        shard = parallel.shard_batch(tokens.to(device), labels.to(device))
-        with precision.computing(config.precision, device):
-            total += parallel.model(*shard[:2], positions=shard.positions).total
+    for first in range(0, count, parts * size * parallel.data_ranks):
+        shards = []
+        for part in range(parts):
+            rows = torch.arange(size) + first + size * (part * parallel.data_ranks + rank)
+            tokens, labels = run.validation.rows(rows)
+            labels[rows >= count] = IGNORED
+            shards.append(parallel.shard_batch(tokens.to(device), labels.to(device)))
+        losses = parallel.forward(
+            shards, computing=partial(precision.computing, config.precision, device)
+        )
+        for each in losses:
+            total += each.total
     parallel.model.train()
     found = run.ranks.total(total.item() / parallel.config.tp)[0]
     return found / (count * config.data.seq_len)
 
 
-def _seed_dropout(run: Run, number: int) -> None:
+def _seed_dropout(run: Run, number: int, stage: int) -> None:
     """Seed what dropout draws from: by step, and alike on ranks that share the same tokens."""
     mesh = run.parallel.mesh
     place = 0 if mesh is None else mesh.rank("data")
-    words = repr((run.config.seed, run.step, number, place)).encode()
+    words = repr((run.config.seed, run.step, number, place, *([stage] if stage else ()))).encode()
     seed = hashlib.blake2b(words, digest_size=8).digest()
     torch.manual_seed(int.from_bytes(seed, "little"))
