@@ -428,6 +428,11 @@ class Transformer(nn.Module):
                 (CPU) a token is no word of the vocabulary.
             TypeError: an argument is no int64 tensor.
         """
+        if len(self.layers) < self.config.num_layers:
+            raise checks.UnsupportedError(
+                f"Transformer: this process has {len(self.layers)} of the "
+                f"{self.config.num_layers} layers: use parallelized(model).step or .forward"
+            )
         check_inputs(self.config, tokens, labels, positions, document_ids, token_types)
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)

@@ -110,3 +110,68 @@ def test_each_schedule_computes_what_one_process_does(schedule: str) -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_losses_of_routers_count_once_on_each_stage(schedule: str) -> None:
     _checked("tiny-mixtral", {"pp": 2, "microbatches": 4, "pipeline_schedule": schedule})
+
+
+MORE: dict[str, tuple[str, dict[str, Any]]] = {
+    "cuts": ("tiny-llama", {"pp": 2, "microbatches": 2, "pipeline_cuts": (3,)}),
+    "dp-zero1": ("tiny-llama", {"pp": 2, "dp": 2, "zero": 1, "microbatches": 2}),
+    "dp-split-backward": (
+        "tiny-gpt2",
+        {"pp": 2, "dp": 2, "microbatches": 2, "pipeline_schedule": "zero_bubble"},
+    ),
+    "tp-sp": ("tiny-gpt2", {"pp": 2, "tp": 2, "sp": True, "microbatches": 2}),
+    "recompute-split-backward": (
+        "tiny-llama",
+        {"pp": 2, "microbatches": 4, "pipeline_schedule": "zbv", "recompute": "full"},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MORE)
+def test_it_goes_with_the_other_modes(case: str) -> None:
+    _checked(*MORE[case])
+
+
+def _query_layer(rank: int) -> None:
+    values = {"pp": 2, "microbatches": 2, "pipeline_balance": "measured"}
+    check(rank, "tiny-gpt2", values, {"query_layer": True, "position_tables": 2, "tied": False})
+
+
+def test_the_query_layer_stays_with_its_norm_on_the_last_stage() -> None:
+    threads.run(_query_layer, 2)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "recompute": {"recompute": "full"},
+    "selective": {"recompute": "selective"},
+    "offload": {"offload": ("activations",)},
+    "dp-cp": {"dp": 2, "cp": 2},
+    "tp-sp": {"tp": 2, "sp": True},
+    "zero3": {"dp": 2, "zero": 3},
+    "measured": {"pipeline_balance": "measured"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tiny-gpt2", "tiny-mixtral"])
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_goes_with_every_mode(schedule: str, option: str, name: str) -> None:
+    if "zero" in OPTIONS[option] and schedule in ("zero_bubble", "zbv", "dualpipev"):
+        pytest.skip("refused: tests/models/test_parallel_config.py")
+    values = {"pp": 2, "microbatches": 4, "pipeline_schedule": schedule, **OPTIONS[option]}
+    _checked(name, values)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
+def test_experts_are_shared_beside_stages(schedule: str) -> None:
+    values = {"pp": 2, "dp": 2, "ep": 2, "microbatches": 4, "pipeline_schedule": schedule}
+    _checked("tiny-mixtral", values)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_four_ranks(schedule: str) -> None:
+    values = {"pp": 4, "microbatches": 8, "pipeline_schedule": schedule}
+    _checked("tiny-gpt2", values, num_layers=8)
