@@ -98,8 +98,10 @@ def parallelize(
             _share_sequences(model, mesh.group("cp"), config.context)
         elif mesh.dense.device_type == "cpu":  # kernels of GPUs do not draw by place yet
             place_dropout(model, _place(config, mesh))
-    stages = _stages(model, config, mesh) if config.pp > 1 else {}
-    parts = list(stages.values()) or [model]
+    stages: dict[int, Stage] = {}
+    if isinstance(model, Transformer) and config.pp > 1:
+        stages = _stages(model, config, mesh)
+    parts: list[nn.Module] = [*stages.values()] or [model]
     for part in parts:
         if isinstance(part, Transformer):
             _keep_less(part, config, mesh)
@@ -113,7 +115,7 @@ def parallelize(
     for part, each in zip(parts, data, strict=True):
         each.replicas = _replicas(part, whole - taken, config, mesh)
         taken |= {name for name, _ in part.named_parameters()}
-    if not stages:
+    if not isinstance(model, Transformer) or not stages:
         return attach(model, Parallelized(model, config, mesh, data[0]))
     pipeline = Pipeline.of(model, config, mesh, stages, dict(zip(stages, data, strict=True)))
     return attach(model, Parallelized(model, config, mesh, pipeline=pipeline))
@@ -406,7 +408,8 @@ def _left_whole(model: nn.Module, config: ParallelConfig, mesh: Mesh) -> set[str
     experts = _expert_modules(model, config) if mesh.expert_data.size() == 1 else []
     alone = {each for module in experts for each in module.parameters()}
     # Stages that share it add their gradients, which they must have whole.
-    shared = {WORDS} if config.pp > 1 and getattr(model, "config", None).tied else set()
+    tied = config.pp > 1 and isinstance(model, Transformer) and model.config.tied
+    shared = {WORDS} if tied else set()
     return {
         name
         for name, each in named.items()

@@ -87,12 +87,12 @@ class Pipeline:
         found = [self._nothing(each) for each in shards]
 
         def compute(
-            number: int, microbatch: int, given: torch.Tensor | None
+            stage: int, microbatch: int, given: torch.Tensor | None
         ) -> tuple[torch.Tensor | None, torch.Tensor]:
             if before is not None:
-                before(microbatch, number)
+                before(microbatch, stage)
             with computing():
-                x_BSH, loss = self._run(number, shards[microbatch], given)
+                x_BSH, loss = self._run(stage, shards[microbatch], given)
             share = run.loss(loss, num_tokens) * scale
             found[microbatch] = _added(found[microbatch], loss)
             return x_BSH, share
@@ -106,10 +106,10 @@ class Pipeline:
         found = [self._nothing(each) for each in shards]
 
         def compute(
-            number: int, microbatch: int, given: torch.Tensor | None
+            stage: int, microbatch: int, given: torch.Tensor | None
         ) -> tuple[torch.Tensor | None, None]:
             with computing():
-                x_BSH, loss = self._run(number, shards[microbatch], given)
+                x_BSH, loss = self._run(stage, shards[microbatch], given)
             found[microbatch] = _added(found[microbatch], loss)
             return x_BSH, None
 
@@ -117,10 +117,10 @@ class Pipeline:
         return found
 
     def _run(
-        self, number: int, shard: Shard, given: torch.Tensor | None
+        self, stage: int, shard: Shard, given: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, Loss]:
         tokens, labels, positions, document_ids = shard
-        return self.stages[number](
+        return self.stages[stage](
             tokens if given is None else given,
             labels,
             positions=positions,

@@ -87,7 +87,7 @@ class Driver:
         table: the schedule.
         group: the ranks of the pipeline.
         stages: the modules of this rank, by number of the stage: whose parameters get gradients.
-        data: for each of them, what sums its gradients.
+        data: for each of them, what sums its gradients; nothing for stages without copies.
         most_alive: the most micro-batches of which a stage kept a graph at a time, in the last
             step, by stage.
     """
@@ -95,7 +95,7 @@ class Driver:
     table: Table
     group: dist.ProcessGroup
     stages: Mapping[int, nn.Module]
-    data: Mapping[int, Reduces]
+    data: Mapping[int, Reduces] = field(default_factory=dict)
     most_alive: Counter[int] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -251,8 +251,9 @@ class _Step:
         return held
 
     def _say_whether_last(self, stage: int) -> None:
-        last = self._backwards[stage] == self._table.microbatches - 1
-        self._driver.data[stage].begin(last=last)
+        data = self._driver.data.get(stage)
+        if data is not None:
+            data.begin(last=self._backwards[stage] == self._table.microbatches - 1)
 
     def _pass_back(self, place: tuple[int, int], held: _Held) -> None:
         stage, microbatch = place
@@ -278,8 +279,9 @@ class _Step:
         """Note the end of a backward; after the last one gradients are summed."""
         self._alive[stage] -= 1
         self._backwards[stage] += 1
-        if self._backwards[stage] == self._table.microbatches:
-            self._driver.data[stage].start()
+        data = self._driver.data.get(stage)
+        if data is not None and self._backwards[stage] == self._table.microbatches:
+            data.start()
 
     def _send(self, action: Action) -> None:
         """Send what the action before made; the send of this kind before it ends first."""
