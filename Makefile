@@ -192,6 +192,7 @@ docs: setup
 	$(BIN)/python docs/gen_trainers.py
 	$(BIN)/python docs/gen_context.py
 	$(BIN)/python docs/gen_parallel.py
+	$(BIN)/python docs/gen_pipeline.py
 
 clean:
 	rm -rf build fusedops/lib out .pytest_cache .mypy_cache .ruff_cache *.egg-info

@@ -115,6 +115,9 @@ class State:
     def load(self, loading: Loading, process_group: dist.ProcessGroup | None) -> None:
         """Load what was prepared; all ranks of the group do."""
         content, stepped = loading.content, loading.stepped
+        # Ranks may have other parameters now than when it was written: names are theirs.
+        mine = [each["params"] for each in _groups_of(content)]
+        names = [[each.get("param_names") for each in o.param_groups] for o in self.optimizers]
         dcp.load(
             content,
             storage_reader=loading.reader,
@@ -122,6 +125,8 @@ class State:
             process_group=process_group,
             no_dist=process_group is None,
         )
+        for group, params in zip(_groups_of(content), mine, strict=True):
+            group["params"] = params
         set_state_dict(
             self.model,
             stepped,
@@ -135,6 +140,10 @@ class State:
             if optimizer not in stepped:
                 for group, values in zip(optimizer.param_groups, saved, strict=True):
                     group.update(values)
+        for optimizer, of_groups in zip(self.optimizers, names, strict=True):
+            for group, known in zip(optimizer.param_groups, of_groups, strict=True):
+                if known is not None:
+                    group["param_names"] = known
 
     def _content(self, optimizers: list[torch.optim.Optimizer], *, flat: bool) -> dict[str, Any]:
         options = StateDictOptions(flatten_optimizer_state_dict=flat)
@@ -177,6 +186,11 @@ def copied(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(copied(each) for each in value)
     return value
+
+
+def _groups_of(content: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the optimizers' groups of what ``State.content`` gave; none where it is flat."""
+    return content.get("optimizer", {}).get("param_groups", [])
 
 
 def _has(there: Mapping[str, Any], prefix: str) -> bool:

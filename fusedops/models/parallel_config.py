@@ -13,6 +13,8 @@ from typing import Any
 from fusedops._core import checks
 from fusedops._core.checks import UnsupportedError
 from fusedops.models.config import TransformerConfig
+from fusedops.parallel.pipeline.schedules import SCHEDULES, check_schedule
+from fusedops.parallel.pipeline.split import at, check_layers
 from fusedops.parallel.sizes import (
     DENSE,
     Sizes,
@@ -26,6 +28,7 @@ from fusedops.parallel.sizes import (
 MODES = ("explicit", "data", "manual")
 CONTEXTS = ("ring", "all_to_all")
 OFFLOADS = ("optimizer", "activations")
+BALANCES = ("operations", "measured", "layers")
 RECOMPUTE = ("none", "selective", "full", "norm", "activation")
 
 _OP = "ParallelConfig"
@@ -43,11 +46,18 @@ class ParallelConfig:
         tp: tensor parallel: shares of each product, of the heads and of the vocabulary.
         sp: sequence parallel: norms, dropout and residual sums on ``1 / tp`` of the tokens.
         cp: context parallel: shares of each sequence.
-        pp: pipeline parallel: stages of layers.
+        pp: pipeline parallel: ranks that hold stages of layers.
         ep: expert parallel, inside of ``dp * cp``.
         zero: what of each parameter is divided over ``dp * cp``: 0 nothing, 1 the optimizer's
             states, 2 gradients as well, 3 weights as well.
         microbatches: forward and backward passes of a step.
+        pipeline_schedule: order of forwards and backwards over the ranks of ``pp``: ``"gpipe"``,
+            ``"1f1b"``, ``"interleaved"``, ``"looped_bfs"``, ``"zero_bubble"``, ``"zbv"``,
+            ``"dualpipev"``.
+        pipeline_virtual: stages of a rank; by default the schedule's own number, 1 or 2.
+        pipeline_balance: what makes stages even: ``"operations"`` of a token, seconds that are
+            ``"measured"`` on process 0, or the number of ``"layers"``.
+        pipeline_cuts: instead of a balance: first layers of the stages after the first.
         mode: ``"explicit"``: the sizes as they stand; ``"data"``: all processes are ``dp``;
             ``"manual"``: the model calls the primitives of ``fusedops.parallel`` itself, and only
             the mesh is made and the gradients are reduced.
@@ -90,6 +100,10 @@ class ParallelConfig:
     ep: int = 1
     zero: int = 0
     microbatches: int = 1
+    pipeline_schedule: str = "1f1b"
+    pipeline_virtual: int | None = None
+    pipeline_balance: str = "operations"
+    pipeline_cuts: tuple[int, ...] | None = None
     mode: str = "explicit"
     context: str = "ring"
     overlap: bool = True
@@ -122,6 +136,7 @@ class ParallelConfig:
         _check_recompute(self)
         _check_buckets(self)
         _check_mode(self)
+        _check_pipeline(self)
         _ = self.sizes
         _check_shards(self)
 
@@ -129,6 +144,12 @@ class ParallelConfig:
     def sizes(self) -> Sizes:
         """The sizes of the mesh."""
         return Sizes(pp=self.pp, dp=self.dp, cp=self.cp, tp=self.tp, ep=self.ep)
+
+    @property
+    def virtual(self) -> int:
+        """Stages of a rank."""
+        own = SCHEDULES[self.pipeline_schedule].virtual
+        return own if self.pipeline_virtual is None else self.pipeline_virtual
 
     @property
     def remade(self) -> frozenset[str]:
@@ -149,13 +170,7 @@ class ParallelConfig:
 
         Raises:
             ValueError: its sizes do not make that number; the message has those that would.
-            UnsupportedError: ``pp`` is more than 1.
         """
-        if self.pp > 1:
-            raise UnsupportedError(
-                f"{_OP}: pp must be 1, got {self.pp}: there is no pipeline yet; dp, tp and cp "
-                "divide a model as well"
-            )
         if self.mode == "data":
             return replace(self, dp=ranks, mode="explicit")
         by_name = {name: getattr(self, name) for name in ("dp", "tp", "pp", "cp")}
@@ -212,6 +227,30 @@ def _check_mode(config: ParallelConfig) -> None:
             checks.fail(_OP, name, wanted, getattr(config, name))
 
 
+def _check_pipeline(config: ParallelConfig) -> None:
+    if config.pipeline_cuts is not None:
+        cuts = checks.sizes(_OP, "pipeline_cuts", config.pipeline_cuts)
+        object.__setattr__(config, "pipeline_cuts", cuts)
+    checks.choice(_OP, "pipeline_balance", config.pipeline_balance, BALANCES)
+    parts, virtual = config.microbatches, config.pipeline_virtual
+    if config.pp == 1:
+        checks.choice(_OP, "pipeline_schedule", config.pipeline_schedule, tuple(SCHEDULES))
+        return
+    schedule = check_schedule(_OP, config.pipeline_schedule, config.pp, parts, virtual)
+    if config.mode == "manual":
+        raise UnsupportedError(
+            f"{_OP}: pp must be 1 with mode 'manual', got {config.pp}: only its author "
+            "knows where a model of any kind can be cut; fusedops.parallel.pipeline runs stages "
+            "of your own"
+        )
+    if config.zero and schedule.splits:
+        whole = ", ".join(repr(each.name) for each in SCHEDULES.values() if not each.splits)
+        raise UnsupportedError(
+            f"{_OP}: zero must be 0 with pipeline_schedule {schedule.name!r}, got {config.zero}: "
+            f"FSDP2 reduces no backward that comes in two parts; {whole} take any"
+        )
+
+
 def _check_shards(config: ParallelConfig) -> None:
     if config.shard_ranks is None:
         return
@@ -219,6 +258,25 @@ def _check_shards(config: ParallelConfig) -> None:
     if config.zero == 0:
         wanted = "None with zero 0, which divides nothing"
         checks.fail(_OP, "shard_ranks", wanted, config.shard_ranks)
+
+
+def check_stages(op: str, model: TransformerConfig, config: ParallelConfig) -> None:
+    """Raise unless a model has layers for the stages that a configuration asks for.
+
+    Args:
+        op: who asks.
+        model: its sizes.
+        config: how it is spread.
+
+    Raises:
+        ValueError: it has not; the message has what would fit.
+    """
+    if config.pp == 1:
+        return
+    stages = config.pp * config.virtual
+    check_layers(op, model.num_layers, stages, config.virtual)
+    if config.pipeline_cuts is not None:
+        at(config.pipeline_cuts, model.num_layers, stages, op)
 
 
 def check_split(op: str, model: TransformerConfig, *, tp: int, ep: int, data: int) -> None:

@@ -22,14 +22,19 @@ from fusedops import memory, ops
 from fusedops._core import checks
 from fusedops.models.config import TransformerConfig
 from fusedops.models.initialize import initialize
-from fusedops.models.parallel_config import ParallelConfig, check_split
+from fusedops.models.parallel_config import ParallelConfig, check_split, check_stages
 from fusedops.models.parallelized import Parallelized, attach
+from fusedops.models.pipelined import WORDS, Pipeline
+from fusedops.models.stage_costs import Costs, by_operations, measured
+from fusedops.models.stages import Stage, cut
 from fusedops.models.transformer import Layer, Transformer
 from fusedops.nn import MLP, GatedMLP, MoE
 from fusedops.parallel import communication, context
 from fusedops.parallel.data import DataParallel, Replicas, by_bytes, local_bytes, shard
 from fusedops.parallel.dropout import Place, place_dropout
 from fusedops.parallel.mesh import Mesh, make_mesh
+from fusedops.parallel.pipeline.schedules import table
+from fusedops.parallel.pipeline.split import at, balanced
 from fusedops.parallel.sequence import SequenceNorm
 from fusedops.parallel.split_experts import split_experts
 from fusedops.parallel.tensor import (
@@ -74,7 +79,7 @@ def parallelize(
         ValueError: sizes do not fit the model or the number of processes; the message has those
             that would.
         TypeError: an argument has the wrong type.
-        UnsupportedError: ``pp`` is more than 1.
+        UnsupportedError: two modes do not go together.
 
     Note:
         Gradients are those of one process that sees the whole batch, up to the order of sums.
@@ -93,15 +98,27 @@ def parallelize(
             _share_sequences(model, mesh.group("cp"), config.context)
         elif mesh.dense.device_type == "cpu":  # kernels of GPUs do not draw by place yet
             place_dropout(model, dropout_place(config, mesh))
-    if isinstance(model, Transformer):
-        _keep_less(model, config, mesh)
+    stages: dict[int, Stage] = {}
+    if isinstance(model, Transformer) and config.pp > 1:
+        stages = _stages(model, config, mesh)
+    parts: list[nn.Module] = [*stages.values()] or [model]
+    for part in parts:
+        if isinstance(part, Transformer):
+            _keep_less(part, config, mesh)
     whole = _left_whole(model, config, mesh)
-    data = _divide_parameters(model, whole, config, mesh)
+    data = [_divide_parameters(part, whole, config, mesh) for part in parts]
     if any(each.is_meta for each in model.parameters()):
-        model.to_empty(device=mesh.dense.device_type if device is None else device)
+        for part in parts:
+            part.to_empty(device=mesh.dense.device_type if device is None else device)
         initialize(model, seed)
-    data.replicas = _replicas(model, whole, config, mesh)
-    return attach(model, Parallelized(model, config, mesh, data))
+    taken: set[str] = set()
+    for part, each in zip(parts, data, strict=True):
+        each.replicas = _replicas(part, whole - taken, config, mesh)
+        taken |= {name for name, _ in part.named_parameters()}
+    if not isinstance(model, Transformer) or not stages:
+        return attach(model, Parallelized(model, config, mesh, data[0]))
+    pipeline = Pipeline.of(model, config, mesh, stages, dict(zip(stages, data, strict=True)))
+    return attach(model, Parallelized(model, config, mesh, pipeline=pipeline))
 
 
 def _validated(model: Any, config: Any, mesh: Any) -> tuple[ParallelConfig, Mesh]:
@@ -139,6 +156,7 @@ def _check_model(model: TransformerConfig, config: ParallelConfig) -> None:
         if heads % config.cp:
             wanted = f"a divisor of the {heads} heads of a tp rank, with context 'all_to_all'"
             checks.fail(_OP, "cp", wanted, config.cp)
+    check_stages(_OP, model, config)
     starts = config.bucket_layers or ()
     if any(each >= model.num_layers for each in starts):
         checks.fail(_OP, "bucket_layers", f"below the {model.num_layers} layers", starts)
@@ -157,6 +175,36 @@ def _same_everywhere(model: nn.Module) -> None:
 def _layers(model: Transformer) -> list[Any]:
     """Return the layers, whose parts are replaced by others of types that they do not know."""
     return list(model.layers.values())
+
+
+def _stages(model: Transformer, config: ParallelConfig, mesh: Mesh) -> dict[int, Stage]:
+    """Cut the model; return this rank's stages by their numbers."""
+    layers, count = model.config.num_layers, config.pp * config.virtual
+    if config.pipeline_cuts is not None:
+        runs = at(config.pipeline_cuts, layers, count)
+    else:
+        costs = _costs(model, config, mesh)
+        runs = balanced(costs.layers, count, first=costs.first, last=costs.last)
+    order = table(config.pipeline_schedule, config.pp, config.microbatches, config.virtual)
+    mine = order.stages_of(mesh.rank("pp"))
+    return dict(zip(mine, cut(model, [runs[each] for each in mine]), strict=True))
+
+
+def _costs(model: Transformer, config: ParallelConfig, mesh: Mesh) -> Costs:
+    """Return what makes stages even, the same on all processes."""
+    if config.pipeline_balance == "layers":
+        return Costs([1.0] * model.config.num_layers, 0.0, 0.0)
+    if config.pipeline_balance == "operations":
+        return by_operations(model.config)
+    device, world = mesh.dense.device_type, dist.group.WORLD
+    assert world is not None
+    found = torch.zeros(model.config.num_layers + 2, dtype=torch.float64, device=device)
+    if dist.get_rank() == 0:
+        dtype = next(model.parameters()).dtype
+        layers, first, last = measured(model.config, device=device, dtype=dtype)
+        found.copy_(torch.tensor([*layers, first, last]))
+    *layers, first, last = communication.broadcast(found, world, label="costs").wait().tolist()
+    return Costs(layers, first, last)
 
 
 def _divide_experts(model: Transformer, mesh: Mesh) -> None:
@@ -362,10 +410,14 @@ def _left_whole(model: nn.Module, config: ParallelConfig, mesh: Mesh) -> set[str
         return set(named)
     experts = _expert_modules(model, config) if mesh.expert_data.size() == 1 else []
     alone = {each for module in experts for each in module.parameters()}
+    # Stages that share it add their gradients, which they must have whole.
+    tied = config.pp > 1 and isinstance(model, Transformer) and model.config.tied
+    shared = {WORDS} if tied else set()
     return {
         name
         for name, each in named.items()
         if each in alone
+        or name in shared
         or local_bytes(each) < config.shard_threshold
         or any(fnmatchcase(name, pattern) for pattern in config.not_sharded)
     }

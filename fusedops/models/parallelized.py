@@ -5,6 +5,8 @@ The same questions have answers for a model on one process, so that a loop is wr
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,9 +16,11 @@ from torch import nn
 from fusedops._core import checks
 from fusedops.models.parallel_config import ParallelConfig
 from fusedops.models.transformer import Loss
-from fusedops.optim import AdamW, OffloadedAdamW, clip_grad_norm_
+from fusedops.optim import AdamW, OffloadedAdamW, global_norm
+from fusedops.optim.norms import clip_coefficient, scale_gradients
 
 if TYPE_CHECKING:
+    from fusedops.models.pipelined import Pipeline
     from fusedops.parallel.data import DataParallel
     from fusedops.parallel.mesh import Mesh
 
@@ -49,13 +53,15 @@ class Parallelized:
         model: the model.
         config: how it is spread.
         mesh: of the processes; ``None``: there is one.
-        data: what sums gradients, and when; ``None`` on one process.
+        data: what sums gradients, and when; ``None`` on one process and with a pipeline.
+        pipeline: the stages of this process and what runs them; ``None`` where it has all layers.
     """
 
     model: nn.Module
     config: ParallelConfig = field(default_factory=ParallelConfig)
     mesh: Mesh | None = None
     data: DataParallel | None = None
+    pipeline: Pipeline | None = None
 
     @property
     def data_rank(self) -> int:
@@ -124,6 +130,76 @@ class Parallelized:
 
         return Shard(part(tokens), part(labels), part(positions), part(document_ids))
 
+    def step(
+        self,
+        shards: Sequence[Shard],
+        num_tokens: torch.Tensor,
+        *,
+        scale: float = 1.0,
+        computing: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        before: Callable[[int, int], None] | None = None,
+    ) -> list[Loss]:
+        """Leave the gradients of a step in the parameters: all its forwards and backwards.
+
+        The way to train that every layout has; a pipeline orders the micro-batches by its schedule.
+
+        Args:
+            shards: the micro-batches of this process, of ``shard_batch``.
+            num_tokens: targets of the whole step on all processes (``count``).
+            scale: factor of the loss.
+            computing: what forwards run in, such as ``lambda: torch.autocast("cpu")``.
+            before: called with micro-batch and stage before each forward, to seed dropout.
+
+        Returns:
+            For each micro-batch the loss's parts of this process, without a graph; where layers are
+            divided the total is 0 but on the last stage. ``mean_loss`` puts them together.
+
+        Raises:
+            ValueError: these are not as many micro-batches as the configuration says.
+        """
+        self._check_parts(shards)
+        if self.pipeline is not None:
+            given = self, shards, num_tokens, scale, computing, before
+            return self.pipeline.step(*given)
+        outputs = []
+        for number, shard in enumerate(shards):
+            self.begin(last=number == len(shards) - 1)
+            if before is not None:
+                before(number, 0)
+            with computing():
+                output = self._run(shard)
+            (self.loss(output, num_tokens) * scale).backward()
+            outputs.append(Loss(*(each.detach() for each in output)))
+        return outputs
+
+    @torch.no_grad()
+    def forward(
+        self,
+        shards: Sequence[Shard],
+        *,
+        computing: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> list[Loss]:
+        """Return the losses' parts of this process, as ``step``, without gradients.
+
+        Args:
+            shards: with labels; for a pipeline as many as a step has.
+            computing: as of ``step``.
+        """
+        if self.pipeline is not None:
+            self._check_parts(shards)
+            return self.pipeline.forward(shards, computing)
+        with computing():
+            return [self._run(each) for each in shards]
+
+    def _run(self, shard: Shard) -> Loss:
+        tokens, labels, positions, document_ids = shard
+        return self.model(tokens, labels, positions=positions, document_ids=document_ids)
+
+    def _check_parts(self, shards: Sequence[Shard]) -> None:
+        if len(shards) != self.config.microbatches:
+            wanted = f"microbatches = {self.config.microbatches} of them, the configuration's"
+            checks.fail("Parallelized", "shards", wanted, len(shards))
+
     def begin(self, *, last: bool) -> None:
         """Say, before its forward, whether a micro-batch is the last one of a step."""
         if self.data is not None:
@@ -162,6 +238,8 @@ class Parallelized:
         total = torch.stack([each.total.detach() for each in outputs]).sum()
         extra = torch.stack([each.auxiliary.detach() for each in outputs]).mean()
         found = self._sum(torch.stack([total, extra.to(total.dtype)]))
+        if self.config.pp > 1:
+            found = self._sum(found, "pp")
         extra = found[1] / self.config.sizes.data
         if self.mesh is not None and self.config.tp > 1 and _routes(self.model):
             extra = self._sum(extra.clone(), "tp") / self.config.tp
@@ -172,14 +250,35 @@ class Parallelized:
 
         Every process must call this; each gets the same norm, that of one process.
         """
-        return clip_grad_norm_(self.model.parameters(), max_norm)
+        norm = self.norm()
+        grads = [each.grad for each in self.model.parameters() if each.grad is not None]
+        scale_gradients(grads, clip_coefficient(norm, max_norm))
+        return norm
+
+    def norm(self) -> torch.Tensor:
+        """Return the norm of all gradients, the same on every process, which must all call this."""
+        if self.pipeline is not None:
+            return self.pipeline.norm()
+        return global_norm([p.grad for p in self.model.parameters() if p.grad is not None])
 
     def optimizer(self, **options: Any) -> AdamW:
         """Return an AdamW of the model's parameters, its states where the configuration says.
 
         Args:
             **options: of ``fusedops.optim.AdamW``.
+
+        Raises:
+            UnsupportedError: with a pipeline, something that the optimizer decides by the norm of
+                the gradients that it has.
         """
+        if self.pipeline is not None:
+            for name in ("max_norm", "skip_non_finite"):
+                if options.get(name):
+                    raise checks.UnsupportedError(
+                        f"optimizer: {name} must not be given with pp = {self.config.pp}: a "
+                        "process has a part of the gradients; use parallelized(model).clip before "
+                        "the step"
+                    )
         kind = OffloadedAdamW if "optimizer" in self.config.offload else AdamW
         return kind(self.model.named_parameters(), **options)
 

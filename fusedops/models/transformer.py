@@ -428,27 +428,43 @@ class Transformer(nn.Module):
                 (CPU) a token is no word of the vocabulary.
             TypeError: an argument is no int64 tensor.
         """
+        if len(self.layers) < self.config.num_layers:
+            raise checks.UnsupportedError(
+                f"Transformer: this process has {len(self.layers)} of the "
+                f"{self.config.num_layers} layers: use parallelized(model).step or .forward"
+            )
         check_inputs(self.config, tokens, labels, positions, document_ids, token_types)
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
         x_BSH = self.embedding(tokens, positions, token_types)
+        x_BSH, auxiliary = self.through(x_BSH, positions, document_ids)
+        found = self.leave(x_BSH, labels)
+        return found if labels is None else Loss(found, (labels != -100).sum(), auxiliary)
+
+    def through(
+        self,
+        x_BSH: torch.Tensor,
+        positions: torch.Tensor,
+        document_ids: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the hidden states behind the layers that there are, and their routers' losses."""
         places = self._places(x_BSH, positions, document_ids)
         auxiliary = torch.zeros((), device=x_BSH.device)
-        *below, top = self.layers.values()
-        for layer in below:
-            x_BSH, extra = layer(x_BSH, places)
+        for name, layer in self.layers.items():
+            asking_BSH = None
+            if self.query_positions is not None and name == str(self.config.num_layers - 1):
+                x_BSH = self.norm(x_BSH)
+                asking_BSH = self.query_positions(positions).expand_as(x_BSH)
+            x_BSH, extra = layer(x_BSH, places, asking_BSH)
             auxiliary = auxiliary if extra is None else auxiliary + extra
-        asking_BSH = None
-        if self.query_positions is not None:
-            x_BSH = self.norm(x_BSH)
-            asking_BSH = self.query_positions(positions).expand_as(x_BSH)
-        x_BSH, extra = top(x_BSH, places, asking_BSH)
-        auxiliary = auxiliary if extra is None else auxiliary + extra
+        return x_BSH, auxiliary
+
+    def leave(self, x_BSH: torch.Tensor, labels_BS: torch.Tensor | None) -> torch.Tensor:
+        """Return logits, or with labels the sum of the targets' losses."""
         if self.query_positions is None:
             x_BSH = self.norm(x_BSH)
         weight = self.embedding.tokens.weight if self.config.tied else None
-        found = self.head(x_BSH, labels, weight=weight)
-        return found if labels is None else Loss(found, (labels != -100).sum(), auxiliary)
+        return self.head(x_BSH, labels_BS, weight=weight)
 
     def _places(
         self, x_BSH: torch.Tensor, positions: torch.Tensor, document_ids: torch.Tensor | None

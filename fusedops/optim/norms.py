@@ -110,9 +110,14 @@ def clip_grad_norm_(
             f"clip_grad_norm_: the norm of the gradients is {norm.item()}, so they cannot be "
             "clipped; error_if_nonfinite=False lets them pass"
         )
-    coefficient = clip_coefficient(norm, max_norm)
+    scale_gradients(grads, clip_coefficient(norm, max_norm))
+    return norm
+
+
+def scale_gradients(grads: Sequence[torch.Tensor], coefficient: torch.Tensor) -> None:
+    """Multiply gradients in place; on the CPU 1 costs no pass."""
     if coefficient.device.type == "cpu" and coefficient.item() == 1.0:
-        return norm
+        return
     with torch.no_grad():
         by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         for grad in map(_shards.local, grads):
@@ -121,7 +126,6 @@ def clip_grad_norm_(
             # In half precision the coefficient itself would be rounded.
             wide = dtype if dtype == torch.float64 else torch.float32
             torch._foreach_mul_(members, coefficient.to(device, wide))
-    return norm
 
 
 def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fusedops.parallel.expert import expert_parallel, moe_combine, moe_dispatch
 from fusedops.parallel.mesh import make_mesh, rank_groups
+from fusedops.parallel.pipeline.timeline import timeline
 from fusedops.parallel.sizes import Sizes
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ __all__ = [
     "ring_attention",
     "shard",
     "shard_sequence",
+    "timeline",
     "ulysses_attention",
     "unshard_sequence",
 ]

@@ -132,6 +132,17 @@ class Replicas:
             hook.remove()
         self._hooks.clear()
 
+    def start(self) -> None:
+        """Begin to sum gradients that are all there, after backwards that did not.
+
+        For loops that tell when: ``remove`` takes the hooks away, and ``finish`` waits.
+        """
+        self._start(lambda bucket: True)
+
+    def finish(self) -> None:
+        """Wait for what ``start`` began, and write the sums."""
+        self._finish()
+
     def _arrived(self, parameter: nn.Parameter) -> None:
         """Note a gradient, and start every bucket that is its turn."""
         if not self.synchronize:
@@ -383,3 +394,13 @@ class DataParallel:
                 module.set_requires_gradient_sync(last)  # type: ignore[operator]
             if self.stage in (1, 2):
                 module.set_reshard_after_backward(last)  # type: ignore[operator]
+
+    def start(self) -> None:
+        """Begin to sum gradients of parameters that are whole; all of them are there."""
+        for each in self.replicas:
+            each.start()
+
+    def finish(self) -> None:
+        """Wait for what ``start`` began."""
+        for each in self.replicas:
+            each.finish()

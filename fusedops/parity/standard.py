@@ -45,17 +45,7 @@ def standard(model: nn.Module, mesh: Any, case: Case) -> Parallel:
         shards = [run.shard_batch(**each) for each in micro]
         labels = torch.stack([each.labels for each in shards if each.labels is not None])
         count = run.count(labels)
-        outputs = []
-        for place, shard in enumerate(shards):
-            run.begin(last=place == parts - 1)
-            output = run.model(
-                shard.tokens,
-                shard.labels,
-                positions=shard.positions,
-                document_ids=shard.document_ids,
-            )
-            run.loss(output, count).backward()
-            outputs.append(output)
+        outputs = run.step(shards, count)
         return run.mean_loss(outputs, count)
 
     return Parallel(run.model, forward_backward, run.optimizer(**ADAMW), run.clip)

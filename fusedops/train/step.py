@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from fusedops.checkpoint import Restored
-from fusedops.models import Loss
 from fusedops.models.parallelization import dropout_place
-from fusedops.optim import global_norm
+from fusedops.models.parallelized import Shard
 from fusedops.optim.norms import clip_coefficient
 from fusedops.parallel.dropout import place_dropout
 from fusedops.train import precision
@@ -55,13 +55,16 @@ def backward(run: Run) -> tuple[float, float]:
     rows = run.train.microbatches(
         run.position, config.batch, parts, parallel.data_rank, parallel.data_ranks
     )
-    for number, batch in enumerate(rows):
-        parallel.begin(last=number == parts - 1)
-        _seed_dropout(run, number)
-        loss = _loss(run, batch)
-        (parallel.loss(loss, targets) * run.scale.value).backward()
-        total += loss.total.detach()
-        routers += loss.auxiliary.detach()
+    losses = parallel.step(
+        [_shard(run, batch) for batch in rows],
+        targets,
+        scale=run.scale.value,
+        computing=partial(precision.computing, config.precision, device),
+        before=partial(_seed_dropout, run),
+    )
+    for each in losses:
+        total += each.total
+        routers += each.auxiliary
     return total.item(), routers.item()
 
 
@@ -77,8 +80,8 @@ def update(run: Run, losses: tuple[float, float], *, stop: bool) -> Taken:
     # The ranks of tp have the same losses, but for routers', each of which sees other tokens.
     total, routers, stops = run.ranks.total(losses[0] / layout.tp, losses[1], float(stop))
     loss = total / (config.batch * config.data.seq_len)
-    model, scale = run.parallel.model, run.scale.value
-    norm = global_norm([each.grad for each in model.parameters() if each.grad is not None]) / scale
+    scale = run.scale.value
+    norm = run.parallel.norm() / scale
     lr = learning_rate(run.step, config.steps, config.optimizer.lr, config.schedule)
     action, restored = "overflow", None
     if not run.scale.overflowed(norm.item()):
@@ -95,7 +98,7 @@ def update(run: Run, losses: tuple[float, float], *, stop: bool) -> Taken:
         optimizer.found_inf = torch.tensor(float(action != "go"))  # type: ignore[attr-defined]
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    routers /= run.ranks.size * layout.microbatches
+    routers /= run.ranks.size // layout.pp * layout.microbatches
     return Taken(loss, routers, norm.item(), lr, action, restored, stops > 0)
 
 
@@ -108,44 +111,49 @@ def evaluate(run: Run) -> float | None:
     if run.validation is None:
         return None
     config, parallel, device = run.config, run.parallel, run.ranks.device
-    count = min(config.validation.sequences, run.validation.count)
-    size = config.batch // (parallel.config.microbatches * parallel.data_ranks)
+    count, rank = min(config.validation.sequences, run.validation.count), parallel.data_rank
+    parts = parallel.config.microbatches
+    size = config.batch // (parts * parallel.data_ranks)
     total = torch.zeros((), dtype=torch.float64, device=device)
     parallel.model.eval()
-    for first in range(0, count, size * parallel.data_ranks):
-        rows = torch.arange(size) + first + size * parallel.data_rank
-        batch = run.validation.rows(rows)
-        batch.labels[rows >= count] = IGNORED
-        total += _loss(run, batch).total
+    for first in range(0, count, parts * size * parallel.data_ranks):
+        shards = []
+        for part in range(parts):
+            rows = torch.arange(size) + first + size * (part * parallel.data_ranks + rank)
+            batch = run.validation.rows(rows)
+            batch.labels[rows >= count] = IGNORED
+            shards.append(_shard(run, batch))
+        losses = parallel.forward(
+            shards, computing=partial(precision.computing, config.precision, device)
+        )
+        for each in losses:
+            total += each.total
     parallel.model.train()
     found = run.ranks.total(total.item() / parallel.config.tp)[0]
     return found / (count * config.data.seq_len)
 
 
-def _loss(run: Run, batch: Batch) -> Loss:
-    """Return what the model makes of this rank's part of sequences."""
-    device = run.ranks.device
-    given = [None if each is None else each.to(device, non_blocking=True) for each in batch]
+def _shard(run: Run, batch: Batch) -> Shard:
+    """Return this rank's part of sequences, on its device."""
+    given = [None if e is None else e.to(run.ranks.device, non_blocking=True) for e in batch]
     tokens, labels, documents = given
     assert tokens is not None
-    shard = run.parallel.shard_batch(tokens, labels, document_ids=documents)
-    places = {"positions": shard.positions, "document_ids": shard.document_ids}
-    with precision.computing(run.config.precision, device):
-        return run.parallel.model(*shard[:2], **places)
+    return run.parallel.shard_batch(tokens, labels, document_ids=documents)
 
 
-def _seed_dropout(run: Run, number: int) -> None:
-    """Seed what dropout of a micro-batch draws from, by step.
+def _seed_dropout(run: Run, number: int, stage: int) -> None:
+    """Seed what dropout of a micro-batch draws from on a stage, by step.
 
     All ranks draw from one seed, each element by its place among all sequences of the step: the
     layout changes no number, nor does the cut into micro-batches. Where elements do not know their
-    places (GPUs, context parallelism) seeds are alike on ranks that share the same tokens.
+    places (GPUs, context parallelism, pipelines, in which micro-batches overlap) seeds are alike on
+    ranks that share the same tokens.
     """
     mesh, layout = run.parallel.mesh, run.parallel.config
-    assert mesh is not None
     words: tuple[int, ...] = (run.config.seed, run.step)
-    if layout.cp > 1 or run.ranks.device.type != "cpu":
-        words += (number, mesh.rank("data"))
+    assert mesh is not None
+    if layout.cp > 1 or layout.pp > 1 or run.ranks.device.type != "cpu":
+        words += (number, mesh.rank("data"), stage)
     elif layout.microbatches > 1:
         place = dropout_place(layout, mesh)
         part = number * layout.dp + place.batch_part

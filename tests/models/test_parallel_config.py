@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from fusedops import UnsupportedError
-from fusedops.models import ParallelConfig
+from fusedops.models import ParallelConfig, preset
+from fusedops.models.parallel_config import check_stages
 
 
 @pytest.mark.parametrize(
@@ -66,9 +68,58 @@ def test_in_mode_data_all_processes_are_data_parallel() -> None:
     assert ParallelConfig(mode="data", zero=2).for_ranks(6).sizes.dp == 6
 
 
-def test_pipelines_are_refused_until_they_exist() -> None:
-    with pytest.raises(UnsupportedError, match="pp must be 1, got 2"):
-        ParallelConfig(pp=2).for_ranks(2)
+PIPELINES: dict[str, tuple[dict[str, Any], str]] = {
+    "schedule": (
+        {"pipeline_schedule": "zb"},
+        "pipeline_schedule must be one of 'gpipe'.*did you mean 'zbv'",
+    ),
+    "microbatches": (
+        {"pipeline_schedule": "interleaved", "microbatches": 5},
+        r"microbatches must be a multiple of pp = 2, .* got 5 \(3, 4, 6, 8 would fit",
+    ),
+    "few": (
+        {"pipeline_schedule": "dualpipev", "microbatches": 3},
+        "microbatches must be at least 4, the stages of 'dualpipev' on pp = 2 ranks, got 3",
+    ),
+    "virtual": (
+        {"pipeline_schedule": "zbv", "pipeline_virtual": 3, "microbatches": 4},
+        r"pipeline_virtual must be 2 with pipeline_schedule 'zbv', got 3 \(interleaved, looped_bfs",
+    ),
+    "balance": ({"pipeline_balance": "even"}, "pipeline_balance must be"),
+    "manual": ({"mode": "manual"}, "pp must be 1 with mode 'manual', got 2"),
+    "zero": (
+        {"pipeline_schedule": "zbv", "zero": 1, "microbatches": 4},
+        "zero must be 0 with pipeline_schedule 'zbv', got 1: .* 'gpipe', '1f1b', 'interleaved'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PIPELINES)
+def test_a_pipeline_that_cannot_be_is_told_with_what_can(case: str) -> None:
+    values, says = PIPELINES[case]
+    with pytest.raises((ValueError, UnsupportedError), match=says):
+        ParallelConfig(pp=2, **values)
+
+
+STAGES: dict[str, tuple[dict[str, Any], str]] = {
+    "layers": ({"pp": 4}, r"must be at most the 3 layers, got 4 \(pp 3 would fit\)"),
+    "virtual": (
+        {"pp": 2, "microbatches": 4, "pipeline_schedule": "zbv"},
+        r"must be at most the 3 layers, got 4 \(pp 1 or pipeline_virtual 1 would fit\)",
+    ),
+    "cuts": (
+        {"pp": 2, "pipeline_cuts": (3,)},
+        r"pipeline_cuts must be 1 first layers between 1 and 2.* got \(3,\) \(\(2,\) would fit",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", STAGES)
+def test_layers_that_do_not_make_the_stages_are_told_with_what_would(case: str) -> None:
+    values, says = STAGES[case]
+    model = replace(preset("tiny-llama"), num_layers=3)
+    with pytest.raises(ValueError, match=says):
+        check_stages("parallelize", model, ParallelConfig(**values))
 
 
 def test_selective_recomputation_is_norms_and_activations() -> None:

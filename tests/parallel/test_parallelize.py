@@ -17,7 +17,6 @@ import torch
 from process_pool import World
 from torch import nn
 
-from fusedops import UnsupportedError
 from fusedops.models import (
     ParallelConfig,
     Transformer,
@@ -277,8 +276,8 @@ def _refusals(rank: int) -> None:
     for refused, values, says in wrong:
         with pytest.raises(ValueError, match=says):
             parallelize(refused, ParallelConfig(**values))
-    with pytest.raises(UnsupportedError, match="pp must be 1"):
-        parallelize(model, ParallelConfig(dp=3, pp=2))
+    with pytest.raises(ValueError, match="at most the 2 layers, got 3"):
+        parallelize(model, ParallelConfig(dp=2, pp=3))
     with pytest.raises(TypeError, match="fusedops.models.Transformer, or any module with mode"):
         parallelize(nn.Linear(2, 2), ParallelConfig(dp=6))
     with pytest.raises(TypeError, match="config must be a ParallelConfig, got dict"):

@@ -1,0 +1,117 @@
+"""What the layers of a transformer cost beside each other, to cut it into even stages.
+
+By the operations that a token needs, which asks for nothing; or measured: forward and backward of
+one layer of each kind and of the head, on the device that trains.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from fusedops.models.config import TransformerConfig
+from fusedops.models.initialize import initialize
+from fusedops.models.transformer import Transformer
+
+_RUNS = 5
+
+
+class Costs(NamedTuple):
+    """In one unit.
+
+    Attributes:
+        layers: of each layer.
+        first: of what stands before them.
+        last: of what stands behind them, the loss included.
+    """
+
+    layers: list[float]
+    first: float
+    last: float
+
+
+def by_operations(model: TransformerConfig, seq_len: int | None = None) -> Costs:
+    """Return the multiplications and additions of a token's forward; a look-up is none.
+
+    Args:
+        model: its sizes.
+        seq_len: tokens of a sequence; the most that the model takes by default.
+    """
+    length = model.seq_len if seq_len is None else seq_len
+    products = 4 * model.query_width * length * (0.5 if model.causal else 1.0)
+    layers = []
+    for index in range(model.num_layers):
+        used: float = model.layer(index).total
+        if model.is_sparse(index):
+            experts = model.feed_forward(index).experts
+            used -= experts * (model.num_experts - model.top_k) / model.num_experts
+        layers.append(2 * used + products)
+    return Costs(layers, 0.0, 2.0 * model.output(own_weight=True).total)
+
+
+def measured(
+    model: TransformerConfig,
+    *,
+    seq_len: int | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+) -> Costs:
+    """Return the seconds of forward and backward of a sequence: medians of a few runs.
+
+    Args:
+        model: its sizes. A model of one layer of each kind is made for it and thrown away.
+        seq_len: tokens of the sequence; the most that the model takes by default.
+        device: where.
+        dtype: of the parameters.
+    """
+    length = model.seq_len if seq_len is None else seq_len
+    kinds = model.kinds(range(model.num_layers))
+    whole = Transformer(model, device="meta", dtype=dtype)
+    for name in [each for each in whole.layers if int(each) not in kinds]:
+        del whole.layers[name]
+    whole.to_empty(device=device)
+    initialize(whole, 0)
+    tokens = torch.arange(length, device=device)[None] % model.vocab_size
+    positions = torch.arange(length, device=device)
+    with torch.random.fork_rng():
+        x_BSH = whole.embedding(tokens, positions).detach()
+        first = _seconds(lambda _: whole.embedding(tokens, positions), x_BSH)
+        last = _seconds(lambda given: whole.leave(given, tokens), x_BSH)
+        of_kind = {}
+        for index in kinds:
+            layer: nn.Module = whole.layers[str(index)]
+            places = whole._places(x_BSH, positions, None)
+            asking = x_BSH if index == model.num_layers - 1 and model.query_layer else None
+            run = _layer(layer, places, asking)
+            of_kind[model.is_sparse(index)] = _seconds(run, x_BSH)
+    return Costs([of_kind[model.is_sparse(each)] for each in range(model.num_layers)], first, last)
+
+
+def _layer(
+    layer: nn.Module, places: object, asking: torch.Tensor | None
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda given: layer(given, places, asking)[0]
+
+
+def _seconds(run: Callable[[torch.Tensor], torch.Tensor], x_BSH: torch.Tensor) -> float:
+    """Return the median time of a forward and its backward; the first run does not count."""
+    times = []
+    for _ in range(_RUNS + 1):
+        given = x_BSH.detach().requires_grad_()
+        _wait(given.device)
+        began = time.perf_counter()
+        found = run(given)
+        torch.autograd.backward(found, torch.ones_like(found))
+        _wait(given.device)
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[1:])
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: schedules, splits, what runs them, and pictures of what ran."""

@@ -1,0 +1,332 @@
+"""Runs a pipeline's schedule on one rank: computes, sends, receives, in the order of its list.
+
+The lists are those of ``schedules.py``. Torch's own runtime is not used, its split of a backward
+is: that runtime keeps a buffer for each micro-batch from step to step, however few are alive at a
+time, starts by two passes that only learn shapes, and its second half of a backward goes past the
+hooks that data parallelism lives on. Here memory for what is received is made when the receive is
+posted and goes with its backward; a stage is told when its last gradient is there; everything that
+travels goes through ``communication``; and ``computing`` marks each action, so that a recorded log
+is a timeline.
+
+A stage gives, beside what the next one gets, a scalar: its share of the loss (of the last stage the
+loss, of any stage the losses of its routers), whose gradient is 1. It is a second root of the
+stage's backward, so it needs no schedule's help and travels nowhere.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import distributed as dist
+from torch import nn
+
+from fusedops.parallel import communication
+from fusedops.parallel.communication import Pending
+from fusedops.parallel.pipeline.schedules import (
+    BACKWARD,
+    FORWARD,
+    INPUT,
+    RECEIVE_BACKWARD,
+    RECEIVE_FORWARD,
+    SEND_BACKWARD,
+    SEND_FORWARD,
+    WEIGHT,
+    Action,
+    Table,
+)
+
+# What a stage tells the next of what it will send: number of dims, dtype, sizes.
+_HEADER = 8
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class Computes(Protocol):
+    """The forward of a stage, for a step."""
+
+    def __call__(
+        self, stage: int, microbatch: int, given: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return what the next stage gets, and this stage's share of the loss.
+
+        The first is ``None`` of the last stage. The second is ``None`` where there is no share.
+        """
+
+
+class Reduces(Protocol):
+    """What sums the gradients of a stage over copies of it."""
+
+    def begin(self, *, last: bool) -> None:
+        """Say, before a backward, whether it is the stage's last one of the step."""
+
+    def start(self) -> None:
+        """Begin to sum what is whole on each rank: all gradients of the stage are there."""
+
+    def finish(self) -> None:
+        """Wait for the sums."""
+
+
+@dataclass
+class _Held:
+    """A micro-batch on a stage, from its forward to the end of its backward."""
+
+    given: torch.Tensor | None
+    roots: list[torch.Tensor]
+    grads: list[torch.Tensor]
+    groups: list[dict[str, Any]] | None = None
+
+
+@dataclass
+class Driver:
+    """The stages of a rank and what runs them.
+
+    Attributes:
+        table: the schedule.
+        group: the ranks of the pipeline.
+        stages: the modules of this rank, by number of the stage: whose parameters get gradients.
+        data: for each of them, what sums its gradients; nothing for stages without copies.
+        most_alive: the most micro-batches of which a stage kept a graph at a time, in the last
+            step, by stage.
+    """
+
+    table: Table
+    group: dist.ProcessGroup
+    stages: Mapping[int, nn.Module]
+    data: Mapping[int, Reduces] = field(default_factory=dict)
+    most_alive: Counter[int] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self._rank = self.group.rank()
+        self._lists = self.table.with_transfers()[self._rank]
+        self._forwards = self.table.forwards()[self._rank]
+        self._known: dict[Hashable, tuple[torch.Size, torch.dtype]] = {}
+
+    def step(self, compute: Computes, device: torch.device, key: Callable[[int], Hashable]) -> None:
+        """Run forwards and backwards of all micro-batches, and sum the gradients.
+
+        Args:
+            compute: the forward.
+            device: of what is received.
+            key: of a micro-batch: two that have the same send tensors of the same shape and dtype.
+        """
+        step = _Step(self, compute, device, key)
+        self.most_alive.clear()
+        for action in self._lists:
+            step.do(action)
+        step.settle()
+        for each in self.data.values():
+            each.finish()
+
+    @torch.no_grad()
+    def forward(
+        self, compute: Computes, device: torch.device, key: Callable[[int], Hashable]
+    ) -> None:
+        """Run the forwards alone; the rest as of ``step``."""
+        step = _Step(self, compute, device, key)
+        for action in self._forwards:
+            step.do(action)
+        step.settle()
+
+    def is_here(self, stage: int) -> bool:
+        """Whether a stage is of this rank."""
+        return stage in self.stages
+
+
+class _Step:
+    """One pass over the list."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        compute: Computes,
+        device: torch.device,
+        key: Callable[[int], Hashable],
+    ) -> None:
+        self._driver, self._table, self._group = driver, driver.table, driver.group
+        self._compute, self._device, self._key = compute, device, key
+        self._held: dict[tuple[int, int], _Held] = {}
+        self._alive: Counter[int] = Counter()
+        self._backwards: Counter[int] = Counter()
+        # What other stages made: tensors of this rank's own, and receives under way.
+        self._forward: dict[tuple[int, int], Pending | torch.Tensor] = {}
+        self._backward: dict[tuple[int, int], Pending | torch.Tensor] = {}
+        self._outgoing: dict[tuple[int, int], torch.Tensor] = {}
+        self._sent: dict[str, Pending] = {}
+
+    def do(self, action: Action) -> None:
+        """Do one thing of the list."""
+        kind, stage, microbatch = action
+        place = stage, microbatch
+        if kind in (SEND_FORWARD, SEND_BACKWARD):
+            self._send(action)
+        elif kind == RECEIVE_FORWARD:
+            self._forward[place] = self._receive(action, stage - 1)
+        elif kind == RECEIVE_BACKWARD:
+            self._backward[place] = self._receive(action, stage + 1)
+        else:
+            given = self._wait(kind, place)
+            with communication.computing(str(action)):
+                self._run(kind, place, given)
+            if kind in (BACKWARD, WEIGHT):
+                self._ended(stage)
+
+    def settle(self) -> None:
+        """Wait for the sends that are under way."""
+        for pending in self._sent.values():
+            pending.wait()
+        self._sent.clear()
+        assert not (self._held or self._forward or self._backward or self._outgoing)
+
+    def _wait(self, kind: str, place: tuple[int, int]) -> torch.Tensor | None:
+        """Return what another stage made for this action."""
+        stage = place[0]
+        if kind == FORWARD:
+            found = self._forward.pop(place) if stage else None
+        elif kind == WEIGHT or stage == self._table.stages - 1:
+            found = None
+        else:
+            found = self._backward.pop(place)
+        return found.wait() if isinstance(found, Pending) else found
+
+    def _run(self, kind: str, place: tuple[int, int], given: torch.Tensor | None) -> None:
+        if kind == FORWARD:
+            self._run_forward(place, given)
+        elif kind == BACKWARD:
+            self._say_whether_last(place[0])
+            held = self._with_gradient(self._held.pop(place), given)
+            torch.autograd.backward(held.roots, held.grads)
+            self._pass_back(place, held)
+        elif kind == INPUT:
+            self._run_input(place, given)
+        else:
+            self._run_weight(place)
+
+    def _run_forward(self, place: tuple[int, int], given: torch.Tensor | None) -> None:
+        stage, microbatch = place
+        training = torch.is_grad_enabled()
+        if given is not None:
+            given = given.detach().requires_grad_(training)
+        passed, share = self._compute(stage, microbatch, given)
+        if passed is not None:
+            if training and passed._is_view():  # the split backward cuts its roots off in place
+                passed = passed.clone()
+            self._put(self._forward, (stage + 1, microbatch), passed.detach(), place)
+        if not training:
+            return
+        roots = [each for each in (passed, share) if each is not None and each.requires_grad]
+        grads = [torch.ones_like(share)] if share is not None and share.requires_grad else []
+        self._held[place] = _Held(given, roots, grads)
+        self._alive[stage] += 1
+        most = self._driver.most_alive
+        most[stage] = max(most[stage], self._alive[stage])
+
+    def _run_input(self, place: tuple[int, int], given: torch.Tensor | None) -> None:
+        """Make the gradient of what was given; those of the weights can wait."""
+        held = self._with_gradient(self._held[place], given)
+        if held.given is None:  # the first stage: there is nothing but weights
+            return
+        from torch.distributed.pipelining._backward import stage_backward_input
+
+        weights = self._driver.stages[place[0]].parameters()
+        _, held.groups = stage_backward_input(held.roots, held.grads, [held.given], weights)
+        held.roots, held.grads = [], []
+        self._pass_back(place, held)
+
+    def _run_weight(self, place: tuple[int, int]) -> None:
+        """Make the gradients of the weights."""
+        held = self._held.pop(place)
+        if held.groups is None:
+            torch.autograd.backward(held.roots, held.grads)
+            return
+        from torch.distributed.pipelining._backward import stage_backward_weight
+
+        stage_backward_weight(self._driver.stages[place[0]].parameters(), held.groups)
+
+    def _with_gradient(self, held: _Held, given: torch.Tensor | None) -> _Held:
+        if given is not None:
+            held.grads.insert(0, given)
+        return held
+
+    def _say_whether_last(self, stage: int) -> None:
+        data = self._driver.data.get(stage)
+        if data is not None:
+            data.begin(last=self._backwards[stage] == self._table.microbatches - 1)
+
+    def _pass_back(self, place: tuple[int, int], held: _Held) -> None:
+        stage, microbatch = place
+        if held.given is not None:
+            assert held.given.grad is not None
+            self._put(self._backward, (stage - 1, microbatch), held.given.grad, place)
+            held.given = None
+
+    def _put(
+        self,
+        here: dict[tuple[int, int], Pending | torch.Tensor],
+        target: tuple[int, int],
+        tensor: torch.Tensor,
+        place: tuple[int, int],
+    ) -> None:
+        """Leave a tensor for another stage: of this rank, or to be sent next."""
+        if self._driver.is_here(target[0]):
+            here[target] = tensor
+        else:
+            self._outgoing[place] = tensor
+
+    def _ended(self, stage: int) -> None:
+        """Note the end of a backward; after the last one gradients are summed."""
+        self._alive[stage] -= 1
+        self._backwards[stage] += 1
+        data = self._driver.data.get(stage)
+        if data is not None and self._backwards[stage] == self._table.microbatches:
+            data.start()
+
+    def _send(self, action: Action) -> None:
+        """Send what the action before made; the send of this kind before it ends first."""
+        kind, stage, microbatch = action
+        tensor = self._outgoing.pop((stage, microbatch)).contiguous()
+        forward = kind == SEND_FORWARD
+        to = self._table.rank_of(stage + 1 if forward else stage - 1)
+        if kind in self._sent:
+            self._sent.pop(kind).wait()
+        if forward and self._learns(stage + 1, microbatch, tensor):
+            header = [tensor.dim(), _DTYPES.index(tensor.dtype), *tensor.shape]
+            header += [0] * (_HEADER - len(header))
+            said = torch.tensor(header, device=self._device)
+            communication.send_receive(said, self._group, to=to, source=None, label="shape").wait()
+        self._sent[kind] = communication.send_receive(
+            tensor, self._group, to=to, source=None, label=str(action)
+        )
+
+    def _learns(self, stage: int, microbatch: int, tensor: torch.Tensor) -> bool:
+        """Whether a stage has to be told what it gets; raise if it believes something else."""
+        known, key = self._driver._known, (stage, self._key(microbatch))
+        what = tensor.shape, tensor.dtype
+        if key in known and known[key] != what:
+            raise RuntimeError(
+                f"pipeline: stage {stage - 1} made {list(what[0])} {what[1]} of a micro-batch like "
+                f"one of which it made {list(known[key][0])} {known[key][1]} before"
+            )
+        return known.setdefault(key, what) is what
+
+    def _receive(self, action: Action, other: int) -> Pending:
+        """Begin to receive what a stage sends."""
+        kind, stage, microbatch = action
+        source = self._table.rank_of(other)
+        # A gradient is as large as what was sent.
+        key = (stage if kind == RECEIVE_FORWARD else stage + 1, self._key(microbatch))
+        known = self._driver._known
+        if key not in known:
+            header = torch.empty(_HEADER, dtype=torch.int64, device=self._device)
+            told = communication.send_receive(
+                header, self._group, to=None, source=source, out=header, label="shape"
+            )
+            dims, dtype, *sizes = told.wait().tolist()
+            known[key] = torch.Size(sizes[:dims]), _DTYPES[dtype]
+        shape, dtype = known[key]
+        out = torch.empty(shape, dtype=dtype, device=self._device)
+        return communication.send_receive(
+            out, self._group, to=None, source=source, out=out, label=str(action)
+        )

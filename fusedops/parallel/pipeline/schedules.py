@@ -1,0 +1,296 @@
+"""Schedules of a pipeline, by name, as lists of actions: what each rank does, in its order.
+
+A schedule divides a step of ``microbatches`` among ``ranks`` that hold ``virtual`` stages each. The
+tables are those of ``torch.distributed.pipelining`` but for GPipe and 1F1B, which torch has as code
+that runs, not as tables. Nothing here communicates or needs a process group: a schedule can be
+drawn, timed and refused on one process.
+
+What is done to a stage and a micro-batch: ``F`` its forward, ``B`` its backward; or the backward in
+two parts, ``I`` for the gradient of its input and ``W``, any time later, for those of its weights.
+``Table.with_transfers`` puts sends and receives between them. A receive stands where its send is
+made in one order of all ranks' actions, so that ranks which follow their lists never wait in a
+circle, even where a send ends only when it is received.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from fusedops._core import checks
+from fusedops.parallel.sizes import refuse
+
+FORWARD, BACKWARD, INPUT, WEIGHT = "F", "B", "I", "W"
+SEND_FORWARD, RECEIVE_FORWARD = "send F", "receive F"
+SEND_BACKWARD, RECEIVE_BACKWARD = "send B", "receive B"
+
+_OP = "pipeline"
+
+
+class Action(NamedTuple):
+    """Something that is done once; prints as ``2F0``: stage, what, micro-batch."""
+
+    kind: str
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A way to order a pipeline's work.
+
+    Attributes:
+        name: as ``ParallelConfig.pipeline_schedule`` has it.
+        title: for people.
+        virtual: stages of a rank, unless more are asked for.
+        fixed: whether a rank cannot have another number of stages.
+        splits: whether backwards come in two parts.
+        is_v: whether stages go down the ranks and up again, else round and round.
+        torch: torch's class (``Schedule...``), ``None`` where the table is made here.
+    """
+
+    name: str
+    title: str
+    virtual: int = 1
+    fixed: bool = False
+    splits: bool = False
+    is_v: bool = False
+    torch: str | None = None
+
+
+SCHEDULES = {
+    each.name: each
+    for each in (
+        Schedule("gpipe", "GPipe", fixed=True),
+        Schedule("1f1b", "1F1B", fixed=True),
+        Schedule("interleaved", "interleaved 1F1B", 2, torch="Interleaved1F1B"),
+        Schedule("looped_bfs", "looped, breadth first", 2, torch="LoopedBFS"),
+        Schedule("zero_bubble", "zero bubble", splits=True, torch="InterleavedZeroBubble"),
+        Schedule("zbv", "zero bubble V", 2, True, True, True, "ZBVZeroBubble"),
+        Schedule("dualpipev", "DualPipeV", 2, True, True, True, "DualPipeV"),
+    )
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Table:
+    """The actions of a schedule for sizes.
+
+    Attributes:
+        schedule: which.
+        ranks: of the pipeline.
+        microbatches: of a step.
+        virtual: stages of a rank.
+        actions: of each rank, computations only.
+    """
+
+    schedule: Schedule
+    ranks: int
+    microbatches: int
+    virtual: int
+    actions: tuple[tuple[Action, ...], ...]
+
+    @property
+    def stages(self) -> int:
+        """How many there are."""
+        return self.ranks * self.virtual
+
+    def rank_of(self, stage: int) -> int:
+        """Return which rank holds a stage."""
+        lap, place = divmod(stage, self.ranks)
+        return self.ranks - 1 - place if self.schedule.is_v and lap % 2 else place
+
+    def stages_of(self, rank: int) -> list[int]:
+        """Return the stages of a rank."""
+        return [each for each in range(self.stages) if self.rank_of(each) == rank]
+
+    def needs(self, action: Action) -> list[Action]:
+        """Return the actions of which at least one must be done before.
+
+        Empty: the action needs nothing. ``W`` needs its own ``I``.
+        """
+        kind, stage, microbatch = action
+        if kind == FORWARD:
+            return [Action(FORWARD, stage - 1, microbatch)] if stage else []
+        if kind == WEIGHT:
+            return [Action(INPUT, stage, microbatch)]
+        if stage == self.stages - 1:
+            return [Action(FORWARD, stage, microbatch)]
+        return [Action(each, stage + 1, microbatch) for each in (BACKWARD, INPUT)]
+
+    def with_transfers(self) -> tuple[tuple[Action, ...], ...]:
+        """Return the actions of each rank with sends and receives."""
+        return _with_transfers(self, self.actions)
+
+    def forwards(self) -> tuple[tuple[Action, ...], ...]:
+        """Return actions, with transfers, of forwards alone: for validation."""
+        only = [
+            [
+                Action(FORWARD, stage, microbatch)
+                for microbatch in range(self.microbatches)
+                for stage in self.stages_of(rank)
+            ]
+            for rank in range(self.ranks)
+        ]
+        return _with_transfers(self, only)
+
+
+def table(name: str, ranks: int, microbatches: int, virtual: int | None = None) -> Table:
+    """Return what each rank does in a step.
+
+    Args:
+        name: of ``SCHEDULES``.
+        ranks: of the pipeline.
+        microbatches: of a step.
+        virtual: stages of a rank; the schedule's own number by default.
+
+    Raises:
+        ValueError: there is no such schedule, or it does not exist for these sizes; the message has
+            those that would fit.
+        TypeError: a size is no integer.
+
+    Example:
+        >>> from fusedops.parallel.pipeline.schedules import table
+        >>> print(*table("1f1b", ranks=2, microbatches=3).actions[0])
+        0F0 0F1 0B0 0F2 0B1 0B2
+    """
+    schedule = check_schedule(_OP, name, ranks, microbatches, virtual)
+    virtual = schedule.virtual if virtual is None else virtual
+    if schedule.torch is None:
+        make = _gpipe if name == "gpipe" else _one_forward_one_backward
+        actions = [make(rank, ranks, microbatches) for rank in range(ranks)]
+    else:
+        actions = _of_torch(schedule.torch, ranks, microbatches, virtual)
+    return Table(schedule, ranks, microbatches, virtual, tuple(map(tuple, actions)))
+
+
+def check_schedule(
+    op: str, name: str, ranks: int, microbatches: int, virtual: int | None = None
+) -> Schedule:
+    """Return a schedule; raise unless it exists for these sizes.
+
+    Args:
+        op: who asks.
+        name: of ``SCHEDULES``.
+        ranks: of the pipeline.
+        microbatches: of a step.
+        virtual: stages of a rank, or ``None``.
+    """
+    checks.choice(op, "pipeline_schedule", name, tuple(SCHEDULES))
+    schedule = SCHEDULES[name]
+    for what, size in (("pp", ranks), ("microbatches", microbatches)):
+        checks.integer(op, what, size, least=1)
+    if virtual is not None:
+        checks.integer(op, "pipeline_virtual", virtual, least=1)
+        if schedule.fixed and virtual != schedule.virtual:
+            wanted = f"{schedule.virtual} with pipeline_schedule {name!r}"
+            others = [each.name for each in SCHEDULES.values() if not each.fixed]
+            hint = f" ({', '.join(others)} take any number)"
+            checks.fail(op, "pipeline_virtual", wanted, f"{virtual}{hint}")
+    if name == "dualpipev" and microbatches < 2 * ranks:
+        wanted = f"at least {2 * ranks}, the stages of {name!r} on pp = {ranks} ranks"
+        hint = "; '1f1b' takes any number"
+        checks.fail(op, "microbatches", wanted, f"{microbatches}{hint}")
+    if name in ("interleaved", "zero_bubble"):
+        _check_rounds(op, name, ranks, microbatches)
+    return schedule
+
+
+def _check_rounds(op: str, name: str, ranks: int, microbatches: int) -> None:
+    """Raise unless micro-batches make whole rounds of at least ``ranks`` each."""
+
+    def fits(number: int) -> bool:
+        return number % max(1, number // ranks) == 0
+
+    if not fits(microbatches):
+        near = [each for each in range(1, 2 * microbatches + ranks) if fits(each)]
+        wanted = f"a multiple of pp = {ranks}, or of its rounds, with {name!r}"
+        refuse(op, "microbatches", wanted, microbatches, near)
+
+
+def _gpipe(rank: int, ranks: int, microbatches: int) -> list[Action]:
+    return [
+        Action(kind, rank, each) for kind in (FORWARD, BACKWARD) for each in range(microbatches)
+    ]
+
+
+def _one_forward_one_backward(rank: int, ranks: int, microbatches: int) -> list[Action]:
+    ahead = min(microbatches, ranks - rank)
+    found = [Action(FORWARD, rank, each) for each in range(ahead)]
+    for each in range(microbatches):
+        found.append(Action(BACKWARD, rank, each))
+        if ahead + each < microbatches:
+            found.append(Action(FORWARD, rank, ahead + each))
+    return found
+
+
+class _Seat:
+    """What torch's schedules ask of a stage when they make their tables."""
+
+    def __init__(self, stage: int, stages: int, ranks: int) -> None:
+        self.stage_index, self.num_stages, self.group_size = stage, stages, ranks
+        self.group_rank = 0
+        self.submod = nn.Module()
+        self.is_first, self.is_last = stage == 0, stage == stages - 1
+        self.has_backward = True
+        self.stage_index_to_group_rank: dict[int, int] = {}
+
+
+@cache
+def _of_torch(name: str, ranks: int, microbatches: int, virtual: int) -> list[list[Action]]:
+    """Return the computations of one of torch's schedules."""
+    module = importlib.import_module("torch.distributed.pipelining.schedules")
+    kind = getattr(module, f"Schedule{name}")
+    seats = [_Seat(each * ranks, ranks * virtual, ranks) for each in range(virtual)]
+    order = kind(seats, microbatches).pipeline_order
+    return [list(_flat(order[rank])) for rank in range(ranks)]
+
+
+def _flat(actions: Iterable[Any]) -> Iterable[Action]:
+    """Yield torch's actions as ours; those that it pairs one after the other."""
+    for each in actions:
+        if each is None:
+            continue
+        if each.sub_actions is not None:
+            yield from _flat(each.sub_actions)
+        else:
+            yield Action(each.computation_type.value, each.stage_index, each.microbatch_index)
+
+
+def _with_transfers(
+    table: Table, actions: Iterable[Iterable[Action]]
+) -> tuple[tuple[Action, ...], ...]:
+    """Return the actions with sends behind what is sent and the receives at the same moment."""
+    left = [deque(each) for each in actions]
+    found: list[list[Action]] = [[] for _ in left]
+    done: set[Action] = set()
+    while any(left):
+        before = len(done)
+        for rank, waiting in enumerate(left):
+            needs = table.needs(waiting[0]) if waiting else []
+            if not waiting or (needs and not done.intersection(needs)):
+                continue
+            action = waiting.popleft()
+            found[rank].append(action)
+            done.add(action)
+            kind, stage, microbatch = action
+            forward = kind == FORWARD
+            other = stage + 1 if forward else stage - 1
+            if kind == WEIGHT or not 0 <= other < table.stages or table.rank_of(other) == rank:
+                continue
+            send, receive = SEND_BACKWARD, RECEIVE_BACKWARD
+            if forward:
+                send, receive = SEND_FORWARD, RECEIVE_FORWARD
+            found[rank].append(Action(send, stage, microbatch))
+            found[table.rank_of(other)].append(Action(receive, other, microbatch))
+        assert len(done) > before, f"{table.schedule.name} waits in a circle"
+    return tuple(map(tuple, found))

@@ -1,0 +1,105 @@
+"""Which layers a stage of a pipeline gets: by their costs, or where the user cuts.
+
+A pipeline runs at the pace of its slowest stage, so a split is as good as its dearest stage is
+cheap. What stands before the first layer and behind the last belongs to the first and last stage
+and counts with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from fusedops._core import checks
+
+
+def balanced(
+    costs: Sequence[float], stages: int, *, first: float = 0.0, last: float = 0.0
+) -> list[range]:
+    """Return runs of layers whose dearest one is as cheap as any split's can be.
+
+    Args:
+        costs: of each layer, in any unit.
+        stages: how many runs; each has a layer at least.
+        first: what the first stage does besides.
+        last: what the last stage does besides.
+
+    Raises:
+        ValueError: there are fewer layers than stages.
+
+    Note:
+        Of several such splits the one with the least sum of squares that dynamic programming finds:
+        layers go where there is room. Costs are compared as they are given.
+
+    Example:
+        >>> from fusedops.parallel.pipeline.split import balanced
+        >>> balanced([1.0] * 8, 4, last=1.5)
+        [range(0, 2), range(2, 5), range(5, 7), range(7, 8)]
+    """
+    layers = len(costs)
+    check_layers("balanced", layers, stages)
+    sums = [0.0, *accumulate(costs)]
+
+    def cost(begin: int, end: int) -> float:
+        found = sums[end] - sums[begin]
+        return found + (first if begin == 0 else 0.0) + (last if end == layers else 0.0)
+
+    # best[end]: of the layers before `end` in so many stages: dearest stage, sum of squares, cuts.
+    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
+    for stage in range(stages):
+        after = stages - stage - 1
+        ends = [layers] if not after else range(stage + 1, layers - after + 1)
+        best = {
+            end: min(
+                (max(dearest, cost(begin, end)), squares + cost(begin, end) ** 2, (*cuts, end))
+                for begin, (dearest, squares, cuts) in best.items()
+                if begin < end
+            )
+            for end in ends
+        }
+    cuts = best[layers][2]
+    return [range(a, b) for a, b in zip((0, *cuts), cuts, strict=False)]
+
+
+def at(starts: Sequence[int], layers: int, stages: int, op: str = "pipeline") -> list[range]:
+    """Return the runs of layers between cuts.
+
+    Args:
+        starts: first layers of the stages after the first, in ascending order.
+        layers: how many there are.
+        stages: how many runs are wanted.
+        op: who asks.
+
+    Raises:
+        ValueError: the cuts do not make that many runs of layers that exist.
+    """
+    bounds = [0, *starts, layers]
+    ascending = all(a < b for a, b in zip(bounds, bounds[1:], strict=False))
+    if len(starts) != stages - 1 or not ascending:
+        even = balanced([1.0] * layers, stages)
+        hint = f" ({tuple(each.start for each in even[1:])} would fit)"
+        wanted = f"{stages - 1} first layers between 1 and {layers - 1}, in ascending order"
+        checks.fail(op, "pipeline_cuts", wanted, f"{tuple(starts)}{hint}")
+    return [range(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+
+
+def check_layers(op: str, layers: int, stages: int, virtual: int = 1) -> None:
+    """Raise unless each stage can have a layer.
+
+    Args:
+        op: who asks.
+        layers: how many there are.
+        stages: how many there are.
+        virtual: of those, how many a rank has.
+    """
+    if layers >= stages:
+        return
+    ranks = stages // virtual
+    fits = []
+    if layers >= virtual:
+        fits.append(f"pp {layers // virtual}")
+    if virtual > 1 and layers >= ranks:
+        fits.append(f"pipeline_virtual {layers // ranks}")
+    hint = f" ({' or '.join(fits)} would fit)" if fits else ""
+    wanted = f"at most the {layers} layers"
+    checks.fail(op, "stages, pp x pipeline_virtual", wanted, f"{stages}{hint}")

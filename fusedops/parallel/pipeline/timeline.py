@@ -1,0 +1,242 @@
+"""What ran when on each rank of a pipeline, as numbers and as a picture.
+
+Of a step that was recorded (``communication.recorded``), or of a schedule alone whose actions are
+given costs, without running anything.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fusedops._core import checks
+from fusedops.parallel.communication import COMPUTE, Log
+from fusedops.parallel.pipeline.schedules import (
+    BACKWARD,
+    FORWARD,
+    INPUT,
+    WEIGHT,
+    Action,
+    Table,
+    table,
+)
+
+_LABEL = re.compile(r"(\d+)([FBIW])(\d+)")
+# Of forwards, backwards and their halves; of the second stage of a rank and on darker.
+_COLOURS = {FORWARD: "#4c78a8", BACKWARD: "#f58518", INPUT: "#eeca3b", WEIGHT: "#54a24b"}
+_NAMES = {
+    FORWARD: "forward",
+    BACKWARD: "backward",
+    INPUT: "of inputs",
+    WEIGHT: "of weights",
+}
+_LEFT, _TOP, _ROW, _HEIGHT, _WIDTH = 58, 44, 30, 24, 860
+
+
+@dataclass(frozen=True)
+class Span:
+    """An action and its time.
+
+    Attributes:
+        action: what ran.
+        begin: when, in the unit of the costs or in seconds.
+        end: until when.
+    """
+
+    action: Action
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What ran when.
+
+    Attributes:
+        spans: of each rank, in their order.
+        title: of the picture.
+    """
+
+    spans: tuple[tuple[Span, ...], ...]
+    title: str = ""
+
+    @property
+    def begin(self) -> float:
+        """When the first rank began."""
+        return min(each.begin for rank in self.spans for each in rank)
+
+    @property
+    def end(self) -> float:
+        """When the last rank ended."""
+        return max(each.end for rank in self.spans for each in rank)
+
+    def bubble(self) -> float:
+        """Return the share of all ranks' time in which they computed nothing."""
+        busy = sum(each.end - each.begin for rank in self.spans for each in rank)
+        return 1.0 - busy / (len(self.spans) * (self.end - self.begin))
+
+    def alive(self) -> list[float]:
+        """Return, for each rank, of how many micro-batches it kept activations at most.
+
+        From a stage's forward to the end of its backward; of a rank with several stages each counts
+        for its share.
+        """
+        found = []
+        for rank in self.spans:
+            now, most = 0, 0
+            stages = len({each.action.stage for each in rank})
+            for each in rank:
+                now += each.action.kind == FORWARD
+                most = max(most, now)
+                now -= each.action.kind in (BACKWARD, WEIGHT)
+            found.append(most / stages)
+        return found
+
+    def svg(self) -> str:
+        """Return the picture: a row for each rank, a box for each action, bubbles left white."""
+        height = _TOP + _ROW * len(self.spans) + 8
+        title = f"{self.title}: " if self.title else ""
+        told = f"{title}{100 * self.bubble():.1f} % bubbles"
+        lines = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_LEFT + _WIDTH + 10} {height}"'
+            f' role="img" aria-label="{told}" font-family="sans-serif" font-size="12">',
+            f'<rect width="{_LEFT + _WIDTH + 10}" height="{height}" fill="white"/>',
+            f'<text x="8" y="20">{told}</text>',
+            *self._legend(),
+        ]
+        for rank, spans in enumerate(self.spans):
+            y = _TOP + _ROW * rank
+            lines.append(f'<text x="8" y="{y + 16}">rank {rank}</text>')
+            lines.append(
+                f'<rect x="{_LEFT}" y="{y}" width="{_WIDTH}" height="{_HEIGHT}" fill="#f4f4f4"/>'
+            )
+            lines += self._row(y, spans)
+        return "\n".join([*lines, "</svg>"]) + "\n"
+
+    def save(self, path: str | Path) -> None:
+        """Write the picture to a file."""
+        Path(path).write_text(self.svg())
+
+    def _legend(self) -> Iterator[str]:
+        kinds = {each.action.kind for rank in self.spans for each in rank}
+        x = _LEFT + _WIDTH - 330
+        for kind, name in _NAMES.items():
+            if kind in kinds:
+                yield f'<rect x="{x}" y="10" width="12" height="12" fill="{_COLOURS[kind]}"/>'
+                yield f'<text x="{x + 17}" y="20">{name}</text>'
+                x += 84
+
+    def _row(self, y: int, spans: Sequence[Span]) -> Iterator[str]:
+        scale = _WIDTH / (self.end - self.begin)
+        laps = sorted({each.action.stage for each in spans})
+        for each in spans:
+            kind, stage, microbatch = each.action
+            x, width = _LEFT + (each.begin - self.begin) * scale, (each.end - each.begin) * scale
+            strength = 1.0 - 0.35 * laps.index(stage) / max(1, len(laps) - 1)
+            yield (
+                f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{_HEIGHT}"'
+                f' fill="{_COLOURS[kind]}" fill-opacity="{strength:.2f}" stroke="white">'
+                f"<title>{each.action}</title></rect>"
+            )
+            if width > 14:
+                yield (
+                    f'<text x="{x + width / 2:.1f}" y="{y + 16}" text-anchor="middle"'
+                    f' font-size="10" fill="white">{microbatch}</text>'
+                )
+
+
+def timeline(
+    source: str | Table | Sequence[Log],
+    ranks: int | None = None,
+    microbatches: int | None = None,
+    *,
+    virtual: int | None = None,
+    costs: Mapping[str, float] | None = None,
+    stages: Sequence[float] | None = None,
+    transfer: float = 0.0,
+) -> Timeline:
+    """Return what runs when on each rank of a pipeline.
+
+    Args:
+        source: the name of a schedule or its table, of which the time is computed; or the logs of
+            all ranks, in their order, that ``fusedops.parallel.communication.recorded`` made.
+        ranks: of the pipeline, with a name.
+        microbatches: of a step, with a name.
+        virtual: stages of a rank, with a name; the schedule's own number by default.
+        costs: of ``"F"``, ``"I"`` and ``"W"``, the forward and the two parts of the backward of a
+            stage of average cost; 1 each by default. A whole backward costs ``I + W``.
+        stages: of each stage beside the others; all alike by default.
+        transfer: from the end of what is sent to when another rank can use it.
+
+    Returns:
+        Its ``bubble()``, ``alive()`` and ``svg()``; ``save(path)`` writes the picture.
+
+    Raises:
+        ValueError: there is no such schedule for these sizes, the costs have another number than
+            the stages, or a log has nothing of a pipeline.
+
+    Example:
+        >>> from fusedops.parallel import timeline
+        >>> round(timeline("1f1b", ranks=4, microbatches=8).bubble(), 4)
+        0.2727
+    """
+    if isinstance(source, (str, Table)):
+        if isinstance(source, str):
+            if ranks is None or microbatches is None:
+                checks.fail("timeline", "ranks and microbatches", "given with a schedule", None)
+            source = table(source, ranks, microbatches, virtual)
+        return _computed(source, costs or {}, stages, transfer)
+    return Timeline(tuple(_recorded(each) for each in source))
+
+
+def _computed(
+    order: Table, given: Mapping[str, float], stages: Sequence[float] | None, transfer: float
+) -> Timeline:
+    """Let each rank do what is next as soon as what it needs is there."""
+    costs = {FORWARD: 1.0, INPUT: 1.0, WEIGHT: 1.0, **given}
+    costs[BACKWARD] = costs[INPUT] + costs[WEIGHT]
+    factors = [1.0] * order.stages if stages is None else list(stages)
+    if len(factors) != order.stages:
+        checks.fail("timeline", "stages", f"{order.stages} costs, one a stage", len(factors))
+    left = [deque(each) for each in order.actions]
+    free = [0.0] * order.ranks
+    ended: dict[Action, float] = {}
+    spans: list[list[Span]] = [[] for _ in left]
+    while any(left):
+        for rank, waiting in enumerate(left):
+            while waiting:
+                action = waiting[0]
+                needs = order.needs(action)
+                done = [each for each in needs if each in ended]
+                if needs and not done:
+                    break
+                waiting.popleft()
+                begin = free[rank]
+                for each in done:
+                    far = order.rank_of(each.stage) != rank
+                    begin = max(begin, ended[each] + (transfer if far else 0.0))
+                free[rank] = ended[action] = begin + costs[action.kind] * factors[action.stage]
+                spans[rank].append(Span(action, begin, free[rank]))
+    return Timeline(tuple(map(tuple, spans)), order.schedule.title)
+
+
+def _recorded(log: Log) -> tuple[Span, ...]:
+    """Return the actions of a rank's log."""
+    begun: dict[int, float] = {}
+    found = []
+    for event in log.events:
+        match = _LABEL.fullmatch(event.label) if event.kind == COMPUTE else None
+        if match is None:
+            continue
+        if event.phase == "start":
+            begun[event.number] = event.seconds
+        else:
+            stage, kind, microbatch = match.groups()
+            action = Action(kind, int(stage), int(microbatch))
+            found.append(Span(action, begun[event.number], event.seconds))
+    if not found:
+        checks.fail("timeline", "source", "logs of a pipeline's step", f"rank {log.rank} without")
+    return tuple(found)

@@ -1,0 +1,196 @@
+"""What a pipeline does besides the right numbers: what lives, what is computed, what is saved."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from fusedops import UnsupportedError
+from fusedops.checkpoint import Checkpointer
+from fusedops.models import (
+    ParallelConfig,
+    Transformer,
+    initialize,
+    parallelize,
+    parallelized,
+    preset,
+)
+from fusedops.models.parallelized import Parallelized
+from fusedops.parallel import communication, timeline
+from fusedops.parity import threads
+from fusedops.train import train
+
+LAYERS, WORDS, SEED = 4, 64, 3
+
+
+def _model(name: str) -> Transformer:
+    sizes = {"num_layers": LAYERS, "vocab_size": WORDS, "seq_len": 16}
+    return Transformer(replace(preset(name), **sizes), device="meta")
+
+
+def _spread(name: str, **values: Any) -> Parallelized:
+    return parallelized(parallelize(_model(name), ParallelConfig(**values), seed=SEED))
+
+
+def _step(run: Parallelized) -> None:
+    tokens = torch.arange(run.config.microbatches * 17).reshape(-1, 17) % WORDS
+    parts = [each[None] for each in tokens]
+    shards = [run.shard_batch(each[:, :-1], each[:, 1:]) for each in parts]
+    run.step(shards, run.count(torch.stack([each.labels for each in shards])))
+
+
+class _Products(TorchDispatchMode):
+    """Counts operations by torch's and our formulae.
+
+    torch's own counter asks, to know whose they are, what the first half of a backward cannot say.
+    """
+
+    total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        formula = flop_registry.get(func._overloadpacket)
+        if formula is not None:
+            self.total += formula(*args, **(kwargs or {}), out_val=found)
+        return found
+
+
+def _observed(rank: int, schedule: str, microbatches: int) -> Any:
+    """Return what a step's stages kept, what ran, and the operations of its products."""
+    run = _spread("tiny-llama", pp=2, microbatches=microbatches, pipeline_schedule=schedule)
+    _step(run)
+    run.model.zero_grad()
+    with communication.recorded() as log, _Products() as products:
+        _step(run)
+    pipeline = run.pipeline
+    assert pipeline is not None
+    return dict(pipeline.driver.most_alive), log, products.total, pipeline.driver.table
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble", "zbv", "dualpipev"])
+def test_what_ran_is_the_schedule_and_each_product_once(schedule: str) -> None:
+    """As many micro-batches are alive as the formulae say, and a backward in two parts multiplies
+    as often as a whole one."""
+    microbatches = 6
+    found = threads.run(_observed, 2, schedule, microbatches)
+    order = found[0][3]
+    line = timeline([log for _, log, _, _ in found])
+    ran = [[each.action for each in rank] for rank in line.spans]
+    assert ran == [list(each) for each in order.actions]
+    expected = timeline(order).alive()
+    assert line.alive() == expected
+    for rank, (alive, *_) in enumerate(found):
+        if schedule == "gpipe":
+            assert alive == {rank: microbatches}
+        if schedule == "1f1b":
+            assert alive == {rank: 2 - rank}
+    model = _model("tiny-llama").to_empty(device="cpu")
+    initialize(model, SEED)
+    run = replace(parallelized(model), config=ParallelConfig(microbatches=microbatches))
+    with _Products() as products:
+        _step(run)
+    assert sum(each[2] for each in found) == products.total
+
+
+def _goes_on(run: Parallelized, folder: str) -> dict[str, torch.Tensor]:
+    """Take a step from the last checkpoint on and save; return the weights that are here."""
+    optimizer = run.optimizer(lr=0.01)
+    with Checkpointer(folder, run.model, optimizer) as keeper:
+        restored = keeper.load()
+        _step(run)
+        run.clip(1.0)
+        optimizer.step()
+        keeper.save(1 if restored is None else restored.step + 1)
+    return {name: each.detach().clone() for name, each in run.model.named_parameters()}
+
+
+def _in_stages(rank: int, folder: str, schedule: str) -> dict[str, torch.Tensor]:
+    return _goes_on(_spread("tiny-gpt2", pp=2, microbatches=4, pipeline_schedule=schedule), folder)
+
+
+def _alone(folder: str) -> dict[str, torch.Tensor]:
+    model = _model("tiny-gpt2").to_empty(device="cpu")
+    initialize(model, SEED)
+    run = parallelized(model)
+    return _goes_on(replace(run, config=ParallelConfig(microbatches=4)), folder)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_a_checkpoint_of_stages_is_one_of_the_whole_model(
+    schedule: str, on_new_world: Any, tmp_path: Path
+) -> None:
+    """A step in stages and one on one process, in either order, are two steps on one process."""
+    whole, there, back = (str(tmp_path / each) for each in ("whole", "there", "back"))
+    _alone(whole)
+    expected = _alone(whole)
+    on_new_world(_in_stages, there, schedule)
+    torch.testing.assert_close(_alone(there), expected)
+    _alone(back)
+    parts = on_new_world(_in_stages, back, schedule)
+    assert parts[0].keys() | parts[1].keys() == expected.keys()
+    for part in parts:
+        torch.testing.assert_close(part, {name: expected[name] for name in part})
+
+
+def _train(rank: int, folder: str, pp: int) -> tuple[float | None, float | None]:
+    text = Path(folder) / "text.txt"
+    found = train(
+        {
+            "out": f"{folder}/run{pp}",
+            "steps": 3,
+            "batch": 4,
+            "device": "cpu",
+            "tune_host": False,
+            "model": {"preset": "tiny-gpt2"},
+            "data": {"train": [str(text)], "seq_len": 16},
+            "parallel": {"microbatches": 2},
+            "log": {"peak_tflops": 1.0},
+            "validation": {"sequences": 6},
+        },
+        [f"parallel.pp={pp}"],
+    )
+    return found.loss, found.validation_loss
+
+
+def test_training_in_stages_has_the_losses_of_one_process(
+    on_new_world: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "text.txt").write_text("".join(f"{n} plus {n} is {2 * n}.\n" for n in range(99)))
+    expected = _train(0, str(tmp_path), 1)
+    for found in on_new_world(_train, str(tmp_path), 2):
+        assert found == pytest.approx(expected)
+
+
+def test_words_of_both_ends_stay_equal_to_the_bit() -> None:
+    def ends(rank: int) -> torch.Tensor:
+        run = _spread("tiny-gpt2", pp=2, microbatches=4)
+        optimizer = run.optimizer(lr=0.01)
+        for _ in range(2):
+            _step(run)
+            optimizer.step()
+            optimizer.zero_grad()
+        return run.model.embedding.tokens.weight.detach()
+
+    one, other = threads.run(ends, 2)
+    assert torch.equal(one, other)
+
+
+def _refused(rank: int) -> None:
+    run = _spread("tiny-llama", pp=2, microbatches=4)
+    with pytest.raises(ValueError, match="shards must be microbatches = 4 of them.* got 1"):
+        shard = run.shard_batch(torch.zeros(1, 4, dtype=torch.int64))
+        run.step([shard], torch.tensor(4))
+    with pytest.raises(UnsupportedError, match=r"use parallelized\(model\).clip before"):
+        run.optimizer(max_norm=1.0)
+    with pytest.raises(UnsupportedError, match=r"use parallelized\(model\).step"):
+        run.model(torch.zeros(1, 4, dtype=torch.int64))
+
+
+def test_what_a_part_of_a_model_cannot_do_is_told() -> None:
+    threads.run(_refused, 2)

@@ -1,0 +1,156 @@
+"""Schedules, splits and timelines: pure functions, held to the formulae of the field."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from fusedops.models import preset
+from fusedops.models.stage_costs import by_operations, measured
+from fusedops.parallel import timeline
+from fusedops.parallel.communication import Log
+from fusedops.parallel.pipeline.schedules import SCHEDULES, Action, Table, table
+from fusedops.parallel.pipeline.split import at, balanced
+
+# Ranks, micro-batches, stages of a rank.
+SIZES = [(1, 1, None), (2, 4, None), (3, 7, None), (4, 8, None), (2, 6, 3), (4, 8, 1)]
+
+
+def _tables() -> list[Table]:
+    found = []
+    for name, schedule in SCHEDULES.items():
+        for ranks, microbatches, virtual in SIZES:
+            if schedule.fixed and virtual is not None:
+                continue
+            if name == "dualpipev" and microbatches < 2 * ranks:
+                continue
+            if name in ("interleaved", "zero_bubble") and microbatches % max(
+                1, microbatches // ranks
+            ):
+                continue
+            found.append(table(name, ranks, microbatches, virtual))
+    return found
+
+
+def _name(order: Table) -> str:
+    return f"{order.schedule.name}-{order.ranks}-{order.microbatches}-{order.virtual}"
+
+
+@pytest.mark.parametrize("order", _tables(), ids=_name)
+def test_each_stage_does_each_microbatch_once(order: Table) -> None:
+    """Forward, input's gradient and weights' gradients, on the rank of the stage, in a right order;
+    what is sent is received, in the same order on both sides."""
+    places = [(stage, part) for stage in range(order.stages) for part in range(order.microbatches)]
+    every = [each for rank in order.actions for each in rank]
+    for kinds in ("F", "BI", "BW"):
+        found = sorted((each.stage, each.microbatch) for each in every if each.kind in kinds)
+        assert found == places
+    for rank, actions in enumerate(order.actions):
+        assert {each.stage for each in actions} == set(order.stages_of(rank))
+    lists = order.with_transfers()
+    for one in range(order.ranks):
+        for other in range(order.ranks):
+            if one != other:
+                assert _sent(order, lists[one], other) == _received(order, lists[other], one)
+
+
+def _sent(order: Table, actions: tuple[Action, ...], to: int) -> list[tuple[str, int, int]]:
+    found = []
+    for kind, stage, microbatch in actions:
+        if kind.startswith("send"):
+            target = stage + 1 if kind.endswith("F") else stage - 1
+            if order.rank_of(target) == to:
+                found.append((kind[-1], target, microbatch))
+    return found
+
+
+def _received(order: Table, actions: tuple[Action, ...], source: int) -> list[tuple[str, int, int]]:
+    found = []
+    for kind, stage, microbatch in actions:
+        if kind.startswith("receive"):
+            made_by = stage - 1 if kind.endswith("F") else stage + 1
+            if order.rank_of(made_by) == source:
+                found.append((kind[-1], stage, microbatch))
+    return found
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("ranks", "microbatches"), [(4, 8), (16, 32), (2, 8)])
+def test_bubbles_are_those_of_the_formula(name: str, ranks: int, microbatches: int) -> None:
+    found = timeline(name, ranks, microbatches, costs={"F": 2.0, "I": 1.5, "W": 3.0})
+    assert found.bubble() == pytest.approx((ranks - 1) / (microbatches + ranks - 1))
+
+
+@pytest.mark.parametrize(("ranks", "microbatches", "virtual"), [(4, 8, 2), (2, 8, 4), (4, 16, 3)])
+def test_stages_by_turns_divide_the_bubble(ranks: int, microbatches: int, virtual: int) -> None:
+    found = timeline("interleaved", ranks, microbatches, virtual=virtual)
+    wanted = (ranks - 1) / (virtual * microbatches + ranks - 1)
+    assert found.bubble() == pytest.approx(wanted)
+
+
+def test_halves_of_backwards_fill_the_bubble() -> None:
+    """With forward and both parts of the backward alike."""
+    bubbles = {name: timeline(name, 4, 16).bubble() for name in ("1f1b", "zero_bubble", "zbv")}
+    assert bubbles["zbv"] < bubbles["zero_bubble"] < bubbles["1f1b"]
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(4, 8), (4, 2), (2, 16)])
+def test_activations_that_live_at_a_time(ranks: int, microbatches: int) -> None:
+    assert timeline("gpipe", ranks, microbatches).alive() == [microbatches] * ranks
+    wanted = [min(microbatches, ranks - rank) for rank in range(ranks)]
+    assert timeline("1f1b", ranks, microbatches).alive() == wanted
+
+
+def test_slow_stages_and_transfers_are_seen() -> None:
+    even = timeline("1f1b", 2, 4)
+    assert timeline("1f1b", 2, 4, stages=[1.0, 2.0]).bubble() > even.bubble()
+    assert timeline("1f1b", 2, 4, transfer=0.5).end > even.end
+    with pytest.raises(ValueError, match="stages must be 2 costs, one a stage, got 3"):
+        timeline("1f1b", 2, 4, stages=[1.0] * 3)
+
+
+def test_a_picture_has_a_box_for_each_action() -> None:
+    found = timeline("zbv", 2, 4)
+    boxes = sum(map(len, found.spans))
+    assert found.svg().count("<title>") == boxes == 2 * 2 * 4 * 3
+    assert f"zero bubble V: {100 * found.bubble():.1f} % bubbles" in found.svg()
+
+
+def test_a_log_without_a_pipeline_is_told() -> None:
+    with pytest.raises(ValueError, match="logs of a pipeline's step, got rank 3 without"):
+        timeline([Log(3)])
+
+
+def _dearest(costs: list[float], runs: list[range], first: float, last: float) -> float:
+    sums = [sum(costs[layer] for layer in run) for run in runs]
+    sums[0] += first
+    sums[-1] += last
+    return max(sums)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+def test_no_split_has_a_cheaper_dearest_stage(stages: int) -> None:
+    """Compared with all splits there are."""
+    costs, first, last = [3.0, 1.0, 1.0, 4.0, 1.0, 5.0, 2.0], 0.5, 3.5
+    found = balanced(costs, stages, first=first, last=last)
+    assert [each for run in found for each in run] == list(range(7))
+    others = [at(cuts, 7, stages) for cuts in itertools.combinations(range(1, 7), stages - 1)]
+    best = min(_dearest(costs, each, first, last) for each in others)
+    assert _dearest(costs, found, first, last) == best
+
+
+def test_a_head_takes_the_place_of_layers() -> None:
+    costs = by_operations(preset("gpt2"))
+    assert len(set(costs.layers)) == 1
+    # 39 million weights of the head beside 7 million of a layer, and its scores.
+    assert 4.0 < costs.last / costs.layers[0] < 5.5
+    runs = balanced(costs.layers, 4, first=costs.first, last=costs.last)
+    assert sorted(map(len, runs)) == [1, 3, 4, 4]
+    assert len(runs[-1]) == 1
+
+
+def test_costs_can_be_measured() -> None:
+    costs = measured(preset("tiny-mixtral"), seq_len=16)
+    assert len(costs.layers) == preset("tiny-mixtral").num_layers
+    assert min(*costs.layers, costs.first, costs.last) > 0
