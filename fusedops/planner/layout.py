@@ -136,6 +136,12 @@ class Layout:
         return PRECISIONS[self.precision]
 
     @property
+    def bytes_of_experts(self) -> int:
+        """Bytes of what experts compute: autocast does not know torch's product of experts."""
+        sizes = self.bytes_of
+        return sizes.stream if sizes.casts and self.kernels != "fused" else sizes.activations
+
+    @property
     def remade(self) -> frozenset[str]:
         """What is made again in the backward, in words of ``REMADE``."""
         words = self.recompute.split("+")

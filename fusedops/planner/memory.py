@@ -179,7 +179,7 @@ def _widest(model: TransformerConfig, layout: Layout, index: int) -> float:
     k, products = model.top_k, 2 if model.gated else 1
     if fused:  # the same, and a gradient of the input for each slot
         return k * f * (products + 1) + k * model.hidden_size * layout.tp
-    return k * f * products
+    return k * f * products * layout.bytes_of_experts / layout.bytes_of.activations
 
 
 def _arriving_share(model: TransformerConfig, layout: Layout, index: int, again: bool) -> float:
@@ -232,7 +232,7 @@ class _Stage:
         self.states = self._here(self.parameters, shared=layout.zero >= 1) * sizes.states
         # Autocast's copies: of what products read, until the backward has used them.
         head = self.vocabulary if self.last else 0.0
-        self.casts = (self._here(inside) + head) * sizes.casts
+        self.casts = (self._converted(inside) + head) * sizes.casts
         self.host = 0.0
         self.kept = self._kept()
         if "activations" in layout.offload:
@@ -280,15 +280,17 @@ class _Stage:
             at_end = self.gradients + self._arriving(summed)
         in_last = before + self._arriving(widest + (waiting if again else head))
         stream = 2 * model.hidden_size * sizes.stream * tokens
+        converted = self._converted(model.layer(first))
+        used = 1 - _converted_share(model, layout, first)
+        waiting_casts = converted - self._converted(model.feed_forward(first)) * used
         moments = {
             "layer": self._parts(
-                in_last, self.kept + _beside(model, layout, last), casts=self._casts(inside)
+                in_last, self.kept + _beside(model, layout, last), casts=self._casts(converted)
             ),
             "first": self._parts(
                 in_first,
                 max(after, layer_bytes(model, layout, first)) + _beside(model, layout, first),
-                casts=(inside - feed_forward * (1 - _converted_share(model, layout, first)))
-                * sizes.casts,
+                casts=waiting_casts * sizes.casts,
             ),
             "end": self._parts(at_end, after + stream),
             "step": self._parts(self.gradients, 0.0),
@@ -349,6 +351,13 @@ class _Stage:
         if shared:
             return dense / self.ranks + experts / (self.ranks / ep)
         return dense + experts
+
+    def _converted(self, weights: Weights) -> float:
+        """Return how many of the parameters a device has that autocast converts."""
+        here = self._here(weights)
+        if self.layout.kernels == "fused":
+            return here
+        return here - self._here(Weights(0, 0, weights.expert_split, weights.expert_whole))
 
     def _kept(self) -> float:
         """Return what all micro-batches in flight keep."""

@@ -173,6 +173,7 @@ def _experts(model: TransformerConfig, layout: Layout) -> Iterator[Saved]:
         if layout.ep > 1:
             yield Saved("rows of other ranks' tokens", k * h, item)
         return
+    item = layout.bytes_of_experts
     yield Saved("router softmax", model.num_experts, _FLOAT32)
     yield Saved("routing indices", 3 * k, 8)
     yield Saved("routing weights", 3 * k, _FLOAT32)
