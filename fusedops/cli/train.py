@@ -118,7 +118,8 @@ def _train(config: str, overrides: list[str]) -> None:
     from fusedops import train
 
     logging.basicConfig(format="fusedops: %(message)s", level=logging.WARNING)
-    faulthandler.enable()  # a crash in C tells where
+    if sys.__stderr__ is not None:
+        faulthandler.enable(sys.__stderr__)  # a crash in C tells where
     watcher = _Watcher()
     with watcher:
         result = train.train(config, overrides, watcher=watcher)

@@ -98,6 +98,7 @@ def _dying(rank: int, folder: str, out: str, die: int) -> tuple[int, str]:
     def backward(run: Run) -> tuple[float, float]:
         runs.append(run)
         if rank == 1 and run.step == die:
+            run.keeper.wait()  # for the checkpoint of step 5, on both ranks
             os.kill(os.getpid(), signal.SIGKILL)
         return plain(run)
 
