@@ -35,6 +35,7 @@ MODES: dict[str, dict[str, Any]] = {
     "tp 2, sp, overlap": {"tp": 2, "sp": True},
     "cp 2, ring": {"cp": 2},
     "cp 2, all-to-all": {"cp": 2, "context": "all_to_all"},
+    "dp 2, ep 2": {"dp": 2, "ep": 2},
 }
 COLOURS = {
     "all_reduce": "#4c78a8",
@@ -73,7 +74,8 @@ def _step(values: dict[str, Any]) -> Step:
 
 
 def _recorded(config: ParallelConfig) -> Step:
-    model = parallelize(Transformer(preset("tiny-llama"), device="meta"), config, seed=0)
+    name = "tiny-llama" if config.ep == 1 else "tiny-mixtral"
+    model = parallelize(Transformer(preset(name), device="meta"), config, seed=0)
     run = parallelized(model)
     text = torch.arange(SEQUENCES * (TOKENS + 1)).reshape(SEQUENCES, -1) % model.config.vocab_size
     shard = run.shard_batch(run.rows(text[:, :-1]), run.rows(text[:, 1:]))

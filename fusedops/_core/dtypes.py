@@ -79,7 +79,9 @@ def parity_budget(
     if truth.numel() == 0:
         return 0.0
     alone = float((single.double() - truth.double()).abs().nan_to_num(0.0, 0.0, 0.0).max())
-    factor = 4096.0 if dtype == torch.float64 else 64.0
+    # In half precision sums are made in float32 and rounded once: over four times its own error a
+    # single process' rounding was exceeded by 0.03 of one, in 12 drawn cases of four models.
+    factor = {torch.float64: 4096.0, torch.float32: 64.0}.get(dtype, 2.0)
     return 4.0 * alone + factor * torch.finfo(dtype).eps * max(scale, torch.finfo(dtype).tiny)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from fusedops._core.collectives import all_gather_single
 from fusedops.memory.held import Held, Made
 
 
@@ -35,7 +36,7 @@ class Slice(Made):
         """Return the tensor, in a collective of the group."""
         part = self._part if isinstance(self._part, torch.Tensor) else self._part.take()
         whole = part.new_empty(self._group.size() * part.numel())
-        torch.distributed.all_gather_into_tensor(whole, part, group=self._group)
+        all_gather_single(whole, part, group=self._group)
         return whole[: self._shape.numel()].view(self._shape)
 
 

@@ -10,7 +10,7 @@ bytes of whole tensors, before they are divided over ``ranks``.
 | ``sequence_layer`` | 4 all-gathers and 4 reduce-scatters | ``8 A (n - 1) / n`` |
 | ``ring_layer`` | ``3 (n - 1)`` keys and values, or their gradients | ``3 K (n - 1) / n`` |
 | ``all_to_all_layer`` | 4 all-to-alls | ``2 (2 Q + K) (n - 1) / n^2`` |
-| ``expert_layer`` | 6 all-to-alls | ``(r + o) (row + result)``, and ``216 (n - 1)`` of words |
+| ``expert_layer`` | 6 all-to-alls | ``(leaving + arriving) (row + result) + 216 (n - 1)`` |
 """
 
 from __future__ import annotations

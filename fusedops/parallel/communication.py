@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from fusedops._core import checks, dtypes
+from fusedops._core.collectives import all_gather_single
 
 KINDS = (
     "all_reduce",
@@ -101,9 +102,6 @@ class Log:
 # GPUs. Where threads are ranks (tests), each log hears its own rank.
 _LOGS: list[Log] = []
 _NUMBERS = itertools.count()
-
-# Torch's new name of it warns of the old one; torch 2.11 has the old one only.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @contextmanager
@@ -192,7 +190,7 @@ def all_gather(
     tensor = tensor.contiguous()
     started = _start("all_gather", label, _bytes(tensor) * (ranks - 1), ranks)
     parts = tensor.new_empty((ranks * tensor.shape[0], *tensor.shape[1:])) if out is None else out
-    work = _all_gather(parts, tensor, group=group, async_op=True)
+    work = all_gather_single(parts, tensor, group=group, async_op=True)
 
     def finish() -> torch.Tensor:
         _waited(work, tensor)  # which must live until then

@@ -213,11 +213,18 @@ def on_rank(rank: int, subject: Subject, case: Case, known: Reference) -> Verdic
     model = subject.model(case)
     made = subject.parallelize(model, mesh, case)
     parallel = made if isinstance(made, Parallel) else data_parallel(subject, made, mesh)
-    return compare(_steps(subject, case, parallel), known, rank)
+    return compare(_steps(subject, case, parallel), known, rank, case.dtype)
 
 
-def compare(values: Values, known: Reference, rank: int) -> Verdict:
-    """Return where a rank's values differ from those of a single process."""
+def compare(values: Values, known: Reference, rank: int, dtype: torch.dtype) -> Verdict:
+    """Return where a rank's values differ from those of a single process.
+
+    Args:
+        values: of the rank.
+        known: of a single process.
+        rank: its number.
+        dtype: of the parameters: a loss in float32 is no more exact than they are.
+    """
     differences = []
     scales: dict[tuple[str, int], float] = {}
     for (kind, step, _), truth in known.truth.items():
@@ -233,7 +240,8 @@ def compare(values: Values, known: Reference, rank: int) -> Verdict:
             text = f"has shape {list(value.shape)}, in a single process {list(truth.shape)}"
             differences.append(Difference(*key, rank, text, float("inf")))
             continue
-        budget = dtypes.parity_budget(single, truth, single.dtype, scales[key[:2]])
+        coarser = max(single.dtype, dtype, key=lambda each: torch.finfo(each).eps)
+        budget = dtypes.parity_budget(single, truth, coarser, scales[key[:2]])
         error = (value.double() - truth.double()).abs()
         error[value.isnan() & truth.isnan()] = 0.0
         ratio = (error / budget).nan_to_num(float("inf"), float("inf"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -181,6 +182,26 @@ def on_one_process(p: Problem) -> torch.Tensor:
     plan = p.plan()
     slots = experts(p.input, plan, p.w1, p.w2)
     return fusedops.moe_unpermute(slots[plan.permutation.long()], plan)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What one process computes of a case, and the same in float64."""
+
+    output: torch.Tensor
+    gradients: list[torch.Tensor]
+    true_output: torch.Tensor
+    true_gradients: list[torch.Tensor]
+
+
+@functools.cache
+def expected(name: str, ranks: int, dtype: torch.dtype) -> Expected:
+    """Return what ranks that are threads share: it is computed once."""
+    whole = problem(name, ranks, dtype)
+    exact = whole.to(torch.float64)
+    output, truth = on_one_process(whole), on_one_process(exact)
+    grads, true_grads = gradients(output, whole), gradients(truth, exact)
+    return Expected(output.detach(), grads, truth.detach(), true_grads)
 
 
 def gradients(output: torch.Tensor, p: Problem) -> list[torch.Tensor]:

@@ -13,6 +13,7 @@ from expert_layer import (
     NUM_EXPERTS,
     Problem,
     assert_within_budget,
+    expected,
     experts,
     gradients,
     on_one_process,
@@ -26,6 +27,7 @@ from fusedops._core import dtypes
 from fusedops.nn import MoE
 from fusedops.parallel import _hops, expert_parallel, moe_combine, moe_dispatch
 from fusedops.parallel._exchange import Transfer
+from fusedops.parity import threads
 
 pytestmark = pytest.mark.distributed
 OnRanks = Callable[..., list[Any]]
@@ -40,50 +42,47 @@ def _layer(p: Problem, group: Any, **options: Any) -> torch.Tensor:
     return expert_parallel(p.input, p.plan(), here, group, weighted=True, **options)
 
 
-def _check_case(world: World, name: str, size: int, dtype: torch.dtype, **options: Any) -> None:
-    whole = problem(name, size, dtype)
-    expected = on_one_process(whole)
-    alone = gradients(expected, whole)
-    exact = whole.to(torch.float64)
-    truth = gradients(on_one_process(exact), exact)
-    mine = whole.part(world.rank, size)
-    output = _layer(mine, world.groups[size], **options)
-    first = sum(whole.counts[: world.rank])
-    tokens = slice(first, first + whole.counts[world.rank])
+def _check_case(name: str, group: Any, dtype: torch.dtype, **options: Any) -> None:
+    rank, size = group.rank(), group.size()
+    whole, known = problem(name, size, dtype), expected(name, size, dtype)
+    mine = whole.part(rank, size)
+    output = _layer(mine, group, **options)
+    first = sum(whole.counts[:rank])
+    tokens = slice(first, first + whole.counts[rank])
     where = f"{name} on {size}, {dtype}"
-    assert torch.equal(output, expected[tokens]), f"{where}: other bits"
+    assert torch.equal(output, known.output[tokens]), f"{where}: other bits"
     per_rank = NUM_EXPERTS // size
-    shard = slice(world.rank * per_rank, (world.rank + 1) * per_rank)
+    shard = slice(rank * per_rank, (rank + 1) * per_rank)
     grads = gradients(output, mine)
     parts = (tokens, tokens, shard, shard)
     for i, (grad, part) in enumerate(zip(grads, parts, strict=True)):
-        label = f"{where}: gradient {i}"
-        assert_within_budget(grad, truth[i][part], alone[i][part], label, len(whole.input))
+        truth, alone = known.true_gradients[i][part], known.gradients[i][part]
+        assert_within_budget(grad, truth, alone, f"{where}: gradient {i}", len(whole.input))
 
 
-def _same_bits(world: World, size: int, dtype: torch.dtype) -> None:
-    if world.member(size):
-        for name in CASES:
-            _check_case(world, name, size, dtype)
+def _same_bits(rank: int, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    for name in CASES:
+        _check_case(name, dist.group.WORLD, dtype, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize("size", SIZES)
-def test_sharded_experts_give_the_bits_of_one_process(
-    on_ranks: OnRanks, size: int, dtype: torch.dtype
-) -> None:
-    on_ranks(_same_bits, size, dtype)
-
-
-def _in_chunks(world: World, chunks: int) -> None:
-    for name in CASES:
-        if world.member(4):
-            _check_case(world, name, 4, torch.bfloat16, chunks=chunks)
+def test_sharded_experts_give_the_bits_of_one_process(size: int, dtype: torch.dtype) -> None:
+    threads.run(_same_bits, size, dtype, {})
 
 
 @pytest.mark.parametrize("chunks", [2, 3, 8])
-def test_chunks_give_the_same_bits(on_ranks: OnRanks, chunks: int) -> None:
-    on_ranks(_in_chunks, chunks)
+def test_chunks_give_the_same_bits(chunks: int) -> None:
+    threads.run(_same_bits, 4, torch.bfloat16, {"chunks": chunks})
+
+
+def _on_processes(world: World) -> None:
+    for name in CASES:
+        _check_case(name, world.groups[8], torch.float32, chunks=2)
+
+
+def test_experts_on_processes_give_the_bits_of_one(on_ranks: OnRanks) -> None:
+    on_ranks(_on_processes)
 
 
 def _counted(world: World, size: int) -> dict[str, dict[str, int]]:
@@ -225,7 +224,7 @@ def _one_is_wrong(world: World, fault: str) -> str:
     except (TypeError, ValueError) as error:
         # The group still works: nobody is left in a collective.
         dist.barrier(world.groups[8])
-        _check_case(world, "uneven", 8, torch.float32)
+        _check_case("uneven", world.groups[8], torch.float32)
         return f"{type(error).__name__}: {error}"
     return "no error"
 

@@ -12,6 +12,7 @@ import torch
 from process_pool import World
 from torch import distributed as dist
 
+from fusedops._core.collectives import all_gather_single
 from fusedops.parallel import Sizes, make_mesh, rank_groups
 
 OnRanks = Callable[..., list[Any]]
@@ -88,7 +89,7 @@ def _members(world: World, sizes: Sizes) -> dict[str, list[int]]:
     for name in NAMES:
         ranks = dist.get_process_group_ranks(mesh.group(name))
         gathered = torch.empty(len(ranks), dtype=torch.int64)
-        dist.all_gather_into_tensor(gathered, torch.tensor([world.rank]), group=mesh.group(name))
+        all_gather_single(gathered, torch.tensor([world.rank]), group=mesh.group(name))
         assert gathered.tolist() == ranks
         assert ranks[mesh.rank(name)] == world.rank
         found[name] = ranks

@@ -11,9 +11,9 @@ from expert_layer import (
     CASES,
     NUM_EXPERTS,
     assert_within_budget,
+    expected,
     experts,
     gradients,
-    on_one_process,
     problem,
 )
 from process_pool import World
@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fusedops import RoutingPlan
 from fusedops.parallel import expert_parallel, moe_combine, moe_dispatch
+from fusedops.parity import threads
 
 pytestmark = pytest.mark.distributed
 OnRanks = Callable[..., list[Any]]
@@ -32,19 +33,14 @@ def _mesh(nodes: int) -> DeviceMesh:
     return init_device_mesh("cpu", (nodes, RANKS // nodes), mesh_dim_names=("node", "local"))
 
 
-def _cases(world: World, nodes: int, dtype: torch.dtype, chunks: int, reduce: str) -> None:
+def _cases(rank: int, nodes: int, dtype: torch.dtype, chunks: int, reduce: str) -> None:
     mesh = _mesh(nodes)
     per_rank = NUM_EXPERTS // RANKS
-    shard = slice(world.rank * per_rank, (world.rank + 1) * per_rank)
+    shard = slice(rank * per_rank, (rank + 1) * per_rank)
     for name in CASES:
-        whole = problem(name, RANKS, dtype)
-        expected = on_one_process(whole)
-        alone = gradients(expected, whole)
-        exact = whole.to(torch.float64)
-        true_output = on_one_process(exact)
-        truth = gradients(true_output, exact)
-        mine = whole.part(world.rank, RANKS)
-        first = sum(whole.counts[: world.rank])
+        whole, known = problem(name, RANKS, dtype), expected(name, RANKS, dtype)
+        mine = whole.part(rank, RANKS)
+        first = sum(whole.counts[:rank])
         tokens = slice(first, first + len(mine.input))
 
         def here(rows: torch.Tensor, plan: RoutingPlan, mine: Any = mine) -> torch.Tensor:
@@ -55,33 +51,34 @@ def _cases(world: World, nodes: int, dtype: torch.dtype, chunks: int, reduce: st
         )
         where = f"{name} on {nodes} nodes"
         if reduce == "home":
-            assert torch.equal(output, expected[tokens]), f"{where}: other bits"
+            assert torch.equal(output, known.output[tokens]), f"{where}: other bits"
         else:
-            assert_within_budget(output, true_output[tokens], expected[tokens], where, 999)
+            truth, alone = known.true_output[tokens], known.output[tokens]
+            assert_within_budget(output, truth, alone, where, 999)
         grads = gradients(output, mine)
         parts = (tokens, tokens, shard, shard)
         for i, (grad, part) in enumerate(zip(grads, parts, strict=True)):
-            label = f"{where}: gradient {i}"
-            assert_within_budget(grad, truth[i][part], alone[i][part], label, 999)
+            truth, alone = known.true_gradients[i][part], known.gradients[i][part]
+            assert_within_budget(grad, truth, alone, f"{where}: gradient {i}", 999)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize("nodes", [1, 2, 4, 8])
-def test_nodes_give_the_bits_of_one_process(
-    on_ranks: OnRanks, nodes: int, dtype: torch.dtype
-) -> None:
-    on_ranks(_cases, nodes, dtype, 1, "home")
+def test_nodes_give_the_bits_of_one_process(nodes: int, dtype: torch.dtype) -> None:
+    threads.run(_cases, RANKS, nodes, dtype, 1, "home")
 
 
-def test_chunks_over_nodes_give_the_same_bits(on_ranks: OnRanks) -> None:
-    on_ranks(_cases, 2, torch.bfloat16, 3, "home")
+def _on_processes(world: World) -> None:
+    _cases(world.rank, 2, torch.bfloat16, 3, "home")
+
+
+def test_chunks_over_nodes_of_processes_give_the_same_bits(on_ranks: OnRanks) -> None:
+    on_ranks(_on_processes)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
-def test_sums_made_in_the_nodes_are_within_the_budget(
-    on_ranks: OnRanks, dtype: torch.dtype
-) -> None:
-    on_ranks(_cases, 2, dtype, 2, "node")
+def test_sums_made_in_the_nodes_are_within_the_budget(dtype: torch.dtype) -> None:
+    threads.run(_cases, RANKS, 2, dtype, 2, "node")
 
 
 def _bytes_between_nodes(world: World, nodes: int) -> tuple[int, int, int, int]:

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from fusedops._core.collectives import all_gather_single
 from fusedops.parallel import communication
 
 
@@ -39,8 +40,8 @@ def everything(rank: int) -> dict[str, Any]:
     dist.all_gather(parts, mine(rank, 2, 2))
     found["all_gather"] = parts
     whole = torch.zeros(size * 2, 3, dtype=torch.float64)  # gloo takes no stacked output
-    dist.all_gather_into_tensor(whole, mine(rank, 2, 3))
-    found["all_gather_into_tensor"] = whole
+    all_gather_single(whole, mine(rank, 2, 3))
+    found["all_gather_single"] = whole
     into = [torch.zeros(2, dtype=torch.float64) for _ in range(size)] if rank == 2 else None
     dist.gather(mine(rank, 2), into, 2)
     found["gather"] = into
@@ -170,7 +171,7 @@ def early(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 def reused(rank: int) -> torch.Tensor:
     """Write into what is being sent."""
     given, whole = torch.full((2,), float(rank)), torch.zeros(4)
-    work = dist.all_gather_into_tensor(whole, given, async_op=True)
+    work = all_gather_single(whole, given, async_op=True)
     given.fill_(7.0)
     work.wait()
     return whole

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import tiny_parallel
+import torch
 
 from fusedops import parity
 
@@ -58,7 +59,7 @@ def test_right_code_passes() -> None:
 
 def look_for(bug: str, mesh: dict[str, int], **more: Any) -> pytest.ExceptionInfo[Any]:
     """Verify code with a bug; returns the error."""
-    options = BUGS[bug][1]
+    options = BUGS[bug][1] if bug in BUGS else {}
     with pytest.raises(parity.ParityError) as caught:
         parity.verify(
             EXPERTS if "ep" in options else MODELS,
@@ -75,6 +76,23 @@ def look_for(bug: str, mesh: dict[str, int], **more: Any) -> pytest.ExceptionInf
 def test_a_planted_bug_is_found(bug: str) -> None:
     caught = look_for(bug, BUGS[bug][0], batch_sizes=(4,), seq_lens=(8,))
     assert "should be" in str(caught.value)
+
+
+def test_a_sum_in_half_precision_is_found_where_float32_is_promised() -> None:
+    caught = look_for("sums in half", {"dp": 2}, dtypes=(torch.float32,), batch_sizes=(4,))
+    assert "gradient" in str(caught.value)
+
+
+def test_what_only_half_precision_loses_is_found_there() -> None:
+    sizes: dict[str, Any] = {"batch_sizes": (8,), "seq_lens": (33,), "workloads": ("random",)}
+    caught = look_for("running sum", {"dp": 2}, dtypes=(torch.bfloat16,), **sizes)
+    assert "loss is" in str(caught.value)
+    # As it should be without the bug, and with it where sums are exact.
+    for bug, dtype in (("", torch.bfloat16), ("running sum", torch.float32)):
+        parallel = functools.partial(tiny_parallel.parallelize, bug=bug)
+        meshes = [{"dp": 2}, {"tp": 2}]
+        given: dict[str, Any] = {"parallelize": parallel, "dtypes": (dtype,), "cases": 4}
+        assert parity.verify(MODELS, meshes, **given, **sizes)
 
 
 def test_a_failure_is_shrunk_to_a_script_that_fails_again(tmp_path: Path) -> None:

@@ -104,6 +104,7 @@ class Decoder(nn.Module):
             enter=lambda x: x,
             leave=lambda x: x,
             recompute=None,
+            total=torch.sum,
             saved=contextlib.nullcontext,
         )
         self.tokens = nn.Embedding(VOCAB, HIDDEN)
@@ -122,9 +123,10 @@ class Decoder(nn.Module):
                     x_BSH = layer(x_BSH)
                 else:
                     x_BSH = checkpoint(layer, x_BSH, use_reentrant=False, **self.layout.recompute)
-        logits = self.head(self.layout.leave(self.norm(x_BSH)))
-        total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-        return total, (labels != -100).sum()
+        logits = self.head(self.layout.leave(self.norm(x_BSH))).flatten(0, 1)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        losses = F.cross_entropy(logits, labels.flatten(), reduction="none")
+        return self.layout.total(losses), (labels != -100).sum()
 
 
 def plain() -> nn.Module:
@@ -161,22 +163,22 @@ def communication(forward: Any, backward: Any) -> Any:
 
 
 class Group:
-    """The communications of one axis of a mesh; ``early`` reads a result before it is there."""
+    """The communications of one axis of a mesh, with one bug or none."""
 
-    def __init__(self, mesh: DeviceMesh, early: bool = False) -> None:
+    def __init__(self, mesh: DeviceMesh, bug: str) -> None:
         self.group, self.size, self.rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()
-        self.early = early
+        self.early, self.half = bug == "read early", bug == "sums in half"
 
     def same(self, x: torch.Tensor) -> torch.Tensor:
         return x
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.clone()
-        work = dist.all_reduce(x, group=self.group, async_op=True)
+        sent = x.bfloat16() if self.half and x.is_floating_point() else x.clone()
+        work = dist.all_reduce(sent, group=self.group, async_op=True)
         if self.early:
-            x = x * 1
+            sent = sent * 1
         work.wait()
-        return x
+        return sent.to(x.dtype)
 
     def gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         parts = [torch.empty_like(x) for _ in range(self.size)]
@@ -227,7 +229,7 @@ def parallelize(model: Decoder, mesh: DeviceMesh, case: Case, bug: str = "") -> 
         raise ValueError("dropout is drawn for a whole batch, not for microbatches")
     sequence = options.get("sp", False) and axes.get("tp", 1) > 1
     summed: list[tuple[nn.Parameter, Group]] = []  # gradients to add up after the backward
-    groups = {name: Group(mesh[name], early=bug == "read early") for name in axes}
+    groups = {name: Group(mesh[name], bug) for name in axes}
     if axes.get("tp", 1) > 1:
         if sequence and axes.get("cp", 1) > 1:
             raise ValueError("sp and cp at once are not written")
@@ -236,6 +238,8 @@ def parallelize(model: Decoder, mesh: DeviceMesh, case: Case, bug: str = "") -> 
     rows, row = (dp.size, dp.rank) if dp else (1, 0)
     along = cp or (tp if sequence else None)
     layout.dropout = (rows, row, *((along.size, along.rank) if along else (1, 0)))
+    if bug == "running sum":
+        layout.total = functools.partial(running_sum, dtype=model.head.weight.dtype)
     if bug == "dropout per rank":
         layout.dropout = (1, 0, 1, 0)
     if cp:
@@ -262,6 +266,14 @@ def parallelize(model: Decoder, mesh: DeviceMesh, case: Case, bug: str = "") -> 
         training_step(model, groups, summed, options, bug),
         clip=functools.partial(clip, model, groups, bug),
     )
+
+
+def running_sum(losses: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Add up losses one by one in the dtype of the model, which loses what is small."""
+    total = losses.new_zeros((), dtype=dtype)
+    for each in losses.to(dtype):
+        total = total + each
+    return total
 
 
 def offloaded(reused: bool) -> Any:
