@@ -205,8 +205,8 @@ class _Run:
             rooms.append(config.seq_len - longest)
         if self._options.cache_size is not None:
             rooms.append(self._options.cache_size + 1 - longest)
-        if not exact and min(rooms) > 0:
-            self._options = replace(self._options, tokens=min(rooms))
+        if not exact:
+            self._options = replace(self._options, tokens=max(1, min(rooms)))
         check(self._model, self._prompts, self._options)
 
     def say(self, text: str) -> None:

@@ -73,7 +73,7 @@ class _Prompt:
         return Generated(self.number, tokens, reason, score)
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def search(model: Any, prompts: list[torch.Tensor], options: Options) -> list[Generated]:
     """Return the best sequence of each prompt."""
     size, words = options.beams, model.config.vocab_size

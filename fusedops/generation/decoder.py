@@ -39,7 +39,10 @@ class Decoder:
         self._layers: list[Any] = list(self.model.layers.values())
         self._gates = [each.gate for each in self.model.modules() if isinstance(each, MoE)]
         self._device = self.model.embedding.tokens.weight.device
-        config = parallelized(model).config
+        found = parallelized(model)
+        config = found.config
+        # FSDP2 counts the versions of what it gathers, and tensors of inference have none.
+        self._mode = torch.inference_mode if found.mesh is None else torch.no_grad
         # Ranks of tp share the tokens of sequences, or of experts.
         self._unit = config.tp if config.sp or self._gates else 1
         self._gathers = config.sp
@@ -52,7 +55,6 @@ class Decoder:
         """Keys and values so far."""
         return self._cache
 
-    @torch.inference_mode()
     def prefill(self, prompts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Take the prompts, int64 ``[tokens]`` each; returns the logits after them, ``[R, V]``."""
         lengths = [len(each) for each in prompts]
@@ -68,7 +70,6 @@ class Decoder:
         tokens = torch.cat([*prompts, self._new([])]).to(self._device)
         return self._run(tokens, call, ends[1 : len(lengths) + 1].long() - 1)
 
-    @torch.inference_mode()
     def step(self, tokens_R: torch.Tensor) -> torch.Tensor:
         """Take the next token of each row, ``[R]`` int64; returns the logits after it, ``[R, V]``.
 
@@ -82,11 +83,11 @@ class Decoder:
         call = Call(rows, positions, None, 1, self._lengths)
         return self._run(tokens_R, call, rows)
 
-    @torch.inference_mode()
     def select(self, rows: torch.Tensor) -> None:
         """Go on with these rows, in this order; some may be left out or stand several times."""
-        self._cache.select(rows, self._longest)
-        self._lengths = self._lengths[rows]
+        with self._mode():
+            self._cache.select(rows, self._longest)
+            self._lengths = self._lengths[rows]
 
     def _new(self, values: Any) -> torch.Tensor:
         return torch.tensor(list(values), dtype=torch.int64, device=self._device)
@@ -101,18 +102,21 @@ class Decoder:
         padding = self._padding(len(tokens_T))
         if padding:
             tokens_T, positions_T = (F.pad(each, (0, padding)) for each in (tokens_T, positions_T))
-        whole = len(wanted_R) == len(tokens_T)
+        # A rank without rows asks for the padding's, so that no communication is empty.
+        asked_R = wanted_R if len(wanted_R) else self._new([0])
+        whole = len(asked_R) == len(tokens_T)
 
         def project(x_1TH: torch.Tensor, *parameters: Any) -> torch.Tensor:
             if self._gathers or whole:
                 return before(x_1TH, *parameters)
-            return before(x_1TH[:, wanted_R], *parameters)
+            return before(x_1TH[:, asked_R], *parameters)
 
         before: Callable[..., torch.Tensor] = self.model.head.project
-        with self._standing_in(call, project):
-            logits_1RV = self.model(tokens_T.unsqueeze(0), positions=positions_T)
-        logits_RV = logits_1RV[0]
-        return logits_RV[wanted_R] if self._gathers and not whole else logits_RV
+        with self._mode(), self._standing_in(call, project):
+            logits_RV = self.model(tokens_T.unsqueeze(0), positions=positions_T)[0]
+            if self._gathers and not whole:
+                logits_RV = logits_RV[asked_R]
+            return logits_RV[: len(wanted_R)]
 
     @contextmanager
     def _standing_in(self, call: Call, project: Callable[..., torch.Tensor]) -> Iterator[None]:

@@ -52,7 +52,7 @@ class Chooser:
         if options.repetition_penalty != 1.0:
             self._seen = seen_by(prompts, words, device)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def select(self, rows: torch.Tensor) -> None:
         """Go on with these rows."""
         kept = rows.tolist()
@@ -63,7 +63,7 @@ class Chooser:
         if self._seen is not None:
             self._seen = self._seen[rows]
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def choose(self, logits_RV: torch.Tensor) -> torch.Tensor:
         """Return the next token of each row, ``[R]`` int64."""
         options = self._options

@@ -221,7 +221,7 @@ def check(model: Any, prompts: Any, options: Options) -> list[torch.Tensor]:
         _check_room("the model's positions", config.seq_len, longest, options)
     if options.cache_size is not None:
         # The last token is not gone on from.
-        _check_room("cache_size", options.cache_size + 1, longest, options)
+        _check_room("cache_size", options.cache_size, longest, options, spare=1)
     for number, each in enumerate(rows):
         low, high = (int(found) for found in each.aminmax())
         if low < 0 or high >= config.vocab_size:
@@ -233,12 +233,12 @@ def check(model: Any, prompts: Any, options: Options) -> list[torch.Tensor]:
     return rows
 
 
-def _check_room(what: str, size: int, prompt: int, options: Options) -> None:
-    if prompt + options.tokens <= size:
+def _check_room(what: str, size: int, prompt: int, options: Options, spare: int = 0) -> None:
+    room = size + spare - prompt
+    if options.tokens <= room:
         return
-    room = size - prompt
     hint = f"at most {room} tokens more" if room > 0 else "the prompt alone is too long"
     raise ValueError(
         f"{_OP}: {what} must have room for {prompt} tokens of the prompt and {options.tokens} "
-        f"more, got {size}: {hint}"
+        f"more{', but the last,' if spare else ','} got {size}: {hint}"
     )

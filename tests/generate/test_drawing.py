@@ -48,9 +48,7 @@ def test_draws_have_the_probabilities_of_transformers(options: dict[str, Any]) -
     found = tokens.bincount(minlength=24)
     # Of an even grid the share of each token is its probability, up to one point at each end.
     assert (found - expected.softmax(-1)[0].double() * count).abs().max() <= 2
-    assert set(found.nonzero().flatten().tolist()) == set(
-        expected.isfinite()[0].nonzero().flatten().tolist()
-    )
+    assert not found[expected[0] == -torch.inf].any()
 
 
 def test_draws_are_words_of_philox_at_their_place() -> None:

@@ -124,6 +124,7 @@ def _on_two(world: Any, folder: str, parallel: dict[str, Any]) -> Any:
     return _loaded(folder, parallel, Ranks(torch.distributed.get_rank(), 2, torch.device("cpu")))
 
 
+@pytest.mark.slow
 def test_what_one_process_trained_is_loaded_by_two(tmp_path: Path, on_two_ranks: Any) -> None:
     _run(tmp_path)
     folder = str(tmp_path / "run")
