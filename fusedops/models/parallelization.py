@@ -361,9 +361,10 @@ def _share_sequences(model: Transformer, group: dist.ProcessGroup, kind: str) ->
 def _keep_less(model: Transformer, config: ParallelConfig, mesh: Mesh) -> None:
     """Let layers keep less for their backward."""
     rules = []
-    if "activations" in config.offload or "layer" in config.remade:
+    head: Any = model.head  # of the last stage
+    if head is not None and ("activations" in config.offload or "layer" in config.remade):
         # Logits would be the most that is kept.
-        model.head.recompute = True
+        head.recompute = True
     if "activations" in config.offload:
         rules.append(memory.offload("layers.*"))
     if "layer" in config.remade:

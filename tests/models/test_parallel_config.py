@@ -109,7 +109,7 @@ STAGES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "cuts": (
         {"pp": 2, "pipeline_cuts": (3,)},
-        r"pipeline_cuts must be 1 first layers between 1 and 2.* got \(3,\) \(\(2,\) would fit",
+        r"pipeline_cuts must be 1 first layers between 1 and 2.* got \(3,\) \(\(1,\) would fit",
     ),
 }
 

@@ -34,7 +34,7 @@ def balanced(
     Example:
         >>> from fusedops.parallel.pipeline.split import balanced
         >>> balanced([1.0] * 8, 4, last=1.5)
-        [range(0, 2), range(2, 5), range(5, 7), range(7, 8)]
+        [range(0, 2), range(2, 4), range(4, 7), range(7, 8)]
     """
     layers = len(costs)
     check_layers("balanced", layers, stages)
