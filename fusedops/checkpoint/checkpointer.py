@@ -298,8 +298,13 @@ class Checkpointer:
     def __enter__(self) -> Checkpointer:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self.close()
+        except CheckpointError as error:
+            if kind is None:
+                raise
+            _log.warning("%s", error)  # what ended the run is the cause, and is told
 
     def _of_rank(self, step: int, data: Any, extra: Any) -> bytes:
         """Return the file of this rank; what is in it is what it was when this was called."""

@@ -247,3 +247,17 @@ def test_what_a_killed_process_left_is_cleared(tmp_path: Path) -> None:
         ".lock",
         *(f"step-{step:010d}.0" for step in (1, 2, 3)),
     ]
+
+
+def test_what_ended_the_run_is_told_before_a_checkpoint_that_was_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(path: Path, content: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    keeper = Run(tmp_path).keeper
+    monkeypatch.setattr(folders, "write", full)
+    with pytest.raises(KeyError, match="the cause"), keeper:
+        keeper.save(1, block=False)
+        raise KeyError("the cause")
+    assert "the checkpoint of step 1 was not written: No space left on device" in caplog.text

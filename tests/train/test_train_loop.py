@@ -84,8 +84,8 @@ def test_sigterm_during_the_preparation_ends_after_the_first_step(
 
 
 def test_tensorboard_gets_the_metrics(tmp_path: Path) -> None:
-    reason = "tensorboard is not installed"
-    events = pytest.importorskip("tensorboard.backend.event_processing.event_file_loader", reason)
+    loader = "tensorboard.backend.event_processing.event_file_loader"
+    events = pytest.importorskip(loader, reason="tensorboard is not installed")
     train(config(tmp_path, log={"peak_tflops": 1.0, "tensorboard": True}))
     (path,) = (tmp_path / "run" / "tensorboard").iterdir()
     found: dict[str, dict[int, float]] = {}
