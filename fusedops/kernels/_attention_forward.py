@@ -169,7 +169,7 @@ def forward_kernel(
     )
     q = load_tile(q_base, row, stride_qs, rows - start, HEAD_DIM, BLOCK_D, True)
     col = tl.arange(0, BLOCK_N)
-    LEAN: tl.constexpr = DESCRIBED and BLOCK_DV == 128
+    LEAN: tl.constexpr = DESCRIBED and BLOCK_DV == 128 and FOLD and DROPOUT == "none"
     for part in tl.static_range((0 if LEFT else 1) if SPLIT else 2, 3):
         # Keys at the left edge of the window, keys that all queries attend, keys at the right edge;
         # not ``SPLIT``: all keys as at an edge.
