@@ -21,7 +21,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -q
 NATIVE := $(BIN)/python tools/native.py build > /dev/null || test $$? -eq 3
 
 .PHONY: setup native demo test test-tiles test-isas test-asan fuzz test-all test-torch test-clients test-gpu bench bench-gpu \
-        lint format check-cuda kernel-report-all kernel-report-peers docs clean clean-venv
+        lint format check-cuda kernel-report-all kernel-report-triton kernel-report-peers docs clean clean-venv
 
 setup: .venv/.editable .venv/.models native
 
@@ -179,6 +179,15 @@ check-cuda: setup
 
 kernel-report-all: setup
 	$(BIN)/python tools/kernel_report.py --check --all
+
+# The same of another Triton than the pinned one, in docs/reports/triton-$(TRITON).csv: which rows
+# spill there; second tier, for its download.
+TRITON := 3.6.0
+kernel-report-triton: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(PIP_FLAGS) \
+	  --upgrade --target build/triton-$(TRITON) triton==$(TRITON)
+	PYTHONPATH=build/triton-$(TRITON) $(BIN)/python tools/kernel_report.py \
+	  --table triton-$(TRITON)
 
 # Liger's kernels beside ours, in docs/reports/triton_peers.csv; second tier, for its download.
 PEERS := build/peers

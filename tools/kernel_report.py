@@ -27,6 +27,9 @@ constants that it uses, types, sizes and launch options, and how this tool compi
 While digest and Triton's version are the same the figures are, and only what changed is compiled.
 ``--check`` refuses a digest that is not the present one, and compiles one row in 16 whatever its
 digest says (``make kernel-report-all`` all of them).
+
+Figures are of the Triton that is found first. ``make kernel-report-triton TRITON=3.6.0`` puts
+another one before the pinned one and writes a table of its own (``--table triton-3.6.0``).
 """
 
 from __future__ import annotations
@@ -283,6 +286,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="compare, do not write")
     parser.add_argument("--all", action="store_true", help="compile what did not change as well")
     parser.add_argument("--op", action="append", metavar="NAME", help="only the rows of this op")
+    parser.add_argument("--table", metavar="NAME", default="triton_kernels", help="another table")
     options = parser.parse_args()
     try:
         from triton import __version__
@@ -293,9 +297,10 @@ def main() -> int:
     unknown = sorted(set(options.op or ()) - set(ops()))
     if unknown:
         parser.error(f"--op {', '.join(unknown)}: there is no fusedops/kernels file of this name")
+    own = "" if options.table == parser.get_default("table") else f" --table {options.table}"
     table = report_table.Table(
-        path=report_table.REPORTS / "triton_kernels.csv",
-        command="python tools/kernel_report.py",
+        path=report_table.REPORTS / f"{options.table}.csv",
+        command=f"python tools/kernel_report.py{own}",
         compiler=f"triton {__version__}",
         keys=("op", "kernel", "case", "arch"),
         bounded=("registers", "shared", "per_16_bytes", "others", "rest", "calls"),

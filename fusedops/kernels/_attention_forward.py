@@ -169,11 +169,14 @@ def forward_kernel(
     )
     q = load_tile(q_base, row, stride_qs, rows - start, HEAD_DIM, BLOCK_D, True)
     col = tl.arange(0, BLOCK_N)
+    LEAN: tl.constexpr = DESCRIBED and BLOCK_DV == 128 and FOLD and DROPOUT == "none"
     for part in tl.static_range((0 if LEFT else 1) if SPLIT else 2, 3):
         # Keys at the left edge of the window, keys that all queries attend, keys at the right edge;
         # not ``SPLIT``: all keys as at an edge.
         begin, end = stretch(part, low, full_low, full_high, high, SPLIT)
-        for first in tl.range(begin, end, BLOCK_N):
+        # LEAN: places of a tile in shared memory are made anew in each step; moved out of the loop
+        # they would take registers that two blocks of 128 queries do not leave.
+        for first in tl.range(begin, end, BLOCK_N, disable_licm=LEAN):
             first = tl.multiple_of(first, BLOCK_N)
             wide = tl.cast(first, tl.int64)
             left_over = keys - first
@@ -254,8 +257,8 @@ def forward_kernel(
     stride_os = num_heads * VALUE_DIM
     out_base = out_ptr + token * stride_os + h * VALUE_DIM
     rest_base = rest_ptr + token * stride_os + h * VALUE_DIM
-    # Heads of 256 are finished in parts: all at once would not leave registers for what is left.
-    PARTS_D: tl.constexpr = 4 if BLOCK_DV > 128 else 1
+    # Wide heads are finished in parts: all at once would not leave registers for what is left.
+    PARTS_D: tl.constexpr = 4 if BLOCK_DV > 128 or LEAN else 1
     PART: tl.constexpr = BLOCK_DV // PARTS_D
     parts_d = split(acc, BLOCK_M, BLOCK_DV, PARTS_D)
     for part in tl.static_range(PARTS_D):

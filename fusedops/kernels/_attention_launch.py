@@ -49,7 +49,7 @@ _PLAIN: dict[int, _Blocks] = {
         "queries": {64: (128, 64, 8, 2), 128: (64, 64, 8, 2), 256: (32, 32, 8, 2)},
     },
     90: {
-        "forward": {64: (128, 64, 8, 2), 128: (128, 128, 8, 2), 256: (128, 64, 8, 2)},
+        "forward": {64: (128, 64, 8, 2), 128: (128, 64, 4, 2), 256: (128, 64, 8, 2)},
         "keys": {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (16, 64, 4, 2)},
         "queries": {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (128, 32, 8, 2)},
     },
@@ -76,12 +76,12 @@ _WITH_OPTIONS: dict[str, _Blocks] = {
         "queries": {64: (32, 32, 8, 2), 128: (32, 32, 8, 2), 256: (16, 32, 8, 2)},
     },
 }
-# sm_90 has its own: four warps for every 64 rows of scores and no more, or several warps make the
+# sm_90 has its own: at most four warps for every 64 rows of scores, or several warps make the
 # same sums; and no fewer rows (of queries in "forward" and "queries", of keys in "keys"), or the
 # matrix instructions are those of older GPUs.
 _WITH_OPTIONS_90: dict[str, _Blocks] = {
     "light": {
-        "forward": {64: (128, 64, 8, 2), 128: (128, 64, 8, 2), 256: (128, 32, 8, 2)},
+        "forward": {64: (128, 64, 8, 2), 128: (128, 64, 4, 2), 256: (128, 32, 8, 2)},
         "keys": {64: (64, 64, 4, 2), 128: (32, 64, 4, 2), 256: (16, 64, 4, 2)},
         "queries": {64: (64, 64, 4, 2), 128: (64, 32, 4, 2), 256: (128, 32, 8, 2)},
     },
@@ -108,6 +108,8 @@ _EXCEPTIONS = {
 # width.
 _BY_POINTERS_90 = {
     ("forward", "plain", 64): (128, 128, 8, 3),
+    ("forward", "plain", 128): (128, 128, 8, 2),
+    ("forward", "light", 128): (128, 64, 8, 2),
     ("keys", "plain", 128): (64, 128, 8, 2),
     ("keys", "plain", 256): (32, 128, 8, 2),
     ("keys", "light", 128): (32, 128, 8, 2),
@@ -390,7 +392,7 @@ def _splits(kernel: str, generation: int, width: int, options: str, described: b
     cost more than the look, there is one.
     """
     if options == "light":
-        return kernel != "keys" and width <= 128
+        return kernel != "keys" and width <= (64 if kernel == "forward" and described else 128)
     widest = 128 if described else 64
     return options == "plain" and not (kernel == "keys" and generation == 90 and width > widest)
 

@@ -178,12 +178,12 @@ def _total_kernel(
     loss_ptr, target_ptr, total_ptr, count_ptr, num_rows, ignore_index, BLOCK: tl.constexpr
 ):
     total = tl.zeros((BLOCK,), tl.float32)
-    count = tl.zeros((BLOCK,), tl.int64)
+    count = tl.zeros((BLOCK,), tl.int32)  # 64 bits would spill a value under Triton 3.6
     for first in range(0, num_rows, BLOCK):
         row = first + tl.arange(0, BLOCK)
         mask = row < num_rows
         target = tl.load(target_ptr + row, mask=mask, other=0)
-        count += (mask & (target != ignore_index)).to(tl.int64)
+        count += (mask & (target != ignore_index)).to(tl.int32)
         total += tl.load(loss_ptr + row, mask=mask, other=0.0)
     tl.store(total_ptr, tl.sum(total, axis=0))
     tl.store(count_ptr, tl.sum(count, axis=0).to(tl.float32))
