@@ -30,7 +30,7 @@ from fusedops.models.stages import Stage, cut
 from fusedops.models.transformer import Layer, Transformer
 from fusedops.nn import MLP, GatedMLP, MoE
 from fusedops.parallel import communication, context
-from fusedops.parallel.data import DataParallel, Replicas, by_bytes, local_bytes, shard
+from fusedops.parallel.data import DataParallel, Replicas, by_bytes, divides, local_bytes, shard
 from fusedops.parallel.dropout import Place, place_dropout
 from fusedops.parallel.mesh import Mesh, make_mesh
 from fusedops.parallel.pipeline.schedules import table
@@ -404,7 +404,8 @@ def _expert_modules(model: nn.Module, config: ParallelConfig) -> list[nn.Module]
 def _left_whole(model: nn.Module, config: ParallelConfig, mesh: Mesh) -> set[str]:
     """Return the names of parameters that ``zero`` does not divide.
 
-    All with stage 0; those that are small or whose name has a pattern; experts that nobody shares.
+    All with stage 0; those that are small, that cannot be, or whose name has a pattern; experts
+    that nobody shares.
     """
     named = dict(model.named_parameters())
     if config.zero == 0 or config.sizes.data == 1:
@@ -420,6 +421,7 @@ def _left_whole(model: nn.Module, config: ParallelConfig, mesh: Mesh) -> set[str
         if each in alone
         or name in shared
         or local_bytes(each) < config.shard_threshold
+        or not divides(each, config.shard_ranks or config.sizes.data)
         or any(fnmatchcase(name, pattern) for pattern in config.not_sharded)
     }
 

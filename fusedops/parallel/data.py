@@ -288,24 +288,43 @@ def shard(
         first.set_custom_reduce_scatter(_Reduce())  # type: ignore[arg-type]
 
 
+def divides(parameter: torch.Tensor, ranks: int) -> bool:
+    """Whether ``shard`` can divide a parameter over so many ranks.
+
+    Not where one dim would be divided by two meshes and unevenly, such as a bias of 19 words on 2
+    ranks of tensor parallelism: torch does not put such parts together again.
+    """
+    before = _parts(parameter)
+    dim = _divided_dim(parameter, ranks)
+    return dim not in before or parameter.shape[dim] % (before[dim] * ranks) == 0
+
+
 def _placement_for(mesh: DeviceMesh) -> Any:
+    ranks = mesh.size(-1)
+    return lambda parameter: Shard(_divided_dim(parameter, ranks))
+
+
+def _divided_dim(parameter: torch.Tensor, ranks: int) -> int:
     """Return which dim of a parameter is divided: the first that is not yet and that fits.
 
     The first dim if none does: then parts are uneven, or the dim is divided twice.
     """
-    ranks = mesh.size(-1)
+    before = _parts(parameter)
+    if 0 in before:
+        for dim, size in enumerate(parameter.shape):
+            if dim not in before and size % ranks == 0:
+                return dim
+    return 0
 
-    def placement(parameter: nn.Parameter) -> Shard:
-        taken: set[int] = set()
-        if isinstance(parameter, DTensor):
-            taken = {each.dim for each in parameter.placements if isinstance(each, Shard)}
-        if 0 in taken:
-            for dim, size in enumerate(parameter.shape):
-                if dim not in taken and size % ranks == 0:
-                    return Shard(dim)
-        return Shard(0)
 
-    return placement
+def _parts(parameter: torch.Tensor) -> dict[int, int]:
+    """Return into how many parts dims of a parameter are divided already."""
+    found: dict[int, int] = {}
+    if isinstance(parameter, DTensor):
+        for size, each in zip(parameter.device_mesh.shape, parameter.placements, strict=True):
+            if isinstance(each, Shard):
+                found[each.dim] = found.get(each.dim, 1) * size
+    return found
 
 
 class _Buffers:

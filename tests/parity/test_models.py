@@ -54,6 +54,12 @@ def test_offloaded_steps_see_what_clipping_and_later_microbatches_change() -> No
     parity.replay(case, MODELS["gpt2"])
 
 
+def test_a_bias_that_two_meshes_would_divide_unevenly_stays_whole() -> None:
+    given = {"mesh": {"dp": 2, "tp": 2}, "options": {"zero": 2}, "batch_size": 4}
+    case = parity.Case(**given, workload="documents", seed=41950)
+    parity.replay(case, MODELS["bert"])  # head.bias has 19 words
+
+
 def test_norms_are_made_again_while_their_weights_are_here() -> None:
     given = {"zero": 3, "recompute": "norm"}
     parity.replay(parity.Case(mesh={"dp": 2}, options=given, steps=2), MODELS["bert"])
