@@ -185,8 +185,9 @@ def _options(options: Any, more: dict[str, Any]) -> Options:
 def _prompts(prompts: Any, options: Options) -> list[torch.Tensor]:
     """Return the tokens of each prompt, int64 on the CPU."""
     rows: list[Any]
+    _check_tokens("prompts", prompts)
     if isinstance(prompts, torch.Tensor):
-        rows = [prompts] if prompts.dim() == 1 else list(prompts)
+        rows = list(prompts) if prompts.dim() > 1 else [prompts]
     else:
         rows = list(prompts)
         if rows and all(isinstance(each, int) for each in rows):
@@ -196,6 +197,7 @@ def _prompts(prompts: Any, options: Options) -> list[torch.Tensor]:
     found = []
     for number, each in enumerate(rows):
         name = f"prompt {number}"
+        _check_tokens(name, each)
         if not isinstance(each, torch.Tensor):
             for token in each:
                 checks.integer(_OP, name, token)
@@ -209,6 +211,12 @@ def _prompts(prompts: Any, options: Options) -> list[torch.Tensor]:
     if not isinstance(options.seed, int) and len(options.seed) != len(found):
         checks.fail(_OP, "seed", f"one number, or {len(found)}, one a prompt", len(options.seed))
     return found
+
+
+def _check_tokens(name: str, given: Any) -> None:
+    if not isinstance(given, (torch.Tensor, list, tuple)):
+        wanted = "tokens: a tensor of int64, or a list of numbers"
+        raise TypeError(f"{_OP}: {name} must be {wanted}, got {checks.type_name(given)}")
 
 
 def check(model: Any, prompts: Any, options: Options) -> list[torch.Tensor]:

@@ -171,6 +171,8 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "an empty prompt": (lambda: go([[1], []]), ValueError, "prompt 1 must be at least one token"),
     "no prompt": (lambda: go([]), ValueError, "prompts must be one at least"),
     "a word that is none": (lambda: go([256]), ValueError, "from 0 to 255"),
+    "a set": (lambda: go({1}), TypeError, "prompts must be tokens: .* got set"),
+    "a number": (lambda: go(1), TypeError, "prompts must be tokens: .* got int"),
     "a prompt of letters": (lambda: go(["a"]), TypeError, "prompt 0 must be"),
     "fractions": (lambda: go(torch.ones(2)), TypeError, "prompt 0"),
     "past the positions": (lambda: go([1] * 60, tokens=5), ValueError, "at most 4 tokens more"),

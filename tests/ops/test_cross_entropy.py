@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from op_testing import assert_close
-from test_sharding import WORLD, _on_all_ranks
+from test_sharding import WORLD
 from torch.autograd.graph import saved_tensors_hooks
 
 import fusedops
@@ -189,8 +190,8 @@ def _mean_worker(rank: int) -> None:
 
 
 @pytest.mark.distributed
-def test_sharded_rows_reduce_numbers_only() -> None:
-    _on_all_ranks(_mean_worker)
+def test_sharded_rows_reduce_numbers_only(on_new_world: Callable[..., Any]) -> None:
+    on_new_world(_mean_worker)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
