@@ -6,6 +6,7 @@ whose imports need another package is skipped there, by name, and does not end t
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -118,6 +119,12 @@ def on_new_world(_processes: Any) -> Callable[..., list[Any]]:
         return _processes.run(function, 2, *args)
 
     return run
+
+
+def pytest_collection_finish() -> None:
+    """Keep what is imported from garbage collections: hundreds of tests ask for one."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
