@@ -44,6 +44,14 @@ class Call:
     def again(self) -> None:
         """Call the operator and hand out its results."""
         leaves = [each.take() if isinstance(each, Held) else each for each in self._leaves]
+        for each in leaves:
+            if _is_freed(each):
+                raise RuntimeError(
+                    f"recompute: a result of {self.func} is needed again while FSDP2 has freed "
+                    f"its weight {list(each.shape)}: another block reads it than the one whose "
+                    "weight it is. Leave this operator out of ops=, or call "
+                    "fully_shard(..., reshard_after_forward=False) for that block"
+                )
         args, kwargs = pytree.tree_unflatten(leaves, self._structure)
         with torch.no_grad(), torch._C._DisableAutocast():
             result = self.func(*args, **kwargs)
@@ -52,6 +60,13 @@ class Call:
             source = each()
             if source is not None:
                 source.receive(results)
+
+
+def _is_freed(given: Any) -> bool:
+    """Whether a tensor has no memory any more: a kernel would read what is not there."""
+    if not isinstance(given, torch.Tensor) or is_traceable_wrapper_subclass(given):
+        return False
+    return given.numel() > 0 and not given.is_meta and given.untyped_storage().nbytes() == 0
 
 
 class Again(Source):

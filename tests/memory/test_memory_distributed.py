@@ -12,8 +12,10 @@ import torch
 from small_models import encoder, encoder_loss, gpt2, language_loss
 from torch import distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import fusedops
 from fusedops import memory
 
 pytestmark = pytest.mark.distributed
@@ -299,3 +301,29 @@ def test_a_rank_keeps_its_slice_of_a_region_s_input_and_gathers_it(
         assert whole[rank][2] == (LAYERS - 1) * ROWS
         assert sliced[rank][2] == LAYERS * ROWS // 2
         assert all(torch.equal(a, b) for a, b in zip(sliced[rank][3], whole[rank][3], strict=True))
+
+
+def another_block_reads(_: Any) -> str:
+    """Return what a backward says that wants a norm again whose weights FSDP2 has freed."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    norm = nn.Sequential(nn.Linear(8, 8), fusedops.nn.LayerNorm(8))
+    model = nn.Sequential(norm, nn.Linear(8, 8), nn.Linear(8, 8))
+    for block in model:
+        fully_shard(block, mesh=mesh, reshard_after_forward=True)
+    fully_shard(model, mesh=mesh)
+    memory.apply(model, memory.Policy(memory.recompute(ops=["layer_norm"])))
+    loss = model(torch.randn(4, 8)).square().sum()
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_result_whose_weights_are_freed_is_not_made_of_what_lies_there(
+    on_two_ranks: Callable[..., list[Any]],
+) -> None:
+    for said in on_two_ranks(another_block_reads):
+        assert "layer_norm" in said and "FSDP2 has freed its weight [8]" in said
