@@ -78,7 +78,8 @@ def under_fsdp(world: Any, policy: str | None, first: bool) -> list[torch.Tensor
     if policy is not None and first:
         memory.apply(model, POLICIES[policy](), offload_settings=SETTINGS)
     for layer in model:
-        fully_shard(layer, reshard_after_forward=True)
+        # A layer's last norm is read by the next one: made again, it needs its weights then.
+        fully_shard(layer, reshard_after_forward=policy != "by op")
     fully_shard(model)
     if policy is not None and not first:
         memory.apply(model, POLICIES[policy](), offload_settings=SETTINGS)
