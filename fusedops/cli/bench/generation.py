@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from fusedops._core import host
+from fusedops.cli.bench.small_models import small_model
 from fusedops.generation import generate
-from fusedops.models import Transformer, TransformerConfig, preset, save_huggingface
+from fusedops.models import Transformer, TransformerConfig, save_huggingface
 
 OURS, PATCHED, STOCK = "fusedops", "patched transformers", "transformers"
 PRESETS = ("gpt2", "llama3-8b", "mixtral-8x7b", "qwen3-8b")
@@ -52,21 +53,12 @@ class Work:
     @property
     def config(self) -> TransformerConfig:
         """The model."""
-        found = preset(self.preset)
-        ratio = found.intermediate_size / found.hidden_size
-        heads = self.hidden_size // 64
-        return replace(
-            found,
+        return small_model(
+            self.preset,
             hidden_size=self.hidden_size,
-            intermediate_size=round(ratio * self.hidden_size / 16) * 16,
             num_layers=self.num_layers,
-            num_heads=heads,
-            num_kv_heads=None if found.num_kv_heads is None else max(1, heads // 4),
-            head_dim=None,
             vocab_size=self.vocab_size,
             seq_len=self.prompt + self.tokens,
-            dropout=0.0,
-            attention_dropout=0.0,
         )
 
 

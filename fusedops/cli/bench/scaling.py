@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -25,6 +25,7 @@ from torch import distributed as dist
 from torch import nn
 
 from fusedops._core import host
+from fusedops.cli.bench.small_models import small_model
 from fusedops.models import (
     ParallelConfig,
     Transformer,
@@ -32,7 +33,6 @@ from fusedops.models import (
     initialize,
     parallelize,
     parallelized,
-    preset,
 )
 from fusedops.optim import AdamW
 
@@ -97,21 +97,12 @@ class Work:
     @property
     def config(self) -> TransformerConfig:
         """The model."""
-        found = preset(self.preset)
-        ratio = found.intermediate_size / found.hidden_size
-        heads = self.hidden_size // 64
-        return replace(
-            found,
+        return small_model(
+            self.preset,
             hidden_size=self.hidden_size,
-            intermediate_size=round(ratio * self.hidden_size / 16) * 16,
             num_layers=self.num_layers,
-            num_heads=heads,
-            num_kv_heads=None if found.num_kv_heads is None else max(1, heads // 4),
-            head_dim=None,
             vocab_size=self.vocab_size,
             seq_len=self.tokens,
-            dropout=0.0,
-            attention_dropout=0.0,
         )
 
 
