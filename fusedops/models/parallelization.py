@@ -106,12 +106,15 @@ def parallelize(
         if isinstance(part, Transformer):
             _keep_less(part, config, mesh)
     whole = _left_whole(model, config, mesh)
-    data = [_divide_parameters(part, whole, config, mesh) for part in parts]
+    data, taken = [], set(whole)
+    for part in parts:  # of which two can have the same words
+        data.append(_divide_parameters(part, taken, config, mesh))
+        taken |= {name for name, _ in part.named_parameters()}
     if any(each.is_meta for each in model.parameters()):
         for part in parts:
             part.to_empty(device=mesh.dense.device_type if device is None else device)
         initialize(model, seed)
-    taken: set[str] = set()
+    taken = set()
     for part, each in zip(parts, data, strict=True):
         each.replicas = _replicas(part, whole - taken, config, mesh)
         taken |= {name for name, _ in part.named_parameters()}
