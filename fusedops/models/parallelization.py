@@ -91,7 +91,7 @@ def parallelize(
         _same_everywhere(model)
     if isinstance(model, Transformer) and config.mode != "manual":
         if model.config.sparse_layers:
-            _divide_experts(model, mesh)
+            _divide_experts(model, config, mesh)
         if config.tp > 1:
             _split_tensors(model, mesh["tp"], config)
         if config.cp > 1:
@@ -210,15 +210,16 @@ def _costs(model: Transformer, config: ParallelConfig, mesh: Mesh) -> Costs:
     return Costs(layers, first, last)
 
 
-def _divide_experts(model: Transformer, mesh: Mesh) -> None:
+def _divide_experts(model: Transformer, config: ParallelConfig, mesh: Mesh) -> None:
     """Give each rank of ``ep`` its experts, and each rank of ``tp`` its share of the tokens."""
     for layer in _layers(model):
         moe = layer.feed_forward
         if not isinstance(moe, MoE):
             continue
         layer.router_loss = partial(ops.moe_router_loss, group=mesh.group("stage"))
-        if mesh.sizes.ep > 1:
-            split_experts(moe, mesh["ep"])
+        if config.ep > 1:
+            chunks, nodes, ordered = config.ep_chunks, config.ep_nodes, config.ep_same_bits
+            split_experts(moe, mesh["ep"], chunks=chunks, nodes=nodes, ordered=ordered)
 
 
 def _split_tensors(model: Transformer, mesh: Any, config: ParallelConfig) -> None:
@@ -398,8 +399,9 @@ def _keep_less(model: Transformer, config: ParallelConfig, mesh: Mesh) -> None:
 
 
 def _expert_modules(model: nn.Module, config: ParallelConfig) -> list[nn.Module]:
-    """Return the experts of layers whose ranks are not those of the rest."""
-    if config.mode == "manual" or (config.ep == 1 and config.tp == 1):
+    """Return the experts of layers whose ranks, or sums, are not those of the rest."""
+    alike = config.ep == 1 and config.tp == 1 and not config.ep_same_bits
+    if config.mode == "manual" or alike:
         return []
     return [each.experts for each in model.modules() if isinstance(each, MoE)]
 
@@ -442,7 +444,9 @@ def _divide_parameters(
     if experts:
         share(experts, mesh.expert_data)
     share([*_blocks(model, config), model], mesh.shards(config.shard_ranks))
-    return DataParallel(sharded=[*experts, model], stage=config.zero)
+    # Stage 1 would add up micro-batches first, before ranks that hold other experts can.
+    stage = 2 if config.ep_same_bits and config.zero == 1 else config.zero
+    return DataParallel(sharded=[*experts, model], stage=stage)
 
 
 def _replicas(
@@ -455,7 +459,9 @@ def _replicas(
     for some, name in ((members - experts, "data"), (members & experts, "expert_data")):
         if some and mesh[name].size() > 1:
             buckets = _buckets(model, some, config)
-            found.append(Replicas(buckets, mesh.group(name), overlap=config.overlap))
+            ordered = config.ep_same_bits and name == "expert_data"
+            group = mesh.group(name)
+            found.append(Replicas(buckets, group, overlap=config.overlap, ordered=ordered))
     return found
 
 
