@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _TOKENS = 100
 _DTYPES = ("float32", "bfloat16", "float16")
+_DEVICES = ("auto", "cpu", "cuda")
 
 
 def generate(
@@ -89,6 +90,8 @@ def generate(
             )
         if dtype is not None and dtype not in _DTYPES:
             raise files.UserError(f"--dtype must be one of {', '.join(_DTYPES)}, got {dtype}")
+        if device not in _DEVICES:
+            raise files.UserError(f"--device must be one of {', '.join(_DEVICES)}, got {device}")
         if beams > 1 and stop:
             raise files.UserError("--stop is not known to --beams, which only tokens end")
         if launched is None and processes > 1:
