@@ -66,7 +66,7 @@ class Decoder:
         self._unit = config.tp if config.sp or model.config.sparse_layers else 1
         self._cache = Cache(len(self._layers), capacity, most)
         self._lengths = torch.zeros(0, dtype=torch.int64, device=self._device)
-        self._longest = 0
+        self._longest, self._even = 0, False
 
     @property
     def cache(self) -> Cache:
@@ -78,6 +78,7 @@ class Decoder:
         lengths = [len(each) for each in prompts]
         self._lengths = self._new(lengths)
         self._longest = max(lengths, default=0)
+        self._even = len(set(lengths)) == 1
         self._cache.reserve(self._longest)
         total = sum(lengths)
         padding = self._padding(total)
@@ -98,7 +99,8 @@ class Decoder:
         self._cache.reserve(self._longest)
         self._lengths = positions + 1
         rows = torch.arange(len(tokens_R), device=self._device)
-        call = Call(rows, positions, None, 1, self._lengths)
+        place = self._longest - 1 if self._even else None
+        call = Call(rows, positions, None, 1, self._lengths, place)
         return self._run(tokens_R, call, rows)
 
     def select(self, rows: torch.Tensor) -> None:
