@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import itertools
 import json
 import os
 import shutil
@@ -22,14 +23,17 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from torch import distributed as dist
-from train_runs import CONTEXT, STEPS, Died, Watching, config, die, same_bits, whole
+from train_runs import CONTEXT, Died, Watching, config, die, same_bits, whole
 from typer.testing import CliRunner
 
 from fusedops._core import env
 from fusedops.checkpoint import CheckpointError
 from fusedops.checkpoint import folder as folders
 from fusedops.cli.main import app
+from fusedops.generation import Decoder
+from fusedops.models import Transformer, preset, save_huggingface
 from fusedops.train import loop, train
 from fusedops.train.flight import Record
 from fusedops.train.processes import Ranks, joined
@@ -95,25 +99,32 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path: Path) 
     assert same_bits(wanted, resumed)
 
 
-def _full(path: Path, content: bytes) -> None:
-    raise OSError(errno.ENOSPC, "No space left on device", str(path))
+def _full(*steps: int) -> Callable[[Path, bytes], None]:
+    """Return what writes files as ever, but those of some steps' checkpoints."""
+    plain, names = folders.write, [f".partial-step-{step:010d}.0" for step in steps]
+
+    def write(path: Path, content: bytes) -> None:
+        if path.parent.name in names:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        plain(path, content)
+
+    return write
 
 
 def test_a_run_goes_on_without_a_checkpoint_and_fails_without_the_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    given = {"steps": 6, "checkpoint": {"every": 2}}
     with monkeypatch.context() as disk:
-        disk.setattr(folders, "write", _full)
-        room = Watching(8, disk.undo)  # from step 8 on the disk has room again
-        assert train(config(tmp_path), watcher=room).finished
-    told = "step 5 was not written: No space left on device"
+        disk.setattr(folders, "write", _full(4))  # which is known when the last one is due
+        assert train(config(tmp_path, **given)).finished
+    told = "step 4 was not written: No space left on device"
     assert told in caplog.text and "training goes on" in caplog.text
-    assert len(room.records) == STEPS
     kept = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))
-    assert [folders.step_of(each) for each in kept] == [10, STEPS]
-    with monkeypatch.context() as disk, pytest.raises(CheckpointError, match="step 12 was not"):
-        disk.setattr(folders, "write", _full)
-        train(config(tmp_path, out=str(tmp_path / "other")))
+    assert [folders.step_of(each) for each in kept] == [2, 6]
+    with monkeypatch.context() as disk, pytest.raises(CheckpointError, match="step 6 was not"):
+        disk.setattr(folders, "write", _full(4, 6))
+        train(config(tmp_path, out=str(tmp_path / "other"), **given))
     # A command that finds no good checkpoint ends, and begins nothing anew.
     for each in kept:
         (each / "rank-00000.pt").write_bytes(b"")
@@ -197,12 +208,17 @@ KINDS: dict[str, Callable[[], object]] = {
 }
 
 
-def _faulty(rank: int, folder: str, kind: str) -> None:
-    """Run the command as one of two ranks; something happens to the second in step 6."""
+def _joined(rank: int, folder: str) -> None:
+    """Make this process one of two ranks, whose messages go into a file."""
     os.dup2(os.open(f"{folder}/told-{rank}", os.O_CREAT | os.O_WRONLY), sys.__stderr__.fileno())
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
     env.set_flight_records(1000)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+
+
+def _faulty(rank: int, folder: str, kind: str) -> None:
+    """Run the command as one of two ranks; something happens to the second in step 6."""
+    _joined(rank, folder)
     plain = loop.backward
 
     def backward(run: Run) -> tuple[float, float]:
@@ -214,13 +230,29 @@ def _faulty(rank: int, folder: str, kind: str) -> None:
     app(["train", f"{folder}/train.toml"], prog_name="fusedops")
 
 
-def with_fault(file: Path, kind: str) -> tuple[list[int | None], str]:
-    """Train on two ranks, of which something happens to the second.
+def _killed_while_generating(rank: int, folder: str) -> None:
+    """Run the command as one of two ranks, of which the second is killed at the sixth token."""
+    _joined(rank, folder)
+    plain, calls = Decoder.step, itertools.count()
+
+    def step(decoder: Decoder, tokens: torch.Tensor) -> torch.Tensor:
+        if next(calls) == 5 and rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return plain(decoder, tokens)
+
+    Decoder.step = step  # type: ignore[method-assign]
+    app(["generate", folder, "--tokenizer", "bytes", "--prompt", "a"], prog_name="fusedops")
+
+
+def with_fault(
+    folder: Path, target: Callable[..., None], *args: Any
+) -> tuple[list[int | None], str]:
+    """Do something on two ranks, of which something happens to the second.
 
     Returns their exit codes, ``None`` of one that does not end by itself, and what they told.
     """
-    folder = str(file.parent)
-    started = [CONTEXT.Process(target=_faulty, args=(rank, folder, kind)) for rank in range(2)]
+    given = [(rank, str(folder), *args) for rank in range(2)]
+    started = [CONTEXT.Process(target=target, args=each) for each in given]
     for each in started:
         each.start()
     codes = []
@@ -228,7 +260,7 @@ def with_fault(file: Path, kind: str) -> tuple[list[int | None], str]:
         each.join(patience)
         codes.append(each.exitcode)
         each.kill()
-    return codes, "".join(Path(folder, f"told-{rank}").read_text() for rank in range(2))
+    return codes, "".join((folder / f"told-{rank}").read_text() for rank in range(2))
 
 
 def records(folder: Path) -> dict[int, dict[str, Any]]:
@@ -240,7 +272,7 @@ def records(folder: Path) -> dict[int, dict[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_rank_that_hangs_is_named_with_its_stack(file: Path) -> None:
-    codes, told = with_fault(file, "sleep")
+    codes, told = with_fault(file.parent, _faulty, "sleep")
     assert codes == [1, 1], told
     said = f"error: no progress for {HANGING_SECONDS:g} seconds: process 1 is hanging in step 6"
     assert said in told and "in sleep_on" in told and told.count("no progress") == 1
@@ -254,7 +286,7 @@ def test_a_rank_that_hangs_is_named_with_its_stack(file: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_rank_that_holds_the_lock_of_the_interpreter_is_named_with_its_stack(file: Path) -> None:
-    codes, told = with_fault(file, "lock")
+    codes, told = with_fault(file.parent, _faulty, "lock")
     assert codes == [1, None], told
     assert "process 1 is silent" in told and "in hold_the_lock" in told
     assert records(file.parent).keys() == {0}
@@ -288,12 +320,21 @@ def test_a_rank_that_crashes_leaves_its_stack_and_the_others_records(file: Path)
     earlier = file.parent / "run" / "faults" / "earlier.json"
     earlier.parent.mkdir(parents=True)
     earlier.write_text('{"rank": 7}')
-    codes, told = with_fault(file, "segment")
+    codes, told = with_fault(file.parent, _faulty, "segment")
     assert codes == [1, -signal.SIGSEGV], told
     assert "Fatal Python error: Segmentation fault" in told and "in string_at" in told
     assert "the other processes are gone" in told
     found = records(file.parent)  # those of earlier faults are kept
     assert found.keys() == {0, 7} and found[0]["what"] == "step" and found[0]["collectives"]
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_rank_that_is_killed_while_it_generates_ends_the_others(tmp_path: Path) -> None:
+    save_huggingface(Transformer(preset("tiny-gpt2")), tmp_path)
+    codes, told = with_fault(tmp_path, _killed_while_generating)
+    assert codes == [1, -signal.SIGKILL], told
+    assert "error: the other processes are gone (" in told and "Traceback" not in told
 
 
 @pytest.fixture
