@@ -47,7 +47,7 @@ from fusedops.parallel.tensor import (
     local,
 )
 from fusedops.parallel.tokenwise import join_tokens, part_of, sum_gradients, take_tokens
-from fusedops.parallel.vocabulary import VocabularyEmbedding, split_cross_entropy, split_logits
+from fusedops.parallel.vocabulary import SplitWords, VocabularyEmbedding, split_cross_entropy
 
 _OP = "parallelize"
 _NORMS = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm")
@@ -273,10 +273,6 @@ def _split_ends(model: Transformer, mesh: Any, *, sequence: bool) -> None:
         if parameter is not None:
             setattr(head, name, distribute(_OP, f"head.{name}", parameter, mesh, 0, uneven=True))
 
-    def project(x_BSH: torch.Tensor, weight: Any, bias: Any) -> torch.Tensor:
-        x_BSH = enter(x_BSH, group, sequence=sequence)
-        return split_logits(x_BSH, local(weight), group, local(bias), vocab_size=words)
-
     def loss(x_BSH: torch.Tensor, weight: Any, bias: Any, labels_BS: torch.Tensor) -> torch.Tensor:
         x_BSH = enter(x_BSH, group, sequence=sequence)
         given = local(weight), labels_BS, group, local(bias)
@@ -285,7 +281,7 @@ def _split_ends(model: Transformer, mesh: Any, *, sequence: bool) -> None:
             x_BSH, *given, vocab_size=words, reduction="sum", recompute=again
         )
 
-    head.project, head.loss = project, loss
+    head.project, head.loss = SplitWords(group, words, sequence=sequence), loss
 
 
 def _split_norms(owner: nn.Module, names: tuple[str, ...], mesh: Any) -> None:

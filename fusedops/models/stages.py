@@ -52,21 +52,21 @@ class Stage(Transformer):
 
         Args:
             given: tokens ``[B, S]`` of the first stage, else the hidden states ``[B, S, H]``.
-            labels: ``[B, S]``, which the last stage reads.
+            labels: ``[B, S]``, which the last stage reads; ``None``: there is no loss.
             positions: ``[S]`` or ``[B, S]``.
             document_ids: ``[B, S]``, or ``None``.
 
         Returns:
-            Hidden states, ``None`` of the last stage, whose ``Loss`` has a total.
+            Hidden states, ``None`` of the last stage, whose ``Loss`` has a total; without labels
+            its logits.
         """
         x_BSH = self.embedding(given, positions) if self.is_first else given
         x_BSH, auxiliary = self.through(x_BSH, positions, document_ids)
-        if not self.is_last:
-            nothing = torch.zeros((), device=x_BSH.device)
-            return x_BSH, Loss(nothing, torch.zeros_like(nothing, dtype=torch.int64), auxiliary)
-        assert labels is not None
-        total = self.leave(x_BSH, labels)
-        return None, Loss(total, (labels != -100).sum(), auxiliary)
+        found = self.leave(x_BSH, labels) if self.is_last else x_BSH
+        if self.is_last and labels is not None:
+            return None, Loss(found, (labels != -100).sum(), auxiliary)
+        nothing = torch.zeros((), device=x_BSH.device)
+        return found, Loss(nothing, torch.zeros_like(nothing, dtype=torch.int64), auxiliary)
 
 
 def cut(model: Transformer, layers: Sequence[range]) -> list[Stage]:
