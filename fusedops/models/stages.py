@@ -29,7 +29,7 @@ class Stage(Transformer):
 
     def __init__(self, model: Transformer, layers: range) -> None:
         nn.Module.__init__(self)
-        self.config = model.config
+        self.config, self.place = model.config, model.place
         self.is_first, self.is_last = 0 in layers, model.config.num_layers - 1 in layers
         absent: Any = None
         keeps_words = self.is_first or (self.is_last and model.config.tied)
@@ -47,6 +47,8 @@ class Stage(Transformer):
         *,
         positions: torch.Tensor,
         document_ids: torch.Tensor | None = None,
+        seed: torch.Tensor | None = None,
+        first_sequence: int | None = None,
     ) -> tuple[torch.Tensor | None, Loss]:
         """Return what the next stage gets, and this stage's part of the loss.
 
@@ -55,12 +57,19 @@ class Stage(Transformer):
             labels: ``[B, S]``, which the last stage reads.
             positions: ``[S]`` or ``[B, S]``.
             document_ids: ``[B, S]``, or ``None``.
+            seed: as of ``Transformer``, the same for all stages.
+            first_sequence: likewise.
 
         Returns:
             Hidden states, ``None`` of the last stage, whose ``Loss`` has a total.
         """
-        x_BSH = self.embedding(given, positions) if self.is_first else given
-        x_BSH, auxiliary = self.through(x_BSH, positions, document_ids)
+        shape = (given.shape[0], positions.shape[-1])
+        drawn = self.draws(shape, given.device, seed, first_sequence)
+        x_BSH = given
+        if self.is_first:
+            first = None if drawn is None else drawn.of_embedding()
+            x_BSH = self.embedding(given, positions, seed=first)
+        x_BSH, auxiliary = self.through(x_BSH, positions, document_ids, drawn)
         if not self.is_last:
             nothing = torch.zeros((), device=x_BSH.device)
             return x_BSH, Loss(nothing, torch.zeros_like(nothing, dtype=torch.int64), auxiliary)
