@@ -31,7 +31,7 @@ from fusedops.models.transformer import Layer, Transformer
 from fusedops.nn import MLP, GatedMLP, MoE
 from fusedops.parallel import communication, context
 from fusedops.parallel.data import DataParallel, Replicas, by_bytes, divides, local_bytes, shard
-from fusedops.parallel.dropout import Place, place_dropout
+from fusedops.parallel.dropout import Place
 from fusedops.parallel.mesh import Mesh, make_mesh
 from fusedops.parallel.pipeline.schedules import table
 from fusedops.parallel.pipeline.split import at, balanced, shortest
@@ -96,8 +96,7 @@ def parallelize(
             _split_tensors(model, mesh["tp"], config)
         if config.cp > 1:
             _share_sequences(model, mesh.group("cp"), config.context)
-        elif mesh.dense.device_type == "cpu":  # kernels of GPUs do not draw by place yet
-            place_dropout(model, dropout_place(config, mesh))
+        model.place = _place(config, mesh)
     stages: dict[int, Stage] = {}
     if isinstance(model, Transformer) and config.pp > 1:
         stages = _stages(model, config, mesh)
@@ -336,11 +335,8 @@ def _split_tokens(layer: Any, mesh: Any, *, sequence: bool) -> None:
     layer._feed_forward = feed_forward
 
 
-def dropout_place(config: ParallelConfig, mesh: Mesh) -> Place:
-    """Return where this rank's tokens and heads stand, for dropout as on one process.
-
-    Of a step with one micro-batch: a loop with several places the sequences of each.
-    """
+def _place(config: ParallelConfig, mesh: Mesh) -> Place:
+    """Return where this rank's tokens and heads stand, for dropout as on one process."""
     tp = mesh.rank("tp")
     return Place(
         batch_part=mesh.rank("dp"),
@@ -348,6 +344,8 @@ def dropout_place(config: ParallelConfig, mesh: Mesh) -> Place:
         sequence_parts=config.tp if config.sp else 1,
         head_part=tp,
         head_parts=config.tp,
+        context_part=mesh.rank("cp"),
+        context_parts=config.cp,
     )
 
 
