@@ -37,14 +37,15 @@ class Decoder:
     def __init__(self, model: Transformer, most: int, capacity: int | None = None) -> None:
         self.model: Any = model
         self._layers: list[Any] = list(self.model.layers.values())
-        self._gates = [each.gate for each in self.model.modules() if isinstance(each, MoE)]
+        sparse = [each for each in self.model.modules() if isinstance(each, MoE)]
+        self._gates = [each.gate for each in sparse if each.gate is not None]
         self._device = self.model.embedding.tokens.weight.device
         found = parallelized(model)
         config = found.config
         # FSDP2 counts the versions of what it gathers, and tensors of inference have none.
         self._mode = torch.inference_mode if found.mesh is None else torch.no_grad
         # Ranks of tp share the tokens of sequences, or of experts.
-        self._unit = config.tp if config.sp or self._gates else 1
+        self._unit = config.tp if config.sp or sparse else 1
         self._gathers = config.sp
         self._cache = Cache(len(self._layers), capacity, most)
         self._lengths = torch.zeros(0, dtype=torch.int64, device=self._device)

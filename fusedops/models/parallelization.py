@@ -10,6 +10,7 @@ them (with sequence parallelism), H hidden size.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -27,7 +28,7 @@ from fusedops.models.parallelized import Parallelized, attach
 from fusedops.models.pipelined import WORDS, Pipeline
 from fusedops.models.stage_costs import Costs, by_operations, measured
 from fusedops.models.stages import Stage, cut
-from fusedops.models.transformer import Layer, Transformer
+from fusedops.models.transformer import Layer, Places, Transformer
 from fusedops.nn import MLP, GatedMLP, MoE
 from fusedops.parallel import communication, context
 from fusedops.parallel.data import DataParallel, Replicas, by_bytes, divides, local_bytes, shard
@@ -327,11 +328,14 @@ def _split_tokens(layer: Any, mesh: Any, *, sequence: bool) -> None:
     for module in (moe.gate, moe.shared_experts, moe.shared_expert_gate):
         if module is not None:
             sum_gradients(module, mesh)
-    if sequence:
-        return
 
-    def feed_forward(x_BSH: torch.Tensor) -> Any:
-        branch_BsH, auxiliary = Layer._feed_forward(layer, take_tokens(x_BSH, group))
+    def feed_forward(x_BSH: torch.Tensor, places: Places) -> Any:
+        if places.tokens is not None:
+            domains = None if places.domains is None else part_of(places.domains, group)
+            places = replace(places, tokens=part_of(places.tokens, group), domains=domains)
+        if sequence:
+            return Layer._feed_forward(layer, x_BSH, places)
+        branch_BsH, auxiliary = Layer._feed_forward(layer, take_tokens(x_BSH, group), places)
         return join_tokens(branch_BsH, group), auxiliary
 
     layer._feed_forward = feed_forward

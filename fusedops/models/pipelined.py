@@ -119,12 +119,14 @@ class Pipeline:
     def _run(
         self, stage: int, shard: Shard, given: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, Loss]:
-        tokens, labels, positions, document_ids = shard
+        tokens, labels, positions, document_ids, domains = shard
         return self.stages[stage](
             tokens if given is None else given,
             labels,
             positions=positions,
             document_ids=document_ids,
+            tokens=tokens,
+            domains=domains,
         )
 
     def _nothing(self, shard: Shard) -> Loss:

@@ -47,6 +47,8 @@ class Stage(Transformer):
         *,
         positions: torch.Tensor,
         document_ids: torch.Tensor | None = None,
+        tokens: torch.Tensor | None = None,
+        domains: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | None, Loss]:
         """Return what the next stage gets, and this stage's part of the loss.
 
@@ -55,12 +57,14 @@ class Stage(Transformer):
             labels: ``[B, S]``, which the last stage reads.
             positions: ``[S]`` or ``[B, S]``.
             document_ids: ``[B, S]``, or ``None``.
+            tokens: ``[B, S]``, of which hash layers choose experts.
+            domains: ``[B, S]``, or ``None``.
 
         Returns:
             Hidden states, ``None`` of the last stage, whose ``Loss`` has a total.
         """
         x_BSH = self.embedding(given, positions) if self.is_first else given
-        x_BSH, auxiliary = self.through(x_BSH, positions, document_ids)
+        x_BSH, auxiliary = self.through(x_BSH, positions, document_ids, tokens, domains)
         if not self.is_last:
             nothing = torch.zeros((), device=x_BSH.device)
             return x_BSH, Loss(nothing, torch.zeros_like(nothing, dtype=torch.int64), auxiliary)

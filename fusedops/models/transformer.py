@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +30,7 @@ from fusedops.nn import (
     MLP,
     AddLayerNorm,
     AddRMSNorm,
+    BalancingBias,
     Dropout,
     GatedMLP,
     LayerNorm,
@@ -74,7 +75,15 @@ def feed_forward_of(config: TransformerConfig, index: int) -> nn.Module:
             score=config.router_score,
             normalize=config.router_normalize,
             scaling=config.router_scaling,
+            num_groups=config.num_groups,
+            topk_groups=config.topk_groups,
+            group_score=config.group_score,
+            correction_bias=config.balance_rate > 0,
             capacity_factor=config.capacity_factor,
+            drop_policy=config.drop_policy,
+            router=config.router == "learned",
+            shared_intermediate_size=config.shared_size or None,
+            shared_gate=config.shared_gate,
         )
     if config.gated:
         return GatedMLP(hidden, inner, activation=activation, bias=bias)
@@ -125,10 +134,14 @@ class Places:
     Attributes:
         rotary: cosines and sines, ``[S, D]`` or ``[B, S, D]``, or ``None``.
         documents: which tokens may attend each other, ``None``: all of a sequence.
+        tokens: the ids ``[B, S]``, where experts follow from them, else ``None``.
+        domains: of the tokens, ``[B, S]``, or ``None``.
     """
 
     rotary: tuple[torch.Tensor, torch.Tensor] | None = None
     documents: Documents | None = None
+    tokens: torch.Tensor | None = None
+    domains: torch.Tensor | None = None
 
 
 class Embedding(nn.Module):
@@ -239,6 +252,7 @@ class Layer(nn.Module):
 
     Attributes:
         router_loss: ``fusedops.moe_router_loss``, or a function that is called the same way.
+        balancing: counts the router's choices for its bias, ``None`` where it has none.
         seed_of_rows: as of ``fusedops.nn.Dropout``.
     """
 
@@ -247,10 +261,15 @@ class Layer(nn.Module):
     def __init__(self, config: TransformerConfig, index: int) -> None:
         super().__init__()
         self.config = config
+        self.index = index
         self.attention_norm = norm_of(config, adds=config.post_norm)
         self.attention = Attention(config)
         self.feed_forward_norm = norm_of(config, adds=True)
         self.feed_forward = feed_forward_of(config, index)
+        self.balancing: BalancingBias | None = None
+        if config.balance_rate and config.is_sparse(index):
+            rate = config.balance_rate
+            self.balancing = BalancingBias(config.num_experts, rate, own_bias=False)
         self.router_loss: Callable[..., torch.Tensor] = ops.moe_router_loss
 
     def forward(
@@ -265,21 +284,27 @@ class Layer(nn.Module):
         """
         if self.config.post_norm:
             x_BSH, _ = self.attention_norm(self.attention(x_BSH, places, asking_BSH), x_BSH)
-            branch_BSH, auxiliary = self._feed_forward(x_BSH)
+            branch_BSH, auxiliary = self._feed_forward(x_BSH, places)
             return self.feed_forward_norm(branch_BSH, x_BSH)[0], auxiliary
         branch_BSH = self.attention(self.attention_norm(x_BSH), places, asking_BSH)
         normed_BSH, x_BSH = self.feed_forward_norm(branch_BSH, x_BSH)
-        branch_BSH, auxiliary = self._feed_forward(normed_BSH)
+        branch_BSH, auxiliary = self._feed_forward(normed_BSH, places)
         dropout = self.config.dropout
         seed = seed_for(self, dropout, branch_BSH)
         x_BSH = ops.bias_dropout_add(branch_BSH, None, x_BSH, dropout, self.training, seed=seed)
         return x_BSH, auxiliary
 
-    def _feed_forward(self, x_BSH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _feed_forward(
+        self, x_BSH: torch.Tensor, places: Places
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         part, config = self.feed_forward, self.config
         if not isinstance(part, MoE):
             return part(x_BSH), None
+        if part.gate is None:
+            return part(x_BSH, plan=self._hashed(places)), None
         logits, plan = part.gate(x_BSH)
+        if self.balancing is not None:
+            self.balancing.count(plan)
         auxiliary = None
         if self.training and (config.balance_loss or config.z_loss):
             auxiliary = self.router_loss(
@@ -290,6 +315,19 @@ class Layer(nn.Module):
                 score=config.router_score,
             )
         return part(x_BSH, plan=plan), auxiliary
+
+    def _hashed(self, places: Places) -> ops.RoutingPlan:
+        """Return the experts of each token by its id; a hash of their own in each layer."""
+        config, domains = self.config, places.domains
+        assert places.tokens is not None
+        return ops.hash_route(
+            places.tokens.flatten(),
+            config.num_experts,
+            top_k=config.top_k,
+            seed=config.router_seed + self.index,
+            domains=None if domains is None else domains.flatten(),
+            domain_experts=config.domain_experts,
+        )
 
 
 class Head(nn.Module):
@@ -408,6 +446,7 @@ class Transformer(nn.Module):
         positions: torch.Tensor | None = None,
         document_ids: torch.Tensor | None = None,
         token_types: torch.Tensor | None = None,
+        domains: torch.Tensor | None = None,
     ) -> Any:
         """Return logits, or with labels the loss.
 
@@ -419,6 +458,7 @@ class Transformer(nn.Module):
             document_ids: ``[B, S]``: tokens attend only those of their own document, which is a run
                 of equal numbers; padding is a document of its own.
             token_types: ``[B, S]`` int64: BERT's segments; 0 by default.
+            domains: ``[B, S]`` int64: the domain of each token, with ``domain_experts``.
 
         Returns:
             Logits ``[B, S, V]``, or a ``Loss``.
@@ -433,11 +473,11 @@ class Transformer(nn.Module):
                 f"Transformer: this process has {len(self.layers)} of the "
                 f"{self.config.num_layers} layers: use parallelized(model).step or .forward"
             )
-        check_inputs(self.config, tokens, labels, positions, document_ids, token_types)
+        check_inputs(self.config, tokens, labels, positions, document_ids, token_types, domains)
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
         x_BSH = self.embedding(tokens, positions, token_types)
-        x_BSH, auxiliary = self.through(x_BSH, positions, document_ids)
+        x_BSH, auxiliary = self.through(x_BSH, positions, document_ids, tokens, domains)
         found = self.leave(x_BSH, labels)
         return found if labels is None else Loss(found, (labels != -100).sum(), auxiliary)
 
@@ -446,9 +486,13 @@ class Transformer(nn.Module):
         x_BSH: torch.Tensor,
         positions: torch.Tensor,
         document_ids: torch.Tensor | None = None,
+        tokens: torch.Tensor | None = None,
+        domains: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the hidden states behind the layers that there are, and their routers' losses."""
         places = self._places(x_BSH, positions, document_ids)
+        if self.config.router == "hash":
+            places = replace(places, tokens=tokens, domains=domains)
         auxiliary = torch.zeros((), device=x_BSH.device)
         for name, layer in self.layers.items():
             asking_BSH = None
