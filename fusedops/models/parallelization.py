@@ -23,7 +23,12 @@ from fusedops import memory, ops
 from fusedops._core import checks
 from fusedops.models.config import TransformerConfig
 from fusedops.models.initialize import initialize
-from fusedops.models.parallel_config import ParallelConfig, check_split, check_stages
+from fusedops.models.parallel_config import (
+    ParallelConfig,
+    check_split,
+    check_stages,
+    check_stored,
+)
 from fusedops.models.parallelized import Parallelized, attach
 from fusedops.models.pipelined import WORDS, Pipeline
 from fusedops.models.stage_costs import Costs, by_operations, measured
@@ -110,8 +115,10 @@ def parallelize(
     data = [_divide_parameters(part, whole, config, mesh) for part in parts]
     if any(each.is_meta for each in model.parameters()):
         for part in parts:
-            part.to_empty(device=mesh.dense.device_type if device is None else device)
+            _make(part, mesh.dense.device_type if device is None else device, config)
         initialize(model, seed)
+    if "experts" in config.offload:
+        memory.store_experts(model, mesh.dense.device_type if device is None else device)
     taken: set[str] = set()
     for part, each in zip(parts, data, strict=True):
         each.replicas = _replicas(part, whole - taken, config, mesh)
@@ -120,6 +127,14 @@ def parallelize(
         return attach(model, Parallelized(model, config, mesh, data[0]))
     pipeline = Pipeline.of(model, config, mesh, stages, dict(zip(stages, data, strict=True)))
     return attach(model, Parallelized(model, config, mesh, pipeline=pipeline))
+
+
+def _make(part: nn.Module, device: torch.device | str, config: ParallelConfig) -> None:
+    """Give parameters and buffers memory, experts that are stored theirs on the host."""
+    stored = [each.experts for each in part.modules() if isinstance(each, MoE)]
+    for module in part.modules():
+        host = "experts" in config.offload and module in stored
+        module.to_empty(device="cpu" if host else device, recurse=False)
 
 
 def _validated(model: Any, config: Any, mesh: Any) -> tuple[ParallelConfig, Mesh]:
@@ -147,6 +162,8 @@ def _validated(model: Any, config: Any, mesh: Any) -> tuple[ParallelConfig, Mesh
         mesh = make_mesh(config.sizes, device_type="cpu" if device == "meta" else device)
     elif mesh.sizes != config.sizes:
         checks.fail(_OP, "mesh", f"one of {config.sizes}", mesh.sizes)
+    if isinstance(model, Transformer):
+        check_stored(_OP, model.config, config, mesh.dense.device_type)
     return config, mesh
 
 

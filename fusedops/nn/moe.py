@@ -7,6 +7,7 @@ A router chooses ``top_k`` experts for each token (``fusedops.moe_route``), the 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -320,7 +321,14 @@ class _Router(nn.Module):
 
 
 class _Experts(nn.Module):
-    """The weights of all experts."""
+    """The weights of all experts.
+
+    Attributes:
+        stored: ``(plan, tensors, compute)`` runs ``compute`` where weights and biases lie
+            elsewhere: it brings those that the plan names (``fusedops.memory.store_experts``).
+    """
+
+    stored: Callable[..., torch.Tensor] | None = None
 
     def __init__(
         self,
@@ -366,19 +374,28 @@ class _Experts(nn.Module):
     def forward(self, input: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
         """Return ``[tokens, hidden_size]`` for ``[tokens, hidden_size]``."""
         names = (self.first, "down_proj")
-        weights = [getattr(self, name) for name in names]
-        if not self.transposed:
-            weights = [weight.transpose(1, 2) for weight in weights]
-        return moe_mlp(
-            input,
-            plan,
-            *weights,
-            *(getattr(self, f"{name}_bias") for name in names),
-            activation=self.activation,
-            gated=self.gated,
-            interleaved=self.interleaved,
-            recompute=self.recompute,
-        )
+        tensors = [getattr(self, f"{name}{end}") for end in ("", "_bias") for name in names]
+
+        def compute(plan: RoutingPlan, tensors: Sequence[Any]) -> torch.Tensor:
+            w1, w2, b1, b2 = tensors
+            if not self.transposed:
+                w1, w2 = w1.transpose(1, 2), w2.transpose(1, 2)
+            return moe_mlp(
+                input,
+                plan,
+                w1,
+                w2,
+                b1,
+                b2,
+                activation=self.activation,
+                gated=self.gated,
+                interleaved=self.interleaved,
+                recompute=self.recompute,
+            )
+
+        if self.stored is not None:
+            return self.stored(plan, tensors, compute)
+        return compute(plan, tensors)
 
     def extra_repr(self) -> str:
         """Return sizes and activation."""
