@@ -248,18 +248,12 @@ def _check_pipeline(config: ParallelConfig) -> None:
     if config.pp == 1:
         checks.choice(_OP, "pipeline_schedule", config.pipeline_schedule, tuple(SCHEDULES))
         return
-    schedule = check_schedule(_OP, config.pipeline_schedule, config.pp, parts, virtual)
+    check_schedule(_OP, config.pipeline_schedule, config.pp, parts, virtual)
     if config.mode == "manual":
         raise UnsupportedError(
             f"{_OP}: pp must be 1 with mode 'manual', got {config.pp}: only its author "
             "knows where a model of any kind can be cut; fusedops.parallel.pipeline runs stages "
             "of your own"
-        )
-    if config.zero and schedule.splits:
-        whole = ", ".join(repr(each.name) for each in SCHEDULES.values() if not each.splits)
-        raise UnsupportedError(
-            f"{_OP}: zero must be 0 with pipeline_schedule {schedule.name!r}, got {config.zero}: "
-            f"FSDP2 reduces no backward that comes in two parts; {whole} take any"
         )
 
 

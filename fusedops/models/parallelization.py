@@ -40,7 +40,7 @@ from fusedops.parallel.data import DataParallel, Replicas, by_bytes, divides, lo
 from fusedops.parallel.dropout import Place, place_dropout
 from fusedops.parallel.mesh import Mesh, make_mesh
 from fusedops.parallel.pipeline.schedules import table
-from fusedops.parallel.pipeline.split import at, balanced
+from fusedops.parallel.pipeline.split import at, balanced, shortest
 from fusedops.parallel.sequence import SequenceNorm
 from fusedops.parallel.split_experts import split_experts
 from fusedops.parallel.tensor import (
@@ -112,14 +112,17 @@ def parallelize(
         if isinstance(part, Transformer):
             _keep_less(part, config, mesh)
     whole = _left_whole(model, config, mesh)
-    data = [_divide_parameters(part, whole, config, mesh) for part in parts]
+    data, taken = [], set(whole)
+    for part in parts:  # of which two can have the same words
+        data.append(_divide_parameters(part, taken, config, mesh))
+        taken |= {name for name, _ in part.named_parameters()}
     if any(each.is_meta for each in model.parameters()):
         for part in parts:
             _make(part, mesh.dense.device_type if device is None else device, config)
         initialize(model, seed)
     if "experts" in config.offload:
         memory.store_experts(model, mesh.dense.device_type if device is None else device)
-    taken: set[str] = set()
+    taken = set()
     for part, each in zip(parts, data, strict=True):
         each.replicas = _replicas(part, whole - taken, config, mesh)
         taken |= {name for name, _ in part.named_parameters()}
@@ -197,21 +200,21 @@ def _layers(model: Transformer) -> list[Any]:
 
 def _stages(model: Transformer, config: ParallelConfig, mesh: Mesh) -> dict[int, Stage]:
     """Cut the model; return this rank's stages by their numbers."""
-    layers, count = model.config.num_layers, config.pp * config.virtual
+    layers = model.config.num_layers
+    order = table(config.pipeline_schedule, config.pp, config.microbatches, config.virtual)
     if config.pipeline_cuts is not None:
-        runs = at(config.pipeline_cuts, layers, count)
+        runs = at(config.pipeline_cuts, layers, order.stages)
+    elif config.pipeline_balance == "layers":
+        runs = balanced([1.0] * layers, order.stages)
     else:
         costs = _costs(model, config, mesh)
-        runs = balanced(costs.layers, count, first=costs.first, last=costs.last)
-    order = table(config.pipeline_schedule, config.pp, config.microbatches, config.virtual)
+        runs = shortest(costs.layers, order, first=costs.first, last=costs.last)
     mine = order.stages_of(mesh.rank("pp"))
     return dict(zip(mine, cut(model, [runs[each] for each in mine]), strict=True))
 
 
 def _costs(model: Transformer, config: ParallelConfig, mesh: Mesh) -> Costs:
     """Return what makes stages even, the same on all processes."""
-    if config.pipeline_balance == "layers":
-        return Costs([1.0] * model.config.num_layers, 0.0, 0.0)
     if config.pipeline_balance == "operations":
         return by_operations(model.config)
     device, world = mesh.dense.device_type, dist.group.WORLD

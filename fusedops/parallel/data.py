@@ -411,7 +411,7 @@ class DataParallel:
 
     Attributes:
         replicas: of the parameters that are whole on each rank.
-        sharded: modules that ``shard`` divided; inner ones are found from outer ones.
+        sharded: modules that ``shard`` divided, the one that has all others last.
         stage: of ``shard``, 0 where nothing is divided.
     """
 
@@ -433,10 +433,46 @@ class DataParallel:
             each.begin(last=last)
         for module in self.sharded:
             module.set_is_last_backward(last)  # type: ignore[operator]
-            if self.stage == 1:
-                module.set_requires_gradient_sync(last)  # type: ignore[operator]
-            if self.stage in (1, 2):
-                module.set_reshard_after_backward(last)  # type: ignore[operator]
+            module.set_requires_gradient_sync(last or self.stage > 1)  # type: ignore[operator]
+            module.set_reshard_after_backward(last or self.stage == 3)  # type: ignore[operator]
+
+    def begin_part(self) -> None:
+        """Say that a part of a backward follows, of one that comes in two.
+
+        FSDP2's hooks stand where gradients of inputs pass, and those of weights come later: in a
+        part they have nothing to do. All weights are whole in it, for both parts read them.
+        """
+        for module in self.sharded:
+            module.set_is_last_backward(False)  # type: ignore[operator]
+            module.set_requires_gradient_sync(False)  # type: ignore[operator]
+            module.set_reshard_after_backward(False)  # type: ignore[operator]
+        for group in self._groups():
+            group.unshard()
+            group.wait_for_unshard()
+
+    def end_part(self, *, weights: bool, last: bool) -> None:
+        """Do what FSDP2's hooks do in a whole backward.
+
+        Args:
+            weights: whether the part made the gradients of weights.
+            last: whether no other backward of the step comes.
+        """
+        if weights:
+            self.begin(last=last)
+            for module in self.sharded[-1:]:
+                state = module._get_fsdp_state()  # type: ignore[operator]
+                state._root_post_backward_final_callback()
+        elif self.stage == 3:
+            for group in self._groups():
+                group.reshard()
+
+    def _groups(self) -> list[Any]:
+        """Return FSDP2's groups of parameters; the last module of ``sharded`` has all."""
+        found: list[Any] = []
+        for module in self.sharded[-1:]:
+            for state in module._get_fsdp_state()._state_ctx.all_states:  # type: ignore[operator]
+                found += state._fsdp_param_groups
+        return found
 
     def start(self) -> None:
         """Begin to sum gradients of parameters that are whole; all of them are there."""

@@ -91,10 +91,6 @@ PIPELINES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "balance": ({"pipeline_balance": "even"}, "pipeline_balance must be"),
     "manual": ({"mode": "manual"}, "pp must be 1 with mode 'manual', got 2"),
-    "zero": (
-        {"pipeline_schedule": "zbv", "zero": 1, "microbatches": 4},
-        "zero must be 0 with pipeline_schedule 'zbv', got 1: .* 'gpipe', '1f1b', 'interleaved'",
-    ),
 }
 
 

@@ -29,7 +29,6 @@ from fusedops.parallel.communication import Pending
 from fusedops.parallel.pipeline.schedules import (
     BACKWARD,
     FORWARD,
-    INPUT,
     RECEIVE_BACKWARD,
     RECEIVE_FORWARD,
     SEND_BACKWARD,
@@ -60,7 +59,13 @@ class Reduces(Protocol):
     """What sums the gradients of a stage over copies of it."""
 
     def begin(self, *, last: bool) -> None:
-        """Say, before a backward, whether it is the stage's last one of the step."""
+        """Say, before a whole backward, whether it is the stage's last one of the step."""
+
+    def begin_part(self) -> None:
+        """Say that a part of a backward follows."""
+
+    def end_part(self, *, weights: bool, last: bool) -> None:
+        """Say that it has ended, whether it made gradients of weights, whether it was the last."""
 
     def start(self) -> None:
         """Begin to sum what is whole on each rank: all gradients of the stage are there."""
@@ -192,17 +197,22 @@ class _Step:
         return found.wait() if isinstance(found, Pending) else found
 
     def _run(self, kind: str, place: tuple[int, int], given: torch.Tensor | None) -> None:
+        data = self._driver.data.get(place[0])
         if kind == FORWARD:
             self._run_forward(place, given)
         elif kind == BACKWARD:
-            self._say_whether_last(place[0])
+            if data is not None:
+                data.begin(last=self._is_last(place[0]))
             held = self._with_gradient(self._held.pop(place), given)
             torch.autograd.backward(held.roots, held.grads)
             self._pass_back(place, held)
-        elif kind == INPUT:
-            self._run_input(place, given)
         else:
-            self._run_weight(place)
+            if data is not None:
+                data.begin_part()
+            run = self._run_weight if kind == WEIGHT else self._run_input
+            run(place, given)
+            if data is not None:
+                data.end_part(weights=kind == WEIGHT, last=self._is_last(place[0]))
 
     def _run_forward(self, place: tuple[int, int], given: torch.Tensor | None) -> None:
         stage, microbatch = place
@@ -235,8 +245,9 @@ class _Step:
         held.roots, held.grads = [], []
         self._pass_back(place, held)
 
-    def _run_weight(self, place: tuple[int, int]) -> None:
+    def _run_weight(self, place: tuple[int, int], given: torch.Tensor | None) -> None:
         """Make the gradients of the weights."""
+        assert given is None
         held = self._held.pop(place)
         if held.groups is None:
             torch.autograd.backward(held.roots, held.grads)
@@ -250,10 +261,9 @@ class _Step:
             held.grads.insert(0, given)
         return held
 
-    def _say_whether_last(self, stage: int) -> None:
-        data = self._driver.data.get(stage)
-        if data is not None:
-            data.begin(last=self._backwards[stage] == self._table.microbatches - 1)
+    def _is_last(self, stage: int) -> bool:
+        """Whether the backward that runs is the last one of a stage."""
+        return self._backwards[stage] == self._table.microbatches - 1
 
     def _pass_back(self, place: tuple[int, int], held: _Held) -> None:
         stage, microbatch = place
