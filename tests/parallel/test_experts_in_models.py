@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from process_pool import World
 
 from fusedops.models import (
     ParallelConfig,
@@ -31,6 +33,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "shared_size": 32,
         "shared_gate": True,
     },
+    "eight": {"num_experts": 8},
     "hash": {"balance_loss": 0.0, "router": "hash", "top_k": 1, "domain_experts": (1, 3)},
 }
 
@@ -124,7 +127,25 @@ def test_training_gives_the_same_bits_for_any_number_of_expert_ranks(case: str) 
     for ep in (1, 2, 4):
         values = {"dp": 4, "ep": ep, "ep_same_bits": True, **SAME[case]}
         found.append(threads.run(_trained, 4, values, torch.float32)[0])
+    _assert_same_bits(found)
+
+
+def _assert_same_bits(found: list[Any]) -> None:
     for losses, weights in found[1:]:
         assert losses == found[0][0]
         for name, each in weights.items():
             assert torch.equal(each, found[0][1][name]), name
+
+
+def _on_processes(world: World) -> None:
+    """Train on eight ranks; gloo adds what is no expert's in an order of its own."""
+    values = {"dp": 8, "microbatches": 1, "ep_same_bits": True}
+    _assert_same_bits(
+        [_trained(world.rank, values | {"ep": ep}, torch.float32, "eight") for ep in (1, 2, 8)]
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_so_it_does_over_gloo(on_ranks: Callable[..., Any]) -> None:
+    on_ranks(_on_processes)
