@@ -12,7 +12,7 @@ budget).
 """
 
 from fusedops.memory.apply import apply, remove
-from fusedops.memory.experts import Traffic, store_experts
+from fusedops.memory.experts import store_experts
 from fusedops.memory.fit import fit
 from fusedops.memory.mover import OffloadSettings
 from fusedops.memory.policy import Policy, lower, offload, recompute, save
@@ -21,7 +21,6 @@ from fusedops.memory.report import report
 __all__ = [
     "OffloadSettings",
     "Policy",
-    "Traffic",
     "apply",
     "fit",
     "lower",

@@ -5,16 +5,18 @@
     loss.backward()                   # again, before its backward; gradients go to the host
 
 A stored parameter is a parameter on the host, under its own name, and its gradient is one there:
-whole, with zeros for experts that no token chose. So an optimizer that keeps everything on the
-device and one that steps these on the host do the same, moments that fade and weights that decay
-included, and checkpoints know of nothing. On the device an expert is from when its layer knows the
-choices to the end of the layer's forward, and again during the layer's backward.
+whole, with zeros for experts that no token chose, which take no memory until micro-batches are
+added. So an optimizer that keeps everything on the device and one that steps these on the host do
+the same, moments that fade and weights that decay included, and checkpoints know of nothing. On the
+device an expert is from when its layer knows the choices to the end of the layer's forward, and
+again during the layer's backward.
 
 Copies are ``engine.py``'s: on a GPU beside what the stream computes, from pinned memory.
 """
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -205,7 +207,7 @@ class Store:
         buffer = self._pool.take(grad.nbytes)
         staged = buffer[: grad.nbytes]
         ticket = self._engine.copy(_bytes_of(grad), staged, leaves=True)
-        whole = torch.zeros(host.shape, dtype=host.dtype)
+        whole = _zeros_like(host)
         self._engine.finish(ticket, self._timeout)
         whole[list(chosen)] = staged.view(grad.dtype).view(grad.shape)
         self._pool.give_back(buffer, ticket)
@@ -232,6 +234,14 @@ class _Fetch(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         pairs = zip(grads, ctx.hosts, strict=True)
         return None, None, *(ctx.store.give_back(grad, host, ctx.chosen) for grad, host in pairs)
+
+
+def _zeros_like(host: torch.Tensor) -> torch.Tensor:
+    """Return zeros that take no memory where nobody writes: the system's page of them is read."""
+    if host.numel() == 0:
+        return torch.zeros_like(host)
+    pages = mmap.mmap(-1, host.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=host.dtype).view(host.shape)
 
 
 def _among(plan: RoutingPlan, chosen: Sequence[int]) -> RoutingPlan:

@@ -230,13 +230,16 @@ def _costs(model: Transformer, config: ParallelConfig, mesh: Mesh) -> Costs:
 
 def _divide_experts(model: Transformer, config: ParallelConfig, mesh: Mesh) -> None:
     """Give each rank of ``ep`` its experts, and each rank of ``tp`` its share of the tokens."""
+    nodes, count = None, config.ep_nodes
+    if count > 1:
+        nodes = mesh["ep"]._unflatten(0, (count, config.ep // count), ("ep_nodes", "ep_ranks"))
     for layer in _layers(model):
         moe = layer.feed_forward
         if not isinstance(moe, MoE):
             continue
         layer.router_loss = partial(ops.moe_router_loss, group=mesh.group("stage"))
         if config.ep > 1:
-            chunks, nodes, ordered = config.ep_chunks, config.ep_nodes, config.ep_same_bits
+            chunks, ordered = config.ep_chunks, config.ep_same_bits
             split_experts(moe, mesh["ep"], chunks=chunks, nodes=nodes, ordered=ordered)
 
 

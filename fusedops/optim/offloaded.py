@@ -516,7 +516,7 @@ _SHADOWED = ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 def _to_offload(params: list[torch.Tensor], device_fraction: float) -> set[torch.Tensor]:
     """Return the parameters after the first ones that make up a fraction of all bytes."""
-    if any(param.device.type != "cpu" for param in params):
+    if any(param.device.type not in ("cpu", "meta") for param in params):
         # What is on the host beside them (stored experts) is stepped there, where it lies.
         params = [param for param in params if param.device.type != "cpu"]
     sizes = [param.numel() * param.element_size() for param in params]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import resource
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,6 +100,23 @@ def test_copies_that_come_late_are_waited_for() -> None:
         assert torch.equal(output, outputs[0])
         for mine, theirs in zip(layer.parameters(), kept.parameters(), strict=True):
             assert torch.equal(mine.grad, theirs.grad)
+
+
+def test_resting_experts_have_no_gradient_in_memory() -> None:
+    layer = fusedops.nn.MoE(256, 1024, num_experts=32, top_k=1, router=False)
+    memory.store_experts(layer, "cpu")
+    plan = fusedops.hash_route(torch.zeros(3, dtype=torch.int64), 32)
+    whole = sum(each.nbytes for each in layer.parameters())
+    before = _resident()
+    layer(torch.ones(3, 256), plan=plan).sum().backward()
+    assert _resident() - before < whole / 2
+    for each in layer.parameters():
+        assert each.grad is not None and each.grad.shape == each.shape
+
+
+def _resident() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
 
 
 def test_no_token_and_no_gradient() -> None:

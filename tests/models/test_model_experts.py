@@ -59,6 +59,13 @@ def test_a_shared_expert_is_added_to_what_the_others_give() -> None:
     assert torch.equal(moe(x), moe.experts(x, moe.route(x)) + shared)
 
 
+def test_a_layer_without_a_router_wants_a_plan() -> None:
+    moe = MoE(8, 16, 4, 1, router=False)
+    assert "gate.weight" not in moe.state_dict()
+    with pytest.raises(ValueError, match="plan must be given to a layer that has no router"):
+        moe(torch.ones(2, 8))
+
+
 def _layers(model: Transformer) -> list[Any]:
     return list(model.layers.values())
 

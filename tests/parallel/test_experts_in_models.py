@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -19,6 +20,7 @@ from fusedops.models import (
     preset,
 )
 from fusedops.models.parallelized import attach
+from fusedops.parallel import communication
 from fusedops.parity import threads
 
 SEED, STEPS, SEQUENCES, TOKENS = 5, 3, 8, 16
@@ -108,6 +110,26 @@ LIKE_ONE: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("case", LIKE_ONE)
 def test_several_steps_are_those_of_one_process(case: str) -> None:
     _assert_one_process(*LIKE_ONE[case])
+
+
+def _exchanges(rank: int, values: dict[str, Any]) -> list[tuple[str, int]]:
+    """Return label and ranks of the exchanges of a forward."""
+    config = ParallelConfig(dp=4, ep=4, **values)
+    model = parallelize(_new("losses", torch.float32, "meta"), config, seed=SEED)
+    with communication.recorded() as log:
+        model(torch.arange(TOKENS)[None])
+    return [(each.label, each.ranks) for each in log.calls]
+
+
+def test_nodes_and_chunks_are_those_of_the_exchange() -> None:
+    layers, rows = 2, "tokens to experts"
+    found = [
+        Counter(threads.run(_exchanges, 4, values)[0])
+        for values in ({}, {"ep_nodes": 2}, {"ep_chunks": 2})
+    ]
+    assert [each[rows, 4] for each in found] == [layers, 0, 2 * layers]
+    # Between two nodes, then between two ranks of one.
+    assert [each[rows, 2] for each in found] == [0, 2 * layers, 0]
 
 
 SAME: dict[str, dict[str, Any]] = {
