@@ -104,10 +104,19 @@ def layouts(
         for order, e, z, again, off in many:
             if z and ranks == 1:
                 continue  # nobody to share with: the same as 0
-            sizes = {"dp": copies, "tp": t, "pp": p, "ep": e, "zero": z, "sp": t > 1}
-            virtual = base.pipeline_virtual if p > 1 else None
-            ways = {"recompute": again, "offload": off, "pipeline_virtual": virtual}
-            layout = replace(base, **sizes, **ways, pipeline_schedule=order)
+            layout = replace(
+                base,
+                dp=copies,
+                tp=t,
+                pp=p,
+                ep=e,
+                zero=z,
+                sp=t > 1,
+                pipeline_schedule=order,
+                pipeline_virtual=base.pipeline_virtual if p > 1 else None,
+                recompute=again,
+                offload=off,
+            )
             try:
                 check(model, layout, devices)
             except ValueError:
