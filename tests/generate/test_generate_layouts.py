@@ -208,5 +208,6 @@ def test_the_command_starts_its_processes_and_ends_with_their_code(tmp_path: Pat
     assert done.returncode == 0 and "2 processes on cpu" in done.stderr, done.stderr
     assert (0, done.stdout) == _command(None, str(tmp_path), *start[5:7], "--prompt", PROMPT)[:2]
     bad = subprocess.run([*start, "--prompt", "a" * 64], capture_output=True, text=True)
-    (line,) = bad.stderr.splitlines()
-    assert bad.returncode == 2 and "prompt alone is too long" in line and not bad.stdout
+    told = [each for each in bad.stderr.splitlines() if "error" in each]
+    assert bad.returncode == 2 and not bad.stdout and len(told) == 1, bad.stderr
+    assert told[0].startswith("fusedops: error: ") and "prompt alone is too long" in told[0]
