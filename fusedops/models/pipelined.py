@@ -82,7 +82,7 @@ class Pipeline:
         num_tokens: torch.Tensor,
         scale: float,
         computing: Computing,
-        before: Callable[[int, int], None] | None,
+        draws: Sequence[Mapping[str, Any]],
     ) -> list[Loss]:
         """Run the schedule; as ``Parallelized.step``."""
         found = [self._nothing(each) for each in shards]
@@ -90,10 +90,8 @@ class Pipeline:
         def compute(
             stage: int, microbatch: int, given: torch.Tensor | None
         ) -> tuple[torch.Tensor | None, torch.Tensor]:
-            if before is not None:
-                before(microbatch, stage)
             with computing():
-                x_BSH, loss = self._run(stage, shards[microbatch], given)
+                x_BSH, loss = self._run(stage, shards[microbatch], given, draws[microbatch])
             share = run.loss(loss, num_tokens) * scale
             found[microbatch] = _added(found[microbatch], loss)
             return x_BSH, share
@@ -110,7 +108,7 @@ class Pipeline:
             stage: int, microbatch: int, given: torch.Tensor | None
         ) -> tuple[torch.Tensor | None, None]:
             with computing():
-                x_BSH, loss = self._run(stage, shards[microbatch], given)
+                x_BSH, loss = self._run(stage, shards[microbatch], given, {})
             found[microbatch] = _added(found[microbatch], loss)
             return x_BSH, None
 
@@ -149,14 +147,21 @@ class Pipeline:
         return Driver(replace(self.driver.table, microbatches=1), self.driver.group, self.stages)
 
     def _run(
-        self, stage: int, shard: Shard, given: torch.Tensor | None
+        self,
+        stage: int,
+        shard: Shard,
+        given: torch.Tensor | None,
+        draws: Mapping[str, Any],
     ) -> tuple[torch.Tensor | None, Loss]:
-        tokens, labels, positions, document_ids = shard
+        tokens, labels, positions, document_ids, domains = shard
         return self.stages[stage](
             tokens if given is None else given,
             labels,
             positions=positions,
             document_ids=document_ids,
+            tokens=tokens,
+            domains=domains,
+            **draws,
         )
 
     def _nothing(self, shard: Shard) -> Loss:

@@ -190,6 +190,9 @@ def _fitting(sizes: TransformerConfig, config: Config, corpus: corpora.Corpus) -
     if sizes.seq_len < config.data.seq_len:
         wanted = f"at least data.seq_len, {config.data.seq_len}"
         checks.fail("model", "seq_len", wanted, sizes.seq_len)
+    if sizes.domain_experts:
+        wanted = "empty: files do not tell the domains of their tokens"
+        checks.fail("model", "domain_experts", wanted, sizes.domain_experts)
     if config.export:
         to_config(sizes)  # raises where no family of Hugging Face computes the same
     return sizes
