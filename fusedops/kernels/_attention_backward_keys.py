@@ -189,7 +189,7 @@ def keys_kernel(
                 s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
             distance = place[:, None] - (first + row)[None, :]
             s, tanh = scores(s, distance, mask, slope, factor, bound, SOFTCAP, ALIBI, MASK)
-            top, lse = load_lse(lse_ptr, parts_ptr, statistics + first + row, exists, PARTS)
+            top, lse = load_lse(lse_ptr, parts_ptr, statistics + first, row, exists, PARTS)
             if PARTS:
                 s -= top[None, :]
             p = tl.exp2(s - lse[None, :])

@@ -190,6 +190,9 @@ def _fitting(sizes: TransformerConfig, config: Config, corpus: corpora.Corpus) -
     if sizes.seq_len < config.data.seq_len:
         wanted = f"at least data.seq_len, {config.data.seq_len}"
         checks.fail("model", "seq_len", wanted, sizes.seq_len)
+    if sizes.domain_experts:
+        wanted = "empty: files do not tell the domains of their tokens"
+        checks.fail("model", "domain_experts", wanted, sizes.domain_experts)
     if config.export:
         to_config(sizes)  # raises where no family of Hugging Face computes the same
     return sizes
@@ -202,9 +205,6 @@ def layout(config: Config, ranks: Ranks) -> ParallelConfig:
         ValueError: the sizes do not make that many processes, or do not divide the batch.
     """
     found = layout_of(config.parallel, ranks.size)
-    if found.pp > 1 and config.export:
-        wanted = "empty with parallel.pp: load the last checkpoint on one stage to export it"
-        checks.fail("config", "export", wanted, config.export)
     parts = found.dp * found.microbatches
     check_divides("config", "dp x microbatches", parts, config.batch, "batch")
     return found

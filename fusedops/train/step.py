@@ -95,6 +95,7 @@ def update(run: Run, losses: tuple[float, float], *, stop: bool) -> Taken:
         optimizer.grad_scale = scale / coefficient  # type: ignore[attr-defined]
         optimizer.found_inf = torch.tensor(float(action != "go"))  # type: ignore[attr-defined]
         optimizer.step()
+    run.parallel.balance(taken=action == "go")
     optimizer.zero_grad(set_to_none=True)
     routers /= run.ranks.size // layout.pp * layout.microbatches
     return Taken(loss, routers, norm.item(), lr, action, restored, stops > 0)
