@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fusedops._core import checks, dtypes
+from fusedops._core import checks, collectives, dtypes
 from fusedops._core.collectives import all_gather_single
 
 KINDS = (
@@ -377,6 +377,19 @@ def _start(kind: str, label: str, sent: int, ranks: int) -> Event | None:
     event = Event(kind, "start", next(_NUMBERS), label, sent, ranks, time.perf_counter())
     _mark(event)
     return event
+
+
+def _heard(kind: str, label: str, sent: int, ranks: int) -> None:
+    """Note what an op communicates by itself; compiled code has no moment to note."""
+    if not _LOGS or ranks == 1:
+        return
+    started = _start(kind, label, sent, ranks)
+    assert started is not None
+    fields = kind, "end", started.number, label, 0, ranks
+    _mark(Event(*fields, time.perf_counter()))
+
+
+collectives.listeners.append(_heard)
 
 
 def _mark(event: Event) -> None:
