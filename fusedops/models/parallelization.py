@@ -37,7 +37,7 @@ from fusedops.models.transformer import Layer, Places, Transformer
 from fusedops.nn import MLP, GatedMLP, MoE
 from fusedops.parallel import communication, context
 from fusedops.parallel.data import DataParallel, Replicas, by_bytes, divides, local_bytes, shard
-from fusedops.parallel.dropout import Place, place_dropout
+from fusedops.parallel.dropout import Place
 from fusedops.parallel.mesh import Mesh, make_mesh
 from fusedops.parallel.pipeline.schedules import table
 from fusedops.parallel.pipeline.split import at, balanced, shortest
@@ -53,7 +53,7 @@ from fusedops.parallel.tensor import (
     local,
 )
 from fusedops.parallel.tokenwise import join_tokens, part_of, sum_gradients, take_tokens
-from fusedops.parallel.vocabulary import VocabularyEmbedding, split_cross_entropy, split_logits
+from fusedops.parallel.vocabulary import SplitWords, VocabularyEmbedding, split_cross_entropy
 
 _OP = "parallelize"
 _NORMS = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm")
@@ -102,8 +102,7 @@ def parallelize(
             _split_tensors(model, mesh["tp"], config)
         if config.cp > 1:
             _share_sequences(model, mesh.group("cp"), config.context)
-        elif mesh.dense.device_type == "cpu":  # kernels of GPUs do not draw by place yet
-            place_dropout(model, dropout_place(config, mesh))
+        model.place = _place(config, mesh)
     stages: dict[int, Stage] = {}
     if isinstance(model, Transformer) and config.pp > 1:
         stages = _stages(model, config, mesh)
@@ -294,10 +293,6 @@ def _split_ends(model: Transformer, mesh: Any, *, sequence: bool) -> None:
         if parameter is not None:
             setattr(head, name, distribute(_OP, f"head.{name}", parameter, mesh, 0, uneven=True))
 
-    def project(x_BSH: torch.Tensor, weight: Any, bias: Any) -> torch.Tensor:
-        x_BSH = enter(x_BSH, group, sequence=sequence)
-        return split_logits(x_BSH, local(weight), group, local(bias), vocab_size=words)
-
     def loss(x_BSH: torch.Tensor, weight: Any, bias: Any, labels_BS: torch.Tensor) -> torch.Tensor:
         x_BSH = enter(x_BSH, group, sequence=sequence)
         given = local(weight), labels_BS, group, local(bias)
@@ -306,7 +301,7 @@ def _split_ends(model: Transformer, mesh: Any, *, sequence: bool) -> None:
             x_BSH, *given, vocab_size=words, reduction="sum", recompute=again
         )
 
-    head.project, head.loss = project, loss
+    head.project, head.loss = SplitWords(group, words, sequence=sequence), loss
 
 
 def _split_norms(owner: nn.Module, names: tuple[str, ...], mesh: Any) -> None:
@@ -364,11 +359,8 @@ def _split_tokens(layer: Any, mesh: Any, *, sequence: bool) -> None:
     layer._feed_forward = feed_forward
 
 
-def dropout_place(config: ParallelConfig, mesh: Mesh) -> Place:
-    """Return where this rank's tokens and heads stand, for dropout as on one process.
-
-    Of a step with one micro-batch: a loop with several places the sequences of each.
-    """
+def _place(config: ParallelConfig, mesh: Mesh) -> Place:
+    """Return where this rank's tokens and heads stand, for dropout as on one process."""
     tp = mesh.rank("tp")
     return Place(
         batch_part=mesh.rank("dp"),
@@ -376,6 +368,8 @@ def dropout_place(config: ParallelConfig, mesh: Mesh) -> Place:
         sequence_parts=config.tp if config.sp else 1,
         head_part=tp,
         head_parts=config.tp,
+        context_part=mesh.rank("cp"),
+        context_parts=config.cp,
     )
 
 

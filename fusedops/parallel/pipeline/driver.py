@@ -29,6 +29,7 @@ from fusedops.parallel.communication import Pending
 from fusedops.parallel.pipeline.schedules import (
     BACKWARD,
     FORWARD,
+    INPUT,
     RECEIVE_BACKWARD,
     RECEIVE_FORWARD,
     SEND_BACKWARD,
@@ -197,22 +198,34 @@ class _Step:
         return found.wait() if isinstance(found, Pending) else found
 
     def _run(self, kind: str, place: tuple[int, int], given: torch.Tensor | None) -> None:
-        data = self._driver.data.get(place[0])
+        stage = place[0]
         if kind == FORWARD:
             self._run_forward(place, given)
         elif kind == BACKWARD:
+            data = self._driver.data.get(stage)
             if data is not None:
-                data.begin(last=self._is_last(place[0]))
+                data.begin(last=self._is_last(stage))
             held = self._with_gradient(self._held.pop(place), given)
             torch.autograd.backward(held.roots, held.grads)
             self._pass_back(place, held)
         else:
-            if data is not None:
-                data.begin_part()
-            run = self._run_weight if kind == WEIGHT else self._run_input
-            run(place, given)
-            if data is not None:
-                data.end_part(weights=kind == WEIGHT, last=self._is_last(place[0]))
+            self._run_part(kind, place, given)
+
+    def _run_part(self, kind: str, place: tuple[int, int], given: torch.Tensor | None) -> None:
+        """Make, of a backward, the gradient of what was given, or later those of the weights."""
+        stage = place[0]
+        held, data = self._held[place], self._driver.data.get(stage)
+        self._with_gradient(held, given)
+        if kind == INPUT and held.given is None:  # the first stage: there is nothing but weights
+            return
+        if data is not None:
+            data.begin_part()
+        if kind == INPUT:
+            self._run_input(place, held)
+        else:
+            self._run_weight(place)
+        if data is not None:
+            data.end_part(weights=kind == WEIGHT, last=self._is_last(stage))
 
     def _run_forward(self, place: tuple[int, int], given: torch.Tensor | None) -> None:
         stage, microbatch = place
@@ -233,11 +246,7 @@ class _Step:
         most = self._driver.most_alive
         most[stage] = max(most[stage], self._alive[stage])
 
-    def _run_input(self, place: tuple[int, int], given: torch.Tensor | None) -> None:
-        """Make the gradient of what was given; those of the weights can wait."""
-        held = self._with_gradient(self._held[place], given)
-        if held.given is None:  # the first stage: there is nothing but weights
-            return
+    def _run_input(self, place: tuple[int, int], held: _Held) -> None:
         from torch.distributed.pipelining._backward import stage_backward_input
 
         weights = self._driver.stages[place[0]].parameters()
@@ -245,9 +254,7 @@ class _Step:
         held.roots, held.grads = [], []
         self._pass_back(place, held)
 
-    def _run_weight(self, place: tuple[int, int], given: torch.Tensor | None) -> None:
-        """Make the gradients of the weights."""
-        assert given is None
+    def _run_weight(self, place: tuple[int, int]) -> None:
         held = self._held.pop(place)
         if held.groups is None:
             torch.autograd.backward(held.roots, held.grads)
