@@ -349,18 +349,24 @@ def send_receive(
 def ordered_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the sum of tensors in the accumulation dtype, rounded once.
 
-    Neighbours are added first, then pairs of them, as long as their number is even: whoever has
-    added 2, 4 or 8 neighbours beforehand has a part of this sum, and the same bits come out.
+    Neighbours are added first, then pairs of them, and so on: whoever has added 2, 4 or 8
+    neighbours beforehand has a part of this sum, and the same bits come out.
     """
+    if len(parts) == 1:
+        return parts[0]
     dtype = parts[0].dtype
     wide = dtypes.statistics_dtype(dtype)
-    while len(parts) % 2 == 0:
-        parts = [a.to(wide) + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
-    if len(parts) == 1:
-        return parts[0].to(dtype)
-    total = parts[0].to(wide) + parts[1]
-    for part in parts[2:]:
-        total += part
+    sums: list[tuple[int, torch.Tensor]] = []  # of so many neighbours each, ever fewer
+    for part in parts:
+        size = 1
+        while sums and sums[-1][0] == size:
+            before = sums.pop()[1]
+            part = before.to(wide) + part if size == 1 else before.add_(part)
+            size *= 2
+        sums.append((size, part))
+    total = sums[0][1]
+    for _, each in sums[1:]:
+        total += each
     return total.to(dtype)
 
 

@@ -49,6 +49,7 @@ token_dtype = "uint16"        # of files of tokens: uint16, int32, int64
 cache = ""                    # by default out/cache
 shuffle = true
 documents = false             # true: tokens attend only those of their own file
+domains = false               # true: each entry of train is a domain (model.domain_experts)
 
 [optimizer]                   # fusedops.optim.AdamW
 lr = 3e-3

@@ -21,6 +21,7 @@ from fusedops.models import (
 )
 from fusedops.models.parallelized import attach
 from fusedops.parallel import communication
+from fusedops.parallel.communication import ordered_sum
 from fusedops.parity import threads
 
 SEED, STEPS, SEQUENCES, TOKENS = 5, 3, 8, 16
@@ -110,6 +111,23 @@ LIKE_ONE: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("case", LIKE_ONE)
 def test_several_steps_are_those_of_one_process(case: str) -> None:
     _assert_one_process(*LIKE_ONE[case])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ranks", [2, 6, 7, 20, 24])
+def test_sums_of_neighbours_are_parts_of_the_ordered_sum(ranks: int, dtype: torch.dtype) -> None:
+    parts = [torch.randn(64, generator=torch.Generator().manual_seed(i)) for i in range(ranks)]
+    parts = [each.to(dtype) for each in parts]
+    given = [each.clone() for each in parts]
+    whole = ordered_sum(parts)
+    assert all(map(torch.equal, parts, given)) and whole.dtype == dtype
+    exact = torch.stack(parts).double().sum(0)
+    torch.testing.assert_close(whole, exact.to(dtype))
+    for size in (2, 4, 8):
+        if ranks % size == 0:
+            wide = [each.float() for each in parts]  # a sum that was rounded is another part
+            sums = [ordered_sum(wide[i : i + size]) for i in range(0, ranks, size)]
+            assert torch.equal(ordered_sum(sums).to(dtype), whole)
 
 
 def _exchanges(rank: int, values: dict[str, Any]) -> list[tuple[str, int]]:
