@@ -21,13 +21,14 @@ from torch import nn
 from fusedops import memory, ops
 from fusedops._core import checks
 from fusedops.models.config import TransformerConfig
+from fusedops.models.copies import run_in_copies
 from fusedops.models.initialize import initialize
 from fusedops.models.parallel_config import ParallelConfig, check_split, check_stages
 from fusedops.models.parallelized import Parallelized, attach
 from fusedops.models.pipelined import WORDS, Pipeline
 from fusedops.models.stage_costs import Costs, by_operations, measured
 from fusedops.models.stages import Stage, cut
-from fusedops.models.transformer import Layer, Transformer
+from fusedops.models.transformer import Transformer
 from fusedops.nn import MLP, GatedMLP, MoE
 from fusedops.parallel import communication, context
 from fusedops.parallel.data import DataParallel, Replicas, by_bytes, divides, local_bytes, shard
@@ -104,6 +105,8 @@ def parallelize(
     parts: list[nn.Module] = [*stages.values()] or [model]
     for part in parts:
         if isinstance(part, Transformer):
+            if config.copies > 1:
+                run_in_copies(part)
             _keep_less(part, config, mesh)
     whole = _left_whole(model, config, mesh)
     data = [_divide_parameters(part, whole, config, mesh) for part in parts]
@@ -222,7 +225,8 @@ def _split_tensors(model: Transformer, mesh: Any, config: ParallelConfig) -> Non
     """Divide heads, features and words over the ranks of ``tp``; with ``sp`` tokens too."""
     group, sequence = mesh.get_group(), config.sp
     # Products beside communication: what enters and leaves must be tokens, which come in blocks.
-    beside = sequence and config.overlap
+    # Of two copies it is the other's products that run beside it.
+    beside = sequence and config.overlap and config.copies == 1
     _split_ends(model, mesh, sequence=sequence)
     for layer in _layers(model):
         _split_attention(layer.attention, mesh, sequence=sequence, overlap=beside)
@@ -329,11 +333,8 @@ def _split_tokens(layer: Any, mesh: Any, *, sequence: bool) -> None:
     if sequence:
         return
 
-    def feed_forward(x_BSH: torch.Tensor) -> Any:
-        branch_BsH, auxiliary = Layer._feed_forward(layer, take_tokens(x_BSH, group))
-        return join_tokens(branch_BsH, group), auxiliary
-
-    layer._feed_forward = feed_forward
+    layer.take_tokens = partial(take_tokens, group=group)
+    layer.join_tokens = partial(join_tokens, group=group)
 
 
 def dropout_place(config: ParallelConfig, mesh: Mesh) -> Place:

@@ -202,7 +202,12 @@ class Attention(nn.Module):
         self, x_BSH: torch.Tensor, places: Places, asking_BSH: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return ``[B, S, H]``; queries are made of ``asking_BSH`` where it is given."""
-        config = self.config
+        return self.output(self.meet(*self.split(x_BSH, places, asking_BSH), places))
+
+    def split(
+        self, x_BSH: torch.Tensor, places: Places, asking_BSH: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return queries, keys and values by heads, ``[B, N, S, D]``, turned by their places."""
         asking_BSH = x_BSH if asking_BSH is None else asking_BSH
         query = self.query(asking_BSH).unflatten(-1, (-1, self.head_dim))
         key = self.key(x_BSH).unflatten(-1, (-1, self.head_dim))
@@ -212,9 +217,20 @@ class Attention(nn.Module):
         query_BNSD, key_BNSD, value_BNSD = (each.transpose(1, 2) for each in (query, key, value))
         if places.rotary is not None:
             query_BNSD, key_BNSD = ops.rotary_embedding(query_BNSD, key_BNSD, *places.rotary)
+        return query_BNSD, key_BNSD, value_BNSD
+
+    def meet(
+        self,
+        query_BNSD: torch.Tensor,
+        key_BNSD: torch.Tensor,
+        value_BNSD: torch.Tensor,
+        places: Places,
+    ) -> torch.Tensor:
+        """Return what the heads here found, ``[B, S, N * D]``."""
+        config = self.config
         slopes = None
         if config.alibi:
-            slopes = alibi_slopes(config.num_heads, x_BSH.device)
+            slopes = alibi_slopes(config.num_heads, query_BNSD.device)
             slopes = slopes[self.first_head : self.first_head + self.num_heads]
         dropout_p = config.attention_dropout if self.training else 0.0
         more = {}
@@ -231,7 +247,7 @@ class Attention(nn.Module):
             documents=places.documents,
             **more,
         )
-        return self.output(output_BNSD.transpose(1, 2).flatten(2))
+        return output_BNSD.transpose(1, 2).flatten(2)
 
 
 class Layer(nn.Module):
@@ -239,6 +255,8 @@ class Layer(nn.Module):
 
     Attributes:
         router_loss: ``fusedops.moe_router_loss``, or a function that is called the same way.
+        take_tokens: gives the router and the experts the tokens that they compute here.
+        join_tokens: gives all tokens back.
         seed_of_rows: as of ``fusedops.nn.Dropout``.
     """
 
@@ -252,6 +270,8 @@ class Layer(nn.Module):
         self.feed_forward_norm = norm_of(config, adds=True)
         self.feed_forward = feed_forward_of(config, index)
         self.router_loss: Callable[..., torch.Tensor] = ops.moe_router_loss
+        self.take_tokens: Callable[[torch.Tensor], torch.Tensor] = _all
+        self.join_tokens: Callable[[torch.Tensor], torch.Tensor] = _all
 
     def forward(
         self, x_BSH: torch.Tensor, places: Places, asking_BSH: torch.Tensor | None = None
@@ -276,20 +296,32 @@ class Layer(nn.Module):
         return x_BSH, auxiliary
 
     def _feed_forward(self, x_BSH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        part, config = self.feed_forward, self.config
+        part = self.feed_forward
         if not isinstance(part, MoE):
             return part(x_BSH), None
+        x_BSH = self.take_tokens(x_BSH)
         logits, plan = part.gate(x_BSH)
-        auxiliary = None
-        if self.training and (config.balance_loss or config.z_loss):
-            auxiliary = self.router_loss(
-                logits,
-                plan,
-                balance=config.balance_loss,
-                z=config.z_loss,
-                score=config.router_score,
-            )
-        return part(x_BSH, plan=plan), auxiliary
+        auxiliary = self.loss_of_router(logits, plan)
+        return self.join_tokens(part(x_BSH, plan=plan)), auxiliary
+
+    def loss_of_router(
+        self, logits: torch.Tensor, choices: ops.RoutingPlan | torch.Tensor
+    ) -> torch.Tensor | None:
+        """Return the losses of the router, ``None`` where the configuration has none."""
+        config = self.config
+        if not self.training or not (config.balance_loss or config.z_loss):
+            return None
+        return self.router_loss(
+            logits,
+            choices,
+            balance=config.balance_loss,
+            z=config.z_loss,
+            score=config.router_score,
+        )
+
+
+def _all(x_BSH: torch.Tensor) -> torch.Tensor:
+    return x_BSH
 
 
 class Head(nn.Module):

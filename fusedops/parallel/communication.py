@@ -118,13 +118,37 @@ def recorded() -> Iterator[Log]:
 @contextmanager
 def computing(label: str) -> Iterator[None]:
     """Mark what it encloses as a computation, for the timeline."""
-    if not _LOGS:
+    if not is_recorded():
         yield
         return
-    number = next(_NUMBERS)
-    _mark(Event(COMPUTE, "start", number, label, 0, 1, time.perf_counter()))
+    span = Span(label)
+    span.start()
     yield
-    _mark(Event(COMPUTE, "end", number, label, 0, 1, time.perf_counter()))
+    span.end()
+
+
+class Span:
+    """A computation whose start and end are marked from two places."""
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._number = next(_NUMBERS)
+
+    def start(self) -> None:
+        """Mark the start."""
+        self._note("start")
+
+    def end(self) -> None:
+        """Mark the end."""
+        self._note("end")
+
+    def _note(self, phase: str) -> None:
+        _mark(Event(COMPUTE, phase, self._number, self._label, 0, 1, time.perf_counter()))
+
+
+def is_recorded() -> bool:
+    """Whether a log is open in this process."""
+    return bool(_LOGS)
 
 
 class Pending:

@@ -152,5 +152,8 @@ class SequenceNorm(ParallelLayer):
 
     def forward(self, *inputs: torch.Tensor) -> Any:
         """Return what the plain norm returns of this rank's tokens or heads."""
-        weight, bias = shared_together([local(self.weight), local(self.bias)], self.group)
+        weight, bias = self.once("norm", self._shared)
         return self.compute(self, weight, bias, *inputs)
+
+    def _shared(self) -> list[torch.Tensor | None]:
+        return shared_together([local(self.weight), local(self.bias)], self.group)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fusedops.nn import MoE
-from fusedops.parallel.expert import expert_parallel
+from fusedops.parallel.expert import Experts, Trip, expert_parallel
 from fusedops.parallel.tensor import check_type, distribute, local
 from fusedops.parallel.tokenwise import put_around
 
@@ -33,12 +35,24 @@ def split_experts(module: MoE, mesh: DeviceMesh, *, chunks: int = 1) -> None:
     """
     op = "split_experts"
     check_type(op, module, MoE)
-    group = mesh.get_group()
-
-    def exchange(forward: Any, input: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
-        return expert_parallel(input, plan, forward, group, chunks=chunks)
-
+    exchange = Exchange(mesh.get_group(), chunks)
     experts: nn.Module = module.experts
     for name, parameter in list(experts.named_parameters()):
         setattr(experts, name, distribute(op, name, parameter, mesh, 0))
     put_around(experts, lambda each: [local(p) for p in each], exchange)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Calls the experts of a layer that are divided over a group."""
+
+    group: dist.ProcessGroup
+    chunks: int
+
+    def __call__(self, forward: Experts, input: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
+        """Return ``[tokens, hidden_size]``."""
+        return expert_parallel(input, plan, forward, self.group, chunks=self.chunks)
+
+    def trip(self, forward: Experts, input: torch.Tensor, plan: RoutingPlan) -> Trip:
+        """Return the same in steps; the tokens are on their way."""
+        return Trip(input, plan, forward, self.group, chunks=self.chunks)
