@@ -21,14 +21,16 @@ Letters of shapes as in ``transformer.py``; what ends in ``s`` are halves.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from fusedops import ops
+from fusedops.memory.wrap import Wrapped
 from fusedops.models.transformer import Layer, Places, Transformer
 from fusedops.nn import MoE
 from fusedops.nn.dropout import seed_for
@@ -57,12 +59,15 @@ class _Half(NamedTuple):
     asking_BSH: torch.Tensor | None
 
 
-def run_in_copies(model: Transformer) -> None:
+def run_in_copies(model: Any) -> None:
     """Let a model's layers run for two halves of each batch in turns."""
     layer: Any
     for layer in model.layers.values():
         layer.forward = _LayerInTurns(layer)
-    model.through = _Through(model)  # type: ignore[method-assign]
+        if isinstance(layer.feed_forward, MoE):
+            experts: Any = layer.feed_forward.experts
+            experts.forward = _ExpertsInTurns(experts)
+    model.through = _Through(model)
 
 
 class _Through:
@@ -131,8 +136,11 @@ def _asks(model: Transformer, layer: nn.Module) -> bool:
 
 def _is_plain(layer: nn.Module) -> bool:
     """Whether nothing stands around a layer that wants to see its call."""
-    hooks = layer._forward_hooks, layer._forward_pre_hooks
-    return isinstance(layer.forward, _LayerInTurns) and not any(hooks)
+    return isinstance(layer.forward, _LayerInTurns) and not _has_hooks(layer)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 class _InTurns:
@@ -172,9 +180,33 @@ class _LayerInTurns:
         self._layer = layer
 
     def __call__(self, x: Any, places: Any, asking: Any = None) -> Any:
+        layer = self._layer
         if isinstance(x, torch.Tensor):
-            return Layer.forward(self._layer, x, places, asking)
-        return _InTurns([self._layer])(x, places, asking)
+            return Layer.forward(layer, x, places, asking)
+        call = _InTurns([layer])
+        part = layer.feed_forward
+        if isinstance(part, MoE) and _has_hooks(part.experts):
+            return part.experts(call, x, places, asking)
+        return call(x, places, asking)
+
+
+class _ExpertsInTurns:
+    """Stands as the experts' ``forward``; what it is given to call runs inside of their hooks.
+
+    Experts that FSDP2 divides over other ranks than the rest of a layer are gathered by a call of
+    their own: the layer's turns run inside of one.
+    """
+
+    def __init__(self, experts: nn.Module) -> None:
+        self._experts = experts
+        self.around = experts.__dict__.get("forward")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(args[0], _InTurns):
+            return args[0](*args[1:])
+        if self.around is not None:
+            return self.around(*args, **kwargs)
+        return type(self._experts).forward(self._experts, *args, **kwargs)
 
 
 @contextmanager
@@ -183,7 +215,7 @@ def _held(modules: Sequence[nn.Module]) -> Iterator[None]:
     with ExitStack() as stack:
         for module in modules:
             for part in module.modules():
-                around = part.__dict__.get("forward")
+                around = _around(part)
                 if isinstance(part, ParallelLayer):
                     stack.enter_context(part.held())
                 elif isinstance(around, Around):
@@ -270,7 +302,7 @@ def _experts(layer: Layer, part: MoE, x_BSH: torch.Tensor, late: bool) -> Any:
     exchange = _exchange_of(part)
     trip = None
     if exchange is not None:
-        trip = exchange.trip(part.experts.forward.plain, rows, plan)  # type: ignore[attr-defined]
+        trip = exchange.trip(_forward_of(part.experts), rows, plan)
     shared_BSH, output = None, torch.empty(())
     for place in ("first", "second"):
         computes = late == (place == "second")
@@ -282,7 +314,7 @@ def _experts(layer: Layer, part: MoE, x_BSH: torch.Tensor, late: bool) -> Any:
         elif trip is not None:
             trip.compute()
         else:
-            output = part.experts(rows, plan)
+            output = _forward_of(part.experts)(rows, plan)
     yield "norm"
     output = output if trip is None else trip.come_home()
     branch_BSH = output.view_as(x_BSH)
@@ -290,8 +322,21 @@ def _experts(layer: Layer, part: MoE, x_BSH: torch.Tensor, late: bool) -> Any:
     return layer.join_tokens(branch_BSH), Routed(logits, plan.expert_ids)
 
 
+def _around(module: nn.Module) -> Any:
+    """Return what stands as a module's forward, below policies and what the turns put there."""
+    found = module.__dict__.get("forward")
+    while isinstance(found, Wrapped):
+        found = found.before
+    return found.around if isinstance(found, _ExpertsInTurns) else found
+
+
+def _forward_of(experts: nn.Module) -> Callable[..., Any]:
+    """Return what computes, without hooks and exchange: parameters stand ready."""
+    return partial(type(experts).forward, experts)
+
+
 def _exchange_of(part: MoE) -> Exchange | None:
     """Return how experts are reached that lie on other ranks."""
-    around = part.experts.__dict__.get("forward")
+    around = _around(part.experts)
     found = around.call if isinstance(around, Around) else None
     return found if isinstance(found, Exchange) else None

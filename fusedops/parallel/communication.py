@@ -182,7 +182,7 @@ def all_reduce(
         label: for the log.
     """
     ranks = group.size()
-    if ranks == 1:
+    if ranks == 1 or tensor.numel() == 0:
         return Pending(lambda: tensor)
     started = _start("all_reduce", label, 2 * _bytes(tensor) * (ranks - 1) // ranks, ranks)
     kind = getattr(dist.ReduceOp, op.upper())
@@ -211,6 +211,8 @@ def all_gather(
     if ranks == 1:
         return Pending(lambda: tensor if out is None else out.copy_(tensor))
     dim = dim % tensor.dim()
+    if tensor.numel() == 0 and out is None:
+        return Pending(lambda: torch.cat([tensor] * ranks, dim))
     tensor = tensor.contiguous()
     started = _start("all_gather", label, _bytes(tensor) * (ranks - 1), ranks)
     parts = tensor.new_empty((ranks * tensor.shape[0], *tensor.shape[1:])) if out is None else out
@@ -242,6 +244,8 @@ def reduce_scatter(
         return Pending(lambda: tensor)
     dim = dim % tensor.dim()
     check_divides("reduce_scatter", tensor, dim, ranks)
+    if tensor.numel() == 0:
+        return Pending(lambda: tensor.chunk(ranks, dim)[0])
     parts = tensor.unflatten(dim, (ranks, -1)).movedim(dim, 0).contiguous()
     received = torch.empty_like(parts)
     started = _start("reduce_scatter", label, _bytes(parts) * (ranks - 1) // ranks, ranks)

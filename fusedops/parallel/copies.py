@@ -134,7 +134,7 @@ class _Tie(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, link: torch.Tensor) -> torch.Tensor:
         ctx.link = link.detach()
-        return x.view_as(x)
+        return x.clone()  # FSDP2 warns of views
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
