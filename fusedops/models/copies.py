@@ -83,6 +83,8 @@ class _Through:
         document_ids: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         model = self._model
+        if torch.compiler.is_compiling():  # which waits inside of its operators
+            return Transformer.through(model, x_BSH, positions, document_ids)
         sizes = [-(-x_BSH.shape[0] // 2), x_BSH.shape[0] // 2]
         if sizes[1] == 0 and not _exchanges(model):
             return Transformer.through(model, x_BSH, positions, document_ids)
@@ -283,7 +285,7 @@ def _feed_forward(layer: Layer, x_BSH: torch.Tensor, late: bool) -> Any:
     if not isinstance(part, (ParallelMLP, ParallelGatedMLP)):
         yield "feed-forward"
         branch_BSH = part(x_BSH)
-        yield "feed-forward"
+        yield "nothing"
         yield "norm"
         return branch_BSH, None
     enters = entering(x_BSH, part.group, sequence=part.sequence)
@@ -303,10 +305,11 @@ def _experts(layer: Layer, part: MoE, x_BSH: torch.Tensor, late: bool) -> Any:
     trip = None
     if exchange is not None:
         trip = exchange.trip(_forward_of(part.experts), rows, plan)
+    meanwhile = "nothing" if part.shared_experts is None else "shared expert"
     shared_BSH, output = None, torch.empty(())
     for place in ("first", "second"):
         computes = late == (place == "second")
-        yield "experts" if computes else "shared expert"
+        yield "experts" if computes else meanwhile
         if not computes:
             shared_BSH = part.shared(x_BSH)
             if trip is not None:
