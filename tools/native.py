@@ -57,70 +57,22 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # setup.py and others load this by path
+from native_flags import CXX_FLAGS, ISA_FLAGS, NVCC_FLAGS
+
+sys.path.pop(0)
+
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
 SANITIZE = os.environ.get("FUSEDOPS_SANITIZE", "")
 LIBRARIES = ROOT / "build/sanitized/lib" if SANITIZE else ROOT / "fusedops" / "lib"
 LOCALIZE = ROOT / "tools" / "localize.py"
+FLAGS = ROOT / "tools" / "native_flags.py"
 COMPAT = ROOT / "tools" / "compat"  # an empty cuda_cmake_macros.h, which a CPU-only torch lacks
 
-AVX2 = ("-mavx2", "-mfma", "-mf16c")
-AVX512 = (*AVX2, "-mavx512f", "-mavx512dq", "-mavx512vl", "-mavx512bw")
-# ATen's vector headers look at HAVE_*_CPU_DEFINITION and CPU_CAPABILITY_*, as in torch's own build.
-ISA_FLAGS = {
-    "DEFAULT": ("-DCPU_CAPABILITY=DEFAULT", "-DCPU_CAPABILITY_DEFAULT"),
-    "AVX2": (
-        *AVX2,
-        "-DCPU_CAPABILITY=AVX2",
-        "-DCPU_CAPABILITY_AVX2",
-        "-DHAVE_AVX2_CPU_DEFINITION",
-    ),
-    "AVX512": (
-        *AVX512,
-        "-DCPU_CAPABILITY=AVX512",
-        "-DCPU_CAPABILITY_AVX512",
-        "-DHAVE_AVX512_CPU_DEFINITION",
-    ),
-    "AVX512_BF16": (
-        *AVX512,
-        "-mavx512bf16",
-        "-DCPU_CAPABILITY=AVX512_BF16",
-        "-DCPU_CAPABILITY_AVX512",
-        "-DHAVE_AVX512_CPU_DEFINITION",
-    ),
-}
-GENCODE = (
-    "-gencode=arch=compute_80,code=sm_80",
-    "-gencode=arch=compute_90a,code=sm_90a",
-)
-# The C++11 ABI is fixed: every torch that we support (2.11 and newer) is built with it.
-CXX_FLAGS = (
-    "-std=c++20",
-    "-O3",
-    "-g0",
-    "-fPIC",
-    "-fopenmp",
-    "-fvisibility=hidden",
-    "-fvisibility-inlines-hidden",
-    "-fno-gnu-unique",
-    "-Wall",
-    "-Wno-maybe-uninitialized",  # gcc 12 on at::vec and on its own AVX-512 headers
-    "-Wno-uninitialized",
-    "-Wno-unknown-pragmas",
-    "-Wno-psabi",  # 32-byte vectors passed by the default instruction set, inside one file only
-    "-D_GLIBCXX_USE_CXX11_ABI=1",
-)
 # -O1: half the time of a build at -O2. vptr wants the type information of torch, which has none.
 SANITIZER_FLAGS = f"-O1 -g1 -fno-omit-frame-pointer -fsanitize={SANITIZE} -fno-sanitize=vptr"
 EXTRA_FLAGS = f"{SANITIZER_FLAGS if SANITIZE else ''} {os.environ.get('CXXFLAGS', '')}".strip()
-NVCC_FLAGS = (
-    *GENCODE,
-    "-std=c++20",
-    "-O3",
-    "-Xptxas=-v",
-    "-Xcompiler=-fPIC,-fvisibility=hidden",
-    "-Xcudafe=--diag_suppress=177",
-)
 
 
 class BuildError(RuntimeError):
@@ -277,7 +229,7 @@ def sources(name: str = "cpu") -> list[Path]:
 def sources_digest() -> str:
     """Return what identifies the sources as they are now; fusedops/_core/extension.py asks too."""
     digest = hashlib.sha256()
-    for path in [Path(__file__), LOCALIZE, *sorted(CSRC.rglob("*"))]:
+    for path in [Path(__file__), FLAGS, LOCALIZE, *sorted(CSRC.rglob("*"))]:
         if path.is_file():
             digest.update(str(path.name).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()

@@ -96,7 +96,7 @@ def _is_stale(path: Path, stamp: dict[str, str]) -> bool:
     if "sources" not in stamp or not tool.exists():
         return False  # an installed package: no sources
     built = path.stat().st_mtime
-    files = [tool, *(root / "csrc").rglob("*")]
+    files = [tool, tool.with_name("native_flags.py"), *(root / "csrc").rglob("*")]
     if all(file.stat().st_mtime <= built for file in files):
         return False
     spec = importlib.util.spec_from_file_location("_fusedops_native_build", tool)

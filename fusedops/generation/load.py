@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from fusedops._core import checks
-from fusedops.checkpoint import Checkpointer, newest
+from fusedops.checkpoint import Checkpointer, CheckpointError, newest
+from fusedops.checkpoint.folder import checkpoints
 from fusedops.generation.decoder import check_model
 from fusedops.generation.text import Text
 from fusedops.models import (
@@ -123,6 +124,9 @@ def _from_run(
     saved = newest(root, step)
     if saved is None and newest(root) is not None:
         raise InputError(f"{folder} has no whole checkpoint of step {step}")
+    damaged = [each.name for each in checkpoints(root)] if saved is None else []
+    if damaged:
+        raise CheckpointError(f"no checkpoint in {root} is good: {', '.join(damaged)} are damaged")
     if saved is None:
         raise InputError(
             f"{folder} is no checkpoint: neither a run of fusedops train with one, nor a folder "

@@ -13,6 +13,8 @@ import triton.language as tl
 from fusedops.kernels._attention_device import (
     LOG2E,
     chunked_product,
+    drawn_rows,
+    kept_scores,
     load_lse,
     load_mask,
     load_tile,
@@ -25,7 +27,6 @@ from fusedops.kernels._attention_device import (
     within,
 )
 from fusedops.kernels._attention_launch import NOT_SPECIALIZED
-from fusedops.kernels._device import kept
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -203,8 +204,21 @@ def keys_kernel(
             if DROPOUT == "all":
                 dropped = tl.zeros(p.shape, tl.float32)
             elif DROPOUT != "none":
-                drawn = (statistics + first + row) * num_keys + start
-                keep = tl.trans(kept(drawn[:, None], seed_ptr, limit, BLOCK_N, DROPOUT))
+                drawn = drawn_rows(
+                    statistics + first + row,
+                    first_q + first + row,
+                    exists,
+                    n,
+                    h,
+                    num_keys,
+                    seed_ptr,
+                    VARLEN,
+                    DROPOUT,
+                )
+                keep = kept_scores(
+                    drawn, start, first_k, keys, num_rows, seed_ptr, limit, BLOCK_N, DROPOUT
+                )
+                keep = tl.trans(keep)
                 dropped = tl.where(keep, p, 0.0)
             if WANTS_VALUE:
                 dv = tl.dot(dropped.to(do.dtype), do, dv, input_precision=PRECISION)

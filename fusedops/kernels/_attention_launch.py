@@ -178,9 +178,18 @@ class Call:
         return bare and self.scale > 0.0
 
     @property
+    def dropout(self) -> dict[str, Any]:
+        """Return what dropout needs; ``"tables"``: the seed has a place for each row and column."""
+        found = _launch.dropout_arguments(self.dropout_p, self.max_keys, self.seed)
+        placed = found["DROPOUT"] in ("draw placed", "select placed")
+        if placed and self.seed is not None and self.seed.numel() > 5:
+            found["DROPOUT"] = "tables"
+        return found
+
+    @property
     def options(self) -> str:
         """How much the options add to the inner loops, a key of the tables of block sizes."""
-        if _launch.dropout_arguments(self.dropout_p, self.max_keys, self.seed)["DROPOUT"] != "none":
+        if self.dropout["DROPOUT"] != "none":
             return "drop"
         if not self.folds or (self.mask is not None and self.mask.shape[2] != 1):
             return "rich"
@@ -191,7 +200,7 @@ class Call:
         """Return the arguments that forward and backward kernels share."""
         query, key, value = (readable(each) for each in (self.query, self.key, self.value))
         mask = self._mask()
-        dropout = _launch.dropout_arguments(self.dropout_p, self.max_keys, self.seed)
+        dropout = self.dropout
         factor = self.scale * LOG2E.value
         if self.softcap > 0.0:
             factor *= 2.0 / self.softcap

@@ -31,9 +31,9 @@ from torch import nn
 
 from fusedops import ops
 from fusedops.memory.wrap import Wrapped
+from fusedops.models.draws import ATTENTION, FEED_FORWARD, Draws, behind
 from fusedops.models.transformer import Layer, Places, Transformer
 from fusedops.nn import MoE
-from fusedops.nn.dropout import seed_for
 from fusedops.ops._weight_gradients import summed
 from fusedops.parallel.copies import Copy, entering, leaving, take_turns
 from fusedops.parallel.split_experts import Exchange
@@ -81,17 +81,23 @@ class _Through:
         x_BSH: torch.Tensor,
         positions: torch.Tensor,
         document_ids: torch.Tensor | None = None,
+        drawn: Draws | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        model = self._model
+        model, config = self._model, self._model.config
+        given = positions, document_ids, drawn
         if torch.compiler.is_compiling():  # which waits inside of its operators
-            return Transformer.through(model, x_BSH, positions, document_ids)
+            return Transformer.through(model, x_BSH, *given)
         sizes = [-(-x_BSH.shape[0] // 2), x_BSH.shape[0] // 2]
         if sizes[1] == 0 and not _exchanges(model):
-            return Transformer.through(model, x_BSH, positions, document_ids)
+            return Transformer.through(model, x_BSH, *given)
         xs = x_BSH.split(sizes)
         at = [positions] * 2 if positions.dim() == 1 else positions.split(sizes)
         documents = [None] * 2 if document_ids is None else document_ids.split(sizes)
-        places = [model._places(*each) for each in zip(xs, at, documents, strict=True)]
+        draws = [drawn, drawn]
+        if drawn is not None:
+            features = {"heads": config.num_heads, "features": config.hidden_size}
+            draws[1] = behind(drawn, sizes[0], tokens=x_BSH.shape[1], **features)
+        places = [model._places(*each) for each in zip(xs, at, documents, draws, strict=True)]
         asking: list[Any] = [None, None]
         auxiliary = torch.zeros((), device=x_BSH.device)
         for layers in _runs(model):
@@ -236,20 +242,17 @@ def _loss_of_router(layer: Layer, halves: Sequence[Routed | None]) -> torch.Tens
 def _layer(layer: Layer, half: _Half, late: bool) -> Copy[Routed | None]:
     """Go through a layer; as ``Layer.forward``."""
     x_BSH, places, asking_BSH = half
+    seeds = [places.seed(layer.index, call) for call in (ATTENTION, FEED_FORWARD)]
     if layer.config.post_norm:
         branch_BSH = yield from _attention(layer, x_BSH, places, asking_BSH)
-        x_BSH, _ = layer.attention_norm(branch_BSH, x_BSH)
+        x_BSH, _ = layer.attention_norm(branch_BSH, x_BSH, seed=seeds[0])
         branch_BSH, routed = yield from _feed_forward(layer, x_BSH, late)
-        return layer.feed_forward_norm(branch_BSH, x_BSH)[0], routed
+        return layer.feed_forward_norm(branch_BSH, x_BSH, seed=seeds[1])[0], routed
     branch_BSH = yield from _attention(layer, layer.attention_norm(x_BSH), places, asking_BSH)
-    normed_BSH, x_BSH = layer.feed_forward_norm(branch_BSH, x_BSH)
+    normed_BSH, x_BSH = layer.feed_forward_norm(branch_BSH, x_BSH, seed=seeds[0])
     branch_BSH, routed = yield from _feed_forward(layer, normed_BSH, late)
-    dropout = layer.config.dropout
-    seed = seed_for(layer, dropout, branch_BSH)
-    return (
-        ops.bias_dropout_add(branch_BSH, None, x_BSH, dropout, layer.training, seed=seed),
-        routed,
-    )
+    given = branch_BSH, None, x_BSH, layer.config.dropout, layer.training
+    return ops.bias_dropout_add(*given, seed=seeds[1]), routed
 
 
 def _attention(

@@ -32,6 +32,7 @@ BALANCES = ("operations", "measured", "layers")
 RECOMPUTE = ("none", "selective", "full", "norm", "activation")
 
 _OP = "ParallelConfig"
+_MAX_CHUNKS = 8  # of expert_parallel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +49,12 @@ class ParallelConfig:
         cp: context parallel: shares of each sequence.
         pp: pipeline parallel: ranks that hold stages of layers.
         ep: expert parallel, inside of ``dp * cp``.
+        ep_chunks: parts of the tokens, of which one travels while experts compute another.
+        ep_nodes: on so many nodes the ranks of ``ep`` lie, neighbours together: a token goes to
+            each node once, and from there to its experts.
+        ep_same_bits: add experts' gradients in an order that does not depend on ``ep``: weights
+            then have the same bits for each that is a power of two. Experts compute the tokens of
+            each rank apart, and gradients are summed after each micro-batch, which takes longer.
         zero: what of each parameter is divided over ``dp * cp``: 0 nothing, 1 the optimizer's
             states, 2 gradients as well, 3 weights as well.
         microbatches: forward and backward passes of a step.
@@ -100,6 +107,9 @@ class ParallelConfig:
     cp: int = 1
     pp: int = 1
     ep: int = 1
+    ep_chunks: int = 1
+    ep_nodes: int = 1
+    ep_same_bits: bool = False
     zero: int = 0
     microbatches: int = 1
     copies: int = 1
@@ -128,7 +138,7 @@ class ParallelConfig:
             checks.integer(_OP, name, getattr(self, name), least=1)
         for name in ("zero", "bucket_bytes", "shard_threshold"):
             checks.integer(_OP, name, getattr(self, name), least=0)
-        for name in ("sp", "overlap", *_RECOMPUTE_FLAGS):
+        for name in ("sp", "overlap", "ep_same_bits", *_RECOMPUTE_FLAGS):
             checks.flag(_OP, name, getattr(self, name))
         if self.zero > 3:
             checks.fail(_OP, "zero", "0, 1, 2 or 3", self.zero)
@@ -143,6 +153,7 @@ class ParallelConfig:
         _check_pipeline(self)
         _ = self.sizes
         _check_shards(self)
+        _check_exchange(self)
 
     @property
     def sizes(self) -> Sizes:
@@ -237,6 +248,11 @@ def _check_copies(config: ParallelConfig) -> None:
     if config.copies == 2 and config.mode == "manual":
         wanted = "1 with mode 'manual', in which the model orders what it computes itself"
         checks.fail(_OP, "copies", wanted, config.copies)
+    if config.copies == 2 and config.ep_same_bits:
+        raise UnsupportedError(
+            f"{_OP}: copies must be 1 with ep_same_bits, got 2: weights get a gradient of each "
+            "half, and the order of their sum is another"
+        )
 
 
 def _check_pipeline(config: ParallelConfig) -> None:
@@ -248,18 +264,12 @@ def _check_pipeline(config: ParallelConfig) -> None:
     if config.pp == 1:
         checks.choice(_OP, "pipeline_schedule", config.pipeline_schedule, tuple(SCHEDULES))
         return
-    schedule = check_schedule(_OP, config.pipeline_schedule, config.pp, parts, virtual)
+    check_schedule(_OP, config.pipeline_schedule, config.pp, parts, virtual)
     if config.mode == "manual":
         raise UnsupportedError(
             f"{_OP}: pp must be 1 with mode 'manual', got {config.pp}: only its author "
             "knows where a model of any kind can be cut; fusedops.parallel.pipeline runs stages "
             "of your own"
-        )
-    if config.zero and schedule.splits:
-        whole = ", ".join(repr(each.name) for each in SCHEDULES.values() if not each.splits)
-        raise UnsupportedError(
-            f"{_OP}: zero must be 0 with pipeline_schedule {schedule.name!r}, got {config.zero}: "
-            f"FSDP2 reduces no backward that comes in two parts; {whole} take any"
         )
 
 
@@ -270,6 +280,30 @@ def _check_shards(config: ParallelConfig) -> None:
     if config.zero == 0:
         wanted = "None with zero 0, which divides nothing"
         checks.fail(_OP, "shard_ranks", wanted, config.shard_ranks)
+
+
+def _check_exchange(config: ParallelConfig) -> None:
+    for name in ("ep_chunks", "ep_nodes"):
+        checks.integer(_OP, name, getattr(config, name), least=1)
+    if config.ep_chunks > _MAX_CHUNKS:
+        checks.fail(_OP, "ep_chunks", f"from 1 to {_MAX_CHUNKS}", config.ep_chunks)
+    if config.ep_chunks > 1 and config.ep == 1:
+        wanted = "1 with ep 1, where no token travels"
+        checks.fail(_OP, "ep_chunks", wanted, config.ep_chunks)
+    check_divides(_OP, "ep_nodes", config.ep_nodes, config.ep, "ep")
+    if not config.ep_same_bits:
+        return
+    if config.ep & (config.ep - 1):
+        wanted = "a power of two with ep_same_bits, whose sums are of pairs"
+        checks.fail(_OP, "ep", wanted, config.ep)
+    for name in ("tp", "pp", "ep_chunks", "ep_nodes"):
+        if getattr(config, name) != 1:
+            raise UnsupportedError(
+                f"{_OP}: {name} must be 1 with ep_same_bits, got {getattr(config, name)}: it cuts "
+                "the tokens of a rank, or sums, in another way"
+            )
+    if config.shard_ranks is not None:
+        checks.fail(_OP, "shard_ranks", "None with ep_same_bits", config.shard_ranks)
 
 
 def check_stages(op: str, model: TransformerConfig, config: ParallelConfig) -> None:

@@ -32,10 +32,10 @@ from fusedops.models.transformer import Transformer
 from fusedops.nn import MLP, GatedMLP, MoE
 from fusedops.parallel import communication, context
 from fusedops.parallel.data import DataParallel, Replicas, by_bytes, divides, local_bytes, shard
-from fusedops.parallel.dropout import Place, place_dropout
+from fusedops.parallel.dropout import Place
 from fusedops.parallel.mesh import Mesh, make_mesh
 from fusedops.parallel.pipeline.schedules import table
-from fusedops.parallel.pipeline.split import at, balanced
+from fusedops.parallel.pipeline.split import at, balanced, shortest
 from fusedops.parallel.sequence import SequenceNorm
 from fusedops.parallel.split_experts import split_experts
 from fusedops.parallel.tensor import (
@@ -48,7 +48,7 @@ from fusedops.parallel.tensor import (
     local,
 )
 from fusedops.parallel.tokenwise import join_tokens, part_of, sum_gradients, take_tokens
-from fusedops.parallel.vocabulary import VocabularyEmbedding, split_cross_entropy, split_logits
+from fusedops.parallel.vocabulary import SplitWords, VocabularyEmbedding, split_cross_entropy
 
 _OP = "parallelize"
 _NORMS = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm")
@@ -92,13 +92,12 @@ def parallelize(
         _same_everywhere(model)
     if isinstance(model, Transformer) and config.mode != "manual":
         if model.config.sparse_layers:
-            _divide_experts(model, mesh)
+            _divide_experts(model, config, mesh)
         if config.tp > 1:
             _split_tensors(model, mesh["tp"], config)
         if config.cp > 1:
             _share_sequences(model, mesh.group("cp"), config.context)
-        elif mesh.dense.device_type == "cpu":  # kernels of GPUs do not draw by place yet
-            place_dropout(model, dropout_place(config, mesh))
+        model.place = _place(config, mesh)
     stages: dict[int, Stage] = {}
     if isinstance(model, Transformer) and config.pp > 1:
         stages = _stages(model, config, mesh)
@@ -109,12 +108,15 @@ def parallelize(
                 run_in_copies(part)
             _keep_less(part, config, mesh)
     whole = _left_whole(model, config, mesh)
-    data = [_divide_parameters(part, whole, config, mesh) for part in parts]
+    data, taken = [], set(whole)
+    for part in parts:  # of which two can have the same words
+        data.append(_divide_parameters(part, taken, config, mesh))
+        taken |= {name for name, _ in part.named_parameters()}
     if any(each.is_meta for each in model.parameters()):
         for part in parts:
             part.to_empty(device=mesh.dense.device_type if device is None else device)
         initialize(model, seed)
-    taken: set[str] = set()
+    taken = set()
     for part, each in zip(parts, data, strict=True):
         each.replicas = _replicas(part, whole - taken, config, mesh)
         taken |= {name for name, _ in part.named_parameters()}
@@ -182,21 +184,21 @@ def _layers(model: Transformer) -> list[Any]:
 
 def _stages(model: Transformer, config: ParallelConfig, mesh: Mesh) -> dict[int, Stage]:
     """Cut the model; return this rank's stages by their numbers."""
-    layers, count = model.config.num_layers, config.pp * config.virtual
+    layers = model.config.num_layers
+    order = table(config.pipeline_schedule, config.pp, config.microbatches, config.virtual)
     if config.pipeline_cuts is not None:
-        runs = at(config.pipeline_cuts, layers, count)
+        runs = at(config.pipeline_cuts, layers, order.stages)
+    elif config.pipeline_balance == "layers":
+        runs = balanced([1.0] * layers, order.stages)
     else:
         costs = _costs(model, config, mesh)
-        runs = balanced(costs.layers, count, first=costs.first, last=costs.last)
-    order = table(config.pipeline_schedule, config.pp, config.microbatches, config.virtual)
+        runs = shortest(costs.layers, order, first=costs.first, last=costs.last)
     mine = order.stages_of(mesh.rank("pp"))
     return dict(zip(mine, cut(model, [runs[each] for each in mine]), strict=True))
 
 
 def _costs(model: Transformer, config: ParallelConfig, mesh: Mesh) -> Costs:
     """Return what makes stages even, the same on all processes."""
-    if config.pipeline_balance == "layers":
-        return Costs([1.0] * model.config.num_layers, 0.0, 0.0)
     if config.pipeline_balance == "operations":
         return by_operations(model.config)
     device, world = mesh.dense.device_type, dist.group.WORLD
@@ -210,15 +212,16 @@ def _costs(model: Transformer, config: ParallelConfig, mesh: Mesh) -> Costs:
     return Costs(layers, first, last)
 
 
-def _divide_experts(model: Transformer, mesh: Mesh) -> None:
+def _divide_experts(model: Transformer, config: ParallelConfig, mesh: Mesh) -> None:
     """Give each rank of ``ep`` its experts, and each rank of ``tp`` its share of the tokens."""
     for layer in _layers(model):
         moe = layer.feed_forward
         if not isinstance(moe, MoE):
             continue
         layer.router_loss = partial(ops.moe_router_loss, group=mesh.group("stage"))
-        if mesh.sizes.ep > 1:
-            split_experts(moe, mesh["ep"])
+        if config.ep > 1:
+            chunks, nodes, ordered = config.ep_chunks, config.ep_nodes, config.ep_same_bits
+            split_experts(moe, mesh["ep"], chunks=chunks, nodes=nodes, ordered=ordered)
 
 
 def _split_tensors(model: Transformer, mesh: Any, config: ParallelConfig) -> None:
@@ -273,10 +276,6 @@ def _split_ends(model: Transformer, mesh: Any, *, sequence: bool) -> None:
         if parameter is not None:
             setattr(head, name, distribute(_OP, f"head.{name}", parameter, mesh, 0, uneven=True))
 
-    def project(x_BSH: torch.Tensor, weight: Any, bias: Any) -> torch.Tensor:
-        x_BSH = enter(x_BSH, group, sequence=sequence)
-        return split_logits(x_BSH, local(weight), group, local(bias), vocab_size=words)
-
     def loss(x_BSH: torch.Tensor, weight: Any, bias: Any, labels_BS: torch.Tensor) -> torch.Tensor:
         x_BSH = enter(x_BSH, group, sequence=sequence)
         given = local(weight), labels_BS, group, local(bias)
@@ -285,7 +284,7 @@ def _split_ends(model: Transformer, mesh: Any, *, sequence: bool) -> None:
             x_BSH, *given, vocab_size=words, reduction="sum", recompute=again
         )
 
-    head.project, head.loss = project, loss
+    head.project, head.loss = SplitWords(group, words, sequence=sequence), loss
 
 
 def _split_norms(owner: nn.Module, names: tuple[str, ...], mesh: Any) -> None:
@@ -337,11 +336,8 @@ def _split_tokens(layer: Any, mesh: Any, *, sequence: bool) -> None:
     layer.join_tokens = partial(join_tokens, group=group)
 
 
-def dropout_place(config: ParallelConfig, mesh: Mesh) -> Place:
-    """Return where this rank's tokens and heads stand, for dropout as on one process.
-
-    Of a step with one micro-batch: a loop with several places the sequences of each.
-    """
+def _place(config: ParallelConfig, mesh: Mesh) -> Place:
+    """Return where this rank's tokens and heads stand, for dropout as on one process."""
     tp = mesh.rank("tp")
     return Place(
         batch_part=mesh.rank("dp"),
@@ -349,6 +345,8 @@ def dropout_place(config: ParallelConfig, mesh: Mesh) -> Place:
         sequence_parts=config.tp if config.sp else 1,
         head_part=tp,
         head_parts=config.tp,
+        context_part=mesh.rank("cp"),
+        context_parts=config.cp,
     )
 
 
@@ -396,8 +394,9 @@ def _keep_less(model: Transformer, config: ParallelConfig, mesh: Mesh) -> None:
 
 
 def _expert_modules(model: nn.Module, config: ParallelConfig) -> list[nn.Module]:
-    """Return the experts of layers whose ranks are not those of the rest."""
-    if config.mode == "manual" or (config.ep == 1 and config.tp == 1):
+    """Return the experts of layers whose ranks, or sums, are not those of the rest."""
+    alike = config.ep == 1 and config.tp == 1 and not config.ep_same_bits
+    if config.mode == "manual" or alike:
         return []
     return [each.experts for each in model.modules() if isinstance(each, MoE)]
 
@@ -440,7 +439,9 @@ def _divide_parameters(
     if experts:
         share(experts, mesh.expert_data)
     share([*_blocks(model, config), model], mesh.shards(config.shard_ranks))
-    return DataParallel(sharded=[*experts, model], stage=config.zero)
+    # Stage 1 would add up micro-batches first, before ranks that hold other experts can.
+    stage = 2 if config.ep_same_bits and config.zero == 1 else config.zero
+    return DataParallel(sharded=[*experts, model], stage=stage)
 
 
 def _replicas(
@@ -453,7 +454,9 @@ def _replicas(
     for some, name in ((members - experts, "data"), (members & experts, "expert_data")):
         if some and mesh[name].size() > 1:
             buckets = _buckets(model, some, config)
-            found.append(Replicas(buckets, mesh.group(name), overlap=config.overlap))
+            ordered = config.ep_same_bits and name == "expert_data"
+            group = mesh.group(name)
+            found.append(Replicas(buckets, group, overlap=config.overlap, ordered=ordered))
     return found
 
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
-from fusedops._core import checks
+from fusedops._core import checks, philox
+from fusedops.models.config import TransformerConfig
 from fusedops.models.parallel_config import ParallelConfig
 from fusedops.models.transformer import Loss
 from fusedops.optim import AdamW, OffloadedAdamW, global_norm
@@ -137,7 +139,7 @@ class Parallelized:
         *,
         scale: float = 1.0,
         computing: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        before: Callable[[int, int], None] | None = None,
+        seed: torch.Tensor | None = None,
     ) -> list[Loss]:
         """Leave the gradients of a step in the parameters: all its forwards and backwards.
 
@@ -148,7 +150,9 @@ class Parallelized:
             num_tokens: targets of the whole step on all processes (``count``).
             scale: factor of the loss.
             computing: what forwards run in, such as ``lambda: torch.autocast("cpu")``.
-            before: called with micro-batch and stage before each forward, to seed dropout.
+            seed: what dropout of the step draws from, int64 ``[2]``, the same on all processes; by
+                default two numbers of torch's generator. Each element draws by its place among all
+                sequences of the step: neither layout nor cut into micro-batches changes a number.
 
         Returns:
             For each micro-batch the loss's parts of this process, without a graph; where layers are
@@ -158,16 +162,15 @@ class Parallelized:
             ValueError: these are not as many micro-batches as the configuration says.
         """
         self._check_parts(shards)
+        draws = self._draws(shards, seed)
         if self.pipeline is not None:
-            given = self, shards, num_tokens, scale, computing, before
+            given = self, shards, num_tokens, scale, computing, draws
             return self.pipeline.step(*given)
         outputs = []
         for number, shard in enumerate(shards):
             self.begin(last=number == len(shards) - 1)
-            if before is not None:
-                before(number, 0)
             with computing():
-                output = self._run(shard)
+                output = self._run(shard, **draws[number])
             (self.loss(output, num_tokens) * scale).backward()
             outputs.append(Loss(*(each.detach() for each in output)))
         return outputs
@@ -191,9 +194,25 @@ class Parallelized:
         with computing():
             return [self._run(each) for each in shards]
 
-    def _run(self, shard: Shard) -> Loss:
+    def _run(self, shard: Shard, **draws: Any) -> Loss:
         tokens, labels, positions, document_ids = shard
-        return self.model(tokens, labels, positions=positions, document_ids=document_ids)
+        return self.model(tokens, labels, positions=positions, document_ids=document_ids, **draws)
+
+    def _draws(self, shards: Sequence[Shard], seed: torch.Tensor | None) -> list[dict[str, Any]]:
+        """Return what each micro-batch of a step tells the model for its dropout."""
+        config = getattr(self.model, "config", None)
+        if not isinstance(config, TransformerConfig) or not self.model.training:
+            return [{} for _ in shards]
+        if not (config.dropout or config.attention_dropout):
+            return [{} for _ in shards]
+        if seed is None:
+            seed = philox.new_seed(shards[0].tokens.device)
+        sizes = [len(each.tokens) for each in shards]
+        before = [self.data_ranks * each for each in accumulate(sizes, initial=0)]
+        return [
+            {"seed": seed, "first_sequence": first + self.data_rank * size}
+            for first, size in zip(before, sizes, strict=False)
+        ]
 
     def _check_parts(self, shards: Sequence[Shard]) -> None:
         if len(shards) != self.config.microbatches:

@@ -20,9 +20,10 @@ import torch
 from torch import nn
 
 from fusedops import ops
-from fusedops._core import checks, dtypes
+from fusedops._core import checks, dtypes, philox
 from fusedops.models.attend import Documents, attend
 from fusedops.models.config import TransformerConfig
+from fusedops.models.draws import ATTENTION, FEED_FORWARD, Draws, draws
 from fusedops.models.initialize import initialize
 from fusedops.models.inputs import check_inputs
 from fusedops.models.positions import alibi_slopes, rotary_tables
@@ -37,7 +38,7 @@ from fusedops.nn import (
     MoE,
     RMSNorm,
 )
-from fusedops.nn.dropout import seed_for
+from fusedops.parallel.dropout import Place
 
 
 def linear(inputs: int, outputs: int, bias: bool, activation: str = "identity") -> LinearAct:
@@ -125,10 +126,16 @@ class Places:
     Attributes:
         rotary: cosines and sines, ``[S, D]`` or ``[B, S, D]``, or ``None``.
         documents: which tokens may attend each other, ``None``: all of a sequence.
+        draws: what dropout draws from; ``None``: torch's generator.
     """
 
     rotary: tuple[torch.Tensor, torch.Tensor] | None = None
     documents: Documents | None = None
+    draws: Draws | None = None
+
+    def seed(self, layer: int, call: int) -> torch.Tensor | None:
+        """Return what dropout of a branch of a layer draws from."""
+        return None if self.draws is None else self.draws.of_rows(layer, call)
 
 
 class Embedding(nn.Module):
@@ -152,8 +159,10 @@ class Embedding(nn.Module):
         tokens_BS: torch.Tensor,
         positions: torch.Tensor,
         token_types_BS: torch.Tensor | None = None,
+        *,
+        seed: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return ``[B, S, H]``; positions are ``[S]`` or ``[B, S]``."""
+        """Return ``[B, S, H]``; positions are ``[S]`` or ``[B, S]``, ``seed`` is dropout's."""
         x_BSH = self.tokens(tokens_BS)
         if self.positions is not None:
             x_BSH = x_BSH + self.positions(positions)
@@ -162,7 +171,7 @@ class Embedding(nn.Module):
             x_BSH = x_BSH + self.token_types(types)
         if self.norm is not None:
             x_BSH = self.norm(x_BSH)
-        return self.dropout(x_BSH)
+        return self.dropout(x_BSH, seed=seed)
 
 
 class Attention(nn.Module):
@@ -174,17 +183,14 @@ class Attention(nn.Module):
         num_kv_heads: heads of keys and values in this process.
         first_head: the number of its first head.
         head_dim: size of a head.
-        seed_of_scores: a function of queries and keys that returns the seed which ``attend`` draws
-            dropout from, ``None`` for one of torch's generator.
     """
 
     core: Callable[..., torch.Tensor]
-    seed_of_scores: Callable[..., torch.Tensor] | None = None
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, index: int) -> None:
         super().__init__()
         hidden, bias = config.hidden_size, config.bias
-        self.config = config
+        self.config, self.index = config, index
         self.num_heads = config.num_heads
         self.num_kv_heads = config.kv_heads
         self.first_head = 0
@@ -234,8 +240,8 @@ class Attention(nn.Module):
             slopes = slopes[self.first_head : self.first_head + self.num_heads]
         dropout_p = config.attention_dropout if self.training else 0.0
         more = {}
-        if self.seed_of_scores is not None and dropout_p > 0.0 and places.documents is None:
-            more["seed"] = self.seed_of_scores(query_BNSD, key_BNSD)
+        if places.draws is not None and dropout_p > 0.0:
+            more["seed"] = places.draws.of_scores(self.index)
         output_BNSD = self.core(
             query_BNSD,
             key_BNSD,
@@ -257,16 +263,13 @@ class Layer(nn.Module):
         router_loss: ``fusedops.moe_router_loss``, or a function that is called the same way.
         take_tokens: gives the router and the experts the tokens that they compute here.
         join_tokens: gives all tokens back.
-        seed_of_rows: as of ``fusedops.nn.Dropout``.
     """
-
-    seed_of_rows: Callable[..., torch.Tensor] | None = None
 
     def __init__(self, config: TransformerConfig, index: int) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.index = config, index
         self.attention_norm = norm_of(config, adds=config.post_norm)
-        self.attention = Attention(config)
+        self.attention = Attention(config, index)
         self.feed_forward_norm = norm_of(config, adds=True)
         self.feed_forward = feed_forward_of(config, index)
         self.router_loss: Callable[..., torch.Tensor] = ops.moe_router_loss
@@ -283,16 +286,17 @@ class Layer(nn.Module):
             places: of the tokens.
             asking_BSH: what queries are made of, if not of the stream.
         """
+        seeds = [places.seed(self.index, call) for call in (ATTENTION, FEED_FORWARD)]
         if self.config.post_norm:
-            x_BSH, _ = self.attention_norm(self.attention(x_BSH, places, asking_BSH), x_BSH)
+            branch_BSH = self.attention(x_BSH, places, asking_BSH)
+            x_BSH, _ = self.attention_norm(branch_BSH, x_BSH, seed=seeds[0])
             branch_BSH, auxiliary = self._feed_forward(x_BSH)
-            return self.feed_forward_norm(branch_BSH, x_BSH)[0], auxiliary
+            return self.feed_forward_norm(branch_BSH, x_BSH, seed=seeds[1])[0], auxiliary
         branch_BSH = self.attention(self.attention_norm(x_BSH), places, asking_BSH)
-        normed_BSH, x_BSH = self.feed_forward_norm(branch_BSH, x_BSH)
+        normed_BSH, x_BSH = self.feed_forward_norm(branch_BSH, x_BSH, seed=seeds[0])
         branch_BSH, auxiliary = self._feed_forward(normed_BSH)
         dropout = self.config.dropout
-        seed = seed_for(self, dropout, branch_BSH)
-        x_BSH = ops.bias_dropout_add(branch_BSH, None, x_BSH, dropout, self.training, seed=seed)
+        x_BSH = ops.bias_dropout_add(branch_BSH, None, x_BSH, dropout, self.training, seed=seeds[1])
         return x_BSH, auxiliary
 
     def _feed_forward(self, x_BSH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -407,6 +411,9 @@ class Transformer(nn.Module):
         8
     """
 
+    # Which part of a batch and of the heads this process has: for dropout.
+    place = Place()
+
     def __init__(
         self,
         config: TransformerConfig,
@@ -440,6 +447,8 @@ class Transformer(nn.Module):
         positions: torch.Tensor | None = None,
         document_ids: torch.Tensor | None = None,
         token_types: torch.Tensor | None = None,
+        seed: torch.Tensor | None = None,
+        first_sequence: int | None = None,
     ) -> Any:
         """Return logits, or with labels the loss.
 
@@ -451,6 +460,10 @@ class Transformer(nn.Module):
             document_ids: ``[B, S]``: tokens attend only those of their own document, which is a run
                 of equal numbers; padding is a document of its own.
             token_types: ``[B, S]`` int64: BERT's segments; 0 by default.
+            seed: what dropout draws from, int64 ``[2]``, the same on all processes; by default two
+                numbers of torch's generator.
+            first_sequence: how many sequences of the batch that ``seed`` is for come before these;
+                by default those of processes before this one.
 
         Returns:
             Logits ``[B, S, V]``, or a ``Loss``.
@@ -468,8 +481,10 @@ class Transformer(nn.Module):
         check_inputs(self.config, tokens, labels, positions, document_ids, token_types)
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x_BSH = self.embedding(tokens, positions, token_types)
-        x_BSH, auxiliary = self.through(x_BSH, positions, document_ids)
+        drawn = self.draws(tokens.shape, tokens.device, seed, first_sequence)
+        first = None if drawn is None else drawn.of_embedding()
+        x_BSH = self.embedding(tokens, positions, token_types, seed=first)
+        x_BSH, auxiliary = self.through(x_BSH, positions, document_ids, drawn)
         found = self.leave(x_BSH, labels)
         return found if labels is None else Loss(found, (labels != -100).sum(), auxiliary)
 
@@ -478,9 +493,10 @@ class Transformer(nn.Module):
         x_BSH: torch.Tensor,
         positions: torch.Tensor,
         document_ids: torch.Tensor | None = None,
+        drawn: Draws | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the hidden states behind the layers that there are, and their routers' losses."""
-        places = self._places(x_BSH, positions, document_ids)
+        places = self._places(x_BSH, positions, document_ids, drawn)
         auxiliary = torch.zeros((), device=x_BSH.device)
         for name, layer in self.layers.items():
             asking_BSH = None
@@ -498,8 +514,34 @@ class Transformer(nn.Module):
         weight = self.embedding.tokens.weight if self.config.tied else None
         return self.head(x_BSH, labels_BS, weight=weight)
 
+    def draws(
+        self,
+        shape: Any,
+        device: torch.device,
+        seed: torch.Tensor | None = None,
+        first: int | None = None,
+    ) -> Draws | None:
+        """Return what dropout of a forward draws from, ``None`` where nothing is dropped.
+
+        Args:
+            shape: of the tokens here, ``[B, S]``.
+            device: of the hidden states.
+            seed: as of ``forward``.
+            first: ``first_sequence`` of ``forward``.
+        """
+        config = self.config
+        if not self.training or not (config.dropout or config.attention_dropout):
+            return None
+        seed = philox.new_seed(device) if seed is None else seed
+        sizes = {"heads": config.num_heads, "features": config.hidden_size}
+        return draws(seed, config.num_layers, self.place, shape, first=first, **sizes)
+
     def _places(
-        self, x_BSH: torch.Tensor, positions: torch.Tensor, document_ids: torch.Tensor | None
+        self,
+        x_BSH: torch.Tensor,
+        positions: torch.Tensor,
+        document_ids: torch.Tensor | None,
+        drawn: Draws | None = None,
     ) -> Places:
         config = self.config
         rotary = None
@@ -507,7 +549,8 @@ class Transformer(nn.Module):
             dtype = dtypes.statistics_dtype(x_BSH.dtype)
             width, theta, scaling = config.size_of_head, config.rope_theta, config.rope_scaling
             rotary = rotary_tables(positions, width, theta, scaling, dtype)
-        return Places(rotary, None if document_ids is None else Documents(document_ids))
+        documents = None if document_ids is None else Documents(document_ids)
+        return Places(rotary, documents, drawn)
 
 
 def _check(config: TransformerConfig) -> None:

@@ -10,9 +10,9 @@ float32, read and written once a chunk, or (as others did, and diverged) in low 
 
 The forward keeps one number per row. The backward makes the logits again, chunk by chunk: one
 product more than a loss on whole logits, no gradient before somebody asks for it, and any incoming
-gradient. Only logits that take no more memory than the weight are kept instead, or where
-``recompute`` says so. Kernels: ``csrc/cpu/linear_cross_entropy.*``,
-``kernels/linear_cross_entropy.py``.
+gradient. Where time is scarcer than memory the logits are kept instead: those that take no more of
+it than the weight, on the CPU those of up to 512 MiB, or as ``recompute`` says. Kernels:
+``csrc/cpu/linear_cross_entropy.*``, ``kernels/linear_cross_entropy.py``.
 
 The registered op also takes a part of the classes, ``all_classes`` being the number of all: see
 ``_cross_entropy_math.py`` and ``parallel/vocabulary.py``.
@@ -37,6 +37,9 @@ from fusedops.ops.linear_act import check_parameter, rows_of, wants_gradient
 # Classes at a time: 32 MiB of float32 logits for 2048 rows. The same for every number of rows, so
 # that a row's gradient does not depend on the batch.
 DEFAULT_CHUNK = 4096
+# Bytes of logits. Made again they cost a product in four: on two cores of a server nearly a second
+# for 2048 rows of GPT-2's words.
+_KEPT_ON_CPU = 512 << 20
 
 
 def linear_cross_entropy(
@@ -72,7 +75,7 @@ def linear_cross_entropy(
         chunk_size: classes whose logits are in memory at a time, ``None`` for 4096.
         recompute: ``True``: the backward makes the logits again; ``False``: they are kept for it in
             float32, all of them; ``None``: they are kept where they take no more memory than
-            ``weight``.
+            ``weight``, on the CPU where they take up to 512 MiB.
 
     Returns:
         One number, or ``[...]`` for ``"none"``; dtype of ``hidden``, under autocast float32.
@@ -91,12 +94,13 @@ def linear_cross_entropy(
         are not kept: ``rows * chunk_size`` float32 logits, and in the backward of half precision
         ``hidden`` once in float32. It is then four products where a loss on whole logits takes
         three.
-        Measured forward and backward at 2048 x 768 and 50257 classes, beyond the arguments: 197 MiB
-        in float32 (153 are the gradients) where ``F.linear`` and ``F.cross_entropy`` take 1188, 105
-        and 589 in bfloat16. Twice differentiable, through whole logits. Rows may be sharded,
-        classes may not. Ignored rows of ``hidden`` may hold anything (on Triton, where all rows are
-        multiplied, NaN among them reaches the gradient of ``weight``). Backends: cpp, triton,
-        torch. Under autocast all arguments are cast, as torch does for linear.
+        Measured forward and backward at 2048 x 768 and 50257 classes with ``recompute=True``,
+        beyond the arguments: 197 MiB in float32 (153 are the gradients) where ``F.linear`` and
+        ``F.cross_entropy`` take 1188, 105 and 589 in bfloat16. Twice differentiable, through whole
+        logits. Rows may be sharded, classes may not. Ignored rows of ``hidden`` may hold anything
+        (on Triton, where all rows are multiplied, NaN among them reaches the gradient of
+        ``weight``). Backends: cpp, triton, torch. Under autocast all arguments are cast, as torch
+        does for linear.
 
     Reference:
         Wijmans et al.: Cut Your Losses in Large-Vocabulary Language Models, arXiv:2411.09009; Hsu
@@ -164,8 +168,11 @@ def keeps_logits(
         return False
     if recompute is not None:
         return not recompute
+    classes, features = weight.shape
     bytes_per_class = dtypes.statistics_dtype(hidden.dtype).itemsize * math.prod(hidden.shape[:-1])
-    return holds_for_all(bytes_per_class <= weight.shape[1] * weight.dtype.itemsize)
+    if hidden.is_cpu and holds_for_all(bytes_per_class * classes <= _KEPT_ON_CPU):
+        return True
+    return holds_for_all(bytes_per_class <= features * weight.dtype.itemsize)
 
 
 def _logits(call: LinearCrossEntropy) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

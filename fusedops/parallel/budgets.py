@@ -12,6 +12,12 @@ bytes of whole tensors, before they are divided over ``ranks``.
 | ``all_to_all_layer`` | 4 all-to-alls | ``2 (2 Q + K) (n - 1) / n^2`` |
 | ``expert_layer`` | 6 all-to-alls | ``(leaving + arriving) (row + result) + 216 (n - 1)`` |
 
+| one step | calls | bytes sent |
+|---|---|---|
+| ``pipeline`` | ``2 m b`` sends and receives | ``m b A``: ``b`` boundaries, ``m`` micro-batches |
+| ``replicas`` | an all-reduce for each bucket | ``2 P (n - 1) / n`` |
+| ``divided`` | an all-gather and a reduce-scatter for each block | ``2 P (n - 1) / n`` |
+
 Two copies that take turns make the calls of activations twice, each of half the bytes (of even
 batches), and all others once.
 """
@@ -165,6 +171,25 @@ def expert_layer(
     words = copies * (NOTE_BYTES + chunks * WORD_BYTES) * (ranks - 1)
     calls = {"all_to_all": copies * (1 + 5 * chunks)}
     return Budget(calls, (leaving + arriving) * (row + result) + words)
+
+
+def pipeline(boundaries: int, microbatches: int, activation: int, *, words: int = 0) -> Budget:
+    """Return the budget of a rank of a pipeline, but for its first step.
+
+    At each boundary one of two stages sends hidden states, and the other their gradients; both
+    receive. In the first step each sends a header of 64 bytes before the first hidden states of a
+    shape.
+
+    Args:
+        boundaries: between a stage of this rank and one of another, ``Table.boundaries``.
+        microbatches: of a step.
+        activation: bytes of the hidden states of a micro-batch, on one rank of ``tp`` and ``cp``.
+        words: bytes of a table of words that the first and the last rank share, on these: its
+            gradients are exchanged.
+    """
+    sends = microbatches * boundaries
+    exchanges = 1 if words else 0
+    return Budget({"send_receive": 2 * sends + exchanges}, sends * activation + words)
 
 
 def replicas(ranks: int, parameters: int, marks: int, *, buckets: int) -> Budget:

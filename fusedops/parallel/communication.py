@@ -5,9 +5,10 @@ runs between the two runs beside it. Inside ``with recorded() as log`` every sta
 an event, and so is what ``computing()`` encloses: budgets are sums over events, and that something
 ran beside a communication is seen from their order, not from a clock.
 
-A sum over ranks is ordered where we make it ourselves (``reduce_scatter``): rank 0 first, in the
-accumulation dtype, rounded once. Its bits then depend neither on the backend nor on how a tensor is
-cut into pieces. Here are no gradients; those are in ``tensor.py``.
+A sum over ranks is ordered where we make it ourselves (``reduce_scatter``, ``all_reduce_ordered``):
+neighbours first, then pairs of them, in the accumulation dtype, rounded once. Its bits then depend
+neither on the backend nor on how a tensor is cut into pieces. Here are no gradients; those are in
+``tensor.py``.
 """
 
 from __future__ import annotations
@@ -190,6 +191,26 @@ def all_reduce(
     return Pending(lambda: _waited(work, tensor), started)
 
 
+def all_reduce_ordered(
+    tensor: torch.Tensor, group: dist.ProcessGroup, *, label: str = ""
+) -> Pending:
+    """Return the sum over the ranks, the same bits for any backend, as ``reduce_scatter`` adds.
+
+    Sent as a reduce-scatter and an all-gather: the bytes of a ring.
+
+    Args:
+        tensor: ``[N]``, contiguous; the result is another tensor.
+        group: the process group.
+        label: for the log.
+    """
+    ranks, size = group.size(), tensor.numel()
+    if ranks == 1:
+        return Pending(lambda: tensor)
+    padded = torch.nn.functional.pad(tensor, (0, -size % ranks))
+    scattered = reduce_scatter(padded, group, label=label)
+    return Pending(lambda: all_gather(scattered.wait(), group, label=label).wait()[:size])
+
+
 def all_gather(
     tensor: torch.Tensor,
     group: dist.ProcessGroup,
@@ -232,9 +253,9 @@ def reduce_scatter(
 ) -> Pending:
     """Sum the ranks' tensors and give each rank its part of ``dim``, in the order of the ranks.
 
-    Sent as an all-to-all and added up here, rank 0 first, in the accumulation dtype: the same bits
-    for any backend and however the rest of the tensor is cut. The bytes sent are those of a ring;
-    gloo's own would send a whole all-reduce's.
+    Sent as an all-to-all and added up here, as ``ordered_sum`` does: the same bits for any backend
+    and however the rest of the tensor is cut. The bytes sent are those of a ring; gloo's own would
+    send a whole all-reduce's.
 
     Raises:
         ValueError: the group does not divide the size of ``dim``.
@@ -354,14 +375,21 @@ def send_receive(
 
 
 def ordered_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of tensors in their order, in the accumulation dtype, rounded once."""
-    first, *others = parts
-    if not others:
-        return first
-    total = first.to(dtypes.statistics_dtype(first.dtype)) + others[0]
-    for part in others[1:]:
+    """Return the sum of tensors in the accumulation dtype, rounded once.
+
+    Neighbours are added first, then pairs of them, as long as their number is even: whoever has
+    added 2, 4 or 8 neighbours beforehand has a part of this sum, and the same bits come out.
+    """
+    dtype = parts[0].dtype
+    wide = dtypes.statistics_dtype(dtype)
+    while len(parts) % 2 == 0:
+        parts = [a.to(wide) + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
+    if len(parts) == 1:
+        return parts[0].to(dtype)
+    total = parts[0].to(wide) + parts[1]
+    for part in parts[2:]:
         total += part
-    return total.to(first.dtype)
+    return total.to(dtype)
 
 
 def check_divides(op: str, tensor: torch.Tensor, dim: int, ranks: int) -> None:

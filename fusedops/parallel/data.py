@@ -76,6 +76,9 @@ class Replicas:
             dtype and device each. Those that need no gradient are left out.
         group: the ranks.
         overlap: begin during the backward, else after it.
+        ordered: add as ``communication.ordered_sum`` does, and the gradients of each micro-batch
+            before those of the next: who adds those of 2, 4 or 8 neighbours by itself then has the
+            same bits.
 
     Attributes:
         synchronize: whether the next backward sums. ``False`` while gradients of several
@@ -107,15 +110,19 @@ class Replicas:
         group: dist.ProcessGroup,
         *,
         overlap: bool = True,
+        ordered: bool = False,
     ) -> None:
         checks.flag("Replicas", "overlap", overlap)
+        checks.flag("Replicas", "ordered", ordered)
         if not isinstance(group, dist.ProcessGroup):
             got = checks.type_name(group)
             raise TypeError(f"Replicas: group must be a torch.distributed.ProcessGroup, got {got}")
         self.group = group
         self.overlap = overlap
+        self.ordered = ordered
         self.synchronize = True
         self._running = False
+        self._earlier: dict[nn.Parameter, torch.Tensor] = {}
         kept = [[each for each in bucket if each.requires_grad] for bucket in buckets]
         self._buckets = [_Bucket(i, each) for i, each in enumerate(filter(None, kept))]
         _check_buckets(self._buckets)
@@ -125,6 +132,14 @@ class Replicas:
             for each in self._bucket_of
             if group.size() > 1
         ]
+
+    def begin(self, *, last: bool) -> None:
+        """Say whether the next micro-batch is the last one of a step."""
+        self.synchronize = last or self.ordered
+        if self.ordered:
+            for parameter in self._bucket_of:
+                if parameter.grad is not None:
+                    self._earlier[parameter], parameter.grad = parameter.grad, None
 
     def remove(self) -> None:
         """Stop: later backwards leave gradients as they are."""
@@ -164,7 +179,8 @@ class Replicas:
                     return
                 flat = _pack(bucket.parameters)
                 label = f"gradients {bucket.number}"
-                bucket.pending = communication.all_reduce(flat, self.group, label=label)
+                add = communication.all_reduce_ordered if self.ordered else communication.all_reduce
+                bucket.pending = add(flat, self.group, label=label)
 
     def _finish(self) -> None:
         """Start what is left, wait for all, and write the sums."""
@@ -173,10 +189,18 @@ class Replicas:
             for bucket in self._buckets:
                 assert bucket.pending is not None
                 _unpack(bucket.pending.wait(), bucket.parameters)
+            self._add_earlier()
         finally:
             self._running = False
             for bucket in self._buckets:
                 bucket.pending = None
+
+    @torch.no_grad()
+    def _add_earlier(self) -> None:
+        """Add the sums of earlier micro-batches, in whose order autograd would have added."""
+        while self._earlier:
+            parameter, earlier = self._earlier.popitem()
+            parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
 
 
 def _check_buckets(buckets: list[_Bucket]) -> None:
@@ -387,7 +411,7 @@ class DataParallel:
 
     Attributes:
         replicas: of the parameters that are whole on each rank.
-        sharded: modules that ``shard`` divided; inner ones are found from outer ones.
+        sharded: modules that ``shard`` divided, the one that has all others last.
         stage: of ``shard``, 0 where nothing is divided.
     """
 
@@ -406,13 +430,49 @@ class DataParallel:
             last: whether it is.
         """
         for each in self.replicas:
-            each.synchronize = last
+            each.begin(last=last)
         for module in self.sharded:
             module.set_is_last_backward(last)  # type: ignore[operator]
-            if self.stage == 1:
-                module.set_requires_gradient_sync(last)  # type: ignore[operator]
-            if self.stage in (1, 2):
-                module.set_reshard_after_backward(last)  # type: ignore[operator]
+            module.set_requires_gradient_sync(last or self.stage > 1)  # type: ignore[operator]
+            module.set_reshard_after_backward(last or self.stage == 3)  # type: ignore[operator]
+
+    def begin_part(self) -> None:
+        """Say that a part of a backward follows, of one that comes in two.
+
+        FSDP2's hooks stand where gradients of inputs pass, and those of weights come later: in a
+        part they have nothing to do. All weights are whole in it, for both parts read them.
+        """
+        for module in self.sharded:
+            module.set_is_last_backward(False)  # type: ignore[operator]
+            module.set_requires_gradient_sync(False)  # type: ignore[operator]
+            module.set_reshard_after_backward(False)  # type: ignore[operator]
+        for group in self._groups():
+            group.unshard()
+            group.wait_for_unshard()
+
+    def end_part(self, *, weights: bool, last: bool) -> None:
+        """Do what FSDP2's hooks do in a whole backward.
+
+        Args:
+            weights: whether the part made the gradients of weights.
+            last: whether no other backward of the step comes.
+        """
+        if weights:
+            self.begin(last=last)
+            for module in self.sharded[-1:]:
+                state = module._get_fsdp_state()  # type: ignore[operator]
+                state._root_post_backward_final_callback()
+        elif self.stage == 3:
+            for group in self._groups():
+                group.reshard()
+
+    def _groups(self) -> list[Any]:
+        """Return FSDP2's groups of parameters; the last module of ``sharded`` has all."""
+        found: list[Any] = []
+        for module in self.sharded[-1:]:
+            for state in module._get_fsdp_state()._state_ctx.all_states:  # type: ignore[operator]
+                found += state._fsdp_param_groups
+        return found
 
     def start(self) -> None:
         """Begin to sum gradients of parameters that are whole; all of them are there."""

@@ -38,7 +38,7 @@ def sum_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
         TypeError: a parameter is a DTensor already.
     """
     group = mesh.get_group()
-    for owner, name, parameter in list(_parameters(module)):
+    for owner, name, parameter in list(parameters_of(module)):
         setattr(owner, name, distribute("sum_gradients", name, parameter, mesh, None))
     put_around(module, lambda each: shared_together([local(p) for p in each], group))
 
@@ -83,10 +83,10 @@ class Around:
     @contextmanager
     def held(self) -> Iterator[None]:
         """Let other tensors stand in once for all calls inside."""
-        found = list(_parameters(self._module))
+        found = list(parameters_of(self._module))
         tensors = self._stand_in([each for *_, each in found])
         places = [(owner, name) for owner, name, _ in found]
-        with _standing_in(dict(zip(places, tensors, strict=True))):
+        with standing_in(dict(zip(places, tensors, strict=True))):
             self._is_held = True
             try:
                 yield
@@ -98,14 +98,15 @@ class Around:
         return type(self._module).forward(self._module, *args, **kwargs)
 
 
-def _parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+def parameters_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    """Return each parameter with the module that owns it and its name there."""
     for owner in module.modules():
         for name, parameter in owner.named_parameters(recurse=False):
             yield owner, name, parameter
 
 
 @contextmanager
-def _standing_in(read: Mapping[tuple[nn.Module, str], torch.Tensor | None]) -> Iterator[None]:
+def standing_in(read: Mapping[tuple[nn.Module, str], torch.Tensor | None]) -> Iterator[None]:
     """Let attributes of modules be these tensors: an instance's own hide its parameters."""
     for (owner, name), tensor in read.items():
         owner.__dict__[name] = tensor

@@ -202,9 +202,6 @@ def layout(config: Config, ranks: Ranks) -> ParallelConfig:
         ValueError: the sizes do not make that many processes, or do not divide the batch.
     """
     found = layout_of(config.parallel, ranks.size)
-    if found.pp > 1 and config.export:
-        wanted = "empty with parallel.pp: load the last checkpoint on one stage to export it"
-        checks.fail("config", "export", wanted, config.export)
     parts = found.dp * found.microbatches
     check_divides("config", "dp x microbatches", parts, config.batch, "batch")
     return found

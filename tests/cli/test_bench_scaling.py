@@ -9,7 +9,7 @@ from fusedops.cli.bench import scaling, scaling_command
 from fusedops.cli.files import UserError
 from fusedops.parity import threads
 
-WORK = scaling.Work("gpt2", 128, 1, 96, 4, 16)
+WORK = scaling.Work("gpt2", 128, 4, 96, 8, 16)
 
 
 def _losses(setting: scaling.Setting) -> list[float]:

@@ -31,6 +31,10 @@ from fusedops.models.parallel_config import check_stages
         ({"offload": "optimiser"}, "did you mean 'optimizer'?"),
         ({"bucket_layers": (4, 2)}, "layers in ascending order"),
         ({"shard_ranks": 2}, "None with zero 0"),
+        ({"ep_chunks": 2}, "ep_chunks must be 1 with ep 1"),
+        ({"dp": 2, "ep": 2, "ep_chunks": 9}, "ep_chunks must be from 1 to 8, got 9"),
+        ({"dp": 4, "ep": 4, "ep_nodes": 3}, "ep_nodes must be a divisor of ep, 4, got 3"),
+        ({"dp": 3, "ep": 3, "ep_same_bits": True}, "ep must be a power of two with ep_same_bits"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
@@ -87,10 +91,6 @@ PIPELINES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "balance": ({"pipeline_balance": "even"}, "pipeline_balance must be"),
     "manual": ({"mode": "manual"}, "pp must be 1 with mode 'manual', got 2"),
-    "zero": (
-        {"pipeline_schedule": "zbv", "zero": 1, "microbatches": 4},
-        "zero must be 0 with pipeline_schedule 'zbv', got 1: .* 'gpipe', '1f1b', 'interleaved'",
-    ),
 }
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from op_testing import assert_close
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedops
+from fusedops.ops.linear_cross_entropy import keeps_logits
 
 BACKENDS = [
     pytest.param("cpp"),
@@ -68,15 +72,27 @@ def test_nothing_of_the_size_of_the_logits_is_kept_between_forward_and_backward(
     hidden, weight, target = inputs(300, 4, 700)
     kept: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        fusedops.linear_cross_entropy(hidden, weight, target, chunk_size=64)
+        fusedops.linear_cross_entropy(hidden, weight, target, chunk_size=64, recompute=True)
     assert max(each.numel() for each in kept) == weight.numel()
+
+
+@pytest.mark.parametrize(
+    ("rows", "kept"), [(4096, True), (4097, False)], ids=["512 MiB", "a row more"]
+)
+def test_on_the_cpu_logits_are_kept_up_to_a_bound(rows: int, kept: bool) -> None:
+    given: dict[str, Any] = {"device": "cpu", "requires_grad": True}
+    with FakeTensorMode():  # nothing is allocated
+        hidden, weight = torch.empty(rows, 8, **given), torch.empty(32768, 8, **given)
+        assert keeps_logits(None, hidden, weight, None) is kept
+        assert not keeps_logits(True, hidden, weight, None)
+        assert not keeps_logits(None, hidden.detach(), weight.detach(), None)
 
 
 @pytest.mark.interpreter
 def test_no_operator_of_the_triton_backend_makes_whole_logits() -> None:
     hidden, weight, target = inputs(30, 4, 700)
     with fusedops.use_backend("triton"), LargestTensor() as seen:
-        loss = fusedops.linear_cross_entropy(hidden, weight, target, chunk_size=64)
+        loss = fusedops.linear_cross_entropy(hidden, weight, target, chunk_size=64, recompute=True)
         torch.autograd.grad(loss, (hidden, weight))
     assert seen.numel <= max(30 * 64, weight.numel())
 

@@ -20,9 +20,13 @@ LAYERS, SEQUENCES, TOKENS = 3, 4, 12
 EXCHANGES = ("tokens to experts", "experts' results", "gradients of tokens", "gradients of results")
 
 
-def _model(name: str, **values: Any) -> Transformer:
-    config = replace(preset(name), num_layers=LAYERS, vocab_size=131, seq_len=32)
-    return parallelize(Transformer(config, device="meta"), ParallelConfig(**values), seed=0)
+def _model(
+    name: str, *, dropout: float = 0.0, dtype: torch.dtype = torch.float32, **values: Any
+) -> Transformer:
+    sizes: dict[str, Any] = {"num_layers": LAYERS, "vocab_size": 131, "seq_len": 32}
+    drops = {"dropout": dropout, "attention_dropout": dropout}
+    whole = Transformer(replace(preset(name), **sizes, **drops), device="meta", dtype=dtype)
+    return parallelize(whole, ParallelConfig(**values), seed=0)
 
 
 def _step(model: Any) -> tuple[torch.Tensor, Log, Log]:
@@ -34,6 +38,7 @@ def _step(model: Any) -> tuple[torch.Tensor, Log, Log]:
     shard = run.shard_batch(run.rows(text[:, :-1]), run.rows(text[:, 1:]))
     count = run.count(shard.labels)
     run.begin(last=True)
+    torch.manual_seed(2)
     with communication.recorded() as forward:
         loss = run.loss(model(*shard[:2], positions=shard.positions), count)
     with communication.recorded() as backward:
@@ -130,10 +135,37 @@ def _both(rank: int, name: str, values: dict[str, Any]) -> None:
     assert torch.equal(words, plain)
 
 
-@pytest.mark.parametrize("values", [{"tp": 2}, {"tp": 2, "sp": True, "overlap": False}], ids=str)
-def test_the_loss_and_gradients_of_activations_keep_their_bits(values: dict[str, Any]) -> None:
-    """What the table of words gets is the gradient of the first activation, token by token."""
-    threads.run(_both, 2, "tiny-llama", values)
+SPLIT: dict[str, dict[str, Any]] = {
+    "tp2": {"tp": 2},
+    "tp2-sp-dropout": {"tp": 2, "sp": True, "overlap": False, "dropout": 0.2},
+    "dp2-dropout": {"dp": 2, "dropout": 0.2},
+}
+
+
+@pytest.mark.parametrize("case", SPLIT)
+def test_the_loss_and_gradients_of_activations_keep_their_bits(case: str) -> None:
+    """What the table of words gets is the gradient of the first activation, token by token.
+
+    Dropout drops what it drops without copies.
+    """
+    threads.run(_both, 2, "tiny-llama", SPLIT[case])
+
+
+def _rounded(rank: int) -> dict[str, float]:
+    """Return which part of a weight's gradient has other bits with copies."""
+    given: dict[str, Any] = {"dtype": torch.bfloat16, "dp": 2, "ep": 2}
+    models = [_model("tiny-mixtral", **given, copies=copies) for copies in (1, 2)]
+    for each in models:
+        _step(each)
+    one, two = ({n: whole(p.grad) for n, p in each.named_parameters()} for each in models)
+    return {name: float((one[name] != two[name]).double().mean()) for name in one}
+
+
+def test_gradients_of_experts_are_added_in_float32() -> None:
+    """Of other weights autograd adds the two halves' gradients in bfloat16, a rounding more."""
+    for differ in threads.run(_rounded, 2):
+        experts = max(part for name, part in differ.items() if ".experts." in name)
+        assert 10 * experts < differ["layers.2.attention.query.weight"]
 
 
 def _gathered(rank: int, values: dict[str, Any]) -> list[tuple[dict[str, int], int]]:

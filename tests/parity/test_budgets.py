@@ -13,6 +13,7 @@ from torch import nn
 from fusedops.ops._moe_payload import PayloadLayout
 from fusedops.parallel import budgets, communication
 from fusedops.parallel.budgets import Budget
+from fusedops.parallel.pipeline.schedules import table
 from fusedops.parity import Case, threads, token_batch
 from fusedops.parity.fuzzer import adamw, token_loss
 from fusedops.parity.standard import standard
@@ -156,6 +157,48 @@ def test_data_parallel(stage: int) -> None:
         marks = BYTES * len(list(model.parameters()))
         budget = budgets.replicas(2, size_of(model), marks, buckets=1)
     check(logs("tiny-gpt2", 3, {"dp": 2}, zero=stage), budget + said(2), exact=stage == 0)
+
+
+def second_step(rank: int, subject: Subject, case: Case) -> communication.Log:
+    """Record a step after one that has told of shapes."""
+    parallel = standard(subject.model(case), None, case)
+    batch = subject.batch(case, case.generator(0))
+    parallel.forward_backward(batch)
+    with communication.recorded() as log:
+        parallel.forward_backward(batch)
+    return log
+
+
+@pytest.mark.parametrize("name", ["tiny-gpt2", "tiny-llama"])  # with and without a tied head
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
+def test_pipeline_parallel(schedule: str, name: str) -> None:
+    parts, layers = 4, 4
+    order = table(schedule, 2, parts)
+    given: dict[str, Any] = {"microbatches": parts, "pipeline_schedule": schedule}
+    found = logs(name, layers, {"pp": 2}, second_step, batch_size=2 * parts, **given)
+    # The V has the first and the last stage on one rank.
+    shared = name == "tiny-gpt2" and schedule != "zbv"
+    words = WORDS * HIDDEN * BYTES if shared else 0
+    for rank, log in enumerate(found):
+        budget = budgets.pipeline(order.boundaries(rank), parts, ACTIVATION, words=words)
+        check([log], budget + budgets.all_reduces(2, [2 * BYTES]))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_divided_parameters_of_a_backward_in_two_parts(stage: int) -> None:
+    """Sums as often as of a whole backward; with stage 3 weights come once more for its second."""
+    parts, blocks = 4, 3  # of a process: two layers, and what stands before or behind them
+    given: dict[str, Any] = {"pipeline_schedule": "zero_bubble", "microbatches": parts}
+    mesh, more = {"pp": 2, "dp": 2}, {"zero": stage, "bucket_bytes": 1, **given}
+    found = logs("tiny-llama", 4, mesh, second_step, batch_size=2 * parts, **more)
+    for rank, log in enumerate(found):
+        gathered = blocks
+        if stage == 3:  # ends stay from a forward to its backward
+            gathered = parts * (2 * blocks - 1)
+            gathered += parts * blocks if rank >= 2 else 0
+        counts = log.counts()
+        assert counts["all_gather"] == gathered
+        assert counts["reduce_scatter"] == blocks * (1 if stage == 1 else parts)
 
 
 def test_what_is_too_much_is_told() -> None:

@@ -11,6 +11,8 @@ from parity_models import MODELS
 
 import fusedops
 from fusedops import parity
+from fusedops.models import Parallelized, parallelization
+from fusedops.parallel.dropout import Place
 
 # All of dp, cp, tp in {1, 2} but the single process, the smallest first.
 MESHES = sorted(
@@ -45,6 +47,32 @@ def options(mesh: dict[str, int]) -> dict[str, list[Any]]:
 def test_a_few_of_all_combinations(mesh: dict[str, int]) -> None:
     report = fusedops.verify(MODELS, [mesh], options=options(mesh), cases=2, **SIZES)
     assert len(report.passed) == 2, report
+
+
+@pytest.mark.parametrize(
+    ("mesh", "given"),
+    [
+        ({"dp": 2}, {"recompute": "full", "microbatches": 2}),
+        ({"tp": 2}, {"sp": True}),
+        ({"cp": 2}, {"context": "ring"}),
+        ({"cp": 2, "tp": 2}, {"context": "all_to_all", "sp": True}),
+        ({"pp": 2}, {"microbatches": 2, "recompute": "full"}),
+    ],
+    ids=str,
+)
+def test_dropout_draws_what_one_process_does(
+    mesh: dict[str, int], given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what ignores places, or numbers by the order of calls, is found."""
+    size = {"batch_size": 4, "seq_len": 8}
+    case = parity.Case(mesh=mesh, options=given, workload="documents", **size)
+    parity.replay(case, MODELS["llama"])
+    if "dp" in mesh or "pp" in mesh:
+        monkeypatch.setattr(Parallelized, "_draws", lambda self, shards, seed: [{}] * len(shards))
+    else:
+        monkeypatch.setattr(parallelization, "_place", lambda config, mesh: Place())
+    with pytest.raises(AssertionError, match="loss is"):
+        parity.replay(case, MODELS["llama"])
 
 
 def test_offloaded_steps_see_what_clipping_and_later_microbatches_change() -> None:

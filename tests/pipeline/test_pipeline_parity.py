@@ -124,6 +124,14 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
         "tiny-llama",
         {"pp": 2, "microbatches": 4, "pipeline_schedule": "zbv", "recompute": "full"},
     ),
+    "zero1-split-backward": (
+        "tiny-gpt2",
+        {"pp": 2, "dp": 2, "zero": 1, "microbatches": 4, "pipeline_schedule": "zbv"},
+    ),
+    "zero3-split-backward": (
+        "tiny-mixtral",
+        {"pp": 2, "dp": 2, "zero": 3, "microbatches": 4, "pipeline_schedule": "zero_bubble"},
+    ),
 }
 
 
@@ -147,6 +155,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "offload": {"offload": ("activations",)},
     "dp-cp": {"dp": 2, "cp": 2},
     "tp-sp": {"tp": 2, "sp": True},
+    "zero2": {"dp": 2, "zero": 2},
     "zero3": {"dp": 2, "zero": 3},
     "measured": {"pipeline_balance": "measured"},
 }
@@ -157,8 +166,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_goes_with_every_mode(schedule: str, option: str, name: str) -> None:
-    if "zero" in OPTIONS[option] and schedule in ("zero_bubble", "zbv", "dualpipev"):
-        pytest.skip("refused: tests/models/test_parallel_config.py")
     values = {"pp": 2, "microbatches": 4, "pipeline_schedule": schedule, **OPTIONS[option]}
     _checked(name, values)
 

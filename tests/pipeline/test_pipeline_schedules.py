@@ -11,7 +11,7 @@ from fusedops.models.stage_costs import by_operations, measured
 from fusedops.parallel import timeline
 from fusedops.parallel.communication import Log
 from fusedops.parallel.pipeline.schedules import SCHEDULES, Action, Table, table
-from fusedops.parallel.pipeline.split import at, balanced
+from fusedops.parallel.pipeline.split import at, balanced, shortest
 
 # Ranks, micro-batches, stages of a rank.
 SIZES = [(1, 1, None), (2, 4, None), (3, 7, None), (4, 8, None), (2, 6, 3), (4, 8, 1)]
@@ -138,6 +138,35 @@ def test_no_split_has_a_cheaper_dearest_stage(stages: int) -> None:
     others = [at(cuts, 7, stages) for cuts in itertools.combinations(range(1, 7), stages - 1)]
     best = min(_dearest(costs, each, first, last) for each in others)
     assert _dearest(costs, found, first, last) == best
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_no_split_of_few_layers_has_a_shorter_step(name: str) -> None:
+    """Six layers and a head worth two thirds of one: compared with all splits there are."""
+    order, costs, last = table(name, 2, 8), [1.0] * 6, 0.67
+
+    def end(runs: list[range]) -> float:
+        sizes = [float(len(each)) for each in runs]
+        return timeline(order, stages=[*sizes[:-1], sizes[-1] + last]).end
+
+    every = itertools.combinations(range(1, 6), order.stages - 1)
+    best = min(end(at(cuts, 6, order.stages)) for cuts in every)
+    assert end(shortest(costs, order, last=last)) == best
+
+
+def test_what_counts_is_the_rank_where_it_has_several_stages() -> None:
+    """GPT-2's head is on the rank that has the first stage, too."""
+    costs = by_operations(preset("gpt2"))
+    order = table("zbv", 2, 8)
+    runs = shortest(costs.layers, order, last=costs.last)
+    even = balanced(costs.layers, 4, last=costs.last)
+
+    def end(runs: list[range]) -> float:
+        stages = [costs.layers[0] * len(each) for each in runs]
+        return timeline(order, stages=[*stages[:-1], stages[-1] + costs.last]).end
+
+    assert end(runs) < 0.995 * end(even)
+    assert [each for run in runs for each in run] == list(range(12))
 
 
 def test_a_head_takes_the_place_of_layers() -> None:

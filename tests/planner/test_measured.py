@@ -33,7 +33,7 @@ def test_measured_peaks_are_within_a_tenth_of_the_estimate(family: str, kernels:
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_so_they_are_with_recomputation_and_with_accumulation(family: str, kernels: str) -> None:
     check(measure(family, SIZES[0], kernels, "float32", "full"))
-    for size in SIZES:
+    for size in SIZES[1:]:
         check(measure(family, size, kernels, "float32", "none", microbatches=2))
 
 
@@ -66,9 +66,8 @@ def test_so_they_are_with_the_policies_and_the_optimizer_of_this_package(
 @pytest.mark.parametrize("kernels", ["stock", "fused"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_so_they_are_under_autocast(family: str, kernels: str) -> None:
-    for size in SIZES[0], SIZES[2]:
-        found = measure(family, size, kernels, "autocast", "none")
-        assert abs(found.error) < PEAK and abs(found.error_beside) < PEAK, found
+    found = measure(family, SIZES[0], kernels, "autocast", "none")
+    assert abs(found.error) < PEAK and abs(found.error_beside) < PEAK, found
 
 
 def check(found: Measured) -> None:

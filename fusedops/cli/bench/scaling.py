@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -63,6 +63,7 @@ SETTINGS = {
     each.name: each
     for each in (
         Setting("one process", 1, 2, {}),
+        Setting("one process, 8 parts", 1, 2, {"microbatches": 8}),
         Setting("patched transformers", 1, 2, None),
         Setting("dp 2", 2, 1, {"dp": 2}),
         Setting("dp 2, zero 1", 2, 1, {"dp": 2, "zero": 1}),
@@ -70,6 +71,11 @@ SETTINGS = {
         Setting("tp 2, copies 2", 2, 1, {"tp": 2, "copies": 2}),
         Setting("tp 2, sp", 2, 1, {"tp": 2, "sp": True}),
         Setting("cp 2", 2, 1, {"cp": 2}),
+        Setting("pp 2", 2, 1, {"pp": 2, "microbatches": 8}),
+        *(
+            Setting(f"pp 2, {name}", 2, 1, {"pp": 2, "microbatches": 8, "pipeline_schedule": name})
+            for name in ("zero_bubble", "zbv")
+        ),
     )
 }
 FIRST = "one process"
@@ -257,19 +263,19 @@ def _step_of(setting: Setting, work: Work) -> Callable[[], float]:
         initialize(model, _SEED)
     else:
         parallelize(model, ParallelConfig(**setting.parallel), seed=_SEED)
-    run = parallelized(model)
-    optimizer = run.optimizer(lr=1e-4, max_norm=1.0)
-    shard = run.shard_batch(run.rows(tokens), run.rows(labels))
-    assert shard.labels is not None
-    count = run.count(shard.labels)
+    run = replace(parallelized(model), config=ParallelConfig(**setting.parallel))
+    optimizer = run.optimizer(lr=1e-4, max_norm=None if run.pipeline else 1.0)
+    parts = [run.rows(each).chunk(run.config.microbatches) for each in (tokens, labels)]
+    shards = [run.shard_batch(*each) for each in zip(*parts, strict=True)]
+    count = run.count(torch.stack([each.labels for each in shards if each.labels is not None]))
 
     def step() -> float:
-        run.begin(last=True)
-        output = model(shard.tokens, shard.labels, positions=shard.positions)
-        run.loss(output, count).backward()
+        outputs = run.step(shards, count)
+        if run.pipeline is not None:
+            run.clip(1.0)
         optimizer.step()
         optimizer.zero_grad()
-        return float(run.mean_loss([output], count))
+        return float(run.mean_loss(outputs, count))
 
     return step
 

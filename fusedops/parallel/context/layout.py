@@ -169,6 +169,16 @@ def order_back(layout: Layout, device: torch.device) -> torch.Tensor:
 
 
 @functools.lru_cache(maxsize=256)
+def places(layout: Layout, rank: int, device: torch.device) -> torch.Tensor:
+    """Return the numbers of a rank's tokens, counted through the batch; the same for all layers.
+
+    Operators alone may ask: what is kept must be real.
+    """
+    cuts = [torch.arange(*each) for each in ranges(layout, rank)]
+    return torch.cat([torch.arange(0), *cuts]).to(device)
+
+
+@functools.lru_cache(maxsize=256)
 def pieces(layout: Layout, rank: int) -> tuple[Piece, ...]:
     """Return the ranges of a rank, cut where documents end."""
     return tuple(_pieces(layout, rank))

@@ -60,7 +60,13 @@ class Reduces(Protocol):
     """What sums the gradients of a stage over copies of it."""
 
     def begin(self, *, last: bool) -> None:
-        """Say, before a backward, whether it is the stage's last one of the step."""
+        """Say, before a whole backward, whether it is the stage's last one of the step."""
+
+    def begin_part(self) -> None:
+        """Say that a part of a backward follows."""
+
+    def end_part(self, *, weights: bool, last: bool) -> None:
+        """Say that it has ended, whether it made gradients of weights, whether it was the last."""
 
     def start(self) -> None:
         """Begin to sum what is whole on each rank: all gradients of the stage are there."""
@@ -192,17 +198,34 @@ class _Step:
         return found.wait() if isinstance(found, Pending) else found
 
     def _run(self, kind: str, place: tuple[int, int], given: torch.Tensor | None) -> None:
+        stage = place[0]
         if kind == FORWARD:
             self._run_forward(place, given)
         elif kind == BACKWARD:
-            self._say_whether_last(place[0])
+            data = self._driver.data.get(stage)
+            if data is not None:
+                data.begin(last=self._is_last(stage))
             held = self._with_gradient(self._held.pop(place), given)
             torch.autograd.backward(held.roots, held.grads)
             self._pass_back(place, held)
-        elif kind == INPUT:
-            self._run_input(place, given)
+        else:
+            self._run_part(kind, place, given)
+
+    def _run_part(self, kind: str, place: tuple[int, int], given: torch.Tensor | None) -> None:
+        """Make, of a backward, the gradient of what was given, or later those of the weights."""
+        stage = place[0]
+        held, data = self._held[place], self._driver.data.get(stage)
+        self._with_gradient(held, given)
+        if kind == INPUT and held.given is None:  # the first stage: there is nothing but weights
+            return
+        if data is not None:
+            data.begin_part()
+        if kind == INPUT:
+            self._run_input(place, held)
         else:
             self._run_weight(place)
+        if data is not None:
+            data.end_part(weights=kind == WEIGHT, last=self._is_last(stage))
 
     def _run_forward(self, place: tuple[int, int], given: torch.Tensor | None) -> None:
         stage, microbatch = place
@@ -223,11 +246,7 @@ class _Step:
         most = self._driver.most_alive
         most[stage] = max(most[stage], self._alive[stage])
 
-    def _run_input(self, place: tuple[int, int], given: torch.Tensor | None) -> None:
-        """Make the gradient of what was given; those of the weights can wait."""
-        held = self._with_gradient(self._held[place], given)
-        if held.given is None:  # the first stage: there is nothing but weights
-            return
+    def _run_input(self, place: tuple[int, int], held: _Held) -> None:
         from torch.distributed.pipelining._backward import stage_backward_input
 
         weights = self._driver.stages[place[0]].parameters()
@@ -236,7 +255,6 @@ class _Step:
         self._pass_back(place, held)
 
     def _run_weight(self, place: tuple[int, int]) -> None:
-        """Make the gradients of the weights."""
         held = self._held.pop(place)
         if held.groups is None:
             torch.autograd.backward(held.roots, held.grads)
@@ -250,10 +268,9 @@ class _Step:
             held.grads.insert(0, given)
         return held
 
-    def _say_whether_last(self, stage: int) -> None:
-        data = self._driver.data.get(stage)
-        if data is not None:
-            data.begin(last=self._backwards[stage] == self._table.microbatches - 1)
+    def _is_last(self, stage: int) -> bool:
+        """Whether the backward that runs is the last one of a stage."""
+        return self._backwards[stage] == self._table.microbatches - 1
 
     def _pass_back(self, place: tuple[int, int], held: _Held) -> None:
         stage, microbatch = place

@@ -113,6 +113,12 @@ class Table:
         """Return the stages of a rank."""
         return [each for each in range(self.stages) if self.rank_of(each) == rank]
 
+    def boundaries(self, rank: int) -> int:
+        """Return how many neighbours of the stages of a rank are on other ranks."""
+        neighbours = [each + step for each in self.stages_of(rank) for step in (-1, 1)]
+        inside = [each for each in neighbours if 0 <= each < self.stages]
+        return sum(self.rank_of(each) != rank for each in inside)
+
     def needs(self, action: Action) -> list[Action]:
         """Return the actions of which at least one must be done before.
 

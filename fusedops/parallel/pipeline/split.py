@@ -1,8 +1,9 @@
 """Which layers a stage of a pipeline gets: by their costs, or where the user cuts.
 
-A pipeline runs at the pace of its slowest stage, so a split is as good as its dearest stage is
-cheap. What stands before the first layer and behind the last belongs to the first and last stage
-and counts with them.
+A pipeline runs at about the pace of its slowest rank. ``balanced`` makes the dearest stage as cheap
+as it can be; what that is worth depends on the schedule, above all where a rank has several stages,
+so ``shortest`` goes on from there by the time that a step would take. What stands before the first
+layer and behind the last belongs to the first and last stage and counts with them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,11 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from fusedops._core import checks
+from fusedops.parallel.pipeline.schedules import Table
+from fusedops.parallel.pipeline.timeline import timeline
+
+# Actions that are timed to find a split; about a second.
+_TIMED = 100_000
 
 
 def balanced(
@@ -58,7 +64,77 @@ def balanced(
             for end in ends
         }
     cuts = best[layers][2]
+    return _runs(cuts)
+
+
+def shortest(
+    costs: Sequence[float], order: Table, *, first: float = 0.0, last: float = 0.0
+) -> list[range]:
+    """Return runs of layers with which a schedule's step is short.
+
+    Args:
+        costs: of each layer, in any unit.
+        order: the schedule.
+        first: what the first stage does besides.
+        last: what the last stage does besides.
+
+    Raises:
+        ValueError: there are fewer layers than stages.
+
+    Note:
+        From the split whose dearest stage is the cheapest on, a layer moves from one stage to
+        another, those between shifting along, for as long as the ``timeline`` gets shorter: no such
+        move makes it shorter, unless there are so many stages and micro-batches that looking on
+        would take seconds.
+
+    Example:
+        >>> from fusedops.parallel.pipeline.schedules import table
+        >>> from fusedops.parallel.pipeline.split import balanced, shortest
+        >>> [len(each) for each in balanced([1.0] * 6, 4, last=1.0)]
+        [1, 2, 2, 1]
+        >>> [len(each) for each in shortest([1.0] * 6, table("zbv", 2, 8), last=1.0)]
+        [2, 1, 2, 1]
+    """
+    found = balanced(costs, order.stages, first=first, last=last)
+    actions = sum(map(len, order.actions))
+    left = _TIMED // actions
+
+    def rating(cuts: tuple[int, ...]) -> tuple[float, float]:
+        stages = [sum(costs[layer] for layer in run) for run in _runs(cuts)]
+        stages[0] += first
+        stages[-1] += last
+        return timeline(order, stages=stages).end, max(stages)
+
+    cuts = tuple(each.stop for each in found)
+    best = rating(cuts)
+    while left > 0:
+        others = _moves(cuts)[:left]
+        left -= len(others)
+        rated, other = min(((rating(each), each) for each in others), default=(best, cuts))
+        if rated >= best:
+            break
+        best, cuts = rated, other
+    return _runs(cuts)
+
+
+def _runs(cuts: Sequence[int]) -> list[range]:
+    """Return the runs that end at these layers."""
     return [range(a, b) for a, b in zip((0, *cuts), cuts, strict=False)]
+
+
+def _moves(cuts: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Return the cuts after a layer has gone from one stage to another, to near ones first."""
+    stages = range(len(cuts))
+    pairs = [(a, b) for a in stages for b in stages if a != b]
+    pairs.sort(key=lambda each: abs(each[0] - each[1]))
+    sizes = [len(each) for each in _runs(cuts)]
+    return [
+        tuple(
+            cut + (min(a, b) <= i < max(a, b)) * (1 if b < a else -1) for i, cut in enumerate(cuts)
+        )
+        for a, b in pairs
+        if sizes[a] > 1
+    ]
 
 
 def at(starts: Sequence[int], layers: int, stages: int, op: str = "pipeline") -> list[range]:

@@ -1,0 +1,56 @@
+"""What the compilers are told, for tools/native.py."""
+
+AVX2 = ("-mavx2", "-mfma", "-mf16c")
+AVX512 = (*AVX2, "-mavx512f", "-mavx512dq", "-mavx512vl", "-mavx512bw")
+# ATen's vector headers look at HAVE_*_CPU_DEFINITION and CPU_CAPABILITY_*, as in torch's own build.
+ISA_FLAGS = {
+    "DEFAULT": ("-DCPU_CAPABILITY=DEFAULT", "-DCPU_CAPABILITY_DEFAULT"),
+    "AVX2": (
+        *AVX2,
+        "-DCPU_CAPABILITY=AVX2",
+        "-DCPU_CAPABILITY_AVX2",
+        "-DHAVE_AVX2_CPU_DEFINITION",
+    ),
+    "AVX512": (
+        *AVX512,
+        "-DCPU_CAPABILITY=AVX512",
+        "-DCPU_CAPABILITY_AVX512",
+        "-DHAVE_AVX512_CPU_DEFINITION",
+    ),
+    "AVX512_BF16": (
+        *AVX512,
+        "-mavx512bf16",
+        "-DCPU_CAPABILITY=AVX512_BF16",
+        "-DCPU_CAPABILITY_AVX512",
+        "-DHAVE_AVX512_CPU_DEFINITION",
+    ),
+}
+GENCODE = (
+    "-gencode=arch=compute_80,code=sm_80",
+    "-gencode=arch=compute_90a,code=sm_90a",
+)
+# The C++11 ABI is fixed: every torch that we support (2.11 and newer) is built with it.
+CXX_FLAGS = (
+    "-std=c++20",
+    "-O3",
+    "-g0",
+    "-fPIC",
+    "-fopenmp",
+    "-fvisibility=hidden",
+    "-fvisibility-inlines-hidden",
+    "-fno-gnu-unique",
+    "-Wall",
+    "-Wno-maybe-uninitialized",  # gcc 12 on at::vec and on its own AVX-512 headers
+    "-Wno-uninitialized",
+    "-Wno-unknown-pragmas",
+    "-Wno-psabi",  # 32-byte vectors passed by the default instruction set, inside one file only
+    "-D_GLIBCXX_USE_CXX11_ABI=1",
+)
+NVCC_FLAGS = (
+    *GENCODE,
+    "-std=c++20",
+    "-O3",
+    "-Xptxas=-v",
+    "-Xcompiler=-fPIC,-fvisibility=hidden",
+    "-Xcudafe=--diag_suppress=177",
+)
