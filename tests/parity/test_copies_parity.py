@@ -21,6 +21,12 @@ STEPS: dict[str, tuple[str, dict[str, int], dict[str, Any], dict[str, Any]]] = {
         {"ep": 2, "sp": True},
         {"batch_size": 2, "workload": "documents"},
     ),
+    "experts-on-nodes": (
+        "mixtral",
+        {"dp": 4},
+        {"ep": 4, "ep_nodes": 2, "ep_chunks": 2},
+        {"batch_size": 8},
+    ),
     "experts-recomputed-zero3": (
         "mixtral",
         {"dp": 4},
@@ -72,7 +78,7 @@ def test_verify_finds_a_loss_of_routers_that_is_a_mean_of_halves(
 ) -> None:
     factory = partial(small, "tiny-mixtral", num_layers=1, balance_loss=0.01)
     given: dict[str, Any] = {"options": {"copies": [2], "ep": [2]}, "cases": 1}
-    sizes: dict[str, Any] = {"batch_sizes": (4, 6), "seq_lens": (8,)}
+    sizes: dict[str, Any] = {"batch_sizes": (4,), "seq_lens": (4,)}
     assert fusedops.verify(factory, [{"dp": 2}], **given, **sizes)
     monkeypatch.setattr("fusedops.models.copies._loss_of_router", _mean_of_halves)
     with pytest.raises(parity.ParityError, match=r"gradient layers\.0"):
