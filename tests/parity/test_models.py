@@ -37,6 +37,7 @@ def options(mesh: dict[str, int]) -> dict[str, list[Any]]:
     }
     if "tp" in mesh:
         found["sp"] = [False, True]
+        found["copies"] = [1, 2]
     if "dp" in mesh or "cp" in mesh:
         found["zero"] = [0, 1, 2, 3]
     if "cp" in mesh:
@@ -112,7 +113,7 @@ def test_experts_over_ranks() -> None:
     report = fusedops.verify(
         MODELS["mixtral"],
         [{"dp": 2}, {"dp": 2, "tp": 2}],
-        options={"ep": [2], "zero": [0, 2]},
+        options={"ep": [2], "zero": [0, 2], "copies": [1, 2]},
         cases=4,
         **SIZES,
     )
