@@ -11,6 +11,7 @@ from torch import nn
 from fusedops._core import checks
 from fusedops.nn import MoE
 from fusedops.ops import RoutingPlan
+from fusedops.ops.grouped_mm import lowered
 from fusedops.ops.moe_sort import moe_sort
 from fusedops.parallel.communication import ordered_sum
 from fusedops.parallel.expert import expert_parallel, moe_combine, moe_dispatch
@@ -63,7 +64,8 @@ def split_experts(
     over: Any = group if nodes is None else nodes
 
     def exchange(forward: Any, input: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
-        return expert_parallel(input, plan, forward, over, chunks=chunks)
+        (rows,) = lowered(input)  # results come home in the dtype in which rows leave
+        return expert_parallel(rows, plan, forward, over, chunks=chunks)
 
     put_around(experts, lambda each: [local(p) for p in each], exchange)
 
@@ -91,7 +93,7 @@ class _ByRank:
     @torch.compiler.disable(reason="how many rows each rank sent is known on the host alone")
     def __call__(self, input: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
         """Return ``[tokens, hidden_size]`` for ``[tokens, hidden_size]``."""
-        rows, arrived, handle = moe_dispatch(input, plan, self._group)
+        rows, arrived, handle = moe_dispatch(lowered(input)[0], plan, self._group)
         counts = list(handle.rows_received)
         found = list(parameters_of(self._module))
         copies = [_Copies.apply(local(each), len(counts)) for *_, each in found]
