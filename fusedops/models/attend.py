@@ -65,7 +65,7 @@ def attend(
         grouped = query_BNSD.shape[1] != key_BNSD.shape[1]
         options |= {"enable_gqa": grouped, "seed": seed}
         return ops.attention(query_BNSD, key_BNSD, value_BNSD, **options)
-    if seed is not None:
+    if seed is not None and documents.ids_BS.numel():
         sequences, heads, length, _ = query_BNSD.shape
         tokens = torch.arange(sequences * length, device=seed.device)
         seed = philox.placed_scores(seed, heads, length)

@@ -75,3 +75,26 @@ def draws(
     rows = place.rows(first, tokens // place.sequence_parts, features)
     scores = place.scores(first, heads // place.head_parts, tokens * place.context_parts)
     return Draws(philox.placed(seeds, rows), philox.placed(seeds, scores))
+
+
+def behind(drawn: Draws, sequences: int, *, tokens: int, heads: int, features: int) -> Draws:
+    """Return the seeds of a forward's last sequences.
+
+    Args:
+        drawn: of all of its sequences.
+        sequences: how many come before the last ones.
+        tokens: of a sequence here.
+        heads: of attention, of all processes.
+        features: of the residual stream.
+    """
+    rows, scores = drawn
+    if rows.shape[1] == 2:  # of a batch that is whole here
+        place = Place()
+        return Draws(
+            philox.placed(rows, place.rows(sequences, tokens, features)),
+            philox.placed(scores, place.scores(sequences, heads, tokens)),
+        )
+    rows, scores = rows.clone(), scores.clone()
+    rows[:, 5:] += sequences * rows[:, 3:4]
+    scores[:, 2] += sequences * scores[:, 3]
+    return Draws(rows, scores)

@@ -58,6 +58,8 @@ class ParallelConfig:
         zero: what of each parameter is divided over ``dp * cp``: 0 nothing, 1 the optimizer's
             states, 2 gradients as well, 3 weights as well.
         microbatches: forward and backward passes of a step.
+        copies: 2: layers run for two halves of a micro-batch in turns, so that what ``tp`` and
+            ``ep`` communicate for one runs beside the products of the other.
         pipeline_schedule: order of forwards and backwards over the ranks of ``pp``: ``"gpipe"``,
             ``"1f1b"``, ``"interleaved"``, ``"looped_bfs"``, ``"zero_bubble"``, ``"zbv"``,
             ``"dualpipev"``.
@@ -111,6 +113,7 @@ class ParallelConfig:
     ep_same_bits: bool = False
     zero: int = 0
     microbatches: int = 1
+    copies: int = 1
     pipeline_schedule: str = "1f1b"
     pipeline_virtual: int | None = None
     pipeline_balance: str = "operations"
@@ -132,7 +135,7 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "offload", _words("offload", self.offload))
         object.__setattr__(self, "not_sharded", _words("not_sharded", self.not_sharded))
-        for name in (*DENSE, "ep", "microbatches"):
+        for name in (*DENSE, "ep", "microbatches", "copies"):
             checks.integer(_OP, name, getattr(self, name), least=1)
         for name in ("zero", "bucket_bytes", "shard_threshold"):
             checks.integer(_OP, name, getattr(self, name), least=0)
@@ -147,6 +150,7 @@ class ParallelConfig:
         _check_recompute(self)
         _check_buckets(self)
         _check_mode(self)
+        _check_copies(self)
         _check_pipeline(self)
         _ = self.sizes
         _check_shards(self)
@@ -237,6 +241,24 @@ def _check_mode(config: ParallelConfig) -> None:
         if getattr(config, name) != 1:
             wanted = "1 with mode 'data', in which every process is data parallel"
             checks.fail(_OP, name, wanted, getattr(config, name))
+
+
+def _check_copies(config: ParallelConfig) -> None:
+    if config.copies > 2:
+        checks.fail(_OP, "copies", "1 or 2, the halves of a micro-batch", config.copies)
+    if config.copies == 2 and config.mode == "manual":
+        wanted = "1 with mode 'manual', in which the model orders what it computes itself"
+        checks.fail(_OP, "copies", wanted, config.copies)
+    if config.copies == 2 and config.ep_same_bits:
+        raise UnsupportedError(
+            f"{_OP}: copies must be 1 with ep_same_bits, got 2: weights get a gradient of each "
+            "half, and the order of their sum is another"
+        )
+    if config.copies == 2 and "experts" in config.offload:
+        raise UnsupportedError(
+            f"{_OP}: copies must be 1 with offload 'experts', got 2: what comes to the device "
+            "for one half would come once more for the other"
+        )
 
 
 def _check_pipeline(config: ParallelConfig) -> None:

@@ -10,7 +10,6 @@ them (with sequence parallelism), H hidden size.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -22,6 +21,7 @@ from torch import nn
 from fusedops import memory, ops
 from fusedops._core import checks
 from fusedops.models.config import TransformerConfig
+from fusedops.models.copies import run_in_copies
 from fusedops.models.initialize import initialize
 from fusedops.models.parallel_config import (
     ParallelConfig,
@@ -33,7 +33,7 @@ from fusedops.models.parallelized import Parallelized, attach
 from fusedops.models.pipelined import WORDS, Pipeline
 from fusedops.models.stage_costs import Costs, by_operations, measured
 from fusedops.models.stages import Stage, cut
-from fusedops.models.transformer import Layer, Places, Transformer
+from fusedops.models.transformer import Transformer
 from fusedops.nn import MLP, GatedMLP, MoE
 from fusedops.parallel import communication, context
 from fusedops.parallel.data import DataParallel, Replicas, by_bytes, divides, local_bytes, shard
@@ -109,6 +109,8 @@ def parallelize(
     parts: list[nn.Module] = [*stages.values()] or [model]
     for part in parts:
         if isinstance(part, Transformer):
+            if config.copies > 1:
+                run_in_copies(part)
             _keep_less(part, config, mesh)
     whole = _left_whole(model, config, mesh)
     data, taken = [], set(whole)
@@ -246,7 +248,8 @@ def _split_tensors(model: Transformer, mesh: Any, config: ParallelConfig) -> Non
     """Divide heads, features and words over the ranks of ``tp``; with ``sp`` tokens too."""
     group, sequence = mesh.get_group(), config.sp
     # Products beside communication: what enters and leaves must be tokens, which come in blocks.
-    beside = sequence and config.overlap
+    # Of two copies it is the other's products that run beside it.
+    beside = sequence and config.overlap and config.copies == 1
     _split_ends(model, mesh, sequence=sequence)
     for layer in _layers(model):
         _split_attention(layer.attention, mesh, sequence=sequence, overlap=beside)
@@ -347,16 +350,10 @@ def _split_tokens(layer: Any, mesh: Any, *, sequence: bool) -> None:
         if module is not None:
             sum_gradients(module, mesh)
 
-    def feed_forward(x_BSH: torch.Tensor, places: Places) -> Any:
-        if places.tokens is not None:
-            domains = None if places.domains is None else part_of(places.domains, group)
-            places = replace(places, tokens=part_of(places.tokens, group), domains=domains)
-        if sequence:
-            return Layer._feed_forward(layer, x_BSH, places)
-        branch_BsH, auxiliary = Layer._feed_forward(layer, take_tokens(x_BSH, group), places)
-        return join_tokens(branch_BsH, group), auxiliary
-
-    layer._feed_forward = feed_forward
+    if not sequence:
+        layer.take_tokens = partial(take_tokens, group=group)
+        layer.join_tokens = partial(join_tokens, group=group)
+    layer.take_ids = partial(part_of, group=group)
 
 
 def _place(config: ParallelConfig, mesh: Mesh) -> Place:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -221,7 +221,12 @@ class Attention(nn.Module):
         self, x_BSH: torch.Tensor, places: Places, asking_BSH: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return ``[B, S, H]``; queries are made of ``asking_BSH`` where it is given."""
-        config = self.config
+        return self.output(self.meet(*self.split(x_BSH, places, asking_BSH), places))
+
+    def split(
+        self, x_BSH: torch.Tensor, places: Places, asking_BSH: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return queries, keys and values by heads, ``[B, N, S, D]``, turned by their places."""
         asking_BSH = x_BSH if asking_BSH is None else asking_BSH
         query = self.query(asking_BSH).unflatten(-1, (-1, self.head_dim))
         key = self.key(x_BSH).unflatten(-1, (-1, self.head_dim))
@@ -231,9 +236,20 @@ class Attention(nn.Module):
         query_BNSD, key_BNSD, value_BNSD = (each.transpose(1, 2) for each in (query, key, value))
         if places.rotary is not None:
             query_BNSD, key_BNSD = ops.rotary_embedding(query_BNSD, key_BNSD, *places.rotary)
+        return query_BNSD, key_BNSD, value_BNSD
+
+    def meet(
+        self,
+        query_BNSD: torch.Tensor,
+        key_BNSD: torch.Tensor,
+        value_BNSD: torch.Tensor,
+        places: Places,
+    ) -> torch.Tensor:
+        """Return what the heads here found, ``[B, S, N * D]``."""
+        config = self.config
         slopes = None
         if config.alibi:
-            slopes = alibi_slopes(config.num_heads, x_BSH.device)
+            slopes = alibi_slopes(config.num_heads, query_BNSD.device)
             slopes = slopes[self.first_head : self.first_head + self.num_heads]
         dropout_p = config.attention_dropout if self.training else 0.0
         more = {}
@@ -250,7 +266,7 @@ class Attention(nn.Module):
             documents=places.documents,
             **more,
         )
-        return self.output(output_BNSD.transpose(1, 2).flatten(2))
+        return output_BNSD.transpose(1, 2).flatten(2)
 
 
 class Layer(nn.Module):
@@ -259,6 +275,9 @@ class Layer(nn.Module):
     Attributes:
         router_loss: ``fusedops.moe_router_loss``, or a function that is called the same way.
         balancing: counts the router's choices for its bias, ``None`` where it has none.
+        take_tokens: gives the router and the experts the tokens that they compute here.
+        take_ids: gives those tokens' ids.
+        join_tokens: gives all tokens back.
     """
 
     def __init__(self, config: TransformerConfig, index: int) -> None:
@@ -273,6 +292,9 @@ class Layer(nn.Module):
             rate = config.balance_rate
             self.balancing = BalancingBias(config.num_experts, rate, own_bias=False)
         self.router_loss: Callable[..., torch.Tensor] = ops.moe_router_loss
+        self.take_tokens: Callable[[torch.Tensor], torch.Tensor] = _all
+        self.take_ids: Callable[[torch.Tensor], torch.Tensor] = _all
+        self.join_tokens: Callable[[torch.Tensor], torch.Tensor] = _all
 
     def forward(
         self, x_BSH: torch.Tensor, places: Places, asking_BSH: torch.Tensor | None = None
@@ -300,37 +322,57 @@ class Layer(nn.Module):
     def _feed_forward(
         self, x_BSH: torch.Tensor, places: Places
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        part, config = self.feed_forward, self.config
+        part = self.feed_forward
         if not isinstance(part, MoE):
             return part(x_BSH), None
+        x_BSH = self.take_tokens(x_BSH)
+        logits, plan = self.choose(x_BSH, places)
+        auxiliary = None if logits is None else self.loss_of_router(logits, plan)
+        return self.join_tokens(part(x_BSH, plan=plan)), auxiliary
+
+    def choose(
+        self, x_BSH: torch.Tensor, places: Places
+    ) -> tuple[torch.Tensor | None, ops.RoutingPlan]:
+        """Return the router's logits, ``None`` where ids decide, and the experts of each token."""
+        part: Any = self.feed_forward
         if part.gate is None:
-            return part(x_BSH, plan=self._hashed(places)), None
+            return None, self._hashed(places)
         logits, plan = part.gate(x_BSH)
         if self.balancing is not None:
             self.balancing.count(plan)
-        auxiliary = None
-        if self.training and (config.balance_loss or config.z_loss):
-            auxiliary = self.router_loss(
-                logits,
-                plan,
-                balance=config.balance_loss,
-                z=config.z_loss,
-                score=config.router_score,
-            )
-        return part(x_BSH, plan=plan), auxiliary
+        return logits, plan
+
+    def loss_of_router(
+        self, logits: torch.Tensor, choices: ops.RoutingPlan | torch.Tensor
+    ) -> torch.Tensor | None:
+        """Return the losses of the router, ``None`` where the configuration has none."""
+        config = self.config
+        if not self.training or not (config.balance_loss or config.z_loss):
+            return None
+        return self.router_loss(
+            logits,
+            choices,
+            balance=config.balance_loss,
+            z=config.z_loss,
+            score=config.router_score,
+        )
 
     def _hashed(self, places: Places) -> ops.RoutingPlan:
         """Return the experts of each token by its id; a hash of their own in each layer."""
         config, domains = self.config, places.domains
         assert places.tokens is not None
         return ops.hash_route(
-            places.tokens.flatten(),
+            self.take_ids(places.tokens).flatten(),
             config.num_experts,
             top_k=config.top_k,
             seed=config.router_seed + self.index,
-            domains=None if domains is None else domains.flatten(),
+            domains=None if domains is None else self.take_ids(domains).flatten(),
             domain_experts=config.domain_experts,
         )
+
+
+def _all(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 class Head(nn.Module):
@@ -505,9 +547,7 @@ class Transformer(nn.Module):
         drawn: Draws | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the hidden states behind the layers that there are, and their routers' losses."""
-        places = self._places(x_BSH, positions, document_ids, drawn)
-        if self.config.router == "hash":
-            places = replace(places, tokens=tokens, domains=domains)
+        places = self._places(x_BSH, positions, document_ids, tokens, domains, drawn)
         auxiliary = torch.zeros((), device=x_BSH.device)
         for name, layer in self.layers.items():
             asking_BSH = None
@@ -552,6 +592,8 @@ class Transformer(nn.Module):
         x_BSH: torch.Tensor,
         positions: torch.Tensor,
         document_ids: torch.Tensor | None,
+        tokens: torch.Tensor | None = None,
+        domains: torch.Tensor | None = None,
         drawn: Draws | None = None,
     ) -> Places:
         config = self.config
@@ -561,7 +603,9 @@ class Transformer(nn.Module):
             width, theta, scaling = config.size_of_head, config.rope_theta, config.rope_scaling
             rotary = rotary_tables(positions, width, theta, scaling, dtype)
         documents = None if document_ids is None else Documents(document_ids)
-        return Places(rotary, documents, draws=drawn)
+        if config.router != "hash":
+            tokens = domains = None
+        return Places(rotary, documents, tokens, domains, drawn)
 
 
 def _check(config: TransformerConfig) -> None:

@@ -242,12 +242,17 @@ class MoE(nn.Module):
         checks.tensor("MoE", "input", input)
         plan = self.route(input) if plan is None else plan
         output = self.experts(input.reshape(-1, self.hidden_size), plan).view_as(input)
+        shared = self.shared(input)
+        return output if shared is None else output + shared
+
+    def shared(self, input: torch.Tensor) -> torch.Tensor | None:
+        """Return what the expert that every token visits adds, ``None`` where there is none."""
         if self.shared_experts is None:
-            return output
+            return None
         shared = self.shared_experts(input)
         if self.shared_expert_gate is not None:
             shared = torch.sigmoid(self.shared_expert_gate(input)) * shared
-        return output + shared
+        return shared
 
 
 class _Router(nn.Module):

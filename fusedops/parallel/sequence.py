@@ -151,5 +151,8 @@ class SequenceNorm(ParallelLayer):
 
     def forward(self, *inputs: torch.Tensor, **options: Any) -> Any:
         """Return what the plain norm returns of this rank's tokens or heads."""
-        weight, bias = shared_together([local(self.weight), local(self.bias)], self.group)
+        weight, bias = self.once("norm", self._shared)
         return self.compute(self, weight, bias, *inputs, **options)
+
+    def _shared(self) -> list[torch.Tensor | None]:
+        return shared_together([local(self.weight), local(self.bias)], self.group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +15,14 @@ from fusedops.ops import RoutingPlan
 from fusedops.ops.grouped_mm import lowered
 from fusedops.ops.moe_sort import moe_sort
 from fusedops.parallel.communication import ordered_sum
-from fusedops.parallel.expert import expert_parallel, moe_combine, moe_dispatch
+from fusedops.parallel.expert import (
+    Experts,
+    Group,
+    Trip,
+    expert_parallel,
+    moe_combine,
+    moe_dispatch,
+)
 from fusedops.parallel.tensor import check_type, distribute, local
 from fusedops.parallel.tokenwise import parameters_of, put_around, standing_in
 
@@ -62,12 +70,41 @@ def split_experts(
         experts.forward = _ByRank(experts, group)
         return
     over: Any = group if nodes is None else nodes
+    put_around(experts, lambda each: [_Own.apply(local(p)) for p in each], Exchange(over, chunks))
 
-    def exchange(forward: Any, input: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
-        (rows,) = lowered(input)  # results come home in the dtype in which rows leave
-        return expert_parallel(rows, plan, forward, over, chunks=chunks)
 
-    put_around(experts, lambda each: [local(p) for p in each], exchange)
+class _Own(torch.autograd.Function):
+    """A weight that is a view of nothing: one by whose views ``summed`` knows it again."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        return weight.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Calls the experts of a layer that are divided over a group.
+
+    Rows leave in the dtype of the experts' products, autocast's where it is enabled: that is the
+    one in which results come home.
+    """
+
+    group: Group
+    chunks: int
+
+    def __call__(self, forward: Experts, input: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
+        """Return ``[tokens, hidden_size]``."""
+        (rows,) = lowered(input)
+        return expert_parallel(rows, plan, forward, self.group, chunks=self.chunks)
+
+    def trip(self, forward: Experts, input: torch.Tensor, plan: RoutingPlan) -> Trip:
+        """Return the same in steps; the tokens are on their way."""
+        (rows,) = lowered(input)
+        return Trip(rows, plan, forward, self.group, chunks=self.chunks)
 
 
 def _check_ordered(op: str, experts: nn.Module, chunks: int, nodes: DeviceMesh | None) -> None:
