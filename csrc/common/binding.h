@@ -41,15 +41,24 @@ inline at::Tensor dense(const std::optional<at::Tensor>& tensor) {
   return tensor.has_value() && tensor->defined() ? tensor->contiguous() : at::Tensor();
 }
 
-// Dropout with probability p from a seed tensor of this machine.
-inline Dropout dropout_of(const std::optional<at::Tensor>& seed, double p) {
-  const auto pair = dense(seed);
-  TORCH_CHECK(pair.defined() || p == 0.0 || p == 1.0, "dropout with p = ", p, " needs a seed");
-  if (!pair.defined()) return Dropout(nullptr, p);
+// Dropout with probability p from a dense seed tensor of this machine, or none.
+inline Dropout dropout_of(const at::Tensor& seed, double p) {
+  TORCH_CHECK(seed.defined() || p == 0.0 || p == 1.0, "dropout with p = ", p, " needs a seed");
+  return Dropout(seed.defined() ? seed.const_data_ptr<int64_t>() : nullptr, p);
+}
+
+// The same, of rows that may have a place: the seed must outlive what is returned.
+inline Dropout row_dropout_of(const at::Tensor& seed, double p) {
+  auto dropout = dropout_of(seed, p);
+  if (!seed.defined() || seed.numel() == 2) return dropout;
+  const int64_t* numbers = seed.const_data_ptr<int64_t>() + 2;
+  const int64_t pieces = seed.numel() - 5;
   TORCH_CHECK_VALUE(
-      pair.numel() == 2 || (pair.numel() == 5 && pair.const_data_ptr<int64_t>()[3] > 0),
-      "seed must be {seed, offset}, or also {base, run, stride} with a run above 0");
-  return Dropout(pair.const_data_ptr<int64_t>(), p, pair.numel() == 5);
+      pieces > 0 && numbers[2] > 0 && numbers[0] / pieces == numbers[2] && numbers[0] % pieces == 0,
+      "seed must be {seed, offset}, or also {run, stride, unit} and a number for "
+      "each of the run / unit pieces of a run");
+  dropout.places.numbers = numbers;
+  return dropout;
 }
 
 inline const void* data(const at::Tensor& tensor) {

@@ -39,35 +39,38 @@ FUSEDOPS_HOST_DEVICE inline PhiloxWords philox4x32(PhiloxWords counter, uint32_t
   return counter;
 }
 
+// Where the elements of rows stand in a larger tensor: runs of `run` elements are `stride` apart,
+// and consist of pieces of `unit` elements, each of which begins at its number of `at`. A row lies
+// within a piece. The numbers are those behind {seed, offset}, as fusedops/_core/philox.py has
+// them.
+struct RowPlaces {
+  const int64_t* numbers = nullptr;  // {run, stride, unit, at...}; null: elements have their index
+
+  FUSEDOPS_HOST_DEVICE int64_t of(int64_t i) const {
+    if (numbers == nullptr) return i;
+    const int64_t run = numbers[0], unit = numbers[2];
+    return i / run * numbers[1] + numbers[3 + i % run / unit] + i % unit;
+  }
+};
+
 // Dropout with probability p from a seed tensor {seed, offset}: element i is kept if and only if
-// its random word reaches round(p * 2^32). {seed, offset, base, run, stride}: the word is that of
-// element base + i / run * stride + i % run, the index that it has in a larger tensor.
+// its random word reaches round(p * 2^32). The seed may have a place behind.
 struct Dropout {
   uint64_t seed = 0;
   uint64_t offset = 0;
-  int64_t base = 0;
-  int64_t run = 0;  // 0: elements have their own index
-  int64_t stride = 0;
+  RowPlaces places;        // of rows; scores have theirs elsewhere
   uint64_t threshold = 0;  // 0 keeps every element, 2^32 keeps none
   double scale = 1.0;      // of kept elements
 
   Dropout() = default;
   // `pair` may be null when every element is kept, or none.
-  Dropout(const int64_t* pair, double p, bool placed = false)
+  Dropout(const int64_t* pair, double p)
       : seed(pair != nullptr ? static_cast<uint64_t>(pair[0]) : 0),
         offset(pair != nullptr ? static_cast<uint64_t>(pair[1]) : 0),
-        base(placed ? pair[2] : 0),
-        run(placed ? pair[3] : 0),
-        stride(placed ? pair[4] : 0),
         threshold(static_cast<uint64_t>(std::nearbyint(p * 4294967296.0))),
         scale(p < 1.0 ? 1.0 / (1.0 - p) : 1.0) {}
 
   FUSEDOPS_HOST_DEVICE bool active() const { return threshold != 0; }
-
-  // Where element i stands; those of one row stand in one run.
-  FUSEDOPS_HOST_DEVICE int64_t place(int64_t i) const {
-    return run == 0 ? i : base + i / run * stride + i % run;
-  }
 
   // The words of elements 4 * counter .. 4 * counter + 3.
   FUSEDOPS_HOST_DEVICE PhiloxWords words(uint64_t counter) const {

@@ -129,9 +129,32 @@ void set_mask(AttentionCall& call, const at::Tensor& mask, const at::Tensor& que
   call.mask_column_stride = broadcast_stride(mask, 3);
 }
 
+// Dropout of scores. Its seed may say where they stand in larger ones: fusedops/_core/philox.py.
+struct ScoreDropout {
+  at::Tensor seed;
+  Dropout dropout;
+
+  ScoreDropout() = default;
+  ScoreDropout(const Optional& given, double p)
+      : seed(dense(given)), dropout(dropout_of(seed, p)) {}
+
+  // {base, batch_stride, head_stride, rows..., columns...}, or null.
+  const int64_t* numbers() const {
+    return seed.defined() && seed.numel() > 2 ? seed.const_data_ptr<int64_t>() + 2 : nullptr;
+  }
+  // Where rows stand, then columns: `tokens` of both together; null where they follow each other.
+  const int64_t* tables(int64_t tokens) const {
+    if (numbers() == nullptr || seed.numel() == 5) return nullptr;
+    TORCH_CHECK_VALUE(seed.numel() == 5 + tokens,
+                      "attention: the seed must have a place for each row and column, ", tokens,
+                      ", got ", seed.numel() - 5);
+    return numbers() + 3;
+  }
+};
+
 // The call on dense batches; outputs and gradients are added by the caller.
 AttentionCall dense_call(const Inputs& in, std::vector<AttentionSequence>& sequences,
-                         const at::Tensor& lse, const Dropout& dropout, const Options& options) {
+                         const at::Tensor& lse, const ScoreDropout& drop, const Options& options) {
   const int64_t batch = in.query.size(0), heads = in.query.size(1), rows = in.query.size(2);
   const int64_t columns = in.key.size(2);
   auto call = call_of(in.query, heads, in.key.size(1), in.query.size(3), in.value.size(3), in.sinks,
@@ -140,9 +163,12 @@ AttentionCall dense_call(const Inputs& in, std::vector<AttentionSequence>& seque
   call.key = heads_of(in.key, 1, 2);
   call.value = heads_of(in.value, 1, 2);
   call.lse_head_stride = rows;
-  call.dropout = dropout;
-  call.dropout_head_rows = rows;
-  call.dropout_columns = columns;
+  call.dropout = drop.dropout;
+  const int64_t* place = drop.numbers();
+  const int64_t* tables = drop.tables(rows + columns);
+  const int64_t batch_stride = place != nullptr ? place[1] : heads * rows * columns;
+  call.dropout_head_stride = place != nullptr ? place[2] : rows * columns;
+  call.dropout_row_stride = columns;
   set_mask(call, in.mask, in.query);
   for (int64_t b = 0; b < batch; ++b) {
     AttentionSequence sequence{};
@@ -154,7 +180,9 @@ AttentionCall dense_call(const Inputs& in, std::vector<AttentionSequence>& seque
     sequence.lse = mutable_element(lse, 0, b);
     sequence.rows = rows;
     sequence.columns = columns;
-    sequence.dropout_row = b * heads * rows;
+    sequence.dropout_first = (place != nullptr ? place[0] : 0) + b * batch_stride;
+    sequence.dropout_rows = tables;
+    sequence.dropout_columns = tables != nullptr ? tables + rows : nullptr;
     sequences.push_back(sequence);
   }
   call.sequences = sequences.data();
@@ -179,8 +207,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> forward(
                    : at::empty({0}, lse.options());
   if (lse.numel() == 0) return {output, lse, remainder, parts};
   std::vector<AttentionSequence> sequences;
-  auto call = dense_call(in, sequences, lse, dropout_of(seed, dropout_p),
-                         {scale, softcap, window_left, window_right});
+  const ScoreDropout drop(seed, dropout_p);
+  auto call = dense_call(in, sequences, lse, drop, {scale, softcap, window_left, window_right});
   call.output = heads_of(output, 1, 2);
   for (int64_t b = 0; b < batch; ++b) {
     sequences[b].output = mutable_element(output, 0, b);
@@ -280,8 +308,9 @@ Gradients backward(const Optional& grad_output, const Optional& grad_lse, const 
   const auto dense_lse = lse.contiguous(), parts = lse_parts.contiguous();
   const auto from = incoming(grad_output, grad_lse, output, remainder, dense_lse);
   std::vector<AttentionSequence> sequences;
-  auto call = dense_call(in, sequences, dense_lse, dropout_of(seed, dropout_p),
-                         {scale, softcap, window_left, window_right});
+  const ScoreDropout drop(seed, dropout_p);
+  auto call =
+      dense_call(in, sequences, dense_lse, drop, {scale, softcap, window_left, window_right});
   call.output = heads_of(from.grad, 1, 2);
   call.grad_query = heads_of(dq, 1, 2);
   call.grad_key = heads_of(dk, 1, 2);
@@ -316,7 +345,7 @@ struct Packed {
 Packed packed_call(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                    const at::Tensor& cu_seqlens_q, const at::Tensor& cu_seqlens_k,
                    const Optional& alibi_slopes, const Optional& sinks, const at::Tensor& lse,
-                   const Dropout& dropout, int64_t max_seqlen_k, const Options& options) {
+                   const ScoreDropout& drop, int64_t max_seqlen_k, const Options& options) {
   Packed p{with_dense_heads(query),
            with_dense_heads(key),
            with_dense_heads(value),
@@ -334,9 +363,13 @@ Packed packed_call(const at::Tensor& query, const at::Tensor& key, const at::Ten
   p.call.key = heads_of(p.key, 1, 0);
   p.call.value = heads_of(p.value, 1, 0);
   p.call.lse_head_stride = tokens;
-  p.call.dropout = dropout;
-  p.call.dropout_head_rows = tokens;
-  p.call.dropout_columns = max_seqlen_k;
+  p.call.dropout = drop.dropout;
+  const int64_t* place = drop.numbers();
+  const int64_t* tables = drop.tables(tokens + key.size(0));
+  TORCH_CHECK_VALUE(place == nullptr || tables != nullptr,
+                    "attention_varlen: a seed with a place must have one for each token");
+  p.call.dropout_head_stride = place != nullptr ? place[2] : tokens * max_seqlen_k;
+  p.call.dropout_row_stride = max_seqlen_k;
   TORCH_CHECK_VALUE(q[0] == 0 && q[count] == tokens && k[0] == 0 && k[count] == key.size(0),
                     "attention_varlen: cu_seqlens must go from 0 to the number of tokens");
   for (int64_t i = 0; i < count; ++i) {
@@ -351,7 +384,9 @@ Packed packed_call(const at::Tensor& query, const at::Tensor& key, const at::Ten
     sequence.slopes = slopes_of(p.slopes, i);
     sequence.lse = mutable_element(lse, 1, q[i]);
     sequence.offset = sequence.columns - sequence.rows;
-    sequence.dropout_row = q[i];
+    sequence.dropout_first = place != nullptr ? place[0] : q[i] * max_seqlen_k;
+    sequence.dropout_rows = tables != nullptr ? tables + q[i] : nullptr;
+    sequence.dropout_columns = tables != nullptr ? tables + tokens + k[i] : nullptr;
     p.sequences.push_back(sequence);
   }
   p.call.sequences = p.sequences.data();
@@ -367,9 +402,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> varlen_forward(
   const int64_t tokens = query.size(0), heads = query.size(1);
   auto output = at::empty({tokens, heads, value.size(2)}, query.options());
   auto lse = at::empty({heads, tokens}, query.options().dtype(statistics_type(query)));
+  const ScoreDropout drop(seed, dropout_p);
   const auto p = packed_call(query, key, value, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks,
-                             lse, dropout_of(seed, dropout_p), max_seqlen_k,
-                             {scale, softcap, window_left, window_right});
+                             lse, drop, max_seqlen_k, {scale, softcap, window_left, window_right});
   auto remainder = keeps(query, keep_remainder) ? at::empty(output.sizes(), query.options())
                                                 : at::empty({0}, query.options());
   if (lse.numel() == 0) return {output, lse, remainder};
@@ -400,9 +435,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> varlen_backward(
   if (output_mask[2]) dv = at::empty(value.sizes(), value.options());
   const auto dense_lse = lse.contiguous();
   const auto from = incoming(grad_output, grad_lse, output, remainder, dense_lse);
-  const auto p = packed_call(query, key, value, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks,
-                             dense_lse, dropout_of(seed, dropout_p), max_seqlen_k,
-                             {scale, softcap, window_left, window_right});
+  const ScoreDropout drop(seed, dropout_p);
+  const auto p =
+      packed_call(query, key, value, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, dense_lse,
+                  drop, max_seqlen_k, {scale, softcap, window_left, window_right});
   auto sequences = p.sequences;
   auto call = p.call;
   call.sequences = sequences.data();
@@ -437,7 +473,7 @@ std::tuple<at::Tensor, at::Tensor> decode(const at::Tensor& query, const at::Ten
   auto output = heads_inside(batch, heads, rows, value_cache.size(3), query.options());
   auto lse = at::empty({batch, heads, rows}, query.options().dtype(statistics_type(query)));
   std::vector<AttentionSequence> sequences;
-  auto call = dense_call(in, sequences, lse, Dropout(), {scale, softcap, window_left, 0});
+  auto call = dense_call(in, sequences, lse, ScoreDropout(), {scale, softcap, window_left, 0});
   call.output = heads_of(output, 1, 2);
   const auto lengths = cache_seqlens.contiguous();
   for (int64_t b = 0; b < batch; ++b) {

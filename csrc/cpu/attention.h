@@ -33,12 +33,16 @@ struct AttentionSequence {
   void* grad_query;    // backward: each or null
   void* grad_key;
   void* grad_value;
-  void* grad_scores;    // backward: [heads, rows, columns] dense, accumulation dtype, or null
-  const void* delta;    // backward: as lse
-  int64_t rows;         // queries
-  int64_t columns;      // keys
-  int64_t offset;       // query i stands at key i + offset
-  int64_t dropout_row;  // row of head 0's query 0 in the counting of dropout
+  void* grad_scores;  // backward: [heads, rows, columns] dense, accumulation dtype, or null
+  const void* delta;  // backward: as lse
+  int64_t rows;       // queries
+  int64_t columns;    // keys
+  int64_t offset;     // query i stands at key i + offset
+  // Where dropout counts scores of head 0: row i's begin at dropout_first + i * dropout_row_stride,
+  // or dropout_first + dropout_rows[i]; column j is the j-th of them, or number dropout_columns[j].
+  int64_t dropout_first;
+  const int64_t* dropout_rows;     // or null
+  const int64_t* dropout_columns;  // or null, as dropout_rows
 };
 
 struct AttentionCall {
@@ -55,8 +59,8 @@ struct AttentionCall {
   int64_t mask_head_stride, mask_row_stride, mask_column_stride;
   const void* sinks;  // [heads], accumulation dtype, or null
   Dropout dropout;
-  int64_t dropout_head_rows;  // rows of a head in the counting of dropout
-  int64_t dropout_columns;    // and elements of a row
+  int64_t dropout_head_stride;  // from a head to the next in the counting of dropout
+  int64_t dropout_row_stride;
   double scale;
   double softcap;        // 0: none
   int64_t window_left;   // -1: unbounded

@@ -416,16 +416,30 @@ class Scores {
   }
 
   void load_keep(int64_t count) {
-    for (int lane = 0; lane < rows_; ++lane) {
-      const int64_t row = sequence_.dropout_row + head_ * call_.dropout_head_rows + first_ + lane;
-      const KeepMask kept(call_.dropout, row * call_.dropout_columns + key_, count);
-      for (int64_t j = 0; j < count; ++j) {
-        const bool keep = kept.bits(j) & 1;
-        keep_[j * W + lane] = keep ? static_cast<A>(call_.dropout.scale) : A(0);
-      }
+    const int64_t* columns = sequence_.dropout_columns;
+    for (int64_t begin = 0; begin < count;) {
+      int64_t end = columns == nullptr ? count : begin + 1;
+      while (end < count && columns[key_ + end] - columns[key_ + begin] == end - begin) ++end;
+      load_keep_of(begin, end, columns == nullptr ? key_ : columns[key_ + begin]);
+      begin = end;
     }
     for (int64_t j = 0; j < count; ++j) {
       for (int lane = rows_; lane < W; ++lane) keep_[j * W + lane] = A(0);
+    }
+  }
+
+  // Loads the keys begin .. end - 1 of the block, which dropout counts from `column` on.
+  void load_keep_of(int64_t begin, int64_t end, int64_t column) {
+    const int64_t* rows = sequence_.dropout_rows;
+    const int64_t head = sequence_.dropout_first + head_ * call_.dropout_head_stride;
+    for (int lane = 0; lane < rows_; ++lane) {
+      const int64_t i = first_ + lane;
+      const int64_t row = rows == nullptr ? i * call_.dropout_row_stride : rows[i];
+      const KeepMask kept(call_.dropout, head + row + column, end - begin);
+      for (int64_t j = begin; j < end; ++j) {
+        const bool keep = kept.bits(j - begin) & 1;
+        keep_[j * W + lane] = keep ? static_cast<A>(call_.dropout.scale) : A(0);
+      }
     }
   }
 

@@ -28,7 +28,7 @@ void check_dtypes(DType input, DType bias, DType dtype) {
 // Elements without a bias have no rows of their own: they are cut as suits the loop. Those that
 // stand elsewhere in a larger tensor have: a row lies in one run.
 int64_t columns_of(const at::Tensor& tensor, bool has_bias, const Dropout& dropout) {
-  if (has_bias || dropout.run != 0) return tensor.dim() > 0 ? tensor.size(-1) : 1;
+  if (has_bias || dropout.places.numbers != nullptr) return tensor.dim() > 0 ? tensor.size(-1) : 1;
   for (const int64_t columns : {4096, 1024, 256, 64}) {
     if (tensor.numel() % columns == 0) return columns;
   }
@@ -42,7 +42,8 @@ at::Tensor forward(const at::Tensor& input, const Optional& bias, const at::Tens
   const auto b = dense(bias);
   auto output = at::empty(r.sizes(), r.options());
   if (r.numel() > 0) {
-    const auto dropout = dropout_of(seed, p);
+    const auto numbers = dense(seed);
+    const auto dropout = row_dropout_of(numbers, p);
     const int64_t columns = columns_of(r, b.defined(), dropout);
     const BiasDropoutAddForward arguments{
         data(x), data(b), data(r),     mutable_data(output),          r.numel() / columns,
@@ -58,7 +59,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(const Optional& grad_out
                                                         double p, at::ScalarType input_dtype,
                                                         c10::List<bool> output_mask) {
   const auto dy = grad_output->contiguous();
-  const auto dropout = dropout_of(seed, p);
+  const auto numbers = dense(seed);
+  const auto dropout = row_dropout_of(numbers, p);
   at::Tensor dx, dbias, partials;
   // Otherwise the gradient of input is grad_output itself: see Gradient.same.
   const bool differs = dropout.active() || input_dtype != dy.scalar_type();

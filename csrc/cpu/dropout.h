@@ -195,13 +195,13 @@ inline void keep_blocks(const Dropout& d, int64_t first, int64_t blocks, uint64_
 // The most elements that one KeepMask holds: 512 bytes of bits.
 inline constexpr int64_t kDropoutTile = 4096;
 
-// The keep bits of elements begin .. begin + count - 1 (at most kDropoutTile) of one row.
+// The keep bits of elements begin .. begin + count - 1 (at most kDropoutTile).
 class KeepMask {
  public:
   KeepMask(const Dropout& d, int64_t begin, int64_t count) {
-    begin = d.place(begin);
-    shift_ = begin % 64;
-    const int64_t first = begin / 64;
+    // What is no index still reads no memory of others.
+    shift_ = static_cast<int64_t>(static_cast<uint64_t>(begin) % 64);
+    const auto first = static_cast<int64_t>(static_cast<uint64_t>(begin) / 64);
     const int64_t blocks = (shift_ + count + 63) / 64;
     // No word exceeds a limit of 2^32 - 1: p = 1 needs no seed, and no work.
     if (d.threshold > std::numeric_limits<uint32_t>::max()) {
@@ -267,7 +267,7 @@ inline __attribute__((always_inline)) void for_each_dropped(const Dropout& d, in
     const V scale(static_cast<Acc<T>>(d.scale));
     for (int64_t tile = 0; tile < columns; tile += kDropoutTile) {
       const int64_t width = std::min(kDropoutTile, columns - tile);
-      const KeepMask mask(d, begin + tile, width);
+      const KeepMask mask(d, d.places.of(begin + tile), width);
       for_each_vector<V::size()>(width, [&](int64_t c, int64_t count, auto full) {
         const uint32_t bits = mask.bits(c);
         body(tile + c, count, full, [&](const V& v) { return drop(v, bits, scale); });

@@ -29,6 +29,7 @@ NormResults run_norm(const NormInputs& in) {
   const auto parameter_dtype = align_parameters(rows_of, w, b);
   if (rows_of.numel() == 0) return results;
   const int64_t rows = results.rstd.numel();
+  const auto seed = dense(in.seed);
   const NormForward arguments{.input = data(x),
                               .residual = data(r),
                               .weight = data(w),
@@ -42,7 +43,7 @@ NormResults run_norm(const NormInputs& in) {
                               .eps = in.eps,
                               .weight_offset = in.kind.weight_offset,
                               .round_before_weight = in.kind.round_before_weight,
-                              .dropout = dropout_of(in.seed, in.dropout_p),
+                              .dropout = row_dropout_of(seed, in.dropout_p),
                               .input_dtype = dtype_of(x),
                               .dtype = dtype_of(rows_of),
                               .parameter_dtype = parameter_dtype,
@@ -59,7 +60,8 @@ NormGradients run_norm_backward(const NormBackwardInputs& in) {
   auto w = dense(in.weight);
   at::Tensor no_bias;
   const auto parameter_dtype = align_parameters(x, w, no_bias);
-  const auto dropout = dropout_of(in.seed, in.dropout_p);
+  const auto seed = dense(in.seed);
+  const auto dropout = row_dropout_of(seed, in.dropout_p);
   const auto parameter_options = x.options().dtype(w.defined() ? w.scalar_type() : x.scalar_type());
   NormGradients grads;
   const bool differs = !in.wanted[1] || dropout.active() || in.input_dtype != x.scalar_type();

@@ -78,10 +78,13 @@ __global__ void __launch_bounds__(256) pass_kernel(ResidualSink<T, S> sink, int6
 }
 
 template <typename T, typename S>
-cudaError_t pass(const ResidualSink<T, S>& sink, int64_t count, cudaStream_t stream) {
+cudaError_t pass(const ResidualSink<T, S>& sink, int64_t rows, int64_t columns,
+                 cudaStream_t stream) {
   if (sink.grad_residual == nullptr && sink.grad_input == nullptr) return cudaSuccess;
   constexpr int kPack = kPackOf<T>;
-  if (count % kPack == 0 && sink.aligned()) {
+  const int64_t count = rows * columns;
+  // A pack lies within a row where rows stand anywhere.
+  if ((sink.dropout.placed ? columns : count) % kPack == 0 && sink.aligned()) {
     const auto blocks = static_cast<unsigned>((count + 256 * kPack - 1) / (256 * kPack));
     return enqueue(pass_kernel<T, S, kPack>, blocks, 256, 0, stream, sink, count);
   }
@@ -127,7 +130,7 @@ cudaError_t add_norm_backward(const NormBackward& a, cudaStream_t stream) {
     const ResidualSink<T, S> sink{static_cast<const T*>(a.grad_summed),
                                   static_cast<T*>(a.grad_residual), static_cast<S*>(a.grad_input),
                                   a.dropout};
-    if (a.grad_output == nullptr) return pass(sink, a.rows * a.columns, stream);
+    if (a.grad_output == nullptr) return pass(sink, a.rows, a.columns, stream);
     return BackwardCall<ResidualSink<T, S>, T>{backward_rows<T>(a),
                                                sink,
                                                a.grad_weight,

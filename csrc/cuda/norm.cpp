@@ -17,9 +17,8 @@ DropoutArguments dropout_arguments(const at::Tensor& seed, double p) {
   const auto threshold = static_cast<uint64_t>(std::nearbyint(p * 4294967296.0));
   const bool drawn = threshold != 0 && threshold >> 32 == 0;
   TORCH_INTERNAL_ASSERT(!drawn || seed.defined());
-  TORCH_CHECK_NOT_IMPLEMENTED(!drawn || seed.numel() == 2,
-                              "a seed with a place is drawn from on the CPU only");
   return {.seed = drawn ? seed.const_data_ptr<int64_t>() : nullptr,
+          .placed = drawn && seed.numel() > 2,
           .threshold = threshold,
           .scale = p < 1.0 ? 1.0 / (1.0 - p) : 1.0};
 }

@@ -10,12 +10,22 @@ same numbers from the same ``(seed, offset)``; so do ``csrc/cpu/dropout.h``, the
 kernels (``tl.philox(seed, *counter, ROUNDS)``). Here is the specification, in int64 torch
 operations.
 
-A tensor that is a part of a larger one draws what the larger one would: its seed then has three
-numbers more, ``(seed, offset, base, run, stride)``, and element ``i`` draws as element
+A tensor that is a part of a larger one draws what the larger one would: its seed has more numbers
+than two, which say where in that one its elements stand.
 
-    base + i // run * stride + i % run
+Rows (``(seed, offset, run, stride, unit, *at)``): runs of ``run`` elements are ``stride`` apart and
+consist of pieces of ``unit`` elements, each of which begins at its number of ``at``:
 
-of the larger one. Rows (of a norm, of scores) lie within runs. So far on the CPU and here.
+    i // run * stride + at[i % run // unit] + i % unit
+
+Scores, element ``(b, h, i, j)`` (``(seed, offset, base, batch_stride, head_stride)``, of whole rows
+of ``keys`` elements; or with ``*rows, *columns`` behind, a number for each row and column):
+
+    base + b * batch_stride + h * head_stride + i * keys + j
+    base + b * batch_stride + h * head_stride + rows[i] + columns[j]
+
+Packed sequences have the last form, with ``i`` and ``j`` tokens of all of them and no batch. GPUs
+want rows to begin at multiples of their length, but in the last form.
 
 Reference: Salmon, Moraes, Dror, Shaw: Parallel Random Numbers: As Easy as 1, 2, 3, SC 2011. Seven
 rounds are the fewest that pass all of BigCrush there; the ten that are usual are a margin, which
@@ -48,23 +58,59 @@ def new_seed(device: torch.device) -> torch.Tensor:
     return torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=device)
 
 
-def placed(seed: torch.Tensor, base: int, run: int, stride: int) -> torch.Tensor:
-    """Return a seed for a part of a larger tensor; see the top of this file.
+def placed(seed: torch.Tensor, numbers: Sequence[int]) -> torch.Tensor:
+    """Return a seed for a part of a larger tensor, or one for each of several seeds ``[calls, 2]``.
+
+    ``numbers`` are as the top of this file has them.
+    """
+    # From memory that is not pinned, a copy of so few numbers is taken over at once: the host does
+    # not wait for the device.
+    place = torch.tensor(numbers, dtype=torch.int64).to(seed.device, non_blocking=True)
+    return torch.cat((seed, place.expand(*seed.shape[:-1], -1)), -1)
+
+
+def placed_scores(seed: torch.Tensor, heads: int, length: int) -> torch.Tensor:
+    """Return a seed for scores ``[B, H, S, S]`` with their own place; one with a place as it is.
 
     Args:
-        seed: ``(seed, offset)`` of the larger one.
-        base: index there of the part's first element.
-        run: how many of its elements are neighbours there.
-        stride: from the first element of a run to that of the next, there.
+        seed: of them, ``[2]`` or ``[5]``.
+        heads: ``H``.
+        length: ``S``.
     """
-    return torch.cat((seed, torch.tensor((base, run, stride), device=seed.device)))
+    return seed if seed.numel() > 2 else placed(seed, (0, heads * length**2, length**2))
 
 
-def check_seed(op: str, seed: Any, device: torch.device) -> None:
-    """Raise unless ``seed`` is one that dropout draws from."""
+def at_tokens(
+    seed: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, length: int
+) -> torch.Tensor:
+    """Return a seed for the scores between some tokens of a batch.
+
+    Args:
+        seed: ``[5]``, of the scores ``[B, H, S, S]`` of whole sequences.
+        rows: tokens that ask, counted through the batch.
+        columns: tokens that are asked, likewise.
+        length: ``S``.
+    """
+    begins = rows // length * seed[3] + rows % length * length
+    return torch.cat((seed, begins, columns % length))
+
+
+def check_seed(op: str, seed: Any, device: torch.device, *, scores: Sequence[int] = ()) -> None:
+    """Raise unless ``seed`` is one that dropout draws from.
+
+    Args:
+        op: whose argument it is.
+        seed: the argument.
+        device: of the input.
+        scores: the numbers that a place of scores may have; by default the place is one of rows.
+    """
     checks.index_tensor(op, "seed", seed, dtypes=(torch.int64,))
-    if tuple(seed.shape) not in ((2,), (5,)):
-        checks.fail(op, "seed", "of shape [2], or [5] with a place", list(seed.shape))
+    sizes = [2, *(2 + each for each in scores)] if scores else [2, 6]
+    fits = seed.dim() == 1 and (seed.numel() in sizes or (not scores and seed.numel() > 6))
+    if not fits:
+        more = " or ".join(f"[{each}]" for each in sizes[1:])
+        wanted = f"of shape [2], or {more}{'' if scores else ' and more'} with a place"
+        checks.fail(op, "seed", wanted, list(seed.shape))
     if seed.device != device:
         checks.fail(op, "seed", f"on {device}, the device of the input", seed.device)
 
@@ -111,19 +157,25 @@ def _multiply(factor: int, value: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 
 def words(count: int, seed: torch.Tensor) -> torch.Tensor:
     """Return the random words of elements 0 .. ``count - 1``, int64 values below 2**32."""
-    if seed.numel() == 5:
-        base, run, stride = seed[2:]
+    if seed.numel() > 2:
+        run, stride, unit = seed[2:5]
         element = torch.arange(count, dtype=torch.int64, device=seed.device)
-        index = base + element // run * stride + element % run
-        return _drawn(index // 4, seed).gather(1, (index % 4).unsqueeze(1)).squeeze(1)
+        index = element // run * stride + seed[5:][element % run // unit] + element % unit
+        return words_at(index, seed)
     counter = torch.arange((count + 3) // 4, dtype=torch.int64, device=seed.device)
     return _drawn(counter, seed).reshape(-1)[:count]
+
+
+def words_at(index: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
+    """Return the random words of the elements that have these indices in the larger tensor."""
+    drawn = _drawn(index.flatten() // 4, seed)
+    return drawn.gather(1, (index.flatten() % 4).unsqueeze(1)).view(index.shape)
 
 
 def _drawn(counter: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
     """Return the four words of each counter, ``[counters, 4]``."""
     key, offset = ((seed[i] & _LOW, (seed[i] >> 32) & _LOW) for i in (0, 1))
-    drawn = philox4x32((counter & _LOW, counter >> 32, *offset), key)
+    drawn = philox4x32((counter & _LOW, (counter >> 32) & _LOW, *offset), key)
     return torch.stack(torch.broadcast_tensors(*drawn), dim=-1)
 
 
@@ -132,8 +184,12 @@ def keep_mask(shape: Sequence[int], seed: torch.Tensor, p: float) -> torch.Tenso
     return (words(math.prod(shape), seed) >= threshold(p)).reshape(shape)
 
 
-def dropout(x: torch.Tensor, seed: torch.Tensor | None, p: float) -> torch.Tensor:
+def dropout(
+    x: torch.Tensor, seed: torch.Tensor | None, p: float, index: torch.Tensor | None = None
+) -> torch.Tensor:
     """Drop elements of ``x``, which has the accumulation dtype; ``p`` 0 returns it as it is.
+
+    ``index`` has the elements' places, of the shape of ``x``; by default the seed has them.
 
     Raises:
         ValueError: there is no seed, and ``p`` is neither 0 nor 1.
@@ -145,8 +201,10 @@ def dropout(x: torch.Tensor, seed: torch.Tensor | None, p: float) -> torch.Tenso
         return x
     if p == 1.0:
         keep = torch.zeros((), dtype=torch.bool, device=x.device)
-    else:
-        if seed is None:
-            raise ValueError(f"dropout: seed must be a tensor for p = {p}, got None")
+    elif seed is None:
+        raise ValueError(f"dropout: seed must be a tensor for p = {p}, got None")
+    elif index is None:
         keep = keep_mask(x.shape, seed, p)
+    else:
+        keep = words_at(index, seed) >= threshold(p)
     return torch.where(keep, x * scale(p), 0.0)

@@ -17,6 +17,7 @@ import typer
 
 from fusedops._core import env
 from fusedops.cli import files
+from fusedops.cli.told import say, told_once
 
 if TYPE_CHECKING:
     from fusedops.generation import Generated, Options
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 _TOKENS = 100
 _DTYPES = ("float32", "bfloat16", "float16")
+_DEVICES = ("auto", "cpu", "cuda")
 
 
 def generate(
@@ -74,7 +76,7 @@ def generate(
     A checkpoint of any number of processes is loaded by any other: docs/generation.md.
     """
     launched = env.launched()
-    with _told_once(first=launched is None or launched[0] == 0):
+    with told_once(first=launched is None or launched[0] == 0):
         files.check_environment()
         from fusedops.train import table
 
@@ -89,6 +91,8 @@ def generate(
             )
         if dtype is not None and dtype not in _DTYPES:
             raise files.UserError(f"--dtype must be one of {', '.join(_DTYPES)}, got {dtype}")
+        if device not in _DEVICES:
+            raise files.UserError(f"--device must be one of {', '.join(_DEVICES)}, got {device}")
         if beams > 1 and stop:
             raise files.UserError("--stop is not known to --beams, which only tokens end")
         if launched is None and processes > 1:
@@ -129,32 +133,6 @@ def generate(
             run.show(run.generate())
             if compare:
                 run.compare()
-
-
-@contextmanager
-def _told_once(*, first: bool) -> Iterator[None]:
-    """Turn errors that have a sentence into a line of the first rank and an exit code."""
-    try:
-        yield
-    except Exception as error:
-        code = _code(error)
-        if code is None:
-            raise
-        if first:
-            print(f"fusedops: error: {error}", file=sys.stderr, flush=True)
-        raise SystemExit(code) from None
-
-
-def _code(error: Exception) -> int | None:
-    """Return the exit code of an error that has a sentence; ``None``: it is a fault of ours."""
-    if isinstance(error, files.UserError):
-        return 2
-    from fusedops.checkpoint import CheckpointError
-    from fusedops.train import InputError
-
-    if isinstance(error, InputError):
-        return 2
-    return 1 if isinstance(error, CheckpointError) else None
 
 
 @contextmanager
@@ -212,7 +190,7 @@ class _Run:
     def say(self, text: str) -> None:
         """Print a line beside the text, on the first rank."""
         if self._first:
-            print(text, file=sys.stderr, flush=True)
+            say(text)
 
     def generate(self) -> list[str]:
         """Return the texts; a single one is written as it comes."""

@@ -7,11 +7,10 @@ put right.
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import logging
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +18,7 @@ import typer
 
 from fusedops._core import env
 from fusedops.cli import files
+from fusedops.cli.told import say, told_once
 
 if TYPE_CHECKING:
     from fusedops.train import Result
@@ -45,7 +45,8 @@ def train(
     A configuration has the keys that docs/training.md explains.
     """
     launched = env.launched()
-    with _told_once(first=launched is None or launched[0] == 0):
+    again = "; the same command goes on from the last checkpoint"
+    with told_once(first=launched is None or launched[0] == 0, lost=again):
         files.check_environment()
         if example:
             _write_example(Path(config or "train.toml"))
@@ -56,44 +57,6 @@ def train(
         if launched is None and (processes > 1 or restarts):
             _launch(config, given, processes, restarts)
         _train(config, given)
-
-
-@contextlib.contextmanager
-def _told_once(*, first: bool) -> Iterator[None]:
-    """Turn errors that a run may end with into a line of the first rank and an exit code."""
-    try:
-        yield
-    except Exception as error:
-        code = _code(error)
-        if code is None and not _lost(error):
-            raise
-        if code is None:
-            text = str(error).strip().splitlines()[0]
-            told = f"the other processes are gone ({text})"
-            _say(f"fusedops: error: {told}; the same command goes on from the last checkpoint")
-        elif first:
-            _say(f"fusedops: error: {error}")
-        raise SystemExit(code or 1) from None
-
-
-def _code(error: Exception) -> int | None:
-    """Return the exit code of an error that has a sentence; ``None``: it is a fault of ours."""
-    if isinstance(error, files.UserError):
-        return 2
-    from fusedops.checkpoint import CheckpointError, GuardError
-    from fusedops.train import InputError
-
-    if isinstance(error, InputError):
-        return 2
-    return 1 if isinstance(error, (CheckpointError, GuardError)) else None
-
-
-def _lost(error: Exception) -> bool:
-    """Whether a communication failed because another process ended."""
-    import torch.distributed as dist
-
-    network = isinstance(error, dist.DistError)
-    return network or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
 def _write_example(path: Path) -> None:
@@ -124,7 +87,7 @@ def _train(config: str, overrides: list[str]) -> None:
     with watcher:
         result = train.train(config, overrides, watcher=watcher)
     if watcher.began:
-        _say(_ending(result))
+        say(_ending(result))
 
 
 def _ending(result: Result) -> str:
@@ -136,10 +99,6 @@ def _ending(result: Result) -> str:
     if result.validation_loss is not None:
         told += f", validation {result.validation_loss:.4f}"
     return f"done: {result.step} steps, {told}: {result.folder}"
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 class _Watcher:
@@ -163,12 +122,12 @@ class _Watcher:
         self._every, self._steps = run.config.log.every, run.config.steps
         count = sum(each.numel() for each in run.parallel.model.parameters())
         tokens = run.train.count * run.train.seq_len
-        _say(
+        say(
             f"{count:,} parameters, {tokens:,} tokens, {run.ranks.size} processes on "
             f"{run.ranks.device.type}: {run.config.out}"
         )
         for note in run.notes:
-            _say(note)
+            say(note)
         if not sys.stderr.isatty():
             return
         from rich.console import Console
@@ -201,4 +160,4 @@ class _Watcher:
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=step, description=told)
         elif step % self._every == 0 or step == self._steps or "validation_loss" in record:
-            _say(f"step {step}/{self._steps}  {told}")
+            say(f"step {step}/{self._steps}  {told}")

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fusedops.generation.decoder import decoder_for
+from fusedops.generation.decoder import decoder_for, device_of
 from fusedops.generation.options import Generated, Options
 from fusedops.generation.ranks import Shares
 from fusedops.generation.sampling import penalised, seen_by
@@ -77,7 +77,7 @@ class _Prompt:
 def search(model: Any, prompts: list[torch.Tensor], options: Options) -> list[Generated]:
     """Return the best sequence of each prompt."""
     size, words = options.beams, model.config.vocab_size
-    device = model.embedding.tokens.weight.device
+    device = device_of(model)
     shares = Shares(model, len(prompts), device)
     mine = [prompts[each] for each in shares.mine]
     most = max(len(each) for each in prompts) + options.tokens
@@ -96,12 +96,16 @@ def search(model: Any, prompts: list[torch.Tensor], options: Options) -> list[Ge
     # One more for each token that ends, so that as many stay as there are beams.
     some = min((1 + max(1, len(set(options.stop)))) * size, size * words)
     for _ in range(options.tokens):
-        scores_RV = penalised(
-            logits_RV.float().log_softmax(-1), seen_RV, options.repetition_penalty
-        )
-        before_R1 = torch.tensor([s for each in alive for s in each.scores], device=device)
-        totals = (scores_RV + before_R1.unsqueeze(-1)).reshape(len(alive), size * words)
-        best, places = totals.topk(some)
+        best = torch.empty(len(alive), some, device=device)
+        places = torch.empty(len(alive), some, dtype=torch.int64, device=device)
+        if shares.chooses:
+            scores_RV = penalised(
+                logits_RV.float().log_softmax(-1), seen_RV, options.repetition_penalty
+            )
+            before_R1 = torch.tensor([s for each in alive for s in each.scores], device=device)
+            totals = (scores_RV + before_R1.unsqueeze(-1)).reshape(len(alive), size * words)
+            best, places = totals.topk(some)
+        best, places = shares.of_last(best), shares.of_last(places)
         kept = []
         for index, each in enumerate(alive):
             ranked = [

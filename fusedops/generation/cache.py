@@ -34,6 +34,7 @@ class Call:
             ``None``: each row has one new token.
         longest: tokens of the longest prompt.
         lengths: tokens of each row, new ones included, ``[R]`` int64.
+        place: the position of all tokens, where each row has one and they are the same.
     """
 
     rows: torch.Tensor
@@ -41,6 +42,7 @@ class Call:
     ends: torch.Tensor | None
     longest: int
     lengths: torch.Tensor
+    place: int | None = None
 
 
 class Cache:
@@ -94,16 +96,19 @@ class Cache:
             alibi_slopes: torch.Tensor | None,
             **_: Any,
         ) -> torch.Tensor:
-            query_TND, key_TMD, value_TMD = (
-                each[0].transpose(0, 1) for each in (query_1NTD, key_1MTD, value_1MTD)
+            # One view each: a token of a small model is as dear as what is done around its
+            # products.
+            query_TN1D, key_TM1D, value_TM1D = (
+                each.permute(2, 1, 0, 3) for each in (query_1NTD, key_1MTD, value_1MTD)
             )
-            keys_RMCD, values_RMCD = self._write(layer, call, key_TMD, value_TMD)
+            keys_RMCD = self._write(self._keys, layer, call, key_TM1D)
+            values_RMCD = self._write(self._values, layer, call, value_TM1D)
             if call.ends is not None:
                 ends, longest = call.ends, call.longest
                 output_TND = ops.attention_varlen(
-                    query_TND,
-                    key_TMD,
-                    value_TMD,
+                    query_TN1D.squeeze(2),
+                    key_TM1D.squeeze(2),
+                    value_TM1D.squeeze(2),
                     ends,
                     ends,
                     longest,
@@ -112,43 +117,47 @@ class Cache:
                     window=window,
                     alibi_slopes=alibi_slopes,
                 )
-            else:
-                new = len(call.rows)
-                left = -1 if window is None else window[0]
-                # The operator itself: what its function checks for each layer holds by the way
-                # that a call is made.
-                output_TND = torch.ops.fusedops.attention_decode(
-                    query_TND[:new].unsqueeze(2),
-                    keys_RMCD,
-                    values_RMCD,
-                    call.lengths,
-                    alibi_slopes,
-                    None,
-                    query_TND.shape[-1] ** -0.5,
-                    left,
-                    0.0,
-                )[0].squeeze(2)
-                if new < len(query_TND):
-                    output_TND = F.pad(output_TND, (0, 0, 0, 0, 0, len(query_TND) - new))
-            return output_TND.transpose(0, 1).unsqueeze(0)
+                return output_TND.transpose(0, 1).unsqueeze(0)
+            new, tokens = len(call.rows), len(query_TN1D)
+            # The operator itself: what its function checks for each layer holds by the way that a
+            # call is made.
+            output_RN1D = torch.ops.fusedops.attention_decode(
+                query_TN1D if new == tokens else query_TN1D[:new],
+                keys_RMCD,
+                values_RMCD,
+                call.lengths,
+                alibi_slopes,
+                None,
+                query_TN1D.shape[-1] ** -0.5,
+                -1 if window is None else window[0],
+                0.0,
+            )[0]
+            if new < tokens:
+                output_RN1D = F.pad(output_RN1D, (0, 0, 0, 0, 0, 0, 0, tokens - new))
+            return output_RN1D.permute(2, 1, 0, 3)
 
         return attend
 
     def _write(
-        self, layer: int, call: Call, key_TMD: torch.Tensor, value_TMD: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keep the keys and values of a call; returns those of all tokens so far."""
-        count = len(call.rows)
-        found = []
-        for held, new_TMD in ((self._keys, key_TMD), (self._values, value_TMD)):
-            whole_RMCD = held[layer]
-            if whole_RMCD is None:
-                _, heads, size = new_TMD.shape
-                shape = len(call.lengths), heads, self.capacity, size
-                held[layer] = whole_RMCD = new_TMD.new_empty(shape)
-            whole_RMCD.transpose(1, 2).index_put_((call.rows, call.positions), new_TMD[:count])
-            found.append(whole_RMCD)
-        return found[0], found[1]
+        self,
+        held: list[torch.Tensor | None],
+        layer: int,
+        call: Call,
+        new_TM1D: torch.Tensor,
+    ) -> torch.Tensor:
+        """Keep the keys or values of a call; returns those of all tokens so far."""
+        whole_RMCD, count = held[layer], len(call.rows)
+        if whole_RMCD is None:
+            _, heads, _, size = new_TM1D.shape
+            shape = len(call.lengths), heads, self.capacity, size
+            held[layer] = whole_RMCD = new_TM1D.new_empty(shape)
+        new_TM1D = new_TM1D if count == len(new_TM1D) else new_TM1D[:count]
+        if call.place is not None:
+            whole_RMCD.narrow(2, call.place, 1).copy_(new_TM1D)
+        else:
+            places = call.rows, call.positions
+            whole_RMCD.transpose(1, 2).index_put_(places, new_TM1D.squeeze(2))
+        return whole_RMCD
 
 
 def _enlarged(held_RMCD: torch.Tensor, capacity: int) -> torch.Tensor:

@@ -16,12 +16,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from fusedops._core import checks
 from fusedops.generation.cache import Cache, Call
 from fusedops.generation.options import Options
+from fusedops.generation.sampling import gathers
 from fusedops.models import Transformer, parallelized
 from fusedops.nn import MoE
+from fusedops.parallel.vocabulary import SplitWords
 
 
 class Decoder:
@@ -29,26 +32,42 @@ class Decoder:
 
     Args:
         model: a causal ``Transformer``, or what ``parallelize`` made of one; not changed. Every
-            process of ``tp``, ``dp`` and ``ep`` makes the same calls, with rows of its own.
+            process makes the same calls: those of ``dp``, ``cp`` and ``ep`` with rows of their own,
+            those of ``tp`` and ``pp`` with the same. With ``pp`` the ranks of the last stage get
+            logits, the others ``[R, 0]``.
         most: tokens that a row may come to.
         capacity: of the cache; ``None``: it grows as it is needed.
+        divided: where ``tp`` divides the words, give each rank the logits of its own alone.
+
+    Attributes:
+        words: how they are divided then; ``None``: logits are of all words.
     """
 
-    def __init__(self, model: Transformer, most: int, capacity: int | None = None) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        most: int,
+        capacity: int | None = None,
+        *,
+        divided: bool = False,
+    ) -> None:
         self.model: Any = model
         self._layers: list[Any] = list(self.model.layers.values())
-        self._gates = [each.gate for each in self.model.modules() if isinstance(each, MoE)]
-        self._device = self.model.embedding.tokens.weight.device
+        sparse = [each for each in self.model.modules() if isinstance(each, MoE)]
+        self._gates = [each.gate for each in sparse if each.gate is not None]
+        self._device = device_of(model)
+        self._split = split_words(model)
+        self.words = self._split if divided else None
         found = parallelized(model)
         config = found.config
+        self._pipeline = found.pipeline
         # FSDP2 counts the versions of what it gathers, and tensors of inference have none.
         self._mode = torch.inference_mode if found.mesh is None else torch.no_grad
         # Ranks of tp share the tokens of sequences, or of experts.
-        self._unit = config.tp if config.sp or self._gates else 1
-        self._gathers = config.sp
+        self._unit = config.tp if config.sp or sparse else 1
         self._cache = Cache(len(self._layers), capacity, most)
         self._lengths = torch.zeros(0, dtype=torch.int64, device=self._device)
-        self._longest = 0
+        self._longest, self._even = 0, False
 
     @property
     def cache(self) -> Cache:
@@ -60,6 +79,7 @@ class Decoder:
         lengths = [len(each) for each in prompts]
         self._lengths = self._new(lengths)
         self._longest = max(lengths, default=0)
+        self._even = len(set(lengths)) == 1
         self._cache.reserve(self._longest)
         total = sum(lengths)
         padding = self._padding(total)
@@ -80,7 +100,8 @@ class Decoder:
         self._cache.reserve(self._longest)
         self._lengths = positions + 1
         rows = torch.arange(len(tokens_R), device=self._device)
-        call = Call(rows, positions, None, 1, self._lengths)
+        place = self._longest - 1 if self._even else None
+        call = Call(rows, positions, None, 1, self._lengths, place)
         return self._run(tokens_R, call, rows)
 
     def select(self, rows: torch.Tensor) -> None:
@@ -104,19 +125,27 @@ class Decoder:
             tokens_T, positions_T = (F.pad(each, (0, padding)) for each in (tokens_T, positions_T))
         # A rank without rows asks for the padding's, so that no communication is empty.
         asked_R = wanted_R if len(wanted_R) else self._new([0])
-        whole = len(asked_R) == len(tokens_T)
+        all_are = len(asked_R) == len(tokens_T)
 
         def project(x_1TH: torch.Tensor, *parameters: Any) -> torch.Tensor:
-            if self._gathers or whole:
-                return before(x_1TH, *parameters)
-            return before(x_1TH[:, asked_R], *parameters)
+            split = self._split
+            x_1TH = x_1TH if split is None else split.enter(x_1TH)
+            x_1RH = x_1TH if all_are else x_1TH[:, asked_R]
+            if split is None:
+                return before(x_1RH, *parameters)
+            part_1RW = split.part(x_1RH, *parameters)
+            return part_1RW if self.words is not None else split.joined(part_1RW)
 
-        before: Callable[..., torch.Tensor] = self.model.head.project
+        before: Any = None if self.model.head is None else self.model.head.project
         with self._mode(), self._standing_in(call, project):
-            logits_RV = self.model(tokens_T.unsqueeze(0), positions=positions_T)[0]
-            if self._gathers and not whole:
-                logits_RV = logits_RV[asked_R]
-            return logits_RV[: len(wanted_R)]
+            tokens_1T = tokens_T.unsqueeze(0)
+            if self._pipeline is None:
+                logits_1RV = self.model(tokens_1T, positions=positions_T)
+            else:
+                logits_1RV = self._pipeline.logits(tokens_1T, positions_T)
+            if logits_1RV is None:
+                return torch.empty(len(wanted_R), 0, device=self._device)
+            return logits_1RV[0, : len(wanted_R)]
 
     @contextmanager
     def _standing_in(self, call: Call, project: Callable[..., torch.Tensor]) -> Iterator[None]:
@@ -127,7 +156,8 @@ class Decoder:
         """
         places = [layer.attention.__dict__ for layer in self._layers]
         cores = [each["core"] for each in places]
-        head = self.model.head.__dict__
+        # Of a stage that has no head nothing is changed.
+        head = {"project": None} if self.model.head is None else self.model.head.__dict__
         before = head["project"]
         options = [gate.options for gate in self._gates]
         try:
@@ -151,16 +181,21 @@ class Recomputed:
     Args:
         model: as of ``Decoder``.
         most: as of ``Decoder``.
+        divided: as of ``Decoder``.
+
+    Attributes:
+        words: as of ``Decoder``.
     """
 
-    def __init__(self, model: Transformer, most: int) -> None:
-        self._model, self._most = model, most
+    def __init__(self, model: Transformer, most: int, *, divided: bool = False) -> None:
+        self._model, self._most, self._divided = model, most, divided
+        self.words = split_words(model) if divided else None
         self._rows: list[torch.Tensor] = []
 
     def prefill(self, prompts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Do as ``Decoder.prefill``."""
         self._rows = list(prompts)
-        return Decoder(self._model, self._most).prefill(self._rows)
+        return Decoder(self._model, self._most, divided=self._divided).prefill(self._rows)
 
     def step(self, tokens_R: torch.Tensor) -> torch.Tensor:
         """Do as ``Decoder.step``."""
@@ -174,9 +209,22 @@ class Recomputed:
 
 def decoder_for(model: Transformer, most: int, options: Options) -> Decoder | Recomputed:
     """Return what ``options`` ask for."""
+    split = split_words(model)
+    divided = split is not None and not gathers(options, split)
     if options.cache:
-        return Decoder(model, most, options.cache_size)
-    return Recomputed(model, most)
+        return Decoder(model, most, options.cache_size, divided=divided)
+    return Recomputed(model, most, divided=divided)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return where a model is; a stage of one may have no embedding."""
+    return next(model.parameters()).device
+
+
+def split_words(model: Any) -> SplitWords | None:
+    """Return how ``tp`` divides the words; ``None``: they are whole, or of another stage."""
+    project = None if model.head is None else model.head.project
+    return project if isinstance(project, SplitWords) else None
 
 
 def check_model(op: str, model: Any) -> None:
@@ -186,10 +234,3 @@ def check_model(op: str, model: Any) -> None:
         raise TypeError(f"{op}: model must be a fusedops.models.Transformer, got {got}")
     if not model.config.causal or model.config.head != "causal":
         raise ValueError(f"{op}: model must be a decoder (causal), got an encoder")
-    config = parallelized(model).config
-    for name, size in (("cp", config.cp), ("pp", config.pp)):
-        if size > 1:
-            raise checks.UnsupportedError(
-                f"{op}: {name} must be 1, got {size}: spread the model anew, by tp, dp or ep; a "
-                "checkpoint of any layout loads into any other"
-            )

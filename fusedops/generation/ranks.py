@@ -1,8 +1,8 @@
-"""The processes that generate together: each of ``dp`` has prompts of its own, all have the result.
+"""The processes that generate together: some have prompts of their own, all have the result.
 
-Ranks of ``tp`` share every row: they get the same logits, and choose the same. Experts are spread
-over ``dp``, so that its ranks call the model equally often: who has nothing to go on with computes
-padding.
+Prompts are divided over ``dp x cp``. Ranks of ``tp`` share every row and choose the same. The last
+stage of a pipeline chooses and tells the others. Experts are spread over ranks with other prompts,
+which therefore call the model equally often: who has nothing to go on with computes padding.
 """
 
 from __future__ import annotations
@@ -16,25 +16,46 @@ from fusedops.models import parallelized
 
 
 class Shares:
-    """Which prompts are whose.
+    """Which prompts are whose, and who tells what to whom.
 
     Args:
         model: ``parallelize`` made it, or one process has it alone.
         count: of the prompts.
         device: of the model.
+
+    Attributes:
+        chooses: whether this rank gets logits: with a pipeline, the last stage's.
     """
 
     def __init__(self, model: Any, count: int, device: torch.device) -> None:
         found = parallelized(model)
-        self._group = found.group("dp") if found.data_ranks > 1 else None
-        self._each = -(-count // found.data_ranks)
-        self._count, self._rank, self._device = count, found.data_rank, device
+        ranks = found.config.sizes.data if found.mesh is not None else 1
+        self._group = found.group("data") if ranks > 1 else None
+        self._each = -(-count // ranks)
+        self._count, self._device = count, device
+        self._rank = 0 if found.mesh is None else found.mesh.rank("data")
+        self._stages = found.group("pp") if found.pipeline is not None else None
+        self._last = 0
+        if found.pipeline is not None:
+            order = found.pipeline.driver.table
+            self._last = order.rank_of(order.stages - 1)
+        self.chooses = self._stages is None or self._stages.rank() == self._last
 
     @property
     def mine(self) -> range:
         """Prompts of this rank."""
         first = min(self._count, self._rank * self._each)
         return range(first, min(self._count, first + self._each))
+
+    def of_last(self, chosen: torch.Tensor) -> torch.Tensor:
+        """Return what the last stage has chosen; other ranks give something of the same shape."""
+        if self._stages is None or not chosen.numel():
+            return chosen
+        from fusedops.parallel import communication
+
+        return communication.broadcast(
+            chosen.contiguous(), self._stages, source=self._last, label="chosen"
+        ).wait()
 
     def join(self, values: torch.Tensor, numbers: list[int], size: int) -> list[int]:
         """Return a number of each sequence of all ranks, -1 where there is none.

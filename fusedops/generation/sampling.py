@@ -4,7 +4,10 @@ Draws are numbered: that of a place in a sequence is a word of Philox whose key 
 whose counter is the place, so that it depends on nothing else. A draw picks from the cumulative
 probabilities of the tokens that are left, the likeliest first.
 
-Letters of shapes: R rows, V words, K words that are left, P places.
+Where ``tp`` divides the words, the likeliest of all are found among the likeliest of each rank:
+logits are not gathered, unless all of them are drawn from.
+
+Letters of shapes: R rows, V words, W words of this rank, K words that are left, P places.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import torch
 
 from fusedops._core.philox import philox4x32
 from fusedops.generation.options import Options
+from fusedops.parallel.vocabulary import SplitWords, largest
 
 _LOW = 0xFFFFFFFF
 # Draws are made for so many places at once: a hundred small operations each time.
@@ -30,6 +34,8 @@ class Chooser:
         seeds: of each row.
         samples: number of each row among those of its prompt.
         words: of the vocabulary.
+        device: of the logits.
+        split: how ranks divide the words of the logits; ``None``: each has all.
     """
 
     def __init__(
@@ -40,8 +46,9 @@ class Chooser:
         samples: Sequence[int],
         words: int,
         device: torch.device,
+        split: SplitWords | None = None,
     ) -> None:
-        self._options = options
+        self._options, self._split = options, split
         self._lengths = [len(each) for each in prompts]
         self._keys = list(zip(seeds, samples, strict=True))
         self._device = device
@@ -65,13 +72,21 @@ class Chooser:
 
     @torch.no_grad()
     def choose(self, logits_RV: torch.Tensor) -> torch.Tensor:
-        """Return the next token of each row, ``[R]`` int64."""
-        options = self._options
-        logits_RV = penalised(logits_RV, self._seen, options.repetition_penalty)
+        """Return the next token of each row, ``[R]`` int64.
+
+        Args:
+            logits_RV: after the rows so far; with ``split`` of this rank's words alone.
+        """
+        options, seen_RV = self._options, self._seen
+        if seen_RV is not None:
+            if self._split is not None:
+                words = self._split.words
+                seen_RV = seen_RV[:, words.start : words.stop]
+            logits_RV = penalised(logits_RV, seen_RV, options.repetition_penalty)
         if options.temperature == 0.0:
-            tokens_R = logits_RV.argmax(-1)
+            tokens_R = likeliest(logits_RV, 1, self._split)[1].squeeze(-1)
         else:
-            tokens_R = draw(logits_RV, self._draws(), options)
+            tokens_R = draw(logits_RV, self._draws(), options, self._split)
         self._step += 1
         if self._seen is not None:
             self._seen[self._rows, tokens_R] = True
@@ -109,13 +124,34 @@ def uniforms(
     return ((high << 21) | (low >> 11)).double() * 2.0**-53
 
 
-def draw(logits_RV: torch.Tensor, draws_R: torch.Tensor, options: Options) -> torch.Tensor:
+def gathers(options: Options, split: SplitWords) -> bool:
+    """Whether tokens are chosen from the logits of all words, rather than from the best of each."""
+    if options.beams > 1:
+        return True
+    count = 1 if options.temperature == 0.0 else options.top_k or split.vocab_size
+    # What is sent of a candidate is as large as four logits.
+    return 4 * count >= split.widest
+
+
+def likeliest(
+    values_RV: torch.Tensor, count: int, split: SplitWords | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the largest values of each row, the largest first, and the words that have them."""
+    return largest(values_RV, count) if split is None else split.best(values_RV, count)
+
+
+def draw(
+    logits_RV: torch.Tensor,
+    draws_R: torch.Tensor,
+    options: Options,
+    split: SplitWords | None = None,
+) -> torch.Tensor:
     """Return the token that each row's draw picks, ``[R]`` int64."""
-    words = logits_RV.shape[-1]
+    words = logits_RV.shape[-1] if split is None else split.vocab_size
     wide_RV = logits_RV.float() / options.temperature
     some = min(options.top_k or words, words)
     if some < words or options.top_p < 1.0:
-        left_RK, tokens_RK = wide_RV.topk(some, sorted=True)
+        left_RK, tokens_RK = likeliest(wide_RV, some, split)
     else:
         left_RK, tokens_RK = wide_RV, None
     likely_RK = left_RK.softmax(-1)

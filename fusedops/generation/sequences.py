@@ -12,7 +12,7 @@ from torch import nn
 
 from fusedops._core import checks
 from fusedops.generation.beams import search
-from fusedops.generation.decoder import check_model, decoder_for
+from fusedops.generation.decoder import check_model, decoder_for, device_of
 from fusedops.generation.options import Generated, Options, Token
 from fusedops.generation.ranks import Shares
 from fusedops.generation.sampling import Chooser
@@ -28,8 +28,8 @@ def generate(
 
     Args:
         model: a causal ``fusedops.models.Transformer``, in any dtype; or what ``parallelize`` made
-            of one (``tp``, ``dp``, ``ep``, ``sp``): then all processes call this with the same
-            arguments, and each gets all sequences. Dropout is off meanwhile.
+            of one: then all processes call this with the same arguments, and each gets all
+            sequences. Dropout is off meanwhile.
         prompts: tokens, int64: ``[S]`` of one prompt, ``[B, S]``, or a list with the tokens of each
             (tensors or lists of numbers), which may have different lengths.
         options: how.
@@ -42,7 +42,6 @@ def generate(
         ValueError: a prompt is empty, or longer than the positions or the cache leave room for; a
             token is no word; options exclude each other.
         TypeError: an argument has the wrong type, or an option is unknown.
-        UnsupportedError: the model is spread over ``cp`` or ``pp``.
 
     Note:
         Each token is computed once: keys and values are kept. Without sampling, tokens are those of
@@ -94,7 +93,6 @@ def stream(
     Raises:
         ValueError: as ``generate``, or there are ``beams``.
         TypeError: as ``generate``.
-        UnsupportedError: as ``generate``.
 
     Example:
         >>> from fusedops.generation import stream
@@ -111,7 +109,7 @@ def stream(
 
 def _stream(model: Transformer, prompts: list[torch.Tensor], options: Options) -> Iterator[Token]:
     size = options.samples
-    device = model.embedding.tokens.weight.device
+    device = device_of(model)
     shares = Shares(model, len(prompts), device)
     mine = [prompts[each] for each in shares.mine]
     numbers = [each * size + sample for each in shares.mine for sample in range(size)]
@@ -132,9 +130,14 @@ def _stream(model: Transformer, prompts: list[torch.Tensor], options: Options) -
             [each % size for each in numbers],
             model.config.vocab_size,
             device,
+            decoder.words,
         )
         while True:
-            tokens = chooser.choose(logits)
+            if shares.chooses:
+                tokens = chooser.choose(logits)
+            else:
+                tokens = torch.empty(len(numbers), dtype=torch.int64, device=device)
+            tokens = shares.of_last(tokens)
             for number, token in enumerate(shares.join(tokens, numbers, size)):
                 if number in open_:
                     told[number].append(token)
@@ -235,6 +238,8 @@ def check(model: Any, prompts: Any, options: Options) -> list[torch.Tensor]:
         if low < 0 or high >= config.vocab_size:
             wanted = f"tokens from 0 to {config.vocab_size - 1}, the words of the vocabulary"
             checks.fail(_OP, f"prompt {number}", wanted, low if low < 0 else high)
+    if options.beams > config.vocab_size:
+        checks.fail(_OP, "beams", f"at most the {config.vocab_size} words", options.beams)
     for token in options.stop:
         if token >= config.vocab_size:
             checks.fail(_OP, "stop", f"tokens below {config.vocab_size}, the words", token)

@@ -13,6 +13,8 @@ import triton.language as tl
 from fusedops.kernels._attention_device import (
     LOG2E,
     chunked_product,
+    drawn_rows,
+    kept_scores,
     load_lse,
     load_mask,
     load_tile,
@@ -25,7 +27,6 @@ from fusedops.kernels._attention_device import (
     within,
 )
 from fusedops.kernels._attention_launch import NOT_SPECIALIZED
-from fusedops.kernels._device import kept
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -135,11 +136,11 @@ def keys_kernel(
     for part in tl.static_range(0 if SPLIT and RIGHT else 1, 3 if SPLIT and LEFT else 2):
         begin, end = stretch(part, low, full_low, full_high, high, SPLIT)
         # One loop over the queries of all heads: with a loop of heads around it, every size spills.
-        # Heads of 128 have no registers for places in shared memory that are moved out of it.
+        # Heads of 128 and more have no registers for places in shared memory moved out of it.
         blocks = tl.cdiv(tl.maximum(end - begin, 0), BLOCK_M)
         h = kh * GROUP
         at = tl.cast(begin, tl.int32)
-        for _ in tl.range(0, GROUP * blocks, disable_licm=DESCRIBED and BLOCK_D == 128):
+        for _ in tl.range(0, GROUP * blocks, disable_licm=DESCRIBED and BLOCK_D >= 128):
             first = tl.multiple_of(at, BLOCK_M)
             wide_h = h.to(tl.int64)
             if not DESCRIBED:
@@ -188,7 +189,7 @@ def keys_kernel(
                 s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
             distance = place[:, None] - (first + row)[None, :]
             s, tanh = scores(s, distance, mask, slope, factor, bound, SOFTCAP, ALIBI, MASK)
-            top, lse = load_lse(lse_ptr, parts_ptr, statistics + first + row, exists, PARTS)
+            top, lse = load_lse(lse_ptr, parts_ptr, statistics + first, row, exists, PARTS)
             if PARTS:
                 s -= top[None, :]
             p = tl.exp2(s - lse[None, :])
@@ -203,8 +204,21 @@ def keys_kernel(
             if DROPOUT == "all":
                 dropped = tl.zeros(p.shape, tl.float32)
             elif DROPOUT != "none":
-                drawn = (statistics + first + row) * num_keys + start
-                keep = tl.trans(kept(drawn[:, None], seed_ptr, limit, BLOCK_N, DROPOUT))
+                drawn = drawn_rows(
+                    statistics + first + row,
+                    first_q + first + row,
+                    exists,
+                    n,
+                    h,
+                    num_keys,
+                    seed_ptr,
+                    VARLEN,
+                    DROPOUT,
+                )
+                keep = kept_scores(
+                    drawn, start, first_k, keys, num_rows, seed_ptr, limit, BLOCK_N, DROPOUT
+                )
+                keep = tl.trans(keep)
                 dropped = tl.where(keep, p, 0.0)
             if WANTS_VALUE:
                 dv = tl.dot(dropped.to(do.dtype), do, dv, input_precision=PRECISION)

@@ -18,6 +18,8 @@ import triton.language as tl
 from fusedops.kernels._attention_device import (
     LOG2E,
     chunked_product,
+    drawn_rows,
+    kept_scores,
     load_lse,
     load_mask,
     load_tile,
@@ -30,7 +32,6 @@ from fusedops.kernels._attention_device import (
     within,
 )
 from fusedops.kernels._attention_launch import NOT_SPECIALIZED
-from fusedops.kernels._device import kept
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -134,7 +135,7 @@ def queries_kernel(
     statistics = statistics_row(n, h, num_heads, num_rows, first_q, VARLEN) + start
     exists = row < rows - start
     ds_base = ds_ptr + statistics * num_keys
-    top, lse = load_lse(lse_ptr, parts_ptr, statistics + row, exists, PARTS)
+    top, lse = load_lse(lse_ptr, parts_ptr, statistics, row, exists, PARTS)
     if DELTA != "given":
         exact = tl.load(exact_ptr + statistics + row, mask=exists, other=0.0)
     if DELTA != "first":
@@ -156,7 +157,9 @@ def queries_kernel(
     )
     col = tl.arange(0, BLOCK_N)
     place = start + row + offset
-    drawn = (statistics + row) * num_keys
+    drawn = drawn_rows(
+        statistics + row, first_row + row, exists, n, h, num_keys, seed_ptr, VARLEN, DROPOUT
+    )
     for walk in tl.static_range(0 if DELTA == "first" else 1, 2):
         for part in tl.static_range((0 if LEFT else 1) if SPLIT else 2, 3):
             begin, end = stretch(part, low, full_low, full_high, high, SPLIT)
@@ -232,7 +235,9 @@ def queries_kernel(
                 if DROPOUT == "all":
                     dp = tl.zeros(p.shape, tl.float32)
                 elif DROPOUT != "none":
-                    keep = kept(drawn[:, None] + first, seed_ptr, limit, BLOCK_N, DROPOUT)
+                    keep = kept_scores(
+                        drawn, first, first_k, keys, num_rows, seed_ptr, limit, BLOCK_N, DROPOUT
+                    )
                     dp = tl.where(keep, dp * drop_scale, 0.0)
                 if walk == 0 or DELTA == "beside":
                     exact += tl.sum(p * dp, 1)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fusedops.kernels._device import LOG2E, reciprocal
+from fusedops.kernels._device import LOG2E, kept, kept_at, reciprocal
 
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -43,6 +43,60 @@ def statistics_row(n, h, num_heads, num_rows, first_q, VARLEN: tl.constexpr):
         return h.to(tl.int64) * num_rows + first_q
     else:
         return (n.to(tl.int64) * num_heads + h) * num_rows
+
+
+@triton.jit
+def drawn_rows(
+    statistics,
+    token,
+    exists,
+    n,
+    h,
+    num_keys,
+    seed_ptr,
+    VARLEN: tl.constexpr,
+    DROPOUT: tl.constexpr,
+):
+    """Return where dropout counts the scores of rows from; ``_core/philox.py`` has the forms.
+
+    ``statistics`` is the place of a row's statistics, ``token`` that of its query in its sequence,
+    or among all packed ones. Modes are those of ``Call.dropout``.
+    """
+    if DROPOUT == "tables" or DROPOUT == "draw placed" or DROPOUT == "select placed":
+        first = tl.load(seed_ptr + 2) + h.to(tl.int64) * tl.load(seed_ptr + 4)
+        if not VARLEN:
+            first += n.to(tl.int64) * tl.load(seed_ptr + 3)
+        if DROPOUT == "tables":
+            return first + tl.load(seed_ptr + 5 + token, mask=exists, other=0)
+        else:
+            return first + token.to(tl.int64) * num_keys
+    else:
+        return statistics * num_keys
+
+
+@triton.jit
+def kept_scores(
+    drawn,
+    first,
+    first_k,
+    keys,
+    num_rows,
+    seed_ptr,
+    limit,
+    BLOCK_N: tl.constexpr,
+    DROPOUT: tl.constexpr,
+):
+    """Return which scores ``[rows, keys]`` dropout keeps, of ``BLOCK_N`` keys from ``first`` on.
+
+    ``drawn`` is of ``drawn_rows``, ``first_k`` the first of the sequence's ``keys`` keys among all
+    packed ones.
+    """
+    if DROPOUT == "tables":
+        column = first + tl.arange(0, BLOCK_N)
+        at = tl.load(seed_ptr + 5 + num_rows + first_k + column, mask=column < keys, other=0)
+        return kept_at(drawn[:, None] + at[None, :], seed_ptr, limit)
+    else:
+        return kept(drawn[:, None] + first, seed_ptr, limit, BLOCK_N, DROPOUT)
 
 
 @triton.jit
@@ -219,16 +273,19 @@ def within(distance, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr):
 
 
 @triton.jit
-def load_lse(lse_ptr, parts_ptr, row, mask, PARTS: tl.constexpr):
+def load_lse(lse_ptr, parts_ptr, first, row, mask, PARTS: tl.constexpr):
     """Load log-sum-exp in units of log2; rows that attend nothing get infinity: weights of 0.
+
+    ``first`` is a 64-bit position, rows count from it.
 
     With ``PARTS``, its two parts: what is to be subtracted from a score first, and second.
     """
     if PARTS:
+        parts_ptr += 2 * first
         top = tl.load(parts_ptr + 2 * row, mask=mask, other=float("-inf"))
         rest = tl.load(parts_ptr + 2 * row + 1, mask=mask, other=0.0)
         nothing = top == float("-inf")
         return tl.where(nothing, 0.0, top), tl.where(nothing, float("inf"), rest)
     else:
-        lse = tl.load(lse_ptr + row, mask=mask, other=float("-inf"))
+        lse = tl.load(lse_ptr + (first + row), mask=mask, other=float("-inf"))
         return 0.0, tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)

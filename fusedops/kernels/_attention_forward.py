@@ -18,6 +18,8 @@ from fusedops.kernels._attention_device import (
     LN2,
     LOG2E,
     chunked_product,
+    drawn_rows,
+    kept_scores,
     load_mask,
     load_tile,
     scores,
@@ -29,7 +31,7 @@ from fusedops.kernels._attention_device import (
     within,
 )
 from fusedops.kernels._attention_launch import NOT_SPECIALIZED, Call, blocks
-from fusedops.kernels._device import kept, split
+from fusedops.kernels._device import split
 
 
 @triton.jit
@@ -143,7 +145,17 @@ def forward_kernel(
     if ALIBI:
         slope = tl.load(slopes_ptr + n * stride_slope + h) * LOG2E
     statistics = statistics_row(n, h, num_heads, num_rows, first_q, VARLEN) + start
-    drawn = (statistics + row) * num_keys
+    drawn = drawn_rows(
+        statistics + row,
+        first_row + row,
+        row < rows - start,
+        n,
+        h,
+        num_keys,
+        seed_ptr,
+        VARLEN,
+        DROPOUT,
+    )
     unit = factor
     if FOLD:
         unit = 1.0
@@ -239,7 +251,9 @@ def forward_kernel(
             if DROPOUT == "all":
                 p = tl.zeros(p.shape, tl.float32)
             elif DROPOUT != "none":
-                keep = kept(drawn[:, None] + first, seed_ptr, limit, BLOCK_N, DROPOUT)
+                keep = kept_scores(
+                    drawn, first, first_k, keys, num_rows, seed_ptr, limit, BLOCK_N, DROPOUT
+                )
                 p = tl.where(keep, p, 0.0)
             if DESCRIBED:
                 v = tl.reshape(v_ptr.load([n, h // GROUP, first, 0]), (BLOCK_N, BLOCK_DV))

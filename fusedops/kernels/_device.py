@@ -184,28 +184,49 @@ def kept(start, seed_ptr, limit, BLOCK_N: tl.constexpr, DROPOUT: tl.constexpr):
     ``start`` is the linear index (int64) of the first column: a scalar for a block ``[N]``,
     ``[M, 1]`` for ``[M, N]``. Modes are those of ``_launch.dropout_arguments`` that draw numbers:
     ``"draw"`` gives a counter's four words to four neighbours and needs starts that four divides;
-    ``"select"`` draws a counter per element.
+    others draw a counter per element.
     """
-    seed = tl.load(seed_ptr)
-    offset = tl.load(seed_ptr + 1)
-    offset_low = (offset & 0xFFFFFFFF).to(tl.uint32)
-    offset_high = ((offset >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    bound = limit.to(tl.uint32, bitcast=True)
-    if DROPOUT == "draw":
+    if DROPOUT == "draw" or DROPOUT == "draw placed":
         counter = (start >> 2) + tl.arange(0, BLOCK_N // 4)
-        low, high = (counter & 0xFFFFFFFF).to(tl.uint32), (counter >> 32).to(tl.uint32)
-        w0, w1, w2, w3 = tl.philox(seed, low, high, offset_low, offset_high, PHILOX_ROUNDS)
+        w0, w1, w2, w3 = _words(counter, seed_ptr)
+        bound = limit.to(tl.uint32, bitcast=True)
         even = tl.interleave(w0 > bound, w2 > bound)
         odd = tl.interleave(w1 > bound, w3 > bound)
         return tl.interleave(even, odd)
     else:
-        index = start + tl.arange(0, BLOCK_N)
-        counter = index >> 2
-        low, high = (counter & 0xFFFFFFFF).to(tl.uint32), (counter >> 32).to(tl.uint32)
-        w0, w1, w2, w3 = tl.philox(seed, low, high, offset_low, offset_high, PHILOX_ROUNDS)
-        word = index & 3
-        drawn = tl.where(word == 0, w0, tl.where(word == 1, w1, tl.where(word == 2, w2, w3)))
-        return drawn > bound
+        return kept_at(start + tl.arange(0, BLOCK_N), seed_ptr, limit)
+
+
+@triton.jit
+def kept_at(index, seed_ptr, limit):
+    """Return which elements dropout keeps, by a linear index (int64) for each."""
+    w0, w1, w2, w3 = _words(index >> 2, seed_ptr)
+    word = index & 3
+    drawn = tl.where(word == 0, w0, tl.where(word == 1, w1, tl.where(word == 2, w2, w3)))
+    return drawn > limit.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _words(counter, seed_ptr):
+    seed = tl.load(seed_ptr)
+    offset = tl.load(seed_ptr + 1)
+    offset_low = (offset & 0xFFFFFFFF).to(tl.uint32)
+    offset_high = ((offset >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    low, high = (counter & 0xFFFFFFFF).to(tl.uint32), (counter >> 32).to(tl.uint32)
+    return tl.philox(seed, low, high, offset_low, offset_high, PHILOX_ROUNDS)
+
+
+@triton.jit
+def _row_places(start, seed_ptr, DROPOUT: tl.constexpr):
+    """Return where rows that begin at ``start`` stand in a larger tensor, if they do."""
+    if DROPOUT == "draw placed" or DROPOUT == "select placed":
+        run = tl.load(seed_ptr + 2)
+        stride = tl.load(seed_ptr + 3)
+        unit = tl.load(seed_ptr + 4)
+        piece = tl.load(seed_ptr + 5 + start % run // unit)
+        return start // run * stride + piece + start % unit
+    else:
+        return start
 
 
 @triton.jit
@@ -216,5 +237,6 @@ def dropout(x, start, seed_ptr, limit, scale, DROPOUT: tl.constexpr):
     elif DROPOUT == "all":
         return tl.zeros(x.shape, tl.float32)
     else:
+        start = _row_places(start, seed_ptr, DROPOUT)
         keep = kept(start, seed_ptr, limit, x.shape[-1], DROPOUT)
         return tl.where(keep, x * scale, 0.0)

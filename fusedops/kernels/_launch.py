@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 
 from fusedops._core import philox
-from fusedops._core.checks import UnsupportedError
 
 
 def dense(tensor: torch.Tensor | None, stand_in: torch.Tensor) -> torch.Tensor:
@@ -25,10 +24,11 @@ def device_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
 
 
 def dropout_arguments(p: float, num_cols: int, seed: torch.Tensor | None) -> dict[str, Any]:
-    """Return what kernels that call ``_device.dropout`` need for rows of ``num_cols`` columns."""
-    if seed is not None and seed.numel() != 2:
-        what = "a seed with a place is drawn from on the CPU, and by the reference"
-        raise UnsupportedError(f'{what}: use_backend("torch")')
+    """Return what kernels that call ``_device.dropout`` need for rows of ``num_cols`` columns.
+
+    Modes of dropout are ``"none"``, ``"all"``, ``"draw"`` and ``"select"``; the last two are
+    ``"draw placed"`` and ``"select placed"`` for a seed with a place.
+    """
     threshold = philox.threshold(p)
     if threshold == 0:
         mode = "none"
@@ -36,6 +36,7 @@ def dropout_arguments(p: float, num_cols: int, seed: torch.Tensor | None) -> dic
         mode = "all"
     else:
         mode = "draw" if num_cols % 4 == 0 else "select"
+        mode += " placed" if seed is not None and seed.numel() > 2 else ""
     # Kept when the word exceeds the limit: 32 bits then hold it, as a signed number for Triton.
     limit = threshold - 1
     signed = limit - 2**32 if limit >= 2**31 else limit

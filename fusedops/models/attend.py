@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from fusedops import ops
+from fusedops._core import philox
 
 
 class Documents:
@@ -50,7 +51,10 @@ def attend(
     documents: Documents | None,
     seed: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return ``[B, N, S, D]``: each query's mean of the values that it may attend."""
+    """Return ``[B, N, S, D]``: each query's mean of the values that it may attend.
+
+    Dropout draws by a score's place among all ``[B, N, S, S]``, with documents as without.
+    """
     options: dict[str, Any] = {
         "dropout_p": dropout_p,
         "is_causal": is_causal,
@@ -61,6 +65,11 @@ def attend(
         grouped = query_BNSD.shape[1] != key_BNSD.shape[1]
         options |= {"enable_gqa": grouped, "seed": seed}
         return ops.attention(query_BNSD, key_BNSD, value_BNSD, **options)
+    if seed is not None and documents.ids_BS.numel():
+        sequences, heads, length, _ = query_BNSD.shape
+        tokens = torch.arange(sequences * length, device=seed.device)
+        seed = philox.placed_scores(seed, heads, length)
+        options["seed"] = philox.at_tokens(seed, tokens, tokens, length)
     ends, longest = documents.cu_seqlens, documents.longest
     output = ops.attention_varlen(
         _packed(query_BNSD),

@@ -27,7 +27,7 @@ from fusedops.parallel.sizes import (
 
 MODES = ("explicit", "data", "manual")
 CONTEXTS = ("ring", "all_to_all")
-OFFLOADS = ("optimizer", "activations")
+OFFLOADS = ("optimizer", "activations", "experts")
 BALANCES = ("operations", "measured", "layers")
 RECOMPUTE = ("none", "selective", "full", "norm", "activation")
 
@@ -58,6 +58,8 @@ class ParallelConfig:
         zero: what of each parameter is divided over ``dp * cp``: 0 nothing, 1 the optimizer's
             states, 2 gradients as well, 3 weights as well.
         microbatches: forward and backward passes of a step.
+        copies: 2: layers run for two halves of a micro-batch in turns, so that what ``tp`` and
+            ``ep`` communicate for one runs beside the products of the other.
         pipeline_schedule: order of forwards and backwards over the ranks of ``pp``: ``"gpipe"``,
             ``"1f1b"``, ``"interleaved"``, ``"looped_bfs"``, ``"zero_bubble"``, ``"zbv"``,
             ``"dualpipev"``.
@@ -81,7 +83,8 @@ class ParallelConfig:
         parallel_optimizer_comm_recompute: gather ``zero=3``'s weights again in the backward,
             instead of keeping them from the forward on.
         offload: ``"optimizer"``: masters and moments in host memory; ``"activations"``: what layers
-            keep for the backward. Several in a tuple.
+            keep for the backward; ``"experts"``: weights of experts, of which those that tokens
+            chose come to the device for a layer's forward and backward. Several in a tuple.
         bucket_bytes: parameters, or gradients, of about so many bytes travel together.
         bucket_layers: instead of ``bucket_bytes``: first layers of the buckets, in ascending order.
         shard_threshold: parameters of fewer bytes are not divided by ``zero``.
@@ -110,6 +113,7 @@ class ParallelConfig:
     ep_same_bits: bool = False
     zero: int = 0
     microbatches: int = 1
+    copies: int = 1
     pipeline_schedule: str = "1f1b"
     pipeline_virtual: int | None = None
     pipeline_balance: str = "operations"
@@ -131,7 +135,7 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "offload", _words("offload", self.offload))
         object.__setattr__(self, "not_sharded", _words("not_sharded", self.not_sharded))
-        for name in (*DENSE, "ep", "microbatches"):
+        for name in (*DENSE, "ep", "microbatches", "copies"):
             checks.integer(_OP, name, getattr(self, name), least=1)
         for name in ("zero", "bucket_bytes", "shard_threshold"):
             checks.integer(_OP, name, getattr(self, name), least=0)
@@ -146,6 +150,7 @@ class ParallelConfig:
         _check_recompute(self)
         _check_buckets(self)
         _check_mode(self)
+        _check_copies(self)
         _check_pipeline(self)
         _ = self.sizes
         _check_shards(self)
@@ -238,6 +243,24 @@ def _check_mode(config: ParallelConfig) -> None:
             checks.fail(_OP, name, wanted, getattr(config, name))
 
 
+def _check_copies(config: ParallelConfig) -> None:
+    if config.copies > 2:
+        checks.fail(_OP, "copies", "1 or 2, the halves of a micro-batch", config.copies)
+    if config.copies == 2 and config.mode == "manual":
+        wanted = "1 with mode 'manual', in which the model orders what it computes itself"
+        checks.fail(_OP, "copies", wanted, config.copies)
+    if config.copies == 2 and config.ep_same_bits:
+        raise UnsupportedError(
+            f"{_OP}: copies must be 1 with ep_same_bits, got 2: weights get a gradient of each "
+            "half, and the order of their sum is another"
+        )
+    if config.copies == 2 and "experts" in config.offload:
+        raise UnsupportedError(
+            f"{_OP}: copies must be 1 with offload 'experts', got 2: what comes to the device "
+            "for one half would come once more for the other"
+        )
+
+
 def _check_pipeline(config: ParallelConfig) -> None:
     if config.pipeline_cuts is not None:
         cuts = checks.sizes(_OP, "pipeline_cuts", config.pipeline_cuts)
@@ -253,6 +276,32 @@ def _check_pipeline(config: ParallelConfig) -> None:
             f"{_OP}: pp must be 1 with mode 'manual', got {config.pp}: only its author "
             "knows where a model of any kind can be cut; fusedops.parallel.pipeline runs stages "
             "of your own"
+        )
+
+
+def check_stored(op: str, model: TransformerConfig, config: ParallelConfig, device: str) -> None:
+    """Raise unless experts can lie in host memory.
+
+    Args:
+        op: who asks.
+        model: its sizes.
+        config: how it is spread.
+        device: type of the device.
+
+    Raises:
+        ValueError: the model has no experts.
+        UnsupportedError: their gradients are summed, or their weights gathered, on devices.
+    """
+    if "experts" not in config.offload:
+        return
+    if not model.sparse_layers:
+        checks.fail(op, "offload", "without 'experts' for a model that has none", config.offload)
+    copies = config.sizes.edp * config.tp
+    if copies > 1 and (config.zero or device != "cpu"):
+        raise UnsupportedError(
+            f"{op}: offload must be without 'experts' where {copies} processes have the same "
+            "experts and zero divides them, or devices add their gradients: with ep = dp x cp and "
+            "tp 1 each expert is on one process"
         )
 
 

@@ -21,17 +21,23 @@ from torch import nn
 from fusedops import memory, ops
 from fusedops._core import checks
 from fusedops.models.config import TransformerConfig
+from fusedops.models.copies import run_in_copies
 from fusedops.models.initialize import initialize
-from fusedops.models.parallel_config import ParallelConfig, check_split, check_stages
+from fusedops.models.parallel_config import (
+    ParallelConfig,
+    check_split,
+    check_stages,
+    check_stored,
+)
 from fusedops.models.parallelized import Parallelized, attach
 from fusedops.models.pipelined import WORDS, Pipeline
 from fusedops.models.stage_costs import Costs, by_operations, measured
 from fusedops.models.stages import Stage, cut
-from fusedops.models.transformer import Layer, Transformer
+from fusedops.models.transformer import Transformer
 from fusedops.nn import MLP, GatedMLP, MoE
 from fusedops.parallel import communication, context
 from fusedops.parallel.data import DataParallel, Replicas, by_bytes, divides, local_bytes, shard
-from fusedops.parallel.dropout import Place, place_dropout
+from fusedops.parallel.dropout import Place
 from fusedops.parallel.mesh import Mesh, make_mesh
 from fusedops.parallel.pipeline.schedules import table
 from fusedops.parallel.pipeline.split import at, balanced, shortest
@@ -47,7 +53,7 @@ from fusedops.parallel.tensor import (
     local,
 )
 from fusedops.parallel.tokenwise import join_tokens, part_of, sum_gradients, take_tokens
-from fusedops.parallel.vocabulary import VocabularyEmbedding, split_cross_entropy, split_logits
+from fusedops.parallel.vocabulary import SplitWords, VocabularyEmbedding, split_cross_entropy
 
 _OP = "parallelize"
 _NORMS = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm")
@@ -96,14 +102,15 @@ def parallelize(
             _split_tensors(model, mesh["tp"], config)
         if config.cp > 1:
             _share_sequences(model, mesh.group("cp"), config.context)
-        elif mesh.dense.device_type == "cpu":  # kernels of GPUs do not draw by place yet
-            place_dropout(model, dropout_place(config, mesh))
+        model.place = _place(config, mesh)
     stages: dict[int, Stage] = {}
     if isinstance(model, Transformer) and config.pp > 1:
         stages = _stages(model, config, mesh)
     parts: list[nn.Module] = [*stages.values()] or [model]
     for part in parts:
         if isinstance(part, Transformer):
+            if config.copies > 1:
+                run_in_copies(part)
             _keep_less(part, config, mesh)
     whole = _left_whole(model, config, mesh)
     data, taken = [], set(whole)
@@ -112,8 +119,10 @@ def parallelize(
         taken |= {name for name, _ in part.named_parameters()}
     if any(each.is_meta for each in model.parameters()):
         for part in parts:
-            part.to_empty(device=mesh.dense.device_type if device is None else device)
+            _make(part, mesh.dense.device_type if device is None else device, config)
         initialize(model, seed)
+    if "experts" in config.offload:
+        memory.store_experts(model, mesh.dense.device_type if device is None else device)
     taken = set()
     for part, each in zip(parts, data, strict=True):
         each.replicas = _replicas(part, whole - taken, config, mesh)
@@ -122,6 +131,14 @@ def parallelize(
         return attach(model, Parallelized(model, config, mesh, data[0]))
     pipeline = Pipeline.of(model, config, mesh, stages, dict(zip(stages, data, strict=True)))
     return attach(model, Parallelized(model, config, mesh, pipeline=pipeline))
+
+
+def _make(part: nn.Module, device: torch.device | str, config: ParallelConfig) -> None:
+    """Give parameters and buffers memory, experts that are stored theirs on the host."""
+    stored = [each.experts for each in part.modules() if isinstance(each, MoE)]
+    for module in part.modules():
+        host = "experts" in config.offload and module in stored
+        module.to_empty(device="cpu" if host else device, recurse=False)
 
 
 def _validated(model: Any, config: Any, mesh: Any) -> tuple[ParallelConfig, Mesh]:
@@ -149,6 +166,8 @@ def _validated(model: Any, config: Any, mesh: Any) -> tuple[ParallelConfig, Mesh
         mesh = make_mesh(config.sizes, device_type="cpu" if device == "meta" else device)
     elif mesh.sizes != config.sizes:
         checks.fail(_OP, "mesh", f"one of {config.sizes}", mesh.sizes)
+    if isinstance(model, Transformer):
+        check_stored(_OP, model.config, config, mesh.dense.device_type)
     return config, mesh
 
 
@@ -212,13 +231,16 @@ def _costs(model: Transformer, config: ParallelConfig, mesh: Mesh) -> Costs:
 
 def _divide_experts(model: Transformer, config: ParallelConfig, mesh: Mesh) -> None:
     """Give each rank of ``ep`` its experts, and each rank of ``tp`` its share of the tokens."""
+    nodes, count = None, config.ep_nodes
+    if count > 1:
+        nodes = mesh["ep"]._unflatten(0, (count, config.ep // count), ("ep_nodes", "ep_ranks"))
     for layer in _layers(model):
         moe = layer.feed_forward
         if not isinstance(moe, MoE):
             continue
         layer.router_loss = partial(ops.moe_router_loss, group=mesh.group("stage"))
         if config.ep > 1:
-            chunks, nodes, ordered = config.ep_chunks, config.ep_nodes, config.ep_same_bits
+            chunks, ordered = config.ep_chunks, config.ep_same_bits
             split_experts(moe, mesh["ep"], chunks=chunks, nodes=nodes, ordered=ordered)
 
 
@@ -226,7 +248,8 @@ def _split_tensors(model: Transformer, mesh: Any, config: ParallelConfig) -> Non
     """Divide heads, features and words over the ranks of ``tp``; with ``sp`` tokens too."""
     group, sequence = mesh.get_group(), config.sp
     # Products beside communication: what enters and leaves must be tokens, which come in blocks.
-    beside = sequence and config.overlap
+    # Of two copies it is the other's products that run beside it.
+    beside = sequence and config.overlap and config.copies == 1
     _split_ends(model, mesh, sequence=sequence)
     for layer in _layers(model):
         _split_attention(layer.attention, mesh, sequence=sequence, overlap=beside)
@@ -273,10 +296,6 @@ def _split_ends(model: Transformer, mesh: Any, *, sequence: bool) -> None:
         if parameter is not None:
             setattr(head, name, distribute(_OP, f"head.{name}", parameter, mesh, 0, uneven=True))
 
-    def project(x_BSH: torch.Tensor, weight: Any, bias: Any) -> torch.Tensor:
-        x_BSH = enter(x_BSH, group, sequence=sequence)
-        return split_logits(x_BSH, local(weight), group, local(bias), vocab_size=words)
-
     def loss(x_BSH: torch.Tensor, weight: Any, bias: Any, labels_BS: torch.Tensor) -> torch.Tensor:
         x_BSH = enter(x_BSH, group, sequence=sequence)
         given = local(weight), labels_BS, group, local(bias)
@@ -285,7 +304,7 @@ def _split_ends(model: Transformer, mesh: Any, *, sequence: bool) -> None:
             x_BSH, *given, vocab_size=words, reduction="sum", recompute=again
         )
 
-    head.project, head.loss = project, loss
+    head.project, head.loss = SplitWords(group, words, sequence=sequence), loss
 
 
 def _split_norms(owner: nn.Module, names: tuple[str, ...], mesh: Any) -> None:
@@ -330,21 +349,15 @@ def _split_tokens(layer: Any, mesh: Any, *, sequence: bool) -> None:
     for module in (moe.gate, moe.shared_experts, moe.shared_expert_gate):
         if module is not None:
             sum_gradients(module, mesh)
-    if sequence:
-        return
 
-    def feed_forward(x_BSH: torch.Tensor) -> Any:
-        branch_BsH, auxiliary = Layer._feed_forward(layer, take_tokens(x_BSH, group))
-        return join_tokens(branch_BsH, group), auxiliary
-
-    layer._feed_forward = feed_forward
+    if not sequence:
+        layer.take_tokens = partial(take_tokens, group=group)
+        layer.join_tokens = partial(join_tokens, group=group)
+    layer.take_ids = partial(part_of, group=group)
 
 
-def dropout_place(config: ParallelConfig, mesh: Mesh) -> Place:
-    """Return where this rank's tokens and heads stand, for dropout as on one process.
-
-    Of a step with one micro-batch: a loop with several places the sequences of each.
-    """
+def _place(config: ParallelConfig, mesh: Mesh) -> Place:
+    """Return where this rank's tokens and heads stand, for dropout as on one process."""
     tp = mesh.rank("tp")
     return Place(
         batch_part=mesh.rank("dp"),
@@ -352,6 +365,8 @@ def dropout_place(config: ParallelConfig, mesh: Mesh) -> Place:
         sequence_parts=config.tp if config.sp else 1,
         head_part=tp,
         head_parts=config.tp,
+        context_part=mesh.rank("cp"),
+        context_parts=config.cp,
     )
 
 

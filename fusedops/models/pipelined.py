@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -81,7 +82,7 @@ class Pipeline:
         num_tokens: torch.Tensor,
         scale: float,
         computing: Computing,
-        before: Callable[[int, int], None] | None,
+        draws: Sequence[Mapping[str, Any]],
     ) -> list[Loss]:
         """Run the schedule; as ``Parallelized.step``."""
         found = [self._nothing(each) for each in shards]
@@ -89,15 +90,13 @@ class Pipeline:
         def compute(
             stage: int, microbatch: int, given: torch.Tensor | None
         ) -> tuple[torch.Tensor | None, torch.Tensor]:
-            if before is not None:
-                before(microbatch, stage)
             with computing():
-                x_BSH, loss = self._run(stage, shards[microbatch], given)
+                x_BSH, loss = self._run(stage, shards[microbatch], given, draws[microbatch])
             share = run.loss(loss, num_tokens) * scale
             found[microbatch] = _added(found[microbatch], loss)
             return x_BSH, share
 
-        self.driver.step(compute, shards[0].tokens.device, _keys(shards, computing))
+        self.driver.step(compute, shards[0].tokens.device, _keys(_tokens(shards), computing))
         self._share_words()
         return found
 
@@ -109,22 +108,60 @@ class Pipeline:
             stage: int, microbatch: int, given: torch.Tensor | None
         ) -> tuple[torch.Tensor | None, None]:
             with computing():
-                x_BSH, loss = self._run(stage, shards[microbatch], given)
+                x_BSH, loss = self._run(stage, shards[microbatch], given, {})
             found[microbatch] = _added(found[microbatch], loss)
             return x_BSH, None
 
-        self.driver.forward(compute, shards[0].tokens.device, _keys(shards, computing))
+        self.driver.forward(compute, shards[0].tokens.device, _keys(_tokens(shards), computing))
         return found
 
+    def logits(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
+        """Return what may follow tokens that pass the stages one after the other.
+
+        Args:
+            tokens: ``[B, S]``, the same on all ranks of the pipeline.
+            positions: ``[S]`` or ``[B, S]``.
+
+        Returns:
+            What ``Head.project`` gives, on the rank of the last stage; ``None`` on the others.
+        """
+        found: list[torch.Tensor] = []
+
+        def compute(
+            stage: int, microbatch: int, given: torch.Tensor | None
+        ) -> tuple[torch.Tensor | None, None]:
+            given = tokens if given is None else given
+            x_BSH, _ = self.stages[stage](given, positions=positions)
+            if not self.stages[stage].is_last:
+                return x_BSH, None
+            assert x_BSH is not None
+            found.append(x_BSH)
+            return None, None
+
+        self._whole_batch.forward(compute, tokens.device, _keys([tokens], nullcontext))
+        return found[0] if found else None
+
+    @cached_property
+    def _whole_batch(self) -> Driver:
+        """What runs forwards of a batch that is not divided."""
+        return Driver(replace(self.driver.table, microbatches=1), self.driver.group, self.stages)
+
     def _run(
-        self, stage: int, shard: Shard, given: torch.Tensor | None
+        self,
+        stage: int,
+        shard: Shard,
+        given: torch.Tensor | None,
+        draws: Mapping[str, Any],
     ) -> tuple[torch.Tensor | None, Loss]:
-        tokens, labels, positions, document_ids = shard
+        tokens, labels, positions, document_ids, domains = shard
         return self.stages[stage](
             tokens if given is None else given,
             labels,
             positions=positions,
             document_ids=document_ids,
+            tokens=tokens,
+            domains=domains,
+            **draws,
         )
 
     def _nothing(self, shard: Shard) -> Loss:
@@ -172,10 +209,14 @@ def _added(one: Loss, other: Loss) -> Loss:
     return Loss(*(a + b.detach() for a, b in zip(one, other, strict=True)))
 
 
-def _keys(shards: Sequence[Shard], computing: Computing) -> Callable[[int], Hashable]:
+def _tokens(shards: Sequence[Shard]) -> list[torch.Tensor]:
+    return [each.tokens for each in shards]
+
+
+def _keys(tokens: Sequence[torch.Tensor], computing: Computing) -> Callable[[int], Hashable]:
     """Return what tells micro-batches apart whose hidden states have another shape or dtype."""
-    device = shards[0].tokens.device.type
+    device = tokens[0].device.type
     with computing():
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     training = torch.is_grad_enabled()
-    return lambda microbatch: (tuple(shards[microbatch].tokens.shape), dtype, training)
+    return lambda microbatch: (tuple(tokens[microbatch].shape), dtype, training)

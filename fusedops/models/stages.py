@@ -29,7 +29,7 @@ class Stage(Transformer):
 
     def __init__(self, model: Transformer, layers: range) -> None:
         nn.Module.__init__(self)
-        self.config = model.config
+        self.config, self.place = model.config, model.place
         self.is_first, self.is_last = 0 in layers, model.config.num_layers - 1 in layers
         absent: Any = None
         keeps_words = self.is_first or (self.is_last and model.config.tied)
@@ -47,26 +47,39 @@ class Stage(Transformer):
         *,
         positions: torch.Tensor,
         document_ids: torch.Tensor | None = None,
+        tokens: torch.Tensor | None = None,
+        domains: torch.Tensor | None = None,
+        seed: torch.Tensor | None = None,
+        first_sequence: int | None = None,
     ) -> tuple[torch.Tensor | None, Loss]:
         """Return what the next stage gets, and this stage's part of the loss.
 
         Args:
             given: tokens ``[B, S]`` of the first stage, else the hidden states ``[B, S, H]``.
-            labels: ``[B, S]``, which the last stage reads.
+            labels: ``[B, S]``, which the last stage reads; ``None``: there is no loss.
             positions: ``[S]`` or ``[B, S]``.
             document_ids: ``[B, S]``, or ``None``.
+            tokens: ``[B, S]``, of which hash layers choose experts.
+            domains: ``[B, S]``, or ``None``.
+            seed: as of ``Transformer``, the same for all stages.
+            first_sequence: likewise.
 
         Returns:
-            Hidden states, ``None`` of the last stage, whose ``Loss`` has a total.
+            Hidden states, ``None`` of the last stage, whose ``Loss`` has a total; without labels
+            its logits.
         """
-        x_BSH = self.embedding(given, positions) if self.is_first else given
-        x_BSH, auxiliary = self.through(x_BSH, positions, document_ids)
-        if not self.is_last:
-            nothing = torch.zeros((), device=x_BSH.device)
-            return x_BSH, Loss(nothing, torch.zeros_like(nothing, dtype=torch.int64), auxiliary)
-        assert labels is not None
-        total = self.leave(x_BSH, labels)
-        return None, Loss(total, (labels != -100).sum(), auxiliary)
+        shape = (given.shape[0], positions.shape[-1])
+        drawn = self.draws(shape, given.device, seed, first_sequence)
+        x_BSH = given
+        if self.is_first:
+            first = None if drawn is None else drawn.of_embedding()
+            x_BSH = self.embedding(given, positions, seed=first)
+        x_BSH, auxiliary = self.through(x_BSH, positions, document_ids, tokens, domains, drawn)
+        found = self.leave(x_BSH, labels) if self.is_last else x_BSH
+        if self.is_last and labels is not None:
+            return None, Loss(found, (labels != -100).sum(), auxiliary)
+        nothing = torch.zeros((), device=x_BSH.device)
+        return found, Loss(nothing, torch.zeros_like(nothing, dtype=torch.int64), auxiliary)
 
 
 def cut(model: Transformer, layers: Sequence[range]) -> list[Stage]:

@@ -20,9 +20,10 @@ import torch
 from torch import nn
 
 from fusedops import ops
-from fusedops._core import checks, dtypes
+from fusedops._core import checks, dtypes, philox
 from fusedops.models.attend import Documents, attend
 from fusedops.models.config import TransformerConfig
+from fusedops.models.draws import ATTENTION, FEED_FORWARD, Draws, draws
 from fusedops.models.initialize import initialize
 from fusedops.models.inputs import check_inputs
 from fusedops.models.positions import alibi_slopes, rotary_tables
@@ -30,6 +31,7 @@ from fusedops.nn import (
     MLP,
     AddLayerNorm,
     AddRMSNorm,
+    BalancingBias,
     Dropout,
     GatedMLP,
     LayerNorm,
@@ -37,7 +39,7 @@ from fusedops.nn import (
     MoE,
     RMSNorm,
 )
-from fusedops.nn.dropout import seed_for
+from fusedops.parallel.dropout import Place
 
 
 def linear(inputs: int, outputs: int, bias: bool, activation: str = "identity") -> LinearAct:
@@ -74,7 +76,15 @@ def feed_forward_of(config: TransformerConfig, index: int) -> nn.Module:
             score=config.router_score,
             normalize=config.router_normalize,
             scaling=config.router_scaling,
+            num_groups=config.num_groups,
+            topk_groups=config.topk_groups,
+            group_score=config.group_score,
+            correction_bias=config.balance_rate > 0,
             capacity_factor=config.capacity_factor,
+            drop_policy=config.drop_policy,
+            router=config.router == "learned",
+            shared_intermediate_size=config.shared_size or None,
+            shared_gate=config.shared_gate,
         )
     if config.gated:
         return GatedMLP(hidden, inner, activation=activation, bias=bias)
@@ -125,10 +135,20 @@ class Places:
     Attributes:
         rotary: cosines and sines, ``[S, D]`` or ``[B, S, D]``, or ``None``.
         documents: which tokens may attend each other, ``None``: all of a sequence.
+        tokens: the ids ``[B, S]``, where experts follow from them, else ``None``.
+        domains: of the tokens, ``[B, S]``, or ``None``.
+        draws: what dropout draws from; ``None``: torch's generator.
     """
 
     rotary: tuple[torch.Tensor, torch.Tensor] | None = None
     documents: Documents | None = None
+    tokens: torch.Tensor | None = None
+    domains: torch.Tensor | None = None
+    draws: Draws | None = None
+
+    def seed(self, layer: int, call: int) -> torch.Tensor | None:
+        """Return what dropout of a branch of a layer draws from."""
+        return None if self.draws is None else self.draws.of_rows(layer, call)
 
 
 class Embedding(nn.Module):
@@ -152,8 +172,10 @@ class Embedding(nn.Module):
         tokens_BS: torch.Tensor,
         positions: torch.Tensor,
         token_types_BS: torch.Tensor | None = None,
+        *,
+        seed: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return ``[B, S, H]``; positions are ``[S]`` or ``[B, S]``."""
+        """Return ``[B, S, H]``; positions are ``[S]`` or ``[B, S]``, ``seed`` is dropout's."""
         x_BSH = self.tokens(tokens_BS)
         if self.positions is not None:
             x_BSH = x_BSH + self.positions(positions)
@@ -162,7 +184,7 @@ class Embedding(nn.Module):
             x_BSH = x_BSH + self.token_types(types)
         if self.norm is not None:
             x_BSH = self.norm(x_BSH)
-        return self.dropout(x_BSH)
+        return self.dropout(x_BSH, seed=seed)
 
 
 class Attention(nn.Module):
@@ -174,17 +196,14 @@ class Attention(nn.Module):
         num_kv_heads: heads of keys and values in this process.
         first_head: the number of its first head.
         head_dim: size of a head.
-        seed_of_scores: a function of queries and keys that returns the seed which ``attend`` draws
-            dropout from, ``None`` for one of torch's generator.
     """
 
     core: Callable[..., torch.Tensor]
-    seed_of_scores: Callable[..., torch.Tensor] | None = None
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, index: int) -> None:
         super().__init__()
         hidden, bias = config.hidden_size, config.bias
-        self.config = config
+        self.config, self.index = config, index
         self.num_heads = config.num_heads
         self.num_kv_heads = config.kv_heads
         self.first_head = 0
@@ -202,7 +221,12 @@ class Attention(nn.Module):
         self, x_BSH: torch.Tensor, places: Places, asking_BSH: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return ``[B, S, H]``; queries are made of ``asking_BSH`` where it is given."""
-        config = self.config
+        return self.output(self.meet(*self.split(x_BSH, places, asking_BSH), places))
+
+    def split(
+        self, x_BSH: torch.Tensor, places: Places, asking_BSH: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return queries, keys and values by heads, ``[B, N, S, D]``, turned by their places."""
         asking_BSH = x_BSH if asking_BSH is None else asking_BSH
         query = self.query(asking_BSH).unflatten(-1, (-1, self.head_dim))
         key = self.key(x_BSH).unflatten(-1, (-1, self.head_dim))
@@ -212,14 +236,25 @@ class Attention(nn.Module):
         query_BNSD, key_BNSD, value_BNSD = (each.transpose(1, 2) for each in (query, key, value))
         if places.rotary is not None:
             query_BNSD, key_BNSD = ops.rotary_embedding(query_BNSD, key_BNSD, *places.rotary)
+        return query_BNSD, key_BNSD, value_BNSD
+
+    def meet(
+        self,
+        query_BNSD: torch.Tensor,
+        key_BNSD: torch.Tensor,
+        value_BNSD: torch.Tensor,
+        places: Places,
+    ) -> torch.Tensor:
+        """Return what the heads here found, ``[B, S, N * D]``."""
+        config = self.config
         slopes = None
         if config.alibi:
-            slopes = alibi_slopes(config.num_heads, x_BSH.device)
+            slopes = alibi_slopes(config.num_heads, query_BNSD.device)
             slopes = slopes[self.first_head : self.first_head + self.num_heads]
         dropout_p = config.attention_dropout if self.training else 0.0
         more = {}
-        if self.seed_of_scores is not None and dropout_p > 0.0 and places.documents is None:
-            more["seed"] = self.seed_of_scores(query_BNSD, key_BNSD)
+        if places.draws is not None and dropout_p > 0.0:
+            more["seed"] = places.draws.of_scores(self.index)
         output_BNSD = self.core(
             query_BNSD,
             key_BNSD,
@@ -231,7 +266,7 @@ class Attention(nn.Module):
             documents=places.documents,
             **more,
         )
-        return self.output(output_BNSD.transpose(1, 2).flatten(2))
+        return output_BNSD.transpose(1, 2).flatten(2)
 
 
 class Layer(nn.Module):
@@ -239,19 +274,27 @@ class Layer(nn.Module):
 
     Attributes:
         router_loss: ``fusedops.moe_router_loss``, or a function that is called the same way.
-        seed_of_rows: as of ``fusedops.nn.Dropout``.
+        balancing: counts the router's choices for its bias, ``None`` where it has none.
+        take_tokens: gives the router and the experts the tokens that they compute here.
+        take_ids: gives those tokens' ids.
+        join_tokens: gives all tokens back.
     """
-
-    seed_of_rows: Callable[..., torch.Tensor] | None = None
 
     def __init__(self, config: TransformerConfig, index: int) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.index = config, index
         self.attention_norm = norm_of(config, adds=config.post_norm)
-        self.attention = Attention(config)
+        self.attention = Attention(config, index)
         self.feed_forward_norm = norm_of(config, adds=True)
         self.feed_forward = feed_forward_of(config, index)
+        self.balancing: BalancingBias | None = None
+        if config.balance_rate and config.is_sparse(index):
+            rate = config.balance_rate
+            self.balancing = BalancingBias(config.num_experts, rate, own_bias=False)
         self.router_loss: Callable[..., torch.Tensor] = ops.moe_router_loss
+        self.take_tokens: Callable[[torch.Tensor], torch.Tensor] = _all
+        self.take_ids: Callable[[torch.Tensor], torch.Tensor] = _all
+        self.join_tokens: Callable[[torch.Tensor], torch.Tensor] = _all
 
     def forward(
         self, x_BSH: torch.Tensor, places: Places, asking_BSH: torch.Tensor | None = None
@@ -263,33 +306,73 @@ class Layer(nn.Module):
             places: of the tokens.
             asking_BSH: what queries are made of, if not of the stream.
         """
+        seeds = [places.seed(self.index, call) for call in (ATTENTION, FEED_FORWARD)]
         if self.config.post_norm:
-            x_BSH, _ = self.attention_norm(self.attention(x_BSH, places, asking_BSH), x_BSH)
-            branch_BSH, auxiliary = self._feed_forward(x_BSH)
-            return self.feed_forward_norm(branch_BSH, x_BSH)[0], auxiliary
+            branch_BSH = self.attention(x_BSH, places, asking_BSH)
+            x_BSH, _ = self.attention_norm(branch_BSH, x_BSH, seed=seeds[0])
+            branch_BSH, auxiliary = self._feed_forward(x_BSH, places)
+            return self.feed_forward_norm(branch_BSH, x_BSH, seed=seeds[1])[0], auxiliary
         branch_BSH = self.attention(self.attention_norm(x_BSH), places, asking_BSH)
-        normed_BSH, x_BSH = self.feed_forward_norm(branch_BSH, x_BSH)
-        branch_BSH, auxiliary = self._feed_forward(normed_BSH)
+        normed_BSH, x_BSH = self.feed_forward_norm(branch_BSH, x_BSH, seed=seeds[0])
+        branch_BSH, auxiliary = self._feed_forward(normed_BSH, places)
         dropout = self.config.dropout
-        seed = seed_for(self, dropout, branch_BSH)
-        x_BSH = ops.bias_dropout_add(branch_BSH, None, x_BSH, dropout, self.training, seed=seed)
+        x_BSH = ops.bias_dropout_add(branch_BSH, None, x_BSH, dropout, self.training, seed=seeds[1])
         return x_BSH, auxiliary
 
-    def _feed_forward(self, x_BSH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        part, config = self.feed_forward, self.config
+    def _feed_forward(
+        self, x_BSH: torch.Tensor, places: Places
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        part = self.feed_forward
         if not isinstance(part, MoE):
             return part(x_BSH), None
+        x_BSH = self.take_tokens(x_BSH)
+        logits, plan = self.choose(x_BSH, places)
+        auxiliary = None if logits is None else self.loss_of_router(logits, plan)
+        return self.join_tokens(part(x_BSH, plan=plan)), auxiliary
+
+    def choose(
+        self, x_BSH: torch.Tensor, places: Places
+    ) -> tuple[torch.Tensor | None, ops.RoutingPlan]:
+        """Return the router's logits, ``None`` where ids decide, and the experts of each token."""
+        part: Any = self.feed_forward
+        if part.gate is None:
+            return None, self._hashed(places)
         logits, plan = part.gate(x_BSH)
-        auxiliary = None
-        if self.training and (config.balance_loss or config.z_loss):
-            auxiliary = self.router_loss(
-                logits,
-                plan,
-                balance=config.balance_loss,
-                z=config.z_loss,
-                score=config.router_score,
-            )
-        return part(x_BSH, plan=plan), auxiliary
+        if self.balancing is not None:
+            self.balancing.count(plan)
+        return logits, plan
+
+    def loss_of_router(
+        self, logits: torch.Tensor, choices: ops.RoutingPlan | torch.Tensor
+    ) -> torch.Tensor | None:
+        """Return the losses of the router, ``None`` where the configuration has none."""
+        config = self.config
+        if not self.training or not (config.balance_loss or config.z_loss):
+            return None
+        return self.router_loss(
+            logits,
+            choices,
+            balance=config.balance_loss,
+            z=config.z_loss,
+            score=config.router_score,
+        )
+
+    def _hashed(self, places: Places) -> ops.RoutingPlan:
+        """Return the experts of each token by its id; a hash of their own in each layer."""
+        config, domains = self.config, places.domains
+        assert places.tokens is not None
+        return ops.hash_route(
+            self.take_ids(places.tokens).flatten(),
+            config.num_experts,
+            top_k=config.top_k,
+            seed=config.router_seed + self.index,
+            domains=None if domains is None else self.take_ids(domains).flatten(),
+            domain_experts=config.domain_experts,
+        )
+
+
+def _all(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 class Head(nn.Module):
@@ -375,6 +458,9 @@ class Transformer(nn.Module):
         8
     """
 
+    # Which part of a batch and of the heads this process has: for dropout.
+    place = Place()
+
     def __init__(
         self,
         config: TransformerConfig,
@@ -408,6 +494,9 @@ class Transformer(nn.Module):
         positions: torch.Tensor | None = None,
         document_ids: torch.Tensor | None = None,
         token_types: torch.Tensor | None = None,
+        domains: torch.Tensor | None = None,
+        seed: torch.Tensor | None = None,
+        first_sequence: int | None = None,
     ) -> Any:
         """Return logits, or with labels the loss.
 
@@ -419,6 +508,11 @@ class Transformer(nn.Module):
             document_ids: ``[B, S]``: tokens attend only those of their own document, which is a run
                 of equal numbers; padding is a document of its own.
             token_types: ``[B, S]`` int64: BERT's segments; 0 by default.
+            domains: ``[B, S]`` int64: the domain of each token, with ``domain_experts``.
+            seed: what dropout draws from, int64 ``[2]``, the same on all processes; by default two
+                numbers of torch's generator.
+            first_sequence: how many sequences of the batch that ``seed`` is for come before these;
+                by default those of processes before this one.
 
         Returns:
             Logits ``[B, S, V]``, or a ``Loss``.
@@ -433,11 +527,13 @@ class Transformer(nn.Module):
                 f"Transformer: this process has {len(self.layers)} of the "
                 f"{self.config.num_layers} layers: use parallelized(model).step or .forward"
             )
-        check_inputs(self.config, tokens, labels, positions, document_ids, token_types)
+        check_inputs(self.config, tokens, labels, positions, document_ids, token_types, domains)
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x_BSH = self.embedding(tokens, positions, token_types)
-        x_BSH, auxiliary = self.through(x_BSH, positions, document_ids)
+        drawn = self.draws(tokens.shape, tokens.device, seed, first_sequence)
+        first = None if drawn is None else drawn.of_embedding()
+        x_BSH = self.embedding(tokens, positions, token_types, seed=first)
+        x_BSH, auxiliary = self.through(x_BSH, positions, document_ids, tokens, domains, drawn)
         found = self.leave(x_BSH, labels)
         return found if labels is None else Loss(found, (labels != -100).sum(), auxiliary)
 
@@ -446,9 +542,12 @@ class Transformer(nn.Module):
         x_BSH: torch.Tensor,
         positions: torch.Tensor,
         document_ids: torch.Tensor | None = None,
+        tokens: torch.Tensor | None = None,
+        domains: torch.Tensor | None = None,
+        drawn: Draws | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the hidden states behind the layers that there are, and their routers' losses."""
-        places = self._places(x_BSH, positions, document_ids)
+        places = self._places(x_BSH, positions, document_ids, tokens, domains, drawn)
         auxiliary = torch.zeros((), device=x_BSH.device)
         for name, layer in self.layers.items():
             asking_BSH = None
@@ -466,8 +565,36 @@ class Transformer(nn.Module):
         weight = self.embedding.tokens.weight if self.config.tied else None
         return self.head(x_BSH, labels_BS, weight=weight)
 
+    def draws(
+        self,
+        shape: Any,
+        device: torch.device,
+        seed: torch.Tensor | None = None,
+        first: int | None = None,
+    ) -> Draws | None:
+        """Return what dropout of a forward draws from, ``None`` where nothing is dropped.
+
+        Args:
+            shape: of the tokens here, ``[B, S]``.
+            device: of the hidden states.
+            seed: as of ``forward``.
+            first: ``first_sequence`` of ``forward``.
+        """
+        config = self.config
+        if not self.training or not (config.dropout or config.attention_dropout):
+            return None
+        seed = philox.new_seed(device) if seed is None else seed
+        sizes = {"heads": config.num_heads, "features": config.hidden_size}
+        return draws(seed, config.num_layers, self.place, shape, first=first, **sizes)
+
     def _places(
-        self, x_BSH: torch.Tensor, positions: torch.Tensor, document_ids: torch.Tensor | None
+        self,
+        x_BSH: torch.Tensor,
+        positions: torch.Tensor,
+        document_ids: torch.Tensor | None,
+        tokens: torch.Tensor | None = None,
+        domains: torch.Tensor | None = None,
+        drawn: Draws | None = None,
     ) -> Places:
         config = self.config
         rotary = None
@@ -475,7 +602,10 @@ class Transformer(nn.Module):
             dtype = dtypes.statistics_dtype(x_BSH.dtype)
             width, theta, scaling = config.size_of_head, config.rope_theta, config.rope_scaling
             rotary = rotary_tables(positions, width, theta, scaling, dtype)
-        return Places(rotary, None if document_ids is None else Documents(document_ids))
+        documents = None if document_ids is None else Documents(document_ids)
+        if config.router != "hash":
+            tokens = domains = None
+        return Places(rotary, documents, tokens, domains, drawn)
 
 
 def _check(config: TransformerConfig) -> None:

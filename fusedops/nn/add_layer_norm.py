@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import nn
 
 from fusedops._core import checks
 from fusedops.nn._arguments import check_norm, check_place
-from fusedops.nn.dropout import seed_for
 from fusedops.ops.add_layer_norm import add_layer_norm
 
 
@@ -44,8 +41,6 @@ class AddLayerNorm(nn.LayerNorm):
         (tensor([[-1.2247,  0.0000,  1.2247]]), tensor([[1., 2., 3.]]))
     """
 
-    seed_of_rows: Callable[..., torch.Tensor] | None = None  # by default torch's generator
-
     def __init__(
         self,
         normalized_shape: int | list[int] | torch.Size,
@@ -65,9 +60,12 @@ class AddLayerNorm(nn.LayerNorm):
         self.dropout_p = dropout_p
 
     def forward(  # type: ignore[override]
-        self, input: torch.Tensor, residual: torch.Tensor
+        self, input: torch.Tensor, residual: torch.Tensor, *, seed: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``(normed, summed)``, each of the shape of ``residual``."""
+        """Return ``(normed, summed)``, each of the shape of ``residual``.
+
+        ``seed`` is what dropout draws from; by default two numbers of torch's generator.
+        """
         return add_layer_norm(
             input,
             residual,
@@ -77,7 +75,7 @@ class AddLayerNorm(nn.LayerNorm):
             self.eps,
             dropout_p=self.dropout_p,
             training=self.training,
-            seed=seed_for(self, self.dropout_p, input),
+            seed=seed,
         )
 
     def extra_repr(self) -> str:

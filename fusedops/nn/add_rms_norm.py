@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from fusedops._core import checks
-from fusedops.nn.dropout import seed_for
 from fusedops.nn.rms_norm import RMSNorm
 from fusedops.ops.add_rms_norm import add_rms_norm
 
@@ -44,8 +41,6 @@ class AddRMSNorm(RMSNorm):
         (tensor([[0.8485, 1.1314]]), tensor([[3., 4.]]))
     """
 
-    seed_of_rows: Callable[..., torch.Tensor] | None = None  # by default torch's generator
-
     def __init__(
         self,
         normalized_shape: int | list[int] | torch.Size,
@@ -71,9 +66,12 @@ class AddRMSNorm(RMSNorm):
         self.dropout_p = dropout_p
 
     def forward(  # type: ignore[override]
-        self, input: torch.Tensor, residual: torch.Tensor
+        self, input: torch.Tensor, residual: torch.Tensor, *, seed: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``(normed, summed)``, each of the shape of ``residual``."""
+        """Return ``(normed, summed)``, each of the shape of ``residual``.
+
+        ``seed`` is what dropout draws from; by default two numbers of torch's generator.
+        """
         return add_rms_norm(
             input,
             residual,
@@ -84,7 +82,7 @@ class AddRMSNorm(RMSNorm):
             rounding=self.rounding,
             dropout_p=self.dropout_p,
             training=self.training,
-            seed=seed_for(self, self.dropout_p, input),
+            seed=seed,
         )
 
     def extra_repr(self) -> str:

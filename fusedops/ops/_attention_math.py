@@ -272,14 +272,36 @@ def _per_key_head(grad: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def keep_factors(
-    shape: tuple[int, ...], seed: torch.Tensor | None, dropout_p: float, like: torch.Tensor
+    shape: tuple[int, ...],
+    seed: torch.Tensor | None,
+    dropout_p: float,
+    like: torch.Tensor,
+    places: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor | None:
-    """Return dropout's factors of the probabilities ``shape``, or ``None`` without dropout."""
+    """Return dropout's factors of the probabilities ``shape``, or ``None`` without dropout.
+
+    Args:
+        shape: ``[B, H, Sq, Sk]``; without a place any.
+        seed: of dropout.
+        dropout_p: probability with which a weight is dropped.
+        like: a tensor whose accumulation dtype and device the factors have.
+        places: where rows and columns stand, for a seed with a place that has numbers for each;
+            by default all that the seed has.
+    """
     if dropout_p == 0.0:
         return None
-    return philox.dropout(
-        like.new_ones(shape, dtype=dtypes.statistics_dtype(like.dtype)), seed, dropout_p
-    )
+    ones = like.new_ones(shape, dtype=dtypes.statistics_dtype(like.dtype))
+    if seed is None or seed.numel() == 2:
+        return philox.dropout(ones, seed, dropout_p)
+    batch, heads, rows, columns = shape
+    base, batch_stride, head_stride = seed[2:5]
+    numbers = torch.arange(max(shape), device=seed.device)
+    if places is None and seed.numel() > 5:
+        places = seed[5 : 5 + rows], seed[5 + rows :]
+    row, column = places or (numbers[:rows] * columns, numbers[:columns])
+    first = base + numbers[:batch, None] * batch_stride + numbers[:heads] * head_stride
+    index = first[..., None, None] + row[:, None] + column
+    return philox.dropout(ones, seed, dropout_p, index)
 
 
 def heads_inside(tensor: torch.Tensor) -> torch.Tensor:

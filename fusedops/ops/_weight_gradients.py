@@ -264,8 +264,10 @@ def _owner(parameter: torch.Tensor) -> torch.Tensor:
     base, node = parameter._base, parameter.grad_fn
     if base is None or parameter._backward_hooks:
         return parameter
-    while node is not None and not isinstance(node, BackwardCFunction):
+    while node is not None:
         if node is base.grad_fn or getattr(node, "variable", None) is base:
             return base
+        if isinstance(node, BackwardCFunction):
+            break
         node = node.next_functions[0][0] if node.next_functions else None
     return parameter

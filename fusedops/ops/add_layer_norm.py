@@ -59,7 +59,7 @@ def add_layer_norm(
             by ``1 / (1 - dropout_p)``, dropped ones are 0 also where they are not finite.
         training: ``False`` turns dropout off.
         seed: what dropout draws from, int64 ``[2]``; by default two numbers of torch's generator.
-            ``[5]`` for a part of a larger tensor (``_core/philox.py``), on the CPU.
+            More for a part of a larger tensor (``_core/philox.py``).
 
     Returns:
         ``(normed, summed)``, the shape of ``input``, contiguous, both of the dtype that
@@ -266,7 +266,8 @@ _OP = define_op(
         "normed": "T [*rows, *normalized_shape]",
         "weight, bias": "param(T) [*normalized_shape]",
         "mean, rstd": "stat(T) [*rows]",
-        "seed": "int64 [2] | [5]",
+        "seed": "int64 [numbers]",
+        "numbers": "numbers == 2 or numbers > 5",
         "normalized_shape": "len(normalized_shape) >= 1",
         "dropout_p": "0 <= dropout_p <= 1",
     },

@@ -69,7 +69,7 @@ def attention(
         sinks: ``[H]``: one more score in each row's denominator, of a key without value.
         return_lse: also return the log-sum-exp of each row.
         seed: what dropout draws from, int64 ``[2]``; by default two numbers of torch's generator.
-            ``[5]`` for a part of a larger tensor (``_core/philox.py``), on the CPU.
+            ``[5]`` or ``[5 + Sq + Sk]`` for a part of a larger tensor (``_core/philox.py``).
 
     Returns:
         ``[..., H, Sq, Dv]`` of query's dtype, laid out in memory as ``[..., Sq, H, Dv]`` like
@@ -134,7 +134,7 @@ def attention(
         right = 0
     q, k, v = math.autocast(q, k, v)
     if seed is not None:
-        philox.check_seed("attention", seed, q.device)
+        philox.check_seed("attention", seed, q.device, scores=(3, 3 + q.shape[2] + k.shape[2]))
     if dropout_p == 0.0:
         seed = None
     elif seed is None:
@@ -504,7 +504,7 @@ _OP = define_op(
         "attn_mask": "bool | T | stat(T) [~batch, ~heads, ~queries, ~keys]",
         "alibi_slopes": "stat(T) [heads] | [batch, heads]",
         "sinks": "stat(T) [heads]",
-        "seed": "int64 [2] | [5]",
+        "seed": "int64 [2] | [5] | [5 + queries + keys]",
         "output": "T [batch, heads, queries, value_size]",
         "lse": "stat(T) [batch, heads, queries]",
         "remainder": "T [batch, heads, queries, value_size] | [0]",

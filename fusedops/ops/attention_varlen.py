@@ -36,6 +36,7 @@ def attention_varlen(
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     return_lse: bool = False,
+    seed: torch.Tensor | None = None,
 ) -> Any:
     """Attend within each of several packed sequences.
 
@@ -61,6 +62,8 @@ def attention_varlen(
         alibi_slopes: ``[H]`` or ``[sequences, H]``: adds ``-slope * |distance|``.
         sinks: ``[H]``: one more score in each row's denominator, of a key without value.
         return_lse: also return the log-sum-exp of each row.
+        seed: what dropout draws from, int64 ``[2]``; by default two numbers of torch's generator.
+            ``[5 + tokens_q + tokens_k]`` for a part of a larger tensor (``_core/philox.py``).
 
     Returns:
         ``[tokens_q, H, Dv]`` of query's dtype, contiguous; with ``return_lse`` also the log-sum-exp
@@ -103,6 +106,13 @@ def attention_varlen(
     if is_causal:
         right = 0
     query, key, value = math.autocast(query, key, value)
+    if seed is not None:
+        tokens = query.shape[0] + key.shape[0]
+        philox.check_seed(op, seed, query.device, scores=(3 + tokens,))
+    if dropout_p == 0.0:
+        seed = None
+    elif seed is None:
+        seed = philox.new_seed(query.device)
     wide = dtypes.statistics_dtype(query.dtype)
     output, lse, _ = _OP(
         query,
@@ -112,7 +122,7 @@ def attention_varlen(
         cu_seqlens_k.to(torch.int64),
         alibi_slopes.to(wide) if alibi_slopes is not None else None,
         sinks.to(wide) if sinks is not None else None,
-        philox.new_seed(query.device) if dropout_p > 0.0 else None,
+        seed,
         max_seqlen_q,
         max_seqlen_k,
         float(dropout_p),
@@ -171,7 +181,10 @@ class _Arguments(NamedTuple):
         """Yield per sequence: its queries, and the arguments of ``math.forward``."""
         tokens, heads, _ = self.query.shape
         shape = (heads, tokens, self.max_seqlen_k)
-        keep = math.keep_factors(shape, self.seed, self.dropout_p, self.query)
+        placed = self.seed is not None and self.seed.numel() > 2
+        keep = None
+        if not placed:
+            keep = math.keep_factors(shape, self.seed, self.dropout_p, self.query)
         starts_q, starts_k = self.cu_seqlens_q.tolist(), self.cu_seqlens_k.tolist()
         for n in range(len(starts_q) - 1):
             rows = slice(starts_q[n], starts_q[n + 1])
@@ -188,9 +201,19 @@ class _Arguments(NamedTuple):
             if slopes is not None and slopes.dim() == 2:
                 slopes = slopes[n]
             factors = keep[None, :, rows, : k.shape[2]] if keep is not None else None
+            if placed:
+                factors = self._placed_factors(rows, columns)
             window = (self.window_left, self.window_right)
             pattern = Pattern(self.scale, *window, self.softcap, k.shape[2] - q.shape[2])
             yield rows, (q, k, v, None, slopes, self.sinks, factors, pattern)
+
+    def _placed_factors(self, rows: slice, columns: slice) -> torch.Tensor | None:
+        """Return dropout's factors of a sequence whose tokens have places of their own."""
+        assert self.seed is not None
+        tokens, heads, _ = self.query.shape
+        places = self.seed[5 : 5 + tokens][rows], self.seed[5 + tokens :][columns]
+        shape = (1, heads, *map(len, places))
+        return math.keep_factors(shape, self.seed, self.dropout_p, self.query, places)
 
 
 def _of_backward(args: Sequence[Any]) -> tuple[_Arguments, tuple[Any, ...], Sequence[bool]]:
@@ -352,7 +375,7 @@ _OP = define_op(
         "cu_seqlens_q, cu_seqlens_k": "int64 [ends]",
         "alibi_slopes": "stat(T) [heads] | [ends - 1, heads]",
         "sinks": "stat(T) [heads]",
-        "seed": "int64 [2]",
+        "seed": "int64 [2] | [5 + tokens + key_tokens]",
         "output": "T [tokens, heads, value_size]",
         "lse": "stat(T) [heads, tokens]",
         "remainder": "T [tokens, heads, value_size] | [0]",

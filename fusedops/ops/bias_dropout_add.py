@@ -40,7 +40,7 @@ def bias_dropout_add(
             dropped ones are 0 also where they are not finite (torch's are 0 times what they were).
         training: ``False`` turns dropout off.
         seed: what dropout draws from, int64 ``[2]``; by default two numbers of torch's generator.
-            ``[5]`` for a part of a larger tensor (``_core/philox.py``), on the CPU.
+            More for a part of a larger tensor (``_core/philox.py``).
 
     Returns:
         The shape of ``input``, contiguous, of the dtype that the sum has in torch.
@@ -200,7 +200,8 @@ _OP = define_op(
         "input": "input_dtype [*shape]",
         "residual, output": "param(input_dtype) as T [*shape]",
         "bias": "input_dtype | T [shape[-1]]",
-        "seed": "int64 [2] | [5]",
+        "seed": "int64 [numbers]",
+        "numbers": "numbers == 2 or numbers > 5",
         "p": "0 <= p <= 1",
     },
     reference=_reference,

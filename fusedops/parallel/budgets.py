@@ -17,6 +17,9 @@ bytes of whole tensors, before they are divided over ``ranks``.
 | ``pipeline`` | ``2 m b`` sends and receives | ``m b A``: ``b`` boundaries, ``m`` micro-batches |
 | ``replicas`` | an all-reduce for each bucket | ``2 P (n - 1) / n`` |
 | ``divided`` | an all-gather and a reduce-scatter for each block | ``2 P (n - 1) / n`` |
+
+Two copies that take turns make the calls of activations twice, each of half the bytes (of even
+batches), and all others once.
 """
 
 from __future__ import annotations
@@ -66,7 +69,7 @@ def all_reduces(ranks: int, sizes: Sequence[int]) -> Budget:
     )
 
 
-def tensor_layer(ranks: int, activation: int) -> Budget:
+def tensor_layer(ranks: int, activation: int, *, copies: int = 1) -> Budget:
     """Return the budget of a layer of attention and feed-forward part, divided by features.
 
     Each of the two parts enters by nothing and leaves by an all-reduce, and backwards the other way
@@ -75,11 +78,14 @@ def tensor_layer(ranks: int, activation: int) -> Budget:
     Args:
         ranks: of ``tp``.
         activation: bytes of ``[B, S, H]``.
+        copies: that take turns.
     """
-    return all_reduces(ranks, [activation] * 4)
+    return all_reduces(ranks, [activation // copies] * (4 * copies))
 
 
-def sequence_layer(ranks: int, activation: int, *, overlap: bool) -> Budget:
+def sequence_layer(
+    ranks: int, activation: int, *, overlap: bool = False, copies: int = 1
+) -> Budget:
     """Return the budget of such a layer with sequence parallelism.
 
     Two all-gathers and two reduce-scatters forwards, two of each backwards.
@@ -90,10 +96,12 @@ def sequence_layer(ranks: int, activation: int, *, overlap: bool) -> Budget:
         overlap: three of each kind are rings, whose steps run beside products; and the input of
             the feed-forward part is gathered once more for the gradient of its weight, instead of
             being kept.
+        copies: that take turns; they have no rings.
     """
     part = activation * (ranks - 1) // ranks
-    if not overlap:
-        return Budget({"all_gather": 4, "reduce_scatter": 4}, 8 * part)
+    if not overlap or copies > 1:
+        calls = 4 * copies
+        return Budget({"all_gather": calls, "reduce_scatter": calls}, 8 * part)
     rings = {"send_receive": 6 * (ranks - 1)}
     return Budget({"all_gather": 2, "reduce_scatter": 1, **rings}, 9 * part)
 
@@ -138,7 +146,14 @@ def all_to_all_layer(ranks: int, queries: int, keys_and_values: int) -> Budget:
 
 
 def expert_layer(
-    ranks: int, leaving: int, arriving: int, *, row: int, result: int, chunks: int = 1
+    ranks: int,
+    leaving: int,
+    arriving: int,
+    *,
+    row: int,
+    result: int,
+    chunks: int = 1,
+    copies: int = 1,
 ) -> Budget:
     """Return the budget of experts that ranks share: tokens to them and results back, both ways.
 
@@ -151,9 +166,11 @@ def expert_layer(
         row: bytes of a packed row: activation, probability, id; ``Dispatched.row_bytes``.
         result: bytes of an expert's result for a row.
         chunks: of the tokens.
+        copies: that take turns, each with such chunks.
     """
-    words = (NOTE_BYTES + chunks * WORD_BYTES) * (ranks - 1)
-    return Budget({"all_to_all": 1 + 5 * chunks}, (leaving + arriving) * (row + result) + words)
+    words = copies * (NOTE_BYTES + chunks * WORD_BYTES) * (ranks - 1)
+    calls = {"all_to_all": copies * (1 + 5 * chunks)}
+    return Budget(calls, (leaving + arriving) * (row + result) + words)
 
 
 def pipeline(boundaries: int, microbatches: int, activation: int, *, words: int = 0) -> Budget:

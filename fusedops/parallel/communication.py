@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fusedops._core import checks, dtypes
+from fusedops._core import checks, collectives, dtypes
 from fusedops._core.collectives import all_gather_single
 
 KINDS = (
@@ -119,13 +119,37 @@ def recorded() -> Iterator[Log]:
 @contextmanager
 def computing(label: str) -> Iterator[None]:
     """Mark what it encloses as a computation, for the timeline."""
-    if not _LOGS:
+    if not is_recorded():
         yield
         return
-    number = next(_NUMBERS)
-    _mark(Event(COMPUTE, "start", number, label, 0, 1, time.perf_counter()))
+    span = Span(label)
+    span.start()
     yield
-    _mark(Event(COMPUTE, "end", number, label, 0, 1, time.perf_counter()))
+    span.end()
+
+
+class Span:
+    """A computation whose start and end are marked from two places."""
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._number = next(_NUMBERS)
+
+    def start(self) -> None:
+        """Mark the start."""
+        self._note("start")
+
+    def end(self) -> None:
+        """Mark the end."""
+        self._note("end")
+
+    def _note(self, phase: str) -> None:
+        _mark(Event(COMPUTE, phase, self._number, self._label, 0, 1, time.perf_counter()))
+
+
+def is_recorded() -> bool:
+    """Whether a log is open in this process."""
+    return bool(_LOGS)
 
 
 class Pending:
@@ -159,7 +183,7 @@ def all_reduce(
         label: for the log.
     """
     ranks = group.size()
-    if ranks == 1:
+    if ranks == 1 or tensor.numel() == 0:
         return Pending(lambda: tensor)
     started = _start("all_reduce", label, 2 * _bytes(tensor) * (ranks - 1) // ranks, ranks)
     kind = getattr(dist.ReduceOp, op.upper())
@@ -208,6 +232,8 @@ def all_gather(
     if ranks == 1:
         return Pending(lambda: tensor if out is None else out.copy_(tensor))
     dim = dim % tensor.dim()
+    if tensor.numel() == 0 and out is None:
+        return Pending(lambda: torch.cat([tensor] * ranks, dim))
     tensor = tensor.contiguous()
     started = _start("all_gather", label, _bytes(tensor) * (ranks - 1), ranks)
     parts = tensor.new_empty((ranks * tensor.shape[0], *tensor.shape[1:])) if out is None else out
@@ -239,6 +265,8 @@ def reduce_scatter(
         return Pending(lambda: tensor)
     dim = dim % tensor.dim()
     check_divides("reduce_scatter", tensor, dim, ranks)
+    if tensor.numel() == 0:
+        return Pending(lambda: tensor.chunk(ranks, dim)[0])
     parts = tensor.unflatten(dim, (ranks, -1)).movedim(dim, 0).contiguous()
     received = torch.empty_like(parts)
     started = _start("reduce_scatter", label, _bytes(parts) * (ranks - 1) // ranks, ranks)
@@ -349,18 +377,24 @@ def send_receive(
 def ordered_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the sum of tensors in the accumulation dtype, rounded once.
 
-    Neighbours are added first, then pairs of them, as long as their number is even: whoever has
-    added 2, 4 or 8 neighbours beforehand has a part of this sum, and the same bits come out.
+    Neighbours are added first, then pairs of them, and so on: whoever has added 2, 4 or 8
+    neighbours beforehand has a part of this sum, and the same bits come out.
     """
+    if len(parts) == 1:
+        return parts[0]
     dtype = parts[0].dtype
     wide = dtypes.statistics_dtype(dtype)
-    while len(parts) % 2 == 0:
-        parts = [a.to(wide) + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
-    if len(parts) == 1:
-        return parts[0].to(dtype)
-    total = parts[0].to(wide) + parts[1]
-    for part in parts[2:]:
-        total += part
+    sums: list[tuple[int, torch.Tensor]] = []  # of so many neighbours each, ever fewer
+    for part in parts:
+        size = 1
+        while sums and sums[-1][0] == size:
+            before = sums.pop()[1]
+            part = before.to(wide) + part if size == 1 else before.add_(part)
+            size *= 2
+        sums.append((size, part))
+    total = sums[0][1]
+    for _, each in sums[1:]:
+        total += each
     return total.to(dtype)
 
 
@@ -377,6 +411,19 @@ def _start(kind: str, label: str, sent: int, ranks: int) -> Event | None:
     event = Event(kind, "start", next(_NUMBERS), label, sent, ranks, time.perf_counter())
     _mark(event)
     return event
+
+
+def _heard(kind: str, label: str, sent: int, ranks: int) -> None:
+    """Note what an op communicates by itself; compiled code has no moment to note."""
+    if not _LOGS or ranks == 1:
+        return
+    started = _start(kind, label, sent, ranks)
+    assert started is not None
+    fields = kind, "end", started.number, label, 0, ranks
+    _mark(Event(*fields, time.perf_counter()))
+
+
+collectives.listeners.append(_heard)
 
 
 def _mark(event: Event) -> None:

@@ -5,17 +5,16 @@ indices there, from one seed a call. A rank that has some of the sequences, a pa
 or some of the heads draws the same numbers when its seed says where its elements stand
 (``_core/philox.py``): nothing is communicated, stored or drawn twice.
 
-All ranks must draw the same seeds: the same state of torch's generator and the same calls. Parts of
-a sequence are consecutive: those of balanced context parallelism are not, and have no place.
+All ranks must draw from the same seeds. A shard of balanced context parallelism is two pieces of
+each sequence; the tokens of one rank of sequence parallelism are a part of that shard.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import nn
 
 from fusedops._core import checks, philox
 
@@ -26,10 +25,12 @@ class Place:
 
     Attributes:
         batch_part: of the sequences: the rank among those that have others.
-        sequence_part: of the tokens of each sequence.
-        sequence_parts: how many parts a sequence has.
+        sequence_part: of the tokens of a shard of each sequence, which lie side by side.
+        sequence_parts: how many parts those have.
         head_part: of the heads of attention.
         head_parts: how many parts those have.
+        context_part: which shard of each sequence, of ``shard_sequence``.
+        context_parts: how many shards there are.
 
     Raises:
         ValueError: a part is not below the number of parts.
@@ -39,7 +40,7 @@ class Place:
         >>> import torch
         >>> from fusedops.parallel.dropout import Place
         >>> Place(sequence_part=1, sequence_parts=2).of_rows(torch.ones(2, 3, 8))[2:]
-        tensor([24, 24, 48])
+        tensor([24, 48, 24, 24])
     """
 
     batch_part: int = 0
@@ -47,57 +48,94 @@ class Place:
     sequence_parts: int = 1
     head_part: int = 0
     head_parts: int = 1
+    context_part: int = 0
+    context_parts: int = 1
 
     def __post_init__(self) -> None:
         checks.integer("Place", "batch_part", self.batch_part, least=0)
-        for what in ("sequence", "head"):
+        for what in ("sequence", "head", "context"):
             part, parts = getattr(self, f"{what}_part"), getattr(self, f"{what}_parts")
             checks.integer("Place", f"{what}_parts", parts, least=1)
             checks.integer("Place", f"{what}_part", part, least=0)
             if part >= parts:
                 checks.fail("Place", f"{what}_part", f"below {what}_parts, {parts}", part)
 
-    def of_rows(self, input: torch.Tensor) -> torch.Tensor:
-        """Return a new seed for dropout of activations ``[B, s, H]``.
+    def of_rows(self, input: torch.Tensor, seed: torch.Tensor | None = None) -> torch.Tensor:
+        """Return a seed for dropout of activations ``[B, s, H]``.
+
+        Args:
+            input: the activations here.
+            seed: of the whole, ``[2]``; by default new numbers of torch's generator.
 
         Raises:
             ValueError: they are not of three dims.
         """
         if input.dim() != 3:
             checks.fail("Place", "input", "[sequences, tokens, features]", list(input.shape))
-        return self._seed(input, self.sequence_part, self.sequence_parts)
+        seed = philox.new_seed(input.device) if seed is None else seed
+        sequences, tokens, features = input.shape
+        return philox.placed(seed, self.rows(self.batch_part * sequences, tokens, features))
 
-    def of_scores(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        """Return a new seed for dropout in attention of ``[B, n, S, D]``, the heads here.
+    def of_scores(
+        self, query: torch.Tensor, length: int, seed: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return a seed for dropout in attention of whole sequences, the heads here.
+
+        Args:
+            query: ``[B, n, s, D]``.
+            length: tokens of a sequence.
+            seed: as of ``of_rows``.
 
         Raises:
             ValueError: they are not of four dims.
         """
-        if query.dim() != 4 or key.dim() != 4:
+        if query.dim() != 4:
             wanted = "[sequences, heads, tokens, features]"
-            checks.fail("Place", "query and key", wanted, [list(query.shape), list(key.shape)])
-        scores = query[..., :1].expand(*query.shape[:3], key.shape[2])
-        return self._seed(scores, self.head_part, self.head_parts)
+            checks.fail("Place", "query", wanted, list(query.shape))
+        seed = philox.new_seed(query.device) if seed is None else seed
+        sequences, heads = query.shape[:2]
+        return philox.placed(seed, self.scores(self.batch_part * sequences, heads, length))
 
-    def _seed(self, like: torch.Tensor, part: int, parts: int) -> torch.Tensor:
-        """Return a seed for ``like``, whose second dim is one of ``parts`` parts."""
-        sequences, run = like.shape[0], like.shape[1:].numel()
-        stride = parts * run
-        base = self.batch_part * sequences * stride + part * run
-        return philox.placed(philox.new_seed(like.device), base, max(run, 1), stride)
+    def rows(self, first: int, tokens: int, features: int) -> tuple[int, ...]:
+        """Return the numbers of a seed for activations ``[B, s, H]``.
 
+        Args:
+            first: how many sequences come before these in the whole batch.
+            tokens: ``s``.
+            features: ``H``.
+        """
+        length = tokens * self.sequence_parts * self.context_parts
+        pieces = self.pieces(tokens)
+        unit = math.gcd(*(stop - start for start, stop in pieces)) or 1
+        starts = [each for start, stop in pieces for each in range(start, stop, unit)] or [0]
+        unit, run = unit * max(1, features), len(starts) * unit * max(1, features)
+        return run, length * features, unit, *((first * length + at) * features for at in starts)
 
-def place_dropout(module: nn.Module, place: Place) -> nn.Module:
-    """Let all dropout inside ``module`` draw by place; returns ``module``.
+    def scores(self, first: int, heads: int, length: int) -> tuple[int, int, int]:
+        """Return the numbers of a seed for scores ``[B, n, S, S]``.
 
-    Modules with dropout ask a function for its seed where they have one: ``seed_of_rows(input)``
-    (``fusedops.nn``'s ``Dropout``, ``AddLayerNorm`` and ``AddRMSNorm``) or
-    ``seed_of_scores(query, key)``. Torch's own dropout does not, and stays as it is.
-    """
-    each: Any
-    for each in module.modules():
-        if hasattr(each, "seed_of_rows"):
-            each.seed_of_rows = place.of_rows
-        if hasattr(each, "seed_of_scores"):
-            each.seed_of_scores = place.of_scores
-    return module
+        Args:
+            first: as of ``rows``.
+            heads: ``n``, those here.
+            length: ``S``.
+        """
+        square = length * length
+        whole = heads * self.head_parts * square
+        return first * whole + self.head_part * heads * square, whole, square
+
+    def pieces(self, tokens: int) -> list[tuple[int, int]]:
+        """Return which tokens of a sequence the ``tokens`` here are, as ranges."""
+        first = self.sequence_part * tokens
+        if self.context_parts == 1:
+            return [(first, first + tokens)]
+        from fusedops.parallel.context.layout import joined, mirrored
+
+        length = tokens * self.sequence_parts * self.context_parts
+        found, before = [], 0
+        for start, stop in joined(mirrored(0, length, self.context_parts, self.context_part)):
+            low = start + max(0, first - before)
+            high = min(stop, start + first + tokens - before)
+            if low < high:
+                found.append((low, high))
+            before += stop - start
+        return found

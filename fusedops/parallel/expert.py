@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -322,28 +323,63 @@ def _overlapped(
     reduce: str,
     payload: str | None,
 ) -> torch.Tensor:
-    ways = start(
-        "expert_parallel",
-        input,
-        plan,
-        groups,
-        chunks=chunks,
-        reduce=reduce,
-        payload=payload,
-    )
-    ways[0].relay()
-    returning: list[FlatReturn | NodesReturn] = []
-    with summed(len(ways) > 1):
-        for i, way in enumerate(ways):
-            if i + 1 < len(ways):
-                ways[i + 1].relay()
-            rows, local_plan, _ = _arrive(way)
-            returning.append(way.send_back(experts(rows, local_plan)))
-            if i > 0:
-                returning[i - 1].relay(weighted=weighted)
-    returning[-1].relay(weighted=weighted)
-    parts = [each.come_home(weighted=weighted) for each in returning]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    options: dict[str, Any] = {"weighted": weighted, "reduce": reduce, "payload": payload}
+    trip = Trip(input, plan, experts, groups, chunks=chunks, **options)
+    trip.compute()
+    return trip.come_home()
+
+
+class Trip:
+    """``expert_parallel`` in steps, between which a caller may compute something else.
+
+    The tokens are on their way when it is made. Arguments are those of ``expert_parallel``; it is
+    never part of a compiled graph.
+    """
+
+    def __init__(
+        self,
+        input: torch.Tensor,
+        plan: RoutingPlan,
+        experts: Experts,
+        group: Group | list[dist.ProcessGroup],
+        *,
+        chunks: int = 1,
+        weighted: bool = False,
+        reduce: str = "home",
+        payload: str | None = None,
+    ) -> None:
+        op = "expert_parallel"
+        groups = group if isinstance(group, list) else groups_of(op, group)
+        options: dict[str, Any] = {"chunks": chunks, "reduce": reduce, "payload": payload}
+        self._ways = start(op, input, plan, groups, **options)
+        self._experts, self._weighted = experts, weighted
+        self._relayed = 0
+        self._returning: list[FlatReturn | NodesReturn] = []
+
+    def relay(self) -> None:
+        """Send on what has come to this node; ``compute`` does so where nobody did before."""
+        if self._relayed < len(self._ways):
+            self._ways[self._relayed].relay()
+            self._relayed += 1
+
+    def compute(self) -> None:
+        """Let the experts here compute what has come; the results are on their way then."""
+        if not self._relayed:
+            self.relay()
+        returning, weighted = self._returning, self._weighted
+        with summed(len(self._ways) > 1):
+            for i, way in enumerate(self._ways):
+                self.relay()
+                rows, local_plan, _ = _arrive(way)
+                returning.append(way.send_back(self._experts(rows, local_plan)))
+                if i > 0:
+                    returning[i - 1].relay(weighted=weighted)
+        returning[-1].relay(weighted=weighted)
+
+    def come_home(self) -> torch.Tensor:
+        """Wait for the results; returns ``[T, H]``."""
+        parts = [each.come_home(weighted=self._weighted) for each in self._returning]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _arrive(way: Flat | Nodes) -> tuple[torch.Tensor, RoutingPlan, Dispatched]:

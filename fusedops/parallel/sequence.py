@@ -21,7 +21,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fusedops._core import checks, dtypes
 from fusedops.nn import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm
-from fusedops.nn.dropout import seed_for
 from fusedops.ops import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from fusedops.parallel import communication
 from fusedops.parallel.tensor import ParallelLayer, distribute, local
@@ -83,7 +82,7 @@ _FORWARDS: dict[type, Callable[..., Any]] = {
         weight_offset=norm.weight_offset,
         rounding=norm.rounding,
     ),
-    AddLayerNorm: lambda norm, weight, bias, x, residual: add_layer_norm(
+    AddLayerNorm: lambda norm, weight, bias, x, residual, seed=None: add_layer_norm(
         x,
         residual,
         norm.normalized_shape,
@@ -92,9 +91,9 @@ _FORWARDS: dict[type, Callable[..., Any]] = {
         norm.eps,
         dropout_p=norm.dropout_p,
         training=norm.training,
-        seed=seed_for(norm, norm.dropout_p, x),
+        seed=seed,
     ),
-    AddRMSNorm: lambda norm, weight, bias, x, residual: add_rms_norm(
+    AddRMSNorm: lambda norm, weight, bias, x, residual, seed=None: add_rms_norm(
         x,
         residual,
         norm.normalized_shape,
@@ -104,10 +103,10 @@ _FORWARDS: dict[type, Callable[..., Any]] = {
         rounding=norm.rounding,
         dropout_p=norm.dropout_p,
         training=norm.training,
-        seed=seed_for(norm, norm.dropout_p, x),
+        seed=seed,
     ),
 }
-_OPTIONS = ("normalized_shape", "eps", "weight_offset", "rounding", "dropout_p", "seed_of_rows")
+_OPTIONS = ("normalized_shape", "eps", "weight_offset", "rounding", "dropout_p")
 
 
 class SequenceNorm(ParallelLayer):
@@ -150,7 +149,10 @@ class SequenceNorm(ParallelLayer):
             self.register_parameter(name, whole)
         return self.train(module.training)
 
-    def forward(self, *inputs: torch.Tensor) -> Any:
+    def forward(self, *inputs: torch.Tensor, **options: Any) -> Any:
         """Return what the plain norm returns of this rank's tokens or heads."""
-        weight, bias = shared_together([local(self.weight), local(self.bias)], self.group)
-        return self.compute(self, weight, bias, *inputs)
+        weight, bias = self.once("norm", self._shared)
+        return self.compute(self, weight, bias, *inputs, **options)
+
+    def _shared(self) -> list[torch.Tensor | None]:
+        return shared_together([local(self.weight), local(self.bias)], self.group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,14 @@ from fusedops.nn import MoE
 from fusedops.ops import RoutingPlan
 from fusedops.ops.moe_sort import moe_sort
 from fusedops.parallel.communication import ordered_sum
-from fusedops.parallel.expert import expert_parallel, moe_combine, moe_dispatch
+from fusedops.parallel.expert import (
+    Experts,
+    Group,
+    Trip,
+    expert_parallel,
+    moe_combine,
+    moe_dispatch,
+)
 from fusedops.parallel.tensor import check_type, distribute, local
 from fusedops.parallel.tokenwise import parameters_of, put_around, standing_in
 
@@ -26,7 +34,7 @@ def split_experts(
     mesh: DeviceMesh,
     *,
     chunks: int = 1,
-    nodes: int = 1,
+    nodes: DeviceMesh | None = None,
     ordered: bool = False,
 ) -> None:
     """Divide a layer's experts over ranks, each of which has other tokens.
@@ -36,22 +44,21 @@ def split_experts(
             ``Shard(0)``: each rank keeps its consecutive experts. Names and ``state_dict`` stay.
         mesh: the ranks; of one dimension.
         chunks: of the tokens, whose exchange and computation overlap.
-        nodes: on so many nodes the ranks lie, neighbours together: a token then goes to each node
-            once.
+        nodes: the same ranks as ``[nodes, ranks of a node]``: a token then goes to each node once.
         ordered: add what the tokens of each rank say of a weight as ``ordered_sum`` does, so that
             its gradient has the bits that ranks with all experts get when they add theirs. Each
             expert then computes the rows of each rank for themselves.
 
     Raises:
-        ValueError: the ranks do not divide the experts, or the nodes not the ranks; or ``ordered``
+        ValueError: the ranks do not divide the experts, or ``nodes`` has others; or ``ordered``
             comes with chunks or nodes, or with weights in half precision, which round each sum.
         TypeError: ``module`` is no ``fusedops.nn.MoE``.
     """
     op = "split_experts"
     check_type(op, module, MoE)
-    ranks = mesh.size()
-    if ranks % nodes:
-        checks.fail(op, "nodes", f"a divisor of the {ranks} ranks", nodes)
+    if nodes is not None and (nodes.ndim != 2 or nodes.size() != mesh.size()):
+        wanted = f"[nodes, ranks of a node], {mesh.size()} ranks together"
+        checks.fail(op, "nodes", wanted, list(nodes.shape))
     experts: nn.Module = module.experts
     if ordered:
         _check_ordered(op, experts, chunks, nodes)
@@ -61,20 +68,44 @@ def split_experts(
     if ordered:
         experts.forward = _ByRank(experts, group)
         return
-    over: Any = group
-    if nodes > 1:
-        over = mesh._unflatten(0, (nodes, ranks // nodes), ("ep_nodes", "ep_ranks"))
-
-    def exchange(forward: Any, input: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
-        return expert_parallel(input, plan, forward, over, chunks=chunks)
-
-    put_around(experts, lambda each: [local(p) for p in each], exchange)
+    over: Any = group if nodes is None else nodes
+    put_around(experts, lambda each: [_Own.apply(local(p)) for p in each], Exchange(over, chunks))
 
 
-def _check_ordered(op: str, experts: nn.Module, chunks: int, nodes: int) -> None:
-    for name, value in (("chunks", chunks), ("nodes", nodes)):
-        if value != 1:
-            checks.fail(op, name, "1 with ordered, which needs the rows of each rank apart", value)
+class _Own(torch.autograd.Function):
+    """A weight that is a view of nothing: one by whose views ``summed`` knows it again."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        return weight.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Calls the experts of a layer that are divided over a group."""
+
+    group: Group
+    chunks: int
+
+    def __call__(self, forward: Experts, input: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
+        """Return ``[tokens, hidden_size]``."""
+        return expert_parallel(input, plan, forward, self.group, chunks=self.chunks)
+
+    def trip(self, forward: Experts, input: torch.Tensor, plan: RoutingPlan) -> Trip:
+        """Return the same in steps; the tokens are on their way."""
+        return Trip(input, plan, forward, self.group, chunks=self.chunks)
+
+
+def _check_ordered(op: str, experts: nn.Module, chunks: int, nodes: DeviceMesh | None) -> None:
+    why = "with ordered, which needs the rows of each rank apart"
+    if chunks != 1:
+        checks.fail(op, "chunks", f"1 {why}", chunks)
+    if nodes is not None:
+        checks.fail(op, "nodes", f"None {why}", list(nodes.shape))
     for name, parameter in experts.named_parameters():
         if parameter.dtype in (torch.bfloat16, torch.float16):
             checks.fail(

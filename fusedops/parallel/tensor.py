@@ -22,6 +22,8 @@ Recomputation in Large Transformer Models, arXiv:2205.05198 (sequence parallelis
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -201,6 +203,8 @@ class ParallelLayer(nn.Module):
         TypeError: it is no mesh, or ``sequence`` or ``overlap`` no bool.
     """
 
+    _once: dict[str, Any] | None = None
+
     def __init__(self, mesh: DeviceMesh, *, sequence: bool = False, overlap: bool = False) -> None:
         super().__init__()
         op = type(self).__name__
@@ -221,6 +225,23 @@ class ParallelLayer(nn.Module):
     def group(self) -> dist.ProcessGroup:
         """The process group of the mesh."""
         return self.mesh.get_group()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Share parameters once for all calls inside: one communication of their gradients."""
+        self._once = {}
+        try:
+            yield
+        finally:
+            self._once = None
+
+    def once(self, name: str, make: Callable[[], Any]) -> Any:
+        """Return what ``make`` returns; inside of ``held`` what it returned the first time."""
+        if self._once is None:
+            return make()
+        if name not in self._once:
+            self._once[name] = make()
+        return self._once[name]
 
     def extra_repr(self) -> str:
         """Return the number of ranks, and whether the sequence is split."""
@@ -284,7 +305,7 @@ class ColumnLinear(ParallelLayer):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return this rank's outputs ``[B, S, f]`` of the whole sequence."""
-        weight, bias = self._part(self.weight), self._part(self.bias)
+        weight, bias = self.once("parts", lambda: [self._part(self.weight), self._part(self.bias)])
         if self.overlap and self.communicate:
             return all_gather_linear(input, weight, self.group, bias, activation=self.activation)
         if self.communicate:
@@ -346,6 +367,14 @@ class RowLinear(ParallelLayer):
         """Return the outputs ``[B, S, H]``, or ``[B, s, H]`` with a split sequence."""
         return _row_product(input, self.weight, self.bias, self)
 
+    def product(self, input: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of the sum that ``forward`` reduces."""
+        return linear_act(input, local(self.weight), activation="identity")
+
+    def biased(self, reduced: torch.Tensor) -> torch.Tensor:
+        """Return the output, of the reduced sum."""
+        return _biased(reduced, self.bias, self)
+
 
 class ParallelMLP(ParallelLayer):
     """A feed-forward layer whose hidden features are split over the ranks.
@@ -401,13 +430,29 @@ class ParallelMLP(ParallelLayer):
             hidden = all_gather_linear(input, w1, self.group, b1, activation=self.activation)
             return _row_product(hidden, self.w2, self.b2, self)
         x = enter(input, self.group, sequence=self.sequence)
-        w1, b1, w2 = local(self.w1), local(self.b1), local(self.w2)
-        if self.keep_hidden and not self.recompute:
-            hidden = linear_act(x, w1, b1, activation=self.activation)
-            partial = linear_act(hidden, w2, activation="identity")
-        else:
-            partial = mlp(x, w1, b1, w2, None, activation=self.activation, recompute=self.recompute)
-        return _finish(partial, self.b2, self)
+        return _finish(self.product(self.inner(x)), self.b2, self)
+
+    def inner(self, input: torch.Tensor) -> torch.Tensor:
+        """Return what ``product`` takes: the hidden layer, if it is kept, of the whole input."""
+        if not self._in_two:
+            return input
+        return linear_act(input, local(self.w1), local(self.b1), activation=self.activation)
+
+    def product(self, inner: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of the sum that ``forward`` reduces."""
+        w2 = local(self.w2)
+        if self._in_two:
+            return linear_act(inner, w2, activation="identity")
+        w1, b1 = local(self.w1), local(self.b1)
+        return mlp(inner, w1, b1, w2, None, activation=self.activation, recompute=self.recompute)
+
+    def biased(self, reduced: torch.Tensor) -> torch.Tensor:
+        """Return the output, of the reduced sum."""
+        return _biased(reduced, self.b2, self)
+
+    @property
+    def _in_two(self) -> bool:
+        return self.keep_hidden and not self.recompute
 
 
 class ParallelGatedMLP(ParallelLayer):
@@ -442,16 +487,27 @@ class ParallelGatedMLP(ParallelLayer):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return a tensor of the shape of ``input``, split likewise."""
-        gate, up = self.gate_proj, self.up_proj
         if self.overlap:
-            weights = local(gate.weight), local(up.weight)
+            weights = local(self.gate_proj.weight), local(self.up_proj.weight)
             hidden = all_gather_glu(input, *weights, self.group, activation=self.activation)
             return self.down_proj(hidden)
-        input = enter(input, self.group, sequence=self.sequence)
+        return self.down_proj(self.inner(enter(input, self.group, sequence=self.sequence)))
+
+    def inner(self, input: torch.Tensor) -> torch.Tensor:
+        """Return the hidden features here, of the whole input."""
+        gate, up = self.gate_proj, self.up_proj
         if gate.bias is None:
             weights = local(gate.weight), local(up.weight)
-            return self.down_proj(linear_glu(input, *weights, activation=self.activation))
-        return self.down_proj(gate(input) * up(input))
+            return linear_glu(input, *weights, activation=self.activation)
+        return gate(input) * up(input)
+
+    def product(self, inner: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of the sum that ``forward`` reduces."""
+        return self.down_proj.product(inner)
+
+    def biased(self, reduced: torch.Tensor) -> torch.Tensor:
+        """Return the output, of the reduced sum."""
+        return self.down_proj.biased(reduced)
 
 
 def _row_product(
@@ -472,7 +528,8 @@ def _biased(output: torch.Tensor, bias: torch.Tensor | None, layer: ParallelLaye
     """Add a bias, once: where the sequence is split each rank adds it to its own tokens."""
     if bias is None:
         return output
-    return output + shared(bias, layer.group, partial=layer.sequence).to(output.dtype)
+    whole = layer.once("bias", lambda: shared(bias, layer.group, partial=layer.sequence))
+    return output + whole.to(output.dtype)
 
 
 def _activation_of(op: str, module: Any) -> str:

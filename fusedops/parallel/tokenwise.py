@@ -11,7 +11,7 @@ Letters of shapes: B sequences, S tokens of each, s this rank's of them, H hidde
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,10 +56,10 @@ def put_around(
         stand_in: what is read for all of its parameters; called once per forward.
         call: ``call(forward, *args, **kwargs)`` runs the module; calls it by default.
     """
-    module.forward = _Around(module, stand_in, call)
+    module.forward = Around(module, stand_in, call)
 
 
-class _Around:
+class Around:
     """Stands as ``module.forward``; an object and no closure, so that copies have their own."""
 
     def __init__(
@@ -68,21 +68,33 @@ class _Around:
         stand_in: StandIn,
         call: Callable[..., Any] | None,
     ) -> None:
+        self.call = call
         self._module = module
         self._stand_in = stand_in
-        self._call = call
+        self._is_held = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
+        with nullcontext() if self._is_held else self.held():
+            if self.call is not None:
+                return self.call(self.plain, *args, **kwargs)
+            return self.plain(*args, **kwargs)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Let other tensors stand in once for all calls inside."""
         found = list(parameters_of(self._module))
         tensors = self._stand_in([each for *_, each in found])
         places = [(owner, name) for owner, name, _ in found]
         with standing_in(dict(zip(places, tensors, strict=True))):
-            if self._call is not None:
-                return self._call(self._forward, *args, **kwargs)
-            return self._forward(*args, **kwargs)
+            self._is_held = True
+            try:
+                yield
+            finally:
+                self._is_held = False
 
-    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+    def plain(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own forward, inside of ``held``."""
         return type(self._module).forward(self._module, *args, **kwargs)
 
 

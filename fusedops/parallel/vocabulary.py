@@ -289,7 +289,83 @@ def split_logits(
 
     Arguments are those of ``split_cross_entropy``. Without gradients: training has the loss.
     """
+    return _joined(F.linear(hidden, weight, bias), group, vocab_size)
+
+
+def _joined(part: torch.Tensor, group: dist.ProcessGroup, vocab_size: int) -> torch.Tensor:
+    """Return the logits of all words, of which each rank has a part."""
     widest = len(words_of(0, group.size(), vocab_size))
-    part = F.linear(hidden, weight, bias)
     part = F.pad(part, (0, widest - part.shape[-1]))
-    return communication.all_gather(part, group, dim=-1).wait()[..., :vocab_size]
+    return communication.all_gather(part, group, dim=-1, label="logits").wait()[..., :vocab_size]
+
+
+class SplitWords:
+    """How a head whose words are split over ranks makes logits; called as ``Head.project`` is.
+
+    Args:
+        group: the process group.
+        vocab_size: number of all words.
+        sequence: whether hidden states come split along the sequence.
+
+    Attributes:
+        vocab_size: number of all words.
+        words: those of this rank.
+        widest: the most that a rank has.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, vocab_size: int, *, sequence: bool = False
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.words = words_of(group.rank(), group.size(), vocab_size)
+        self.widest = len(words_of(0, group.size(), vocab_size))
+        self._group, self._sequence = group, sequence
+
+    def __call__(self, hidden: torch.Tensor, weight: Any, bias: Any) -> torch.Tensor:
+        """Return the logits of all words ``[B, S, V]``, the same on every rank."""
+        return self.joined(self.part(self.enter(hidden), weight, bias))
+
+    def enter(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states of all tokens ``[B, S, H]``."""
+        return enter(hidden, self._group, sequence=self._sequence)
+
+    @torch.no_grad()
+    def part(self, hidden: torch.Tensor, weight: Any, bias: Any) -> torch.Tensor:
+        """Return the logits of this rank's words; ``hidden`` is the same on every rank."""
+        return F.linear(hidden, local(weight), local(bias))
+
+    @torch.no_grad()
+    def joined(self, part: torch.Tensor) -> torch.Tensor:
+        """Return the logits of all words."""
+        return _joined(part, self._group, self.vocab_size)
+
+    @torch.no_grad()
+    def best(self, part: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the largest of the values that the words have, without gathering all of them.
+
+        Args:
+            part: ``[R, words here]``.
+            count: how many of each row.
+
+        Returns:
+            ``[R, count]``, the largest first, and the words that have them. Each rank sends ``16``
+            bytes for each of its best.
+        """
+        some = min(count, self.widest)
+        if part.shape[-1] < some:
+            part = F.pad(part, (0, some - part.shape[-1]), value=-torch.inf)
+        values, places = largest(part, some)
+        # Numbers of words are exact in float64, and so are logits.
+        told = torch.stack((values.double(), places.double() + self.words.start), -1)
+        if len(told):
+            told = communication.all_gather(told, self._group, dim=1, label="best words").wait()
+        values, places = largest(told[..., 0], min(count, told.shape[1]))
+        return values.to(part.dtype), told[..., 1].gather(-1, places).long()
+
+
+def largest(values: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the largest values of the last dim and their places; of one: the first of equals."""
+    if count > 1:
+        return values.topk(count, sorted=True)
+    best, place = values.max(-1, keepdim=True)
+    return best, place

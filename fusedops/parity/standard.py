@@ -34,14 +34,16 @@ def standard(model: nn.Module, mesh: Any, case: Case) -> Parallel:
     run = parallelized(parallelize(model, config))
 
     def forward_backward(batch: Batch) -> torch.Tensor:
-        rows = {name: run.rows(each) for name, each in batch.items()}
         parts = config.microbatches
-        if len(rows["tokens"]) % parts:
+        if len(batch["tokens"]) % parts:
             raise ValueError(
-                f"verify: the {len(rows['tokens'])} sequences of a rank are no multiple of "
+                f"verify: the {len(batch['tokens'])} sequences of a step are no multiple of "
                 f"{parts} micro-batches"
             )
-        micro = [{name: each.chunk(parts)[i] for name, each in rows.items()} for i in range(parts)]
+        micro = [
+            {name: run.rows(each.chunk(parts)[i]) for name, each in batch.items()}
+            for i in range(parts)
+        ]
         shards = [run.shard_batch(**each) for each in micro]
         labels = torch.stack([each.labels for each in shards if each.labels is not None])
         count = run.count(labels)

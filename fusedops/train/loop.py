@@ -126,15 +126,13 @@ def _save(run: Run, *, last: bool) -> None:
     """
     model: Any = run.parallel.model
     extra = {"corpus": run.corpus, "config": asdict(run.config), "model": asdict(model.config)}
-    for action in (
-        run.keeper.wait,
-        lambda: run.keeper.save(
-            run.step, data={"sequences": run.position}, extra=extra, block=last
-        ),
-    ):
-        try:
-            action()
-        except CheckpointError as error:
-            if last and action is not run.keeper.wait:
-                raise
-            _log.warning("%s; training goes on", error)
+    try:
+        run.keeper.wait()  # for the one before
+    except CheckpointError as error:
+        _log.warning("%s; training goes on", error)
+    try:
+        run.keeper.save(run.step, data={"sequences": run.position}, extra=extra, block=last)
+    except CheckpointError as error:
+        if last:
+            raise
+        _log.warning("%s; training goes on", error)

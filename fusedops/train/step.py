@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from fusedops.checkpoint import Restored
-from fusedops.models.parallelization import dropout_place
 from fusedops.models.parallelized import Shard
 from fusedops.optim.norms import clip_coefficient
-from fusedops.parallel.dropout import place_dropout
 from fusedops.train import precision
 from fusedops.train.data import IGNORED, Batch
 from fusedops.train.schedule import learning_rate
@@ -55,12 +53,12 @@ def backward(run: Run) -> tuple[float, float]:
     rows = run.train.microbatches(
         run.position, config.batch, parts, parallel.data_rank, parallel.data_ranks
     )
+    _seed_generators(run)
     losses = parallel.step(
         [_shard(run, batch) for batch in rows],
         targets,
         scale=run.scale.value,
         computing=partial(precision.computing, config.precision, device),
-        before=partial(_seed_dropout, run),
     )
     for each in losses:
         total += each.total
@@ -97,6 +95,7 @@ def update(run: Run, losses: tuple[float, float], *, stop: bool) -> Taken:
         optimizer.grad_scale = scale / coefficient  # type: ignore[attr-defined]
         optimizer.found_inf = torch.tensor(float(action != "go"))  # type: ignore[attr-defined]
         optimizer.step()
+    run.parallel.balance(taken=action == "go")
     optimizer.zero_grad(set_to_none=True)
     routers /= run.ranks.size // layout.pp * layout.microbatches
     return Taken(loss, routers, norm.item(), lr, action, restored, stops > 0)
@@ -136,27 +135,12 @@ def evaluate(run: Run) -> float | None:
 def _shard(run: Run, batch: Batch) -> Shard:
     """Return this rank's part of sequences, on its device."""
     given = [None if e is None else e.to(run.ranks.device, non_blocking=True) for e in batch]
-    tokens, labels, documents = given
+    tokens, labels, documents, domains = given
     assert tokens is not None
-    return run.parallel.shard_batch(tokens, labels, document_ids=documents)
+    return run.parallel.shard_batch(tokens, labels, document_ids=documents, domains=domains)
 
 
-def _seed_dropout(run: Run, number: int, stage: int) -> None:
-    """Seed what dropout of a micro-batch draws from on a stage, by step.
-
-    All ranks draw from one seed, each element by its place among all sequences of the step: the
-    layout changes no number, nor does the cut into micro-batches. Where elements do not know their
-    places (GPUs, context parallelism, pipelines, in which micro-batches overlap) seeds are alike on
-    ranks that share the same tokens.
-    """
-    mesh, layout = run.parallel.mesh, run.parallel.config
-    words: tuple[int, ...] = (run.config.seed, run.step)
-    assert mesh is not None
-    if layout.cp > 1 or layout.pp > 1 or run.ranks.device.type != "cpu":
-        words += (number, mesh.rank("data"), stage)
-    elif layout.microbatches > 1:
-        place = dropout_place(layout, mesh)
-        part = number * layout.dp + place.batch_part
-        place_dropout(run.parallel.model, replace(place, batch_part=part))
-    seed = hashlib.blake2b(repr(words).encode(), digest_size=8).digest()
-    torch.manual_seed(int.from_bytes(seed, "little"))
+def _seed_generators(run: Run) -> None:
+    """Seed what dropout of a step draws from: the same on all ranks, and after a restart."""
+    words = repr((run.config.seed, run.step)).encode()
+    torch.manual_seed(int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little"))

@@ -69,6 +69,26 @@ def test_other_numbers_of_ranks_load_the_same_weights(tmp_path: Path) -> None:
     assert run.model.first.weight.tolist() == one[0]
 
 
+def _in_other_groups(rank: int, root: str) -> list[int]:
+    """Save and load on all ranks and on two of them, of which one is in a group of its own."""
+    import torch.distributed as dist
+
+    _, pair = dist.new_group([0]), dist.new_group([0, 1])
+    steps = []
+    for name, group in (("all", None), ("pair", pair)):
+        if group is None or rank < 2:
+            with Checkpointer(Path(root, name), nn.Linear(2, 2), group=group) as keeper:
+                keeper.save(1)
+                restored = keeper.load()
+                assert restored is not None
+                steps.append(restored.step)
+    return steps
+
+
+def test_ranks_may_be_in_other_groups(tmp_path: Path) -> None:
+    assert on_ranks(3, _in_other_groups, str(tmp_path)) == [[1, 1], [1, 1], [1]]
+
+
 def _save_with_a_full_disk(rank: int, root: str) -> str:
     run = Run(Path(root), wrap=_shard)
     run.keeper.load()

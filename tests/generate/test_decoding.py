@@ -195,6 +195,11 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "an option that is none": (lambda: go([1], token=2), TypeError, "token"),
     "top_k and no draw": (lambda: go([1], top_k=2), ValueError, "unless temperature"),
     "draws of beams": (lambda: go([1], beams=2, temperature=1.0), ValueError, "with beams"),
+    "more beams than words": (
+        lambda: go([1], beams=257),
+        ValueError,
+        "beams must be at most the 256 words, got 257",
+    ),
     "too few seeds": (lambda: go([[1], [2]], seed=[1]), ValueError, "one number, or 2"),
     "a stop that is no word": (lambda: go([1], stop=[256]), ValueError, "stop must be tokens"),
     "a cold below zero": (lambda: go([1], temperature=-1.0), ValueError, "at least 0"),

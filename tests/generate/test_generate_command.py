@@ -89,6 +89,7 @@ BAD = {
     "a key that is none": (["{run}", "--set", "parallel.pt=2"], "did you mean 'tp'"),
     "no tokenizer": (["{export}"], "has no tokenizer.json: give --tokenizer"),
     "a dtype that is none": (["{run}", "--dtype", "int8"], "--dtype must be one of"),
+    "a device that is none": (["{run}", "--device", "tpu"], "--device must be one of auto, cpu"),
     "draws of beams": (["{run}", "--beams", "2", "--temperature", "1"], "with beams"),
     "no prompt": (["{run}", "--no-prompt"], "--prompt TEXT"),
 }

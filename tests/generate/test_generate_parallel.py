@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import fusedops
-from fusedops import UnsupportedError
-from fusedops.generation.load import load
 from fusedops.models import (
     TINY,
     ParallelConfig,
@@ -21,13 +18,12 @@ from fusedops.models import (
 )
 from fusedops.parallel import communication
 from fusedops.parity import threads
-from fusedops.train import train
-from fusedops.train.processes import Ranks
 
 PROMPTS = [[5, 17, 3], [7], [200, 1, 1, 30, 8]]
 CALLS: tuple[dict[str, Any], ...] = (
     {},
-    {"temperature": 0.7, "top_k": 30, "samples": 2, "repetition_penalty": 1.1},
+    {"temperature": 0.7, "top_k": 8, "samples": 2, "repetition_penalty": 1.1},
+    {"temperature": 0.9, "top_p": 0.9},
     {"beams": 3, "stop": [5, 66, 130]},
 )
 LAYOUTS: list[tuple[str, dict[str, Any]]] = [
@@ -38,11 +34,19 @@ LAYOUTS: list[tuple[str, dict[str, Any]]] = [
     ("tiny-mixtral", {"tp": 2}),
     ("tiny-pangu-moe", {"dp": 2, "ep": 2}),
     ("tiny-mixtral", {"dp": 2, "tp": 2, "ep": 2}),
+    ("tiny-llama", {"cp": 2}),
+    ("tiny-gpt2", {"pp": 2}),
+    ("tiny-pangu", {"pp": 2, "tp": 2, "sp": True}),
+    ("tiny-llama", {"pp": 2, "pipeline_schedule": "zbv"}),
+    ("tiny-mixtral", {"pp": 2, "dp": 2, "ep": 2, "zero": 2}),
 ]
 
 
-def _model(name: str) -> Transformer:
-    return Transformer(replace(TINY[name], initializer_range=0.2), device="meta")
+def _model(name: str, layout: dict[str, Any] | None = None) -> Transformer:
+    # A rank has two stages of this schedule.
+    layers = 4 if "pipeline_schedule" in (layout or {}) else 2
+    config = replace(TINY[name], initializer_range=0.2, num_layers=layers)
+    return Transformer(config, device="meta")
 
 
 def _generated(model: Transformer, prompts: Any = PROMPTS) -> list[list[list[int]]]:
@@ -56,80 +60,55 @@ def _generated(model: Transformer, prompts: Any = PROMPTS) -> list[list[list[int
     ("name", "layout"), LAYOUTS, ids=lambda each: each if isinstance(each, str) else "-".join(each)
 )
 def test_ranks_generate_what_one_process_does(name: str, layout: dict[str, Any]) -> None:
-    alone = _model(name).to_empty(device="cpu")
+    alone = _model(name, layout).to_empty(device="cpu")
     initialize(alone, 0)
     expected = _generated(alone), _generated(alone, PROMPTS[0])
 
     def on_rank(rank: int) -> Any:
-        model = parallelize(_model(name), ParallelConfig(**layout), seed=0)
+        model = parallelize(_model(name, layout), ParallelConfig(**layout), seed=0)
         # With one prompt a rank of dp has none.
         return _generated(model), _generated(model, PROMPTS[0])
 
-    ranks = layout.get("dp", 1) * layout.get("tp", 1)
+    ranks = math.prod(layout.get(each, 1) for each in ("dp", "cp", "tp", "pp"))
     for found in threads.run(on_rank, ranks):
         assert found == expected
 
 
-def test_a_token_communicates_twice_a_layer_and_at_both_ends() -> None:
-    def on_rank(rank: int) -> list[dict[str, int]]:
-        model = parallelize(_model("tiny-llama"), ParallelConfig(tp=2), seed=0)
-        counts = []
-        tokens = fusedops.generation.stream(model, PROMPTS, tokens=4)
-        for _ in range(4):
-            with communication.recorded() as log:
-                for _ in PROMPTS:
-                    next(tokens)
-            counts.append(log.counts())
-        return counts
-
-    layers = TINY["tiny-llama"].num_layers
-    for counts in threads.run(on_rank, 2):
-        assert counts == [{"all_reduce": 2 * layers + 1, "all_gather": 1}] * 4
+def _communicated(rank: int, layout: dict[str, Any], call: dict[str, Any]) -> list[Any]:
+    """Return the log of the communications of each of four rounds."""
+    model = parallelize(_model("tiny-llama"), ParallelConfig(**layout), seed=0)
+    logs = []
+    tokens = fusedops.generation.stream(model, PROMPTS, tokens=4, **call)
+    for _ in range(4):
+        with communication.recorded() as log:
+            for _ in PROMPTS:
+                next(tokens)
+        logs.append(log)
+    return logs
 
 
-def test_layouts_that_cannot_generate_are_refused() -> None:
-    def on_rank(rank: int) -> None:
-        model = parallelize(_model("tiny-llama"), ParallelConfig(cp=2), seed=0)
-        with pytest.raises(UnsupportedError, match="cp must be 1, got 2"):
-            fusedops.generate(model, [1])
-
-    threads.run(on_rank, 2)
-
-
-def _run(folder: Path) -> Any:
-    text = folder / "text.txt"
-    text.write_text("".join(f"{n} plus {n} is {2 * n}.\n" for n in range(200)))
-    return train(
-        {
-            "out": str(folder / "run"),
-            "steps": 3,
-            "batch": 4,
-            "device": "cpu",
-            "tune_host": False,
-            "model": {"preset": "tiny-mixtral"},
-            "data": {"train": [str(text)], "seq_len": 32},
-            "optimizer": {"lr": 1e-2},
-            "log": {"peak_tflops": 1.0},
-        }
-    )
+@pytest.mark.parametrize(("top_k", "candidates"), [(0, 1), (8, 8), (32, 0)])
+def test_a_token_communicates_twice_a_layer_and_at_both_ends(top_k: int, candidates: int) -> None:
+    config = TINY["tiny-llama"]
+    call = {"top_k": top_k, "temperature": 1.0} if top_k else {}
+    # A value and a word of each candidate of the other rank, or half of the logits.
+    sent = 16 * candidates if candidates else 4 * config.vocab_size // 2
+    for logs in threads.run(_communicated, 2, {"tp": 2}, call):
+        for log in logs:
+            assert log.counts() == {"all_reduce": 2 * config.num_layers + 1, "all_gather": 1}
+            assert log.bytes("all_gather") == len(PROMPTS) * sent
 
 
-def _loaded(folder: str, parallel: dict[str, Any], ranks: Ranks) -> Any:
-    found = load(folder, ranks, parallel=parallel)
-    prompts = [found.text.encode("1 plus 1"), found.text.encode("12")]
-    return found.description, _generated(found.model, prompts)
-
-
-def _on_two(world: Any, folder: str, parallel: dict[str, Any]) -> Any:
-    return _loaded(folder, parallel, Ranks(torch.distributed.get_rank(), 2, torch.device("cpu")))
-
-
-@pytest.mark.slow
-def test_what_one_process_trained_is_loaded_by_two(tmp_path: Path, on_two_ranks: Any) -> None:
-    _run(tmp_path)
-    folder = str(tmp_path / "run")
-    expected = _loaded(folder, {}, Ranks(0, 1, torch.device("cpu")))
-    assert expected[0].endswith("run, step 3")
-    for parallel in ({}, {"dp": 2, "ep": 2}):
-        for found in on_two_ranks(_on_two, folder, parallel):
-            assert found == expected
+def test_of_a_pipeline_hidden_states_and_tokens_travel() -> None:
+    hidden = TINY["tiny-llama"].hidden_size
+    first, last = threads.run(_communicated, 2, {"pp": 2}, {})
+    again = threads.run(_communicated, 2, {"pp": 2}, {"cache": False})
+    # The first rounds also tell the shapes.
+    assert [log.counts() for log in first[2:]] == [{"send_receive": 1, "broadcast": 1}] * 2
+    assert [log.bytes() for log in first[2:]] == [4 * hidden * len(PROMPTS)] * 2
+    assert [log.bytes() for log in last[2:]] == [8 * len(PROMPTS)] * 2
+    # Without a cache those of all tokens so far, the prompts' included.
+    tokens = sum(map(len, PROMPTS))
+    so_far = [tokens + len(PROMPTS) * made for made in range(4)]
+    shapes = 8 * 8
+    assert [log.bytes() for log in again[0]] == [4 * hidden * each + shapes for each in so_far]

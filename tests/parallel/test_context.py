@@ -30,7 +30,6 @@ from fusedops.parallel import (
     unshard_sequence,
 )
 from fusedops.parallel.context import plan
-from fusedops.parallel.context.layout import ranges
 from fusedops.parallel.context.plan import Pattern
 from fusedops.parity import threads
 
@@ -174,74 +173,31 @@ def test_bytes_are_those_of_the_plan_and_travel_beside_the_computation(on_ranks:
     assert sum(each[0]["keys"] for each in logged) == 2 * 4 * 3 * 8 * token * 3 // 4
 
 
-_DROPOUT = Case(batch=1, length=32)
+def _dropped(rank: int, kind: str) -> None:
+    dropout = {"dropout_p": 0.3, "seed": torch.tensor([2**50 + 3, 8])}
+    names = ("causal_contiguous", "grouped_heads", "alibi", "packed_document", "packed_rows")
+    for case in (CASES[name] for name in names):
+        check(FUNCTIONS[kind], dist.group.WORLD, _with(case, **dropout), torch.float64)
+    # Heads of a part of a larger batch, which has two sequences before these.
+    case = CASES["causal"]
+    square = case.length**2
+    place = torch.tensor((2 * 8 * square, 8 * square, square))
+    dropout["seed"] = torch.cat((dropout["seed"], place))
+    check(FUNCTIONS[kind], dist.group.WORLD, _with(case, **dropout), torch.float64)
 
 
-def _dropped(rank: int) -> dict[str, torch.Tensor]:
-    """Return the factors that dropout gave each weight, of equal scores and of values that show."""
-    group = dist.group.WORLD
-    share, length, found = 16, 32, {}
-    zeros, ones = torch.zeros(1, 2, share, 4), torch.eye(length)[None, None].repeat(1, 2, 1, 1)
-    for kind, function in FUNCTIONS.items():
-        torch.manual_seed(3)
-        values = shard_sequence(ones, group, 2)
-        found[kind] = length * function(zeros, zeros, values, group, dropout_p=0.5)
-    return found
-
-
-def test_dropout_draws_for_each_block_and_head() -> None:
-    results = threads.run(_dropped, 2)
-    for kind in FUNCTIONS:
-        blocks = [
-            block.reshape(-1)
-            for rank, each in enumerate(results)
-            for head in each[kind][0]
-            for source in range(2)
-            for block in [head[:, _columns(source)]]
-        ]
-        for i, block in enumerate(blocks):
-            assert set(block.tolist()) == {0.0, 2.0}
-            assert 0.3 < float((block > 0).float().mean()) < 0.7
-            assert not any(torch.equal(block, other) for other in blocks[:i])
-
-
-def _columns(rank: int) -> torch.Tensor:
-    """Return the tokens of a rank."""
-    return torch.cat([torch.arange(*each) for each in ranges(_DROPOUT.layout(2), rank)])
-
-
-def _slope(rank: int, kind: str) -> None:
-    """Compare gradients under dropout with a difference quotient."""
-    group = dist.group.WORLD
-    case = Case(options={"is_causal": True, "dropout_p": 0.3}, key_heads=2)
-    *tensors, grad, grad_lse, slopes, sinks = problem(case, torch.float64)
-    mine = [shard(each, case, group) for each in (*tensors, grad, grad_lse)]
-
-    def attend(*inputs: torch.Tensor, **options: Any) -> Any:
-        torch.manual_seed(5)
-        return FUNCTIONS[kind](*inputs, group, **options)
-
-    found = gradients(attend, case, [*mine, slopes, sinks])[2:]
-    ways = [torch.randn_like(each) for each in found]
-    step = 2.0**-17
-    totals = []
-    for sign in (-1, 1):
-        inputs = [each + sign * step * way for each, way in zip(mine, ways, strict=False)]
-        output, lse = gradients(attend, case, [*inputs, *mine[3:], slopes, sinks])[:2]
-        totals.append((output * mine[3]).sum() + (lse * mine[4]).sum())
-    sums = torch.stack(
-        [
-            (totals[1] - totals[0]) / (2 * step),
-            sum((grad * way).sum() for grad, way in zip(found, ways, strict=True)),
-        ]
-    )
-    dist.all_reduce(sums, group=group)
-    torch.testing.assert_close(sums[0], sums[1])
+def _with(case: Case, **more: Any) -> Case:
+    return replace(case, options={**case.options, **more})
 
 
 @pytest.mark.parametrize("kind", FUNCTIONS)
-def test_dropout_is_the_same_in_the_backward(kind: str) -> None:
-    threads.run(_slope, 2, kind)
+def test_shards_drop_what_one_process_does(kind: str) -> None:
+    threads.run(_dropped, 2, kind)
+
+
+def test_ring_drops_on_the_reference_too() -> None:
+    with fusedops.use_backend("torch"):
+        threads.run(_dropped, 2, "ring")
 
 
 def _compiled(world: World) -> None:

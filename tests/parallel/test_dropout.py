@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from process_pool import World
-from split_layers import assert_same, whole
-from torch import nn
+from split_layers import assert_same
 
 import fusedops
-from fusedops import add_layer_norm, add_rms_norm, attention, bias_dropout_add
+from fusedops import add_layer_norm, add_rms_norm, attention, attention_varlen, bias_dropout_add
 from fusedops._core import philox
-from fusedops.models import ParallelConfig, Transformer, parallelize, parallelized, preset
-from fusedops.models.parallelized import attach
-from fusedops.nn import AddRMSNorm, Dropout
-from fusedops.parallel.dropout import Place, place_dropout
+from fusedops.models import ParallelConfig, Transformer, parallelized, preset
+from fusedops.nn import AddLayerNorm, AddRMSNorm, Dropout
+from fusedops.parallel.dropout import Place
 
 B, S, H = 4, 6, 16  # parts of 64 elements, which kernels without a bias would take for one row
 P = 0.4
+BACKENDS = ["cpp", "torch", pytest.param("triton", marks=pytest.mark.interpreter)]
 RESIDUAL: dict[str, Callable[..., Any]] = {
     "bias_dropout_add": lambda x, r, seed: bias_dropout_add(x, None, r, P, seed=seed),
     "add_layer_norm": lambda x, r, seed: add_layer_norm(x, r, (H,), dropout_p=P, seed=seed)[1],
     "add_rms_norm": lambda x, r, seed: add_rms_norm(x, r, (H,), dropout_p=P, seed=seed)[1],
 }
+SEED = torch.tensor([2**62 + 12345, -(2**40) - 7])  # offsets wrap around, both words have a sign
+# A part of the tokens, two pieces of them, and two pieces of unequal size.
+PLACES = [
+    Place(1, sequence_part=1, sequence_parts=3),
+    Place(1, context_part=1, context_parts=3),
+    Place(0, context_part=0, context_parts=2),
+    Place(1, 1, 2, context_part=1, context_parts=3),
+]
 
 
 def _gradient(call: Callable[..., Any], x: torch.Tensor, *more: Any) -> tuple[Any, Any]:
@@ -37,112 +42,164 @@ def _gradient(call: Callable[..., Any], x: torch.Tensor, *more: Any) -> tuple[An
     return output.detach(), x.grad
 
 
-@pytest.mark.parametrize("backend", ["cpp", "torch"])
+def _tokens(place: Place) -> torch.Tensor:
+    count = S // (place.sequence_parts * place.context_parts)
+    return torch.cat([torch.arange(*each) for each in place.pieces(count)])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("op", RESIDUAL)
 def test_parts_of_sequences_drop_what_the_whole_does(op: str, backend: str) -> None:
     x, residual = torch.randn(B, S, H), torch.randn(B, S, H)
     with fusedops.use_backend(backend):
-        torch.manual_seed(3)
-        seed = philox.new_seed(x.device)
-        whole, grad = _gradient(RESIDUAL[op], x, residual, seed)
+        whole, grad = _gradient(RESIDUAL[op], x, residual, SEED)
         assert 0.2 < float((grad == 0).double().mean()) < 0.6
-        for batch, tokens_part in ((0, 0), (1, 0), (0, 2), (1, 1)):
-            sequences = slice(2 * batch, 2 * batch + 2)
-            tokens = slice(2 * tokens_part, 2 * tokens_part + 2)
-            torch.manual_seed(3)
-            part = x[sequences, tokens]
-            place = Place(batch_part=batch, sequence_part=tokens_part, sequence_parts=3)
-            placed = place.of_rows(part)
-            output, part_grad = _gradient(RESIDUAL[op], part, residual[sequences, tokens], placed)
-            assert torch.equal(output, whole[sequences, tokens])
-            assert torch.equal(part_grad, grad[sequences, tokens])
+        for place in PLACES:
+            rows, tokens = slice(2 * place.batch_part, 2 * place.batch_part + 2), _tokens(place)
+            part = x[rows, tokens]
+            placed = place.of_rows(part, SEED)
+            output, part_grad = _gradient(RESIDUAL[op], part, residual[rows, tokens], placed)
+            assert torch.equal(output, whole[rows, tokens])
+            assert torch.equal(part_grad, grad[rows, tokens])
 
 
-@pytest.mark.parametrize("backend", ["cpp", "torch"])
-def test_some_heads_drop_what_all_do(backend: str) -> None:
-    heads, size = 4, 8
-    q, k, v = (torch.randn(B, heads, 9, size) for _ in range(3))
+def test_shards_of_context_parallelism_are_two_pieces() -> None:
+    everything = [Place(context_part=part, context_parts=2).pieces(5) for part in range(2)]
+    assert everything == [[(0, 3), (8, 10)], [(3, 8)]]
+    halves = [Place(0, part, 2, context_part=0, context_parts=2).pieces(3) for part in range(2)]
+    assert halves == [[(0, 3)], [(9, 12)]]
+
+
+@pytest.mark.parametrize("length", [8, 9])  # GPUs draw a counter for four, or for one
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_some_heads_drop_what_all_do(backend: str, length: int) -> None:
+    heads, size = 2, 8
+    q, k, v = (torch.randn(B, heads, length, size) for _ in range(3))
 
     def call(query: torch.Tensor, at: Any, seed: torch.Tensor) -> torch.Tensor:
         return attention(query, k[at], v[at], None, P, is_causal=True, seed=seed)
 
     with fusedops.use_backend(backend):
-        torch.manual_seed(3)
         everything = (slice(None), slice(None))
-        whole, grad = _gradient(call, q, everything, philox.new_seed(q.device))
+        whole, grad = _gradient(call, q, everything, SEED)
         for part in (0, 1):
-            at = (slice(2, 4), slice(2 * part, 2 * part + 2))
-            torch.manual_seed(3)
-            place = Place(batch_part=1, head_part=part, head_parts=2)
-            seed = place.of_scores(q[at], k[at])
+            at = (slice(2, 4), slice(part, part + 1))
+            seed = Place(batch_part=1, head_part=part, head_parts=2).of_scores(q[at], length, SEED)
             output, part_grad = _gradient(call, q[at], at, seed)
             found = {"output": output, "query": part_grad}
             expected = {"output": whole[at], "query": grad[at]}
             assert_same(found, expected, expected, depth=9)
 
 
-def test_modules_inside_draw_by_place() -> None:
-    """As those of a model that is split: by their attribute, norms on split sequences too."""
+def _attend(dense: bool, *inputs: torch.Tensor, seed: torch.Tensor) -> list[torch.Tensor]:
+    """Return output and gradients ``[B, H, S, D]``, by one op or the other."""
+    inputs = tuple(each.clone().requires_grad_() for each in inputs)
+    if dense:
+        output = attention(*inputs, dropout_p=P, seed=seed)
+    else:
+        sizes = [each.shape[0] * each.shape[2] for each in inputs[:2]]
+        ends = [torch.arange(0, size + 1, size // inputs[0].shape[0]) for size in sizes]
+        packed = (each.transpose(1, 2).flatten(0, 1) for each in inputs)
+        longest = [each.shape[2] for each in inputs[:2]]
+        output = attention_varlen(*packed, *ends, *longest, dropout_p=P, seed=seed)
+        output = output.unflatten(0, (inputs[0].shape[0], -1)).transpose(1, 2)
+    ways = torch.linspace(-1, 1, output.numel()).view(output.shape)
+    return [output.detach(), *torch.autograd.grad(output, inputs, ways)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_some_queries_and_keys_drop_what_all_do(backend: str) -> None:
+    """A block of scores of tokens that are several pieces, as a ring meets them."""
+    # Several blocks of keys; the interpreter takes seconds for each.
+    heads, size, unit = (1, 4, 5) if backend == "triton" else (2, 4, 50)
+    length = 3 * unit
+    rows = torch.cat([torch.arange(3, unit - 2), torch.arange(2 * unit + 1, length - 1)])
+    columns = torch.cat([torch.arange(unit), torch.arange(unit + 1, unit + 4)])
+    columns = torch.cat([columns, torch.arange(2 * unit + 2, length)])
+    torch.manual_seed(0)
+    k, v = torch.randn(2, heads, len(columns), size), torch.randn(2, heads, len(columns), size)
+    q = torch.randn(2, heads, len(rows), size)
+    square = length * length
+    begins = rows * length
+    place = [square, heads * square, square]  # a head further
+    dense = torch.cat((SEED, torch.tensor(place), begins, columns))
+    batches = torch.cat([begins, begins + heads * square]), columns.repeat(2)
+    packed = torch.cat((SEED, torch.tensor(place), *batches))
+    index = torch.arange(2)[:, None] * heads * square + torch.arange(1, heads + 1) * square
+    drawn = philox.words_at(index[..., None, None] + begins[:, None] + columns, SEED)
+    factors = torch.where(drawn >= philox.threshold(P), philox.scale(P), 0.0)
+    with fusedops.use_backend(backend):
+        found = [_attend(way, q, k, v, seed=each) for way, each in ((True, dense), (False, packed))]
+    inputs = tuple(each.double().requires_grad_() for each in (q, k, v))
+    weights = (inputs[0] @ inputs[1].mT * size**-0.5).softmax(-1) * factors
+    output = weights @ inputs[2]
+    ways = torch.linspace(-1, 1, output.numel()).view(output.shape).double()
+    exact = [output.detach(), *torch.autograd.grad(output, inputs, ways)]
+    for each in found:
+        expected = {str(number): value for number, value in enumerate(exact)}
+        actual = {str(number): value for number, value in enumerate(each)}
+        eager = {name: value.float() for name, value in expected.items()}
+        assert_same(actual, eager, expected, depth=len(columns))
+
+
+def test_modules_draw_from_what_they_are_given() -> None:
     x, residual = torch.randn(B, S, H), torch.randn(B, S, H)
-    norm, drop = AddRMSNorm(H, dropout_p=P), Dropout(P)
-    torch.manual_seed(3)
-    whole = drop(x), *norm(x, residual)
+    norms, drop = (AddRMSNorm(H, dropout_p=P), AddLayerNorm(H, dropout_p=P)), Dropout(P)
+    whole = [drop(x, seed=SEED), *(norm(x, residual, seed=SEED)[0] for norm in norms)]
     kept = whole[0] != 0
     assert torch.equal(whole[0][kept], (x * philox.scale(P))[kept])
-    place_dropout(nn.ModuleList([norm, drop]), Place(1, 2, 3))
     at = (slice(2, 4), slice(4, 6))
-    torch.manual_seed(3)
-    part = drop(x[at]), *norm(x[at], residual[at])
+    seed = Place(1, 2, 3).of_rows(x[at], SEED)
+    part = [drop(x[at], seed=seed), *(norm(x[at], residual[at], seed=seed)[0] for norm in norms)]
     for each, expected in zip(part, whole, strict=True):
         assert torch.equal(each, expected[at])
     assert drop.eval()(x) is x
 
 
-def test_a_model_drops_by_place() -> None:
+def _dropping(**more: Any) -> Transformer:
+    config = dataclasses.replace(preset("tiny-gpt2"), dropout=0.3, attention_dropout=0.3, **more)
+    torch.manual_seed(1)
+    return Transformer(config, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
+def test_a_model_drops_by_place(packed: bool) -> None:
     """Embedding, attention and both ends of each layer, for half of a batch."""
-    config = dataclasses.replace(preset("tiny-gpt2"), dropout=0.3, attention_dropout=0.3)
-    model = Transformer(config)
-    tokens = torch.randint(config.vocab_size, (4, 10))
-    torch.manual_seed(3)
-    whole = model(tokens).detach()
-    torch.manual_seed(4)
-    assert not torch.allclose(model(tokens), whole)
-    place_dropout(model, Place(batch_part=1))
-    torch.manual_seed(3)
-    half = {"": model(tokens[2:]).detach()}
-    expected = {"": whole[2:]}
-    assert_same(half, expected, expected, depth=config.hidden_size)
+    model = _dropping(num_layers=2)
+    tokens = torch.randint(model.config.vocab_size, (4, 10))
+    ids = torch.randint(2, (4, 10)).cumsum(1) if packed else torch.zeros_like(tokens)
+    given = [ids if packed else None, ids[2:] if packed else None]
+    whole = model(tokens, document_ids=given[0], seed=SEED).detach()
+    assert not torch.allclose(model(tokens, document_ids=given[0]), whole)
+    half = model(tokens[2:], document_ids=given[1], seed=SEED, first_sequence=2)
+    torch.testing.assert_close(half, whole[2:])
+    assert not torch.allclose(model(tokens[2:], document_ids=given[1], seed=SEED), whole[2:])
+    model.place = Place(batch_part=1)
+    torch.testing.assert_close(model(tokens[2:], document_ids=given[1], seed=SEED), whole[2:])
+    # One document a sequence is no document: the same scores are dropped.
+    alike = model(tokens[2:], document_ids=torch.zeros_like(tokens[2:]), seed=SEED)
+    torch.testing.assert_close(alike, model(tokens[2:], seed=SEED))
 
 
-def _step(model: Any, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the loss and gradients of a step with dropout, as one process has them."""
-    run = parallelized(model)
-    shard = run.shard_batch(*(run.rows(each) for each in (tokens, tokens.roll(-1, 1))))
-    count = run.count(shard.labels)
-    run.begin(last=True)
-    torch.manual_seed(11)
-    output = model(shard.tokens, shard.labels, positions=shard.positions)
-    run.loss(output, count).backward()
-    grads = {name: whole(each.grad) for name, each in model.named_parameters()}
-    return {"loss": run.mean_loss([output], count).detach(), **grads}
+def test_each_call_of_a_forward_draws_numbers_of_its_own() -> None:
+    model = _dropping(num_layers=3)
+    drawn = model.draws((2, 8), torch.device("cpu"), SEED)
+    assert drawn is not None
+    assert len(drawn.rows) == len({tuple(each) for each in drawn.rows.tolist()}) == 10
+    assert model.eval().draws((2, 8), torch.device("cpu"), SEED) is None
 
 
-def _on_ranks(world: World) -> None:
-    config = dataclasses.replace(
-        preset("tiny-gpt2"), dropout=0.2, attention_dropout=0.2, num_layers=2, vocab_size=131
-    )
-    torch.manual_seed(2)
-    model = Transformer(config, dtype=torch.float64)
-    tokens = torch.randint(config.vocab_size, (8, 16))
-    expected = _step(attach(copy.deepcopy(model), parallelized(model)), tokens)
-    found = _step(parallelize(model, ParallelConfig(dp=4, tp=2, sp=True)), tokens)
-    assert_same(found, expected, expected, depth=config.hidden_size)
-
-
-@pytest.mark.distributed
-def test_a_model_on_eight_ranks_drops_as_on_one(on_ranks: Callable[..., Any]) -> None:
-    """By sequences, heads and parts of sequences."""
-    on_ranks(_on_ranks)
+def test_micro_batches_draw_what_the_whole_step_does() -> None:
+    tokens = torch.randint(100, (4, 10))
+    found = []
+    for parts in (1, 2):
+        model = _dropping(num_layers=2)
+        run = dataclasses.replace(parallelized(model), config=ParallelConfig(microbatches=parts))
+        shards = [run.shard_batch(each, each) for each in tokens.chunk(parts)]
+        torch.manual_seed(5)
+        run.step(shards, torch.tensor(40))
+        found.append({name: each.grad for name, each in model.named_parameters()})
+    assert_same(found[1], found[0], found[0], depth=model.config.hidden_size)
 
 
 def test_what_is_no_place_or_seed_is_refused() -> None:
@@ -151,7 +208,26 @@ def test_what_is_no_place_or_seed_is_refused() -> None:
     x = torch.zeros(2, H)
     with pytest.raises(ValueError, match=r"Place: input must be \[sequences, tokens, features\]"):
         Place().of_rows(x)
-    with pytest.raises(ValueError, match=r"bias_dropout_add: seed must be of shape \[2\], or"):
+    wanted = r"bias_dropout_add: seed must be of shape \[2\], or \[6\] and more with a place"
+    with pytest.raises(ValueError, match=wanted):
         bias_dropout_add(x, None, x, P, seed=torch.zeros(3, dtype=torch.int64))
     with pytest.raises(TypeError, match="bias_dropout_add: seed must be int64, got float32"):
         bias_dropout_add(x, None, x, P, seed=torch.zeros(2))
+    q = torch.zeros(1, 1, 3, 4)
+    with pytest.raises(
+        ValueError, match=r"attention: seed must be of shape \[2\], or \[5\] or \[11\]"
+    ):
+        attention(q, q, q, dropout_p=P, seed=torch.zeros(6, dtype=torch.int64))
+    ends = torch.tensor([0, 3])
+    with pytest.raises(
+        ValueError, match=r"attention_varlen: seed must be of shape \[2\], or \[11\]"
+    ):
+        given = q[0].transpose(0, 1), q[0].transpose(0, 1), q[0].transpose(0, 1)
+        seed = torch.zeros(5, dtype=torch.int64)
+        attention_varlen(*given, ends, ends, 3, 3, dropout_p=P, seed=seed)
+    with (
+        fusedops.use_backend("cpp"),
+        pytest.raises(ValueError, match="seed must be {seed, offset}"),
+    ):
+        seed = torch.tensor([1, 2, 32, 32, 0, 0])  # pieces of no element
+        bias_dropout_add(x, None, x, P, seed=seed)

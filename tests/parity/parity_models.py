@@ -22,8 +22,8 @@ def small(name: str, **more: Any) -> Transformer:
         "intermediate_size": 24,
         "vocab_size": 19,
         "seq_len": 64,
-        "dropout": 0.0,
-        "attention_dropout": 0.0,
+        "dropout": 0.2,
+        "attention_dropout": 0.2,
     }
     if config.num_kv_heads not in (None, config.num_heads):
         given["num_kv_heads"] = 2

@@ -66,10 +66,11 @@ def check(found: list[communication.Log], budget: Budget, *, exact: bool = True)
     assert max(log.bytes() for log in found) > 0.6 * budget.bytes
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_tensor_parallel(ranks: int) -> None:
+@pytest.mark.parametrize(("ranks", "copies"), [(2, 1), (4, 1), (2, 2)])
+def test_tensor_parallel(ranks: int, copies: int) -> None:
     ends = budgets.vocabulary_ends(ranks, ACTIVATION, STATISTICS, sequence=False)
-    check(logs("tiny-gpt2", 3, {"tp": ranks}), budgets.tensor_layer(ranks, ACTIVATION) * 3 + ends)
+    layer = budgets.tensor_layer(ranks, ACTIVATION, copies=copies)
+    check(logs("tiny-gpt2", 3, {"tp": ranks}, copies=copies), layer * 3 + ends)
 
 
 def test_heads_that_ranks_share_add_up_their_gradients() -> None:
@@ -80,16 +81,20 @@ def test_heads_that_ranks_share_add_up_their_gradients() -> None:
     check(logs("tiny-llama", 2, {"tp": 4}), layer * 2 + ends)
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_sequence_parallel(ranks: int, overlap: bool) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "overlap", "copies"),
+    [(2, True, 1), (4, True, 1), (2, False, 1), (4, False, 1), (2, True, 2)],
+)
+def test_sequence_parallel(ranks: int, overlap: bool, copies: int) -> None:
+    """Gradients of norms and biases are summed once for all copies."""
     vector = HIDDEN * BYTES
     norms = budgets.all_reduces(ranks, [2 * vector] * 2)  # weight and bias at once
     biases = budgets.all_reduces(ranks, [vector] * 2)
     ends = budgets.vocabulary_ends(ranks, ACTIVATION, STATISTICS, sequence=True)
     ends += budgets.all_reduces(ranks, [2 * vector, 64 * vector])  # norm, table of positions
-    layer = budgets.sequence_layer(ranks, ACTIVATION, overlap=overlap) + norms + biases
-    check(logs("tiny-gpt2", 3, {"tp": ranks}, sp=True, overlap=overlap), layer * 3 + ends)
+    layer = budgets.sequence_layer(ranks, ACTIVATION, overlap=overlap, copies=copies)
+    options: Any = {"sp": True, "overlap": overlap, "copies": copies}
+    check(logs("tiny-gpt2", 3, {"tp": ranks}, **options), (layer + norms + biases) * 3 + ends)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -122,10 +127,10 @@ def routed(rank: int, subject: Subject, case: Case) -> tuple[communication.Log, 
     return log, counts.tolist()
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_expert_parallel(ranks: int) -> None:
-    mesh, layers = {"dp": ranks}, 3
-    found = logs("tiny-mixtral", layers, mesh, record=routed, batch_size=ranks, ep=ranks)
+@pytest.mark.parametrize(("ranks", "copies"), [(2, 1), (4, 1), (2, 2)])
+def test_expert_parallel(ranks: int, copies: int) -> None:
+    mesh, layers, each = {"dp": ranks}, 3, {"ep": ranks, "copies": copies}
+    found = logs("tiny-mixtral", layers, mesh, routed, batch_size=ranks * copies, **each)
     model = parity_models.small("tiny-mixtral", num_layers=layers)
     copied = [p for name, p in model.named_parameters() if ".experts." not in name]
     sizes = BYTES * sum(each.numel() for each in copied)
@@ -136,9 +141,12 @@ def test_expert_parallel(ranks: int) -> None:
         leaving = sum(counts) - sum(counts[mine])
         arriving = sum(sum(each[mine]) for _, each in found) - sum(counts[mine])
         row = PayloadLayout(HIDDEN, torch.float64, torch.float64, pairs=1).stride
-        exchange = budgets.expert_layer(ranks, leaving, arriving, row=row, result=HIDDEN * BYTES)
-        words = budgets.expert_layer(ranks, 0, 0, row=0, result=0)
-        check([log], exchange + words * (layers - 1) + sums + said(ranks))
+        travels: Any = {"row": row, "result": HIDDEN * BYTES, "copies": copies}
+        exchange = budgets.expert_layer(ranks, leaving, arriving, **travels)
+        words = budgets.expert_layer(ranks, 0, 0, row=0, result=0, copies=copies)
+        tokens = budgets.all_reduces(ranks, [8] * layers)  # how many there are: the router's loss
+        assert [each.label for each in log.calls].count("router loss") == layers
+        check([log], exchange + words * (layers - 1) + tokens + sums + said(ranks))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -11,6 +11,8 @@ from parity_models import MODELS
 
 import fusedops
 from fusedops import parity
+from fusedops.models import Parallelized, parallelization
+from fusedops.parallel.dropout import Place
 
 # All of dp, cp, tp in {1, 2} but the single process, the smallest first.
 MESHES = sorted(
@@ -35,6 +37,7 @@ def options(mesh: dict[str, int]) -> dict[str, list[Any]]:
     }
     if "tp" in mesh:
         found["sp"] = [False, True]
+        found["copies"] = [1, 2]
     if "dp" in mesh or "cp" in mesh:
         found["zero"] = [0, 1, 2, 3]
     if "cp" in mesh:
@@ -53,6 +56,32 @@ def name(mesh: dict[str, int]) -> str:
 def test_a_few_of_all_combinations(mesh: dict[str, int]) -> None:
     report = fusedops.verify(MODELS, [mesh], options=options(mesh), cases=2, **SIZES)
     assert len(report.passed) == 2, report
+
+
+@pytest.mark.parametrize(
+    ("mesh", "given"),
+    [
+        ({"dp": 2}, {"recompute": "full", "microbatches": 2}),
+        ({"tp": 2}, {"sp": True}),
+        ({"cp": 2}, {"context": "ring"}),
+        ({"cp": 2, "tp": 2}, {"context": "all_to_all", "sp": True}),
+        ({"pp": 2}, {"microbatches": 2, "recompute": "full"}),
+    ],
+    ids=str,
+)
+def test_dropout_draws_what_one_process_does(
+    mesh: dict[str, int], given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what ignores places, or numbers by the order of calls, is found."""
+    size = {"batch_size": 4, "seq_len": 8}
+    case = parity.Case(mesh=mesh, options=given, workload="documents", **size)
+    parity.replay(case, MODELS["llama"])
+    if "dp" in mesh or "pp" in mesh:
+        monkeypatch.setattr(Parallelized, "_draws", lambda self, shards, seed: [{}] * len(shards))
+    else:
+        monkeypatch.setattr(parallelization, "_place", lambda config, mesh: Place())
+    with pytest.raises(AssertionError, match="loss is"):
+        parity.replay(case, MODELS["llama"])
 
 
 def test_a_few_of_all_combinations_with_stages() -> None:
@@ -84,7 +113,7 @@ def test_experts_over_ranks() -> None:
     report = fusedops.verify(
         MODELS["mixtral"],
         [{"dp": 2}, {"dp": 2, "tp": 2}],
-        options={"ep": [2], "zero": [0, 2]},
+        options={"ep": [2], "zero": [0, 2], "copies": [1, 2]},
         cases=4,
         **SIZES,
     )

@@ -22,7 +22,10 @@ from fusedops.parity.standard import standard
 
 def model() -> Transformer:
     sizes: dict[str, Any] = {"num_layers": 4, "hidden_size": 16, "intermediate_size": 32}
-    return Transformer(replace(preset("tiny-gpt2"), vocab_size=40, num_heads=2, **sizes))
+    dropping = {"dropout": 0.2, "attention_dropout": 0.2}
+    return Transformer(
+        replace(preset("tiny-gpt2"), vocab_size=40, num_heads=2, **sizes, **dropping)
+    )
 
 
 def _verified(schedules: list[str], cases: int, **more: Any) -> None:

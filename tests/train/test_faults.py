@@ -1,27 +1,47 @@
-"""What ``docs/faults.md`` says: each thing that breaks ends the job on all ranks, and is named."""
+"""What ``docs/faults.md`` says: each thing that breaks ends the job on all ranks, and is named.
+
+Ranks are processes of a fork server wherever torchrun's agent has no part in what is tested: that
+saves half a minute of imports each time.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import itertools
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from train_runs import Died, Watching, config, die, same_bits, whole
+import torch
+from torch import distributed as dist
+from train_runs import CONTEXT, Died, Watching, config, die, same_bits, whole
+from typer.testing import CliRunner
 
-from fusedops.train import train
+from fusedops.checkpoint import CheckpointError
+from fusedops.checkpoint import folder as folders
+from fusedops.cli.main import app
+from fusedops.generation import Decoder
+from fusedops.models import Transformer, preset, save_huggingface
+from fusedops.train import loop, train
 from fusedops.train.flight import Record
-from fusedops.train.watch import blame
+from fusedops.train.processes import Ranks, joined
+from fusedops.train.setup import Run
+from fusedops.train.watch import Watch, blame
 
 HANGING_SECONDS = 15.0
+# What a process that hangs gets to end by itself, after the others have.
+LEFT_SECONDS = 20.0
 PATIENCE_SECONDS = 300.0
 CONFIG = """
 out = "{folder}/run"
@@ -78,6 +98,80 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path: Path) 
     assert same_bits(wanted, resumed)
 
 
+def _full(*steps: int) -> Callable[[Path, bytes], None]:
+    """Return what writes files as ever, but those of some steps' checkpoints."""
+    plain, names = folders.write, [f".partial-step-{step:010d}.0" for step in steps]
+
+    def write(path: Path, content: bytes) -> None:
+        if path.parent.name in names:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        plain(path, content)
+
+    return write
+
+
+def test_a_run_goes_on_without_a_checkpoint_and_fails_without_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = {"steps": 6, "checkpoint": {"every": 2}}
+    with monkeypatch.context() as disk:
+        disk.setattr(folders, "write", _full(4))  # which is known when the last one is due
+        assert train(config(tmp_path, **given)).finished
+    told = "step 4 was not written: No space left on device"
+    assert told in caplog.text and "training goes on" in caplog.text
+    kept = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))
+    assert [folders.step_of(each) for each in kept] == [2, 6]
+    with monkeypatch.context() as disk, pytest.raises(CheckpointError, match="step 6 was not"):
+        disk.setattr(folders, "write", _full(4, 6))
+        train(config(tmp_path, out=str(tmp_path / "other"), **given))
+    # A command that finds no good checkpoint ends, and begins nothing anew.
+    for each in kept:
+        (each / "rank-00000.pt").write_bytes(b"")
+    lines = ["out = 'run'", "steps = 20", "batch = 4", "device = 'cpu'", "tune_host = false"]
+    lines += ["model = {preset = 'tiny-gpt2', dropout = 0.1, attention_dropout = 0.1}"]
+    lines += ["data = {train = ['text.txt'], seq_len = 32}", "log = {peak_tflops = 1.0}"]
+    (tmp_path / "train.toml").write_text("\n".join(lines))
+    monkeypatch.chdir(tmp_path)
+    for words in (["train", "train.toml"], ["generate", "run", "--prompt", "1"]):
+        done = CliRunner().invoke(app, words)
+        *_, last = done.stderr.splitlines()
+        assert done.exit_code == 1, done.output
+        assert last.startswith("fusedops: error: no checkpoint in run/checkpoints is good: ")
+        assert all(each.name in last for each in kept)
+    assert not (tmp_path / "run" / "faults").exists()
+
+
+def _suspended(connection: Any, folder: str) -> None:
+    """Make progress under a watch, of which the parent suspends the process."""
+    with joined("cpu") as ranks, Watch(ranks, Path(folder), 2.0) as watch:
+        for step in range(8):
+            watch.at(step, "step")
+            connection.send(step)
+            time.sleep(0.25)
+    connection.send("ends")
+
+
+def test_time_in_which_a_process_was_suspended_does_not_count(tmp_path: Path) -> None:
+    mine, theirs = CONTEXT.Pipe()
+    process = CONTEXT.Process(target=_suspended, args=(theirs, str(tmp_path)), daemon=True)
+    process.start()
+    theirs.close()
+    assert [mine.recv() for _ in range(3)] == [0, 1, 2]
+    watched = psutil.Process(process.pid)
+    watched.suspend()
+    time.sleep(3.0)
+    watched.resume()
+    assert [mine.recv() for _ in range(6)] == [*range(3, 8), "ends"]
+    process.join()
+    assert process.exitcode == 0 and not (tmp_path / "faults").exists()
+
+
+def test_without_a_timeout_nobody_watches(tmp_path: Path) -> None:
+    before = threading.active_count()
+    with joined("cpu") as ranks, Watch(Ranks(0, 1, ranks.device, ranks.store), tmp_path, 0.0):
+        assert threading.active_count() == before and not any(tmp_path.iterdir())
+
+
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     (tmp_path / "text.txt").write_text("".join(f"{n} and {n} is {2 * n}.\n" for n in range(900)))
@@ -95,12 +189,78 @@ def ended(started: subprocess.Popen[str]) -> tuple[int, str]:
     return started.returncode, told
 
 
-def with_fault(file: Path, kind: str) -> tuple[int, str]:
-    """Train on two ranks, of which something happens to the second in step 6."""
-    script = Path(__file__).with_name("faulty_train.py")
-    agent = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    given = [sys.executable, "-m", *agent, kind, "1", "6", "train", str(file)]
-    return ended(subprocess.Popen(given, stderr=subprocess.PIPE, text=True))
+def sleep_on() -> None:
+    """Hang as Python code does."""
+    while True:
+        time.sleep(0.1)
+
+
+def hold_the_lock() -> None:
+    """Hang in C without giving the interpreter's lock back: no thread of Python's goes on."""
+    ctypes.PyDLL(None).sleep(100000)
+
+
+KINDS: dict[str, Callable[[], object]] = {
+    "sleep": sleep_on,
+    "lock": hold_the_lock,
+    "segment": lambda: ctypes.string_at(0),
+}
+
+
+def _started(rank: int, port: int, folder: str) -> None:
+    """Make this process one of two that torchrun's agent starts; its messages go into a file."""
+    os.dup2(os.open(f"{folder}/told-{rank}", os.O_CREAT | os.O_WRONLY), sys.__stderr__.fileno())
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+
+
+def _faulty(rank: int, port: int, folder: str, kind: str) -> None:
+    """Run the command as one of two ranks; something happens to the second in step 6."""
+    _started(rank, port, folder)
+    plain = loop.backward
+
+    def backward(run: Run) -> tuple[float, float]:
+        if rank == 1 and run.step == 6:
+            KINDS[kind]()
+        return plain(run)
+
+    loop.backward = backward
+    app(["train", f"{folder}/train.toml"], prog_name="fusedops")
+
+
+def _killed_while_generating(rank: int, port: int, folder: str) -> None:
+    """Run the command as one of two ranks, of which the second is killed at the sixth token."""
+    _started(rank, port, folder)
+    plain, calls = Decoder.step, itertools.count()
+
+    def step(decoder: Decoder, tokens: torch.Tensor) -> torch.Tensor:
+        if next(calls) == 5 and rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return plain(decoder, tokens)
+
+    Decoder.step = step  # type: ignore[method-assign]
+    app(["generate", folder, "--tokenizer", "bytes", "--prompt", "a"], prog_name="fusedops")
+
+
+def with_fault(
+    folder: Path, target: Callable[..., None], *args: Any
+) -> tuple[list[int | None], str]:
+    """Do something on two ranks, of which something happens to the second.
+
+    Returns their exit codes, ``None`` of one that does not end by itself, and what they told.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # the agent's
+    given = [(rank, store.port, str(folder), *args) for rank in range(2)]
+    started = [CONTEXT.Process(target=target, args=each) for each in given]
+    for each in started:
+        each.start()
+    codes = []
+    for each, patience in zip(started, (PATIENCE_SECONDS, LEFT_SECONDS), strict=True):
+        each.join(patience)
+        codes.append(each.exitcode)
+        each.kill()
+    return codes, "".join((folder / f"told-{rank}").read_text() for rank in range(2))
 
 
 def records(folder: Path) -> dict[int, dict[str, Any]]:
@@ -112,8 +272,8 @@ def records(folder: Path) -> dict[int, dict[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_rank_that_hangs_is_named_with_its_stack(file: Path) -> None:
-    code, told = with_fault(file, "sleep")
-    assert code == 1
+    codes, told = with_fault(file.parent, _faulty, "sleep")
+    assert codes == [1, 1], told
     said = f"error: no progress for {HANGING_SECONDS:g} seconds: process 1 is hanging in step 6"
     assert said in told and "in sleep_on" in told and told.count("no progress") == 1
     found = records(file.parent)
@@ -126,8 +286,9 @@ def test_a_rank_that_hangs_is_named_with_its_stack(file: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_rank_that_holds_the_lock_of_the_interpreter_is_named_with_its_stack(file: Path) -> None:
-    code, told = with_fault(file, "lock")
-    assert code == 1 and "process 1 is silent" in told and "in hold_the_lock" in told
+    codes, told = with_fault(file.parent, _faulty, "lock")
+    assert codes == [1, None], told
+    assert "process 1 is silent" in told and "in hold_the_lock" in told
     assert records(file.parent).keys() == {0}
 
 
@@ -153,12 +314,25 @@ def test_a_rank_that_is_stopped_is_named_and_the_command_ends(file: Path) -> Non
     assert records(file.parent).keys() == {0}
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
-def test_a_rank_that_crashes_leaves_its_stack(file: Path) -> None:
-    code, told = with_fault(file, "segment")
-    assert code == 1 and "Fatal Python error: Segmentation fault" in told
-    assert "in string_at" in told and "the other processes are gone" in told
+def test_a_rank_that_crashes_leaves_its_stack_and_the_others_records(file: Path) -> None:
+    earlier = file.parent / "run" / "faults" / "earlier.json"
+    earlier.parent.mkdir(parents=True)
+    earlier.write_text('{"rank": 7}')
+    codes, told = with_fault(file.parent, _faulty, "segment")
+    assert codes == [1, -signal.SIGSEGV], told
+    assert "Fatal Python error: Segmentation fault" in told and "in string_at" in told
+    assert "the other processes are gone" in told
+    found = records(file.parent)  # those of earlier faults are kept
+    assert found.keys() == {0, 7} and found[0]["what"] == "step" and found[0]["collectives"]
+
+
+@pytest.mark.distributed
+def test_a_rank_that_is_killed_while_it_generates_ends_the_others(tmp_path: Path) -> None:
+    save_huggingface(Transformer(preset("tiny-gpt2")), tmp_path)
+    codes, told = with_fault(tmp_path, _killed_while_generating)
+    assert codes == [1, -signal.SIGKILL], told
+    assert "error: the other processes are gone (" in told and "Traceback" not in told
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import random
 import time
@@ -79,18 +80,26 @@ def losses(folder: Path) -> list[float]:
 
 @pytest.mark.parametrize("moments", [10, 50])
 def test_a_rank_that_is_killed_at_any_moment(tmp_path: Path, moments: int) -> None:
+    """Kill runs until so many have not come to their end.
+
+    A run that was killed is gone on with, and killed again, until it is done: what a moment spoils
+    is in the weights of the end, and half of the work is saved.
+    """
     draw = random.Random(moments)
     lasts, wanted = run(tmp_path / "whole")
     assert len(wanted) == 2
-    unfinished = 0
-    for moment in range(moments):
-        folder = tmp_path / f"killed-{moment}"
-        rank, after = draw.randrange(2), draw.uniform(0.0, lasts)
-        _, told = run(folder, (rank, after))
-        if len(told) < 2:
-            unfinished += 1
-            _, told = run(folder)
-        case = f"rank {rank} killed after {after:.2f} s of {lasts:.2f}"
-        assert told == wanted, case
+    killed = 0
+    for number in itertools.count():
+        folder, told, moments_here = tmp_path / f"killed-{number}", [], []
+        while len(told) < 2:
+            kill = (draw.randrange(2), draw.uniform(0.0, lasts)) if killed < moments else None
+            _, told = run(folder, kill)
+            if kill is not None and len(told) < 2:
+                killed += 1
+                moments_here.append(kill)
+            else:
+                case = f"ranks killed after so many of {lasts:.2f} seconds: {moments_here}"
+                assert told == wanted, case
         assert len(losses(folder)) == STEPS and losses(folder) == losses(tmp_path / "whole"), case
-    assert unfinished >= moments // 2
+        if killed == moments:
+            return

@@ -15,7 +15,6 @@ from fusedops.train import InputError, loop, train
 from fusedops.train.setup import Run
 
 pytestmark = pytest.mark.distributed
-# Without dropout, whose numbers depend on the layout under context parallelism.
 PLAIN = {"model": {"preset": "tiny-llama"}, "optimizer": {"lr": 3e-3}, "batch": 8}
 # Processes, the step that they stop at, and how they share the work.
 LAYOUTS = (
@@ -25,8 +24,8 @@ LAYOUTS = (
     (1, STEPS, {"microbatches": 4}),
 )
 DROPPING = (
-    (2, 3, {"dp": 2}),
-    (2, 6, {"tp": 2, "sp": True, "microbatches": 2}),
+    (2, 3, {"dp": 2, "microbatches": 2}),
+    (2, 6, {"pp": 2, "microbatches": 2}),
 )
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "mesh": ({"parallel": {"tp": 3}}, "dp x tp x pp x cp = 1 x 3 x 1 x 1 = 3 must be the 2"),

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedops._core import backends, dtypes
+from fusedops._core import backends, dtypes, philox
 from fusedops.parallel.context.layout import Range
 from fusedops.parallel.context.plan import Block, Call
 
@@ -40,11 +40,19 @@ class Scores(NamedTuple):
     dropout_p: float
     seed: Tensor | None
 
-    def drawn(self, number: int) -> Scores:
-        """Return these with random numbers of their own: another offset of the generator."""
-        if self.seed is None:
-            return self
-        return self._replace(seed=torch.stack([self.seed[0], self.seed[1] + number]))
+    def at(self, call: Call, rows: Tensor, columns: Tensor, length: int) -> Scores:
+        """Return these for a call: its seed says where the call's scores stand.
+
+        Args:
+            call: of blocks.
+            rows: which tokens of the batch the queries of this rank are.
+            columns: likewise the keys that were sent.
+            length: tokens of a row.
+        """
+        assert self.seed is not None
+        rows = rows[indices(call.rows, rows.device)]
+        columns = columns[indices(call.columns, rows.device)]
+        return self._replace(seed=philox.at_tokens(self.seed, rows, columns, length))
 
 
 class Incoming(NamedTuple):
@@ -119,6 +127,12 @@ class Attended:
         score = (sinks * LOG2E).view(1, -1, 1).expand(self.parts.shape[:-1])
         parts = torch.stack([score, torch.zeros_like(score)], -1)
         self.add(((0, self.output.shape[2]),), torch.zeros_like(self.output), parts)
+
+
+def indices(rows: tuple[Range, ...], device: torch.device) -> Tensor:
+    """Return the numbers in ``rows``."""
+    cuts = [torch.arange(start, stop, device=device) for start, stop in rows]
+    return torch.cat(cuts) if cuts else torch.arange(0, device=device)
 
 
 def take(tensor: Tensor, rows: tuple[Range, ...]) -> Tensor:
@@ -211,7 +225,7 @@ class _Packed:
         first, slopes = call.blocks[0], scores.slopes
         if slopes is not None and slopes.dim() == 2:
             slopes = slopes.repeat_interleave(len(call.blocks), 0)
-        self.tensors = (*tokens, *ends, slopes, None, scores.seed)
+        self.tensors = (*tokens, *ends, slopes, None, self._seed(scores.seed, q.shape[2]))
         self.numbers = (
             *longest,
             scores.dropout_p,
@@ -221,6 +235,15 @@ class _Packed:
             scores.softcap,
             True,
         )
+
+    def _seed(self, seed: Tensor | None, rows: int) -> Tensor | None:
+        """Return the seed with a place for each token of the batch."""
+        if seed is None or self.batch == 1:
+            return seed
+        batch = torch.arange(self.batch, device=seed.device) * seed[3]
+        begins, columns = seed[5 : 5 + rows], seed[5 + rows :]
+        begins = (batch[:, None] + begins).flatten()
+        return torch.cat((seed[:5], begins, columns.repeat(self.batch)))
 
     def backward(self, here: Incoming) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of queries, keys and values."""

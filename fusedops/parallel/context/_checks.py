@@ -49,6 +49,7 @@ def request(
     alibi_slopes: Any,
     sinks: Any,
     return_lse: Any,
+    seed: Any,
 ) -> Request:
     """Return the request; raise unless the arguments fit and are shards of one sequence."""
     check_group(op, group)
@@ -68,6 +69,12 @@ def request(
             f"{op}: alibi_slopes must be [{heads}] beside cu_seqlens, got a line per row"
         )
     query, key, value = math.autocast(query, key, value)
+    if seed is not None:
+        philox.check_seed(op, seed, query.device, scores=(3,))
+    if dropout_p == 0.0:
+        seed = None
+    elif seed is None:
+        seed = philox.new_seed(query.device)
     wide = dtypes.statistics_dtype(query.dtype)
     return Request(
         query,
@@ -75,7 +82,7 @@ def request(
         value,
         alibi_slopes.to(wide) if alibi_slopes is not None else None,
         sinks.to(wide) if sinks is not None else None,
-        philox.new_seed(query.device) if dropout_p > 0.0 else None,
+        seed,
         layout,
         float(dropout_p),
         factor,

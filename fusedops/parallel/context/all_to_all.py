@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fusedops._core import checks
+from fusedops._core import checks, philox
 from fusedops._core.library import define_exchange
 from fusedops.parallel import communication
 from fusedops.parallel.context._checks import Request, request
@@ -46,6 +46,7 @@ def ulysses_attention(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     return_lse: bool = False,
+    seed: Tensor | None = None,
 ) -> Any:
     """Attend over a sequence that is sharded over a group; each rank serves some of the heads.
 
@@ -69,6 +70,7 @@ def ulysses_attention(
         sinks: ``[H]``, of all heads. Its gradient is that of this rank's heads and 0 for the
             others: the sum over ranks is the whole one.
         return_lse: as there.
+        seed: as there.
 
     Returns:
         ``[B, H, S / n, Dv]`` of query's dtype, laid out in memory as ``[B, S / n, H, Dv]``; with
@@ -81,7 +83,7 @@ def ulysses_attention(
 
     Note:
         Numerics are those of ``attention``; each row is computed on one rank as on one process. The
-        same bits in every run. Dropout draws other numbers for another number of ranks.
+        same bits in every run. Dropout is that of ``ring_attention``.
 
     Reference:
         Jacobs et al.: DeepSpeed Ulysses, arXiv:2309.14509.
@@ -115,6 +117,7 @@ def ulysses_attention(
         alibi_slopes=alibi_slopes,
         sinks=sinks,
         return_lse=return_lse,
+        seed=seed,
     )
     ranks, rank = group.size(), group.rank()
     heads, key_heads = a.query.shape[1], a.key.shape[1]
@@ -142,11 +145,23 @@ def _here(a: Request, inputs: list[Tensor], rank: int, ranks: int) -> Request:
     if sinks is not None:
         sinks = sinks.chunk(ranks)[rank]
     if seed is not None:
-        seed = torch.stack([seed[0], seed[1] + rank])
+        seed = _heads_of(seed, a, rank, ranks)
     query, key, value = inputs
     return a._replace(
         query=query, key=key, value=value, alibi_slopes=slopes, sinks=sinks, seed=seed
     )
+
+
+def _heads_of(seed: Tensor, a: Request, rank: int, ranks: int) -> Tensor:
+    """Return the seed with where the scores of this rank's heads stand."""
+    length, heads = a.layout.length, a.query.shape[1]
+    seed = philox.placed_scores(seed, heads, length)
+    first = seed[2:3] + rank * (heads // ranks) * seed[4:]
+    seed = torch.cat((seed[:2], first, seed[3:]))
+    if a.layout.whole_rows:
+        return seed
+    tokens = torch.arange(a.layout.ends[-1], device=seed.device)
+    return philox.at_tokens(seed, tokens, tokens, length)
 
 
 def _attend(a: Request) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fusedops._core import checks, dtypes, imports
+from fusedops._core import checks, dtypes, imports, philox
 from fusedops._core.library import define_exchange
 from fusedops.ops import _attention_math as math
 from fusedops.parallel import communication
@@ -28,7 +28,7 @@ from fusedops.parallel.communication import Pending
 from fusedops.parallel.context import _blocks, _flops, plan
 from fusedops.parallel.context._blocks import Attended, Incoming, Scores, add_to, take
 from fusedops.parallel.context._checks import request
-from fusedops.parallel.context.layout import Layout
+from fusedops.parallel.context.layout import Layout, places
 from fusedops.parallel.context.plan import Call, Pattern, Step
 
 
@@ -49,6 +49,7 @@ def ring_attention(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     return_lse: bool = False,
+    seed: Tensor | None = None,
 ) -> Any:
     """Attend over a sequence that is sharded over a group; keys and values travel in a ring.
 
@@ -75,6 +76,9 @@ def ring_attention(
         sinks: ``[H]``: one more score in each row's denominator. Its gradient is that of this
             rank's rows: the sum over ranks is the whole one.
         return_lse: also return the log-sum-exp of each row.
+        seed: what dropout draws from, int64 ``[2]``; by default two numbers of torch's generator.
+            ``[5]``: where the scores ``[B, H, S, S]`` of the whole sequences stand in larger ones
+            (``_core/philox.py``).
 
     Returns:
         ``[B, H, S / n, Dv]`` of query's dtype, laid out in memory as ``[B, S / n, H, Dv]``; with
@@ -91,9 +95,9 @@ def ring_attention(
         values once more, where they were computed. A rank sends each of the others the keys and
         values that it needs, which a causal mask, a window and documents reduce, and in the
         backward once more, and gets the same bytes of gradients back. What comes next travels
-        while what is there is computed. The same bits in every run. Dropout draws other numbers
-        for another number of ranks, balance or documents. No second derivative: asking for one is
-        an ``UnsupportedError``.
+        while what is there is computed. The same bits in every run. Dropout drops the scores that
+        ``fusedops.attention`` of the whole sequences drops for the same seed, with documents too.
+        No second derivative: asking for one is an ``UnsupportedError``.
 
     Reference:
         Liu et al.: Ring Attention with Blockwise Transformers, arXiv:2310.01889; Brandon et al.:
@@ -127,6 +131,7 @@ def ring_attention(
         alibi_slopes=alibi_slopes,
         sinks=sinks,
         return_lse=return_lse,
+        seed=seed,
     )
     layout = list(a.layout.ends), a.layout.balance
     output, lse, *_ = _RING(*a[:6], *layout, *a[7:], group.group_name)
@@ -166,7 +171,10 @@ class _Ring:
             layout = layout._replace(ends=(0, layout.length))  # all rows alike
         self.layout = layout
         self.pattern = Pattern(a.window_left, a.window_right, a.alibi_slopes is not None)
-        self.scores = Scores(a.scale, a.softcap, a.alibi_slopes, a.dropout_p, a.seed)
+        seed = a.seed
+        if seed is not None:
+            seed = philox.placed_scores(seed, a.query.shape[1], layout.length)
+        self.scores = Scores(a.scale, a.softcap, a.alibi_slopes, a.dropout_p, seed)
         self.query, self.key, self.value = (self.joined(each) for each in a[:3])
 
     def joined(self, tensor: Tensor) -> Tensor:
@@ -203,10 +211,16 @@ class _Ring:
         return (self.rank - shift) % self.ranks
 
     def calls(self, shift: int, step: Step) -> Iterator[tuple[Call, Scores]]:
-        """Yield the calls of a step; each drops by random numbers of its own."""
-        pair = self.rank * self.ranks + self.source(shift)
-        for index, call in enumerate(step.calls):
-            yield call, self.scores.drawn((pair << 20) + index)
+        """Yield the calls of a step; each drops what the whole would."""
+        if self.scores.seed is None:
+            yield from ((call, self.scores) for call in step.calls)
+            return
+        device = self.scores.seed.device
+        rows = places(self.layout, self.rank, device)
+        columns = places(self.layout, self.source(shift), device)
+        columns = columns[_blocks.indices(step.columns, device)]
+        for call in step.calls:
+            yield call, self.scores.at(call, rows, columns, self.layout.length)
 
     def _send_keys(self, shift: int) -> Pending | None:
         """Begin to send keys and values; nothing after the last step."""

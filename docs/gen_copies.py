@@ -1,0 +1,164 @@
+"""Writes docs/copies.svg: what two halves of a batch compute and communicate, turn by turn.
+
+    python docs/gen_copies.py
+
+Source: the events that ``fusedops.parallel.communication`` records while a tiny model makes a step
+with ``copies=2`` on two ranks that are threads of this process. Columns are turns in their order,
+no times: what stands side by side ran side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fusedops.models import ParallelConfig, Transformer, parallelize, parallelized, preset
+from fusedops.parallel import communication
+from fusedops.parallel.communication import COMPUTE, Log
+from fusedops.parity import threads
+
+PICTURE = Path(__file__).resolve().parent / "copies.svg"
+MODES: dict[str, tuple[str, dict[str, Any]]] = {
+    "tp 2": ("tiny-gpt2", {"tp": 2}),
+    "tp 2, sp": ("tiny-gpt2", {"tp": 2, "sp": True}),
+    "dp 2, ep 2": ("tiny-mixtral", {"dp": 2, "ep": 2}),
+}
+LAYERS, SEQUENCES, TOKENS = 2, 4, 16
+# What a turn is, by the words that its name begins with.
+TURNS = {
+    "norms": ("#c8c8c8", ("begin", "norm")),
+    "query, key, value": ("#9ecae9", ("query",)),
+    "attention": ("#4c78a8", ("attention",)),
+    "feed-forward": ("#88d27a", ("feed-forward",)),
+    "experts": ("#b279a2", ("experts", "shared")),
+}
+UNDER_WAY, WAITED_FOR = "#f58518", "#e45756"
+LEFT, TOP, COLUMN, ROW, PANEL = 196, 66, 24, 15, 100
+
+
+@dataclass
+class Panel:
+    """One direction of a step.
+
+    Attributes:
+        turns: number of the half, name.
+        travels: number of the half, what it is, the turn that begins it, the turn that waits.
+    """
+
+    turns: list[tuple[int, str]] = field(default_factory=list)
+    travels: list[tuple[int, str, int, int]] = field(default_factory=list)
+
+
+def main() -> None:
+    panels = {}
+    for name, (model, values) in MODES.items():
+        ranks = ParallelConfig(**values).sizes.ranks
+        steps = threads.run(lambda rank, m=model, v=values: _recorded(m, v), ranks)
+        panels |= {f"{name}, {way}": _panel(log) for way, log in steps[0].items()}
+    PICTURE.write_text(picture(panels))
+
+
+def _recorded(name: str, values: dict[str, Any]) -> dict[str, Log]:
+    whole = Transformer(replace(preset(name), num_layers=LAYERS), device="meta")
+    model = parallelize(whole, ParallelConfig(**values, copies=2), seed=0)
+    run = parallelized(model)
+    shape = SEQUENCES * run.data_ranks, TOKENS + 1
+    text = torch.arange(shape[0] * shape[1]).reshape(shape) % model.config.vocab_size
+    shard = run.shard_batch(run.rows(text[:, :-1]), run.rows(text[:, 1:]))
+    count = run.count(shard.labels)
+    with communication.recorded() as forward:
+        loss = run.loss(model(*shard[:2], positions=shard.positions), count)
+    with communication.recorded() as backward:
+        loss.backward()
+    return {"forward": forward, "backward": backward}
+
+
+def _panel(log: Log) -> Panel:
+    panel, begun = Panel(), {}
+    running = False
+    for event in log.events:
+        if event.kind == COMPUTE:
+            running = event.phase == "start"
+            if running:
+                half, name = event.label.split(": ")
+                panel.turns.append((int(half[-1]), name))
+        elif running and event.phase == "start":
+            begun[event.number] = panel.turns[-1][0], len(panel.turns) - 1
+        elif event.number in begun and event.label not in ("expert counts", "expert word"):
+            half, first = begun[event.number]
+            what = f"{event.kind} {event.label}".replace("_", "-").strip()
+            panel.travels.append((half, what, first, len(panel.turns) - 1))
+    return panel
+
+
+def picture(panels: dict[str, Panel]) -> str:
+    """Return the SVG: a panel for each direction of each mode."""
+    width = LEFT + COLUMN * max(len(each.turns) for each in panels.values()) + 16
+    height = TOP + PANEL * len(panels)
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img"'
+        ' aria-label="Turns of two halves of a batch, and what travels beside them"'
+        ' font-family="sans-serif" font-size="12">',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+        *_legend(),
+    ]
+    for index, (name, panel) in enumerate(panels.items()):
+        lines += _drawn(TOP + PANEL * index, name, panel)
+    return "\n".join([*lines, "</svg>"]) + "\n"
+
+
+def _legend() -> Iterator[str]:
+    x = 10
+    for name, (colour, _) in TURNS.items():
+        yield _box(x, 10, 11, 11, colour, name)
+        yield _text(x + 15, 20, name)
+        x += 30 + 7 * len(name)
+    x = 10
+    for colour, name in ((UNDER_WAY, "under way"), (WAITED_FOR, "waited for: nothing beside it")):
+        yield _box(x, 32, 11, 11, colour, name)
+        yield _text(x + 15, 42, name)
+        x += 110
+
+
+def _drawn(y: int, name: str, panel: Panel) -> Iterator[str]:
+    yield _text(10, y + 12, name)
+    for half in (0, 1):
+        top = y + half * (2 * ROW + 8)
+        yield _text(146, top + 12, f"half {half + 1}")
+        for column, (number, turn) in enumerate(panel.turns):
+            if number == half:
+                colour = _colour(turn)
+                yield _box(LEFT + COLUMN * column + 1, top, COLUMN - 2, ROW, colour, turn)
+        for number, what, first, last in panel.travels:
+            if number == half:
+                begin, end = LEFT + COLUMN * (first + 1), LEFT + COLUMN * last
+                beside = end > begin
+                x, wide = (begin + 2, end - begin - 4) if beside else (begin - 3, 6)
+                colour = UNDER_WAY if beside else WAITED_FOR
+                yield _box(x, top + ROW + 2, wide, ROW - 6, colour, what)
+
+
+def _colour(turn: str) -> str:
+    for colour, words in TURNS.values():
+        if turn.startswith(words):
+            return colour
+    return "#f4f4f4"
+
+
+def _box(x: float, y: float, wide: float, tall: float, colour: str, title: str) -> str:
+    return (
+        f'<rect x="{x}" y="{y}" width="{wide}" height="{tall}" fill="{colour}">'
+        f"<title>{title}</title></rect>"
+    )
+
+
+def _text(x: int, y: int, text: str) -> str:
+    return f'<text x="{x}" y="{y}">{text}</text>'
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,229 @@
+"""``fusedops generate`` on several processes: what any layout trained, what transformers wrote.
+
+And mistakes: each is a line of the first process and exit code 2 of all, and nobody waits.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from fusedops.cli.main import app
+from fusedops.generation.load import load
+from fusedops.models import Transformer, load_huggingface, preset, save_huggingface
+from fusedops.parity import threads
+from fusedops.train import InputError, train
+from fusedops.train.processes import Ranks, joined
+
+pytestmark = pytest.mark.distributed
+PROMPT = "1 plus 1 "
+SIZES: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "eos_token_id": 255,
+}
+GPT2 = {"vocab_size": 256, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64}
+# What transformers calls a model, its sizes, and how two processes share it.
+FOLDERS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
+    "gpt2": ("GPT2", GPT2 | {"eos_token_id": 255}, ["parallel.tp=2"]),
+    "llama": ("Llama", SIZES, ["parallel.pp=2"]),
+    "mixtral": (
+        "Mixtral",
+        SIZES | {"num_local_experts": 4},
+        ["parallel.dp=2", "parallel.ep=2"],
+    ),
+}
+
+
+def _train(world: Any, folder: str, parallel: dict[str, Any]) -> bool:
+    """Train, and export the weights."""
+    out = Path(folder)
+    return train(
+        {
+            "out": str(out / "run"),
+            "export": str(out / "export"),
+            "steps": 3,
+            "batch": 4,
+            "device": "cpu",
+            "tune_host": False,
+            "model": {"preset": "tiny-mixtral"},
+            "data": {"train": [str(out / "text.txt")], "seq_len": 32},
+            "optimizer": {"lr": 1e-2},
+            "parallel": parallel,
+            "log": {"peak_tflops": 1.0},
+        }
+    ).finished
+
+
+def _command(world: Any, *args: str) -> tuple[int, str, str]:
+    """Run the command as one of the processes that torchrun starts."""
+    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    if ranks > 1:
+        os.environ |= {"RANK": str(world.rank), "WORLD_SIZE": str(ranks)}
+    try:
+        done = CliRunner().invoke(app, ["generate", *args])
+    finally:
+        for name in ("RANK", "WORLD_SIZE"):
+            os.environ.pop(name, None)
+    expected = done.exception is None or isinstance(done.exception, SystemExit)
+    return done.exit_code, done.stdout, done.stderr + ("" if expected else repr(done.exception))
+
+
+def _commands(world: Any, commands: list[list[str]]) -> list[tuple[int, str, str]]:
+    return [_command(world, *each) for each in commands]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "text.txt").write_text("".join(f"{n} plus {n} is {2 * n}.\n" for n in range(200)))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("ranks", "parallel"),
+    [
+        pytest.param(1, {}, marks=pytest.mark.slow),
+        (2, {"pp": 2}),
+        pytest.param(8, {"pp": 2, "dp": 2, "tp": 2}, marks=pytest.mark.slow),
+    ],
+    ids=["one", "pp", "pp-dp-tp"],
+)
+def test_what_any_layout_trained_any_other_generates(
+    ranks: int, parallel: dict[str, Any], folder: Path, on_two_ranks: Any, on_ranks: Any
+) -> None:
+    on = {1: lambda *given: [_train(None, *given[1:])], 2: on_two_ranks, 8: on_ranks}[ranks]
+    assert all(on(_train, str(folder), parallel))
+    # Weights are those of the checkpoint, wherever they were.
+    with joined("cpu") as alone:
+        saved = load(folder / "run", alone).model
+    export = load_huggingface(folder / "export")
+    for (name, one), other in zip(saved.named_parameters(), export.parameters(), strict=True):
+        assert torch.equal(one, other), name
+    run, prompts = str(folder / "run"), ["--prompt", PROMPT, "--prompt", "12"]
+    options = [[], ["--temperature", "0.8", "--top-k", "5"], ["--beams", "2"]]
+    calls = [[run, *prompts, "--tokens", "12", *each] for each in options]
+    wanted = _commands(None, calls)
+    assert [code for code, *_ in wanted] == [0, 0, 0], wanted
+    assert f"{run}, step 3, 1 processes on cpu" in wanted[0][2]
+    spread = [[], ["cp=2"], ["pp=2"], ["dp=2", "ep=2"]]  # by default tp
+    for each in spread:
+        sets = [word for value in each for word in ("--set", f"parallel.{value}")]
+        first, second = on_two_ranks(_commands, [[*call, *sets] for call in calls])
+        for one, other, (_, text, _) in zip(first, second, wanted, strict=True):
+            assert one[:2] == (0, text) and "2 processes" in one[2], one[2]
+            assert other == (0, "", "")
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_folders_of_transformers_on_two_processes(
+    name: str, tmp_path: Path, on_two_ranks: Any
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    kind, sizes, sets = FOLDERS[name]
+    torch.manual_seed(0)
+    values = getattr(transformers, f"{kind}Config")(**sizes)
+    theirs = transformers.AutoModelForCausalLM.from_config(values).eval()
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    theirs.save_pretrained(tmp_path)
+    tokens = torch.tensor([list(PROMPT.encode())])
+    found = theirs.generate(tokens, max_new_tokens=16, do_sample=False, pad_token_id=0)
+    made = found[0, tokens.shape[1] :].tolist()
+    text = bytes(each for each in made if each != 255).decode(errors="replace")
+    given = [str(tmp_path), "--tokenizer", "bytes", "--prompt", PROMPT, "--tokens", "16"]
+    given += [word for each in sets for word in ("--set", each)]
+    first, second = on_two_ranks(_command, *given)
+    assert first[:2] == (0, f"{PROMPT}{text}\n"), first[2]
+    assert second == (0, "", "")
+
+
+BAD: dict[str, tuple[list[str], str]] = {
+    "an empty prompt": (["--prompt", ""], "got an empty one"),
+    "no prompt": (["--no-prompt"], "--prompt TEXT"),
+    "a prompt past the positions": (["--prompt", "a" * 64], "prompt alone is too long"),
+    "too many tokens": (["--tokens", "61"], "at most 55 tokens more"),
+    "a small cache": (["--cache-size", "4"], "cache_size must have room for 9 tokens"),
+    "no tokens": (["--tokens", "0"], "tokens must be"),
+    "more beams than words": (["--beams", "300"], "beams must be at most the 256 words, got 300"),
+    "draws of beams": (["--beams", "2", "--temperature", "1"], "with beams"),
+    "a dtype that is none": (["--dtype", "int8"], "--dtype must be one of"),
+    "a key that is none": (["--set", "parallel.pt=2"], "did you mean 'tp'"),
+    "too few sizes": (
+        ["--set", "parallel.tp=1", "--set", "parallel.dp=1"],
+        "must be the 2 processes",
+    ),
+    "more stages than layers": (
+        ["--set", "parallel.pp=2", "--set", "parallel.pipeline_schedule=zbv"],
+        "must be at most the 2 layers, got 4",
+    ),
+    "experts that there are not": (
+        ["--set", "parallel.dp=2", "--set", "parallel.ep=2"],
+        "without exp",
+    ),
+    "a step": (["--step", "3"], "--step is of a run"),
+    "a device that is none": (["--device", "tpu"], "--device must be one of auto, cpu"),
+}
+
+
+def _bad(folder: Path) -> list[list[str]]:
+    found = []
+    for args, _ in BAD.values():
+        given = [str(folder), "--tokenizer", "bytes"]
+        if "--no-prompt" not in args and "--prompt" not in args:
+            given += ["--prompt", PROMPT]
+        found.append([*given, *(each for each in args if each != "--no-prompt")])
+    return found
+
+
+def test_a_mistake_is_a_line_of_the_first_process_and_ends_all(
+    tmp_path: Path, on_two_ranks: Any
+) -> None:
+    save_huggingface(Transformer(preset("tiny-gpt2")), tmp_path)
+    first, second = on_two_ranks(_commands, _bad(tmp_path))
+    for case, one, other in zip(BAD, first, second, strict=True):
+        code, text, told = one
+        assert code == 2 and not text, (case, one)
+        (line,) = told.splitlines()
+        assert line.startswith("fusedops: error: ") and BAD[case][1] in line, (case, line)
+        assert other == (2, "", ""), (case, other)
+
+
+def _load(rank: int, folder: Path) -> str:
+    """Load a folder that the second of two machines does not see."""
+    store, here = torch.distributed.HashStore(), torch.device("cpu")
+    seen = folder if rank == 0 else folder / "nowhere"
+    with pytest.raises(InputError) as caught:
+        load(seen, Ranks(rank, 2, here, store), tokenizer="bytes")
+    return str(caught.value)
+
+
+def test_a_folder_that_one_process_does_not_see_ends_all(tmp_path: Path) -> None:
+    save_huggingface(Transformer(preset("tiny-gpt2")), tmp_path)
+    first, second = threads.run(_load, 2, tmp_path)
+    assert first == second and f"{tmp_path / 'nowhere'} is no checkpoint" in first
+
+
+@pytest.mark.slow
+def test_the_command_starts_its_processes_and_ends_with_their_code(tmp_path: Path) -> None:
+    save_huggingface(Transformer(preset("tiny-gpt2")), tmp_path)
+    start = [sys.executable, "-m", "fusedops", "generate", str(tmp_path), "--tokenizer", "bytes"]
+    start += ["--processes", "2", "--device", "cpu"]
+    done = subprocess.run([*start, "--prompt", PROMPT], capture_output=True, text=True)
+    assert done.returncode == 0 and "2 processes on cpu" in done.stderr, done.stderr
+    assert (0, done.stdout) == _command(None, str(tmp_path), *start[5:7], "--prompt", PROMPT)[:2]
+    bad = subprocess.run([*start, "--prompt", "a" * 64], capture_output=True, text=True)
+    told = [each for each in bad.stderr.splitlines() if "error" in each]
+    assert bad.returncode == 2 and not bad.stdout and len(told) == 1, bad.stderr
+    assert told[0].startswith("fusedops: error: ") and "prompt alone is too long" in told[0]

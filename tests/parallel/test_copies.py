@@ -1,0 +1,207 @@
+"""Two halves of a batch in turns: what runs beside what, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from process_pool import World
+from split_layers import whole
+
+from fusedops._core.checks import UnsupportedError
+from fusedops.models import ParallelConfig, Transformer, parallelize, parallelized, preset
+from fusedops.parallel import communication
+from fusedops.parallel.communication import COMPUTE, Log
+from fusedops.parity import threads
+
+LAYERS, SEQUENCES, TOKENS = 3, 4, 12
+EXCHANGES = ("tokens to experts", "experts' results", "gradients of tokens", "gradients of results")
+
+
+def _model(
+    name: str,
+    *,
+    layers: int = LAYERS,
+    dropout: float = 0.0,
+    dtype: torch.dtype = torch.float32,
+    **values: Any,
+) -> Transformer:
+    sizes: dict[str, Any] = {"num_layers": layers, "vocab_size": 131, "seq_len": 32}
+    drops = {"dropout": dropout, "attention_dropout": dropout}
+    whole = Transformer(replace(preset(name), **sizes, **drops), device="meta", dtype=dtype)
+    return parallelize(whole, ParallelConfig(**values), seed=0)
+
+
+def _step(model: Any) -> tuple[torch.Tensor, Log, Log]:
+    """Return the loss, and what was recorded before and after it was known."""
+    run = parallelized(model)
+    generator = torch.Generator().manual_seed(1)
+    shape = SEQUENCES * run.data_ranks, TOKENS + 1
+    text = torch.randint(model.config.vocab_size, shape, generator=generator)
+    shard = run.shard_batch(run.rows(text[:, :-1]), run.rows(text[:, 1:]))
+    count = run.count(shard.labels)
+    run.begin(last=True)
+    torch.manual_seed(2)
+    with communication.recorded() as forward:
+        loss = run.loss(model(*shard[:2], positions=shard.positions), count)
+    with communication.recorded() as backward:
+        loss.backward()
+    return loss.detach(), forward, backward
+
+
+def _recorded(rank: int, name: str, values: dict[str, Any]) -> tuple[Log, Log]:
+    return _step(_model(name, **values))[1:]
+
+
+@dataclass
+class _Window:
+    """A communication of a half, and the turns of the other that are wholly inside."""
+
+    kind: str
+    label: str
+    beside: list[str] = field(default_factory=list)
+
+    @property
+    def is_hidden(self) -> bool:
+        """Whether products run beside it."""
+        words = "query, key, value", "attention", "feed-forward", "experts"
+        return any(each.split(": ")[1].startswith(words) for each in self.beside)
+
+
+def _windows(log: Log) -> list[_Window]:
+    """Return the communications that a turn has begun."""
+    turn, found, under_way, open_ = "", [], {}, {}
+    for event in log.events:
+        if event.kind == COMPUTE and event.phase == "start":
+            turn = event.label
+            open_[event.number] = list(under_way.values())
+        elif event.kind == COMPUTE:
+            for half, window in open_.pop(event.number):
+                if half != turn[:6] and window in [each for _, each in under_way.values()]:
+                    window.beside.append(turn)
+            turn = ""
+        elif event.phase == "start" and turn:
+            found.append(_Window(event.kind, event.label))
+            under_way[event.number] = turn[:6], found[-1]
+        elif event.phase == "end":
+            under_way.pop(event.number, None)
+    return found
+
+
+def _is_of(kinds: tuple[str, ...]) -> Callable[[_Window], bool]:
+    return lambda window: window.kind in kinds or window.label in EXCHANGES
+
+
+# Model, sizes, what is looked at, how many of them, how many have nothing beside them each way.
+# Layers whose weights come and go are called one by one: there the halves meet after each.
+OVERLAPS: dict[str, tuple[str, dict[str, Any], tuple[str, ...], int, int]] = {
+    "tp2": ("tiny-gpt2", {"tp": 2}, ("all_reduce",), 4 * LAYERS, 1),
+    "tp2-sp": (
+        "tiny-gpt2",
+        {"tp": 2, "sp": True},
+        ("all_gather", "reduce_scatter"),
+        8 * LAYERS,
+        2,
+    ),
+    "dp2-tp2-zero3": (
+        "tiny-gpt2",
+        {"dp": 2, "tp": 2, "zero": 3, "bucket_layers": (0, 1, 2)},
+        ("all_reduce",),
+        4 * LAYERS,
+        LAYERS,
+    ),
+    "ep2": ("tiny-mixtral", {"dp": 2, "ep": 2}, (), 4 * LAYERS, 1),
+}
+
+
+@pytest.mark.parametrize("case", OVERLAPS)
+def test_communication_of_one_half_runs_beside_products_of_the_other(case: str) -> None:
+    name, values, kinds, count, bare = OVERLAPS[case]
+    ranks = ParallelConfig(**values).sizes.ranks
+    for logs in threads.run(_recorded, ranks, name, values | {"copies": 2}):
+        for log in logs:
+            windows = [each for each in _windows(log) if _is_of(kinds)(each)]
+            assert len(windows) == count
+            assert [each.is_hidden for each in windows].count(False) == bare, windows
+
+
+def test_without_copies_nothing_runs_beside_them() -> None:
+    """The test above can fail."""
+    for log in threads.run(_recorded, 2, "tiny-gpt2", {"tp": 2})[0]:
+        assert not log.beside() and log.counts()["all_reduce"] >= 2 * LAYERS
+
+
+def _both(rank: int, name: str, values: dict[str, Any]) -> None:
+    found, expected = (_model(name, **values, copies=copies) for copies in (2, 1))
+    assert torch.equal(_step(found)[0], _step(expected)[0])
+    words, plain = (whole(each.embedding.tokens.weight.grad) for each in (found, expected))
+    assert torch.equal(words, plain)
+
+
+SPLIT: dict[str, dict[str, Any]] = {
+    "tp2": {"tp": 2},
+    "tp2-sp-dropout": {"tp": 2, "sp": True, "overlap": False, "dropout": 0.2},
+    "dp2-dropout": {"dp": 2, "dropout": 0.2},
+}
+
+
+@pytest.mark.parametrize("case", SPLIT)
+def test_the_loss_and_gradients_of_activations_keep_their_bits(case: str) -> None:
+    """What the table of words gets is the gradient of the first activation, token by token.
+
+    Dropout drops what it drops without copies.
+    """
+    threads.run(_both, 2, "tiny-llama", SPLIT[case])
+
+
+def _rounded(rank: int) -> dict[str, float]:
+    """Return which part of a weight's gradient has other bits with copies."""
+    given: dict[str, Any] = {"dtype": torch.bfloat16, "dp": 2, "ep": 2}
+    models = [_model("tiny-mixtral", layers=1, **given, copies=copies) for copies in (1, 2)]
+    for each in models:
+        _step(each)
+    one, two = ({n: whole(p.grad) for n, p in each.named_parameters()} for each in models)
+    return {name: float((one[name] != two[name]).double().mean()) for name in one}
+
+
+def test_gradients_of_experts_are_added_in_float32() -> None:
+    """Of other weights autograd adds the two halves' gradients in bfloat16, a rounding more."""
+    for differ in threads.run(_rounded, 2):
+        experts = max(part for name, part in differ.items() if ".experts." in name)
+        assert 10 * experts < differ["layers.0.attention.query.weight"]
+
+
+def _gathered(rank: int, values: dict[str, Any]) -> list[tuple[dict[str, int], int]]:
+    found = []
+    for copies in (1, 2):
+        logs = _step(_model("tiny-mixtral", layers=1, **values, copies=copies))[1:]
+        weights = [e for log in logs for e in log.calls if e.label in ("weights", "gradients")]
+        found.append((len(weights), sum(each.bytes for each in weights)))
+    return found
+
+
+def test_weights_are_gathered_once_for_both_halves() -> None:
+    """Those of experts too, which other ranks share than the rest of a layer."""
+    for once, both in threads.run(_gathered, 4, {"dp": 4, "ep": 2, "zero": 3}):
+        assert once == both and once[0] > 0
+
+
+def _on_processes(world: World) -> None:
+    _both(world.rank, "tiny-llama", {"tp": 2, "sp": True, "overlap": False})
+
+
+@pytest.mark.distributed
+def test_on_processes(on_two_ranks: Callable[..., Any]) -> None:
+    on_two_ranks(_on_processes)
+
+
+def test_what_has_no_halves_is_refused() -> None:
+    with pytest.raises(ValueError, match="copies must be 1 or 2, the halves of a micro-batch"):
+        ParallelConfig(tp=2, copies=3)
+    with pytest.raises(ValueError, match="copies must be 1 with mode 'manual'"):
+        ParallelConfig(mode="manual", copies=2)
+    with pytest.raises(UnsupportedError, match="copies must be 1 with ep_same_bits"):
+        ParallelConfig(dp=2, ep=2, ep_same_bits=True, copies=2)

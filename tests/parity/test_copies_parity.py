@@ -1,0 +1,85 @@
+"""Two halves of a batch in turns make the step of one process, in all layouts."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+from parity_models import MODELS, small
+
+import fusedops
+from fusedops import parity
+
+# Model, mesh, options, and sizes of the batch: one sequence, odd numbers, documents.
+STEPS: dict[str, tuple[str, dict[str, int], dict[str, Any], dict[str, Any]]] = {
+    "one-sequence": ("llama", {"tp": 2}, {}, {"batch_size": 1, "workload": "documents"}),
+    "three": ("gpt2", {"tp": 2}, {"sp": True, "recompute": "full"}, {"batch_size": 3}),
+    "one-sequence-of-experts": (
+        "mixtral",
+        {"dp": 2, "tp": 2},
+        {"ep": 2, "sp": True},
+        {"batch_size": 2, "workload": "documents"},
+    ),
+    "experts-on-nodes": (
+        "mixtral",
+        {"dp": 4},
+        {"ep": 4, "ep_nodes": 2, "ep_chunks": 2},
+        {"batch_size": 8},
+    ),
+    "experts-recomputed-zero3": (
+        "mixtral",
+        {"dp": 4},
+        {"ep": 2, "zero": 3, "recompute": "full", "microbatches": 2},
+        {"batch_size": 24},
+    ),
+    "sliced": (
+        "bert",
+        {"tp": 2},
+        {"recompute": "full", "recompute_slice_activation": True},
+        {"batch_size": 2},
+    ),
+    "offloaded": (
+        "gpt2",
+        {"tp": 2, "cp": 2},
+        {"sp": True, "offload": ("activations", "optimizer")},
+        {"batch_size": 2},
+    ),
+    "selective": ("llama", {"dp": 2, "tp": 2}, {"recompute": "selective"}, {"batch_size": 4}),
+    "pipeline-in-two-passes": (
+        "llama",
+        {"pp": 2, "tp": 2},
+        {"pipeline_schedule": "zero_bubble", "microbatches": 2, "sp": True},
+        {"batch_size": 4},
+    ),
+    "pipeline-experts": (
+        "mixtral",
+        {"pp": 2, "dp": 2},
+        {"ep": 2, "microbatches": 2},
+        {"batch_size": 8},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", STEPS)
+def test_a_step_is_that_of_one_process(case: str) -> None:
+    name, mesh, options, more = STEPS[case]
+    given = {"mesh": mesh, "options": {"copies": 2, **options}, "seq_len": 8}
+    parity.replay(parity.Case(**given, **more), MODELS[name])
+
+
+def _mean_of_halves(layer: Any, halves: Any) -> Any:
+    losses = [layer.loss_of_router(each.logits, each.expert_ids) for each in halves if each]
+    return sum(losses) / len(losses) if losses else None
+
+
+def test_verify_finds_a_loss_of_routers_that_is_a_mean_of_halves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    factory = partial(small, "tiny-mixtral", num_layers=1, balance_loss=0.01)
+    given: dict[str, Any] = {"options": {"copies": [2], "ep": [2]}, "cases": 1}
+    sizes: dict[str, Any] = {"batch_sizes": (4,), "seq_lens": (4,)}
+    assert fusedops.verify(factory, [{"dp": 2}], **given, **sizes)
+    monkeypatch.setattr("fusedops.models.copies._loss_of_router", _mean_of_halves)
+    with pytest.raises(parity.ParityError, match=r"gradient layers\.0"):
+        fusedops.verify(factory, [{"dp": 2}], **given, **sizes)
