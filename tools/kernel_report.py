@@ -15,7 +15,8 @@ For sm_90 a row tells of the main loop (``kernel_report_code.py``) the loads by 
 four of 16 bytes), instructions per 16 bytes, bytes that a multiprocessor has under way, products,
 and other instructions for each, and which share of an H100's limit that allows by arithmetic
 (``kernel_report_estimate.py``), in percent. ``from_l2`` is what products at their full rate ask the
-L2 cache for, in bytes a clock of a multiprocessor (it means nothing where products are float32's).
+L2 cache for, in bytes a clock of a multiprocessor (it means nothing where products are float32's),
+and ``from_shared`` what they ask shared memory for, which gives 128.
 ``calls`` counts subroutines: 64-bit divisions, mostly. None of it may get worse unseen.
 
 Pointers and sizes are declared divisible by 16, as they are in practice: without that loads are
@@ -204,6 +205,7 @@ def figures(case: dict[str, Any], capability: int) -> report_table.Row:
         shared=compiled.metadata.shared,
         resident=case["resident"],
         loaded=kernel_report_code.bytes_per_multiply_add(compiled.asm["ttgir"]),
+        copied=kernel_report_code.bytes_per_multiply_add(compiled.asm["ttgir"], copied=True),
     )
     repeated = kernel_report_code.repeated_work(compiled.asm["ttgir"])
     found = _main_loop(kernel_report_code.read(code), repeated, launch)
@@ -225,6 +227,7 @@ def _main_loop(
         "products": " ".join(f"{count}x{shape}" for shape, count in products),
         "others": f"{kernel_report_estimate.others_per_product(code):.1f}",
         "from_l2": f"{kernel_report_estimate.asked_of_l2(launch):.0f}",
+        "from_shared": f"{kernel_report_estimate.asked_of_shared(code, launch):.0f}",
         "rest": str(code.rest),
         "calls": str(code.calls),
         "repeated": f"{repeated:g}",

@@ -20,6 +20,13 @@ _LABEL = re.compile(r"^(\.L_x_\d+):")
 _TARGET = re.compile(r"`\((\.L_x_\d+)\)")
 _PRODUCT = re.compile(r"^(?:HGMMA|HMMA|IGMMA|QGMMA)\.(?P<shape>\d+x\d+x\d+|\d+)\.")
 _WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x[0-9a-f]+)")
+# A warp-group product whose left operand lies in registers too: "HGMMA... R24, R168, gdesc[UR16]".
+_LEFT_IN_REGISTERS = re.compile(r"HGMMA\S+ \w+, R\d+, gdesc")
+# "LDS.64", "STS.128", "LDSM.16.M88.4" and "STSM.16.MT88.2", of which the number counts four bytes.
+_SHARED = re.compile(r"^(?:LDS|STS|LDGSTS)\b")
+_MATRICES = re.compile(r"^(?:LDSM|STSM)\b.*?(?:\.(?P<count>[24]))?$")
+# Bytes of a product's depth in one row or column, of every type: 16 of bfloat16, 8 of float32.
+_DEPTH = 32
 
 # Of the intermediate code: "async_tma_copy_global_to_local ... -> !ttg.memdesc<64x128xbf16, ...",
 # "async_copy_global_to_local ... -> <64x128xbf16, ...", "tt.load ... : tensor<64x!tt.ptr<f32>, ..."
@@ -43,6 +50,9 @@ class Loop:
         functions: exponentials, reciprocals and the like: an eighth of the rate.
         multiply_adds: of float32.
         pending: how many groups of warp-group products the most patient wait leaves running.
+        operands: bytes that a warp group's products read from shared memory: the right operand, and
+            the left one where it does not lie in registers.
+        shared: bytes of shared memory that a thread reads and writes, copies into it included.
     """
 
     instructions: int
@@ -52,6 +62,8 @@ class Loop:
     functions: int
     multiply_adds: int
     pending: int
+    operands: int = 0
+    shared: int = 0
 
     @property
     def num_products(self) -> int:
@@ -138,11 +150,11 @@ def repeated_work(ttgir: str) -> float:
     return found
 
 
-def bytes_per_multiply_add(ttgir: str) -> float:
+def bytes_per_multiply_add(ttgir: str, *, copied: bool = False) -> float:
     """Return what the loop of a kernel's products loads for each multiply-add; 0 without products.
 
     Counted for the block, not per thread, so that copies by tensor descriptor are in it; of several
-    loops the one that loads the most.
+    loops the one that loads the most. With ``copied`` these copies alone.
     """
     loops: list[tuple[int, int, int]] = []  # indent, bytes, multiply-adds
     found = 0.0
@@ -155,7 +167,8 @@ def bytes_per_multiply_add(ttgir: str) -> float:
             loops.append((indent, 0, 0))
         elif loops:
             start, loaded, work = loops[-1]
-            loops[-1] = (start, loaded + _tile_bytes(line), work + _tile_work(line))
+            tile = _tile_bytes(line) if not copied or "async_tma_copy" in line else 0
+            loops[-1] = (start, loaded + tile, work + _tile_work(line))
     return found
 
 
@@ -197,17 +210,22 @@ def _count(lines: list[str]) -> Loop:
     loads: collections.Counter[int] = collections.Counter()
     stores: collections.Counter[int] = collections.Counter()
     products: collections.Counter[str] = collections.Counter()
-    functions = multiply_adds = pending = 0
+    functions = multiply_adds = pending = operands = shared = 0
     for line in lines:
         found = _INSTRUCTION.match(line)
         assert found is not None
         name = found["name"]
+        if _SHARED.match(name):
+            shared += _width(name)
+        elif matrices := _MATRICES.match(name):
+            shared += 4 * int(matrices["count"] or 1)
         if re.match(r"LDG\b|LDGSTS\b", name):
             loads[_width(name)] += 1
         elif re.match(r"STG\b", name):
             stores[_width(name)] += 1
         elif product := _PRODUCT.match(name):
             products[_shape(product["shape"])] += 1
+            operands += _operands(line, product["shape"])
         elif name.startswith("MUFU"):
             functions += 1
         elif name.startswith("FFMA"):
@@ -215,7 +233,15 @@ def _count(lines: list[str]) -> Loop:
         elif wait := _WAIT.search(line):
             pending = max(pending, int(wait[1], 16))
     counts = (dict(loads), dict(stores), dict(products), functions, multiply_adds, pending)
-    return Loop(len(lines), *counts)
+    return Loop(len(lines), *counts, operands, shared)
+
+
+def _operands(line: str, shape: str) -> int:
+    """Return what a product reads from shared memory: nothing, where warps multiply registers."""
+    if "HGMMA" not in line:
+        return 0
+    rows, columns, _ = map(int, shape.split("x"))
+    return _DEPTH * (columns if _LEFT_IN_REGISTERS.search(line) else rows + columns)
 
 
 def _width(name: str) -> int:

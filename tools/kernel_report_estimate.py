@@ -1,8 +1,9 @@
 """What a kernel's counts let one expect of an H100: arithmetic, no measurement.
 
 Constants are NVIDIA's for the H100 SXM (132 multiprocessors at 1.755 GHz, 3.35 TB/s), but for the
-L2 cache's. Left out are latencies that nothing hides, bank conflicts and clocks that fall under
-load: an estimate tells which kernel is the weakest and whether a change can have helped.
+L2 cache's. Left out are latencies that nothing hides, bank conflicts, shared memory where there are
+no matrix instructions, and clocks that fall under load: an estimate tells which kernel is the
+weakest and whether a change can have helped.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ _FUNCTION_CLOCKS = 8
 # Bytes a clock that the L2 cache gives a multiprocessor which all others ask as well: NVIDIA tells
 # no figure. Half of a multiprocessor's port; 7.4 TB/s for all, published measurements are 5.5 to 7.
 _L2 = 32
+# Bytes a clock of shared memory: 32 banks of four bytes.
+_SHARED_BANDWIDTH = 128
 # The steps that a matrix kernel is estimated for: a sum over 1024 in blocks of 64.
 _STEPS = 16
 
@@ -46,6 +49,7 @@ class Launch:
         shared: bytes of shared memory of a block.
         resident: blocks that the grid gives a multiprocessor, ``None`` for as many as fit.
         loaded: bytes that the loop of a matrix kernel loads for each multiply-add.
+        copied: those of them that the copy engine writes to shared memory.
     """
 
     capability: int
@@ -55,6 +59,7 @@ class Launch:
     shared: int
     resident: int | None = None
     loaded: float = 0.0
+    copied: float = 0.0
 
     @property
     def blocks(self) -> int:
@@ -87,6 +92,12 @@ def asked_of_l2(launch: Launch) -> float:
     return launch.loaded * _WARP_GROUP
 
 
+def asked_of_shared(code: Code, launch: Launch) -> float:
+    """Return the bytes a clock that products at their full rate ask shared memory for."""
+    clocks = _product_clocks(code.main, launch.warps)
+    return _shared_bytes(code.main, launch) / clocks if clocks else 0.0
+
+
 def share_of_limit(code: Code, launch: Launch) -> float:
     """Return the expected share of an H100's limit: of its arithmetic or its bandwidth."""
     if code.main.num_products:
@@ -108,12 +119,26 @@ def _share_of_products(code: Code, launch: Launch) -> float:
     steps = _STEPS * _other_clocks(main, launch.warps)
     rest = code.rest * launch.warps / 4
     loads = _STEPS * _multiply_adds(main, launch.warps) * launch.loaded / _L2
+    shared = _STEPS * _shared_bytes(main, launch) / _SHARED_BANDWIDTH
     if launch.blocks > 1:
         # One block's products run under what another does.
-        return products / max(products, steps + rest, loads)
+        return products / max(products, steps + rest, loads, shared)
     if main.pending:
-        return products / (max(products, steps, loads) + rest)
-    return products / (max(products + steps, loads) + rest)
+        return products / (max(products, steps, loads, shared) + rest)
+    # What is waited for lasts as long as its operands take; other traffic goes on meanwhile.
+    operands = _STEPS * _operand_bytes(main, launch.warps) / _SHARED_BANDWIDTH
+    return products / (max(max(products, operands) + steps, loads, shared) + rest)
+
+
+def _shared_bytes(loop: Loop, launch: Launch) -> float:
+    """Return what a pass of a block moves in and out of shared memory."""
+    copied = _multiply_adds(loop, launch.warps) * launch.copied
+    return copied + _operand_bytes(loop, launch.warps) + loop.shared * 32 * launch.warps
+
+
+def _operand_bytes(loop: Loop, warps: int) -> float:
+    # Each of several warp groups reads its operands itself.
+    return loop.operands * warps / 4
 
 
 def _product_clocks(loop: Loop, warps: int) -> float:

@@ -1,11 +1,36 @@
-"""The collectives that torch's versions name differently: this is the place that chooses."""
+"""Collectives below ``fusedops.parallel``: what torch's versions name differently, what ops make.
+
+Of the former this is the place that chooses.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+# Hear of what ops communicate: kind, label, bytes that this rank sends, ranks. The logs of
+# ``fusedops.parallel.communication``, which stands above the ops.
+listeners: list[Callable[[str, str, int, int], None]] = []
+
+
+def all_reduce(tensor: torch.Tensor, group: Any, *, label: str) -> torch.Tensor:
+    """Return the sum over the ranks: a functional collective, which compilers take into a graph.
+
+    Args:
+        tensor: this rank's.
+        group: the process group.
+        label: for the logs.
+    """
+    from torch.distributed import _functional_collectives as functional
+
+    ranks = dist.get_world_size(group)
+    for listener in listeners:
+        sent = 2 * tensor.numel() * tensor.element_size() * (ranks - 1) // ranks
+        listener("all_reduce", label, sent, ranks)
+    return functional.all_reduce(tensor, "sum", group)
 
 
 def all_gather_single(

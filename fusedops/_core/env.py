@@ -121,6 +121,11 @@ def launched() -> tuple[int, int, int] | None:
     return rank, int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", rank))
 
 
+def set_launched(rank: int, ranks: int) -> None:
+    """Set torchrun's variables as it would on one machine: libraries ask for them."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
+
+
 def restarts() -> int:
     """Return how often torchrun has started the processes of this run anew."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))

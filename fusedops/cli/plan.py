@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _MOST_DEVICES = 1 << 16
 # Columns of a terminal that shows every part.
-_WIDE = 150
+_WIDE = 160
 
 
 def plan(
@@ -51,6 +51,12 @@ def plan(
     pp: Annotated[str, typer.Option(help="The same; default: what divides the layers.")] = "",
     ep: Annotated[str, typer.Option(help="The same; default: what divides the experts.")] = "",
     cp: Annotated[int, typer.Option(min=1, help="Shares of each sequence.")] = 1,
+    schedule: Annotated[
+        str, typer.Option(help="Comma-separated orders of pipelines to try: docs/pipeline.md.")
+    ] = "1f1b,interleaved,zero_bubble,zbv",
+    virtual: Annotated[
+        int, typer.Option(min=0, help="Stages of a rank of a pipeline; 0: the order's own number.")
+    ] = 0,
     zero: Annotated[str, typer.Option(help="Comma-separated stages to try.")] = "0,1,2,3",
     recompute: Annotated[
         str,
@@ -90,6 +96,7 @@ def plan(
         if json_file not in ("", "-"):
             files.check_writable(json_file)
         asked = _choices(tp, pp, ep, zero, recompute, offload)
+        asked["schedule"] = _schedules(schedule)
         shape, found = _plan(
             model,
             devices,
@@ -102,6 +109,7 @@ def plan(
             kernels=kernels,
             cp=cp,
             chunked_loss=chunked_loss,
+            pipeline_virtual=virtual or None,
         )
         if json_file == "-":
             print(json.dumps(_record(model, shape, devices, found), indent=1))
@@ -159,6 +167,15 @@ def _choices(tp: str, pp: str, ep: str, zero: str, recompute: str, offload: str)
             options.check_known(word, ("none", *OFFLOADS), "offload")
         found["offload"].append(tuple(word for word in words if word != "none"))
     return found
+
+
+def _schedules(text: str) -> tuple[str, ...]:
+    from fusedops.parallel.pipeline.schedules import SCHEDULES
+
+    words = tuple(word.strip() for word in text.split(",") if word.strip())
+    for word in words:
+        options.check_known(word, SCHEDULES, "schedule")
+    return words or ("1f1b",)
 
 
 def _numbers(text: str, name: str, least: int = 1, most: int = _MOST_DEVICES) -> tuple[int, ...]:
@@ -242,7 +259,7 @@ def _show(name: str, model: Transformer, devices: int, found: Plan, rows: int, o
     shown = [*found.rows[: min(fits, rows)], *found.rows[fits : fits + rows // 2 + 1]]
     out.print(_table(shown, found.memory, narrow=out.width < _WIDE))
     out.print(
-        f"{fits} of {len(found.rows)} layouts fit; bytes of the fullest device, in GiB; "
+        f"{fits} of {len(found.rows)} layouts fit; in GiB of the fullest device, bubbles in %; "
         f"sorted: {CRITERION}",
         style="dim",
         highlight=False,
@@ -255,8 +272,9 @@ def _table(shown: list[Row], memory: int, *, narrow: bool) -> Any:
 
     table = Table(header_style="bold", padding=(0, 0) if narrow else (0, 1))
     sizes = ("dp", "tp", "pp", "ep", "zero")
-    for column in (*sizes, "recompute", "offload"):
-        table.add_column(column, justify="right" if column in sizes else "left", no_wrap=True)
+    for column in (*sizes, "bubble", "recompute", "offload"):
+        right = column in sizes
+        table.add_column(column, justify="right" if right else "left", no_wrap=True)
     for column in (*_parts(shown[0], narrow=narrow), "peak", "left", "host"):
         table.add_column(column, justify="right", no_wrap=True)
     for row in shown:
@@ -265,6 +283,7 @@ def _table(shown: list[Row], memory: int, *, narrow: bool) -> Any:
         offload = "+".join(row.layout.offload) or "-"
         table.add_row(
             *(str(getattr(row.layout, each)) for each in sizes),
+            _bubble(row.layout),
             row.layout.recompute.replace("none", "-"),
             "".join(each[0] for each in row.layout.offload) or "-" if narrow else offload,
             *(_gib(size) for size in _parts(row, narrow=narrow).values()),
@@ -273,6 +292,13 @@ def _table(shown: list[Row], memory: int, *, narrow: bool) -> Any:
             _gib(row.estimate.host) if row.estimate.host else "-",
         )
     return table
+
+
+def _bubble(layout: Layout) -> str:
+    """Return the share of a step that a pipeline loses, and its schedule."""
+    if layout.pp == 1:
+        return "-"
+    return f"{100 * layout.bubble:.0f} {layout.pipeline_schedule}"
 
 
 def _parts(row: Row, *, narrow: bool) -> dict[str, int]:
@@ -310,6 +336,7 @@ def _row_record(row: Row, memory: int) -> dict[str, Any]:
     return {
         "fits": row.left(memory) >= 0,
         "layout": asdict(layout),
+        "bubble": layout.bubble,
         "bytes": row.estimate.parts,
         "peak": row.estimate.peak,
         "moment": row.estimate.moment,

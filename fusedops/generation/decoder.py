@@ -53,7 +53,8 @@ class Decoder:
     ) -> None:
         self.model: Any = model
         self._layers: list[Any] = list(self.model.layers.values())
-        self._gates = [each.gate for each in self.model.modules() if isinstance(each, MoE)]
+        sparse = [each for each in self.model.modules() if isinstance(each, MoE)]
+        self._gates = [each.gate for each in sparse if each.gate is not None]
         self._device = device_of(model)
         self._split = split_words(model)
         self.words = self._split if divided else None
@@ -63,7 +64,7 @@ class Decoder:
         # FSDP2 counts the versions of what it gathers, and tensors of inference have none.
         self._mode = torch.inference_mode if found.mesh is None else torch.no_grad
         # Ranks of tp share the tokens of sequences, or of experts.
-        self._unit = config.tp if config.sp or model.config.sparse_layers else 1
+        self._unit = config.tp if config.sp or sparse else 1
         self._cache = Cache(len(self._layers), capacity, most)
         self._lengths = torch.zeros(0, dtype=torch.int64, device=self._device)
         self._longest, self._even = 0, False

@@ -72,7 +72,7 @@ def load(
     """
     folder = Path(source)
     given = dict(parallel or {}) or {"tp": ranks.size}
-    try:  # all ranks find the same mistakes
+    try:  # all ranks find the same mistakes, but where one does not see the files of another
         layout = layout_of(given, ranks.size)
         if (folder / _CONFIG).is_file():
             if step is not None:
@@ -87,8 +87,9 @@ def _from_huggingface(
     folder: Path, ranks: Ranks, layout: ParallelConfig, dtype: str | None, tokenizer: str | None
 ) -> Loaded:
     kind = None if dtype is None else precision.dtype(dtype)
-    model = load_huggingface(folder, device=ranks.device, dtype=kind)
-    text = Text.of(_tokenizer(folder, tokenizer), _ends(folder))
+    with ranks.together():
+        model = load_huggingface(folder, device=ranks.device, dtype=kind)
+        text = Text.of(_tokenizer(folder, tokenizer), _ends(folder))
     return Loaded(_spread(model, layout, ranks), text, str(folder))
 
 
@@ -121,6 +122,26 @@ def _from_run(
     step: int | None,
 ) -> Loaded:
     root = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
+    with ranks.together():
+        extra = _extra(folder, root, step)
+        sizes = table.fill(TransformerConfig, extra["model"], "model")
+        config = extra["config"]
+        held = precision.dtype(config["precision"]["parameters"])
+        text = Text.of(
+            config["data"]["tokenizer"] if tokenizer is None else tokenizer,
+            end_of_text=config["data"]["end_of_text"],
+        )
+    model = _spread(Transformer(sizes, device="meta", dtype=held), layout, ranks)
+    with Checkpointer(root, model) as keeper:
+        restored = keeper.load(step)
+    assert restored is not None
+    if dtype is not None:
+        model.to(precision.dtype(dtype))
+    return Loaded(model, text, f"{folder}, step {restored.step}")
+
+
+def _extra(folder: Path, root: Path, step: int | None) -> dict[str, Any]:
+    """Return what a checkpoint says of its run."""
     saved = newest(root, step)
     if saved is None and newest(root) is not None:
         raise InputError(f"{folder} has no whole checkpoint of step {step}")
@@ -135,20 +156,7 @@ def _from_run(
     extra = saved.extra
     if not (isinstance(extra, dict) and {"config", "model"} <= extra.keys()):
         raise InputError(f"{saved.folder} does not say what its model is: fusedops train does")
-    sizes = table.fill(TransformerConfig, extra["model"], "model")
-    config = extra["config"]
-    held = precision.dtype(config["precision"]["parameters"])
-    text = Text.of(
-        config["data"]["tokenizer"] if tokenizer is None else tokenizer,
-        end_of_text=config["data"]["end_of_text"],
-    )
-    model = _spread(Transformer(sizes, device="meta", dtype=held), layout, ranks)
-    with Checkpointer(root, model) as keeper:
-        restored = keeper.load(step)
-    assert restored is not None
-    if dtype is not None:
-        model.to(precision.dtype(dtype))
-    return Loaded(model, text, f"{folder}, step {restored.step}")
+    return extra
 
 
 def _spread(model: Transformer, layout: ParallelConfig, ranks: Ranks) -> Transformer:

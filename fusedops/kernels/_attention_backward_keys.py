@@ -136,11 +136,11 @@ def keys_kernel(
     for part in tl.static_range(0 if SPLIT and RIGHT else 1, 3 if SPLIT and LEFT else 2):
         begin, end = stretch(part, low, full_low, full_high, high, SPLIT)
         # One loop over the queries of all heads: with a loop of heads around it, every size spills.
-        # Heads of 128 have no registers for places in shared memory that are moved out of it.
+        # Heads of 128 and more have no registers for places in shared memory moved out of it.
         blocks = tl.cdiv(tl.maximum(end - begin, 0), BLOCK_M)
         h = kh * GROUP
         at = tl.cast(begin, tl.int32)
-        for _ in tl.range(0, GROUP * blocks, disable_licm=DESCRIBED and BLOCK_D == 128):
+        for _ in tl.range(0, GROUP * blocks, disable_licm=DESCRIBED and BLOCK_D >= 128):
             first = tl.multiple_of(at, BLOCK_M)
             wide_h = h.to(tl.int64)
             if not DESCRIBED:
@@ -189,7 +189,7 @@ def keys_kernel(
                 s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
             distance = place[:, None] - (first + row)[None, :]
             s, tanh = scores(s, distance, mask, slope, factor, bound, SOFTCAP, ALIBI, MASK)
-            top, lse = load_lse(lse_ptr, parts_ptr, statistics + first + row, exists, PARTS)
+            top, lse = load_lse(lse_ptr, parts_ptr, statistics + first, row, exists, PARTS)
             if PARTS:
                 s -= top[None, :]
             p = tl.exp2(s - lse[None, :])

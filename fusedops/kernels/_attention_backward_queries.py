@@ -135,7 +135,7 @@ def queries_kernel(
     statistics = statistics_row(n, h, num_heads, num_rows, first_q, VARLEN) + start
     exists = row < rows - start
     ds_base = ds_ptr + statistics * num_keys
-    top, lse = load_lse(lse_ptr, parts_ptr, statistics + row, exists, PARTS)
+    top, lse = load_lse(lse_ptr, parts_ptr, statistics, row, exists, PARTS)
     if DELTA != "given":
         exact = tl.load(exact_ptr + statistics + row, mask=exists, other=0.0)
     if DELTA != "first":

@@ -273,16 +273,19 @@ def within(distance, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr):
 
 
 @triton.jit
-def load_lse(lse_ptr, parts_ptr, row, mask, PARTS: tl.constexpr):
+def load_lse(lse_ptr, parts_ptr, first, row, mask, PARTS: tl.constexpr):
     """Load log-sum-exp in units of log2; rows that attend nothing get infinity: weights of 0.
+
+    ``first`` is a 64-bit position, rows count from it.
 
     With ``PARTS``, its two parts: what is to be subtracted from a score first, and second.
     """
     if PARTS:
+        parts_ptr += 2 * first
         top = tl.load(parts_ptr + 2 * row, mask=mask, other=float("-inf"))
         rest = tl.load(parts_ptr + 2 * row + 1, mask=mask, other=0.0)
         nothing = top == float("-inf")
         return tl.where(nothing, 0.0, top), tl.where(nothing, float("inf"), rest)
     else:
-        lse = tl.load(lse_ptr + row, mask=mask, other=float("-inf"))
+        lse = tl.load(lse_ptr + (first + row), mask=mask, other=float("-inf"))
         return 0.0, tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)

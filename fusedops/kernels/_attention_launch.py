@@ -38,9 +38,9 @@ WALKED = {
 # Options -> kernel -> width of the head -> (BLOCK_M queries, BLOCK_N keys, warps, stages): large
 # blocks that compile without stack (docs/reports). Plain ones differ by GPU: the warp-group
 # instructions of sm_90 want 64 rows for every four warps, and two blocks that fit a multiprocessor
-# do their products under each other's softmax, unless their tiles get so small that the L2 cache is
-# asked for more than it gives; sm_100 keeps sums out of the registers, what sm_80 runs must fit the
-# 99 KB of its smaller kin. Nothing here was measured on a GPU.
+# do their products under each other's softmax, unless their tiles get so small that the L2 cache or
+# shared memory is asked for more than it gives; sm_100 keeps sums out of the registers, what sm_80
+# runs must fit the 99 KB of its smaller kin. Nothing here was measured on a GPU.
 _Blocks = dict[str, dict[int, tuple[int, int, int, int]]]
 _PLAIN: dict[int, _Blocks] = {
     80: {
@@ -49,8 +49,8 @@ _PLAIN: dict[int, _Blocks] = {
         "queries": {64: (128, 64, 8, 2), 128: (64, 64, 8, 2), 256: (32, 32, 8, 2)},
     },
     90: {
-        "forward": {64: (128, 64, 8, 2), 128: (128, 64, 4, 2), 256: (128, 64, 8, 2)},
-        "keys": {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (16, 64, 4, 2)},
+        "forward": {64: (128, 64, 4, 2), 128: (128, 64, 4, 2), 256: (128, 64, 8, 2)},
+        "keys": {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (64, 128, 8, 2)},
         "queries": {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (128, 32, 8, 2)},
     },
     100: {
@@ -81,9 +81,9 @@ _WITH_OPTIONS: dict[str, _Blocks] = {
 # matrix instructions are those of older GPUs.
 _WITH_OPTIONS_90: dict[str, _Blocks] = {
     "light": {
-        "forward": {64: (128, 64, 8, 2), 128: (128, 64, 4, 2), 256: (128, 32, 8, 2)},
-        "keys": {64: (64, 64, 4, 2), 128: (32, 64, 4, 2), 256: (16, 64, 4, 2)},
-        "queries": {64: (64, 64, 4, 2), 128: (64, 32, 4, 2), 256: (128, 32, 8, 2)},
+        "forward": {64: (128, 64, 4, 2), 128: (128, 64, 4, 2), 256: (128, 64, 8, 2)},
+        "keys": {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (64, 128, 8, 2)},
+        "queries": {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (128, 32, 8, 2)},
     },
     "rich": {
         "forward": {64: (64, 64, 4, 2), 128: (64, 32, 4, 2), 256: (128, 32, 8, 2)},
@@ -109,11 +109,14 @@ _EXCEPTIONS = {
 _BY_POINTERS_90 = {
     ("forward", "plain", 64): (128, 128, 8, 3),
     ("forward", "plain", 128): (128, 128, 8, 2),
+    ("forward", "light", 64): (128, 64, 8, 2),
     ("forward", "light", 128): (128, 64, 8, 2),
+    ("forward", "light", 256): (128, 32, 8, 2),
     ("keys", "plain", 128): (64, 128, 8, 2),
     ("keys", "plain", 256): (32, 128, 8, 2),
     ("keys", "light", 128): (32, 128, 8, 2),
     ("keys", "light", 256): (32, 128, 8, 2),
+    ("queries", "light", 128): (64, 32, 4, 2),
 }
 # Exact products of float32 run on the ordinary units, and every one of them is an instruction.
 _FLOAT32: _Blocks = {

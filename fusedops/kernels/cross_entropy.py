@@ -282,8 +282,7 @@ class Pieces:
             SMOOTH=smoothing > 0.0,
             FIRST=first_class == 0,
             LAST=first_class + num_cols == self.num_classes,
-            BLOCK=_block(num_cols),
-            **_options(num_cols, smooth_capped=smoothing > 0.0 and softcap > 0.0),
+            **_sums_launch(num_cols, smooth=smoothing > 0.0, capped=softcap > 0.0),
         )
 
     def finish(
@@ -401,9 +400,19 @@ def _block(num_cols: int) -> int:
     return min(_BLOCK, triton.next_power_of_2(num_cols))
 
 
-def _options(num_cols: int, *, smooth_capped: bool = False) -> dict[str, Any]:
-    """Launch options: 16 elements a thread; 8 of the sums with both options, which would spill."""
-    return _OPTIONS | {"num_warps": max(1, _block(num_cols) // (256 if smooth_capped else 512))}
+def _options(num_cols: int) -> dict[str, Any]:
+    """Launch options: 16 elements a thread."""
+    return _OPTIONS | {"num_warps": max(1, _block(num_cols) // 512)}
+
+
+def _sums_launch(num_cols: int, *, smooth: bool, capped: bool) -> dict[str, Any]:
+    """Block and launch options of the sums: what smoothing adds would spill in large blocks.
+
+    With both options a thread has 8 elements.
+    """
+    block = min(_block(num_cols), 2048 if smooth else _BLOCK)
+    warps = max(1, block // (256 if smooth and capped else 512))
+    return {"BLOCK": block} | _OPTIONS | {"num_warps": warps}
 
 
 def static_report_cases() -> list[dict[str, Any]]:
@@ -419,14 +428,14 @@ def static_report_cases() -> list[dict[str, Any]]:
     )
     types["all_classes"] = "i32"
     types |= dict.fromkeys(("smoothing", "z_loss", "softcap"), "fp32")
-    whole = {"FIRST": True, "LAST": True, "BLOCK": _BLOCK}
-    middle = whole | {"FIRST": False, "LAST": False}
+    whole = {"FIRST": True, "LAST": True}
+    middle = {"FIRST": False, "LAST": False}
     options = _options(_BLOCK)
     cases = []
     for capped in (False, True):
         for more in (whole | {"SMOOTH": False}, middle | {"SMOOTH": True}):
-            flags = more | {"CAPPED": capped}
-            launch = _options(_BLOCK, smooth_capped=capped and bool(flags["SMOOTH"]))
+            launch = _sums_launch(_BLOCK, smooth=more["SMOOTH"], capped=capped)
+            flags = more | {"CAPPED": capped, "BLOCK": launch["BLOCK"]}
             cases.append(_launch.report_case(_sums_kernel, types, flags, launch))
         cases.append(
             _launch.report_case(

@@ -36,13 +36,19 @@ def tile_of(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Return row and column of a program's tile: groups of ``GROUP_M`` rows, down the columns."""
-    row_tiles = tl.cdiv(num_rows, BLOCK_M)
-    group_size = GROUP_M * tl.cdiv(num_cols, BLOCK_N)
-    first_tile = program // group_size * GROUP_M
-    group_rows = tl.minimum(row_tiles - first_tile, GROUP_M)
-    row_tile = first_tile + program % group_size % group_rows
-    return row_tile, program % group_size // group_rows
+    """Return row and column of a program's tile: groups of ``GROUP_M`` rows, down the columns.
+
+    0 says that all rows are in one tile.
+    """
+    if GROUP_M == 0:
+        return program * 0, program
+    else:
+        row_tiles = tl.cdiv(num_rows, BLOCK_M)
+        group_size = GROUP_M * tl.cdiv(num_cols, BLOCK_N)
+        first_tile = program // group_size * GROUP_M
+        group_rows = tl.minimum(row_tiles - first_tile, GROUP_M)
+        row_tile = first_tile + program % group_size % group_rows
+        return row_tile, program % group_size // group_rows
 
 
 @triton.jit
@@ -257,7 +263,7 @@ def linear(
             ACTIVATION=activation,
             PRECISION=_launch.precision(),
             DESCRIBED=how,
-            GROUP_M=GROUP_M,
+            GROUP_M=group_of(num_rows, blocks),
             **blocks,
             **options,
         )
@@ -401,11 +407,12 @@ def static_report_cases() -> list[dict[str, Any]]:
         types = pointers | {"hidden_ptr": f"*{name}", "dbias_ptr": "*fp32"}
         types |= dict.fromkeys(("num_rows", "num_cols", "depth"), "i32")
         types |= dict.fromkeys(("stride_xm", "stride_wn"), "i32")
-        flags: dict[str, Any] = {"HAS_BIAS": True, "KEEPS": True, "GROUP_M": GROUP_M}
+        flags: dict[str, Any] = {"HAS_BIAS": True, "KEEPS": True}
         flags |= {"ACTIVATION": "gelu", "PRECISION": "ieee", "stride_xk": 1, "stride_wk": 1}
         flags |= {"DESCRIBED": "no"}
         for num_rows in (16, 64, 4096) if dtype == torch.bfloat16 else (4096,):
             blocks, options = blocks_of(dtype, num_rows)
+            flags["GROUP_M"] = group_of(num_rows, blocks)
             matrix = dtype == torch.bfloat16
             case: dict[str, Any] = {"matrix": matrix, "few_rows": num_rows < 64}
             cases.append(
@@ -435,3 +442,8 @@ def blocks_of(dtype: torch.dtype, num_rows: int) -> tuple[dict[str, int], dict[s
         return blocks, options | {"num_warps": 4, "num_stages": 4}
     blocks = {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "EPILOGUE_PARTS": 4}
     return blocks, options | {"num_warps": 8, "num_stages": 3}
+
+
+def group_of(num_rows: int, blocks: dict[str, int]) -> int:
+    """Return ``GROUP_M`` of ``tile_of``: a row of tiles alone needs no divisions to be found."""
+    return GROUP_M if num_rows > blocks["BLOCK_M"] else 0

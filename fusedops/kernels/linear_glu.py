@@ -21,9 +21,9 @@ import triton.language as tl
 from fusedops.kernels import _descriptors, _launch
 from fusedops.kernels._device import act_both, act_value, halves, split, with_slope
 from fusedops.kernels.linear_act import (
-    GROUP_M,
     blocks_of,
     described,
+    group_of,
     load_weights,
     rows_of,
     sum_of_pointers,
@@ -169,7 +169,7 @@ def forward(
             ACTIVATION=activation,
             PRECISION=_launch.precision(),
             DESCRIBED=how,
-            GROUP_M=GROUP_M,
+            GROUP_M=group_of(num_rows, blocks),
             **blocks,
             **options,
         )
@@ -229,10 +229,11 @@ def static_report_cases() -> list[dict[str, Any]]:
         types = dict.fromkeys((*names, "dy_ptr", "dgate_ptr", "dup_ptr"), f"*{name}")
         types |= dict.fromkeys(("num_rows", "num_cols", "depth", "numel"), "i32")
         types |= dict.fromkeys(("stride_xm", "stride_wn"), "i32")
-        flags: dict[str, Any] = {"KEEPS": True, "GROUP_M": GROUP_M, "PRECISION": "ieee"}
+        flags: dict[str, Any] = {"KEEPS": True, "PRECISION": "ieee"}
         flags |= {"ACTIVATION": "silu", "stride_xk": 1, "stride_wk": 1, "DESCRIBED": "no"}
         for num_rows in (16, 64, 4096) if dtype == torch.bfloat16 else (4096,):
             blocks, options = _blocks(dtype, num_rows)
+            flags["GROUP_M"] = group_of(num_rows, blocks)
             matrix = dtype == torch.bfloat16
             case: dict[str, Any] = {"matrix": matrix, "few_rows": num_rows < 64}
             cases.append(
@@ -249,6 +250,6 @@ def static_report_cases() -> list[dict[str, Any]]:
 
 
 def _blocks(dtype: torch.dtype, num_rows: int) -> tuple[dict[str, int], dict[str, Any]]:
-    """Return linear_act's tile sizes and options; float32 would spill 16 bytes in four warps."""
+    """Return linear_act's tile sizes and options; float32 would spill in steps of 32."""
     blocks, options = blocks_of(dtype, num_rows)
-    return blocks, options | ({"num_warps": 8} if dtype == torch.float32 else {})
+    return blocks | ({"BLOCK_K": 16} if dtype == torch.float32 else {}), options

@@ -6,11 +6,13 @@
 In reading order: ``policy`` (rules), ``held`` (the forms in which a graph holds a tensor),
 ``region``, ``selective`` and ``slices`` (recomputation of modules), ``makers`` (of single
 operators), ``engine``, ``pool`` and ``mover`` (host memory), ``keeper`` (who decides), ``wrap``,
-``apply`` and ``compiled`` (onto a model and off it); ``ledger``, ``report`` and ``picture`` (what a
-step holds), ``fit`` (a policy for a budget).
+``apply`` and ``compiled`` (onto a model and off it); ``experts`` (weights that come when a token
+wants them); ``ledger``, ``report`` and ``picture`` (what a step holds), ``fit`` (a policy for a
+budget).
 """
 
 from fusedops.memory.apply import apply, remove
+from fusedops.memory.experts import store_experts
 from fusedops.memory.fit import fit
 from fusedops.memory.mover import OffloadSettings
 from fusedops.memory.policy import Policy, lower, offload, recompute, save
@@ -27,4 +29,5 @@ __all__ = [
     "remove",
     "report",
     "save",
+    "store_experts",
 ]

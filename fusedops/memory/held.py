@@ -12,10 +12,14 @@ and only if the node has gradients left to give (``needed_again``), so that noth
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+
+# An attribute of tensors that somebody else keeps.
+_LASTING = "_fusedops_lasting"
 
 
 def needed_again() -> bool:
@@ -42,7 +46,15 @@ def _runs_now(node: Any) -> bool:
 def lasting(tensor: torch.Tensor) -> bool:
     """Return whether a tensor lives on anyway: a leaf (a parameter, above all) or a view of one."""
     owner = tensor._base if tensor._base is not None else tensor
-    return isinstance(owner, torch.nn.Parameter) or (owner.is_leaf and owner.requires_grad)
+    if isinstance(owner, torch.nn.Parameter) or (owner.is_leaf and owner.requires_grad):
+        return True
+    return getattr(owner, _LASTING, False)
+
+
+def mark_lasting(tensors: Iterable[torch.Tensor]) -> None:
+    """Let tensors count as lasting: what others keep, let go and bring again."""
+    for each in tensors:
+        setattr(each, _LASTING, True)
 
 
 class Held:

@@ -14,9 +14,12 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from fusedops._core import checks
+from fusedops.ops.hash_route import check_domain_experts
+from fusedops.ops.moe_route import check_options
 
 NORMS = ("layer", "rms")
 HEADS = ("causal", "masked")
+ROUTERS = ("learned", "hash")
 ROUTER_SCORES = ("softmax", "sigmoid")
 _FLAGS = (
     "rotary",
@@ -29,7 +32,18 @@ _FLAGS = (
     "alibi",
     "query_layer",
     "router_normalize",
+    "shared_gate",
 )
+# What has a meaning with a learned router alone, and its default.
+_OF_LOGITS: dict[str, Any] = {
+    "router_score": "softmax",
+    "router_scaling": 1.0,
+    "num_groups": None,
+    "capacity_factor": None,
+    "balance_loss": 0.0,
+    "z_loss": 0.0,
+    "balance_rate": 0.0,
+}
 # transformers computes ``gelu_new`` from seven operations; the other activations are one each.
 ACTIVATIONS = ("gelu", "gelu_new", "gelu_tanh", "fast_gelu", "relu", "silu")
 
@@ -145,12 +159,27 @@ class TransformerConfig:
         dropout: probability with which elements of the embedding's and of each branch's output are
             dropped in training.
         attention_dropout: the same, of attention's weights.
+        shared_size: width of the expert that every token visits; 0: there is none. Several are one
+            of their widths together.
+        shared_gate: whether a sigmoid of the token weighs it, as in Qwen2-MoE.
+        router: ``"learned"``: by logits; ``"hash"``: by the token's id (``fusedops.hash_route``),
+            another hash in each layer: nothing is learned and every expert weighs ``1 / top_k``.
+        router_seed: of the hash.
+        domain_experts: with ``"hash"``: how many experts each domain has, the first domain's first
+            (random routed experts, PanGu-Sigma, arXiv:2303.10845). Empty: tokens share all.
         router_score: ``"softmax"`` or ``"sigmoid"``, of ``fusedops.moe_route``.
         router_normalize: whether the weights of a token's experts add up to 1.
         router_scaling: factor of these weights.
+        num_groups: groups of experts of which a token chooses from ``topk_groups``, as in
+            DeepSeek-V3; ``None``: no groups.
+        topk_groups: how many of them.
+        group_score: what ranks groups: ``"max"`` or ``"top2_sum"``.
         capacity_factor: of the rows that an expert takes; ``None``: all that come.
+        drop_policy: which are dropped beyond it, as in ``fusedops.moe_route``.
         balance_loss: factor of the routers' balance loss (1.0 times it where routing is uniform).
         z_loss: factor of the mean square of the routers' log-sum-exp.
+        balance_rate: step of the bias that balances without a loss (arXiv:2408.15664): once per
+            optimizer step, by ``parallelized(model).balance()``; 0: there is no bias.
         initializer_range: standard deviation of new weights.
 
     Raises:
@@ -199,12 +228,22 @@ class TransformerConfig:
     norm_eps: float = 1e-5
     dropout: float = 0.0
     attention_dropout: float = 0.0
+    shared_size: int = 0
+    shared_gate: bool = False
+    router: str = "learned"
+    router_seed: int = 0
+    domain_experts: tuple[int, ...] = ()
     router_score: str = "softmax"
     router_normalize: bool = True
     router_scaling: float = 1.0
+    num_groups: int | None = None
+    topk_groups: int | None = None
+    group_score: str = "max"
     capacity_factor: float | None = None
+    drop_policy: str = "position"
     balance_loss: float = 0.0
     z_loss: float = 0.0
+    balance_rate: float = 0.0
     initializer_range: float = 0.02
 
     def __post_init__(self) -> None:
@@ -246,11 +285,11 @@ class TransformerConfig:
             checks.positive(name, positive, getattr(self, positive))
         if self.capacity_factor is not None:
             checks.positive(name, "capacity_factor", self.capacity_factor)
-        for factor in ("balance_loss", "z_loss", "initializer_range"):
+        for factor in ("balance_loss", "z_loss", "balance_rate", "initializer_range"):
             checks.finite(name, factor, getattr(self, factor))
             if getattr(self, factor) < 0:
                 checks.fail(name, factor, "at least 0", getattr(self, factor))
-        checks.choice(name, "router_score", self.router_score, ROUTER_SCORES)
+        self._check_experts()
         if self.rope_scaling is not None and not isinstance(self.rope_scaling, RopeScaling):
             got = checks.type_name(self.rope_scaling)
             raise TypeError(f"{name}: rope_scaling must be None or a RopeScaling, got {got}")
@@ -266,6 +305,32 @@ class TransformerConfig:
         if self.position_tables not in (0, tables) or self.query_layer > self.position_tables:
             wanted = "2 with query_layer" if self.query_layer else "0 or 1 without query_layer"
             checks.fail(name, "position_tables", wanted, self.position_tables)
+
+    def _check_experts(self) -> None:
+        name = "TransformerConfig"
+        checks.choice(name, "router", self.router, ROUTERS)
+        checks.choice(name, "router_score", self.router_score, ROUTER_SCORES)
+        checks.integer(name, "shared_size", self.shared_size, least=0)
+        checks.integer(name, "router_seed", self.router_seed, least=0)
+        if self.shared_gate and not self.shared_size:
+            checks.fail(name, "shared_gate", "False without shared_size", self.shared_gate)
+        if self.shared_size and not self.num_experts:
+            checks.fail(name, "shared_size", "0 without num_experts", self.shared_size)
+        if self.router == "hash":
+            # There are no logits and no learned weights: what is of them has no meaning.
+            for option, unset in _OF_LOGITS.items():
+                if getattr(self, option) != unset:
+                    wanted = f"{unset} with router 'hash', which has no logits"
+                    checks.fail(name, option, wanted, getattr(self, option))
+        if self.domain_experts:
+            if self.router != "hash":
+                checks.fail(name, "router", "'hash' with domain_experts", repr(self.router))
+            sizes = self.domain_experts, self.num_experts, self.top_k
+            object.__setattr__(self, "domain_experts", check_domain_experts(name, *sizes))
+        shared = ("num_groups", "topk_groups", "group_score", "capacity_factor", "drop_policy")
+        more = {each: getattr(self, each) for each in shared}
+        top_k = self.top_k if self.num_experts else 1
+        check_options(name, max(1, self.num_experts), top_k, **more)
 
     @property
     def depth(self) -> int:
@@ -377,19 +442,21 @@ class TransformerConfig:
     def _norm(self) -> Weights:
         return Weights(whole=self.hidden_size * (2 if self.norm == "layer" else 1))
 
-    def _feed_forward(self) -> Weights:
+    def _feed_forward(self, size: int | None = None) -> Weights:
+        size = self.intermediate_size if size is None else size
         products = 3 if self.gated else 2
-        split = products * self.hidden_size * self.intermediate_size
+        split = products * self.hidden_size * size
         if not self.bias:
             return Weights(split=split)
-        return Weights(
-            split=split + (products - 1) * self.intermediate_size, whole=self.hidden_size
-        )
+        return Weights(split=split + (products - 1) * size, whole=self.hidden_size)
 
     def _experts(self) -> Weights:
         one = self._feed_forward() * self.num_experts
-        router = self.hidden_size * self.num_experts
-        return Weights(whole=router, expert_split=one.split, expert_whole=one.whole)
+        router = self.hidden_size * self.num_experts if self.router == "learned" else 0
+        whole = router + self.shared_gate * self.hidden_size
+        if self.shared_size:  # tp gives each rank all of it, and some of the tokens
+            whole += self._feed_forward(self.shared_size).total
+        return Weights(whole=whole, expert_split=one.split, expert_whole=one.whole)
 
 
 def describe(model: TransformerConfig) -> dict[str, Any]:

@@ -81,10 +81,12 @@ class _Through:
         x_BSH: torch.Tensor,
         positions: torch.Tensor,
         document_ids: torch.Tensor | None = None,
+        tokens: torch.Tensor | None = None,
+        domains: torch.Tensor | None = None,
         drawn: Draws | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         model, config = self._model, self._model.config
-        given = positions, document_ids, drawn
+        given = positions, document_ids, tokens, domains, drawn
         if torch.compiler.is_compiling():  # which waits inside of its operators
             return Transformer.through(model, x_BSH, *given)
         sizes = [-(-x_BSH.shape[0] // 2), x_BSH.shape[0] // 2]
@@ -92,12 +94,13 @@ class _Through:
             return Transformer.through(model, x_BSH, *given)
         xs = x_BSH.split(sizes)
         at = [positions] * 2 if positions.dim() == 1 else positions.split(sizes)
-        documents = [None] * 2 if document_ids is None else document_ids.split(sizes)
+        perhaps = document_ids, tokens, domains
+        others = [[None] * 2 if each is None else each.split(sizes) for each in perhaps]
         draws = [drawn, drawn]
         if drawn is not None:
             features = {"heads": config.num_heads, "features": config.hidden_size}
             draws[1] = behind(drawn, sizes[0], tokens=x_BSH.shape[1], **features)
-        places = [model._places(*each) for each in zip(xs, at, documents, draws, strict=True)]
+        places = [model._places(*each) for each in zip(xs, at, *others, draws, strict=True)]
         asking: list[Any] = [None, None]
         auxiliary = torch.zeros((), device=x_BSH.device)
         for layers in _runs(model):
@@ -246,11 +249,11 @@ def _layer(layer: Layer, half: _Half, late: bool) -> Copy[Routed | None]:
     if layer.config.post_norm:
         branch_BSH = yield from _attention(layer, x_BSH, places, asking_BSH)
         x_BSH, _ = layer.attention_norm(branch_BSH, x_BSH, seed=seeds[0])
-        branch_BSH, routed = yield from _feed_forward(layer, x_BSH, late)
+        branch_BSH, routed = yield from _feed_forward(layer, x_BSH, places, late)
         return layer.feed_forward_norm(branch_BSH, x_BSH, seed=seeds[1])[0], routed
     branch_BSH = yield from _attention(layer, layer.attention_norm(x_BSH), places, asking_BSH)
     normed_BSH, x_BSH = layer.feed_forward_norm(branch_BSH, x_BSH, seed=seeds[0])
-    branch_BSH, routed = yield from _feed_forward(layer, normed_BSH, late)
+    branch_BSH, routed = yield from _feed_forward(layer, normed_BSH, places, late)
     given = branch_BSH, None, x_BSH, layer.config.dropout, layer.training
     return ops.bias_dropout_add(*given, seed=seeds[1]), routed
 
@@ -281,10 +284,10 @@ def _attention(
     return row.biased(leaves.wait())
 
 
-def _feed_forward(layer: Layer, x_BSH: torch.Tensor, late: bool) -> Any:
+def _feed_forward(layer: Layer, x_BSH: torch.Tensor, places: Places, late: bool) -> Any:
     part: Any = layer.feed_forward
     if isinstance(part, MoE):
-        return (yield from _experts(layer, part, x_BSH, late))
+        return (yield from _experts(layer, part, x_BSH, places, late))
     if not isinstance(part, (ParallelMLP, ParallelGatedMLP)):
         yield "feed-forward"
         branch_BSH = part(x_BSH)
@@ -300,9 +303,9 @@ def _feed_forward(layer: Layer, x_BSH: torch.Tensor, late: bool) -> Any:
     return part.biased(leaves.wait()), None
 
 
-def _experts(layer: Layer, part: MoE, x_BSH: torch.Tensor, late: bool) -> Any:
+def _experts(layer: Layer, part: MoE, x_BSH: torch.Tensor, places: Places, late: bool) -> Any:
     x_BSH = layer.take_tokens(x_BSH)
-    logits, plan = part.gate(x_BSH)
+    logits, plan = layer.choose(x_BSH, places)
     rows = x_BSH.flatten(0, 1)
     exchange = _exchange_of(part)
     trip = None
@@ -325,7 +328,8 @@ def _experts(layer: Layer, part: MoE, x_BSH: torch.Tensor, late: bool) -> Any:
     output = output if trip is None else trip.come_home()
     branch_BSH = output.view_as(x_BSH)
     branch_BSH = branch_BSH if shared_BSH is None else branch_BSH + shared_BSH
-    return layer.join_tokens(branch_BSH), Routed(logits, plan.expert_ids)
+    routed = None if logits is None else Routed(logits, plan.expert_ids)
+    return layer.join_tokens(branch_BSH), routed
 
 
 def _around(module: nn.Module) -> Any:

@@ -19,7 +19,13 @@ from fusedops._core import checks, philox
 # Counters at a time: what one takes stays in the cache.
 _CHUNK = 1 << 15
 # What ends a branch of the residual stream.
-_BRANCH_ENDS = ("attention.output.weight", "feed_forward.w2", "down_proj.weight", "down_proj")
+_BRANCH_ENDS = (
+    "attention.output.weight",
+    "feed_forward.w2",
+    "shared_experts.w2",
+    "down_proj.weight",
+    "down_proj",
+)
 
 
 def initialize(model: nn.Module, seed: int | None = None) -> None:
@@ -27,7 +33,7 @@ def initialize(model: nn.Module, seed: int | None = None) -> None:
 
     Weights are normal with the configuration's ``initializer_range`` as standard deviation, divided
     by ``sqrt(2 num_layers)`` where they end a branch of the residual stream, as GPT-2's are. Biases
-    are 0, weights of norms 1.
+    and buffers (what balances routers) are 0, weights of norms 1.
 
     Args:
         model: a ``Transformer``, sharded or not; its parameters have memory (``to_empty``).
@@ -49,6 +55,8 @@ def initialize(model: nn.Module, seed: int | None = None) -> None:
         seed = int(torch.randint(0, 2**63 - 1, ()))
     checks.integer("initialize", "seed", seed)
     config: Any = model.config
+    for buffer in model.buffers():
+        buffer.zero_()
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             checks.fail("initialize", name, "on a device with memory (to_empty)", "meta")

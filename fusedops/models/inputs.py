@@ -15,10 +15,20 @@ def check_inputs(
     positions: torch.Tensor | None,
     document_ids: torch.Tensor | None,
     token_types: torch.Tensor | None,
+    domains: torch.Tensor | None = None,
 ) -> None:
     """Raise unless these are tokens of the model and what belongs to them."""
     name = "Transformer"
-    given = {"labels": labels, "document_ids": document_ids, "token_types": token_types}
+    given = {
+        "labels": labels,
+        "document_ids": document_ids,
+        "token_types": token_types,
+        "domains": domains,
+    }
+    if (domains is None) == bool(config.domain_experts):
+        wanted = "given with" if config.domain_experts else "None without"
+        got = "None" if domains is None else "a tensor"
+        checks.fail(name, "domains", f"{wanted} domain_experts", got)
     checks.index_tensor(name, "tokens", tokens, dtypes=(torch.int64,))
     if tokens.dim() != 2:
         checks.fail(name, "tokens", "of shape [B, S]", list(tokens.shape))

@@ -27,7 +27,7 @@ from fusedops.parallel.sizes import (
 
 MODES = ("explicit", "data", "manual")
 CONTEXTS = ("ring", "all_to_all")
-OFFLOADS = ("optimizer", "activations")
+OFFLOADS = ("optimizer", "activations", "experts")
 BALANCES = ("operations", "measured", "layers")
 RECOMPUTE = ("none", "selective", "full", "norm", "activation")
 
@@ -83,7 +83,8 @@ class ParallelConfig:
         parallel_optimizer_comm_recompute: gather ``zero=3``'s weights again in the backward,
             instead of keeping them from the forward on.
         offload: ``"optimizer"``: masters and moments in host memory; ``"activations"``: what layers
-            keep for the backward. Several in a tuple.
+            keep for the backward; ``"experts"``: weights of experts, of which those that tokens
+            chose come to the device for a layer's forward and backward. Several in a tuple.
         bucket_bytes: parameters, or gradients, of about so many bytes travel together.
         bucket_layers: instead of ``bucket_bytes``: first layers of the buckets, in ascending order.
         shard_threshold: parameters of fewer bytes are not divided by ``zero``.
@@ -253,6 +254,11 @@ def _check_copies(config: ParallelConfig) -> None:
             f"{_OP}: copies must be 1 with ep_same_bits, got 2: weights get a gradient of each "
             "half, and the order of their sum is another"
         )
+    if config.copies == 2 and "experts" in config.offload:
+        raise UnsupportedError(
+            f"{_OP}: copies must be 1 with offload 'experts', got 2: what comes to the device "
+            "for one half would come once more for the other"
+        )
 
 
 def _check_pipeline(config: ParallelConfig) -> None:
@@ -270,6 +276,32 @@ def _check_pipeline(config: ParallelConfig) -> None:
             f"{_OP}: pp must be 1 with mode 'manual', got {config.pp}: only its author "
             "knows where a model of any kind can be cut; fusedops.parallel.pipeline runs stages "
             "of your own"
+        )
+
+
+def check_stored(op: str, model: TransformerConfig, config: ParallelConfig, device: str) -> None:
+    """Raise unless experts can lie in host memory.
+
+    Args:
+        op: who asks.
+        model: its sizes.
+        config: how it is spread.
+        device: type of the device.
+
+    Raises:
+        ValueError: the model has no experts.
+        UnsupportedError: their gradients are summed, or their weights gathered, on devices.
+    """
+    if "experts" not in config.offload:
+        return
+    if not model.sparse_layers:
+        checks.fail(op, "offload", "without 'experts' for a model that has none", config.offload)
+    copies = config.sizes.edp * config.tp
+    if copies > 1 and (config.zero or device != "cpu"):
+        raise UnsupportedError(
+            f"{op}: offload must be without 'experts' where {copies} processes have the same "
+            "experts and zero divides them, or devices add their gradients: with ep = dp x cp and "
+            "tp 1 each expert is on one process"
         )
 
 

@@ -23,7 +23,12 @@ from fusedops._core import checks
 from fusedops.models.config import TransformerConfig
 from fusedops.models.copies import run_in_copies
 from fusedops.models.initialize import initialize
-from fusedops.models.parallel_config import ParallelConfig, check_split, check_stages
+from fusedops.models.parallel_config import (
+    ParallelConfig,
+    check_split,
+    check_stages,
+    check_stored,
+)
 from fusedops.models.parallelized import Parallelized, attach
 from fusedops.models.pipelined import WORDS, Pipeline
 from fusedops.models.stage_costs import Costs, by_operations, measured
@@ -114,8 +119,10 @@ def parallelize(
         taken |= {name for name, _ in part.named_parameters()}
     if any(each.is_meta for each in model.parameters()):
         for part in parts:
-            part.to_empty(device=mesh.dense.device_type if device is None else device)
+            _make(part, mesh.dense.device_type if device is None else device, config)
         initialize(model, seed)
+    if "experts" in config.offload:
+        memory.store_experts(model, mesh.dense.device_type if device is None else device)
     taken = set()
     for part, each in zip(parts, data, strict=True):
         each.replicas = _replicas(part, whole - taken, config, mesh)
@@ -124,6 +131,14 @@ def parallelize(
         return attach(model, Parallelized(model, config, mesh, data[0]))
     pipeline = Pipeline.of(model, config, mesh, stages, dict(zip(stages, data, strict=True)))
     return attach(model, Parallelized(model, config, mesh, pipeline=pipeline))
+
+
+def _make(part: nn.Module, device: torch.device | str, config: ParallelConfig) -> None:
+    """Give parameters and buffers memory, experts that are stored theirs on the host."""
+    stored = [each.experts for each in part.modules() if isinstance(each, MoE)]
+    for module in part.modules():
+        host = "experts" in config.offload and module in stored
+        module.to_empty(device="cpu" if host else device, recurse=False)
 
 
 def _validated(model: Any, config: Any, mesh: Any) -> tuple[ParallelConfig, Mesh]:
@@ -151,6 +166,8 @@ def _validated(model: Any, config: Any, mesh: Any) -> tuple[ParallelConfig, Mesh
         mesh = make_mesh(config.sizes, device_type="cpu" if device == "meta" else device)
     elif mesh.sizes != config.sizes:
         checks.fail(_OP, "mesh", f"one of {config.sizes}", mesh.sizes)
+    if isinstance(model, Transformer):
+        check_stored(_OP, model.config, config, mesh.dense.device_type)
     return config, mesh
 
 
@@ -214,13 +231,16 @@ def _costs(model: Transformer, config: ParallelConfig, mesh: Mesh) -> Costs:
 
 def _divide_experts(model: Transformer, config: ParallelConfig, mesh: Mesh) -> None:
     """Give each rank of ``ep`` its experts, and each rank of ``tp`` its share of the tokens."""
+    nodes, count = None, config.ep_nodes
+    if count > 1:
+        nodes = mesh["ep"]._unflatten(0, (count, config.ep // count), ("ep_nodes", "ep_ranks"))
     for layer in _layers(model):
         moe = layer.feed_forward
         if not isinstance(moe, MoE):
             continue
         layer.router_loss = partial(ops.moe_router_loss, group=mesh.group("stage"))
         if config.ep > 1:
-            chunks, nodes, ordered = config.ep_chunks, config.ep_nodes, config.ep_same_bits
+            chunks, ordered = config.ep_chunks, config.ep_same_bits
             split_experts(moe, mesh["ep"], chunks=chunks, nodes=nodes, ordered=ordered)
 
 
@@ -329,11 +349,11 @@ def _split_tokens(layer: Any, mesh: Any, *, sequence: bool) -> None:
     for module in (moe.gate, moe.shared_experts, moe.shared_expert_gate):
         if module is not None:
             sum_gradients(module, mesh)
-    if sequence:
-        return
 
-    layer.take_tokens = partial(take_tokens, group=group)
-    layer.join_tokens = partial(join_tokens, group=group)
+    if not sequence:
+        layer.take_tokens = partial(take_tokens, group=group)
+        layer.join_tokens = partial(join_tokens, group=group)
+    layer.take_ids = partial(part_of, group=group)
 
 
 def _place(config: ParallelConfig, mesh: Mesh) -> Place:

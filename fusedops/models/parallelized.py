@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from fusedops._core import checks, philox
+from fusedops.models import balancing
 from fusedops.models.config import TransformerConfig
 from fusedops.models.parallel_config import ParallelConfig
 from fusedops.models.transformer import Loss
@@ -39,12 +40,14 @@ class Shard(NamedTuple):
         labels: ``[B, S / cp]``, or ``None``.
         positions: ``[S / cp]`` or ``[B, S / cp]``: where these tokens stand in their sequence.
         document_ids: ``[B, S / cp]``, or ``None``.
+        domains: ``[B, S / cp]``, or ``None``.
     """
 
     tokens: torch.Tensor
     labels: torch.Tensor | None
     positions: torch.Tensor
     document_ids: torch.Tensor | None
+    domains: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,6 +100,7 @@ class Parallelized:
         labels: torch.Tensor | None = None,
         positions: torch.Tensor | None = None,
         document_ids: torch.Tensor | None = None,
+        domains: torch.Tensor | None = None,
     ) -> Shard:
         """Return what this process computes of sequences that it shares with the others of ``cp``.
 
@@ -105,9 +109,10 @@ class Parallelized:
             labels: ``[B, S]``: the target of each token; -100 has none.
             positions: ``[S]`` or ``[B, S]``; from 0 on by default.
             document_ids: ``[B, S]``, as ``Transformer`` takes them.
+            domains: ``[B, S]``, as ``Transformer`` takes them.
 
         Returns:
-            ``model(*shard[:2], positions=shard.positions, document_ids=shard.document_ids)``.
+            What ``Transformer`` is called with: tokens and labels, then the others by their names.
 
         Raises:
             ValueError: ``cp`` and ``tp`` cannot share the sequence.
@@ -122,7 +127,7 @@ class Parallelized:
             shared = f"a multiple of {unit}, for the ranks of cp {config.cp} and tp {config.tp}"
             checks.fail("shard_batch", "tokens of a sequence", shared, length)
         if self.mesh is None or config.cp == 1:
-            return Shard(tokens, labels, positions, document_ids)
+            return Shard(tokens, labels, positions, document_ids, domains)
         from fusedops.parallel.context import shard_sequence
 
         group = self.mesh.group("cp")
@@ -130,7 +135,7 @@ class Parallelized:
         def part(tensor: torch.Tensor | None) -> Any:
             return None if tensor is None else shard_sequence(tensor, group, tensor.dim() - 1)
 
-        return Shard(part(tokens), part(labels), part(positions), part(document_ids))
+        return Shard(*map(part, (tokens, labels, positions, document_ids, domains)))
 
     def step(
         self,
@@ -188,15 +193,17 @@ class Parallelized:
             shards: with labels; for a pipeline as many as a step has.
             computing: as of ``step``.
         """
-        if self.pipeline is not None:
-            self._check_parts(shards)
-            return self.pipeline.forward(shards, computing)
-        with computing():
-            return [self._run(each) for each in shards]
+        with balancing.uncounted(self.model):
+            if self.pipeline is not None:
+                self._check_parts(shards)
+                return self.pipeline.forward(shards, computing)
+            with computing():
+                return [self._run(each) for each in shards]
 
     def _run(self, shard: Shard, **draws: Any) -> Loss:
-        tokens, labels, positions, document_ids = shard
-        return self.model(tokens, labels, positions=positions, document_ids=document_ids, **draws)
+        tokens, labels, *others = shard
+        given = dict(zip(shard._fields[2:], others, strict=True))
+        return self.model(tokens, labels, **given, **draws)
 
     def _draws(self, shards: Sequence[Shard], seed: torch.Tensor | None) -> list[dict[str, Any]]:
         """Return what each micro-batch of a step tells the model for its dropout."""
@@ -279,6 +286,17 @@ class Parallelized:
         if self.pipeline is not None:
             return self.pipeline.norm()
         return global_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+
+    def balance(self, *, taken: bool = True) -> None:
+        """Move the biases of routers that balance without a loss; beside the optimizer's step.
+
+        By the choices of all processes since the last call, which every process must make. Models
+        without ``balance_rate`` are left alone.
+
+        Args:
+            taken: whether the optimizer's step was taken; else the choices are forgotten.
+        """
+        balancing.balance(self.model, self.group("stage"), taken=taken)
 
     def optimizer(self, **options: Any) -> AdamW:
         """Return an AdamW of the model's parameters, its states where the configuration says.

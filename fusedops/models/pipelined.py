@@ -153,12 +153,14 @@ class Pipeline:
         given: torch.Tensor | None,
         draws: Mapping[str, Any],
     ) -> tuple[torch.Tensor | None, Loss]:
-        tokens, labels, positions, document_ids = shard
+        tokens, labels, positions, document_ids, domains = shard
         return self.stages[stage](
             tokens if given is None else given,
             labels,
             positions=positions,
             document_ids=document_ids,
+            tokens=tokens,
+            domains=domains,
             **draws,
         )
 

@@ -47,6 +47,8 @@ class Stage(Transformer):
         *,
         positions: torch.Tensor,
         document_ids: torch.Tensor | None = None,
+        tokens: torch.Tensor | None = None,
+        domains: torch.Tensor | None = None,
         seed: torch.Tensor | None = None,
         first_sequence: int | None = None,
     ) -> tuple[torch.Tensor | None, Loss]:
@@ -57,6 +59,8 @@ class Stage(Transformer):
             labels: ``[B, S]``, which the last stage reads; ``None``: there is no loss.
             positions: ``[S]`` or ``[B, S]``.
             document_ids: ``[B, S]``, or ``None``.
+            tokens: ``[B, S]``, of which hash layers choose experts.
+            domains: ``[B, S]``, or ``None``.
             seed: as of ``Transformer``, the same for all stages.
             first_sequence: likewise.
 
@@ -70,7 +74,7 @@ class Stage(Transformer):
         if self.is_first:
             first = None if drawn is None else drawn.of_embedding()
             x_BSH = self.embedding(given, positions, seed=first)
-        x_BSH, auxiliary = self.through(x_BSH, positions, document_ids, drawn)
+        x_BSH, auxiliary = self.through(x_BSH, positions, document_ids, tokens, domains, drawn)
         found = self.leave(x_BSH, labels) if self.is_last else x_BSH
         if self.is_last and labels is not None:
             return None, Loss(found, (labels != -100).sum(), auxiliary)

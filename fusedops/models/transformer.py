@@ -31,6 +31,7 @@ from fusedops.nn import (
     MLP,
     AddLayerNorm,
     AddRMSNorm,
+    BalancingBias,
     Dropout,
     GatedMLP,
     LayerNorm,
@@ -75,7 +76,15 @@ def feed_forward_of(config: TransformerConfig, index: int) -> nn.Module:
             score=config.router_score,
             normalize=config.router_normalize,
             scaling=config.router_scaling,
+            num_groups=config.num_groups,
+            topk_groups=config.topk_groups,
+            group_score=config.group_score,
+            correction_bias=config.balance_rate > 0,
             capacity_factor=config.capacity_factor,
+            drop_policy=config.drop_policy,
+            router=config.router == "learned",
+            shared_intermediate_size=config.shared_size or None,
+            shared_gate=config.shared_gate,
         )
     if config.gated:
         return GatedMLP(hidden, inner, activation=activation, bias=bias)
@@ -126,11 +135,15 @@ class Places:
     Attributes:
         rotary: cosines and sines, ``[S, D]`` or ``[B, S, D]``, or ``None``.
         documents: which tokens may attend each other, ``None``: all of a sequence.
+        tokens: the ids ``[B, S]``, where experts follow from them, else ``None``.
+        domains: of the tokens, ``[B, S]``, or ``None``.
         draws: what dropout draws from; ``None``: torch's generator.
     """
 
     rotary: tuple[torch.Tensor, torch.Tensor] | None = None
     documents: Documents | None = None
+    tokens: torch.Tensor | None = None
+    domains: torch.Tensor | None = None
     draws: Draws | None = None
 
     def seed(self, layer: int, call: int) -> torch.Tensor | None:
@@ -261,7 +274,9 @@ class Layer(nn.Module):
 
     Attributes:
         router_loss: ``fusedops.moe_router_loss``, or a function that is called the same way.
+        balancing: counts the router's choices for its bias, ``None`` where it has none.
         take_tokens: gives the router and the experts the tokens that they compute here.
+        take_ids: gives those tokens' ids.
         join_tokens: gives all tokens back.
     """
 
@@ -272,8 +287,13 @@ class Layer(nn.Module):
         self.attention = Attention(config, index)
         self.feed_forward_norm = norm_of(config, adds=True)
         self.feed_forward = feed_forward_of(config, index)
+        self.balancing: BalancingBias | None = None
+        if config.balance_rate and config.is_sparse(index):
+            rate = config.balance_rate
+            self.balancing = BalancingBias(config.num_experts, rate, own_bias=False)
         self.router_loss: Callable[..., torch.Tensor] = ops.moe_router_loss
         self.take_tokens: Callable[[torch.Tensor], torch.Tensor] = _all
+        self.take_ids: Callable[[torch.Tensor], torch.Tensor] = _all
         self.join_tokens: Callable[[torch.Tensor], torch.Tensor] = _all
 
     def forward(
@@ -290,23 +310,37 @@ class Layer(nn.Module):
         if self.config.post_norm:
             branch_BSH = self.attention(x_BSH, places, asking_BSH)
             x_BSH, _ = self.attention_norm(branch_BSH, x_BSH, seed=seeds[0])
-            branch_BSH, auxiliary = self._feed_forward(x_BSH)
+            branch_BSH, auxiliary = self._feed_forward(x_BSH, places)
             return self.feed_forward_norm(branch_BSH, x_BSH, seed=seeds[1])[0], auxiliary
         branch_BSH = self.attention(self.attention_norm(x_BSH), places, asking_BSH)
         normed_BSH, x_BSH = self.feed_forward_norm(branch_BSH, x_BSH, seed=seeds[0])
-        branch_BSH, auxiliary = self._feed_forward(normed_BSH)
+        branch_BSH, auxiliary = self._feed_forward(normed_BSH, places)
         dropout = self.config.dropout
         x_BSH = ops.bias_dropout_add(branch_BSH, None, x_BSH, dropout, self.training, seed=seeds[1])
         return x_BSH, auxiliary
 
-    def _feed_forward(self, x_BSH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _feed_forward(
+        self, x_BSH: torch.Tensor, places: Places
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         part = self.feed_forward
         if not isinstance(part, MoE):
             return part(x_BSH), None
         x_BSH = self.take_tokens(x_BSH)
-        logits, plan = part.gate(x_BSH)
-        auxiliary = self.loss_of_router(logits, plan)
+        logits, plan = self.choose(x_BSH, places)
+        auxiliary = None if logits is None else self.loss_of_router(logits, plan)
         return self.join_tokens(part(x_BSH, plan=plan)), auxiliary
+
+    def choose(
+        self, x_BSH: torch.Tensor, places: Places
+    ) -> tuple[torch.Tensor | None, ops.RoutingPlan]:
+        """Return the router's logits, ``None`` where ids decide, and the experts of each token."""
+        part: Any = self.feed_forward
+        if part.gate is None:
+            return None, self._hashed(places)
+        logits, plan = part.gate(x_BSH)
+        if self.balancing is not None:
+            self.balancing.count(plan)
+        return logits, plan
 
     def loss_of_router(
         self, logits: torch.Tensor, choices: ops.RoutingPlan | torch.Tensor
@@ -323,9 +357,22 @@ class Layer(nn.Module):
             score=config.router_score,
         )
 
+    def _hashed(self, places: Places) -> ops.RoutingPlan:
+        """Return the experts of each token by its id; a hash of their own in each layer."""
+        config, domains = self.config, places.domains
+        assert places.tokens is not None
+        return ops.hash_route(
+            self.take_ids(places.tokens).flatten(),
+            config.num_experts,
+            top_k=config.top_k,
+            seed=config.router_seed + self.index,
+            domains=None if domains is None else self.take_ids(domains).flatten(),
+            domain_experts=config.domain_experts,
+        )
 
-def _all(x_BSH: torch.Tensor) -> torch.Tensor:
-    return x_BSH
+
+def _all(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 class Head(nn.Module):
@@ -447,6 +494,7 @@ class Transformer(nn.Module):
         positions: torch.Tensor | None = None,
         document_ids: torch.Tensor | None = None,
         token_types: torch.Tensor | None = None,
+        domains: torch.Tensor | None = None,
         seed: torch.Tensor | None = None,
         first_sequence: int | None = None,
     ) -> Any:
@@ -460,6 +508,7 @@ class Transformer(nn.Module):
             document_ids: ``[B, S]``: tokens attend only those of their own document, which is a run
                 of equal numbers; padding is a document of its own.
             token_types: ``[B, S]`` int64: BERT's segments; 0 by default.
+            domains: ``[B, S]`` int64: the domain of each token, with ``domain_experts``.
             seed: what dropout draws from, int64 ``[2]``, the same on all processes; by default two
                 numbers of torch's generator.
             first_sequence: how many sequences of the batch that ``seed`` is for come before these;
@@ -478,13 +527,13 @@ class Transformer(nn.Module):
                 f"Transformer: this process has {len(self.layers)} of the "
                 f"{self.config.num_layers} layers: use parallelized(model).step or .forward"
             )
-        check_inputs(self.config, tokens, labels, positions, document_ids, token_types)
+        check_inputs(self.config, tokens, labels, positions, document_ids, token_types, domains)
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
         drawn = self.draws(tokens.shape, tokens.device, seed, first_sequence)
         first = None if drawn is None else drawn.of_embedding()
         x_BSH = self.embedding(tokens, positions, token_types, seed=first)
-        x_BSH, auxiliary = self.through(x_BSH, positions, document_ids, drawn)
+        x_BSH, auxiliary = self.through(x_BSH, positions, document_ids, tokens, domains, drawn)
         found = self.leave(x_BSH, labels)
         return found if labels is None else Loss(found, (labels != -100).sum(), auxiliary)
 
@@ -493,10 +542,12 @@ class Transformer(nn.Module):
         x_BSH: torch.Tensor,
         positions: torch.Tensor,
         document_ids: torch.Tensor | None = None,
+        tokens: torch.Tensor | None = None,
+        domains: torch.Tensor | None = None,
         drawn: Draws | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the hidden states behind the layers that there are, and their routers' losses."""
-        places = self._places(x_BSH, positions, document_ids, drawn)
+        places = self._places(x_BSH, positions, document_ids, tokens, domains, drawn)
         auxiliary = torch.zeros((), device=x_BSH.device)
         for name, layer in self.layers.items():
             asking_BSH = None
@@ -541,6 +592,8 @@ class Transformer(nn.Module):
         x_BSH: torch.Tensor,
         positions: torch.Tensor,
         document_ids: torch.Tensor | None,
+        tokens: torch.Tensor | None = None,
+        domains: torch.Tensor | None = None,
         drawn: Draws | None = None,
     ) -> Places:
         config = self.config
@@ -550,7 +603,9 @@ class Transformer(nn.Module):
             width, theta, scaling = config.size_of_head, config.rope_theta, config.rope_scaling
             rotary = rotary_tables(positions, width, theta, scaling, dtype)
         documents = None if document_ids is None else Documents(document_ids)
-        return Places(rotary, documents, drawn)
+        if config.router != "hash":
+            tokens = domains = None
+        return Places(rotary, documents, tokens, domains, drawn)
 
 
 def _check(config: TransformerConfig) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from fusedops._core import checks
 from fusedops.nn._arguments import check_flags, check_place
+from fusedops.nn._exact import apply_but_keep_dtype
 from fusedops.ops import RoutingPlan, update_balancing_bias
 from fusedops.ops._routing_plan import check_plan
 from fusedops.ops._routing_reuse import recomputing
@@ -32,10 +33,11 @@ class BalancingBias(torch.nn.Module):
         rate: the step of the bias.
         centered: as in ``update_balancing_bias``.
         group: a process group whose ranks step together: give it the ranks that see other data.
+        own_bias: whether it has a bias; else ``step`` is given one.
         device: of the buffers.
 
     Attributes:
-        bias: ``[E]`` float32 buffer, in the state dict.
+        bias: ``[E]`` float32 buffer, in the state dict; ``None`` without ``own_bias``.
         tokens_per_expert: ``[E]`` int64 buffer, choices since the last step; not in the state dict.
 
     Raises:
@@ -57,7 +59,7 @@ class BalancingBias(torch.nn.Module):
         tensor([-0.1000,  0.1000])
     """
 
-    bias: torch.Tensor
+    bias: torch.Tensor | None
     tokens_per_expert: torch.Tensor
 
     def __init__(
@@ -67,19 +69,21 @@ class BalancingBias(torch.nn.Module):
         *,
         centered: bool = False,
         group: Any = None,
+        own_bias: bool = True,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         op = "BalancingBias"
         checks.integer(op, "num_experts", num_experts, least=1)
         checks.finite(op, "rate", rate)
-        check_flags(op, centered=centered)
+        check_flags(op, centered=centered, own_bias=own_bias)
         checks.group(op, "group", group)
         check_place(op, device, None)
         self.rate = rate
         self.centered = centered
         self.group = group
-        self.register_buffer("bias", torch.zeros(num_experts, device=device))
+        bias = torch.zeros(num_experts, device=device) if own_bias else None
+        self.register_buffer("bias", bias)
         counts = torch.zeros(num_experts, dtype=torch.int64, device=device)
         self.register_buffer("tokens_per_expert", counts, persistent=False)
 
@@ -109,8 +113,11 @@ class BalancingBias(torch.nn.Module):
             bias: ``[E]``, another bias to change instead, such as ``e_score_correction_bias`` of
                 ``nn.MoE``'s gate.
         """
+        moved = self.bias if bias is None else bias
+        if moved is None:
+            checks.fail("BalancingBias.step", "bias", "given, without own_bias", bias)
         update_balancing_bias(
-            self.bias if bias is None else bias,
+            moved,
             self.tokens_per_expert,
             rate=self.rate,
             centered=self.centered,
@@ -121,12 +128,9 @@ class BalancingBias(torch.nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> BalancingBias:
         """Move the buffers and keep the bias float32: a bfloat16 one of 0.5 has steps of 4e-3."""
-        exact = self.bias
-        super()._apply(fn, recurse)
-        if self.bias.dtype != exact.dtype and not self.bias.is_meta:
-            self.bias = exact.to(self.bias.device)
+        apply_but_keep_dtype(self, "bias", lambda: super(BalancingBias, self)._apply(fn, recurse))
         return self
 
     def extra_repr(self) -> str:
         """Return what stands in the brackets of ``repr``."""
-        return f"{self.bias.numel()}, rate={self.rate}"
+        return f"{self.tokens_per_expert.numel()}, rate={self.rate}"

@@ -7,6 +7,7 @@ A router chooses ``top_k`` experts for each token (``fusedops.moe_route``), the 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ from torch import nn
 from fusedops._core import checks
 from fusedops._core.activation import ACTIVATIONS
 from fusedops.nn._arguments import check_flags, check_place, check_sizes
+from fusedops.nn._exact import apply_but_keep_dtype
 from fusedops.nn.gated_mlp import GatedMLP
+from fusedops.nn.mlp import MLP
 from fusedops.ops._moe_gate import GATES
 from fusedops.ops._routing_plan import RoutingPlan
 from fusedops.ops.moe_mlp import moe_mlp
@@ -27,7 +30,7 @@ class MoE(nn.Module):
     """Send each token through ``top_k`` of ``num_experts`` feed-forward layers.
 
     ``y = sum over chosen e of p[e] * (act(x @ gate[e]) * (x @ up[e])) @ down[e]``, and the shared
-    experts' output.
+    experts' output: of ``nn.GatedMLP``, or of ``nn.MLP`` where experts have no gate.
 
     The ``state_dict`` is that of Hugging Face's layers: ``gate.weight`` ``[num_experts,
     hidden_size]``, ``experts.gate_up_proj`` ``[num_experts, 2 * intermediate_size, hidden_size]``,
@@ -69,8 +72,11 @@ class MoE(nn.Module):
         drop_policy: which rows are dropped beyond it: ``"position"``, ``"probability"`` ...
         expert_choice: experts choose tokens.
         jitter: width of the noise on the logits in training.
+        router: whether there is one; without it every call is given a plan, such as that of
+            ``fusedops.hash_route``.
         router_dtype: dtype of the router's product; ``None``: the input's.
-        shared_intermediate_size: size of the expert that every token visits, ``None`` for none.
+        shared_intermediate_size: size of the expert that every token visits, ``None`` for none;
+            several are one of their sizes together. Activation, gate and bias are the experts'.
         shared_gate: whether a sigmoid of the token weighs it (``shared_expert_gate.weight``).
         recompute: keep only the input and the plan for the backward, which then makes the first
             product again, as ``fusedops.moe_mlp`` does.
@@ -120,6 +126,7 @@ class MoE(nn.Module):
         drop_policy: str = "position",
         expert_choice: bool = False,
         jitter: float = 0.0,
+        router: bool = True,
         router_dtype: torch.dtype | None = None,
         shared_intermediate_size: int | None = None,
         shared_gate: bool = False,
@@ -142,6 +149,7 @@ class MoE(nn.Module):
             router_bias=router_bias,
             transposed=transposed,
             correction_bias=correction_bias,
+            router=router,
             shared_gate=shared_gate,
             recompute=recompute,
         )
@@ -168,17 +176,19 @@ class MoE(nn.Module):
         balance = torch.empty(num_experts) if correction_bias else None
         check_options(name, num_experts, top_k, bias=balance, jitter=jitter, **options)
         place: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.gate = _Router(
-            hidden_size,
-            num_experts,
-            top_k,
-            options,
-            jitter,
-            router_dtype,
-            router_bias,
-            correction_bias,
-            **place,
-        )
+        self.gate: _Router | None = None
+        if router:
+            self.gate = _Router(
+                hidden_size,
+                num_experts,
+                top_k,
+                options,
+                jitter,
+                router_dtype,
+                router_bias,
+                correction_bias,
+                **place,
+            )
         self.experts = _Experts(
             hidden_size,
             intermediate_size,
@@ -191,10 +201,13 @@ class MoE(nn.Module):
             recompute,
             **place,
         )
-        self.shared_experts: GatedMLP | None = None
+        self.shared_experts: GatedMLP | MLP | None = None
         self.shared_expert_gate: nn.Linear | None = None
         if shared_intermediate_size is not None:
-            self.shared_experts = GatedMLP(hidden_size, shared_intermediate_size, **place)
+            kind: Any = GatedMLP if gated else MLP
+            self.shared_experts = kind(
+                hidden_size, shared_intermediate_size, activation=activation, bias=bias, **place
+            )
         if shared_gate:
             self.shared_expert_gate = nn.Linear(hidden_size, 1, bias=False, **place)
         self.register_load_state_dict_pre_hook(_rename)
@@ -207,8 +220,13 @@ class MoE(nn.Module):
 
         Returns:
             The plan of the flattened tokens, as ``fusedops.moe_route`` makes it.
+
+        Raises:
+            ValueError: there is no router.
         """
         checks.tensor("MoE.route", "input", input)
+        if self.gate is None:
+            raise ValueError("MoE: plan must be given to a layer that has no router, got None")
         return self.gate(input)[1]
 
     def forward(self, input: torch.Tensor, *, plan: RoutingPlan | None = None) -> torch.Tensor:
@@ -295,6 +313,12 @@ class _Router(nn.Module):
         with torch.autocast(rows.device.type, enabled=False):
             return F.linear(rows.to(self.logits_dtype), self.weight.to(self.logits_dtype), bias)
 
+    def _apply(self, fn: Any, recurse: bool = True) -> _Router:
+        """Move parameters and buffers; the correction stays float32."""
+        name = "e_score_correction_bias"
+        apply_but_keep_dtype(self, name, lambda: super(_Router, self)._apply(fn, recurse))
+        return self
+
     def extra_repr(self) -> str:
         """Return sizes and what is not the default."""
         num_experts, hidden_size = self.weight.shape
@@ -302,7 +326,14 @@ class _Router(nn.Module):
 
 
 class _Experts(nn.Module):
-    """The weights of all experts."""
+    """The weights of all experts.
+
+    Attributes:
+        stored: ``(plan, tensors, compute)`` runs ``compute`` where weights and biases lie
+            elsewhere: it brings those that the plan names (``fusedops.memory.store_experts``).
+    """
+
+    stored: Callable[..., torch.Tensor] | None = None
 
     def __init__(
         self,
@@ -348,19 +379,28 @@ class _Experts(nn.Module):
     def forward(self, input: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
         """Return ``[tokens, hidden_size]`` for ``[tokens, hidden_size]``."""
         names = (self.first, "down_proj")
-        weights = [getattr(self, name) for name in names]
-        if not self.transposed:
-            weights = [weight.transpose(1, 2) for weight in weights]
-        return moe_mlp(
-            input,
-            plan,
-            *weights,
-            *(getattr(self, f"{name}_bias") for name in names),
-            activation=self.activation,
-            gated=self.gated,
-            interleaved=self.interleaved,
-            recompute=self.recompute,
-        )
+        tensors = [getattr(self, f"{name}{end}") for end in ("", "_bias") for name in names]
+
+        def compute(plan: RoutingPlan, tensors: Sequence[Any]) -> torch.Tensor:
+            w1, w2, b1, b2 = tensors
+            if not self.transposed:
+                w1, w2 = w1.transpose(1, 2), w2.transpose(1, 2)
+            return moe_mlp(
+                input,
+                plan,
+                w1,
+                w2,
+                b1,
+                b2,
+                activation=self.activation,
+                gated=self.gated,
+                interleaved=self.interleaved,
+                recompute=self.recompute,
+            )
+
+        if self.stored is not None:
+            return self.stored(plan, tensors, compute)
+        return compute(plan, tensors)
 
     def extra_repr(self) -> str:
         """Return sizes and activation."""

@@ -1,16 +1,22 @@
 """Hash routing: experts that follow from the token alone; nothing is learned, nothing is drawn.
 
+With domains it has two levels, as random routed experts have: the domain of a token says which
+experts may have it, its id which of them does.
+
 No kernel: a few integer operations on a vector of token ids, then the counting sort.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from fusedops._core import checks
 from fusedops.ops._routing_plan import RoutingPlan
+
+_OP = "hash_route"
 
 
 def hash_route(
@@ -20,8 +26,10 @@ def hash_route(
     top_k: int = 1,
     table: torch.Tensor | None = None,
     seed: int = 0,
+    domains: torch.Tensor | None = None,
+    domain_experts: Sequence[int] = (),
 ) -> RoutingPlan:
-    """Route each token by its id: by a table, or by a hash.
+    """Route each token by its id: by a table, or by a hash; or by its domain, then its id.
 
     Args:
         token_ids: ``[T]`` int32 or int64; any integers for the hash, rows of ``table`` otherwise.
@@ -30,12 +38,15 @@ def hash_route(
         table: ``[vocabulary, k]`` int32 or int64: the experts of each id, for example balanced by
             the frequency of the ids.
         seed: gives another hash, for example another one per layer.
+        domains: ``[T]`` int32 or int64: the domain of each token, such as a language.
+        domain_experts: how many experts each domain has: those of domain 0 first, ``E`` together.
 
     Returns:
         The plan; every weight is ``1 / k``.
 
     Raises:
-        ValueError: a shape or device does not fit, or ``top_k`` is above the experts.
+        ValueError: a shape or device does not fit, ``top_k`` is above the experts (of a domain), or
+            (CPU) a domain has no experts.
         TypeError: an argument is no tensor, or its dtype does not fit.
 
     Note:
@@ -44,7 +55,8 @@ def hash_route(
         alike, always.
 
     Reference:
-        Roller et al.: Hash Layers For Large Sparse Models, arXiv:2106.04426.
+        Roller et al.: Hash Layers For Large Sparse Models, arXiv:2106.04426. Ren et al.:
+        PanGu-Sigma, arXiv:2303.10845 (random routed experts).
 
     Example:
         >>> import torch, fusedops
@@ -54,41 +66,87 @@ def hash_route(
         [3, 0, 3]
     """
     _check(token_ids, num_experts, top_k, table, seed)
-    if table is not None:
+    if domains is not None or domain_experts:
+        sizes = _check_domains(token_ids, num_experts, top_k, table, domains, domain_experts)
+        assert domains is not None
+        counts = torch.tensor(sizes, device=token_ids.device)
+        domain = domains.to(torch.int64)
+        first = (counts.cumsum(0) - counts)[domain]
+        within = _hashed(token_ids.to(torch.int64), counts[domain], top_k, seed)
+        experts = first[:, None] + within
+    elif table is not None:
         experts = table[token_ids]
     else:
-        experts = _hashed(token_ids.to(torch.int64), num_experts, top_k, seed)
+        whole = torch.full((), num_experts, device=token_ids.device)
+        experts = _hashed(token_ids.to(torch.int64), whole, top_k, seed)
     probs = torch.full(experts.shape, 1.0 / experts.shape[1], device=experts.device)
     return RoutingPlan.from_choices(experts, probs, num_experts)
 
 
 def _check(token_ids: Any, num_experts: Any, top_k: Any, table: Any, seed: Any) -> None:
-    op = "hash_route"
     for name, value, dims in (("token_ids", token_ids, 1), ("table", table, 2)):
         if name == "table" and value is None:
             continue
-        checks.index_tensor(op, name, value, dtypes=(torch.int32, torch.int64))
+        checks.index_tensor(_OP, name, value, dtypes=(torch.int32, torch.int64))
         if value.dim() != dims:
-            checks.fail(op, name, f"of {dims} dims", list(value.shape))
+            checks.fail(_OP, name, f"of {dims} dims", list(value.shape))
         if value.device != token_ids.device:
-            checks.fail(op, name, f"on {token_ids.device}, the device of token_ids", value.device)
+            checks.fail(_OP, name, f"on {token_ids.device}, the device of token_ids", value.device)
     for name, value in (("num_experts", num_experts), ("top_k", top_k), ("seed", seed)):
-        checks.integer(op, name, value)
+        checks.integer(_OP, name, value)
     if num_experts < 1:
-        checks.fail(op, "num_experts", "at least 1", num_experts)
+        checks.fail(_OP, "num_experts", "at least 1", num_experts)
     if not 1 <= top_k <= num_experts:
-        checks.fail(op, "top_k", f"from 1 to {num_experts}, the number of experts", top_k)
+        checks.fail(_OP, "top_k", f"from 1 to {num_experts}, the number of experts", top_k)
 
 
-def _hashed(ids: torch.Tensor, num_experts: int, top_k: int, seed: int) -> torch.Tensor:
-    """Return ``[T, top_k]`` different experts: ``first + j * step``, with ``step`` short enough."""
+def _check_domains(
+    token_ids: torch.Tensor,
+    num_experts: int,
+    top_k: int,
+    table: Any,
+    domains: Any,
+    domain_experts: Any,
+) -> tuple[int, ...]:
+    """Return how many experts each domain has."""
+    sizes = check_domain_experts(_OP, domain_experts, num_experts, top_k)
+    if table is not None:
+        checks.fail(_OP, "table", "None with domains", "a tensor")
+    checks.index_tensor(_OP, "domains", domains, dtypes=(torch.int32, torch.int64))
+    checks.shape(_OP, "domains", domains, token_ids.shape, "that of token_ids")
+    if domains.device != token_ids.device:
+        checks.fail(_OP, "domains", f"on {token_ids.device}, as token_ids", domains.device)
+    if checks.readable(domains) and domains.numel():
+        least, most = (int(each) for each in domains.aminmax())
+        if least < 0 or most >= len(sizes):
+            wanted = f"from 0 to {len(sizes) - 1}, of domain_experts {sizes}"
+            checks.fail(_OP, "domains", wanted, least if least < 0 else most)
+    return sizes
+
+
+def check_domain_experts(op: str, sizes: Any, num_experts: int, top_k: int) -> tuple[int, ...]:
+    """Return how many experts each domain has; raise unless they share all, ``top_k`` at least."""
+    found = checks.sizes(op, "domain_experts", sizes)
+    if sum(found) != num_experts or not found:
+        wanted = f"numbers that add up to {num_experts}, the experts"
+        checks.fail(op, "domain_experts", wanted, found)
+    if min(found) < top_k:
+        checks.fail(op, "domain_experts", f"at least top_k, {top_k}, each", found)
+    return found
+
+
+def _hashed(ids: torch.Tensor, sizes: torch.Tensor, top_k: int, seed: int) -> torch.Tensor:
+    """Return ``[T, top_k]`` different numbers below each token's size, a scalar or ``[T]``.
+
+    ``first + j * step``, with ``step`` short enough.
+    """
     mixed = _mix(ids + _signed(0x9E3779B97F4A7C15 * (seed + 1)))
-    first = (mixed & 0x7FFFFFFF) % num_experts
+    first = (mixed & 0x7FFFFFFF) % sizes
     if top_k == 1:
         return first[:, None]
-    step = 1 + ((mixed >> 32) & 0x7FFFFFFF) % ((num_experts - 1) // (top_k - 1))
+    step = 1 + ((mixed >> 32) & 0x7FFFFFFF) % ((sizes - 1) // (top_k - 1))
     places = torch.arange(top_k, device=ids.device)
-    return (first[:, None] + places * step[:, None]) % num_experts
+    return (first[:, None] + places * step[:, None]) % sizes[..., None]
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:

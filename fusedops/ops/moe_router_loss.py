@@ -145,10 +145,11 @@ def _sum_over_ranks(
     counts: torch.Tensor, totals: torch.Tensor, group: Any
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
     import torch.distributed as dist
-    from torch.distributed import _functional_collectives as collectives
+
+    from fusedops._core import collectives
 
     both = torch.cat([counts.reshape(-1), totals])
-    summed = collectives.all_reduce(both, "sum", group)
+    summed = collectives.all_reduce(both, group, label="router loss")
     return (
         summed[: counts.numel()].view(counts.shape),
         summed[counts.numel() :],

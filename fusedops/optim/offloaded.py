@@ -42,7 +42,8 @@ class OffloadedAdamW(AdamW):
     the same processor. With ``overlap=False`` steps are made in place, in half of the memory.
 
     Args:
-        params: as ``AdamW``; all on one device.
+        params: as ``AdamW``; all on one device, but for some in host memory, which are stepped
+            where they are.
         lr: as ``AdamW``.
         betas: as ``AdamW``.
         eps: as ``AdamW``.
@@ -515,6 +516,9 @@ _SHADOWED = ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 def _to_offload(params: list[torch.Tensor], device_fraction: float) -> set[torch.Tensor]:
     """Return the parameters after the first ones that make up a fraction of all bytes."""
+    if any(param.device.type not in ("cpu", "meta") for param in params):
+        # What is on the host beside them (stored experts) is stepped there, where it lies.
+        params = [param for param in params if param.device.type != "cpu"]
     sizes = [param.numel() * param.element_size() for param in params]
     kept, allowed = 0, device_fraction * sum(sizes)
     offloaded = set()

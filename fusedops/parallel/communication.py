@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fusedops._core import checks, dtypes
+from fusedops._core import checks, collectives, dtypes
 from fusedops._core.collectives import all_gather_single
 
 KINDS = (
@@ -377,18 +377,24 @@ def send_receive(
 def ordered_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the sum of tensors in the accumulation dtype, rounded once.
 
-    Neighbours are added first, then pairs of them, as long as their number is even: whoever has
-    added 2, 4 or 8 neighbours beforehand has a part of this sum, and the same bits come out.
+    Neighbours are added first, then pairs of them, and so on: whoever has added 2, 4 or 8
+    neighbours beforehand has a part of this sum, and the same bits come out.
     """
+    if len(parts) == 1:
+        return parts[0]
     dtype = parts[0].dtype
     wide = dtypes.statistics_dtype(dtype)
-    while len(parts) % 2 == 0:
-        parts = [a.to(wide) + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
-    if len(parts) == 1:
-        return parts[0].to(dtype)
-    total = parts[0].to(wide) + parts[1]
-    for part in parts[2:]:
-        total += part
+    sums: list[tuple[int, torch.Tensor]] = []  # of so many neighbours each, ever fewer
+    for part in parts:
+        size = 1
+        while sums and sums[-1][0] == size:
+            before = sums.pop()[1]
+            part = before.to(wide) + part if size == 1 else before.add_(part)
+            size *= 2
+        sums.append((size, part))
+    total = sums[0][1]
+    for _, each in sums[1:]:
+        total += each
     return total.to(dtype)
 
 
@@ -405,6 +411,19 @@ def _start(kind: str, label: str, sent: int, ranks: int) -> Event | None:
     event = Event(kind, "start", next(_NUMBERS), label, sent, ranks, time.perf_counter())
     _mark(event)
     return event
+
+
+def _heard(kind: str, label: str, sent: int, ranks: int) -> None:
+    """Note what an op communicates by itself; compiled code has no moment to note."""
+    if not _LOGS or ranks == 1:
+        return
+    started = _start(kind, label, sent, ranks)
+    assert started is not None
+    fields = kind, "end", started.number, label, 0, ranks
+    _mark(Event(*fields, time.perf_counter()))
+
+
+collectives.listeners.append(_heard)
 
 
 def _mark(event: Event) -> None:

@@ -280,7 +280,7 @@ def shard(
 
     Note:
         Parameters become DTensors. Gradients are summed in the dtype of the parameters, in the
-        order of the ranks; over the copies by FSDP2's own all-reduce.
+        order of ``communication.ordered_sum``; over the copies by FSDP2's own all-reduce.
 
     Example:
         >>> import torch, torch.distributed as dist
@@ -378,7 +378,7 @@ class _Gather(_Buffers):
 
 
 class _Reduce(_Buffers):
-    """FSDP2's reduce-scatter as one of ours: summed in the order of the ranks."""
+    """FSDP2's reduce-scatter as one of ours: summed by ``ordered_sum``."""
 
     def __call__(
         self,

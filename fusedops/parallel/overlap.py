@@ -9,8 +9,8 @@ multiplied the next one comes, or the one before leaves.
 
 Backward each is the other, for the gradient of the input; the gradient of a weight is one product
 over all tokens, for which the blocks have come by then (``all_gather_linear`` keeps its own block
-only, and gathers again). Rows of a product do not depend on other rows and sums over ranks are made
-in the order of the ranks, so that results are the bits of ``gather_from_sequence`` and
+only, and gathers again). Rows of a product do not depend on other rows and sums over ranks are
+those of ``ordered_sum``, so that results are the bits of ``gather_from_sequence`` and
 ``scatter_to_sequence`` with a whole product, and so are the bytes sent.
 
 Reference: Wang et al.: Overlap Communication with Dependent Computation via Decomposition in Large
@@ -257,7 +257,7 @@ class _Leaving:
         )
 
     def total(self) -> torch.Tensor:
-        """Return the sum of what came and our own, in the order of the ranks, rounded once."""
+        """Return the ordered sum of what came and our own, rounded once."""
         assert self._own is not None
         blocks = {rank: pending.wait() for rank, pending in self._pending.items()}
         blocks[self._group.rank()] = self._own

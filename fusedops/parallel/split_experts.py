@@ -34,7 +34,7 @@ def split_experts(
     mesh: DeviceMesh,
     *,
     chunks: int = 1,
-    nodes: int = 1,
+    nodes: DeviceMesh | None = None,
     ordered: bool = False,
 ) -> None:
     """Divide a layer's experts over ranks, each of which has other tokens.
@@ -44,22 +44,21 @@ def split_experts(
             ``Shard(0)``: each rank keeps its consecutive experts. Names and ``state_dict`` stay.
         mesh: the ranks; of one dimension.
         chunks: of the tokens, whose exchange and computation overlap.
-        nodes: on so many nodes the ranks lie, neighbours together: a token then goes to each node
-            once.
+        nodes: the same ranks as ``[nodes, ranks of a node]``: a token then goes to each node once.
         ordered: add what the tokens of each rank say of a weight as ``ordered_sum`` does, so that
             its gradient has the bits that ranks with all experts get when they add theirs. Each
             expert then computes the rows of each rank for themselves.
 
     Raises:
-        ValueError: the ranks do not divide the experts, or the nodes not the ranks; or ``ordered``
+        ValueError: the ranks do not divide the experts, or ``nodes`` has others; or ``ordered``
             comes with chunks or nodes, or with weights in half precision, which round each sum.
         TypeError: ``module`` is no ``fusedops.nn.MoE``.
     """
     op = "split_experts"
     check_type(op, module, MoE)
-    ranks = mesh.size()
-    if ranks % nodes:
-        checks.fail(op, "nodes", f"a divisor of the {ranks} ranks", nodes)
+    if nodes is not None and (nodes.ndim != 2 or nodes.size() != mesh.size()):
+        wanted = f"[nodes, ranks of a node], {mesh.size()} ranks together"
+        checks.fail(op, "nodes", wanted, list(nodes.shape))
     experts: nn.Module = module.experts
     if ordered:
         _check_ordered(op, experts, chunks, nodes)
@@ -69,9 +68,7 @@ def split_experts(
     if ordered:
         experts.forward = _ByRank(experts, group)
         return
-    over: Any = group
-    if nodes > 1:
-        over = mesh._unflatten(0, (nodes, ranks // nodes), ("ep_nodes", "ep_ranks"))
+    over: Any = group if nodes is None else nodes
     put_around(experts, lambda each: [_Own.apply(local(p)) for p in each], Exchange(over, chunks))
 
 
@@ -103,10 +100,12 @@ class Exchange:
         return Trip(input, plan, forward, self.group, chunks=self.chunks)
 
 
-def _check_ordered(op: str, experts: nn.Module, chunks: int, nodes: int) -> None:
-    for name, value in (("chunks", chunks), ("nodes", nodes)):
-        if value != 1:
-            checks.fail(op, name, "1 with ordered, which needs the rows of each rank apart", value)
+def _check_ordered(op: str, experts: nn.Module, chunks: int, nodes: DeviceMesh | None) -> None:
+    why = "with ordered, which needs the rows of each rank apart"
+    if chunks != 1:
+        checks.fail(op, "chunks", f"1 {why}", chunks)
+    if nodes is not None:
+        checks.fail(op, "nodes", f"None {why}", list(nodes.shape))
     for name, parameter in experts.named_parameters():
         if parameter.dtype in (torch.bfloat16, torch.float16):
             checks.fail(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import multiprocessing
-import os
 import pickle
 import tempfile
 import time
@@ -23,6 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from fusedops._core import env
 from fusedops.parity.ranks import RankError
 
 PATIENCE = 120.0
@@ -154,8 +154,7 @@ def _serve(connection: Connection) -> None:
 def _world(store: str, rank: int, size: int, patience: float) -> Any:
     from torch import distributed as dist
 
-    # torchrun's names: libraries ask for them.
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
+    env.set_launched(rank, size)
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(store, size),

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from fusedops._core import checks
 from fusedops.models.config import TransformerConfig
 from fusedops.models.parallel_config import check_split
+from fusedops.parallel.pipeline.schedules import SCHEDULES, check_schedule
 from fusedops.parallel.sizes import check_divides, check_ranks
+from fusedops.planner.pipelines import Pipelined, pipelined, places
 
 _OP = "plan"
-SCHEDULES = ("1f1b", "gpipe")
 KERNELS = ("fused", "stock", "eager")
 OFFLOADS = ("optimizer", "activations")
 # What ``recompute`` may make again, beside all of it.
@@ -79,8 +80,8 @@ class Layout:
         micro_batch: sequences of a micro-batch, on each data-parallel rank.
         microbatches: micro-batches of a step, on each data-parallel rank.
         seq_len: tokens of a sequence; the model's longest by default.
-        schedule: ``"1f1b"``: a stage keeps at most ``pp`` micro-batches; ``"gpipe"``: all.
-        interleave: chunks of layers of each stage.
+        pipeline_schedule: as of ``ParallelConfig``.
+        pipeline_virtual: stages of a rank; the schedule's own number by default.
         precision: a name of ``PRECISIONS``.
         kernels: ``"fused"``: what this package's ops keep; ``"stock"``: transformers' modules in
             eager torch, with fused attention; ``"eager"``: with the attention's scores in memory.
@@ -111,8 +112,8 @@ class Layout:
     micro_batch: int = 1
     microbatches: int = 1
     seq_len: int | None = None
-    schedule: str = "1f1b"
-    interleave: int = 1
+    pipeline_schedule: str = "1f1b"
+    pipeline_virtual: int | None = None
     precision: str = "mixed"
     kernels: str = "fused"
     dropout: bool = False
@@ -148,9 +149,29 @@ class Layout:
         return frozenset(REMADE if "selective" in words else words) & set(REMADE)
 
     @property
+    def virtual(self) -> int:
+        """Stages of a rank."""
+        own = SCHEDULES[self.pipeline_schedule].virtual
+        return own if self.pipeline_virtual is None else self.pipeline_virtual
+
+    @property
+    def stages(self) -> int:
+        """Stages of all ranks."""
+        return 1 if self.pp == 1 else self.pp * self.virtual
+
+    @property
     def bubble(self) -> float:
-        """The share of a step in which a stage waits: ``(p - 1) / (v m + p - 1)``."""
-        return (self.pp - 1) / (self.interleave * self.microbatches + self.pp - 1)
+        """The share of a step in which a rank waits, with equal stages.
+
+        ``(p - 1) / (v m + p - 1)`` with GPipe, 1F1B and the interleaved schedule.
+        """
+        return self._pipelined.bubble
+
+    @property
+    def _pipelined(self) -> Pipelined:
+        if self.pp == 1:
+            return Pipelined(0.0, (1.0,))
+        return pipelined(self.pipeline_schedule, self.pp, self.microbatches, self.virtual)
 
     def tokens(self, model: TransformerConfig) -> int:
         """Return the tokens of a micro-batch on one device, before ``sp``."""
@@ -160,18 +181,18 @@ class Layout:
         """Return the tokens of a sequence."""
         return model.seq_len if self.seq_len is None else self.seq_len
 
-    def in_flight(self, stage: int) -> float:
-        """Return of how many micro-batches a stage keeps what its layers save.
+    @property
+    def in_flight(self) -> tuple[float, ...]:
+        """Of how many micro-batches each rank of the pipeline keeps what its layers save.
 
-        With ``interleave`` v the first stage keeps ``(1 + (p - 1) / (p v)) p`` of them.
+        ``min(p - rank, m)`` with 1F1B, m with GPipe; interleaved by v the first rank keeps
+        ``(1 + (p - 1) / (p v)) p`` of them.
         """
-        if self.schedule == "gpipe":
-            return float(self.microbatches)
-        p, v = self.pp, self.interleave
-        if v == 1:
-            return float(min(p - stage, self.microbatches))
-        chunks = min(2 * (p - stage - 1) + (v - 1) * p + 1, self.microbatches * v)
-        return chunks / v
+        return self._pipelined.alive
+
+    def stages_of(self, rank: int) -> list[int]:
+        """Return the stages of a rank of the pipeline."""
+        return [0] if self.pp == 1 else places(self.pipeline_schedule, self.pp, self.virtual, rank)
 
 
 def check(model: TransformerConfig, layout: Layout, devices: int | None = None) -> None:
@@ -191,13 +212,14 @@ def check(model: TransformerConfig, layout: Layout, devices: int | None = None) 
         sizes = {name: getattr(layout, name) for name in ("dp", "tp", "pp", "cp")}
         check_ranks(_OP, sizes, devices)
     check_split(_OP, model, tp=layout.tp, ep=layout.ep, data=layout.dp * layout.cp)
-    what = "pp" if layout.interleave == 1 else "pp x interleave"
-    check_divides(_OP, what, layout.pp * layout.interleave, model.depth, "the layers")
-    if layout.interleave > 1 and layout.pp == 1:
-        checks.fail(_OP, "interleave", "1 where there is one stage", layout.interleave)
-    if layout.interleave > 1 and layout.microbatches % layout.pp:
-        wanted = f"a multiple of pp {layout.pp} with interleave {layout.interleave}"
-        checks.fail(_OP, "microbatches", wanted, layout.microbatches)
+    if layout.pp > 1:
+        parts, virtual = layout.microbatches, layout.pipeline_virtual
+        check_schedule(_OP, layout.pipeline_schedule, layout.pp, parts, virtual)
+    elif layout.pipeline_virtual not in (None, 1):
+        wanted = "1 where there is one stage"
+        checks.fail(_OP, "pipeline_virtual", wanted, layout.pipeline_virtual)
+    what = "pp" if layout.virtual == 1 else "pp x pipeline_virtual"
+    check_divides(_OP, what, layout.stages, model.depth, "the layers")
     length = layout.length(model)
     if model.position_tables and length > model.seq_len:
         wanted = f"at most {model.seq_len}, the positions that the model has"
@@ -208,7 +230,7 @@ def check(model: TransformerConfig, layout: Layout, devices: int | None = None) 
 
 
 def _check_values(layout: Layout) -> None:
-    for name in ("dp", "tp", "pp", "cp", "ep", "micro_batch", "microbatches", "interleave"):
+    for name in ("dp", "tp", "pp", "cp", "ep", "micro_batch", "microbatches"):
         checks.integer(_OP, name, getattr(layout, name), least=1)
     checks.integer(_OP, "bucket_bytes", layout.bucket_bytes, least=0)
     if layout.seq_len is not None:
@@ -216,7 +238,9 @@ def _check_values(layout: Layout) -> None:
     checks.integer(_OP, "zero", layout.zero, least=0)
     if layout.zero > 3:
         checks.fail(_OP, "zero", "0, 1, 2 or 3", layout.zero)
-    checks.choice(_OP, "schedule", layout.schedule, SCHEDULES)
+    checks.choice(_OP, "pipeline_schedule", layout.pipeline_schedule, tuple(SCHEDULES))
+    if layout.pipeline_virtual is not None:
+        checks.integer(_OP, "pipeline_virtual", layout.pipeline_virtual, least=1)
     checks.choice(_OP, "precision", layout.precision, PRECISIONS)
     checks.choice(_OP, "kernels", layout.kernels, KERNELS)
     for word in layout.recompute.split("+"):

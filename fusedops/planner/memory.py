@@ -24,6 +24,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fusedops.models.config import TransformerConfig, Weights
+from fusedops.parallel.pipeline.schedules import SCHEDULES
 from fusedops.planner import saved
 from fusedops.planner.layout import Layout, check
 from fusedops.planner.saved import Saved
@@ -44,7 +45,7 @@ class Estimate:
         parameters: of the model.
         parts: bytes of each of ``PARTS`` on the fullest device at its peak.
         moment: when that is.
-        stage: the pipeline stage that the device belongs to.
+        stage: the rank of the pipeline that the device is.
         weights: bytes of the weights on it.
         gradients: bytes of all gradients on it.
         states: bytes of the optimizer's states on it.
@@ -89,9 +90,10 @@ def estimate(model: TransformerConfig, layout: Layout, *, devices: int | None = 
         ('loss', 497759232)
     """
     check(model, layout, devices)
-    # Inner stages keep less than the first, unless their layers are others.
+    # Inner ranks keep less than the first or as much, unless their layers are others.
     alike = model.sparse_layers in (0, model.depth) and not model.encoder_layers
-    indices = {0, layout.pp - 1} if alike else range(layout.pp)
+    most = layout.in_flight.index(max(layout.in_flight))
+    indices = {0, most, layout.pp - 1} if alike else range(layout.pp)
     stages = [_Stage(model, layout, index) for index in indices]
     fullest = max(stages, key=lambda stage: sum(stage.peak()[1].values()))
     moment, parts = fullest.peak()
@@ -211,12 +213,14 @@ def _converted_share(model: TransformerConfig, layout: Layout, index: int) -> fl
 
 
 class _Stage:
-    """One pipeline stage of a layout, on one of its devices."""
+    """What one rank of a layout's pipeline has, on one of its devices."""
 
     def __init__(self, model: TransformerConfig, layout: Layout, index: int) -> None:
         self.model, self.layout, self.index = model, layout, index
-        self.layers = self._layers()
-        self.first, self.last = index == 0, index == layout.pp - 1
+        stages = layout.stages_of(index)
+        size = model.depth // layout.stages
+        self.layers = [each * size + layer for each in stages for layer in range(size)]
+        self.first, self.last = 0 in stages, layout.stages - 1 in stages
         self.ranks = layout.dp * layout.cp
         sizes = layout.bytes_of
         self.kinds = model.kinds(self.layers)
@@ -259,7 +263,7 @@ class _Stage:
         # With a tied head that of the head waits for the embedding's, the last one.
         head = self.vocabulary * sizes.gradients if self.last else 0.0
         words = self.vocabulary * sizes.gradients if self.first else 0.0
-        waiting = head if model.tied and layout.pp == 1 else 0.0
+        waiting = head if model.tied and self.first else 0.0
         inside, feed_forward = self._here(model.layer(first)), self._here(model.feed_forward(first))
         widest = sizes.gradients * max(
             self._here(model.feed_forward(each)) * _arriving_share(model, layout, each, again)
@@ -326,20 +330,13 @@ class _Stage:
             return numbers * self.layout.bytes_of.casts
         return self.casts
 
-    def _layers(self) -> list[int]:
-        """Return which layers the stage has: with chunks, every ``pp``-th chunk."""
-        chunks = self.layout.pp * self.layout.interleave
-        size = self.model.depth // chunks
-        mine = range(self.index, chunks, self.layout.pp)
-        return [chunk * size + each for chunk in mine for each in range(size)]
-
     def _outside(self) -> Weights:
-        """Return the parameters that are not in layers; a tied head behind has its own copy."""
+        """Return the parameters that are not in layers; a tied head elsewhere has its own copy."""
         found = Weights()
         if self.first:
             found += self.model.embedding()
         if self.last:
-            own = True if self.layout.pp > 1 else None
+            own = None if self.first else True
             found += self.model.output(own_weight=own)
         return found
 
@@ -365,11 +362,11 @@ class _Stage:
         ends = saved.before(model, layout) if self.first else []
         ends = [*ends, *(saved.after(model, layout) if self.last else [])]
         kept = _bytes(ends, layout) * layout.tokens(model)
-        return self._kept_by_layers() + kept * layout.in_flight(self.index)
+        return self._kept_by_layers() + kept * layout.in_flight[self.index]
 
     def _kept_by_layers(self) -> float:
         layout = self.layout
-        return _kept_by(self.model, layout, self.kinds) * layout.in_flight(self.index)
+        return _kept_by(self.model, layout, self.kinds) * layout.in_flight[self.index]
 
     def _host_of_optimizer(self) -> float:
         """Return the bytes of ``OffloadedAdamW`` in the host's memory."""
@@ -430,7 +427,12 @@ class _Stage:
         found = whole * sizes.gradients  # gradients of what is being reduced
         if zero < 3:
             return found
+        here = self._here(self.parameters) * sizes.weights
         if not self.layout.parallel_optimizer_comm_recompute:
-            return found + self._here(self.parameters) * sizes.weights
+            return found + here
+        if self.layout.pp > 1 and SCHEDULES[self.layout.pipeline_schedule].splits:
+            return (
+                found + here / self.layout.virtual
+            )  # a whole stage's, for each part of a backward
         # The weights of the layer that runs and of the next one, and those outside of layers.
         return found + (2 * self.largest_layer + ends) * sizes.weights

@@ -14,7 +14,7 @@ activation. A norm's output is listed with the norm, so products list nothing bu
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fusedops.models.config import TransformerConfig
 from fusedops.planner.layout import Layout
@@ -165,8 +165,10 @@ def _experts(model: TransformerConfig, layout: Layout) -> Iterator[Saved]:
     item, k, h = layout.bytes_of.activations, model.top_k, model.hidden_size
     f = k * model.intermediate_size
     products = 2 if model.gated else 1
+    if model.shared_size:
+        yield from _feed_forward(replace(model, intermediate_size=model.shared_size), layout)
     if layout.kernels == "fused":
-        yield Saved("router logits", model.num_experts, item)
+        yield Saved("router logits", model.num_experts if model.router == "learned" else 0, item)
         # Weight, index, place and position of each slot.
         yield Saved("routing plan", 4 * k, 4)
         yield Saved("experts' pre-activation", products * f, item, "tp")

@@ -1,7 +1,7 @@
 """Which layouts fit: every way to spread a model over a number of devices, estimated and sorted.
 
 There is no clock in it. What fits is sorted by what it costs in kind, the cheapest first: nothing
-on the host, least made again, fewest pipeline stages (bubbles), least tensor parallelism (exchanges
+on the host, least made again, smallest bubbles of a pipeline, least tensor parallelism (exchanges
 in each layer), lowest stage of ``zero``, and then by the bytes that are left.
 """
 
@@ -18,13 +18,15 @@ from fusedops.planner.memory import Estimate, estimate
 from fusedops.planner.sizes import show_bytes
 
 CRITERION = (
-    "what fits first; then without offload, least recomputation, fewest stages, least tensor "
+    "what fits first; then without offload, least recomputation, smallest bubbles, least tensor "
     "parallelism, lowest zero, most bytes left"
 )
 # Tensor parallelism across more than one machine's devices is not proposed.
 MOST_TENSOR = 8
 _MOST_DEVICES = 1 << 16
 _RECOMPUTE = ("none", "selective", "full")
+# The others have the bubbles of one of these and keep no less.
+_SCHEDULES = ("1f1b", "interleaved", "zero_bubble", "zbv")
 _OFFLOAD: tuple[tuple[str, ...], ...] = ((), ("optimizer",), ("optimizer", "activations"))
 
 
@@ -71,6 +73,7 @@ def layouts(
     zero: Sequence[int] = (0, 1, 2, 3),
     recompute: Sequence[str] = _RECOMPUTE,
     offload: Sequence[tuple[str, ...]] = _OFFLOAD,
+    schedule: Sequence[str] = _SCHEDULES,
 ) -> Iterator[Layout]:
     """Yield every layout on that many devices that fits the model's sizes.
 
@@ -84,6 +87,7 @@ def layouts(
         zero: stages to try.
         recompute: as in ``Layout``, those to try.
         offload: as in ``Layout``, those to try.
+        schedule: of pipelines, those to try; one stage has none, and is tried once.
     """
     tensor = tp or [n for n in (1, 2, 4, 8) if n <= MOST_TENSOR]
     stages = pp or [n for n in range(1, min(devices, model.depth) + 1) if model.depth % n == 0]
@@ -95,11 +99,23 @@ def layouts(
         shares = ep or [
             n for n in range(1, max(model.num_experts, 1) + 1) if _divides(n, ranks, model)
         ]
-        for e, z, again, off in itertools.product(shares, zero, recompute, offload):
+        orders = schedule if p > 1 else ("1f1b",)
+        many = itertools.product(orders, shares, zero, recompute, offload)
+        for order, e, z, again, off in many:
             if z and ranks == 1:
                 continue  # nobody to share with: the same as 0
             layout = replace(
-                base, dp=copies, tp=t, pp=p, ep=e, zero=z, sp=t > 1, recompute=again, offload=off
+                base,
+                dp=copies,
+                tp=t,
+                pp=p,
+                ep=e,
+                zero=z,
+                sp=t > 1,
+                pipeline_schedule=order,
+                pipeline_virtual=base.pipeline_virtual if p > 1 else None,
+                recompute=again,
+                offload=off,
             )
             try:
                 check(model, layout, devices)
@@ -140,7 +156,7 @@ def plan(
         'none'
     """
     base = base or Layout()
-    check(model, replace(base, dp=1, tp=1, pp=1, ep=1, sp=False, interleave=1))
+    check(model, replace(base, dp=1, tp=1, pp=1, ep=1, sp=False, pipeline_virtual=None))
     rows = _rows(model, devices, base, choices)
     if not rows:
         raise ValueError(
@@ -167,7 +183,7 @@ def _cost(row: Row, memory: int) -> tuple[float, ...]:
     if left < 0:
         return (1, -left, 0, 0, 0, 0, 0)
     again = {"none": 0, "full": 4}.get(layout.recompute, len(layout.remade))
-    return (0, len(layout.offload), again, layout.pp, layout.tp, layout.zero, -left)
+    return (0, len(layout.offload), again, layout.bubble, layout.tp, layout.zero, -left)
 
 
 def _advice(
@@ -183,6 +199,8 @@ def _advice(
     said += f" with {describe(least.layout)}"
     more = devices * 2
     weights = model.parameters().total * base.bytes_of.weights  # never off the devices
+    if "schedule" not in choices:  # one of those that keep least
+        choices = choices | {"schedule": ("1f1b",)}
     while more <= _MOST_DEVICES:
         if more >= fewest_devices(weights, memory) and any(
             row.left(memory) >= 0 for row in _rows(model, more, base, choices)
@@ -213,6 +231,8 @@ def describe(layout: Layout) -> str:
     """
     names = ("dp", "tp", "pp", "cp", "ep")
     parts = [f"{name} {getattr(layout, name)}" for name in names if getattr(layout, name) > 1]
+    if layout.pp > 1:
+        parts[parts.index(f"pp {layout.pp}")] += f" ({layout.pipeline_schedule})"
     if layout.zero:
         parts.append(f"zero {layout.zero}")
     if layout.recompute != "none":

@@ -37,6 +37,8 @@ class Data:
         shuffle: whether sequences come in a random order, another in each epoch.
         documents: whether tokens attend only those of their own file (of a file of tokens: those
             between two ``end_of_text``), where a sequence holds parts of several.
+        domains: whether each entry of ``train`` (and of ``validation``) is a domain, for a model
+            with ``domain_experts``, which has as many.
     """
 
     train: tuple[str, ...]
@@ -49,10 +51,14 @@ class Data:
     cache: str = ""
     shuffle: bool = True
     documents: bool = False
+    domains: bool = False
 
     def __post_init__(self) -> None:
         if not self.train:
             checks.fail("data", "train", "at least one file, folder or pattern", "none")
+        if self.domains and self.validation and len(self.validation) != len(self.train):
+            wanted = f"as many as train, {len(self.train)}, with domains"
+            checks.fail("data", "validation", wanted, len(self.validation))
         checks.integer("data", "seq_len", self.seq_len, least=1)
         checks.choice("data", "token_dtype", self.token_dtype, TOKEN_DTYPES)
         if not 0 <= self.validation_share < 1:

@@ -12,8 +12,8 @@ import glob
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from fusedops.train.table import InputError
 
 BYTES = "bytes"
 TOKENS = ".bin"
-_VERSION = 1
+_VERSION = 2
 _DTYPES = {"uint16": torch.uint16, "int32": torch.int32, "int64": torch.int64}
 _FILES_AT_ONCE = 64
 _SCAN = 1 << 24
@@ -48,6 +48,25 @@ class Tokenizer:
 
 
 @dataclass(frozen=True)
+class Domains:
+    """Which domain each token of a stream belongs to.
+
+    Attributes:
+        ends: int64, ascending: where the files of a stream end.
+        of_files: int64, the domain of each.
+        first: place of the first token in that stream.
+    """
+
+    ends: torch.Tensor
+    of_files: torch.Tensor
+    first: int = 0
+
+    def at(self, places: torch.Tensor) -> torch.Tensor:
+        """Return the domains of tokens at these places, of any shape; int64."""
+        return self.of_files[torch.searchsorted(self.ends, places + self.first, right=True)]
+
+
+@dataclass(frozen=True)
 class Corpus:
     """Streams of token ids, mapped into memory.
 
@@ -58,6 +77,7 @@ class Corpus:
         end: the token that ends each document; ``None``: likewise.
         description: for people.
         identity: changes when the tokens do.
+        domains: of the tokens of ``train``, then ``validation``; ``None``: nobody asked.
     """
 
     train: torch.Tensor
@@ -66,6 +86,7 @@ class Corpus:
     end: int | None
     description: str
     identity: str
+    domains: tuple[Domains, Domains] | None = None
 
 
 def prepare(data: Data, cache: Path) -> None:
@@ -90,11 +111,19 @@ def open_corpus(data: Data, cache: Path) -> Corpus:
         InputError: what it is made of is not there, or too short.
     """
     train, told, identity = _open(data, data.train, cache)
+    domains = None
+    if data.domains:
+        first = _domains(data, data.train, cache)
+        domains = first, first
     if data.validation:
         validation, *_ = _open(data, data.validation, cache)
+        if domains is not None:
+            domains = domains[0], _domains(data, data.validation, cache)
     else:
         kept = len(train) - int(len(train) * data.validation_share)
         train, validation = train[:kept], train[kept:]
+        if domains is not None:
+            domains = domains[0], replace(domains[1], first=kept)
     if len(train) <= data.seq_len:
         raise InputError(
             f"the corpus is too short: {len(train)} tokens to train on, and a sequence with its "
@@ -108,7 +137,7 @@ def open_corpus(data: Data, cache: Path) -> Corpus:
         )
     tokenizer = None if given else _tokenizer(data)
     size, end = (None, None) if tokenizer is None else (tokenizer.size, tokenizer.end)
-    return Corpus(train, validation, size, end, told, identity)
+    return Corpus(train, validation, size, end, told, identity, domains)
 
 
 def check_ids(corpus: Corpus, vocab_size: int, share: int = 0, shares: int = 1) -> None:
@@ -161,6 +190,24 @@ def _open(data: Data, paths: Iterable[str], cache: Path) -> tuple[torch.Tensor, 
         )
     # Private: mapped, and never written.
     return torch.from_file(str(path), shared=False, size=tokens, dtype=dtype), told, identity
+
+
+def _domains(data: Data, entries: Sequence[str], cache: Path) -> Domains:
+    """Return the domains of the tokens that the entries became: each entry is one."""
+    files = _expand(entries)
+    if _are_tokens(files):
+        raise InputError("data.domains must be false for a file of tokens, which has no files")
+    number: dict[str, int] = {}
+    for domain, entry in enumerate(entries):
+        for path in _expand([entry]):
+            if number.setdefault(str(path), domain) != domain:
+                raise InputError(
+                    f"data.domains: {path} must be of one entry of the corpus, got "
+                    f"{entries[number[str(path)]]} and {entry}"
+                )
+    record = json.loads(_stem(files, _tokenizer(data), cache).with_suffix(".json").read_text())
+    ends = torch.tensor([end for _, end in record["ends"]])
+    return Domains(ends, torch.tensor([number[name] for name, _ in record["ends"]]))
 
 
 def _expand(paths: Iterable[str]) -> list[Path]:
@@ -260,18 +307,20 @@ def _write_tokens(files: list[Path], tokenizer: Tokenizer, stem: Path) -> None:
         raise InputError(f"the corpus is empty: no text in {len(files)} files, such as {files[0]}")
     ordered.sort()
     aside = stem.with_suffix(f".{os.getpid()}.part")
-    count = 0
+    count, ends = 0, []
     end = torch.tensor([tokenizer.end], dtype=dtype)
     try:
         stem.parent.mkdir(parents=True, exist_ok=True)
         with aside.open("wb") as file:
             for batch in _in_batches([path for _, path in ordered]):
-                for ids in tokenizer.encode([_read(path) for path in batch]):
+                encoded = tokenizer.encode([_read(path) for path in batch])
+                for path, ids in zip(batch, encoded, strict=True):
                     tokens = torch.cat([ids.to(dtype), end])
                     file.write(ctypes.string_at(tokens.data_ptr(), tokens.nbytes))
                     count += len(tokens)
+                    ends.append((str(path), count))
         aside.rename(stem.with_suffix(TOKENS))
-        record = {"tokens": count, "files": len(ordered), "bytes": size}
+        record = {"tokens": count, "files": len(ordered), "bytes": size, "ends": ends}
         aside.write_text(json.dumps(record))
         aside.rename(stem.with_suffix(".json"))
     except OSError as error:

@@ -7,7 +7,7 @@ of any epoch is reached at once, and a position is one number.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -28,11 +28,13 @@ class Batch(NamedTuple):
         labels: ``[B, S]``: the targets of each position.
         documents: ``[B, S]``: which document of its row each token belongs to; ``None``: a row is
             one.
+        domains: ``[B, S]``: the domain of each token; ``None``: nobody asked.
     """
 
     tokens: torch.Tensor
     labels: torch.Tensor
     documents: torch.Tensor | None = None
+    domains: torch.Tensor | None = None
 
 
 class Sequences:
@@ -44,6 +46,7 @@ class Sequences:
         seed: of the order.
         shuffle: whether there is another order than the stream's.
         end: the token that ends a document; ``None``: all of a sequence is one.
+        domains: of the tokens, given their places ``[B, S]``; ``None``: they have none.
 
     Raises:
         ValueError: the stream is shorter than a sequence and its last target.
@@ -67,9 +70,10 @@ class Sequences:
         seed: int = 0,
         shuffle: bool = True,
         end: int | None = None,
+        domains: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         self.stream, self.seq_len, self.seed, self.shuffle = stream, seq_len, seed, shuffle
-        self.end = end
+        self.end, self.domains = end, domains
         self.count = (len(stream) - 1) // seq_len
         if self.count < 1:
             checks.fail("Sequences", "stream", f"longer than {seq_len} tokens", len(stream))
@@ -79,13 +83,17 @@ class Sequences:
         epochs, indices = positions // self.count, positions % self.count
         if self.shuffle:
             indices = permuted(indices, epochs, self.count, self.seed)
-        windows = [self.stream[first : first + self.seq_len + 1] for first in self._starts(indices)]
+        firsts = indices * self.seq_len
+        windows = [self.stream[first : first + self.seq_len + 1] for first in firsts.tolist()]
         both = torch.stack(windows).long()
         tokens, documents = both[:, :-1].contiguous(), None
         if self.end is not None:
             ends = tokens == self.end
             documents = ends.cumsum(1) - ends.long()  # the token of the end belongs to what it ends
-        return Batch(tokens, both[:, 1:].contiguous(), documents)
+        domains = None
+        if self.domains is not None:
+            domains = self.domains(firsts[:, None] + torch.arange(self.seq_len))
+        return Batch(tokens, both[:, 1:].contiguous(), documents, domains)
 
     def microbatches(
         self, position: int, batch: int, microbatches: int = 1, share: int = 0, shares: int = 1
@@ -107,9 +115,6 @@ class Sequences:
         for part in range(microbatches):
             first = position + (part * shares + share) * size
             yield self.rows(torch.arange(first, first + size))
-
-    def _starts(self, indices: torch.Tensor) -> list[int]:
-        return (indices * self.seq_len).tolist()
 
 
 def permuted(indices: torch.Tensor, epochs: torch.Tensor, count: int, seed: int) -> torch.Tensor:

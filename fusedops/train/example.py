@@ -49,6 +49,7 @@ token_dtype = "uint16"        # of files of tokens: uint16, int32, int64
 cache = ""                    # by default out/cache
 shuffle = true
 documents = false             # true: tokens attend only those of their own file
+domains = false               # true: each entry of train is a domain (model.domain_experts)
 
 [optimizer]                   # fusedops.optim.AdamW
 lr = 3e-3
@@ -77,10 +78,12 @@ tp = 1                        # tensor parallel: heads, features and words are d
 sp = false                    # sequence parallel: norms, too, on 1 / tp of the tokens
 cp = 1                        # context parallel: sequences are divided
 ep = 1                        # expert parallel, inside of dp x cp
+ep_chunks = 1                 # parts of the tokens: one travels while experts compute another
+ep_nodes = 1                  # nodes that the ranks of ep lie on: a token goes to each once
 zero = 0                      # 1, 2, 3: states, gradients, weights are divided over dp x cp
 microbatches = 1              # parts of a step, one after another
 recompute = "none"            # norm, activation, selective, full: what the backward makes again
-offload = []                  # "optimizer", "activations": to the host's memory
+offload = []                  # "optimizer", "activations", "experts": to the host's memory
 
 [checkpoint]
 every = 50                    # steps; 0: at the end only

@@ -190,6 +190,12 @@ def _fitting(sizes: TransformerConfig, config: Config, corpus: corpora.Corpus) -
     if sizes.seq_len < config.data.seq_len:
         wanted = f"at least data.seq_len, {config.data.seq_len}"
         checks.fail("model", "seq_len", wanted, sizes.seq_len)
+    entries = len(config.data.train) if config.data.domains else 0
+    if len(sizes.domain_experts) != entries:
+        wanted = "empty without data.domains"
+        if entries:
+            wanted = f"of {entries} numbers, one for each entry of data.train"
+        checks.fail("model", "domain_experts", wanted, sizes.domain_experts)
     if config.export:
         to_config(sizes)  # raises where no family of Hugging Face computes the same
     return sizes
@@ -257,14 +263,18 @@ def _options(config: Config) -> dict[str, Any]:
 
 def _sequences(corpus: corpora.Corpus, config: Config) -> Sequences:
     length, shuffle, end = config.data.seq_len, config.data.shuffle, _end(corpus, config)
-    return Sequences(corpus.train, length, seed=config.seed, shuffle=shuffle, end=end)
+    domains = None if corpus.domains is None else corpus.domains[0].at
+    given: dict[str, Any] = {"seed": config.seed, "shuffle": shuffle, "end": end}
+    return Sequences(corpus.train, length, **given, domains=domains)
 
 
 def _validation(corpus: corpora.Corpus, config: Config) -> Sequences | None:
     length = config.data.seq_len
     if not config.validation.sequences or len(corpus.validation) <= length:
         return None
-    return Sequences(corpus.validation, length, seed=0, end=_end(corpus, config))
+    domains = None if corpus.domains is None else corpus.domains[1].at
+    end = _end(corpus, config)
+    return Sequences(corpus.validation, length, seed=0, end=end, domains=domains)
 
 
 def _end(corpus: corpora.Corpus, config: Config) -> int | None:

@@ -95,6 +95,7 @@ def update(run: Run, losses: tuple[float, float], *, stop: bool) -> Taken:
         optimizer.grad_scale = scale / coefficient  # type: ignore[attr-defined]
         optimizer.found_inf = torch.tensor(float(action != "go"))  # type: ignore[attr-defined]
         optimizer.step()
+    run.parallel.balance(taken=action == "go")
     optimizer.zero_grad(set_to_none=True)
     routers /= run.ranks.size // layout.pp * layout.microbatches
     return Taken(loss, routers, norm.item(), lr, action, restored, stops > 0)
@@ -134,9 +135,9 @@ def evaluate(run: Run) -> float | None:
 def _shard(run: Run, batch: Batch) -> Shard:
     """Return this rank's part of sequences, on its device."""
     given = [None if e is None else e.to(run.ranks.device, non_blocking=True) for e in batch]
-    tokens, labels, documents = given
+    tokens, labels, documents, domains = given
     assert tokens is not None
-    return run.parallel.shard_batch(tokens, labels, document_ids=documents)
+    return run.parallel.shard_batch(tokens, labels, document_ids=documents, domains=domains)
 
 
 def _seed_generators(run: Run) -> None:

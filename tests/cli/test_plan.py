@@ -48,11 +48,14 @@ def test_only_what_is_asked_for_is_tried() -> None:
     done = invoke(
         *("--model", "mixtral-8x7b", "--devices", "16", "--tp", "2", "--ep", "4,8", "--zero", "1"),
         *("--recompute", "full", "--offload", "none", "--pp", "1,2", "--json", "-"),
+        *("--schedule", "zbv"),
     )
     rows = json.loads(done.output)["layouts"]
     found = {(each["layout"]["pp"], each["layout"]["ep"]) for each in rows}
     assert found == {(1, 4), (1, 8), (2, 4)} and len(rows) == 3
     assert {each["layout"]["recompute"] for each in rows} == {"full"}
+    bubbles = {each["layout"]["pp"]: each["bubble"] for each in rows}
+    assert bubbles[1] == 0.0 and 0.0 < bubbles[2] < 1 / 9
 
 
 def test_a_configuration_of_transformers_is_a_model(tmp_path: Path) -> None:
@@ -104,6 +107,7 @@ def test_the_models_are_listed() -> None:
         (("--model", "gpt2", "--kernels", "fuse"), "did you mean fused?"),
         (("--model", "gpt2", "--recompute", "ful"), "did you mean full?"),
         (("--model", "gpt2", "--offload", "states"), "unknown offload 'states'"),
+        (("--model", "gpt2", "--schedule", "zbw"), "did you mean zbv?"),
         (("--model", "gpt2", "--tp", "two"), "--tp must be numbers from 1 on"),
         (("--model", "gpt2", "--zero", "5"), "--zero must be numbers from 0 to 3"),
         (("--model", "gpt2", "--devices", "7"), "7 devices cannot be divided"),

@@ -255,17 +255,24 @@ def test_one_output_alone_has_a_gradient(
         check(host, spec, sample, DRAWN)
 
 
+@pytest.mark.parametrize("placed", [False, True])
 @pytest.mark.parametrize("columns", [3, 33, 64, 2048])
-def test_dropout_drops_what_the_cpu_drops(host: Host, columns: int) -> None:
-    x, r, shape, *parameters = norm_call("add_layer_norm", 9, columns, torch.float32).args
-    sample = Sample("dropout", (x, r, shape, *parameters), {"dropout_p": 0.3}, random=True)
-    spec = all_specs()["add_layer_norm"]
-    on_host = host.run(spec, sample)
-    with fusedops.use_backend("cpp"):
-        want = run(spec.op, sample)
-    assert_same_bits([on_host.outputs[1]], [want.outputs[1]])
-    grad_x = [result.grads[0] == 0 for result in (on_host, want)]
-    assert torch.equal(*grad_x) and grad_x[0].any() and not grad_x[0].all()
+def test_dropout_drops_what_the_cpu_drops(host: Host, columns: int, placed: bool) -> None:
+    x, r, shape, *parameters = norm_call("add_layer_norm", 8, columns, torch.float32).args
+    given: dict[str, Any] = {"dropout_p": 0.3}
+    if placed:  # two runs of two pieces of two rows
+        place = torch.tensor((4, 30, 2, 7, 21)) * columns
+        given["seed"] = torch.cat((torch.tensor((2**50, 3)), place))
+    whole = all_specs()["add_layer_norm"]
+    summed = replace(whole, op=lambda *args, **kwargs: whole.op(*args, **kwargs)[1])
+    for spec, more in ((whole, parameters), (summed, [])):
+        sample = Sample("dropout", (x, r, shape, *more), given, random=True)
+        on_host = host.run(spec, sample)
+        with fusedops.use_backend("cpp"):
+            want = run(spec.op, sample)
+        assert_same_bits([on_host.outputs[-1]], [want.outputs[-1]])
+        grad_x = [result.grads[0] == 0 for result in (on_host, want)]
+        assert torch.equal(*grad_x) and grad_x[0].any() and not grad_x[0].all()
 
 
 def test_more_rows_than_a_grid_is_high(host: Host) -> None:

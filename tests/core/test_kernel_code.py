@@ -40,6 +40,29 @@ def test_the_main_loop_is_the_innermost_with_products() -> None:
     assert kernel_report_estimate.others_per_product(code) == 2.5
 
 
+def test_what_a_loop_moves_in_and_out_of_shared_memory() -> None:
+    loop = kernel_report_code.read(MATRIX).main
+    # Two products of two operands there, 64 rows and 128 columns of 32 bytes; a copy of 16 bytes.
+    assert (loop.operands, loop.shared) == (2 * (64 + 128) * 32, 16)
+    beside = """
+        /*0060*/                   HGMMA.64x128x16.F32.BF16 R24, R4, gdesc[UR16].tnspB, R24 ;
+        /*0061*/                   LDS.64 R4, [R5] ;
+        /*0062*/                   LDS R4, [R5] ;
+        /*0063*/                   STS.128 [R5], R4 ;
+        /*0064*/                   LDSM.16.M88.4 R4, [R5] ;
+        /*0065*/                   STSM.16.MT88.2 [R5], R4 ;
+"""
+    loop = kernel_report_code.read(MATRIX.replace("        /*0060*/", beside + "/*0066*/", 1)).main
+    assert (loop.operands, loop.shared) == (
+        2 * (64 + 128) * 32 + 128 * 32,
+        16 + 8 + 4 + 16 + 16 + 8,
+    )
+    warps = MATRIX.replace(
+        "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR16]", "HMMA.16816.F32.BF16 R24, R4"
+    )
+    assert kernel_report_code.read(warps).main.operands == (64 + 128) * 32
+
+
 def test_without_products_it_is_the_loop_that_moves_most_or_all_of_the_code() -> None:
     loop = """
         /*0000*/                   S2R R0, SR_TID.X ;
@@ -86,6 +109,8 @@ def test_what_a_loop_of_products_loads_from_the_l2_cache() -> None:
     loaded, work = 128 * 64 * 2 + 64 * 4 + 32, 64 * 128 * (64 + 16)
     assert kernel_report_code.bytes_per_multiply_add(loop) == loaded / work
     assert kernel_report_code.bytes_per_multiply_add(loop.replace("dot", "add")) == 0
+    copied = kernel_report_code.bytes_per_multiply_add(loop, copied=True)
+    assert copied == 128 * 64 * 2 / work
 
 
 def launch(**changes: float | None) -> kernel_report_estimate.Launch:
@@ -127,6 +152,28 @@ def test_products_that_ask_the_l2_cache_for_more_than_it_gives() -> None:
     assert kernel_report_estimate.share_of_limit(waits, asking) == pytest.approx(0.5)
     two = launch(loaded=64 / 2048, registers=128)
     assert kernel_report_estimate.share_of_limit(waits, two) == pytest.approx(32 / 64)
+
+
+def test_products_that_ask_shared_memory_for_more_than_it_gives() -> None:
+    # 32 products of 64 x 16 x 16 read 80 rows of 32 bytes in the 8 clocks that each takes: 320
+    # bytes a clock, of which shared memory gives 128.
+    narrow = kernel_report_code.Loop(160, {}, {}, {"64x16x16": 32}, 0, 0, 1, 32 * 80 * 32, 0)
+    code = kernel_report_code.Code(narrow, rest=0, calls=0)
+    one = launch(warps=4, shared=150 * 1024)
+    assert kernel_report_estimate.asked_of_shared(code, one) == 320
+    assert kernel_report_estimate.share_of_limit(code, one) == pytest.approx(128 / 320)
+    three = launch(warps=4, shared=50 * 1024)
+    assert three.blocks == 3
+    assert kernel_report_estimate.share_of_limit(code, three) == pytest.approx(128 / 320)
+    # 256 clocks of products, 32 bytes a thread (16 a clock) and as much by the copy engine.
+    busy = kernel_report_code.Loop(160, {}, {}, {"64x16x16": 32}, 0, 0, 1, 32 * 80 * 32, 32)
+    code = kernel_report_code.Code(busy, rest=0, calls=0)
+    copies = launch(warps=4, copied=16 / 2048)
+    assert kernel_report_estimate.asked_of_shared(code, copies) == 320 + 16 + 16
+    # Waited for, products last as long as their operands take: 640 clocks and 128 of the rest.
+    waits = kernel_report_code.Loop(160, {}, {}, {"64x16x16": 32}, 0, 0, 0, 32 * 80 * 32, 0)
+    code = kernel_report_code.Code(waits, rest=0, calls=0)
+    assert kernel_report_estimate.share_of_limit(code, one) == pytest.approx(256 / (640 + 128))
 
 
 def test_a_stream_is_bound_by_instructions_or_by_what_is_under_way() -> None:

@@ -18,8 +18,9 @@ from typer.testing import CliRunner
 from fusedops.cli.main import app
 from fusedops.generation.load import load
 from fusedops.models import Transformer, load_huggingface, preset, save_huggingface
-from fusedops.train import train
-from fusedops.train.processes import joined
+from fusedops.parity import threads
+from fusedops.train import InputError, train
+from fusedops.train.processes import Ranks, joined
 
 pytestmark = pytest.mark.distributed
 PROMPT = "1 plus 1 "
@@ -199,6 +200,21 @@ def test_a_mistake_is_a_line_of_the_first_process_and_ends_all(
         assert other == (2, "", ""), (case, other)
 
 
+def _load(rank: int, folder: Path) -> str:
+    """Load a folder that the second of two machines does not see."""
+    store, here = torch.distributed.HashStore(), torch.device("cpu")
+    seen = folder if rank == 0 else folder / "nowhere"
+    with pytest.raises(InputError) as caught:
+        load(seen, Ranks(rank, 2, here, store), tokenizer="bytes")
+    return str(caught.value)
+
+
+def test_a_folder_that_one_process_does_not_see_ends_all(tmp_path: Path) -> None:
+    save_huggingface(Transformer(preset("tiny-gpt2")), tmp_path)
+    first, second = threads.run(_load, 2, tmp_path)
+    assert first == second and f"{tmp_path / 'nowhere'} is no checkpoint" in first
+
+
 @pytest.mark.slow
 def test_the_command_starts_its_processes_and_ends_with_their_code(tmp_path: Path) -> None:
     save_huggingface(Transformer(preset("tiny-gpt2")), tmp_path)
@@ -208,5 +224,6 @@ def test_the_command_starts_its_processes_and_ends_with_their_code(tmp_path: Pat
     assert done.returncode == 0 and "2 processes on cpu" in done.stderr, done.stderr
     assert (0, done.stdout) == _command(None, str(tmp_path), *start[5:7], "--prompt", PROMPT)[:2]
     bad = subprocess.run([*start, "--prompt", "a" * 64], capture_output=True, text=True)
-    (line,) = bad.stderr.splitlines()
-    assert bad.returncode == 2 and "prompt alone is too long" in line and not bad.stdout
+    told = [each for each in bad.stderr.splitlines() if "error" in each]
+    assert bad.returncode == 2 and not bad.stdout and len(told) == 1, bad.stderr
+    assert told[0].startswith("fusedops: error: ") and "prompt alone is too long" in told[0]

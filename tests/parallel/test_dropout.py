@@ -70,9 +70,10 @@ def test_shards_of_context_parallelism_are_two_pieces() -> None:
     assert halves == [[(0, 3)], [(9, 12)]]
 
 
+@pytest.mark.parametrize("length", [8, 9])  # GPUs draw a counter for four, or for one
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_some_heads_drop_what_all_do(backend: str) -> None:
-    heads, size, length = 4, 8, 9
+def test_some_heads_drop_what_all_do(backend: str, length: int) -> None:
+    heads, size = 2, 8
     q, k, v = (torch.randn(B, heads, length, size) for _ in range(3))
 
     def call(query: torch.Tensor, at: Any, seed: torch.Tensor) -> torch.Tensor:
@@ -82,7 +83,7 @@ def test_some_heads_drop_what_all_do(backend: str) -> None:
         everything = (slice(None), slice(None))
         whole, grad = _gradient(call, q, everything, SEED)
         for part in (0, 1):
-            at = (slice(2, 4), slice(2 * part, 2 * part + 2))
+            at = (slice(2, 4), slice(part, part + 1))
             seed = Place(batch_part=1, head_part=part, head_parts=2).of_scores(q[at], length, SEED)
             output, part_grad = _gradient(call, q[at], at, seed)
             found = {"output": output, "query": part_grad}

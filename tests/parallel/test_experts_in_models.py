@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from process_pool import World
 
 from fusedops.models import (
     ParallelConfig,
@@ -17,14 +20,34 @@ from fusedops.models import (
     preset,
 )
 from fusedops.models.parallelized import attach
+from fusedops.parallel import communication
+from fusedops.parallel.communication import ordered_sum
 from fusedops.parity import threads
 
 SEED, STEPS, SEQUENCES, TOKENS = 5, 3, 8, 16
-CONFIG = replace(preset("tiny-mixtral"), z_loss=0.001)
+MODELS: dict[str, dict[str, Any]] = {
+    "losses": {"z_loss": 0.001},
+    "bias": {
+        "balance_loss": 0.0,
+        "balance_rate": 0.01,
+        "router_score": "sigmoid",
+        "num_groups": 2,
+        "topk_groups": 1,
+        "shared_size": 32,
+        "shared_gate": True,
+    },
+    "eight": {"num_experts": 8},
+    "hash": {"balance_loss": 0.0, "router": "hash", "top_k": 1, "domain_experts": (1, 3)},
+}
+
+
+def _new(model: str, dtype: torch.dtype, device: str = "cpu") -> Transformer:
+    config = replace(preset("tiny-mixtral"), **MODELS[model])
+    return Transformer(config, dtype=dtype, device=device)
 
 
 def train(model: Transformer) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    """Return the loss of each step, and the weights after the last one, whole."""
+    """Return the loss of each step, and weights and biases after the last one, whole."""
     run = parallelized(model)
     optimizer = run.optimizer(lr=0.01)
     generator = torch.Generator().manual_seed(3)
@@ -33,51 +56,98 @@ def train(model: Transformer) -> tuple[list[torch.Tensor], dict[str, torch.Tenso
         shape = 2, SEQUENCES, TOKENS
         batch = torch.randint(model.config.vocab_size, shape, generator=generator)
         parts = [run.rows(each) for each in batch.transpose(0, 1).chunk(run.config.microbatches)]
-        shards = [run.shard_batch(each[:, 0], each[:, 1]) for each in parts]
+        shards = [run.shard_batch(*each.unbind(1), **_domains(run, each)) for each in parts]
         count = run.count(torch.stack([each.labels for each in shards]))
         losses.append(run.mean_loss(run.step(shards, count), count))
         run.clip(0.1)
         optimizer.step()
+        run.balance()
         optimizer.zero_grad()
-    return losses, {name: whole(each) for name, each in model.named_parameters()}
+    named = (*model.named_parameters(), *model.named_buffers())
+    return losses, {name: whole(each) for name, each in named}
+
+
+def _domains(run: Any, batch: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"domains": batch[:, 0] % 2} if run.model.config.domain_experts else {}
 
 
 def whole(tensor: Any) -> torch.Tensor:
-    """Return all of a parameter, a copy."""
+    """Return all of a parameter or buffer, a copy."""
     tensor = tensor.detach()
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
 
 
-def _trained(rank: int, values: dict[str, Any], dtype: torch.dtype) -> Any:
-    model = Transformer(CONFIG, dtype=dtype, device="meta")
+def _trained(rank: int, values: dict[str, Any], dtype: torch.dtype, name: str = "losses") -> Any:
+    model = _new(name, dtype, "meta")
     return train(parallelize(model, ParallelConfig(**values), seed=SEED))
 
 
-def _assert_one_process(values: dict[str, Any]) -> None:
-    """Assert that ranks have the losses and weights of one process, in float64."""
-    alone = Transformer(CONFIG, dtype=torch.float64)
+def _assert_one_process(name: str, values: dict[str, Any]) -> None:
+    """Assert that ranks have the losses, weights and biases of one process, in float64."""
+    alone = _new(name, torch.float64)
     initialize(alone, SEED)
     config = ParallelConfig(microbatches=values.get("microbatches", 1))
     losses, weights = train(attach(alone, replace(parallelized(alone), config=config)))
     ranks = ParallelConfig(**values).sizes.ranks
     seen = set()
-    for found, parts in threads.run(_trained, ranks, values, torch.float64):
+    for found, parts in threads.run(_trained, ranks, values, torch.float64, name):
         torch.testing.assert_close(found, losses)
-        for name, each in parts.items():
-            torch.testing.assert_close(each, weights[name], msg=lambda text, n=name: f"{n}: {text}")
+        for key, each in parts.items():
+            torch.testing.assert_close(each, weights[key], msg=lambda text, k=key: f"{k}: {text}")
         seen |= parts.keys()
     assert seen == weights.keys()
 
 
-LIKE_ONE: dict[str, dict[str, Any]] = {
-    "pp2-ep2": {"pp": 2, "dp": 2, "ep": 2, "microbatches": 4},
-    "ep4-nodes2-chunks2": {"dp": 4, "ep": 4, "ep_nodes": 2, "ep_chunks": 2},
+LIKE_ONE: dict[str, tuple[str, dict[str, Any]]] = {
+    "pp2-ep2": ("losses", {"pp": 2, "dp": 2, "ep": 2, "microbatches": 4}),
+    "ep4-nodes2-chunks2": ("losses", {"dp": 4, "ep": 4, "ep_nodes": 2, "ep_chunks": 2}),
+    "bias-tp2-ep2-recompute": ("bias", {"dp": 2, "tp": 2, "ep": 2, "recompute": "full"}),
+    "bias-pp2-dp2": ("bias", {"pp": 2, "dp": 2, "zero": 1, "microbatches": 2}),
+    "hash-pp2-tp2-sp": ("hash", {"pp": 2, "tp": 2, "sp": True, "microbatches": 2}),
+    "hash-cp2-tp2-ep2": ("hash", {"cp": 2, "tp": 2, "ep": 2}),
 }
 
 
 @pytest.mark.parametrize("case", LIKE_ONE)
 def test_several_steps_are_those_of_one_process(case: str) -> None:
-    _assert_one_process(LIKE_ONE[case])
+    _assert_one_process(*LIKE_ONE[case])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ranks", [2, 6, 7, 20, 24])
+def test_sums_of_neighbours_are_parts_of_the_ordered_sum(ranks: int, dtype: torch.dtype) -> None:
+    parts = [torch.randn(64, generator=torch.Generator().manual_seed(i)) for i in range(ranks)]
+    parts = [each.to(dtype) for each in parts]
+    given = [each.clone() for each in parts]
+    whole = ordered_sum(parts)
+    assert all(map(torch.equal, parts, given)) and whole.dtype == dtype
+    exact = torch.stack(parts).double().sum(0)
+    torch.testing.assert_close(whole, exact.to(dtype))
+    for size in (2, 4, 8):
+        if ranks % size == 0:
+            wide = [each.float() for each in parts]  # a sum that was rounded is another part
+            sums = [ordered_sum(wide[i : i + size]) for i in range(0, ranks, size)]
+            assert torch.equal(ordered_sum(sums).to(dtype), whole)
+
+
+def _exchanges(rank: int, values: dict[str, Any]) -> list[tuple[str, int]]:
+    """Return label and ranks of the exchanges of a forward."""
+    config = ParallelConfig(dp=4, ep=4, **values)
+    model = parallelize(_new("losses", torch.float32, "meta"), config, seed=SEED)
+    with communication.recorded() as log:
+        model(torch.arange(TOKENS)[None])
+    return [(each.label, each.ranks) for each in log.calls]
+
+
+def test_nodes_and_chunks_are_those_of_the_exchange() -> None:
+    layers, rows = 2, "tokens to experts"
+    found = [
+        Counter(threads.run(_exchanges, 4, values)[0])
+        for values in ({}, {"ep_nodes": 2}, {"ep_chunks": 2})
+    ]
+    assert [each[rows, 4] for each in found] == [layers, 0, 2 * layers]
+    # Between two nodes, then between two ranks of one.
+    assert [each[rows, 2] for each in found] == [0, 2 * layers, 0]
 
 
 SAME: dict[str, dict[str, Any]] = {
@@ -97,7 +167,25 @@ def test_training_gives_the_same_bits_for_any_number_of_expert_ranks(case: str) 
     for ep in (1, 2, 4):
         values = {"dp": 4, "ep": ep, "ep_same_bits": True, **SAME[case]}
         found.append(threads.run(_trained, 4, values, torch.float32)[0])
+    _assert_same_bits(found)
+
+
+def _assert_same_bits(found: list[Any]) -> None:
     for losses, weights in found[1:]:
         assert losses == found[0][0]
         for name, each in weights.items():
             assert torch.equal(each, found[0][1][name]), name
+
+
+def _on_processes(world: World) -> None:
+    """Train on eight ranks; gloo adds what is no expert's in an order of its own."""
+    values = {"dp": 8, "microbatches": 1, "ep_same_bits": True}
+    _assert_same_bits(
+        [_trained(world.rank, values | {"ep": ep}, torch.float32, "eight") for ep in (1, 2, 8)]
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_so_it_does_over_gloo(on_ranks: Callable[..., Any]) -> None:
+    on_ranks(_on_processes)

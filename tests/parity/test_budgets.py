@@ -144,7 +144,9 @@ def test_expert_parallel(ranks: int, copies: int) -> None:
         travels: Any = {"row": row, "result": HIDDEN * BYTES, "copies": copies}
         exchange = budgets.expert_layer(ranks, leaving, arriving, **travels)
         words = budgets.expert_layer(ranks, 0, 0, row=0, result=0, copies=copies)
-        check([log], exchange + words * (layers - 1) + sums + said(ranks))
+        tokens = budgets.all_reduces(ranks, [8] * layers)  # how many there are: the router's loss
+        assert [each.label for each in log.calls].count("router loss") == layers
+        check([log], exchange + words * (layers - 1) + tokens + sums + said(ranks))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -23,6 +23,8 @@ MESHES = sorted(
     ),
     key=len,
 )
+# The same beside two stages, as far as they fit eight ranks.
+STAGES = [{"pp": 2, **mesh} for mesh in ({}, *MESHES) if len(mesh) < 3]
 SIZES: dict[str, Any] = {"batch_sizes": (2, 4, 8), "seq_lens": (8, 12, 16)}
 
 
@@ -40,10 +42,17 @@ def options(mesh: dict[str, int]) -> dict[str, list[Any]]:
         found["zero"] = [0, 1, 2, 3]
     if "cp" in mesh:
         found["context"] = ["ring", "all_to_all"]
+    if "pp" in mesh:
+        found["microbatches"] = [2, 4]
+        found["pipeline_schedule"] = ["1f1b", "zero_bubble", "gpipe"]
     return found
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "-".join(mesh))
+def name(mesh: dict[str, int]) -> str:
+    return "-".join(mesh)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=name)
 def test_a_few_of_all_combinations(mesh: dict[str, int]) -> None:
     report = fusedops.verify(MODELS, [mesh], options=options(mesh), cases=2, **SIZES)
     assert len(report.passed) == 2, report
@@ -73,6 +82,12 @@ def test_dropout_draws_what_one_process_does(
         monkeypatch.setattr(parallelization, "_place", lambda config, mesh: Place())
     with pytest.raises(AssertionError, match="loss is"):
         parity.replay(case, MODELS["llama"])
+
+
+def test_a_few_of_all_combinations_with_stages() -> None:
+    for mesh in ({"pp": 2, "dp": 2, "tp": 2}, {"pp": 2, "cp": 2}):
+        report = fusedops.verify(MODELS, [mesh], options=options(mesh), cases=1, **SIZES)
+        assert len(report.passed) == 1, report
 
 
 def test_offloaded_steps_see_what_clipping_and_later_microbatches_change() -> None:
@@ -126,10 +141,39 @@ def test_gloo_processes() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "-".join(mesh))
+@pytest.mark.parametrize("mesh", MESHES, ids=name)
 def test_all_combinations(mesh: dict[str, int], model: str) -> None:
     everything = options(mesh) | {"microbatches": [1], "recompute": ["none"]}
     wanted = parity.Space([mesh], everything).combinations()
     report = fusedops.verify(MODELS[model], [mesh], options=everything, cases=wanted, **SIZES)
+    print(report)
+    assert len(report.passed) == wanted, report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("mesh", STAGES, ids=name)
+def test_all_combinations_with_stages(mesh: dict[str, int], model: str) -> None:
+    everything(MODELS[model], mesh)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mesh", [each for each in MESHES + STAGES if each.keys() & {"dp", "cp"}], ids=name
+)
+def test_all_combinations_with_shared_experts(mesh: dict[str, int]) -> None:
+    everything(MODELS["mixtral"], mesh, ep=[2])
+
+
+def everything(factory: Any, mesh: dict[str, int], **more: list[Any]) -> None:
+    """Train in every way that changes what is communicated."""
+    chosen = options(mesh) | {"recompute": ["none"], "offload": [()], **more}
+    chosen["microbatches"] = [2] if "pp" in mesh else [1]
+    if "pp" in mesh:
+        chosen["pipeline_schedule"] = ["1f1b", "zero_bubble"]
+        if "zero" in chosen:
+            chosen["zero"] = [0, 3]
+    wanted = parity.Space([mesh], chosen).combinations()
+    report = fusedops.verify(factory, [mesh], options=chosen, cases=wanted, **SIZES)
     print(report)
     assert len(report.passed) == wanted, report

@@ -157,18 +157,20 @@ def test_a_distributed_optimizer_takes_6_and_12_over_n_bytes() -> None:
     [(16, 32, 1, 0.3191), (4, 8, 1, 0.2727), (4, 8, 2, 3 / 19)],
 )
 def test_bubbles_of_a_pipeline(p: int, m: int, v: int, bubble: float) -> None:
-    layout = Layout(pp=p, microbatches=m, interleave=v)
+    name = "1f1b" if v == 1 else "interleaved"
+    layout = Layout(pp=p, microbatches=m, pipeline_schedule=name, pipeline_virtual=v)
     assert layout.bubble == pytest.approx(bubble, abs=5e-5)
 
 
 def test_live_micro_batches_of_a_pipeline() -> None:
     one = Layout(pp=4, microbatches=32)
-    assert [one.in_flight(stage) for stage in range(4)] == [4, 3, 2, 1]
-    assert replace(one, schedule="gpipe").in_flight(2) == 32
-    assert replace(one, microbatches=2).in_flight(0) == 2
+    assert one.in_flight == (4, 3, 2, 1)
+    assert replace(one, pipeline_schedule="gpipe").in_flight[2] == 32
+    assert replace(one, microbatches=2).in_flight[0] == 2
     # Interleaved by v: 1 + (p - 1) / (p v) times as much on the first stage.
     for v in (2, 4):
-        found = replace(one, interleave=v).in_flight(0)
+        by_v = replace(one, pipeline_schedule="interleaved", pipeline_virtual=v)
+        found = by_v.in_flight[0]
         assert found == pytest.approx(4 * (1 + 3 / (4 * v)))
 
 

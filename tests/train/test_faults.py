@@ -28,7 +28,6 @@ from torch import distributed as dist
 from train_runs import CONTEXT, Died, Watching, config, die, same_bits, whole
 from typer.testing import CliRunner
 
-from fusedops._core import env
 from fusedops.checkpoint import CheckpointError
 from fusedops.checkpoint import folder as folders
 from fusedops.cli.main import app
@@ -208,17 +207,17 @@ KINDS: dict[str, Callable[[], object]] = {
 }
 
 
-def _joined(rank: int, folder: str) -> None:
-    """Make this process one of two ranks, whose messages go into a file."""
+def _started(rank: int, port: int, folder: str) -> None:
+    """Make this process one of two that torchrun's agent starts; its messages go into a file."""
     os.dup2(os.open(f"{folder}/told-{rank}", os.O_CREAT | os.O_WRONLY), sys.__stderr__.fileno())
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
-    env.set_flight_records(1000)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
 
 
-def _faulty(rank: int, folder: str, kind: str) -> None:
+def _faulty(rank: int, port: int, folder: str, kind: str) -> None:
     """Run the command as one of two ranks; something happens to the second in step 6."""
-    _joined(rank, folder)
+    _started(rank, port, folder)
     plain = loop.backward
 
     def backward(run: Run) -> tuple[float, float]:
@@ -230,9 +229,9 @@ def _faulty(rank: int, folder: str, kind: str) -> None:
     app(["train", f"{folder}/train.toml"], prog_name="fusedops")
 
 
-def _killed_while_generating(rank: int, folder: str) -> None:
+def _killed_while_generating(rank: int, port: int, folder: str) -> None:
     """Run the command as one of two ranks, of which the second is killed at the sixth token."""
-    _joined(rank, folder)
+    _started(rank, port, folder)
     plain, calls = Decoder.step, itertools.count()
 
     def step(decoder: Decoder, tokens: torch.Tensor) -> torch.Tensor:
@@ -251,7 +250,8 @@ def with_fault(
 
     Returns their exit codes, ``None`` of one that does not end by itself, and what they told.
     """
-    given = [(rank, str(folder), *args) for rank in range(2)]
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # the agent's
+    given = [(rank, store.port, str(folder), *args) for rank in range(2)]
     started = [CONTEXT.Process(target=target, args=each) for each in given]
     for each in started:
         each.start()
@@ -314,7 +314,6 @@ def test_a_rank_that_is_stopped_is_named_and_the_command_ends(file: Path) -> Non
     assert records(file.parent).keys() == {0}
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_rank_that_crashes_leaves_its_stack_and_the_others_records(file: Path) -> None:
     earlier = file.parent / "run" / "faults" / "earlier.json"
@@ -328,7 +327,6 @@ def test_a_rank_that_crashes_leaves_its_stack_and_the_others_records(file: Path)
     assert found.keys() == {0, 7} and found[0]["what"] == "step" and found[0]["collectives"]
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_rank_that_is_killed_while_it_generates_ends_the_others(tmp_path: Path) -> None:
     save_huggingface(Transformer(preset("tiny-gpt2")), tmp_path)

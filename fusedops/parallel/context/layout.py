@@ -117,12 +117,12 @@ def ranges(layout: Layout, rank: int) -> tuple[Range, ...]:
     if layout.balance == "document":
         turn = 0
         for start, stop in zip(layout.ends, layout.ends[1:], strict=False):
-            cuts += _mirrored(start, stop, layout.ranks, rank, turn)
+            cuts += mirrored(start, stop, layout.ranks, rank, turn)
             turn = (turn + stop - start) % layout.ranks
     else:
         for row in range(0, total, max(1, layout.length)):
             if layout.balance == "zigzag":
-                cuts += _mirrored(row, row + layout.length, layout.ranks, rank)
+                cuts += mirrored(row, row + layout.length, layout.ranks, rank)
             else:
                 cuts.append((row + rank * layout.share, row + (rank + 1) * layout.share))
     return joined(cuts)
@@ -141,7 +141,7 @@ def joined(cuts: Sequence[Range]) -> tuple[Range, ...]:
     return tuple(found)
 
 
-def _mirrored(start: int, stop: int, ranks: int, rank: int, turn: int = 0) -> list[Range]:
+def mirrored(start: int, stop: int, ranks: int, rank: int, turn: int = 0) -> list[Range]:
     """Return a rank's two ranges of ``2 * ranks``: that of its number, and its mirror image.
 
     What does not divide goes to the ranks from ``turn`` on, one token each.

@@ -1,0 +1,282 @@
+"""Experts whose weights lie in host memory and come to the device when a token wants them.
+
+    store_experts(model, "cuda")      # once
+    loss = model(...)                 # each layer fetches the experts that its tokens chose
+    loss.backward()                   # again, before its backward; gradients go to the host
+
+A stored parameter is a parameter on the host, under its own name, and its gradient is one there:
+whole, with zeros for experts that no token chose, which take no memory until micro-batches are
+added. So an optimizer that keeps everything on the device and one that steps these on the host do
+the same, moments that fade and weights that decay included, and checkpoints know of nothing. On the
+device an expert is from when its layer knows the choices to the end of the layer's forward, and
+again during the layer's backward.
+
+Copies are ``engine.py``'s: on a GPU beside what the stream computes, from pinned memory.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from fusedops._core import checks
+from fusedops.memory.engine import CopyEngine
+from fusedops.memory.held import mark_lasting
+from fusedops.memory.mover import OffloadSettings
+from fusedops.memory.pool import Pool
+from fusedops.nn import MoE
+from fusedops.ops import RoutingPlan
+
+_OP = "store_experts"
+Compute = Callable[[RoutingPlan, list[torch.Tensor | None]], torch.Tensor]
+
+
+@dataclass
+class Traffic:
+    """What the experts of a layer have moved since they were stored.
+
+    Attributes:
+        chosen: the numbers, within this process's, of the experts that the last forward fetched.
+        fetched_bytes: of weights that came to the device, forward and backward.
+        returned_bytes: of gradients that went to the host.
+    """
+
+    chosen: tuple[int, ...] = ()
+    fetched_bytes: int = 0
+    returned_bytes: int = 0
+
+
+def store_experts(
+    model: nn.Module,
+    device: torch.device | str,
+    *,
+    settings: OffloadSettings | None = None,
+) -> dict[str, Traffic]:
+    """Keep the weights of all experts of a model in host memory.
+
+    Args:
+        model: with ``fusedops.nn.MoE`` layers, on ``device`` but for their experts, which may be
+            anywhere; their parameters stay the same objects. Make optimizers afterwards.
+        device: where tokens are, and experts compute.
+        settings: of the copies: ``engine``, ``timeout``, ``host_bytes`` and ``check``.
+
+    Returns:
+        What each layer's experts move, by the name of the layer: it counts on.
+
+    Raises:
+        ValueError: there are no experts, or they are stored already.
+        TypeError: an argument has the wrong type.
+
+    Note:
+        The same bits as without it. The host waits for the choices of each layer, and in the
+        backward for the gradients of its experts.
+
+    Reference:
+        Ren et al.: PanGu-Sigma, arXiv:2303.10845 (expert computation and storage separation).
+
+    Example:
+        >>> import torch, fusedops
+        >>> layer = fusedops.nn.MoE(8, 16, num_experts=4, top_k=1)
+        >>> traffic = fusedops.memory.store_experts(layer, "cpu")
+        >>> plan = fusedops.hash_route(torch.zeros(3, dtype=torch.int64), 4)
+        >>> layer(torch.ones(3, 8), plan=plan).sum().backward()
+        >>> [len(each.chosen) for each in traffic.values()]
+        [1]
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{_OP}: model must be a torch.nn.Module, got {checks.type_name(model)}")
+    settings = OffloadSettings() if settings is None else settings
+    if not isinstance(settings, OffloadSettings):
+        got = checks.type_name(settings)
+        raise TypeError(f"{_OP}: settings must be OffloadSettings, got {got}")
+    layers = {name: each for name, each in model.named_modules() if isinstance(each, MoE)}
+    if not layers:
+        checks.fail(_OP, "model", "one with fusedops.nn.MoE layers", "none")
+    place = torch.device(device)
+    engine = settings.engine(place)
+    pool = Pool(engine, check=settings.check, limit=settings.host_bytes)
+    found = {}
+    for name, layer in layers.items():
+        if layer.experts.stored is not None:
+            checks.fail(_OP, "model", "one whose experts are not stored already", f"layer {name!r}")
+        _to_host(layer.experts, pinned=place.type == "cuda")
+        layer.experts.stored = Store(place, engine, pool, settings.timeout)
+        found[name] = layer.experts.stored.traffic
+    return found
+
+
+@torch.no_grad()
+def _to_host(experts: nn.Module, *, pinned: bool) -> None:
+    experts.to("cpu")
+    for parameter in experts.parameters() if pinned else ():
+        part: Any = parameter.data
+        part = getattr(part, "_local_tensor", part)
+        part.set_(part.pin_memory())  # in place: whoever holds the tensor holds the pinned one
+
+
+class Store:
+    """Brings the experts of one layer to the device and their gradients back.
+
+    Args:
+        device: where they compute.
+        engine: makes the copies.
+        pool: of host memory through which gradients pass.
+        timeout: seconds after which a copy is given up.
+    """
+
+    def __init__(
+        self, device: torch.device, engine: CopyEngine, pool: Pool, timeout: float
+    ) -> None:
+        self.traffic = Traffic()
+        self._device, self._engine, self._pool, self._timeout = device, engine, pool, timeout
+
+    def __deepcopy__(self, memo: Any) -> Store:
+        """Return itself: a copy of the model moves its experts by the same engine."""
+        return self
+
+    def __call__(
+        self, plan: RoutingPlan, stored: Sequence[torch.Tensor | None], compute: Compute
+    ) -> torch.Tensor:
+        """Return ``compute(plan, weights)`` of the experts that the plan names alone.
+
+        Args:
+            plan: over all experts that are stored.
+            stored: their weights and biases on the host, ``[E, ...]``, or ``None``.
+            compute: gets a plan of the experts that came, and what of them ``stored`` has.
+        """
+        counts = plan.tokens_per_expert.tolist()  # the host waits for the choices here
+        # At least one: products of no experts have no shape.
+        chosen = tuple(e for e, count in enumerate(counts) if count) or (0,)
+        self.traffic.chosen = chosen
+        there = [each for each in stored if each is not None]
+        here = _Fetch.apply(self, chosen, *there)
+        mark_lasting(here)
+        brought = iter(here)
+        weights = [None if each is None else next(brought) for each in stored]
+        output = compute(_among(plan, chosen), weights)
+        if output.requires_grad:
+            hosts = [each.detach() for each in there]
+            output.register_hook(lambda grad: self.refill(here, hosts, chosen))
+            for each in here:
+                each.untyped_storage().resize_(0)  # the stream reads it before it is used again
+        return output
+
+    def refill(
+        self,
+        here: Sequence[torch.Tensor],
+        hosts: Sequence[torch.Tensor],
+        chosen: Sequence[int],
+    ) -> None:
+        """Bring experts again into the memory that was let go after the forward."""
+        for each in here:
+            each.untyped_storage().resize_(each.numel() * each.element_size())
+        self.fetch(here, hosts, chosen)
+
+    def fetch(
+        self,
+        here: Sequence[torch.Tensor],
+        hosts: Sequence[torch.Tensor],
+        chosen: Sequence[int],
+    ) -> None:
+        """Copy the chosen rows of the host's tensors, and let what is computed next wait."""
+        tickets = []
+        for target, host in zip(here, hosts, strict=True):
+            to = _bytes_of(target)
+            row = host[0].numel() * host.element_size()
+            source = _bytes_of(host)
+            for begin, first, count in _runs(chosen):
+                tickets.append(
+                    self._engine.copy(
+                        source[first * row : (first + count) * row],
+                        to[begin * row : (begin + count) * row],
+                        leaves=False,
+                    )
+                )
+            self.traffic.fetched_bytes += len(chosen) * row
+        for ticket in tickets:
+            self._engine.wait(ticket, self._timeout)
+
+    def give_back(self, grad: torch.Tensor, host: torch.Tensor, chosen: Sequence[int]) -> Any:
+        """Return the gradient of a stored tensor: rows of the chosen experts, zeros else."""
+        grad = grad.contiguous()
+        buffer = self._pool.take(grad.nbytes)
+        staged = buffer[: grad.nbytes]
+        ticket = self._engine.copy(_bytes_of(grad), staged, leaves=True)
+        whole = _zeros_like(host)
+        self._engine.finish(ticket, self._timeout)
+        whole[list(chosen)] = staged.view(grad.dtype).view(grad.shape)
+        self._pool.give_back(buffer, ticket)
+        self.traffic.returned_bytes += grad.nbytes
+        return whole
+
+
+class _Fetch(torch.autograd.Function):
+    """The chosen experts of stored tensors, on the device."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, store: Store, chosen: tuple[int, ...], *hosts: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        here = tuple(
+            torch.empty((len(chosen), *each.shape[1:]), dtype=each.dtype, device=store._device)
+            for each in hosts
+        )
+        store.fetch(here, hosts, chosen)
+        ctx.store, ctx.chosen, ctx.hosts = store, chosen, [each.detach() for each in hosts]
+        return here
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        pairs = zip(grads, ctx.hosts, strict=True)
+        return None, None, *(ctx.store.give_back(grad, host, ctx.chosen) for grad, host in pairs)
+
+
+def _zeros_like(host: torch.Tensor) -> torch.Tensor:
+    """Return zeros that take no memory where nobody writes: the system's page of them is read."""
+    if host.numel() == 0:
+        return torch.zeros_like(host)
+    pages = mmap.mmap(-1, host.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=host.dtype).view(host.shape)
+
+
+def _among(plan: RoutingPlan, chosen: Sequence[int]) -> RoutingPlan:
+    """Return the plan over the chosen experts alone; rows stay where they are."""
+    if len(chosen) == plan.num_experts:
+        return plan
+    device = plan.expert_ids.device
+    kept = torch.tensor(chosen, device=device)
+    number = torch.full((plan.num_experts + 1,), len(chosen), dtype=torch.int32, device=device)
+    number[kept] = torch.arange(len(chosen), dtype=torch.int32, device=device)
+    return replace(
+        plan,
+        expert_ids=number[plan.expert_ids.long()],
+        tokens_per_expert=plan.tokens_per_expert[kept],
+        offsets=plan.offsets[kept],
+        num_experts=len(chosen),
+    )
+
+
+def _runs(chosen: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Return runs of neighbours: place among the chosen, first expert, how many."""
+    found: list[tuple[int, int, int]] = []
+    for place, expert in enumerate(chosen):
+        if found and sum(found[-1][1:]) == expert:
+            begin, first, count = found.pop()
+            found.append((begin, first, count + 1))
+        else:
+            found.append((place, expert, 1))
+    return found
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a dense tensor as bytes, apart from its count of writes."""
+    assert tensor.is_contiguous()
+    begin = tensor.storage_offset() * tensor.element_size()
+    size = tensor.numel() * tensor.element_size()
+    found = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return found.set_(tensor.untyped_storage(), begin, (size,), (1,))

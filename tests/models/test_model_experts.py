@@ -1,0 +1,178 @@
+"""Experts in a ``Transformer``: shared ones, biases that balance, hashes, capacities."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from fusedops import memory
+from fusedops.models import Transformer, TransformerConfig, parallelized, preset
+from fusedops.nn import MoE
+
+HASH: dict[str, Any] = {"router": "hash", "balance_loss": 0.0}
+KINDS: dict[str, TransformerConfig] = {
+    "gated shared": replace(preset("tiny-mixtral"), shared_size=48, shared_gate=True),
+    "plain shared with biases": replace(preset("tiny-pangu-moe"), shared_size=32),
+    "bias": replace(preset("tiny-mixtral"), balance_rate=0.1, balance_loss=0.0),
+    "hash": replace(preset("tiny-pangu-moe"), **HASH, capacity_factor=None),
+    "capacity": replace(preset("tiny-mixtral"), capacity_factor=1.0, drop_policy="probability"),
+    "rounds": replace(preset("tiny-pangu-moe"), top_k=2, drop_policy="rounds"),
+    "groups": replace(preset("tiny-mixtral"), num_groups=2, topk_groups=1, group_score="top2_sum"),
+}
+
+
+def _batch(sequences: int = 4, length: int = 24) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(4, (sequences, 1), generator=generator) + torch.arange(length) % 5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_experts_has_its_parameters_and_trains(kind: str) -> None:
+    torch.manual_seed(0)
+    model = Transformer(KINDS[kind])
+    assert sum(each.numel() for each in model.parameters()) == model.config.parameters().total
+    run = parallelized(model)
+    optimizer = run.optimizer(lr=3e-3)
+    tokens = _batch()
+    shard = run.shard_batch(tokens[:, :-1], tokens[:, 1:])
+    count = run.count(shard.labels)
+    losses = []
+    for _ in range(8):
+        losses.append(float(run.mean_loss(run.step([shard], count), count)))
+        optimizer.step()
+        run.balance()
+        assert all(each.grad is not None for each in model.parameters())
+        optimizer.zero_grad()
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_a_shared_expert_is_added_to_what_the_others_give() -> None:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"activation": "gelu", "gated": False, "bias": True}
+    moe = MoE(8, 16, 4, 2, shared_intermediate_size=24, shared_gate=True, **sizes)
+    x = torch.randn(6, 8)
+    assert moe.shared_experts is not None and moe.shared_expert_gate is not None
+    shared = moe.shared_experts(x) * torch.sigmoid(moe.shared_expert_gate(x))
+    assert torch.equal(moe(x), moe.experts(x, moe.route(x)) + shared)
+
+
+def test_a_layer_without_a_router_wants_a_plan() -> None:
+    moe = MoE(8, 16, 4, 1, router=False)
+    assert "gate.weight" not in moe.state_dict()
+    with pytest.raises(ValueError, match="plan must be given to a layer that has no router"):
+        moe(torch.ones(2, 8))
+
+
+def _layers(model: Transformer) -> list[Any]:
+    return list(model.layers.values())
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_biases_move_by_the_choices_of_the_step_alone(recomputed: bool) -> None:
+    torch.manual_seed(0)
+    model = Transformer(KINDS["bias"])
+    run = parallelized(model)
+    tokens = _batch()
+    shard = run.shard_batch(tokens[:, :-1], tokens[:, 1:])
+    count = run.count(shard.labels)
+    seen: dict[Any, torch.Tensor] = {}
+
+    def note(module: Any, args: Any, output: Any) -> None:
+        seen[module] = output[1].tokens_per_expert
+
+    hooks = [layer.feed_forward.gate.register_forward_hook(note) for layer in _layers(model)]
+    if recomputed:
+        memory.apply(model, memory.Policy(memory.recompute("layers.*")))
+    run.forward([shard])  # counts nothing
+    seen.clear()
+    run.step([shard], count)
+    for hook in hooks:
+        hook.remove()
+    for layer in _layers(model):
+        counts = seen[layer.feed_forward.gate]
+        assert torch.equal(layer.balancing.tokens_per_expert, counts)
+        assert int(counts.sum()) == 2 * shard.tokens.numel()
+    run.balance()
+    for layer in _layers(model):
+        gate = layer.feed_forward.gate
+        counts = seen[gate].double()
+        torch.testing.assert_close(
+            gate.e_score_correction_bias, 0.1 * torch.sign(counts.mean() - counts).float()
+        )
+        assert gate.e_score_correction_bias.abs().sum() > 0
+        assert not layer.balancing.tokens_per_expert.any()
+    before = [layer.feed_forward.gate.e_score_correction_bias.clone() for layer in _layers(model)]
+    run.step([shard], count)
+    run.balance(taken=False)  # the optimizer made no step
+    run.balance()
+    for layer, bias in zip(_layers(model), before, strict=True):
+        assert torch.equal(layer.feed_forward.gate.e_score_correction_bias, bias)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_biases_stay_float32_in_half_precision(device: str) -> None:
+    model = Transformer(KINDS["bias"], device=device, dtype=torch.bfloat16)
+    if device == "meta":
+        model.to_empty(device="cpu")
+    gate = _layers(model)[0].feed_forward.gate
+    assert gate.weight.dtype == torch.bfloat16
+    assert gate.e_score_correction_bias.dtype == torch.float32
+
+
+def test_hashed_experts_follow_from_token_domain_and_layer() -> None:
+    torch.manual_seed(0)
+    config = replace(preset("tiny-mixtral"), **HASH, top_k=1, domain_experts=(1, 3))
+    model = Transformer(config)
+    tokens = torch.arange(64).reshape(2, 32)
+    domains = torch.zeros_like(tokens)
+    domains[1] = 1
+    chosen: list[torch.Tensor] = []
+    for layer in _layers(model):
+        layer.feed_forward.register_forward_pre_hook(
+            lambda module, args, kwargs: chosen.append(kwargs["plan"].expert_ids[:, 0]),
+            with_kwargs=True,
+        )
+    model(tokens, domains=domains)
+    first, second = chosen
+    assert not first[:32].any() and set(first[32:].tolist()) == {1, 2, 3}
+    assert not torch.equal(first, second)
+    chosen.clear()
+    model(tokens.flip(1), domains=domains)
+    assert torch.equal(chosen[0], first.reshape(2, 32).flip(1).flatten())
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "gate": ({"shared_gate": True}, "shared_gate must be False without shared_size"),
+    "dense": ({"num_experts": 0, "shared_size": 8}, "shared_size must be 0 without num_experts"),
+    "router": ({"router": "hashed"}, "did you mean 'hash'"),
+    "losses": ({"router": "hash"}, "balance_loss must be 0.0 with router 'hash'"),
+    "domains": ({"domain_experts": (2, 2)}, "router must be 'hash' with domain_experts"),
+    "sum": ({**HASH, "domain_experts": (2, 3)}, "numbers that add up to 4, the experts"),
+    "few": ({**HASH, "domain_experts": (1, 3)}, "domain_experts must be at least top_k, 2, each"),
+    "groups": ({"num_groups": 3, "topk_groups": 1}, "num_groups must be"),
+    "policy": ({"drop_policy": "positions"}, "did you mean 'position'"),
+    "rate": ({"balance_rate": -1.0}, "balance_rate must be at least 0"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_choices_of_experts_that_exclude_each_other_are_told(case: str) -> None:
+    changes, says = BAD[case]
+    with pytest.raises(ValueError) as error:
+        replace(preset("tiny-mixtral"), **changes)
+    assert says in str(error.value)
+
+
+def test_domains_are_asked_for_where_they_decide_and_only_there() -> None:
+    tokens = torch.zeros(1, 4, dtype=torch.int64)
+    with pytest.raises(ValueError, match="domains must be None without domain_experts"):
+        Transformer(preset("tiny-mixtral"))(tokens, domains=tokens)
+    config = replace(preset("tiny-mixtral"), **HASH, top_k=1, domain_experts=(1, 3))
+    model = Transformer(config)
+    with pytest.raises(ValueError, match="domains must be given with domain_experts, got None"):
+        model(tokens)
+    with pytest.raises(ValueError, match=r"domains must be from 0 to 1, of .* got 2"):
+        model(tokens, domains=tokens + 2)
