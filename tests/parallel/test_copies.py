@@ -205,3 +205,5 @@ def test_what_has_no_halves_is_refused() -> None:
         ParallelConfig(mode="manual", copies=2)
     with pytest.raises(UnsupportedError, match="copies must be 1 with ep_same_bits"):
         ParallelConfig(dp=2, ep=2, ep_same_bits=True, copies=2)
+    with pytest.raises(UnsupportedError, match="copies must be 1 with offload 'experts'"):
+        ParallelConfig(offload=("experts",), copies=2)

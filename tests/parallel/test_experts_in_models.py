@@ -108,6 +108,13 @@ LIKE_ONE: dict[str, tuple[str, dict[str, Any]]] = {
     "bias-pp2-dp2": ("bias", {"pp": 2, "dp": 2, "zero": 1, "microbatches": 2}),
     "hash-pp2-tp2-sp": ("hash", {"pp": 2, "tp": 2, "sp": True, "microbatches": 2}),
     "hash-cp2-tp2-ep2": ("hash", {"cp": 2, "tp": 2, "ep": 2}),
+    "hash-tp2-copies": ("hash", {"tp": 2, "copies": 2}),
+    "hash-tp2-sp-ep2-copies": ("hash", {"dp": 2, "tp": 2, "sp": True, "ep": 2, "copies": 2}),
+    "bias-ep4-nodes2-copies": ("bias", {"dp": 4, "ep": 4, "ep_nodes": 2, "copies": 2}),
+    "bias-tp2-recompute-copies": (
+        "bias",
+        {"tp": 2, "recompute": "full", "microbatches": 2, "copies": 2},
+    ),
 }
 
 
