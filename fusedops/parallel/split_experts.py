@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fusedops._core import checks
+from fusedops._core import checks, dtypes
 from fusedops.nn import MoE
 from fusedops.ops import RoutingPlan
 from fusedops.ops.moe_sort import moe_sort
@@ -93,11 +93,17 @@ class Exchange:
 
     def __call__(self, forward: Experts, input: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
         """Return ``[tokens, hidden_size]``."""
-        return expert_parallel(input, plan, forward, self.group, chunks=self.chunks)
+        return expert_parallel(_lower(input), plan, forward, self.group, chunks=self.chunks)
 
     def trip(self, forward: Experts, input: torch.Tensor, plan: RoutingPlan) -> Trip:
         """Return the same in steps; the tokens are on their way."""
-        return Trip(input, plan, forward, self.group, chunks=self.chunks)
+        return Trip(_lower(input), plan, forward, self.group, chunks=self.chunks)
+
+
+def _lower(input: torch.Tensor) -> torch.Tensor:
+    """Return tokens as autocast would hand them to the experts: so they travel, and so back."""
+    lower = dtypes.autocast_dtype(input.device)
+    return input if lower is None or input.dtype == torch.float64 else input.to(lower)
 
 
 def _check_ordered(op: str, experts: nn.Module, chunks: int, nodes: DeviceMesh | None) -> None:
@@ -123,7 +129,7 @@ class _ByRank:
     @torch.compiler.disable(reason="how many rows each rank sent is known on the host alone")
     def __call__(self, input: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
         """Return ``[tokens, hidden_size]`` for ``[tokens, hidden_size]``."""
-        rows, arrived, handle = moe_dispatch(input, plan, self._group)
+        rows, arrived, handle = moe_dispatch(_lower(input), plan, self._group)
         counts = list(handle.rows_received)
         found = list(parameters_of(self._module))
         copies = [_Copies.apply(local(each), len(counts)) for *_, each in found]
