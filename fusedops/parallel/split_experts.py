@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fusedops._core import checks, dtypes
+from fusedops._core import checks
 from fusedops.nn import MoE
 from fusedops.ops import RoutingPlan
+from fusedops.ops.grouped_mm import lowered
 from fusedops.ops.moe_sort import moe_sort
 from fusedops.parallel.communication import ordered_sum
 from fusedops.parallel.expert import (
@@ -86,24 +87,24 @@ class _Own(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Exchange:
-    """Calls the experts of a layer that are divided over a group."""
+    """Calls the experts of a layer that are divided over a group.
+
+    Rows leave in the dtype of the experts' products, autocast's where it is enabled: that is the
+    one in which results come home.
+    """
 
     group: Group
     chunks: int
 
     def __call__(self, forward: Experts, input: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
         """Return ``[tokens, hidden_size]``."""
-        return expert_parallel(_lower(input), plan, forward, self.group, chunks=self.chunks)
+        (rows,) = lowered(input)
+        return expert_parallel(rows, plan, forward, self.group, chunks=self.chunks)
 
     def trip(self, forward: Experts, input: torch.Tensor, plan: RoutingPlan) -> Trip:
         """Return the same in steps; the tokens are on their way."""
-        return Trip(_lower(input), plan, forward, self.group, chunks=self.chunks)
-
-
-def _lower(input: torch.Tensor) -> torch.Tensor:
-    """Return tokens as autocast would hand them to the experts: so they travel, and so back."""
-    lower = dtypes.autocast_dtype(input.device)
-    return input if lower is None or input.dtype == torch.float64 else input.to(lower)
+        (rows,) = lowered(input)
+        return Trip(rows, plan, forward, self.group, chunks=self.chunks)
 
 
 def _check_ordered(op: str, experts: nn.Module, chunks: int, nodes: DeviceMesh | None) -> None:
@@ -129,7 +130,7 @@ class _ByRank:
     @torch.compiler.disable(reason="how many rows each rank sent is known on the host alone")
     def __call__(self, input: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
         """Return ``[tokens, hidden_size]`` for ``[tokens, hidden_size]``."""
-        rows, arrived, handle = moe_dispatch(_lower(input), plan, self._group)
+        rows, arrived, handle = moe_dispatch(lowered(input)[0], plan, self._group)
         counts = list(handle.rows_received)
         found = list(parameters_of(self._module))
         copies = [_Copies.apply(local(each), len(counts)) for *_, each in found]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -46,7 +47,9 @@ def _new(model: str, dtype: torch.dtype, device: str = "cpu") -> Transformer:
     return Transformer(config, dtype=dtype, device=device)
 
 
-def train(model: Transformer) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+def train(
+    model: Transformer, computing: Callable[[], Any] = nullcontext
+) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     """Return the loss of each step, and weights and biases after the last one, whole."""
     run = parallelized(model)
     optimizer = run.optimizer(lr=0.01)
@@ -58,7 +61,7 @@ def train(model: Transformer) -> tuple[list[torch.Tensor], dict[str, torch.Tenso
         parts = [run.rows(each) for each in batch.transpose(0, 1).chunk(run.config.microbatches)]
         shards = [run.shard_batch(*each.unbind(1), **_domains(run, each)) for each in parts]
         count = run.count(torch.stack([each.labels for each in shards]))
-        losses.append(run.mean_loss(run.step(shards, count), count))
+        losses.append(run.mean_loss(run.step(shards, count, computing=computing), count))
         run.clip(0.1)
         optimizer.step()
         run.balance()
@@ -182,6 +185,20 @@ def _assert_same_bits(found: list[Any]) -> None:
         assert losses == found[0][0]
         for name, each in weights.items():
             assert torch.equal(each, found[0][1][name]), name
+
+
+def _mixed(rank: int, values: dict[str, Any]) -> Any:
+    model = parallelize(_new("losses", torch.float32, "meta"), ParallelConfig(**values), seed=SEED)
+    return train(model, lambda: torch.autocast("cpu", dtype=torch.bfloat16))
+
+
+def test_in_mixed_precision_rows_travel_in_the_dtype_of_the_products() -> None:
+    """The loss before the first step is that of ranks that have all experts, to the bit."""
+    exchanges = ({}, {"ep": 2}, {"ep": 2, "ep_chunks": 2})
+    found = [threads.run(_mixed, 2, {"dp": 2, **each})[0] for each in exchanges]
+    assert found[0][0][0] == found[1][0][0] == found[2][0][0]
+    same = [{"dp": 2, "ep": ep, "ep_same_bits": True} for ep in (1, 2)]
+    _assert_same_bits([threads.run(_mixed, 2, each)[0] for each in same])
 
 
 def _on_processes(world: World) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +98,42 @@ def test_what_ran_is_the_schedule_and_each_product_once(schedule: str) -> None:
     with _Products() as products:
         _step(run)
     assert sum(each[2] for each in found) == products.total
+
+
+class _Kept:
+    """A tensor that autograd keeps; counted while it is there, by rank."""
+
+    now: Counter[int] = Counter()
+    most: Counter[int] = Counter()
+
+    def __init__(self, rank: int, tensor: torch.Tensor) -> None:
+        self.rank, self.tensor = rank, tensor.detach()  # an output would keep its own graph
+        self.now[rank] += 1
+        self.most[rank] = max(self.most[rank], self.now[rank])
+
+    def __del__(self) -> None:
+        self.now[self.rank] -= 1
+
+
+def _keeps(rank: int, schedule: str, microbatches: int) -> int:
+    """Return how many tensors autograd keeps at most in a step."""
+    run = _spread("tiny-llama", pp=2, microbatches=microbatches, pipeline_schedule=schedule)
+    _Kept.now[rank] = _Kept.most[rank] = 0
+    with torch.autograd.graph.saved_tensors_hooks(partial(_Kept, rank), lambda kept: kept.tensor):
+        _step(run)
+    assert _Kept.now[rank] == 0  # nothing outlives its backward
+    return _Kept.most[rank]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
+def test_what_autograd_keeps_is_bounded_by_what_is_alive(schedule: str) -> None:
+    one = threads.run(_keeps, 2, "1f1b", 1)
+    alive = timeline(schedule, 2, 6).alive()
+    for kept, single, parts in zip(threads.run(_keeps, 2, schedule, 6), one, alive, strict=True):
+        if schedule == "zero_bubble":  # between its parts a backward needs less
+            assert single < kept <= parts * single
+        else:
+            assert kept == parts * single
 
 
 def _goes_on(run: Parallelized, folder: str) -> dict[str, torch.Tensor]:
