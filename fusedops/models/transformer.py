@@ -1,4 +1,4 @@
-"""A transformer for one device, top to bottom: embedding, attention, layer, head, model.
+"""A transformer for one device: attention, layer, model. Its ends are in ``ends.py``.
 
 It knows no parallelism. ``parallelize`` changes it from outside: it replaces linear layers,
 ``Attention.core`` (how queries meet keys) and ``Head.project`` and ``Head.loss`` (how a hidden
@@ -12,7 +12,6 @@ V words of the vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,93 +23,13 @@ from fusedops._core import checks, dtypes, philox
 from fusedops.models.attend import Documents, attend
 from fusedops.models.config import TransformerConfig
 from fusedops.models.draws import ATTENTION, FEED_FORWARD, Draws, draws
+from fusedops.models.ends import Embedding, Head
 from fusedops.models.initialize import initialize
 from fusedops.models.inputs import check_inputs
+from fusedops.models.parts import feed_forward_of, linear, norm_of
 from fusedops.models.positions import alibi_slopes, rotary_tables
-from fusedops.nn import (
-    MLP,
-    AddLayerNorm,
-    AddRMSNorm,
-    BalancingBias,
-    Dropout,
-    GatedMLP,
-    LayerNorm,
-    LinearAct,
-    MoE,
-    RMSNorm,
-)
+from fusedops.nn import BalancingBias, MoE, RMSNorm
 from fusedops.parallel.dropout import Place
-
-
-def linear(inputs: int, outputs: int, bias: bool, activation: str = "identity") -> LinearAct:
-    """Return a linear layer."""
-    return LinearAct(inputs, outputs, bias, activation=activation)
-
-
-def kernel_name(config: TransformerConfig) -> str:
-    """Return the activation as the operators call it."""
-    return "gelu_tanh" if config.activation == "gelu_new" else config.activation
-
-
-def norm_of(config: TransformerConfig, *, adds: bool = False) -> nn.Module:
-    """Return a norm; one that ``adds`` takes a branch and the residual stream."""
-    size, eps, dropout = config.hidden_size, config.norm_eps, config.dropout
-    if config.norm == "layer":
-        return AddLayerNorm(size, eps, dropout_p=dropout) if adds else LayerNorm(size, eps)
-    return AddRMSNorm(size, eps, dropout_p=dropout) if adds else RMSNorm(size, eps)
-
-
-def feed_forward_of(config: TransformerConfig, index: int) -> nn.Module:
-    """Return the feed-forward part of a layer: dense, gated or of experts."""
-    hidden, inner, bias = config.hidden_size, config.intermediate_size, config.bias
-    activation = kernel_name(config)
-    if config.is_sparse(index):
-        return MoE(
-            hidden,
-            inner,
-            config.num_experts,
-            config.top_k,
-            activation=activation,
-            gated=config.gated,
-            bias=bias,
-            score=config.router_score,
-            normalize=config.router_normalize,
-            scaling=config.router_scaling,
-            num_groups=config.num_groups,
-            topk_groups=config.topk_groups,
-            group_score=config.group_score,
-            correction_bias=config.balance_rate > 0,
-            capacity_factor=config.capacity_factor,
-            drop_policy=config.drop_policy,
-            router=config.router == "learned",
-            shared_intermediate_size=config.shared_size or None,
-            shared_gate=config.shared_gate,
-        )
-    if config.gated:
-        return GatedMLP(hidden, inner, activation=activation, bias=bias)
-    return MLP(hidden, inner, bias=bias, activation=activation, keep_hidden=True)
-
-
-def project(x_BSH: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return logits, ``[B, S, V]``."""
-    return ops.linear_act(x_BSH, weight, bias, activation="identity")
-
-
-def summed_loss(
-    x_BSH: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    labels_BS: torch.Tensor,
-    *,
-    recompute: bool | None = None,
-) -> torch.Tensor:
-    """Return the sum of the targets' cross-entropies; ``recompute`` as the operator has it."""
-    # A sum in bfloat16 has three digits; under autocast the operator's own float32 comes out.
-    half = x_BSH.dtype in (torch.bfloat16, torch.float16)
-    with torch.autocast(x_BSH.device.type, dtype=x_BSH.dtype) if half else nullcontext():
-        return ops.linear_cross_entropy(
-            x_BSH, weight, labels_BS, bias, reduction="sum", recompute=recompute
-        )
 
 
 class Loss(NamedTuple):
@@ -149,42 +68,6 @@ class Places:
     def seed(self, layer: int, call: int) -> torch.Tensor | None:
         """Return what dropout of a branch of a layer draws from."""
         return None if self.draws is None else self.draws.of_rows(layer, call)
-
-
-class Embedding(nn.Module):
-    """Words, and what is added to them before the first layer."""
-
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__()
-        hidden = config.hidden_size
-
-        def table(rows: int) -> nn.Embedding | None:
-            return nn.Embedding(rows, hidden) if rows else None
-
-        self.tokens = nn.Embedding(config.vocab_size, hidden)
-        self.positions = table(config.seq_len if config.position_tables else 0)
-        self.token_types = table(config.token_types)
-        self.norm = norm_of(config) if config.post_norm else None
-        self.dropout = Dropout(config.dropout)
-
-    def forward(
-        self,
-        tokens_BS: torch.Tensor,
-        positions: torch.Tensor,
-        token_types_BS: torch.Tensor | None = None,
-        *,
-        seed: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return ``[B, S, H]``; positions are ``[S]`` or ``[B, S]``, ``seed`` is dropout's."""
-        x_BSH = self.tokens(tokens_BS)
-        if self.positions is not None:
-            x_BSH = x_BSH + self.positions(positions)
-        if self.token_types is not None:
-            types = torch.zeros_like(tokens_BS) if token_types_BS is None else token_types_BS
-            x_BSH = x_BSH + self.token_types(types)
-        if self.norm is not None:
-            x_BSH = self.norm(x_BSH)
-        return self.dropout(x_BSH, seed=seed)
 
 
 class Attention(nn.Module):
@@ -373,60 +256,6 @@ class Layer(nn.Module):
 
 def _all(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
-
-
-class Head(nn.Module):
-    """From the last hidden states to logits, or to the loss.
-
-    For the loss the backward makes logits again, chunk by chunk, unless they are small beside what
-    the layers keep: then they are kept, and a product is saved.
-
-    Attributes:
-        weight: of the projection on the vocabulary, ``[V, H]``; ``None`` where it is the
-            embedding's.
-        bias: of it, ``[V]``, or ``None``.
-        project: ``(x_BSH, weight, bias)`` to logits ``[B, S, V]``.
-        loss: ``(x_BSH, weight, bias, labels_BS)`` to the sum of the cross-entropies, float32.
-        recompute: whether the backward makes the logits again: set it where layers keep nothing.
-    """
-
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__()
-        hidden, words = config.hidden_size, config.vocab_size
-        masked = config.head == "masked"
-        self.transform = linear(hidden, hidden, True, kernel_name(config)) if masked else None
-        self.norm = norm_of(config) if masked else None
-        self.weight = None if config.tied else nn.Parameter(torch.empty(words, hidden))
-        self.bias = nn.Parameter(torch.empty(words)) if masked else None
-        self.project: Callable[..., torch.Tensor] = project
-        # What a layer keeps at least for a token, in half precision, in numbers of float32.
-        layer = (8 * hidden + 2 * config.intermediate_size) // 2
-        self.recompute = words > config.num_layers * layer
-        self.loss: Callable[..., torch.Tensor] = self._summed_loss
-
-    def forward(
-        self,
-        x_BSH: torch.Tensor,
-        labels_BS: torch.Tensor | None = None,
-        *,
-        weight: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return logits ``[B, S, V]``, or with labels the sum of the targets' losses.
-
-        Args:
-            x_BSH: of the last layer.
-            labels_BS: the target of each token; -100 where there is none.
-            weight: the embedding's, where it is tied.
-        """
-        if self.transform is not None and self.norm is not None:
-            x_BSH = self.norm(self.transform(x_BSH))
-        weight = self.weight if weight is None else weight
-        if labels_BS is None:
-            return self.project(x_BSH, weight, self.bias)
-        return self.loss(x_BSH, weight, self.bias, labels_BS)
-
-    def _summed_loss(self, *given: Any) -> torch.Tensor:
-        return summed_loss(*given, recompute=self.recompute)
 
 
 class Transformer(nn.Module):
