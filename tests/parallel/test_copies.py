@@ -189,6 +189,22 @@ def test_weights_are_gathered_once_for_both_halves() -> None:
         assert once == both and once[0] > 0
 
 
+def _under_autocast(rank: int) -> None:
+    losses = []
+    divided: tuple[dict[str, Any], ...] = {"ep_same_bits": True}, {"copies": 1}, {"copies": 2}
+    for values in ({}, *({"ep": 2, **each} for each in divided)):
+        model = _model("tiny-mixtral", layers=1, dp=2, **values)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            losses.append(_step(model)[0])
+        assert model.embedding.tokens.weight.grad is not None
+    assert all(torch.equal(each, losses[0]) for each in losses)
+
+
+def test_autocast_lowers_what_travels_to_experts() -> None:
+    """The loss has the bits of experts that are all here, with one exchange or two."""
+    threads.run(_under_autocast, 2)
+
+
 def _on_processes(world: World) -> None:
     _both(world.rank, "tiny-llama", {"tp": 2, "sp": True, "overlap": False})
 
