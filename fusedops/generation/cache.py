@@ -96,6 +96,8 @@ class Cache:
             alibi_slopes: torch.Tensor | None,
             **_: Any,
         ) -> torch.Tensor:
+            if not len(query_1NTD):  # the second half of a batch of one, where layers run in copies
+                return query_1NTD
             # One view each: a token of a small model is as dear as what is done around its
             # products.
             query_TN1D, key_TM1D, value_TM1D = (

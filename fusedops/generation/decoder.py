@@ -234,3 +234,8 @@ def check_model(op: str, model: Any) -> None:
         raise TypeError(f"{op}: model must be a fusedops.models.Transformer, got {got}")
     if not model.config.causal or model.config.head != "causal":
         raise ValueError(f"{op}: model must be a decoder (causal), got an encoder")
+    if model.config.domain_experts:
+        raise checks.UnsupportedError(
+            f"{op}: model must have no domain_experts, got {model.config.domain_experts}: of new "
+            "tokens no domain is known"
+        )

@@ -131,7 +131,7 @@ class Pipeline:
             stage: int, microbatch: int, given: torch.Tensor | None
         ) -> tuple[torch.Tensor | None, None]:
             given = tokens if given is None else given
-            x_BSH, _ = self.stages[stage](given, positions=positions)
+            x_BSH, _ = self.stages[stage](given, positions=positions, tokens=tokens)
             if not self.stages[stage].is_last:
                 return x_BSH, None
             assert x_BSH is not None

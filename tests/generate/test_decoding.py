@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedops
+from fusedops import UnsupportedError
 from fusedops.generation import Decoder, stream
 from fusedops.models import TINY, Transformer, TransformerConfig
 
@@ -167,6 +168,13 @@ def test_a_stream_gives_rounds_of_tokens_and_leaves_the_model_as_it_was() -> Non
     assert before == after
 
 
+DOMAINS: dict[str, Any] = {
+    "router": "hash",
+    "balance_loss": 0.0,
+    "capacity_factor": None,
+    "top_k": 1,
+    "domain_experts": (1, 3),
+}
 BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "an empty prompt": (lambda: go([[1], []]), ValueError, "prompt 1 must be at least one token"),
     "no prompt": (lambda: go([]), ValueError, "prompts must be one at least"),
@@ -186,6 +194,11 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: fusedops.generate(Transformer(TINY["tiny-bert"]), [1]),
         ValueError,
         "model must be a decoder",
+    ),
+    "domains": (
+        lambda: fusedops.generate(Transformer(replace(TINY["tiny-pangu-moe"], **DOMAINS)), [1]),
+        UnsupportedError,
+        "model must have no domain_experts",
     ),
     "another module": (
         lambda: fusedops.generate(torch.nn.Linear(2, 2), [1]),  # type: ignore[arg-type]

@@ -26,6 +26,9 @@ CALLS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.9, "top_p": 0.9},
     {"beams": 3, "stop": [5, 66, 130]},
 )
+# Experts that the tokens' ids choose, also on the second stage.
+HASH: dict[str, Any] = {"router": "hash", "balance_loss": 0.0, "capacity_factor": None}
+KINDS = {"hash": replace(TINY["tiny-pangu-moe"], **HASH)}
 LAYOUTS: list[tuple[str, dict[str, Any]]] = [
     ("tiny-llama", {"tp": 2}),
     ("tiny-gpt2", {"tp": 2, "sp": True}),
@@ -34,6 +37,8 @@ LAYOUTS: list[tuple[str, dict[str, Any]]] = [
     ("tiny-mixtral", {"tp": 2}),
     ("tiny-pangu-moe", {"dp": 2, "ep": 2}),
     ("tiny-mixtral", {"dp": 2, "tp": 2, "ep": 2}),
+    ("tiny-mixtral", {"dp": 2, "ep": 2, "copies": 2}),
+    ("hash", {"pp": 2}),
     ("tiny-llama", {"cp": 2}),
     ("tiny-gpt2", {"pp": 2}),
     ("tiny-pangu", {"pp": 2, "tp": 2, "sp": True}),
@@ -45,7 +50,8 @@ LAYOUTS: list[tuple[str, dict[str, Any]]] = [
 def _model(name: str, layout: dict[str, Any] | None = None) -> Transformer:
     # A rank has two stages of this schedule.
     layers = 4 if "pipeline_schedule" in (layout or {}) else 2
-    config = replace(TINY[name], initializer_range=0.2, num_layers=layers)
+    config = KINDS[name] if name in KINDS else TINY[name]
+    config = replace(config, initializer_range=0.2, num_layers=layers)
     return Transformer(config, device="meta")
 
 
