@@ -20,12 +20,13 @@ struct ResidualSource {
   T* summed;
   DropoutArguments dropout;
 
+  __device__ __forceinline__ int64_t place(int64_t start) const { return place_of(dropout, start); }
   template <int N>
-  __device__ __forceinline__ void load(int64_t offset, Acc<T> (&values)[N]) const {
+  __device__ __forceinline__ void load(int64_t offset, int64_t place, Acc<T> (&values)[N]) const {
     Acc<T> stream[N];
     cuda::load(input + offset, values);
     cuda::load(residual + offset, stream);
-    drop(dropout, offset, values);
+    drop(dropout, place, values);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       values[i] = widen<Acc<T>>(narrow<T>(stream[i] + values[i]));  // normed is of the rounded sum
@@ -51,15 +52,17 @@ struct ResidualSink {
   __host__ __device__ bool wanted() const {
     return grad_residual != nullptr || grad_input != nullptr;
   }
+  __device__ __forceinline__ int64_t place(int64_t start) const { return place_of(dropout, start); }
   template <int N>
-  __device__ __forceinline__ void store(int64_t offset, const Acc<T> (&dx)[N]) const {
+  __device__ __forceinline__ void store(int64_t offset, int64_t place,
+                                        const Acc<T> (&dx)[N]) const {
     Acc<T> total[N];
     load_or<N>(grad_summed, offset, Acc<T>(0), total);
 #pragma unroll
     for (int i = 0; i < N; ++i) total[i] += dx[i];
     if (grad_residual != nullptr) cuda::store(grad_residual + offset, total);
     if (grad_input != nullptr) {
-      drop(dropout, offset, total);
+      drop(dropout, place, total);
       cuda::store(grad_input + offset, total);
     }
   }
@@ -74,7 +77,7 @@ __global__ void __launch_bounds__(256) pass_kernel(ResidualSink<T, S> sink, int6
   const int64_t offset = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * kPack;
   if (offset >= count) return;
   const Acc<T> nothing[kPack] = {};
-  sink.store(offset, nothing);
+  sink.store(offset, sink.place(offset), nothing);
 }
 
 template <typename T, typename S>

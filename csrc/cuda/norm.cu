@@ -13,8 +13,9 @@ struct PlainSource {
   static constexpr int kMostValues = 32;  // a thread holds without spilling
   const T* input;
 
+  __device__ __forceinline__ int64_t place(int64_t start) const { return start; }
   template <int N>
-  __device__ __forceinline__ void load(int64_t offset, Acc<T> (&values)[N]) const {
+  __device__ __forceinline__ void load(int64_t offset, int64_t, Acc<T> (&values)[N]) const {
     cuda::load(input + offset, values);
   }
   template <int N>
@@ -29,8 +30,9 @@ struct PlainSink {
   T* grad_input;  // or null
 
   __host__ __device__ bool wanted() const { return grad_input != nullptr; }
+  __device__ __forceinline__ int64_t place(int64_t start) const { return start; }
   template <int N>
-  __device__ __forceinline__ void store(int64_t offset, const Acc<T> (&dx)[N]) const {
+  __device__ __forceinline__ void store(int64_t offset, int64_t, const Acc<T> (&dx)[N]) const {
     cuda::store(grad_input + offset, dx);
   }
   bool aligned() const { return cuda::aligned(grad_input); }

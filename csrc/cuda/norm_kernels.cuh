@@ -117,6 +117,7 @@ __global__ void __launch_bounds__(1024, 1)
   using A = Acc<typename Source::Element>;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
   const int64_t start = row * columns;
+  const int64_t place = source.place(start);
   const int step = static_cast<int>(blockDim.x) * kPack;
   const int first = static_cast<int>(threadIdx.x) * kPack;
   const int end = row < rows ? columns : 0;  // a row past the last one has no columns
@@ -128,7 +129,7 @@ __global__ void __launch_bounds__(1024, 1)
   for (int v = 0; v < kVectors; ++v) {
     const int column = first + v * step;
     if (column < end) {
-      source.load(start + column, values[v]);
+      source.load(start + column, place + column, values[v]);
 #pragma unroll
       for (int i = 0; i < kPack; ++i) sum[0] += values[v][i];
     }
@@ -179,6 +180,7 @@ __global__ void __launch_bounds__(kLongThreads, 1)
   using A = Acc<typename Source::Element>;
   const int64_t row = blockIdx.x;
   const int64_t start = row * columns;
+  const int64_t place = source.place(start);
   constexpr int64_t step = kLongThreads * kPack;
   const int64_t first = static_cast<int64_t>(threadIdx.x) * kPack;
   const bool centred = results.mean != nullptr;
@@ -186,7 +188,7 @@ __global__ void __launch_bounds__(kLongThreads, 1)
   A sums[2] = {A(0), A(0)};  // of the values, of their squares
   for (int64_t column = first; column < columns; column += step) {
     A values[kPack];
-    source.load(start + column, values);
+    source.load(start + column, place + column, values);
 #pragma unroll
     for (int i = 0; i < kPack; ++i) {
       sums[0] += values[i];
@@ -268,6 +270,7 @@ __global__ void __launch_bounds__(kBackwardThreads<T, kPack>, 1)
     const int end = active ? columns : 0;
     const A mean = active && centred ? in.mean[row] : A(0);
     const A rstd = active ? in.rstd[row] : A(0);
+    const int64_t place = sink.place(start);
     Pack<T, kPack> x[kVectors];
     Pack<T, kPack> dy[kVectors];
     A sums[2] = {A(0), A(0)};  // of h, of h * xhat
@@ -311,7 +314,7 @@ __global__ void __launch_bounds__(kBackwardThreads<T, kPack>, 1)
           const A normalized = (widen<A>(x[v].at[i]) - mean) * rstd;
           dx[i] = rstd * (widen<A>(dy[v].at[i]) * weight[i] - across - normalized * along);
         }
-        sink.store(start + column, dx);
+        sink.store(start + column, place + column, dx);
       }
     }
   }
@@ -349,6 +352,7 @@ __global__ void __launch_bounds__(kLongThreads, 1)
   using A = Acc<T>;
   const int64_t row = blockIdx.x;
   const int64_t start = row * in.columns;
+  const int64_t place = sink.place(start);
   constexpr int64_t step = kLongThreads * kPack;
   const int64_t first = static_cast<int64_t>(threadIdx.x) * kPack;
   const bool centred = in.mean != nullptr;
@@ -378,7 +382,7 @@ __global__ void __launch_bounds__(kLongThreads, 1)
     for (int i = 0; i < kPack; ++i) {
       x[i] = rstd * (dy[i] * weight[i] - across - (x[i] - mean) * rstd * along);
     }
-    sink.store(start + column, x);
+    sink.store(start + column, place + column, x);
   }
 }
 

@@ -23,7 +23,13 @@ __device__ __forceinline__ uint4 philox4x32(uint4 counter, uint2 key) {
   return counter;
 }
 
-// Drops elements first, first + 1, ... (row-major indices) of one row. N elements lie within whole
+// Where element `first` of a tensor stands, from which on its row is drawn. It divides by numbers
+// that only the device knows, a call that costs registers: once a row, before there are values.
+__device__ __forceinline__ int64_t place_of(const DropoutArguments& dropout, int64_t first) {
+  return dropout.placed ? RowPlaces{dropout.seed + 2}.of(first) : first;
+}
+
+// Drops elements that stand at first, first + 1, ... of one row. N elements lie within whole
 // groups of four, or inside one: the pack size is 8, 4, 2 or 1 and `first` is a multiple of it, as
 // are the places of rows in a larger tensor where it divides the columns.
 template <int N, typename A>
@@ -38,7 +44,6 @@ __device__ __forceinline__ void drop(const DropoutArguments& dropout, int64_t fi
   const uint32_t threshold = static_cast<uint32_t>(dropout.threshold);
   const uint64_t seed = static_cast<uint64_t>(dropout.seed[0]);
   const uint64_t offset = static_cast<uint64_t>(dropout.seed[1]);
-  if (dropout.placed) first = RowPlaces{dropout.seed + 2}.of(first);
   const uint2 key = make_uint2(static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32));
   const A scale = static_cast<A>(dropout.scale);
 #pragma unroll
