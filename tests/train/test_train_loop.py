@@ -14,7 +14,7 @@ from train_runs import STEPS, Died, Watching, config, die, same_bits, whole
 
 from fusedops._core import dtypes
 from fusedops.models import Transformer, initialize, preset
-from fusedops.train import Result, setup, train
+from fusedops.train import Result, processes, setup, train
 from fusedops.train.config import Data, Precision, Schedule
 from fusedops.train.metrics import flops_per_token
 from fusedops.train.precision import LossScale
@@ -194,3 +194,19 @@ def test_learning_rates(kind: str, wanted: list[float]) -> None:
     schedule = Schedule(kind=kind, warmup=2, final=0.1, decay=2)
     found = [learning_rate(step, 6, 1.0, schedule) for step in range(6)]
     assert found == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(("given", "wanted"), [(None, "1"), ("7", "7")], ids=["unset", "set"])
+def test_started_processes_share_the_processors(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, wanted: str
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", given or "")
+    if given is None:
+        monkeypatch.delenv("OMP_NUM_THREADS")
+    seen: list[str] = []
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(
+        "torch.distributed.run.run", lambda options: seen.append(os.environ["OMP_NUM_THREADS"])
+    )
+    assert processes.launch(1000, ["train", "config.toml"]) == 0
+    assert seen == [wanted]
