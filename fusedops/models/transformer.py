@@ -250,7 +250,7 @@ class Layer(nn.Module):
             top_k=config.top_k,
             seed=config.router_seed + self.index,
             domains=None if domains is None else self.take_ids(domains).flatten(),
-            domain_experts=config.domain_experts,
+            domain_experts=config.domain_experts or None,
         )
 
 

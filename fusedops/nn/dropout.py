@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fusedops._core import checks
+from fusedops._core import checks, philox
 from fusedops.ops.bias_dropout_add import bias_dropout_add
 
 
@@ -39,6 +39,8 @@ class Dropout(nn.Module):
         ``seed`` is what dropout draws from; by default two numbers of torch's generator.
         """
         checks.tensor("Dropout", "input", input)
+        if seed is not None:
+            philox.check_seed("Dropout", seed, input.device)
         if not self.training or self.p == 0.0:
             return input
         return bias_dropout_add(input, None, torch.zeros_like(input), self.p, seed=seed)

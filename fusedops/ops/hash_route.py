@@ -27,7 +27,7 @@ def hash_route(
     table: torch.Tensor | None = None,
     seed: int = 0,
     domains: torch.Tensor | None = None,
-    domain_experts: Sequence[int] = (),
+    domain_experts: Sequence[int] | None = None,
 ) -> RoutingPlan:
     """Route each token by its id: by a table, or by a hash; or by its domain, then its id.
 
@@ -66,7 +66,7 @@ def hash_route(
         [3, 0, 3]
     """
     _check(token_ids, num_experts, top_k, table, seed)
-    if domains is not None or domain_experts:
+    if domains is not None or domain_experts is not None:
         sizes = _check_domains(token_ids, num_experts, top_k, table, domains, domain_experts)
         assert domains is not None
         counts = torch.tensor(sizes, device=token_ids.device)

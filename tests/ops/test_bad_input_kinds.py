@@ -132,7 +132,11 @@ MODEL = torch.nn.Sequential(torch.nn.LayerNorm(4))
 OTHERS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
     "RoutingPlan.from_choices": (fusedops.RoutingPlan.from_choices, (IDS, PROBS, 3), {}),
     "RoutingPlan.with_probs": (PLAN.with_probs, (PROBS,), {}),
-    "hash_route": (fusedops.hash_route, (torch.tensor([7, 8]), 4), {}),
+    "hash_route": (
+        fusedops.hash_route,
+        (torch.tensor([7, 8]), 4),
+        {"domains": torch.tensor([1, 0]), "domain_experts": (1, 3)},
+    ),
     "keep_routing": (fusedops.keep_routing, (len,), {}),
     "merge_attention": (fusedops.merge_attention, (PROBS, PROBS[0], PROBS, PROBS[0]), {}),
     "moe_capacity": (fusedops.moe_capacity, (2, 8, 1.0, 4), {}),
