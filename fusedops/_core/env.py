@@ -8,6 +8,7 @@
 | ``FUSEDOPS_ISAS`` | instruction sets to build, or ``all``; only the build reads it | this one |
 | ``FUSEDOPS_MAX_ISA`` | the CPU kernels use no more than this: see ``MAX_ISAS`` | all there is |
 | ``FUSEDOPS_SANITIZE`` | sanitizers of a build of its own; only the build reads it | none |
+| ``FUSEDOPS_SHARED_MEMORY`` | ``0``: processes of one machine communicate through sockets | ``1`` |
 | ``FUSEDOPS_TUNING`` | tuning table that wins over the shipped one; ``off``: no table | shipped |
 | ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK`` | torchrun's: which process of a run this is | alone |
 | ``TORCHELASTIC_RESTART_COUNT`` | torchrun's: how often it started the run anew | 0 |
@@ -27,7 +28,16 @@ from pathlib import Path
 from fusedops._core import checks
 
 _PREFIX = "FUSEDOPS_"
-_KNOWN = ("BACKEND", "DISABLE_NATIVE", "ISAS", "LIBRARY", "MAX_ISA", "SANITIZE", "TUNING")
+_KNOWN = (
+    "BACKEND",
+    "DISABLE_NATIVE",
+    "ISAS",
+    "LIBRARY",
+    "MAX_ISA",
+    "SANITIZE",
+    "SHARED_MEMORY",
+    "TUNING",
+)
 
 # What FUSEDOPS_MAX_ISA may be, from least to most; csrc/isa.cpp has the same list. The emulation of
 # AMX in C++ gives the bits of its manual on any processor with AVX512_BF16, slowly: for tests.
@@ -65,6 +75,7 @@ def mistakes(backends: Collection[str]) -> list[str]:
         "FUSEDOPS_BACKEND": backends,
         "FUSEDOPS_DISABLE_NATIVE": ("0", "1"),
         "FUSEDOPS_MAX_ISA": MAX_ISAS,
+        "FUSEDOPS_SHARED_MEMORY": ("1", "0"),
     }
     sentences = []
     for name, known in choices.items():
@@ -92,6 +103,11 @@ def native_disabled() -> bool:
     A value that means nothing (``mistakes``) is no reason to load them: ``true`` must not mean no.
     """
     return (os.environ.get("FUSEDOPS_DISABLE_NATIVE") or "0") != "0"
+
+
+def shared_memory_disabled() -> bool:
+    """Return whether processes of one machine must not communicate through shared memory."""
+    return (os.environ.get("FUSEDOPS_SHARED_MEMORY") or "1") != "1"
 
 
 def max_isa() -> str | None:
@@ -129,6 +145,11 @@ def set_launched(rank: int, ranks: int) -> None:
 def restarts() -> int:
     """Return how often torchrun has started the processes of this run anew."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def threads_are_set() -> bool:
+    """Return whether ``OMP_NUM_THREADS`` says how many threads this process is to have."""
+    return bool(os.environ.get("OMP_NUM_THREADS"))
 
 
 def set_threads(count: int) -> None:

@@ -5,10 +5,12 @@ runs between the two runs beside it. Inside ``with recorded() as log`` every sta
 an event, and so is what ``computing()`` encloses: budgets are sums over events, and that something
 ran beside a communication is seen from their order, not from a clock.
 
-A sum over ranks is ordered where we make it ourselves (``reduce_scatter``, ``all_reduce_ordered``):
-neighbours first, then pairs of them, in the accumulation dtype, rounded once. Its bits then depend
-neither on the backend nor on how a tensor is cut into pieces. Here are no gradients; those are in
-``tensor.py``.
+Processes of one machine communicate through their memory where they can (``_shared.py``).
+
+A sum over ranks is ordered where we make it ourselves (``reduce_scatter``, ``all_reduce_ordered``,
+``all_reduce`` through shared memory): neighbours first, then pairs of them, in the accumulation
+dtype, rounded once. Its bits then depend neither on the backend nor on how a tensor is cut into
+pieces. Here are no gradients; those are in ``tensor.py``.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import torch.distributed as dist
 
 from fusedops._core import checks, collectives, dtypes
 from fusedops._core.collectives import all_gather_single
+from fusedops.parallel import _shared
 
 KINDS = (
     "all_reduce",
@@ -186,6 +189,9 @@ def all_reduce(
     if ranks == 1 or tensor.numel() == 0:
         return Pending(lambda: tensor)
     started = _start("all_reduce", label, 2 * _bytes(tensor) * (ranks - 1) // ranks, ranks)
+    finish = _shared.all_reduce(tensor, group) if op == "sum" else None
+    if finish is not None:
+        return Pending(finish, started)
     kind = getattr(dist.ReduceOp, op.upper())
     work = dist.all_reduce(tensor, kind, group, async_op=True)
     return Pending(lambda: _waited(work, tensor), started)
@@ -237,9 +243,14 @@ def all_gather(
     tensor = tensor.contiguous()
     started = _start("all_gather", label, _bytes(tensor) * (ranks - 1), ranks)
     parts = tensor.new_empty((ranks * tensor.shape[0], *tensor.shape[1:])) if out is None else out
-    work = all_gather_single(parts, tensor, group=group, async_op=True)
+    shared = _shared.all_gather(parts, tensor, group)
+    work = None
+    if shared is None:
+        work = all_gather_single(parts, tensor, group=group, async_op=True)
 
     def finish() -> torch.Tensor:
+        if shared is not None:
+            shared()
         _waited(work, tensor)  # which must live until then
         if dim == 0:
             return parts
@@ -268,8 +279,11 @@ def reduce_scatter(
     if tensor.numel() == 0:
         return Pending(lambda: tensor.chunk(ranks, dim)[0])
     parts = tensor.unflatten(dim, (ranks, -1)).movedim(dim, 0).contiguous()
-    received = torch.empty_like(parts)
     started = _start("reduce_scatter", label, _bytes(parts) * (ranks - 1) // ranks, ranks)
+    summed = _shared.reduce_scatter(parts, group)
+    if summed is not None:
+        return Pending(summed, started)
+    received = torch.empty_like(parts)
     work = dist.all_to_all_single(received, parts, group=group, async_op=True)
 
     def finish() -> torch.Tensor:
@@ -314,7 +328,7 @@ def all_to_all(
     Raises:
         ValueError: the group does not divide the rows, and ``send`` is not given.
     """
-    ranks = group.size()
+    ranks, equal = group.size(), send is None and receive is None
     if send is None:
         check_divides("all_to_all", rows, 0, ranks)
         send = [rows.shape[0] // ranks] * ranks
@@ -324,6 +338,9 @@ def all_to_all(
     result = out
     row_bytes = rows[:1].numel() * rows.element_size() if rows.shape[0] else 0
     started = _start("all_to_all", label, (sum(send) - send[group.rank()]) * row_bytes, ranks)
+    exchanged = _shared.all_to_all(result, rows, group) if equal else None
+    if exchanged is not None:
+        return Pending(exchanged, started)
     work = dist.all_to_all_single(
         result, rows, list(receive), list(send), group=group, async_op=True
     )
@@ -372,6 +389,26 @@ def send_receive(
         return received
 
     return Pending(finish, started)
+
+
+def shift(tensor: torch.Tensor, group: dist.ProcessGroup, *, by: int, label: str = "") -> Pending:
+    """Send ``tensor`` to the rank ``by`` ahead in the circle and receive from the one behind.
+
+    All ranks of the group call it together, with tensors of one shape and one ``by``.
+
+    Args:
+        tensor: what is sent; what comes is another tensor.
+        group: the process group.
+        by: not a multiple of its size.
+        label: for the log.
+    """
+    ranks, tensor = group.size(), tensor.contiguous()
+    to, source = (group.rank() + by) % ranks, (group.rank() - by) % ranks
+    received = torch.empty_like(tensor)
+    finish = _shared.shift(received, tensor, source, group)
+    if finish is None:
+        return send_receive(tensor, group, to=to, source=source, out=received, label=label)
+    return Pending(finish, _start("send_receive", label, _bytes(tensor), ranks))
 
 
 def ordered_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -211,12 +211,9 @@ class _Gather:
         rank, ranks = self._group.rank(), self._group.size()
         if self._step >= ranks:
             return None
-        to, source = (rank + self._step) % ranks, (rank - self._step) % ranks
+        source = (rank - self._step) % ranks
         label = f"block {source} comes"
-        pending = communication.send_receive(
-            self._part, self._group, to=to, source=source, label=label
-        )
-        return source, pending
+        return source, communication.shift(self._part, self._group, by=self._step, label=label)
 
     def others(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield rank and block of each other rank; the next is under way meanwhile."""
@@ -251,9 +248,8 @@ class _Leaving:
             self._own = block
             return
         source = (2 * here - rank) % ranks  # as far behind as `rank` is ahead
-        label = f"block {rank} leaves"
-        self._pending[source] = communication.send_receive(
-            block, self._group, to=rank, source=source, label=label
+        self._pending[source] = communication.shift(
+            block, self._group, by=(rank - here) % ranks, label=f"block {rank} leaves"
         )
 
     def total(self) -> torch.Tensor:

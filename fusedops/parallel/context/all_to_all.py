@@ -195,7 +195,7 @@ def _to_heads(tensors: list[Tensor], layout: Layout, group: dist.ProcessGroup) -
         for each in tensors
     ]
     came = _TO_HEADS(torch.cat(lines, -1).flatten(0, 1), *_names(layout, group))
-    parts = came.unflatten(0, (batch, -1))
+    parts = came.unflatten(0, (batch, layout.length))
     sizes = [each.shape[-1] for each in lines]
     return [
         part.unflatten(-1, (-1, each.shape[-1])).transpose(1, 2)
@@ -211,7 +211,7 @@ def _to_tokens(tensor: Tensor, layout: Layout, group: dist.ProcessGroup) -> Tens
     batch, heads, _, size = tensor.shape
     lines = tensor.transpose(1, 2).flatten(2).flatten(0, 1)
     came = _TO_TOKENS(lines, *_names(layout, group))
-    by_rank = came.view(ranks, batch, -1, heads, size)
+    by_rank = came.view(ranks, batch, layout.length // ranks, heads, size)
     return by_rank.permute(1, 2, 0, 3, 4).flatten(2, 3).transpose(1, 2)
 
 

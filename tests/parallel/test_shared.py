@@ -1,0 +1,230 @@
+"""Collectives of one machine through shared memory: values, bits, order and failures."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from process_pool import CONTEXT, World
+from torch import distributed as dist
+
+from fusedops._core import env, extension
+from fusedops.parallel import _shared, communication
+
+needs_channel = pytest.mark.skipif(
+    extension.cpu_library() is not None or not hasattr(os, "memfd_create"),
+    reason="needs the C++ library and Linux",
+)
+pytestmark = [pytest.mark.distributed, needs_channel]
+OnRanks = Callable[..., list[Any]]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+RING = 8 << 20  # bytes that a rank can have on the way
+
+
+def _given(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """What a rank gives: numbers that show the order of a sum, subnormal ones among them."""
+    generator = torch.Generator().manual_seed(rank)
+    values = torch.randn(shape, generator=generator)
+    values *= 10.0 ** torch.randint(-3, 4, shape, generator=generator)
+    values.view(-1)[::7] *= torch.finfo(dtype).tiny / 8
+    return values.to(dtype)
+
+
+def _collectives(world: World, ranks: int, dtype: torch.dtype, rows: int) -> list[str]:
+    """Return the collectives whose result is another than that of all tensors in one place."""
+    if not world.member(ranks):
+        return []
+    group = world.group(ranks)
+    all_given = [_given(each, (rows, 3), dtype) for each in range(ranks)]
+    mine = all_given[world.rank]
+    summed = communication.ordered_sum(all_given)
+    parts = torch.stack([each.unflatten(0, (ranks, -1)) for each in all_given])
+    wanted = {
+        "all_reduce": summed,
+        "all_gather": torch.cat(all_given),
+        "reduce_scatter": summed.chunk(ranks)[world.rank],
+        "all_to_all": parts[:, world.rank].flatten(0, 1),
+        "shift": all_given[world.rank - 1],
+        "shift back": all_given[(world.rank + 1) % ranks],
+    }
+    found = {
+        "all_reduce": communication.all_reduce(mine.clone(), group),
+        "all_gather": communication.all_gather(mine, group),
+        "reduce_scatter": communication.reduce_scatter(mine, group),
+        "all_to_all": communication.all_to_all(mine, group),
+        "shift": communication.shift(mine, group, by=1),
+        "shift back": communication.shift(mine, group, by=-1),
+    }
+    assert _shared._channels[group] is not None
+    # Asked for in the other order: finishing the last one finishes all.
+    results = {name: found[name].wait() for name in reversed(found)}
+    return [name for name in wanted if not torch.equal(results[name], wanted[name])]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_collectives_give_the_bits_of_one_place(
+    on_ranks: OnRanks, ranks: int, dtype: torch.dtype
+) -> None:
+    for rows in (8, 344):
+        assert on_ranks(_collectives, ranks, dtype, rows) == [[]] * 8
+
+
+def test_tensors_larger_than_the_ring_and_odd_sizes(on_ranks: OnRanks) -> None:
+    rows = RING // 4 * 5 // 4 // 3 // 8 * 8
+    assert on_ranks(_collectives, 2, torch.float32, rows) == [[]] * 8
+    assert on_ranks(_odd_sizes) == [[]] * 8
+
+
+def _odd_sizes(world: World) -> list[int]:
+    wrong = []
+    for size in (1, 5, 63, 65_537):
+        for ranks in (2, 8):
+            if not world.member(ranks):
+                continue
+            given = [_given(each, (size,), torch.float32) for each in range(ranks)]
+            mine = given[world.rank].clone()
+            result = communication.all_reduce(mine, world.group(ranks)).wait()
+            if not torch.equal(result, communication.ordered_sum(given)) or result is not mine:
+                wrong.append(size)
+    return wrong
+
+
+def test_more_is_started_than_the_ring_holds(on_ranks: OnRanks) -> None:
+    assert on_ranks(_many_at_once) == [True] * 8
+
+
+def _many_at_once(world: World) -> bool:
+    if not world.member(2):
+        return True
+    group = world.group(2)
+    tensors = [torch.full((300_000,), float(each + world.rank)) for each in range(24)]
+    pending = [communication.all_reduce(each, group) for each in tensors]
+    small = communication.all_gather(torch.tensor([world.rank]), group).wait()
+    values = [float(each.wait()[-1]) for each in pending]
+    return values == [2.0 * each + 1 for each in range(24)] and small.tolist() == [0, 1]
+
+
+def test_ranks_agree_on_sockets_where_one_does_not_share(on_ranks: OnRanks) -> None:
+    assert on_ranks(_unwilling, "FUSEDOPS_SHARED_MEMORY") == [(True, 6.0)] * 8
+    assert on_ranks(_unwilling, "_machine") == [(True, 6.0)] * 8
+
+
+def _unwilling(world: World, why: str) -> tuple[bool, float]:
+    group = dist.new_group([0, 1, 2, 3])
+    if not world.member(4):
+        return True, 6.0
+    unwilling = mock.patch.dict(os.environ, {"FUSEDOPS_SHARED_MEMORY": "0"})
+    if why == "_machine":
+        unwilling = mock.patch.object(_shared, "_machine", lambda: 5)
+    if world.rank == 2:
+        with unwilling:
+            summed = communication.all_reduce(torch.tensor(2.0), group).wait()
+    else:
+        summed = communication.all_reduce(torch.tensor(float(world.rank)), group).wait()
+    backend_used = _shared._channels[group] is None
+    dist.destroy_process_group(group)
+    return backend_used, float(summed)
+
+
+def test_python_runs_while_a_rank_waits(on_ranks: OnRanks) -> None:
+    assert on_ranks(_waits_beside_python) == [True] * 8
+
+
+def _waits_beside_python(world: World) -> bool:
+    """Rank 1 comes only once Python has run on rank 0, which waits for it in another thread."""
+    if not world.member(2):
+        return True
+    group, word = world.group(2), torch.ones(1)
+    communication.all_reduce(torch.ones(1), group).wait()
+    if world.rank == 1:
+        dist.recv(word, group=group, group_src=0)
+        communication.all_reduce(torch.ones(1), group).wait()
+        return True
+    thread = threading.Thread(target=communication.all_reduce(torch.ones(1), group).wait)
+    thread.start()
+    thread.join(0.1)
+    waited = thread.is_alive()
+    dist.send(word, group=group, group_dst=1)
+    thread.join()
+    return waited
+
+
+def test_a_forked_child_does_not_close_the_ring(on_ranks: OnRanks) -> None:
+    assert on_ranks(_forks) == [[1.0] * 2] * 8
+
+
+def _forks(world: World) -> list[float]:
+    if not world.member(2):
+        return [1.0] * 2
+    group = world.group(2)
+    communication.all_reduce(torch.ones(1), group).wait()
+    child = os.fork()
+    if child == 0:
+        _shared._channels.clear()  # as the interpreter does when it ends
+        os._exit(0)
+    os.waitpid(child, 0)
+    threading.Event().wait(0.2 * world.rank)  # so that the other looks whether this one has left
+    return [float(communication.all_reduce(torch.full((1,), 0.5), group).wait()) for _ in range(2)]
+
+
+def _alone(rank: int, store: str, how: str, ends: Any) -> None:
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, 2),
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=60),
+    )
+    group = dist.group.WORLD
+    communication.all_reduce(torch.ones(3), group).wait()
+    if how == "late":  # than a timeout that was set after they had met
+        group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=1))
+    if rank == 1:
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "late":
+            ends.wait(30)
+        if how == "left":
+            _shared._channels.clear()
+            ends.wait(30)
+        return
+    try:
+        communication.all_reduce(torch.ones(3), group).wait()
+    except RuntimeError as error:
+        ends.set()
+        # Later ones fail at once, with no other reason.
+        with pytest.raises(RuntimeError, match="rank 1 of its group"):
+            communication.all_reduce(torch.ones(3), group).wait()
+        Path(store).with_name("message").write_text(str(error))
+
+
+@pytest.mark.parametrize("how", ["killed", "left", "late"])
+def test_a_rank_that_is_gone_is_named(tmp_path: Path, how: str) -> None:
+    ends = CONTEXT.Event()
+    processes = [
+        CONTEXT.Process(target=_alone, args=(rank, str(tmp_path / "store"), how, ends))
+        for rank in range(2)
+    ]
+    for each in processes:
+        each.start()
+    for each in processes:
+        each.join(60)
+    assert processes[0].exitcode == 0
+    message = (tmp_path / "message").read_text()
+    assert "rank 1 of its group of 2" in message
+    assert ("did not come within 1 s" if how == "late" else "has ended") in message
+
+
+def test_the_variable_is_known(monkeypatch: Any) -> None:
+    monkeypatch.setenv("FUSEDOPS_SHARED_MEMORY", "yes")
+    assert env.shared_memory_disabled()
+    assert any("FUSEDOPS_SHARED_MEMORY" in each for each in env.mistakes(["cpp"]))
