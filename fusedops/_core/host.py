@@ -91,7 +91,9 @@ def tune_host(*, threads: int | None = None) -> HostTuning:
     * Huge pages (Linux): torch asks for them for results of 2 MiB and more. It reads that setting
       at its first allocation: call this before the first CPU tensor is made. On pages of 4 KiB
       ``add_layer_norm`` of 8 MiB takes 0.80 ms instead of 0.70 (two Zen 4 cores).
-    * Threads: one per physical core that this process may use.
+    * Threads: one per physical core that this process may use. Where ``OMP_NUM_THREADS`` is set,
+      torch's number stays as it is: torchrun, or whoever starts several processes on one machine,
+      has divided the cores.
 
     Args:
         threads: number of threads for torch instead of that.
@@ -205,8 +207,10 @@ def _tune_allocator() -> Change:
 
 
 def _tune_threads(threads: int | None) -> Change:
-    wanted = threads if threads is not None else physical_cores()
     before = torch.get_num_threads()
+    wanted = threads if threads is not None else physical_cores()
+    if threads is None and env.threads_are_set():
+        wanted = before
     if before != wanted:
         torch.set_num_threads(wanted)
     was = "" if before == wanted else f" (was {before})"
@@ -261,7 +265,7 @@ def _look_at_threads() -> Finding:
     if threads == cores:
         return Finding("threads", True, state)
     cost = "cores stand idle" if threads < cores else "threads wait for each other at barriers"
-    cure = f"fusedops.tune_host(), or start with OMP_NUM_THREADS={cores}"
+    cure = f"fusedops.tune_host(threads={cores}), or start with OMP_NUM_THREADS={cores}"
     return Finding("threads", False, state, cost, cure)
 
 

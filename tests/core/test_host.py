@@ -41,7 +41,7 @@ def test_inspection_sees_the_tuning() -> None:
         "from fusedops._core import host\n"
         "def good(): return {each.setting: each.good for each in host.inspect_host()}\n"
         "before = good()['allocator']\n"
-        "host.tune_host()\n"
+        "host.tune_host(threads=host.physical_cores())\n"
         "print(before, good()['allocator'], good()['threads'])\n"
     )
     assert out.split() == ["False", "True", "True"]
@@ -67,6 +67,20 @@ def test_threads_are_set_as_asked() -> None:
         report = host._tune_threads(1)
         assert torch.get_num_threads() == 1
         assert report.applied and report.note.startswith("1")
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_threads_that_somebody_divided_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_num_threads()
+    monkeypatch.setattr(host, "physical_cores", lambda: before + 3)
+    monkeypatch.setenv("OMP_NUM_THREADS", str(before))
+    assert host._tune_threads(None).applied
+    assert torch.get_num_threads() == before
+    try:
+        monkeypatch.delenv("OMP_NUM_THREADS")
+        host._tune_threads(None)
+        assert torch.get_num_threads() == before + 3
     finally:
         torch.set_num_threads(before)
 
