@@ -29,6 +29,29 @@ def check(op: str, input: Any, residual: Any, argument: str, p: Any, training: A
     return torch.promote_types(residual.dtype, input.dtype)
 
 
+def is_plain(
+    input: Any, residual: Any, normalized_shape: Any, p: Any, training: Any, seed: Any
+) -> bool:
+    """Whether the op can be called as it is: one size and dtype, no dropout, no autocast of a GPU.
+
+    What else may be wrong its contract finds. Looking for it here took a third of a call of 16
+    rows.
+    """
+    return (
+        type(p) is float
+        and p == 0.0
+        and type(normalized_shape) is tuple
+        and len(normalized_shape) == 1
+        and type(normalized_shape[0]) is int
+        and (training is True or training is False)
+        and seed is None
+        and isinstance(input, torch.Tensor)
+        and isinstance(residual, torch.Tensor)
+        and input.dtype == residual.dtype
+        and not input.is_cuda
+    )
+
+
 def promote(
     input: torch.Tensor, residual: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -88,6 +88,9 @@ def add_layer_norm(
         (tensor([[-1.2247,  0.0000,  1.2247]]), tensor([[1., 2., 3.]]))
     """
     normalized_shape = plain_sizes(normalized_shape)
+    if _residual.is_plain(input, residual, normalized_shape, dropout_p, training, seed):
+        plain = (normalized_shape, weight, bias, None, eps, 0.0, input.dtype)
+        return _OP(input, residual, *plain)[:2]
     dtype = _residual.check("add_layer_norm", input, residual, "dropout_p", dropout_p, training)
     source, stream = _residual.promote(input, residual, dtype)
     _norm_math.check("add_layer_norm", "the sum", stream, normalized_shape, weight, bias, eps)
@@ -97,6 +100,22 @@ def add_layer_norm(
     seed, p = _residual.draw_seed("add_layer_norm", source, dropout_p, training, seed)
     arguments = (source, stream, normalized_shape, weight, bias, seed, eps, p, source.dtype)
     return _OP(*arguments)[:2]
+
+
+def _check(
+    input: Any,
+    residual: Any,
+    normalized_shape: Any,
+    weight: Any,
+    bias: Any,
+    seed: Any,
+    eps: Any,
+    dropout_p: Any,
+    input_dtype: Any,
+) -> None:
+    if input_dtype == getattr(residual, "dtype", input_dtype):  # else promoted, and checked before it
+        _residual.check("add_layer_norm", input, residual, "dropout_p", dropout_p, True)
+        _norm_math.check("add_layer_norm", "the sum", residual, normalized_shape, weight, bias, eps)
 
 
 def _reference(
@@ -271,6 +290,7 @@ _OP = define_op(
         "normalized_shape": "len(normalized_shape) >= 1",
         "dropout_p": "0 <= dropout_p <= 1",
     },
+    check=_check,
     reference=_reference,
     fake=_fake,
     gradient=Gradient(

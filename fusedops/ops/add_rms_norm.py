@@ -96,6 +96,11 @@ def add_rms_norm(
         (tensor([[0.8485, 1.1314]]), tensor([[3., 4.]]))
     """
     normalized_shape = plain_sizes(normalized_shape)
+    if _residual.is_plain(input, residual, normalized_shape, dropout_p, training, seed):
+        _norm_math.check_rms("add_rms_norm", weight_offset, rounding)
+        eps = default_eps(residual, eps)
+        plain = (weight, None, eps, weight_offset, rounding, 0.0, input.dtype)
+        return _OP(input, residual, normalized_shape, *plain)[:2]
     dtype = _residual.check("add_rms_norm", input, residual, "dropout_p", dropout_p, training)
     source, stream = _residual.promote(input, residual, dtype)
     checked_eps = 0.0 if eps is None else eps
@@ -109,6 +114,24 @@ def add_rms_norm(
     eps = default_eps(stream, eps)
     arguments = (source, stream, normalized_shape, weight, seed, eps, weight_offset, rounding, p)
     return _OP(*arguments, source.dtype)[:2]
+
+
+def _check(
+    input: Any,
+    residual: Any,
+    normalized_shape: Any,
+    weight: Any,
+    seed: Any,
+    eps: Any,
+    weight_offset: Any,
+    rounding: Any,
+    dropout_p: Any,
+    input_dtype: Any,
+) -> None:
+    if input_dtype == getattr(residual, "dtype", input_dtype):  # else promoted, and checked before it
+        _residual.check("add_rms_norm", input, residual, "dropout_p", dropout_p, True)
+        _norm_math.check("add_rms_norm", "the sum", residual, normalized_shape, weight, None, eps)
+        _norm_math.check_rms("add_rms_norm", weight_offset, rounding)
 
 
 def _reference(
@@ -287,6 +310,7 @@ _OP = define_op(
         "rounding": _norm_math.ROUNDINGS,
         "dropout_p": "0 <= dropout_p <= 1",
     },
+    check=_check,
     reference=_reference,
     fake=_fake,
     gradient=Gradient(
