@@ -51,7 +51,7 @@ class Layer:
             return call(*args, **kwargs)
         if torch.compiler.is_compiling():
             return compiled.run(call, self.contexts, args, kwargs)
-        with self.keeper.running(self.name, self._rules):
+        with self.keeper.running(self.name, self._module, self._rules):
             if self.keeper.in_region:
                 return call(*args, **kwargs)
             if self.region is not None:

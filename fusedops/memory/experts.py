@@ -6,10 +6,11 @@
 
 A stored parameter is a parameter on the host, under its own name, and its gradient is one there:
 whole, with zeros for experts that no token chose, which take no memory until micro-batches are
-added. So an optimizer that keeps everything on the device and one that steps these on the host do
-the same, moments that fade and weights that decay included, and checkpoints know of nothing. On the
-device an expert is from when its layer knows the choices to the end of the layer's forward, and
-again during the layer's backward.
+added or gradients scaled. So an optimizer that keeps everything on the device and one that steps
+these on the host do the same, moments that fade and weights that decay included, and checkpoints
+know of nothing. On the device an expert is from when its layer knows the choices to the end of the
+layer's forward, and again while the node that multiplies by it runs backward. Under autocast it is
+there in the dtype of the products alone.
 
 Copies are ``engine.py``'s: on a GPU beside what the stream computes, from pinned memory.
 """
@@ -23,14 +24,17 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
-from fusedops._core import checks
+from fusedops._core import checks, dtypes
+from fusedops._core.checks import UnsupportedError
 from fusedops.memory.engine import CopyEngine
-from fusedops.memory.held import mark_lasting
+from fusedops.memory.held import check_version, mark_lasting
 from fusedops.memory.mover import OffloadSettings
 from fusedops.memory.pool import Pool
 from fusedops.nn import MoE
 from fusedops.ops import RoutingPlan
+from fusedops.ops._routing_reuse import recomputing
 
 _OP = "store_experts"
 Compute = Callable[[RoutingPlan, list[torch.Tensor | None]], torch.Tensor]
@@ -62,19 +66,24 @@ def store_experts(
     Args:
         model: with ``fusedops.nn.MoE`` layers, on ``device`` but for their experts, which may be
             anywhere; their parameters stay the same objects. Make optimizers afterwards.
-        device: where tokens are, and experts compute.
+        device: where tokens are, and experts compute; a CPU or a CUDA device.
         settings: of the copies: ``engine``, ``timeout``, ``host_bytes`` and ``check``.
 
     Returns:
         What each layer's experts move, by the name of the layer: it counts on.
 
     Raises:
-        ValueError: there are no experts, or they are stored already.
+        ValueError: there are no experts, or some are stored already, or ``device`` is no such
+            device; nothing has changed then.
         TypeError: an argument has the wrong type.
 
     Note:
-        The same bits as without it. The host waits for the choices of each layer, and in the
-        backward for the gradients of its experts.
+        The same bits as without it, but where ``expert_parallel`` cuts tokens into chunks in half
+        precision: there each chunk's gradient is rounded. The host waits for the choices of each
+        layer, and in the backward for the gradients of its experts. Differentiable once. Weights
+        must not change between a forward and its backward, which raises then as autograd does.
+        Such a model is saved by its ``state_dict``; it does not pickle. It is never part of a
+        compiled graph.
 
     Reference:
         Ren et al.: PanGu-Sigma, arXiv:2303.10845 (expert computation and storage separation).
@@ -97,26 +106,40 @@ def store_experts(
     layers = {name: each for name, each in model.named_modules() if isinstance(each, MoE)}
     if not layers:
         checks.fail(_OP, "model", "one with fusedops.nn.MoE layers", "none")
-    place = torch.device(device)
+    for name, layer in layers.items():
+        if layer.experts.stored is not None:
+            checks.fail(_OP, "model", "one whose experts are not stored already", f"layer {name!r}")
+    place = _device(device)
     engine = settings.engine(place)
     pool = Pool(engine, check=settings.check, limit=settings.host_bytes)
     found = {}
     for name, layer in layers.items():
-        if layer.experts.stored is not None:
-            checks.fail(_OP, "model", "one whose experts are not stored already", f"layer {name!r}")
         _to_host(layer.experts, pinned=place.type == "cuda")
         layer.experts.stored = Store(place, engine, pool, settings.timeout)
         found[name] = layer.experts.stored.traffic
     return found
 
 
-@torch.no_grad()
+def _device(device: Any) -> torch.device:
+    if not isinstance(device, (str, torch.device)):
+        wanted = "a torch.device or the name of one"
+        raise TypeError(f"{_OP}: device must be {wanted}, got {checks.type_name(device)}")
+    try:
+        place = torch.device(device)
+    except RuntimeError:
+        checks.fail(_OP, "device", "the name of a device", checks.shown(device))
+    if place.type not in ("cpu", "cuda"):
+        checks.fail(_OP, "device", "a CPU or a CUDA device", checks.shown(device))
+    return place
+
+
 def _to_host(experts: nn.Module, *, pinned: bool) -> None:
+    """Let parameters lie dense in host memory; they stay the same objects."""
     experts.to("cpu")
-    for parameter in experts.parameters() if pinned else ():
-        part: Any = parameter.data
-        part = getattr(part, "_local_tensor", part)
-        part.set_(part.pin_memory())  # in place: whoever holds the tensor holds the pinned one
+    for parameter in experts.parameters():
+        part: Any = getattr(parameter, "_local_tensor", parameter)
+        dense = part.data.contiguous()
+        part.data = dense.pin_memory() if pinned else dense
 
 
 class Store:
@@ -139,6 +162,12 @@ class Store:
         """Return itself: a copy of the model moves its experts by the same engine."""
         return self
 
+    def __reduce__(self) -> Any:
+        raise UnsupportedError(
+            f"{_OP}: a model whose experts are stored does not pickle: save its state_dict"
+        )
+
+    @torch.compiler.disable(reason="which experts come is known on the host alone")
     def __call__(
         self, plan: RoutingPlan, stored: Sequence[torch.Tensor | None], compute: Compute
     ) -> torch.Tensor:
@@ -147,35 +176,32 @@ class Store:
         Args:
             plan: over all experts that are stored.
             stored: their weights and biases on the host, ``[E, ...]``, or ``None``.
-            compute: gets a plan of the experts that came, and what of them ``stored`` has.
+            compute: gets a plan of the experts that came, and what of them ``stored`` has. One node
+                of the graph, its last, reads them.
         """
         counts = plan.tokens_per_expert.tolist()  # the host waits for the choices here
         # At least one: products of no experts have no shape.
         chosen = tuple(e for e, count in enumerate(counts) if count) or (0,)
         self.traffic.chosen = chosen
         there = [each for each in stored if each is not None]
+        if len(counts) != len(there[0]):
+            checks.fail(
+                "MoE", "plan", f"one over {len(there[0])} experts", f"{len(counts)} experts"
+            )
         here = _Fetch.apply(self, chosen, *there)
         mark_lasting(here)
         brought = iter(here)
         weights = [None if each is None else next(brought) for each in stored]
         output = compute(_among(plan, chosen), weights)
-        if output.requires_grad:
-            hosts = [each.detach() for each in there]
-            output.register_hook(lambda grad: self.refill(here, hosts, chosen))
-            for each in here:
-                each.untyped_storage().resize_(0)  # the stream reads it before it is used again
+        # A forward that is made again inside of a backward is read at once, by nodes of another
+        # graph, which has hooks of its own if at all.
+        if output.requires_grad and not recomputing():
+            loan, node = _Loan(self, here, there, chosen), output.grad_fn
+            assert node is not None
+            output.register_hook(loan.renew)
+            node.register_hook(loan.end)
+            _let_go(here)  # the stream reads them before their memory is used again
         return output
-
-    def refill(
-        self,
-        here: Sequence[torch.Tensor],
-        hosts: Sequence[torch.Tensor],
-        chosen: Sequence[int],
-    ) -> None:
-        """Bring experts again into the memory that was let go after the forward."""
-        for each in here:
-            each.untyped_storage().resize_(each.numel() * each.element_size())
-        self.fetch(here, hosts, chosen)
 
     def fetch(
         self,
@@ -183,10 +209,17 @@ class Store:
         hosts: Sequence[torch.Tensor],
         chosen: Sequence[int],
     ) -> None:
-        """Copy the chosen rows of the host's tensors, and let what is computed next wait."""
-        tickets = []
+        """Copy the chosen rows of the host's tensors, and let what is computed next wait.
+
+        ``here`` may have another dtype; what counts its writes is passed by.
+        """
+        tickets, wide = [], []
         for target, host in zip(here, hosts, strict=True):
             to = _bytes_of(target)
+            if target.dtype != host.dtype:
+                arrived = torch.empty(target.shape, dtype=host.dtype, device=target.device)
+                wide.append((to.view(target.dtype), arrived))
+                to = _bytes_of(arrived)
             row = host[0].numel() * host.element_size()
             source = _bytes_of(host)
             for begin, first, count in _runs(chosen):
@@ -200,6 +233,8 @@ class Store:
             self.traffic.fetched_bytes += len(chosen) * row
         for ticket in tickets:
             self._engine.wait(ticket, self._timeout)
+        for narrow, arrived in wide:
+            narrow.copy_(arrived.flatten())
 
     def give_back(self, grad: torch.Tensor, host: torch.Tensor, chosen: Sequence[int]) -> Any:
         """Return the gradient of a stored tensor: rows of the chosen experts, zeros else."""
@@ -209,28 +244,63 @@ class Store:
         ticket = self._engine.copy(_bytes_of(grad), staged, leaves=True)
         whole = _zeros_like(host)
         self._engine.finish(ticket, self._timeout)
-        whole[list(chosen)] = staged.view(grad.dtype).view(grad.shape)
+        whole[list(chosen)] = staged.view(grad.dtype).view(grad.shape).to(whole.dtype)
         self._pool.give_back(buffer, ticket)
         self.traffic.returned_bytes += grad.nbytes
         return whole
 
 
+class _Loan:
+    """Experts on the device that one node of a graph reads: there while it runs, each time."""
+
+    def __init__(
+        self,
+        store: Store,
+        here: Sequence[torch.Tensor],
+        hosts: Sequence[torch.Tensor],
+        chosen: Sequence[int],
+    ) -> None:
+        self._store, self._here, self._chosen = store, here, chosen
+        self._hosts = [(each.detach(), each._version) for each in hosts]
+
+    def renew(self, grad: torch.Tensor) -> None:
+        """Bring them again into the memory that was let go."""
+        for host, version in self._hosts:
+            check_version(host, version)
+        for each in self._here:
+            each.untyped_storage().resize_(each.numel() * each.element_size())
+        self._store.fetch(self._here, [host for host, _ in self._hosts], self._chosen)
+
+    def end(self, *grads: Any) -> None:
+        """Let their memory go; the graph of a second derivative would read them too."""
+        if not torch.is_grad_enabled():
+            _let_go(self._here)
+
+
+def _let_go(tensors: Sequence[torch.Tensor]) -> None:
+    for each in tensors:
+        each.untyped_storage().resize_(0)
+
+
 class _Fetch(torch.autograd.Function):
-    """The chosen experts of stored tensors, on the device."""
+    """The chosen experts of stored tensors, on the device; under autocast in its dtype."""
 
     @staticmethod
     def forward(
         ctx: Any, store: Store, chosen: tuple[int, ...], *hosts: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        here = tuple(
-            torch.empty((len(chosen), *each.shape[1:]), dtype=each.dtype, device=store._device)
-            for each in hosts
-        )
+        lower, here = dtypes.autocast_dtype(store._device), []
+        for each in hosts:
+            keeps = lower is None or each.dtype == torch.float64
+            dtype = each.dtype if keeps else lower
+            shape = len(chosen), *each.shape[1:]
+            here.append(torch.empty(shape, dtype=dtype, device=store._device))
         store.fetch(here, hosts, chosen)
         ctx.store, ctx.chosen, ctx.hosts = store, chosen, [each.detach() for each in hosts]
-        return here
+        return tuple(here)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         pairs = zip(grads, ctx.hosts, strict=True)
         return None, None, *(ctx.store.give_back(grad, host, ctx.chosen) for grad, host in pairs)

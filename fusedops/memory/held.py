@@ -75,7 +75,7 @@ class Kept(Held):
 
     def take(self) -> torch.Tensor:
         """Return the tensor; it must not have been written to."""
-        _check_version(self._tensor, self._version)
+        check_version(self._tensor, self._version)
         return self._tensor
 
 
@@ -130,7 +130,7 @@ class Source:
 
     def get(self) -> torch.Tensor:
         """Return the tensor for one of those that wait."""
-        _check_version(self._probe, self._version)
+        check_version(self._probe, self._version)
         value = self._value if self._value is not None else self.make()
         self._value = value
         self.leave()
@@ -190,7 +190,8 @@ class Narrow(Source):
         return self._narrow.to(self._dtype)
 
 
-def _check_version(tensor: torch.Tensor, version: int) -> None:
+def check_version(tensor: torch.Tensor, version: int) -> None:
+    """Raise, as autograd does, where a tensor was written to since it had this version."""
     if tensor._version != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace "

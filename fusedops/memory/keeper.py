@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ class Keeper:
     """The state of a policy on a model.
 
     Args:
-        model: whose buffers stay where they are.
+        model: whose parameters and buffers stay where they are.
         policy: what is asked.
         settings: how tensors are offloaded.
     """
@@ -61,7 +61,7 @@ class Keeper:
         self._makers: Makers | None = None
         self._sources: weakref.WeakValueDictionary[Any, Source] = weakref.WeakValueDictionary()
         self._movers: dict[torch.device, Mover] = {}
-        self._buffers: set[int] = set()
+        self._steady: frozenset[int] = frozenset()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy starts with: nothing that belongs to a running step."""
@@ -77,12 +77,14 @@ class Keeper:
         return self._movers
 
     @contextlib.contextmanager
-    def running(self, name: str, rules: frozenset[Rule]) -> Iterator[None]:
+    def running(self, name: str, module: nn.Module, rules: frozenset[Rule]) -> Iterator[None]:
         """Take what is saved inside as saved by this module."""
+        before = self._steady
+        # Known by their memory: what layers read of a DTensor is neither a parameter nor a view of
+        # one. FSDP2's weights come to their memory as a module begins.
+        self._steady = before | _memory_of(module.parameters())
         if not self._running:
-            self._buffers = {
-                each.untyped_storage()._cdata for each in self.model.buffers() if _plain(each)
-            }
+            self._steady |= _memory_of(self.model.buffers())
         for mover in self._movers.values():
             mover.new_group()
         self._running.append((name, rules))
@@ -90,6 +92,7 @@ class Keeper:
             yield
         finally:
             self._running.pop()
+            self._steady = before
             if self._makers is not None:
                 self._makers.forget()
 
@@ -157,7 +160,7 @@ class Keeper:
             return tensor
         if not _plain(tensor):
             return Kept(tensor)
-        if tensor.untyped_storage()._cdata in self._buffers:
+        if tensor.untyped_storage()._cdata in self._steady:
             return Kept(tensor)
         maker = self._makers.of(tensor) if self._makers is not None else None
         fitting = self._fitting(tensor, *(maker[:2] if maker is not None else (None, None)))
@@ -223,6 +226,12 @@ class Keeper:
 def keeps_results(policy: Policy) -> bool:
     """Return whether a region may have to keep results of operators inside."""
     return any(rule.treatment == SAVE for rule in policy.rules)
+
+
+def _memory_of(tensors: Iterable[Any]) -> frozenset[int]:
+    """Return the names of the memory that parameters or buffers, or their shards, lie in."""
+    parts = (getattr(each, "_local_tensor", each) for each in tensors)
+    return frozenset(each.untyped_storage()._cdata for each in parts if _plain(each))
 
 
 def _plain(tensor: torch.Tensor) -> bool:

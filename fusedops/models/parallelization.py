@@ -121,7 +121,8 @@ def parallelize(
         for part in parts:
             _make(part, mesh.dense.device_type if device is None else device, config)
         initialize(model, seed)
-    if "experts" in config.offload:
+    # A stage may have no layer with experts.
+    if "experts" in config.offload and any(isinstance(each, MoE) for each in model.modules()):
         memory.store_experts(model, mesh.dense.device_type if device is None else device)
     taken = set()
     for part, each in zip(parts, data, strict=True):

@@ -21,7 +21,7 @@ from fusedops.nn._exact import apply_but_keep_dtype
 from fusedops.nn.gated_mlp import GatedMLP
 from fusedops.nn.mlp import MLP
 from fusedops.ops._moe_gate import GATES
-from fusedops.ops._routing_plan import RoutingPlan
+from fusedops.ops._routing_plan import RoutingPlan, check_plan
 from fusedops.ops.moe_mlp import moe_mlp
 from fusedops.ops.moe_route import check_options, moe_route
 
@@ -222,9 +222,10 @@ class MoE(nn.Module):
             The plan of the flattened tokens, as ``fusedops.moe_route`` makes it.
 
         Raises:
-            ValueError: there is no router.
+            ValueError: there is no router, or the last dimension is another.
+            TypeError: ``input`` is no tensor.
         """
-        checks.tensor("MoE.route", "input", input)
+        self._check("MoE.route", input)
         if self.gate is None:
             raise ValueError("MoE: plan must be given to a layer that has no router, got None")
         return self.gate(input)[1]
@@ -238,12 +239,25 @@ class MoE(nn.Module):
 
         Returns:
             ``[..., hidden_size]``.
+
+        Raises:
+            ValueError: the last dimension of ``input`` is another, or ``plan`` does not fit.
+            TypeError: ``input`` is no tensor, or ``plan`` no plan.
         """
-        checks.tensor("MoE", "input", input)
-        plan = self.route(input) if plan is None else plan
+        self._check("MoE", input)
+        if plan is None:
+            plan = self.route(input)
+        check_plan("MoE", plan)
         output = self.experts(input.reshape(-1, self.hidden_size), plan).view_as(input)
         shared = self.shared(input)
         return output if shared is None else output + shared
+
+    def _check(self, op: str, input: Any) -> None:
+        checks.tensor(op, "input", input)
+        if input.dim() == 0 or input.shape[-1] != self.hidden_size:
+            # Rows of another width could be cut into rows of this one without a word.
+            wanted = f"of {self.hidden_size} features, [..., {self.hidden_size}]"
+            checks.fail(op, "input", wanted, list(input.shape))
 
     def shared(self, input: torch.Tensor) -> torch.Tensor | None:
         """Return what the expert that every token visits adds, ``None`` where there is none."""

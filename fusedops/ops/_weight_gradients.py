@@ -128,7 +128,7 @@ def shared(computed_in: torch.dtype, *parameters: torch.Tensor | None) -> Shared
             known[key] = _Read(each, owner, total, _Anchor.apply(each, total))
         into.append(known[key].into)
         anchors.append(known[key].anchor)
-    return Shared([None if each is None else each.detach() for each in parameters], into, anchors)
+    return Shared([None if each is None else _cut_off(each) for each in parameters], into, anchors)
 
 
 @dataclass(frozen=True)
@@ -248,6 +248,12 @@ def _zeros(parameter: torch.Tensor) -> torch.Tensor:
     if parameter.dim() == 3:
         return empty_stack_gradient(parameter, wide).zero_()
     return parameter.new_zeros(parameter.shape, dtype=wide)
+
+
+def _cut_off(parameter: torch.Tensor) -> torch.Tensor:
+    """Return it without its history; a view, by which others know what it is a part of."""
+    with torch.no_grad():
+        return parameter.view_as(parameter)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

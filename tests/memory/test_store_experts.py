@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import pickle
 import resource
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import fusedops
 from fusedops import memory
@@ -59,6 +61,7 @@ CASES: dict[str, dict[str, Any]] = {
     "recomputed": {"recompute": "full"},
     "beside all that can be offloaded": {"offload": ("experts", "activations", "optimizer")},
     "shared by two": {"dp": 2, "ep": 2},
+    "shared and recomputed": {"dp": 2, "ep": 2, "recompute": "full"},
     "copies on two": {"dp": 2},
 }
 
@@ -119,6 +122,163 @@ def _resident() -> int:
     return pages * resource.getpagesize()
 
 
+class _Watched(HostEngine):
+    """Knows the memory on the device that it has ever copied to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._memory: dict[int, torch.UntypedStorage] = {}
+
+    def copy(self, source: Any, target: Any, *, leaves: bool, after: Any = None) -> Any:
+        if not leaves:
+            storage = target.untyped_storage()
+            self._memory[storage._cdata] = storage
+        return super().copy(source, target, leaves=leaves, after=after)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes() for each in self._memory.values())
+
+
+def _pair(**options: Any) -> tuple[fusedops.nn.MoE, fusedops.nn.MoE, _Watched]:
+    """Return a layer, one like it whose experts are stored, and what copies them."""
+    torch.manual_seed(0)
+    kept = fusedops.nn.MoE(16, 32, num_experts=6, top_k=2, bias=True, **options)
+    stored, engine = copy.deepcopy(kept), _Watched()
+    memory.store_experts(
+        stored, "cpu", settings=memory.OffloadSettings(engine=lambda device: engine)
+    )
+    return kept, stored, engine
+
+
+def _assert_same_gradients(one: Any, other: Any) -> None:
+    for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
+def test_experts_are_on_the_device_while_their_node_runs(trained: bool) -> None:
+    """Also while the graph, or the loss that holds it, lives on."""
+    torch.manual_seed(0)
+    kept = torch.nn.Sequential(*(fusedops.nn.MoE(16, 32, 6, 2) for _ in range(3)))
+    for layer in kept:
+        layer.experts.requires_grad_(trained)
+    stored, engine = copy.deepcopy(kept), _Watched()
+    settings = memory.OffloadSettings(engine=lambda device: engine)
+    memory.store_experts(stored, "cpu", settings=settings)
+    seen: list[int] = []
+    for layer in stored:
+        layer.register_full_backward_hook(lambda *_: seen.append(engine.nbytes))
+    x = torch.randn(5, 16, requires_grad=True)
+    losses = [layers(x).square().sum() for layers in (kept, stored)]
+    assert engine.nbytes == 0
+    for loss in losses:
+        for again in (True, False):
+            loss.backward(retain_graph=again)
+    assert seen == [0] * 6 and engine.nbytes == 0
+    for mine, theirs in zip(kept.parameters(), stored.parameters(), strict=True):
+        assert (mine.grad is None) == (theirs.grad is None)
+        assert mine.grad is None or torch.equal(mine.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_layer_inside_of_a_checkpoint_of_torch(reentrant: bool) -> None:
+    kept, stored, _ = _pair()
+    x = torch.randn(4, 16, requires_grad=True)
+    for layer in (kept, stored):
+
+        def block(x: torch.Tensor, layer: fusedops.nn.MoE = layer) -> torch.Tensor:
+            return layer(x.tanh()).square().sin()  # keeps something behind the layer as well
+
+        checkpoint(block, x, use_reentrant=reentrant).sum().backward()
+    _assert_same_gradients(kept, stored)
+
+
+def test_in_mixed_precision_experts_are_on_the_device_in_the_dtype_of_the_products() -> None:
+    kept, stored, engine = _pair(router=False)
+    plan = fusedops.RoutingPlan.from_choices(torch.tensor([[1, 4], [4, 3]]), torch.ones(2, 2), 6)
+    saved: list[torch.Tensor] = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)
+    for layer in (kept, stored):
+        saved.clear()
+        with torch.autocast("cpu", dtype=torch.bfloat16), hooks:
+            output = layer(torch.ones(2, 16), plan=plan)
+        output.float().square().sum().backward()
+    _assert_same_gradients(kept, stored)
+    held = [each for each in saved if each.dtype == torch.bfloat16 and each.dim() == 3]
+    assert len(held) == 2 and not any(each.untyped_storage().nbytes() for each in held)
+    traffic = stored.experts.stored.traffic
+    assert 4 * traffic.returned_bytes == traffic.fetched_bytes  # a half, of what came twice
+
+
+def test_compiled_code_calls_it() -> None:
+    kept, stored, _ = _pair()
+    x = torch.randn(4, 16)
+    for layer in (kept, torch.compile(stored, backend="eager")):
+        layer(x).square().sum().backward()
+    _assert_same_gradients(kept, stored)
+
+
+def test_weights_that_change_before_the_backward_are_told() -> None:
+    _, stored, _ = _pair()
+    loss = stored(torch.randn(4, 16)).sum()
+    with torch.no_grad():
+        stored.experts.down_proj.mul_(2.0)
+    with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_second_derivative_is_that_of_experts_that_stay_or_is_refused() -> None:
+    kept, stored, _ = _pair(router=False)
+    plan = fusedops.RoutingPlan.from_choices(torch.tensor([[1, 4], [4, 3]]), torch.ones(2, 2), 6)
+    x = torch.randn(2, 16)
+    found = []
+    for layer in (kept, stored):
+        given = x.clone().requires_grad_()
+        (grad,) = torch.autograd.grad(layer(given, plan=plan).sum(), given, create_graph=True)
+        found.append(torch.autograd.grad(grad.square().sum(), given)[0])
+    assert torch.equal(*found)
+    weight = stored.experts.down_proj
+    (grad,) = torch.autograd.grad(stored(x, plan=plan).sum(), weight, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_weights_lie_in_pinned_memory_beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: list[int] = []
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        found = tensor.clone()
+        pinned.append(found.data_ptr())
+        return found
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    layer = fusedops.nn.MoE(16, 32, num_experts=6, top_k=2)
+    before = {name: (each, each.detach().clone()) for name, each in layer.named_parameters()}
+    settings = memory.OffloadSettings(engine=lambda device: HostEngine())
+    memory.store_experts(layer, "cuda", settings=settings)
+    assert [each.data_ptr() for each in layer.experts.parameters()] == pinned
+    for name, each in layer.named_parameters():
+        assert each is before[name][0] and torch.equal(each, before[name][1])
+
+
+def test_weights_that_lie_transposed_are_stored() -> None:
+    kept, stored, _ = _pair()
+    layer = copy.deepcopy(kept)
+    weight = layer.experts.down_proj.detach().mT.contiguous().mT
+    layer.experts.down_proj = torch.nn.Parameter(weight)
+    memory.store_experts(layer, "cpu")
+    x = torch.randn(3, 16)
+    assert torch.equal(layer(x), stored(x))
+
+
+def test_a_plan_over_other_experts_is_told() -> None:
+    _, stored, _ = _pair()
+    plan = fusedops.hash_route(torch.arange(3), 8)
+    with pytest.raises(ValueError, match="plan must be one over 6 experts, got 8 experts"):
+        stored(torch.randn(3, 16), plan=plan)
+
+
 def test_no_token_and_no_gradient() -> None:
     layer = fusedops.nn.MoE(16, 32, num_experts=6, top_k=2)
     (traffic,) = memory.store_experts(layer, "cpu").values()
@@ -134,9 +294,35 @@ def test_what_cannot_be_stored_is_told() -> None:
         ValueError, match=r"model must be one with fusedops.nn.MoE layers, got none"
     ):
         memory.store_experts(torch.nn.Linear(2, 2), "cpu")
+    for device, says in (("nowhere", "the name of a device"), ("meta", "a CPU or a CUDA device")):
+        with pytest.raises(ValueError, match=f"device must be {says}, got '{device}'"):
+            memory.store_experts(layer, device)
+    with pytest.raises(TypeError, match="device must be a torch.device or the name of one"):
+        memory.store_experts(layer, None)  # type: ignore[arg-type]
     memory.store_experts(layer, "cpu")
-    with pytest.raises(ValueError, match="whose experts are not stored already"):
-        memory.store_experts(layer, "cpu")
+    model = torch.nn.ModuleList([copy.deepcopy(layer), layer])
+    model[0].experts.stored = None
+    with pytest.raises(ValueError, match="whose experts are not stored already, got layer '1'"):
+        memory.store_experts(model, "cpu")
+    assert model[0].experts.stored is None  # nothing has changed
+    with pytest.raises(fusedops.UnsupportedError, match="does not pickle: save its state_dict"):
+        pickle.dumps(layer)
+
+
+def _stages(rank: int) -> int:
+    config = replace(CONFIG, num_layers=4, moe_layers=1)
+    values: dict[str, Any] = {"pp": 2, "microbatches": 2, "offload": "experts"}
+    model = parallelize(Transformer(config, device="meta"), ParallelConfig(**values), seed=0)
+    run = parallelized(model)
+    shard = run.shard_batch(torch.arange(8)[None], torch.arange(8)[None])
+    run.step([shard, shard], run.count(torch.cat([shard.labels, shard.labels])))
+    assert all(each.grad is not None for each in model.parameters())
+    parts = [each.feed_forward for each in model.layers.values()]
+    return sum(isinstance(each, fusedops.nn.MoE) for each in parts)
+
+
+def test_a_stage_of_a_pipeline_may_have_no_experts() -> None:
+    assert threads.run(_stages, 2) == [0, 1]
 
 
 def _refused(rank: int) -> None:

@@ -241,3 +241,11 @@ def test_impossible_arguments_are_named() -> None:
         fusedops.nn.MoE(HIDDEN, SIZE, 4, 5)
     with pytest.raises(ValueError, match="MoE: shared_gate"):
         fusedops.nn.MoE(*SIZES, shared_gate=True)
+    module = fusedops.nn.MoE(*SIZES)
+    plan = module.route(torch.ones(2, HIDDEN))
+    # 2 rows of twice the width are 4 rows to a reshape.
+    for call in (module, module.route, lambda x: module(x, plan=plan)):
+        with pytest.raises(ValueError, match=rf"input must be of {HIDDEN} features, .* got \[2, "):
+            call(torch.ones(2, 2 * HIDDEN))
+    with pytest.raises(TypeError, match="MoE: plan must be a RoutingPlan, got Tensor"):
+        module(torch.ones(2, HIDDEN), plan=plan.expert_ids)

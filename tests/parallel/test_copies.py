@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 from process_pool import World
 from split_layers import whole
+from torch import distributed as dist
 
 from fusedops._core.checks import UnsupportedError
 from fusedops.models import ParallelConfig, Transformer, parallelize, parallelized, preset
@@ -205,6 +206,45 @@ def test_autocast_lowers_what_travels_to_experts() -> None:
     threads.run(_under_autocast, 2)
 
 
+def _in_stages(rank: int, name: str, values: dict[str, Any]) -> tuple[float, dict[str, Any]]:
+    """Return the loss of the second of two steps, and the gradients of both."""
+    model = _model(name, layers=4, pp=2, microbatches=2, pipeline_cuts=(2,), **values)
+    run = parallelized(model)
+    generator = torch.Generator().manual_seed(1)
+    shape = 2, 3 * run.data_ranks, TOKENS + 1  # halves of two and of one
+    text = torch.randint(model.config.vocab_size, shape, generator=generator)
+    shards = [run.shard_batch(run.rows(each[:, :-1]), run.rows(each[:, 1:])) for each in text]
+    count = run.count(torch.stack([each.labels for each in shards]))
+    for seed in (1, 2):
+        losses = run.step(shards, count, seed=torch.tensor([seed, 2]))
+    grads = {key: whole(each.grad) for key, each in model.named_parameters()}
+    return float(run.mean_loss(losses, count)), grads
+
+
+STAGES: dict[str, tuple[str, dict[str, Any]]] = {
+    "dropout": ("tiny-llama", {"dropout": 0.2}),
+    "half": ("tiny-mixtral", {"dtype": torch.bfloat16}),
+    "dp2-ep2": ("tiny-mixtral", {"dp": 2, "ep": 2}),
+}
+
+
+@pytest.mark.parametrize("case", STAGES)
+def test_in_a_pipeline_both_halves_of_each_micro_batch_take_turns(case: str) -> None:
+    """Also where a backward comes in two passes; the loss has the bits of a run without copies."""
+    name, values = STAGES[case]
+    ranks = 2 * values.get("dp", 1)
+    plain, turns, passes = (
+        threads.run(_in_stages, ranks, name, {**values, "copies": copies, **order})
+        for copies, order in ((1, {}), (2, {}), (2, {"pipeline_schedule": "zero_bubble"}))
+    )
+    for one, two, three in zip(plain, turns, passes, strict=True):
+        assert one[0] == two[0] == three[0]
+        for key, grad in two[1].items():
+            assert torch.equal(grad, three[1][key]), key
+        if (words := one[1].get("embedding.tokens.weight")) is not None:
+            assert torch.equal(words, two[1]["embedding.tokens.weight"])
+
+
 def _on_processes(world: World) -> None:
     _both(world.rank, "tiny-llama", {"tp": 2, "sp": True, "overlap": False})
 
@@ -212,6 +252,30 @@ def _on_processes(world: World) -> None:
 @pytest.mark.distributed
 def test_on_processes(on_two_ranks: Callable[..., Any]) -> None:
     on_two_ranks(_on_processes)
+
+
+@pytest.fixture
+def _alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_alone")
+@pytest.mark.parametrize("name", ["tiny-gpt2", "tiny-mixtral"])
+def test_compiled_code_takes_the_batch_whole(name: str) -> None:
+    """In one graph, with the bits of the halves in eager mode."""
+    torch._dynamo.reset()
+    found = []
+    for compiled in (False, True):
+        model = _model(name, layers=1, dropout=0.2, copies=2)
+        call = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+        text = torch.arange(4)[:, None] + torch.arange(TOKENS + 1)
+        output = call(text[:, :-1], text[:, 1:], seed=torch.tensor([1, 2]))
+        loss = parallelized(model).loss(output, torch.tensor(4 * TOKENS))
+        loss.backward()
+        found.append((loss.detach(), model.embedding.tokens.weight.grad))
+    assert all(map(torch.equal, *found))
 
 
 def test_what_has_no_halves_is_refused() -> None:

@@ -111,6 +111,15 @@ LIKE_ONE: dict[str, tuple[str, dict[str, Any]]] = {
     "hash-tp2-copies": ("hash", {"tp": 2, "copies": 2}),
     "hash-tp2-sp-ep2-copies": ("hash", {"dp": 2, "tp": 2, "sp": True, "ep": 2, "copies": 2}),
     "bias-ep4-nodes2-copies": ("bias", {"dp": 4, "ep": 4, "ep_nodes": 2, "copies": 2}),
+    "pp2-ep2-zero_bubble-copies": (
+        "losses",
+        {"pp": 2, "dp": 2, "ep": 2, "microbatches": 2, "copies": 2}
+        | {"pipeline_schedule": "zero_bubble"},
+    ),
+    "bias-pp2-dp2-zero2-copies": (
+        "bias",
+        {"pp": 2, "dp": 2, "zero": 2, "microbatches": 2, "copies": 2, "recompute": "full"},
+    ),
     "bias-tp2-recompute-copies": (
         "bias",
         {"tp": 2, "recompute": "full", "microbatches": 2, "copies": 2},

@@ -296,3 +296,34 @@ def test_what_does_not_fit_is_told_with_what_would() -> None:
 def test_without_torch_distributed_it_says_what_to_call() -> None:
     with pytest.raises(RuntimeError, match="parallelize: torch.distributed is not initialised"):
         parallelize(Transformer(_config("tiny-llama"), device="meta"), ParallelConfig())
+
+
+def _compiled(world: World, name: str, values: dict[str, Any]) -> float:
+    """Return the largest difference of loss and gradients between a compiled model and itself."""
+    model = Transformer(_config(name, num_layers=1), dtype=torch.float64, device="meta")
+    model = parallelize(model, ParallelConfig(**values), seed=SEED)
+    run, found = parallelized(model), []
+    tokens, labels, *_ = _batch(model.config.vocab_size, False)
+    shard = run.shard_batch(run.rows(tokens), run.rows(labels))
+    for call in (model, torch.compile(model, backend="aot_eager")):
+        output = call(*shard[:2], positions=shard.positions)
+        loss = run.loss(output, run.count(shard.labels))
+        loss.backward()
+        found.append([loss.detach(), *(_whole(each.grad) for each in model.parameters())])
+        model.zero_grad()
+    return max(float((a - b).abs().max()) for a, b in zip(*found, strict=True))
+
+
+# Communications break the graph: between two of them a compiler has what it may.
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("tiny-llama", {"tp": 2, "sp": True}),
+        pytest.param("tiny-gpt2", {"tp": 2}, marks=pytest.mark.slow),
+        pytest.param("tiny-mixtral", {"dp": 2, "ep": 2}, marks=pytest.mark.slow),
+    ],
+    ids=["llama tp sp", "gpt2 tp", "mixtral ep"],
+)
+def test_a_parallel_model_compiles(on_two_ranks: OnRanks, name: str, values: Any) -> None:
+    assert max(on_two_ranks(_compiled, name, values)) < 1e-12

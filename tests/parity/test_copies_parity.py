@@ -21,6 +21,18 @@ STEPS: dict[str, tuple[str, dict[str, int], dict[str, Any], dict[str, Any]]] = {
         {"ep": 2, "sp": True},
         {"batch_size": 2, "workload": "documents"},
     ),
+    "one-sequence-on-a-ring": (
+        "mixtral",
+        {"cp": 2},
+        {"ep": 2},
+        {"batch_size": 1, "workload": "documents"},
+    ),
+    "one-sequence-of-heads": (
+        "mixtral",
+        {"cp": 2},
+        {"ep": 2, "context": "all_to_all"},
+        {"batch_size": 1, "workload": "documents"},
+    ),
     "experts-on-nodes": (
         "mixtral",
         {"dp": 4},
