@@ -197,8 +197,12 @@ class _Run:
         from fusedops.generation import generate, stream
         from fusedops.generation.text import Words
 
-        count = len(self._prompts) * self._options.samples
-        self._words = [Words(self._text, self._stops) for _ in range(count)]
+        samples = self._options.samples
+        count = len(self._prompts) * samples
+        self._words = [
+            Words(self._text, self._stops, self._prompts[number // samples])
+            for number in range(count)
+        ]
         whole = [""] * count
         alone = count == 1 and self._options.beams == 1
         if alone:
@@ -217,7 +221,7 @@ class _Run:
                 made[number].append(token)
                 reasons[number] = reason or ""
                 whole[number] += self._told(number, alone)
-            self._found = _generated(made, reasons, self._options.samples)
+            self._found = _generated(made, reasons, samples)
         self._seconds = time.perf_counter() - begin
         for number, words in enumerate(self._words):
             words.feed(None)
@@ -249,8 +253,11 @@ class _Run:
         from fusedops.generation import generate
 
         lengths = [len(each.tokens) for each in self._found]
-        # Strings that end a text are not looked for again: as many tokens are compared.
-        again = replace(self._options, cache=False, cache_size=None, tokens=max(lengths))
+        again = replace(self._options, cache=False, cache_size=None)
+        if again.beams == 1:
+            # Strings that end a text are not looked for again: as many tokens are compared. Which
+            # beam is the best depends on how many tokens there may be.
+            again = replace(again, tokens=max(lengths))
         begin = time.perf_counter()
         others = generate(self._model, self._prompts, again)
         seconds = time.perf_counter() - begin

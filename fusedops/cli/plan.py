@@ -143,7 +143,7 @@ def _plan(
         shape = from_config(name) if name.endswith(".json") else preset(name)
         size = parse_bytes(memory)
         return shape, search(shape, devices, size, Layout(**base), **asked)
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise files.UserError(str(error)) from None
 
 
@@ -181,7 +181,7 @@ def _schedules(text: str) -> tuple[str, ...]:
 def _numbers(text: str, name: str, least: int = 1, most: int = _MOST_DEVICES) -> tuple[int, ...]:
     words = [word.strip() for word in text.split(",") if word.strip()]
     for word in words:
-        if not word.isdigit() or not least <= int(word) <= most:
+        if not word.isdecimal() or not least <= int(word) <= most:
             wanted = f"numbers from {least}" + (f" to {most}" if most < _MOST_DEVICES else " on")
             raise files.UserError(f"--{name} must be {wanted} with commas between, got {word!r}")
     return tuple(dict.fromkeys(int(word) for word in words))

@@ -58,9 +58,9 @@ class _Prompt:
                 chosen.append((score, beam, token))
         self.finished.sort(key=lambda each: -each[0])
         del self.finished[size:]
-        if last:
+        if last or not chosen:  # every word may be one that ends
             self.done = True
-            return list(range(size))
+            return []
         self.beams = [[*before[beam], token] for _, beam, token in chosen]
         self.scores = [score for score, *_ in chosen]
         if len(self.finished) == size:

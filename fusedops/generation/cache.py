@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from fusedops import ops
+from fusedops._core import checks
 
 # Of a cache that grows: the tokens that it begins with.
 _FIRST = 64
@@ -66,9 +67,15 @@ class Cache:
         self._values: list[torch.Tensor | None] = [None] * layers
 
     def reserve(self, tokens: int) -> None:
-        """Make room for rows of so many tokens: at least twice the room that there was."""
+        """Make room for rows of so many tokens: at least twice the room that there was.
+
+        Raises:
+            ValueError: they are more than a row may come to.
+        """
         if tokens <= self.capacity:
             return
+        if tokens > self._most:
+            checks.fail("Decoder", "most", f"at least {tokens}, the tokens of a row", self._most)
         capacity = min(self._most, max(tokens, 2 * self.capacity))
         for held in (self._keys, self._values):
             for index, each in enumerate(held):

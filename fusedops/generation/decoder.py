@@ -26,6 +26,8 @@ from fusedops.models import Transformer, parallelized
 from fusedops.nn import MoE
 from fusedops.parallel.vocabulary import SplitWords
 
+_OP = "Decoder"
+
 
 class Decoder:
     """A model and the cache of some sequences that it goes on with.
@@ -41,6 +43,11 @@ class Decoder:
 
     Attributes:
         words: how they are divided then; ``None``: logits are of all words.
+
+    Raises:
+        TypeError: ``model`` is no ``Transformer``, or a size no integer.
+        ValueError: ``model`` is no decoder, or a size is less than 1.
+        UnsupportedError: ``model`` has ``domain_experts``.
     """
 
     def __init__(
@@ -51,6 +58,10 @@ class Decoder:
         *,
         divided: bool = False,
     ) -> None:
+        check_model(_OP, model)
+        checks.integer(_OP, "most", most, least=1)
+        if capacity is not None:
+            checks.integer(_OP, "capacity", capacity, least=1)
         self.model: Any = model
         self._layers: list[Any] = list(self.model.layers.values())
         sparse = [each for each in self.model.modules() if isinstance(each, MoE)]
@@ -65,7 +76,8 @@ class Decoder:
         self._mode = torch.inference_mode if found.mesh is None else torch.no_grad
         # Ranks of tp share the tokens of sequences, or of experts.
         self._unit = config.tp if config.sp or sparse else 1
-        self._cache = Cache(len(self._layers), capacity, most)
+        self._room = capacity, most
+        self._cache = Cache(len(self._layers), *self._room)
         self._lengths = torch.zeros(0, dtype=torch.int64, device=self._device)
         self._longest, self._even = 0, False
 
@@ -75,7 +87,20 @@ class Decoder:
         return self._cache
 
     def prefill(self, prompts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Take the prompts, int64 ``[tokens]`` each; returns the logits after them, ``[R, V]``."""
+        """Take the prompts, int64 ``[tokens]`` each; returns the logits after them, ``[R, V]``.
+
+        What the cache held before is forgotten.
+
+        Raises:
+            ValueError: a prompt is empty, or longer than a row may come to.
+            TypeError: one is no tensor of int64.
+        """
+        for number, each in enumerate(prompts):
+            name = f"prompt {number}"
+            checks.index_tensor(_OP, name, each, dtypes=(torch.int64,))
+            if each.dim() != 1 or not len(each):
+                checks.fail(_OP, name, "of shape [tokens], one token at least", list(each.shape))
+        self._cache = Cache(len(self._layers), *self._room)
         lengths = [len(each) for each in prompts]
         self._lengths = self._new(lengths)
         self._longest = max(lengths, default=0)
@@ -94,10 +119,15 @@ class Decoder:
         """Take the next token of each row, ``[R]`` int64; returns the logits after it, ``[R, V]``.
 
         Each token costs the same, whatever came before it; attention alone reads what did.
+
+        Raises:
+            ValueError: these are not as many as there are rows, or a row is as long as it may be.
         """
+        if len(tokens_R) != len(self._lengths):
+            checks.fail(_OP, "tokens", f"one for each of {len(self._lengths)} rows", len(tokens_R))
         positions = self._lengths
+        self._cache.reserve(self._longest + 1)
         self._longest += 1
-        self._cache.reserve(self._longest)
         self._lengths = positions + 1
         rows = torch.arange(len(tokens_R), device=self._device)
         place = self._longest - 1 if self._even else None

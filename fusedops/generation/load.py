@@ -106,10 +106,20 @@ def _ends(folder: Path) -> tuple[int, ...]:
     """Return the tokens at which a text ends, as the folder's configurations say."""
     for name in ("generation_config.json", _CONFIG):
         path = folder / name
-        if path.is_file():
-            found = json.loads(path.read_bytes()).get("eos_token_id")
-            if found is not None:
-                return tuple(found) if isinstance(found, list) else (found,)
+        if not path.is_file():
+            continue
+        try:
+            told = json.loads(path.read_bytes())
+        except ValueError as error:
+            raise InputError(f"{path} is not valid JSON: {error}") from None
+        found = told.get("eos_token_id") if isinstance(told, dict) else None
+        if found is None:
+            continue
+        ends = tuple(found) if isinstance(found, list) else (found,)
+        if not all(isinstance(each, int) for each in ends):
+            wanted = "null, a token or a list of tokens"
+            raise InputError(f"{path}: eos_token_id must be {wanted}, got {checks.shown(found)}")
+        return ends
     return ()
 
 

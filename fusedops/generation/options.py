@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fusedops._core import checks
 
 _OP = "generate"
 _LONGEST_SEED = 2**63
+# A power of e that is no number in float64 is more than 709, one that is 0 less than -745.
+_LARGEST_EXPONENT = 700.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,12 +68,23 @@ class Options:
             checks.fail(_OP, "top_p", "more than 0", self.top_p)
         checks.positive(_OP, "repetition_penalty", self.repetition_penalty)
         checks.finite(_OP, "length_penalty", self.length_penalty)
+        # Scores are divided by the length to this power, which must be a number.
+        most = _LARGEST_EXPONENT / math.log(max(2, self.tokens))
+        if abs(self.length_penalty) > most:
+            wanted = f"between {-most:.3g} and {most:.3g} with {self.tokens} tokens"
+            checks.fail(_OP, "length_penalty", wanted, self.length_penalty)
+        if not isinstance(self.seed, int):
+            wanted = "an int, or one of each prompt"
+            object.__setattr__(self, "seed", _listed("seed", wanted, self.seed))
+        object.__setattr__(self, "stop", _listed("stop", "tokens, such as [2]", self.stop))
         for seed in [self.seed] if isinstance(self.seed, int) else self.seed:
             checks.integer(_OP, "seed", seed, least=0)
             if seed >= _LONGEST_SEED:
                 checks.fail(_OP, "seed", "below 2 ** 63", seed)
         for token in self.stop:
             checks.integer(_OP, "stop", token, least=0)
+        if self.until is not None and not callable(self.until):
+            raise TypeError(f"{_OP}: until must be callable, got {checks.type_name(self.until)}")
         checks.flag(_OP, "cache", self.cache)
         if self.cache_size is not None:
             checks.integer(_OP, "cache_size", self.cache_size, least=1)
@@ -78,6 +92,8 @@ class Options:
 
     def _check_choices(self) -> None:
         """Raise where something was asked for that would have no effect."""
+        if not self.cache and self.cache_size is not None:
+            checks.fail(_OP, "cache_size", "None without a cache", self.cache_size)
         if self.beams > 1:
             for name, plain in (("temperature", 0), ("samples", 1), ("until", None)):
                 if getattr(self, name) != plain:
@@ -92,6 +108,13 @@ class Options:
     def seed_of(self, prompt: int) -> int:
         """Return the seed of a prompt."""
         return self.seed if isinstance(self.seed, int) else self.seed[prompt]
+
+
+def _listed(name: str, wanted: str, given: Any) -> tuple[Any, ...]:
+    """Return what was given as a tuple: what can be gone through once, is gone through here."""
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise TypeError(f"{_OP}: {name} must be {wanted}, got {checks.type_name(given)}")
+    return tuple(given)
 
 
 class Token(NamedTuple):

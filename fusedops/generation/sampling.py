@@ -23,6 +23,7 @@ from fusedops.parallel.vocabulary import SplitWords, largest
 _LOW = 0xFFFFFFFF
 # Draws are made for so many places at once: a hundred small operations each time.
 _PLACES = 256
+_LEAST_TEMPERATURE = torch.finfo(torch.float32).tiny  # what is less is 0 in float32
 
 
 class Chooser:
@@ -148,13 +149,16 @@ def draw(
 ) -> torch.Tensor:
     """Return the token that each row's draw picks, ``[R]`` int64."""
     words = logits_RV.shape[-1] if split is None else split.vocab_size
-    wide_RV = logits_RV.float() / options.temperature
+    wide_RV = logits_RV.float()
     some = min(options.top_k or words, words)
     if some < words or options.top_p < 1.0:
         left_RK, tokens_RK = likeliest(wide_RV, some, split)
     else:
         left_RK, tokens_RK = wide_RV, None
-    likely_RK = left_RK.softmax(-1)
+    # Relative to the largest, which stays 0: a temperature next to 0 makes the others -inf, where
+    # a quotient of logits would be infinite and the softmax NaN.
+    temperature = max(options.temperature, _LEAST_TEMPERATURE)
+    likely_RK = ((left_RK - left_RK.amax(-1, keepdim=True)) / temperature).softmax(-1)
     below_RK = likely_RK.cumsum(-1, dtype=torch.float64)
     if options.top_p < 1.0:
         # A token stays unless those before it have enough together: the first one always does.

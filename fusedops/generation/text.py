@@ -18,13 +18,14 @@ class Text:
 
     Attributes:
         encode: a text to its tokens.
-        decoder: returns a function that is given tokens one after another and gives the text that
-            is known by then; ``None`` says that there are no more.
+        decoder: takes the tokens of a prompt, and returns a function that is given those after it
+            one by one and gives the text that is known by then; ``None`` says that there are no
+            more.
         stop: tokens at which a text ends.
     """
 
     encode: Callable[[str], list[int]]
-    decoder: Callable[[], Callable[[int | None], str]]
+    decoder: Callable[[Sequence[int]], Callable[[int | None], str]]
     stop: tuple[int, ...]
 
     @staticmethod
@@ -44,10 +45,12 @@ class Text:
         found, _ = open_tokenizer(tokenizer)
         end = found.token_to_id(end_of_text)
         ends = (*stop, *([] if end is None else [end]))
-        return Text(lambda text: found.encode(text).ids, lambda: _of_pieces(found), ends)
+        return Text(
+            lambda text: found.encode(text).ids, lambda prompt: _of_pieces(found, prompt), ends
+        )
 
 
-def _of_bytes() -> Callable[[int | None], str]:
+def _of_bytes(prompt: Sequence[int]) -> Callable[[int | None], str]:
     # A letter may have four bytes: what is not whole yet waits.
     whole = codecs.getincrementaldecoder("utf-8")("replace")
 
@@ -59,10 +62,13 @@ def _of_bytes() -> Callable[[int | None], str]:
     return decode
 
 
-def _of_pieces(tokenizer: Any) -> Callable[[int | None], str]:
+def _of_pieces(tokenizer: Any, prompt: Sequence[int]) -> Callable[[int | None], str]:
     from tokenizers.decoders import DecodeStream
 
     pieces = DecodeStream(skip_special_tokens=True)
+    # A text's first piece loses the space before it: the prompt's is the first one.
+    for token in prompt:
+        pieces.step(tokenizer, token)
 
     def decode(token: int | None) -> str:
         # ``None`` while a letter is not whole.
@@ -77,14 +83,15 @@ class Words:
     Args:
         text: what the tokens mean.
         stops: strings that end it; they are no part of it.
+        prompt: tokens that the sequence goes on from; their text is no part of it.
 
     Attributes:
         ended: whether one has come.
     """
 
-    def __init__(self, text: Text, stops: Sequence[str] = ()) -> None:
+    def __init__(self, text: Text, stops: Sequence[str] = (), prompt: Sequence[int] = ()) -> None:
         self.ended = False
-        self._decode = text.decoder()
+        self._decode = text.decoder(prompt)
         self._stops = [each for each in stops if each]
         self._held = ""
         self._fresh = ""

@@ -207,7 +207,7 @@ def check(model: TransformerConfig, layout: Layout, devices: int | None = None) 
         ValueError: a size does not fit; the message says which sizes would.
         TypeError: a size is no integer.
     """
-    _check_values(layout)
+    check_values(layout)
     if devices is not None:
         sizes = {name: getattr(layout, name) for name in ("dp", "tp", "pp", "cp")}
         check_ranks(_OP, sizes, devices)
@@ -229,7 +229,13 @@ def check(model: TransformerConfig, layout: Layout, devices: int | None = None) 
         check_divides(_OP, "tp", layout.tp, layout.tokens(model), "the tokens of a device (sp)")
 
 
-def _check_values(layout: Layout) -> None:
+def check_values(layout: Layout) -> None:
+    """Raise unless each value of a layout has a meaning, whatever the model.
+
+    Raises:
+        ValueError: one has none.
+        TypeError: one has another type.
+    """
     for name in ("dp", "tp", "pp", "cp", "ep", "micro_batch", "microbatches"):
         checks.integer(_OP, name, getattr(layout, name), least=1)
     checks.integer(_OP, "bucket_bytes", layout.bucket_bytes, least=0)
@@ -243,9 +249,14 @@ def _check_values(layout: Layout) -> None:
         checks.integer(_OP, "pipeline_virtual", layout.pipeline_virtual, least=1)
     checks.choice(_OP, "precision", layout.precision, PRECISIONS)
     checks.choice(_OP, "kernels", layout.kernels, KERNELS)
+    if not isinstance(layout.recompute, str):
+        raise TypeError(f"{_OP}: recompute must be a str, got {checks.type_name(layout.recompute)}")
     for word in layout.recompute.split("+"):
         checks.choice(_OP, "recompute", word, RECOMPUTE)
     if "+" in layout.recompute and {"none", "full"} & set(layout.recompute.split("+")):
         checks.fail(_OP, "recompute", "none or full alone, or others joined by +", layout.recompute)
+    if not isinstance(layout.offload, tuple):
+        got = checks.shown(layout.offload)
+        raise TypeError(f"{_OP}: offload must be a tuple of words, got {got}")
     for word in layout.offload:
         checks.choice(_OP, "offload", word, OFFLOADS)

@@ -13,10 +13,12 @@ from typing import NamedTuple
 from fusedops.parallel.pipeline.schedules import SCHEDULES, table
 from fusedops.parallel.pipeline.timeline import timeline
 
-# From so many micro-batches a rank on, what is lost and what is kept change no more.
+# From so many micro-batches a rank on, what is lost and what is kept depend on the remainder alone.
 _ROUNDS = 4
 # But for these, which keep all.
 _KEEP_ALL = ("gpipe", "looped_bfs")
+# Of these, numbers of micro-batches that the ranks do not divide are few and small.
+_WHOLE_ROUNDS = ("interleaved", "zero_bubble")
 
 
 class Pipelined(NamedTuple):
@@ -49,9 +51,10 @@ def pipelined(name: str, ranks: int, microbatches: int, virtual: int) -> Pipelin
         >>> pipelined("1f1b", ranks=4, microbatches=8, virtual=1).alive
         (4.0, 3.0, 2.0, 1.0)
     """
+    rest = microbatches % ranks
     timed = microbatches
-    if microbatches % ranks == 0:
-        timed = min(microbatches, _ROUNDS * ranks)
+    if not rest or name not in _WHOLE_ROUNDS:
+        timed = min(microbatches, _ROUNDS * ranks + rest)
     line = timeline(table(name, ranks, timed, virtual))
     work = 3 * virtual  # of a micro-batch on a rank
     lost = line.end - work * timed

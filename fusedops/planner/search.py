@@ -11,9 +11,11 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+from fusedops._core import checks
 from fusedops.models.config import TransformerConfig
-from fusedops.planner.layout import Layout, check
+from fusedops.planner.layout import Layout, check, check_values
 from fusedops.planner.memory import Estimate, estimate
 from fusedops.planner.sizes import show_bytes
 
@@ -88,7 +90,25 @@ def layouts(
         recompute: as in ``Layout``, those to try.
         offload: as in ``Layout``, those to try.
         schedule: of pipelines, those to try; one stage has none, and is tried once.
+
+    Raises:
+        ValueError: a value that is to be tried has no meaning for any model.
+        TypeError: a size is no integer.
     """
+    checks.integer("plan", "devices", devices, least=1)
+    # What only does not fit is passed over, what has no meaning is not.
+    tried: dict[str, Sequence[Any]] = {
+        "tp": tp,
+        "pp": pp,
+        "ep": ep,
+        "zero": zero,
+        "recompute": recompute,
+        "offload": offload,
+        "pipeline_schedule": schedule,
+    }
+    for name, values in tried.items():
+        for value in values:
+            check_values(replace(base, **{name: value}))
     tensor = tp or [n for n in (1, 2, 4, 8) if n <= MOST_TENSOR]
     stages = pp or [n for n in range(1, min(devices, model.depth) + 1) if model.depth % n == 0]
     for t, p in itertools.product(tensor, stages):
@@ -100,10 +120,11 @@ def layouts(
             n for n in range(1, max(model.num_experts, 1) + 1) if _divides(n, ranks, model)
         ]
         orders = schedule if p > 1 else ("1f1b",)
-        many = itertools.product(orders, shares, zero, recompute, offload)
+        # With nobody to share with all stages of zero are the same.
+        many = itertools.product(
+            orders, shares, zero if ranks > 1 else (min(zero),), recompute, offload
+        )
         for order, e, z, again, off in many:
-            if z and ranks == 1:
-                continue  # nobody to share with: the same as 0
             layout = replace(
                 base,
                 dp=copies,
@@ -147,7 +168,9 @@ def plan(
         **choices: as in ``layouts``.
 
     Raises:
-        ValueError: no layout on that many devices fits the model's sizes.
+        ValueError: no layout on that many devices fits the model's sizes, or a value to try has no
+            meaning.
+        TypeError: a size is no integer.
 
     Example:
         >>> from fusedops.planner import plan, preset
@@ -156,6 +179,7 @@ def plan(
         'none'
     """
     base = base or Layout()
+    checks.integer("plan", "memory", memory, least=1)
     check(model, replace(base, dp=1, tp=1, pp=1, ep=1, sp=False, pipeline_virtual=None))
     rows = _rows(model, devices, base, choices)
     if not rows:

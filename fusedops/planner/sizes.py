@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 _UNITS = {"": 1} | {
@@ -35,7 +36,10 @@ def parse_bytes(text: str) -> int:
             f"{text!r} is not a size: unit {unit!r} is not known; "
             "GB is 10**9 bytes, GiB 2**30 (also k, M, T, P)"
         )
-    size = round(float(number) * scale)
+    exact = float(number) * scale
+    if exact == math.inf:
+        raise ValueError(f"{text[:20]!r}... is not a size: there is no such number of bytes")
+    size = round(exact)
     if size <= 0:
         raise ValueError(f"{text!r} is not a size: it must be more than 0 bytes")
     return size

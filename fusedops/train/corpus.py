@@ -7,6 +7,7 @@ the token of its end. Later runs map it, as they map a file of tokens that was g
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import glob
 import hashlib
@@ -129,6 +130,11 @@ def open_corpus(data: Data, cache: Path) -> Corpus:
             f"the corpus is too short: {len(train)} tokens to train on, and a sequence with its "
             f"last target takes {data.seq_len + 1}"
         )
+    if data.validation and len(validation) <= data.seq_len:
+        raise InputError(
+            f"data.validation is too short: {len(validation)} tokens, and a sequence with its last "
+            f"target takes {data.seq_len + 1}"
+        )
     given = _are_tokens(_expand(data.train)) and data.tokenizer == BYTES
     if given and data.documents:
         raise InputError(
@@ -149,7 +155,7 @@ def check_ids(corpus: Corpus, vocab_size: int, share: int = 0, shares: int = 1) 
     for name, stream in (("train", corpus.train), ("validation", corpus.validation)):
         first, last = (len(stream) * each // shares for each in (share, share + 1))
         for start in range(first, last, _SCAN):
-            part = stream[start : min(last, start + _SCAN)].int()
+            part = stream[start : min(last, start + _SCAN)].long()
             low, high = (int(each) for each in part.aminmax())
             if low < 0 or high >= vocab_size:
                 bad = (part < 0) | (part >= vocab_size)
@@ -324,8 +330,10 @@ def _write_tokens(files: list[Path], tokenizer: Tokenizer, stem: Path) -> None:
         aside.write_text(json.dumps(record))
         aside.rename(stem.with_suffix(".json"))
     except OSError as error:
-        aside.unlink(missing_ok=True)
         raise InputError(f"cannot write {stem.parent}: {error.strerror or error}") from None
+    finally:
+        with contextlib.suppress(OSError):
+            aside.unlink(missing_ok=True)
 
 
 def _read(path: Path) -> str:

@@ -16,7 +16,7 @@ from fusedops.parallel.communication import Log
 from fusedops.train import metrics
 from fusedops.train.config import Config, load_config
 from fusedops.train.outcome import Result, Watcher
-from fusedops.train.processes import Stop, joined
+from fusedops.train.processes import Stop, joined, outlast
 from fusedops.train.setup import Run, prepared
 from fusedops.train.step import Taken, backward, evaluate, update
 from fusedops.train.watch import Watch
@@ -58,6 +58,7 @@ def train(
     """
     config = load_config(source, overrides)
     with Stop() as stop, joined(config.device) as ranks, prepared(config, ranks) as run:
+        outlast(config.faults.timeout)
         with Watch(ranks, Path(config.out), config.faults.timeout) as watch:
             return _loop(run, stop, watch, watcher if ranks.rank == 0 else None)
 
@@ -91,10 +92,12 @@ def _loop(run: Run, stop: Stop, watch: Watch, watcher: Watcher | None) -> Result
         if _due(run.step, config.checkpoint.every) or done or stopped:
             watch.at(run.step, "the checkpoint of step")
             _save(run, last=done or stopped)
-    if run.step == config.steps and config.export:
+    finished = run.step >= config.steps
+    if finished and config.export:
+        watch.at(run.step, "the export after step")
         model: Any = run.parallel.model
         save_huggingface(model, config.export)
-    return Result(run.step, run.step == config.steps, loss, validation, Path(config.out))
+    return Result(run.step, finished, loss, validation, Path(config.out))
 
 
 def _due(step: int, every: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import resource
 import sys
 import time
@@ -16,6 +17,7 @@ from fusedops.parallel.communication import COMPUTE, Log
 from fusedops.train.table import InputError
 
 FILE = "metrics.jsonl"
+_log = logging.getLogger(__name__)
 _PRODUCT = {"cpu": 1024, "cuda": 8192}
 _TRIES = 20
 _ENOUGH_SECONDS = 0.5
@@ -37,11 +39,12 @@ class Metrics:
     def __init__(self, folder: Path, *, step: int = 0, tensorboard: bool = False) -> None:
         self._path = folder / FILE
         self._events: Any = None
+        self._told = False
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open("a+", encoding="utf-8")
+            self._file = self._path.open("a+b")
         except OSError as error:
-            raise InputError(f"cannot write {self._path}: {error.strerror or error}") from None
+            raise InputError(self._cannot(error)) from None
         self.rewind(step)
         if tensorboard:
             try:
@@ -54,22 +57,44 @@ class Metrics:
             self._events = SummaryWriter(str(folder / "tensorboard"), purge_step=step)
 
     def rewind(self, step: int) -> None:
-        """Remove the lines of this step and of later ones."""
+        """Remove the lines of this step and of later ones.
+
+        Those before stay as they are: a process that is killed meanwhile loses none.
+
+        Raises:
+            InputError: a line is not one of these.
+        """
         self._file.seek(0)
-        kept = []
-        for line in self._file:
+        end = 0
+        for number, line in enumerate(self._file, 1):
             # A killed process may have left half a line.
-            if line.endswith("\n") and json.loads(line)["step"] < step:
-                kept.append(line)
-        self._file.seek(0)
-        self._file.truncate()
-        self._file.writelines(kept)
-        self._file.flush()
+            if not line.endswith(b"\n") or self._step_of(line, number) >= step:
+                break
+            end += len(line)
+        self._file.truncate(end)
+        self._file.seek(end)
+
+    def _step_of(self, line: bytes, number: int) -> int:
+        try:
+            return int(json.loads(line)["step"])
+        except (ValueError, TypeError, KeyError):
+            raise InputError(
+                f"{self._path} is damaged: line {number} is no step's; move it away, and the run "
+                "goes on with a new one"
+            ) from None
 
     def write(self, record: dict[str, Any]) -> None:
-        """Write what is known of a step; ``record["step"]`` is its number."""
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        """Write what is known of a step; ``record["step"]`` is its number.
+
+        Where there is no room it is told once, and lines wait in memory until there is some.
+        """
+        try:
+            self._file.write(json.dumps(record).encode() + b"\n")
+            self._file.flush()
+        except OSError as error:
+            if not self._told:
+                _log.warning("%s; training goes on", self._cannot(error))
+            self._told = True
         if self._events is not None:
             for name, value in record.items():
                 if name != "step" and isinstance(value, (int, float)):
@@ -77,9 +102,15 @@ class Metrics:
 
     def close(self) -> None:
         """Close the files."""
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError as error:
+            _log.warning("%s: its last lines are lost", self._cannot(error))
         if self._events is not None:
             self._events.close()
+
+    def _cannot(self, error: OSError) -> str:
+        return f"cannot write {self._path}: {error.strerror or error}"
 
 
 def flops_per_token(model: TransformerConfig, seq_len: int) -> float:

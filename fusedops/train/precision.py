@@ -31,7 +31,8 @@ class LossScale:
 
     A power of two, so that it changes no other bit. It halves where a gradient is not finite, which
     skips the step, and doubles after ``growth`` steps without. The norm of all gradients tells: it
-    is the same number on all ranks, so all of them skip.
+    is the same number on all ranks, so all of them skip. What is not finite under the least factor
+    is no overflow: it is left to the guard, which does not skip for ever.
     """
 
     def __init__(self, precision: Precision) -> None:
@@ -46,6 +47,8 @@ class LossScale:
             return False
         finite = grad_norm - grad_norm == 0.0
         self._good = self._good + 1 if finite else 0
+        if not finite and self.value <= _LEAST:
+            return False
         if not finite:
             self.value = max(_LEAST, self.value * _HALVED)
         elif self._good == self._growth:

@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from types import FrameType
 from typing import Any
 
@@ -33,6 +34,7 @@ _GRACE_SECONDS = 30.0
 _REMEMBERED = 1000
 # Ctrl-C reaches a process from its terminal and from its parent: that is one wish.
 _SAME_WISH_SECONDS = 2.0
+_FOR_EVER = timedelta(days=365)
 _MISTAKES = (ValueError, TypeError, UnsupportedError, OSError)
 
 
@@ -88,31 +90,52 @@ def joined(device: str) -> Iterator[Ranks]:
     Raises:
         InputError: there is no such device.
     """
-    launched = env.launched()
-    rank, size, local = launched or (0, 1, 0)
-    found = torch.cuda.is_available()
-    if device == "cuda" and not found:
-        raise InputError("config: device must be 'cpu' here, got 'cuda': torch sees no GPU")
-    kind = "cuda" if found and device != "cpu" else "cpu"
-    if kind == "cuda" and local >= torch.cuda.device_count():
-        raise InputError(
-            f"{local + 1} processes on this machine need as many GPUs, and torch sees "
-            f"{torch.cuda.device_count()}"
-        )
+    rank, size, local = env.launched() or (0, 1, 0)
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    kind = "cuda" if count and device != "cpu" else "cpu"
     here = torch.device(kind, local) if kind == "cuda" else torch.device(kind)
-    if kind == "cuda":
+    if kind == "cuda" and local < count:
         torch.cuda.set_device(here)
-    if dist.is_initialized():
-        store = dist.distributed_c10d._get_default_store()
-        yield Ranks(dist.get_rank(), dist.get_world_size(), here, store)
-        return
-    env.set_flight_records(_REMEMBERED)
-    backend, store = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo", _store()
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    made = not dist.is_initialized()
+    if made:
+        env.set_flight_records(_REMEMBERED)
+        backend, store = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo", _store()
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     try:
-        yield Ranks(rank, size, here, store)
+        store = dist.distributed_c10d._get_default_store()
+        ranks = Ranks(dist.get_rank(), dist.get_world_size(), here, store)
+        with ranks.together():  # one machine may have less than another
+            _check_device(device, kind, local, count)
+        yield ranks
     finally:
-        dist.destroy_process_group()
+        if made:
+            dist.destroy_process_group()
+
+
+def _check_device(device: str, kind: str, local: int, count: int) -> None:
+    if device == "cuda" and not count:
+        raise InputError("config: device must be 'cpu' here, got 'cuda': torch sees no GPU")
+    if kind == "cuda" and local >= count:
+        raise InputError(
+            f"{local + 1} processes on a machine need as many GPUs there, and torch sees {count}"
+        )
+
+
+def outlast(seconds: float) -> None:
+    """Let every communication wait for twice as long as the watch, which says who hangs.
+
+    Torch's own patience (30 minutes of gloo, 10 of NCCL) ends a run without a word of that. It is
+    never made less.
+
+    Args:
+        seconds: of the watch; 0: there is none, and what is waited for may take a year.
+    """
+    wanted = timedelta(seconds=2 * seconds) if seconds else _FOR_EVER
+    for group in dist.distributed_c10d._world.pg_map:
+        for kind in group._device_types:
+            backend: Any = group._get_backend(kind)
+            if backend.options._timeout < wanted:
+                backend._set_default_timeout(wanted)
 
 
 def _store() -> dist.Store:

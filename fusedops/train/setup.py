@@ -102,19 +102,23 @@ def prepared(config: Config, ranks: Ranks) -> Iterator[Run]:
         host.tune_host()
     with ranks.together():
         if ranks.rank == 0:
+            _make_export(config)
             corpora.prepare(config.data, cache)
     with ranks.together():
         corpus = corpora.open_corpus(config.data, cache)
         sizes = model_config(config, corpus)
         corpora.check_ids(corpus, sizes.vocab_size, ranks.rank, ranks.size)
     parallel = spread(config, sizes, ranks)
-    optimizer = parallel.optimizer(
-        **_options(config),
-        no_decay=config.optimizer.no_decay,
-        master_weights=config.precision.parameters != "float32",
-        state_dtype=precision.dtype(config.optimizer.state_dtype),
-        seed=config.seed,
-    )
+    try:  # all ranks find the same mistakes
+        optimizer = parallel.optimizer(
+            **_options(config),
+            no_decay=config.optimizer.no_decay,
+            master_weights=config.precision.parameters != "float32",
+            state_dtype=precision.dtype(config.optimizer.state_dtype),
+            seed=config.seed,
+        )
+    except (ValueError, TypeError, checks.UnsupportedError) as error:
+        raise InputError(str(error)) from None
     scale = LossScale(config.precision)
     with Checkpointer(
         out / "checkpoints",
@@ -140,6 +144,9 @@ def prepared(config: Config, ranks: Ranks) -> Iterator[Run]:
             peak=_peak(config, ranks),
             corpus=corpus.identity,
         )
+        if config.validation.sequences and run.validation is None:
+            kept = len(corpus.validation)
+            run.notes = (f"no validation: the {kept} tokens that are kept for it are no sequence",)
         _resume(run)
         with ranks.together():
             if ranks.rank == 0:
@@ -153,6 +160,16 @@ def prepared(config: Config, ranks: Ranks) -> Iterator[Run]:
                 run.metrics.close()
 
 
+def _make_export(config: Config) -> None:
+    """Make the folder that the weights go to: not to be told at the end that it cannot be."""
+    try:
+        if config.export:
+            Path(config.export).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        why = error.strerror or error
+        raise InputError(f"config: export cannot be made: {config.export}: {why}") from None
+
+
 def model_config(config: Config, corpus: corpora.Corpus) -> TransformerConfig:
     """Return the sizes of the model: a preset's, with those that the configuration gives.
 
@@ -161,6 +178,9 @@ def model_config(config: Config, corpus: corpora.Corpus) -> TransformerConfig:
     """
     given = dict(config.model)
     load, name = given.pop("load", None), given.pop("preset", None)
+    for key, value in (("load", load), ("preset", name)):
+        if value is not None and not isinstance(value, str):
+            raise InputError(f"model.{key} must be a text, got {checks.shown(value)}")
     if load is not None:
         if given or name is not None:
             others = ", ".join([*given, *(["preset"] if name is not None else [])])
@@ -270,7 +290,9 @@ def _sequences(corpus: corpora.Corpus, config: Config) -> Sequences:
 
 def _validation(corpus: corpora.Corpus, config: Config) -> Sequences | None:
     length = config.data.seq_len
-    if not config.validation.sequences or len(corpus.validation) <= length:
+    if not config.validation.sequences or (
+        not config.data.validation and len(corpus.validation) <= length
+    ):
         return None
     domains = None if corpus.domains is None else corpus.domains[1].at
     end = _end(corpus, config)
@@ -296,7 +318,7 @@ def _resume(run: Run) -> None:
     if restored is None:
         return
     run.place(restored)
-    notes = [f"goes on from step {restored.step}"]
+    notes = [*run.notes, f"goes on from step {restored.step}"]
     notes += [f"passed over {path.name}: {why}" for path, why in restored.passed_over]
     if restored.extra["corpus"] != run.corpus:
         notes.append("the corpus is not the one that the run was saved with")

@@ -100,7 +100,7 @@ def fill(kind: type[T], table: Mapping[str, Any], where: str = "") -> T:
             raise InputError(f"{path} is missing")
     try:
         return kind(**values)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, checks.UnsupportedError) as error:
         raise InputError(str(error)) from None
 
 

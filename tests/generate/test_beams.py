@@ -85,3 +85,10 @@ def test_a_beam_alone_is_greedy_and_more_are_no_less_likely(
 
         torch.testing.assert_close(torch.tensor(each.score), torch.tensor(likelihood(each.tokens)))
         assert likelihood(each.tokens) >= likelihood(plain.tokens)
+
+
+def test_beams_that_every_word_ends_have_one_token(models: tuple[Transformer, Any]) -> None:
+    ours, _ = models
+    found = fusedops.generate(ours, PROMPTS, tokens=TOKENS, beams=2, stop=range(256))
+    greedy = fusedops.generate(ours, PROMPTS, tokens=1)
+    assert [(each.tokens, each.reason) for each in found] == [(g.tokens, "stop") for g in greedy]

@@ -215,6 +215,23 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "too few seeds": (lambda: go([[1], [2]], seed=[1]), ValueError, "one number, or 2"),
     "a stop that is no word": (lambda: go([1], stop=[256]), ValueError, "stop must be tokens"),
+    "a stop that is no list": (lambda: go([1], stop=5), TypeError, "stop must be tokens, such as"),
+    "a seed that is none": (
+        lambda: go([1], seed=None),
+        TypeError,
+        "seed must be an int, or one of",
+    ),
+    "no function": (lambda: go([1], until="."), TypeError, "until must be callable, got str"),
+    "no room for no cache": (
+        lambda: go([1], cache=False, cache_size=8),
+        ValueError,
+        "cache_size must be None without a cache",
+    ),
+    "a power past all numbers": (
+        lambda: go([1], beams=2, tokens=20, length_penalty=-1e6),
+        ValueError,
+        "length_penalty must be between -234 and 234 with 20 tokens",
+    ),
     "a cold below zero": (lambda: go([1], temperature=-1.0), ValueError, "at least 0"),
     "a stream of beams": (lambda: stream(gpt2(), [1], beams=2), ValueError, "at the end only"),
 }
@@ -232,6 +249,61 @@ def go(prompts: Any, **more: Any) -> Any:
 def test_wrong_arguments_are_refused(what: str) -> None:
     call, kind, words = BAD[what]
     with pytest.raises(kind, match=words):
+        call()
+
+
+def test_stops_that_can_be_gone_through_once_end_every_sequence() -> None:
+    model = made(TINY["tiny-llama"])
+    first = [each.tokens[0] for each in fusedops.generate(model, PROMPTS, tokens=1)]
+    found = fusedops.generate(model, PROMPTS, tokens=4, stop=(each for each in first))
+    assert [(each.tokens, each.reason) for each in found] == [([each], "stop") for each in first]
+
+
+def test_a_decoder_that_is_given_other_prompts_forgets_those_before() -> None:
+    model, rows = made(TINY["tiny-llama"]), [torch.tensor(each) for each in PROMPTS]
+    decoder = Decoder(model, 64)
+    decoder.prefill(rows[:2])
+    for prompts in (rows[2:], rows, rows[:1]):
+        fresh, tokens = Decoder(model, 64), torch.arange(len(prompts))
+        assert torch.equal(decoder.prefill(prompts), fresh.prefill(prompts))
+        assert torch.equal(decoder.step(tokens), fresh.step(tokens))
+
+
+def filled(most: int) -> Decoder:
+    decoder = Decoder(gpt2(), most)
+    decoder.prefill([torch.tensor([1, 2]), torch.tensor([3])])
+    return decoder
+
+
+BAD_CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "an empty prompt": (
+        lambda: Decoder(gpt2(), 4).prefill([torch.tensor([1]), torch.tensor([]).long()]),
+        ValueError,
+        "prompt 1 must be of shape .tokens., one token at least, got .0.",
+    ),
+    "a list": (lambda: Decoder(gpt2(), 4).prefill([[1]]), TypeError, "prompt 0 must be a torch"),  # type: ignore[list-item]
+    "a long prompt": (
+        lambda: Decoder(gpt2(), 4).prefill([torch.arange(5)]),
+        ValueError,
+        "most must be at least 5, the tokens of a row, got 4",
+    ),
+    "a step too many": (lambda: filled(2).step(torch.arange(2)), ValueError, "most must be at lea"),
+    "a token for no row": (
+        lambda: filled(4).step(torch.arange(3)),
+        ValueError,
+        "tokens must be one for each of 2 rows, got 3",
+    ),
+    "a step before prompts": (lambda: Decoder(gpt2(), 4).step(torch.arange(2)), ValueError, "of 0"),
+    "no room": (lambda: Decoder(gpt2(), 0), ValueError, "most must be at least 1"),
+    "no cache": (lambda: Decoder(gpt2(), 4, 0), ValueError, "capacity must be at least 1"),
+    "an encoder": (lambda: Decoder(Transformer(TINY["tiny-bert"]), 4), ValueError, "a decoder"),
+}
+
+
+@pytest.mark.parametrize("what", BAD_CALLS)
+def test_wrong_calls_of_a_decoder_are_refused(what: str) -> None:
+    call, kind, words = BAD_CALLS[what]
+    with pytest.raises(kind, match=f"Decoder: .*{words}"):
         call()
 
 

@@ -51,6 +51,15 @@ def test_draws_have_the_probabilities_of_transformers(options: dict[str, Any]) -
     assert not found[expected[0] == -torch.inf].any()
 
 
+@pytest.mark.parametrize("temperature", [1e-30, 1e-38, 1e-46])
+def test_a_temperature_next_to_zero_draws_the_likeliest(temperature: float) -> None:
+    logits = torch.randn(64, 24) * 20
+    grid = torch.arange(64, dtype=torch.float64) / 64
+    for options in ({}, {"top_k": 5}, {"top_p": 0.9}):
+        tokens = draw(logits, grid, Options(temperature=temperature, **options))  # type: ignore[arg-type]
+        assert torch.equal(tokens, logits.argmax(-1)), options
+
+
 def test_draws_are_words_of_philox_at_their_place() -> None:
     seed, sample, first = (7 << 32) + 9, 2, (1 << 32) - 1
     found = uniforms([(seed, sample)], [first], 2, torch.device("cpu"))[0]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import fusedops
@@ -125,6 +127,48 @@ def test_a_vocabulary_of_pieces_is_read_with_the_checkpoint(tmp_path: Path) -> N
     save_huggingface(Transformer(preset("tiny-llama")), tmp_path)
     done = invoke(str(tmp_path), "--prompt", "hello world", "--tokens", "4")
     assert done.exit_code == 0 and done.stdout.startswith("hello world"), done.output
+
+
+def test_a_space_between_prompt_and_text_stays(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    pieces = ["<unk>", *(f"\u2581{each}" for each in ("once", "upon", "a", "time"))]
+    made = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({each: n for n, each in enumerate(pieces)}, "<unk>")
+    )
+    # As Llama's: a space is part of the piece after it, and a text's first one is dropped.
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    made.decoder = tokenizers.decoders.Metaspace()
+    made.save(str(tmp_path / "tokenizer.json"))
+    text = Text.of(str(tmp_path / "tokenizer.json"))
+    tokens = text.encode("once upon a time")
+    words = Words(text, [" ti"], tokens[:2])
+    assert [words.feed(each) for each in tokens[2:]] == [False, True]
+    assert words.take() == " a"
+
+
+def test_beams_are_compared_with_the_same_search(tmp_path: Path) -> None:
+    torch.manual_seed(2)
+    model = Transformer(replace(preset("tiny-gpt2"), initializer_range=0.2)).eval()
+    save_huggingface(model, tmp_path)
+    # With fewer tokens another beam would be the best: how many there may be must be the same.
+    given: dict[str, Any] = {"beams": 2, "stop": [218]}
+    best = fusedops.generate(model, list(PROMPT.encode()), tokens=20, **given)[0].tokens
+    fewer = fusedops.generate(model, list(PROMPT.encode()), tokens=len(best), **given)[0].tokens
+    assert best != fewer
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [218]}')
+    asked = ["--tokenizer", "bytes", "--prompt", PROMPT, "--beams", "2", "--tokens", "20"]
+    done = invoke(str(tmp_path), *asked, "--compare")
+    count = len(best)
+    assert f"cache: {count} of {count} tokens are the same" in done.stderr, done.output
+
+
+def test_configurations_that_name_no_tokens_are_refused(tmp_path: Path) -> None:
+    save_huggingface(Transformer(preset("tiny-gpt2")), tmp_path)
+    for text, words in (("{", "is not valid JSON"), ('{"eos_token_id": "a"}', "got 'a'")):
+        (tmp_path / "generation_config.json").write_text(text)
+        done = invoke(str(tmp_path), "--tokenizer", "bytes", "--prompt", PROMPT)
+        assert done.exit_code == 2 and "generation_config.json" in done.stderr
+        assert words in done.stderr, done.output
 
 
 def test_letters_come_whole_and_what_may_end_a_text_is_held_back() -> None:

@@ -232,3 +232,35 @@ def test_where_nothing_fits_the_advice_is_how_many_devices_would_do() -> None:
 def test_devices_that_cannot_be_divided_are_told() -> None:
     with pytest.raises(ValueError, match="13 devices cannot be divided"):
         plan(PANGU, 13, 32 << 30, tp=(2,))
+
+
+WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "no memory": ({"memory": 0}, ValueError, "memory must be at least 1, got 0"),
+    "a fraction of memory": ({"memory": 1.5}, TypeError, "memory must be an int"),
+    "no devices": ({"devices": 0}, ValueError, "devices must be at least 1, got 0"),
+    "half a device": ({"devices": 1.5}, TypeError, "devices must be an int"),
+    "a share of none": ({"tp": (0,)}, ValueError, "tp must be at least 1, got 0"),
+    "a word": ({"recompute": ("slective",)}, ValueError, "recompute must be .*did you mean"),
+    "a stage": ({"zero": (5,)}, ValueError, "zero must be 0, 1, 2 or 3, got 5"),
+    "an order": ({"schedule": ("1f2b",)}, ValueError, "pipeline_schedule must be .*did you mean"),
+    "a text": ({"offload": ("optimizer",)}, TypeError, "offload must be a tuple of words, got 'o"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_has_no_meaning_is_named_and_not_passed_over(what: str) -> None:
+    changes, kind, words = WRONG[what]
+    with pytest.raises(kind, match=f"plan: {words}"):
+        plan(preset("gpt2"), **{"devices": 2, "memory": 16 << 30} | changes)
+
+
+def test_one_device_has_one_stage_of_zero() -> None:
+    asked = plan(preset("gpt2"), 1, 16 << 30, zero=(1, 3))
+    plain = plan(preset("gpt2"), 1, 16 << 30)
+    assert [row.estimate for row in asked.rows] == [row.estimate for row in plain.rows]
+    assert {row.layout.zero for row in asked.rows} == {1}
+
+
+def test_a_size_that_is_no_number_is_refused() -> None:
+    with pytest.raises(ValueError, match="no such number of bytes"):
+        parse_bytes("9" * 400 + "GB")

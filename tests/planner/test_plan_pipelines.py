@@ -72,3 +72,14 @@ def test_a_rank_with_both_ends_has_the_words_once() -> None:
     assert (straight.stage, turned.stage) == (1, 0)
     assert straight.weights == 4 * (layers + GPT2.output(own_weight=True).total)
     assert turned.weights == 4 * (layers + GPT2.embedding().total + GPT2.output().total)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "looped_bfs", "zbv", "dualpipev"])
+def test_many_microbatches_cost_what_a_few_of_the_same_remainder_do(name: str) -> None:
+    ranks, microbatches, virtual = 3, 31, SCHEDULES[name].virtual
+    line = timeline(table(name, ranks, microbatches, virtual))
+    found = pipelined(name, ranks, microbatches, virtual)
+    assert found.bubble == pytest.approx(1 - 3 * virtual * microbatches / line.end)
+    assert found.alive == pytest.approx(line.alive())
+    # Their number is no matter of time: a table of all of them would take minutes.
+    assert 0 < pipelined(name, ranks, 1_000_003, virtual).bubble < found.bubble

@@ -90,3 +90,39 @@ def test_a_corpus_that_cannot_be_trained_on_is_refused(tmp_path: Path, case: str
     with pytest.raises(InputError, match=message):
         corpus.prepare(data, tmp_path / "cache")
         corpus.open_corpus(data, tmp_path / "cache")
+
+
+def test_tokens_past_32_bits_are_no_words(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.bin"
+    tokens = torch.arange(40)
+    tokens[7] += 2**32  # whose lower half is a word
+    path.write_bytes(tokens.numpy().tobytes())
+    data = Data(train=(str(path),), token_dtype="int64", seq_len=8)
+    found = corpus.open_corpus(data, tmp_path / "cache")
+    with pytest.raises(InputError, match=f"number 7 is {2**32 + 7}"):
+        corpus.check_ids(found, 64)
+
+
+def test_a_validation_set_without_a_sequence_is_refused(tmp_path: Path) -> None:
+    for name, text in (("a", "tea " * 9), ("b", "tea")):
+        (tmp_path / f"{name}.txt").write_text(text)
+    data = Data(train=(f"{tmp_path}/a.txt",), validation=(f"{tmp_path}/b.txt",), seq_len=8)
+    corpus.prepare(data, tmp_path / "cache")
+    with pytest.raises(InputError, match="data.validation is too short: 4 tokens, .* takes 9"):
+        corpus.open_corpus(data, tmp_path / "cache")
+
+
+def test_a_file_that_vanishes_leaves_no_half_of_its_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.txt").write_text("tea")
+    plain, reads = corpus._read, []
+
+    def read(path: Path) -> str:
+        reads.append(path)
+        return plain(path if len(reads) == 1 else path / "nowhere")
+
+    monkeypatch.setattr(corpus, "_read", read)
+    with pytest.raises(InputError, match="cannot read"):
+        corpus.prepare(Data(train=(f"{tmp_path}/a.txt",)), tmp_path / "cache")
+    assert not list((tmp_path / "cache").iterdir())

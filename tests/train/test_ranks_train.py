@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from train_runs import STEPS, Watching, config, digest, on_ranks, whole
 
-from fusedops._core import dtypes
-from fusedops.train import InputError, loop, train
+from fusedops._core import dtypes, env
+from fusedops.train import InputError, loop, processes, train
 from fusedops.train.setup import Run
 
 pytestmark = pytest.mark.distributed
@@ -176,3 +177,19 @@ def test_a_mistake_is_told_by_all_ranks_and_none_waits(tmp_path: Path) -> None:
     assert isinstance(first, list) and first == second, first
     for told, (case, (_, wanted)) in zip(first, BAD.items(), strict=True):
         assert wanted in told, case
+
+
+def _without_gpus(rank: int) -> str:
+    """Join two processes of a machine that has one GPU."""
+    env.set_launched(rank, 2)
+    torch.cuda.is_available = lambda: True
+    torch.cuda.device_count = lambda: 1
+    torch.cuda.set_device = lambda device: None
+    with pytest.raises(InputError) as caught, processes.joined("auto"):
+        pass
+    return str(caught.value)
+
+
+def test_a_machine_without_a_gpu_for_each_process_ends_all() -> None:
+    first, second = on_ranks(2, _without_gpus)
+    assert first == second and "2 processes on a machine need as many GPUs" in first

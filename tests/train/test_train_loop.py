@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,9 @@ from train_runs import STEPS, Died, Watching, config, die, same_bits, whole
 
 from fusedops._core import dtypes
 from fusedops.models import Transformer, initialize, preset
-from fusedops.train import Result, processes, setup, train
+from fusedops.train import InputError, Result, load_config, processes, setup, train
 from fusedops.train.config import Data, Precision, Schedule
-from fusedops.train.metrics import flops_per_token
+from fusedops.train.metrics import Metrics, flops_per_token
 from fusedops.train.precision import LossScale
 from fusedops.train.schedule import learning_rate
 
@@ -210,3 +212,80 @@ def test_started_processes_share_the_processors(
     )
     assert processes.launch(1000, ["train", "config.toml"]) == 0
     assert seen == [wanted]
+
+
+MISTAKES = {
+    "optimizer.betas=[0.9,1.5]": "optimizer: betas must be two numbers in .0, 1.",
+    "optimizer.weight_decay=-1.0": "optimizer: weight_decay must be at least 0",
+    "model.preset=3": "model.preset must be a text, got 3",
+    "export=/dev/null/weights": "export cannot be made: /dev/null/weights: Not a directory",
+    "out=/dev/null": "cannot write /dev/null/cache: Not a directory",
+    "log.peak_tflops=-1.0": "log: peak_tflops must be at least 0",
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_the_users(tmp_path: Path, mistake: str) -> None:
+    with pytest.raises(InputError, match=MISTAKES[mistake]):
+        train(config(tmp_path), [mistake])
+
+
+def test_modes_that_exclude_each_other_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    both = ["parallel.copies=2", "parallel.ep_same_bits=true"]
+    with pytest.raises(InputError, match="copies must be 1 with ep_same_bits"):
+        load_config(config(tmp_path), both)
+
+
+def test_a_run_that_is_past_its_steps_is_done(tmp_path: Path) -> None:
+    train(config(tmp_path), ["steps=3"])
+    assert train(config(tmp_path), ["steps=2"]) == Result(3, True, None, None, tmp_path / "run")
+
+
+def test_what_is_not_finite_under_the_least_scale_is_the_guards() -> None:
+    scale = LossScale(Precision(compute="float16", loss_scale=2.0**-12))
+    assert [scale.overflowed(float("nan")) for _ in range(4)] == [True, True, False, False]
+    assert scale.value == 2.0**-14
+
+
+def test_lines_before_a_rewind_are_not_written_again(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    metrics = Metrics(tmp_path)
+    for step in range(4):
+        metrics.write({"step": step})
+    before = path.stat().st_ino, path.read_bytes()
+    metrics.rewind(2)
+    assert (path.stat().st_ino, path.read_bytes()) == (before[0], before[1][:24])
+    metrics.write({"step": 2})
+    metrics.close()
+    assert path.read_bytes() == before[1][:36]
+    path.write_bytes(b'{"step": 0}\n\0\0\n')
+    with pytest.raises(InputError, match="metrics.jsonl is damaged: line 2 is no step's"):
+        Metrics(tmp_path, step=9)
+
+
+def test_metrics_without_room_wait_for_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    metrics, before = Metrics(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20, before[1]))
+    try:
+        for step in range(4):
+            metrics.write({"step": step})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    metrics.write({"step": 4})
+    metrics.close()
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert [json.loads(each)["step"] for each in text.splitlines()] == list(range(5))
+    (told,) = [each.getMessage() for each in caplog.records]
+    assert "metrics.jsonl: File too large; training goes on" in told
+
+
+def test_communications_outlast_the_watch() -> None:
+    with processes.joined("cpu"):
+        world: Any = torch.distributed.group.WORLD
+        options = world._get_backend(torch.device("cpu")).options
+        processes.outlast(600.0)
+        assert options._timeout == timedelta(minutes=30)
+        processes.outlast(7200.0)
+        assert options._timeout == timedelta(hours=4)
+        processes.outlast(0.0)
+        assert options._timeout >= timedelta(days=365)
