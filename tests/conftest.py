@@ -6,6 +6,7 @@ whose imports need another package is skipped there, by name, and does not end t
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib.util
 from collections.abc import Callable, Iterator
@@ -75,10 +76,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(no_gpu)
         if item.get_closest_marker("interpreter"):
+            if not _names_the_interpreter(item.path):
+                raise pytest.UsageError(
+                    f"{item.path}: write mark.interpreter, see INTERPRETED in Makefile"
+                )
             if not env.triton_interpreted():
                 item.add_marker(no_interpreter)
         elif env.triton_interpreted():
             item.add_marker(only_interpreter)
+
+
+@functools.cache
+def _names_the_interpreter(path: Path) -> bool:
+    return "mark.interpreter" in path.read_text()
 
 
 @pytest.fixture(scope="session")
@@ -122,7 +132,21 @@ def on_new_world(_processes: Any) -> Callable[..., list[Any]]:
 
 
 def pytest_collection_finish() -> None:
-    """Keep what is imported from garbage collections: hundreds of tests ask for one."""
+    _keep()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    yield  # fixtures of the file have ended
+    if nextitem is None or nextitem.path != item.path:
+        _keep()
+
+
+def _keep() -> None:
+    """Keep what is there, modules above all, from later garbage collections.
+
+    Hundreds of tests ask for one, and each would look at all that earlier files have imported.
+    """
     gc.collect()
     gc.freeze()
 

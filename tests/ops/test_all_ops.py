@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from covering import covering
 from op_testing import assert_close, assert_within_budget
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -17,11 +19,6 @@ from fusedops._core import backends, extension
 from fusedops.specs import BadInput, Sample, Spec, all_specs, tensors_in
 from fusedops.specs.comparison import floating, fresh, incoming, run, truth
 from fusedops.specs.recorder import RecordOps
-
-try:
-    from torch.testing._internal.common_methods_invocations import op_db
-except ModuleNotFoundError:  # torch's samples need expecttest; all other tests do without them
-    op_db = []
 
 CPU = torch.device("cpu")
 SPECS = list(all_specs().values())
@@ -32,14 +29,14 @@ CPP = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 REFERENCE = (torch.float32, torch.float16, torch.float64)
 HALF = (torch.float32, torch.bfloat16, torch.float16)
 RUNS = [
-    pytest.param(backend, device, dtype, id=f"{backend}-{device}-{str(dtype)[6:]}", marks=marks)
+    (f"{backend}-{device}-{str(dtype)[6:]}", backend, device, dtype, marks)
     for backend, device, dtypes, marks in (
         ("cpp", "cpu", CPP, ()),
         ("torch", "cpu", REFERENCE, ()),
-        ("triton", "cpu", HALF, pytest.mark.interpreter),
-        ("cuda", "cuda", HALF, pytest.mark.gpu),
-        ("triton", "cuda", HALF, pytest.mark.gpu),
-        ("torch", "cuda", (*HALF, torch.float64), pytest.mark.gpu),
+        ("triton", "cpu", HALF, (pytest.mark.interpreter,)),
+        ("cuda", "cuda", HALF, (pytest.mark.gpu,)),
+        ("triton", "cuda", HALF, (pytest.mark.gpu,)),
+        ("torch", "cuda", (*HALF, torch.float64), (pytest.mark.gpu,)),
     )
     for dtype in dtypes
 ]
@@ -61,8 +58,27 @@ def each_sample() -> Any:
     return pytest.mark.parametrize(("spec", "sample_name"), pairs, ids=ids)
 
 
-@each_sample()
-@pytest.mark.parametrize(("backend", "device", "dtype"), RUNS)
+def each_run() -> Any:
+    """Every sample on every backend in every dtype.
+
+    A call takes Triton's interpreter seconds, and for kernels the half precisions differ in their
+    conversions only: in the first tier each sample has one of the two there, by turns.
+    """
+    chosen = []
+    for run_id, backend, device, dtype, marks in RUNS:
+        for spec in SPECS:
+            for number, each in enumerate(samples(spec.name, torch.float32)):
+                other_half = HALF[2 - number % 2]
+                second = (backend, device, dtype) == ("triton", "cpu", other_half)
+                more = (*marks, pytest.mark.slow) if second else marks
+                values = (spec, each.name, backend, device, dtype)
+                chosen.append(
+                    pytest.param(*values, id=f"{run_id}-{spec.name}-{each.name}", marks=more)
+                )
+    return pytest.mark.parametrize(("spec", "sample_name", "backend", "device", "dtype"), chosen)
+
+
+@each_run()
 def test_values_and_gradients_match_float64(
     spec: Spec, sample_name: str, backend: str, device: str, dtype: torch.dtype
 ) -> None:
@@ -228,29 +244,24 @@ def _assert_compiled_equals_eager(spec: Spec, sample_name: str, *, dynamic: bool
     _assert_same_bits(run(compiled, sample), run(spec.op, sample))
 
 
-def first_samples(count: int) -> Any:
-    """The first samples of each op; the others in the second tier."""
-    return pytest.mark.parametrize(
-        ("spec", "sample_name"),
-        [
-            pytest.param(
-                spec,
-                each.name,
-                id=f"{spec.name}-{each.name}",
-                marks=[pytest.mark.slow] * (n >= count),
-            )
-            for spec in SPECS
-            for n, each in enumerate(samples(spec.name, torch.float32))
-        ],
-    )
+def in_first_tier(choose: Callable[[list[Sample]], list[str]]) -> Any:
+    """The samples that ``choose`` names; the others in the second tier."""
+    chosen = []
+    for spec in SPECS:
+        found = samples(spec.name, torch.float32)
+        first = choose(found)
+        for each in found:
+            marks = [pytest.mark.slow] * (each.name not in first)
+            chosen.append(pytest.param(spec, each.name, id=f"{spec.name}-{each.name}", marks=marks))
+    return pytest.mark.parametrize(("spec", "sample_name"), chosen)
 
 
-@first_samples(10)
+@in_first_tier(covering)
 def test_compiled_equals_eager(spec: Spec, sample_name: str) -> None:
     _assert_compiled_equals_eager(spec, sample_name, dynamic=True)
 
 
-@first_samples(1)  # fixed sizes ask for less
+@in_first_tier(lambda found: [found[0].name])  # fixed sizes ask for less
 def test_compiled_with_fixed_sizes_equals_eager(spec: Spec, sample_name: str) -> None:
     _assert_compiled_equals_eager(spec, sample_name, dynamic=False)
 
@@ -458,24 +469,25 @@ def test_every_dtype_on_the_cpu_goes_to_the_compiled_kernel(spec: Spec) -> None:
         assert used == {"cpp"}, f"{dtype} ran on {used}"
 
 
-def each_opinfo() -> Any:
-    named = {(info.name, info.variant_test_name): info for info in op_db}
-    pairs = [
-        (spec, info)
-        for spec in SPECS
-        for (name, variant), info in named.items()
-        if f"{name}.{variant}".rstrip(".") in spec.opinfo
-    ]
-    return pytest.mark.parametrize(
-        ("spec", "info"), pairs, ids=[f"{spec.name}-{info.name}" for spec, info in pairs]
-    )
+@functools.cache
+def opinfo(name: str) -> Any:
+    """Return torch's own description of an op; to import all of them takes seconds."""
+    module = "torch.testing._internal.common_methods_invocations"
+    known = pytest.importorskip(module, reason="torch's samples need expecttest").op_db
+    (found,) = [e for e in known if f"{e.name}.{e.variant_test_name}".rstrip(".") == name]
+    return found
 
 
-@each_opinfo()
+OPINFOS = [(spec, name) for spec in SPECS for name in spec.opinfo]
+
+
+@pytest.mark.parametrize(
+    ("spec", "name"), OPINFOS, ids=[f"{spec.name}-{name}" for spec, name in OPINFOS]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
-def test_torchs_own_samples(spec: Spec, info: Any, dtype: torch.dtype) -> None:
+def test_torchs_own_samples(spec: Spec, name: str, dtype: torch.dtype) -> None:
     count = 0
-    for torch_sample in info.sample_inputs("cpu", dtype, requires_grad=True):
+    for torch_sample in opinfo(name).sample_inputs("cpu", dtype, requires_grad=True):
         for variant in (torch_sample, torch_sample.noncontiguous()):
             call = spec.from_opinfo(variant.input, variant.args, variant.kwargs)
             if call is None:
