@@ -110,7 +110,10 @@ def _started(
     number = rings.start(kind, given.detach(), taken.detach(), source)
 
     def finish() -> torch.Tensor:
-        rings.finish(number, backend.options._timeout.total_seconds())  # it may be set anew
+        try:
+            rings.finish(number, backend.options._timeout.total_seconds())  # it may be set anew
+        except RuntimeError as error:
+            raise dist.DistNetworkError(str(error).splitlines()[0]) from None
         return result()
 
     return finish

@@ -25,7 +25,7 @@ from torch import distributed as dist
 from fusedops import RoutingPlan, moe_mlp
 from fusedops._core import dtypes
 from fusedops.nn import MoE
-from fusedops.parallel import _hops, expert_parallel, moe_combine, moe_dispatch
+from fusedops.parallel import _hops, communication, expert_parallel, moe_combine, moe_dispatch
 from fusedops.parallel._exchange import Transfer
 from fusedops.parity import threads
 
@@ -86,15 +86,13 @@ def test_experts_on_processes_give_the_bits_of_one(on_ranks: OnRanks) -> None:
 
 
 def _counted(world: World, size: int) -> dict[str, dict[str, int]]:
-    from torch.distributed.tensor.debug import CommDebugMode
-
     mine = problem("uneven", size, torch.float32).part(world.rank, size)
     group, counts = world.groups[size], {}
 
     def count(name: str, function: Callable[[], Any]) -> Any:
-        with CommDebugMode() as mode:
+        with communication.recorded() as log:
             result = function()
-        counts[name] = {str(op): times for op, times in mode.get_comm_counts().items()}
+        counts[name] = log.counts()
         return result
 
     rows, plan, handle = count("dispatch", lambda: moe_dispatch(mine.input, mine.plan(), group))
