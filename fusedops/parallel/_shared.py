@@ -14,9 +14,12 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
+import time
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -30,10 +33,52 @@ _DIRECT_RANKS = 4
 _SUMMED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _UNKNOWN = object()
 
-# Of each group: its rings and the backend beside them, or None where its ranks stay with that.
-_channels: WeakKeyDictionary[dist.ProcessGroup, Any] = WeakKeyDictionary()
-
 Finish = Callable[[], torch.Tensor]
+
+
+class Channel(NamedTuple):
+    """Of a group: its rings, the backend beside them, its name and description."""
+
+    rings: Any
+    backend: Any
+    group: tuple[str, str]
+
+
+# None: its ranks stay with the backend.
+_channels: WeakKeyDictionary[dist.ProcessGroup, Channel | None] = WeakKeyDictionary()
+
+
+@dataclass(slots=True)
+class Call:
+    """A collective, for whoever asks where this process stands: torch's recorder has none of them.
+
+    Attributes:
+        group: name and description of the group.
+        number: of the collective in its group, from 1.
+        kind: its name.
+        shape: of the tensor that this rank gives.
+        dtype: of that tensor.
+        created_ns: when it was started, as ``time.time_ns``.
+        state: ``"posted"``, ``"waiting"`` for other ranks, ``"completed"``.
+    """
+
+    group: tuple[str, str]
+    number: int
+    kind: str
+    shape: torch.Size
+    dtype: torch.dtype
+    created_ns: int
+    state: str = "posted"
+
+
+# The last ones of this process, the oldest first, and how often one was begun or ended.
+calls: deque[Call] = deque(maxlen=1000)
+_changes = [0]
+
+
+def count() -> int:
+    """Return a number that changes when this process begins or ends a collective."""
+    return _changes[0]
 
 
 def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> Finish | None:
@@ -99,27 +144,33 @@ def _exchange(
 
 
 def _started(
-    channel: Any,
+    channel: Channel,
     kind: str,
     given: torch.Tensor,
     taken: torch.Tensor,
     result: Finish,
     source: int = 0,
 ) -> Finish:
-    rings, backend = channel
-    number = rings.start(kind, given.detach(), taken.detach(), source)
+    number = channel.rings.start(kind, given.detach(), taken.detach(), source)
+    call = Call(channel.group, number + 1, kind, given.shape, given.dtype, time.time_ns())
+    calls.append(call)
+    _changes[0] += 1
 
     def finish() -> torch.Tensor:
+        call.state = "waiting"
+        timeout = channel.backend.options._timeout.total_seconds()  # it may be set anew
         try:
-            rings.finish(number, backend.options._timeout.total_seconds())  # it may be set anew
+            channel.rings.finish(number, timeout)
         except RuntimeError as error:
             raise dist.DistNetworkError(str(error).splitlines()[0]) from None
+        call.state = "completed"
+        _changes[0] += 1
         return result()
 
     return finish
 
 
-def _channel(group: dist.ProcessGroup, tensor: torch.Tensor) -> Any:
+def _channel(group: dist.ProcessGroup, tensor: torch.Tensor) -> Channel | None:
     """Return the channel of these ranks, ``None`` where there is none for such a tensor.
 
     What is asked here is the same on all ranks.
@@ -128,13 +179,13 @@ def _channel(group: dist.ProcessGroup, tensor: torch.Tensor) -> Any:
         return None
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):  # ranks in one process, fakes
         return None
-    found = _channels.get(group, _UNKNOWN)
+    found: Any = _channels.get(group, _UNKNOWN)
     if found is _UNKNOWN:
         found = _channels[group] = _connect(group)
     return found
 
 
-def _connect(group: dist.ProcessGroup) -> Any:
+def _connect(group: dist.ProcessGroup) -> Channel | None:
     """Agree with the other ranks and return the channel, or ``None`` on all of them."""
     try:
         backend = group._get_backend(torch.device("cpu"))
@@ -144,7 +195,9 @@ def _connect(group: dist.ProcessGroup) -> Any:
     if gloo is None or not isinstance(backend, gloo) or not 2 <= group.size() <= MAX_RANKS:
         return None
     rings = _agree(group, _new_rings(group))
-    return None if rings is None else (rings, backend)
+    if rings is None:
+        return None
+    return Channel(rings, backend, (group.group_name, group.group_desc))
 
 
 def _new_rings(group: dist.ProcessGroup) -> Any:

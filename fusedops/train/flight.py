@@ -1,7 +1,8 @@
 """What this process communicated last, and where it stands: the record that a fault leaves behind.
 
 Torch's flight recorder keeps the last collectives of every backend, gloo's too, in a ring of memory
-that costs nothing to speak of; point-to-point communications of gloo are not in it.
+that costs nothing to speak of; point-to-point communications of gloo are not in it. Those through
+shared memory are kept beside it (``parallel/_shared.py``).
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch._C import _distributed_c10d
+
+from fusedops.parallel import _shared
 
 # Torch's stubs do not know the recorder.
 _c10d: Any = _distributed_c10d
@@ -67,7 +70,9 @@ def taken(rank: int, step: int, what: str) -> Record:
     for each in entries:
         name = each["process_group"][0]
         groups[name] = max(groups.get(name, 0), each["collective_seq_id"])
-    waits = next((_words(each) for each in entries if not each["retired"]), None)
+    # What is only posted waits for nobody yet.
+    pending = (each for each in entries if not each["retired"] and each["state"] != "posted")
+    waits = next(map(_words, pending), None)
     if waits is None and calls and any(part in calls[-1].filename for part in _WAITING):
         waits = calls[-1].name.strip("_")
     here = socket.gethostname(), os.getpid()
@@ -77,22 +82,40 @@ def taken(rank: int, step: int, what: str) -> Record:
 def collectives() -> list[dict[str, Any]]:
     """Return the last collectives of this process, the oldest first, as torch's recorder has them.
 
-    Empty where it is switched off (``TORCH_FR_BUFFER_SIZE``).
+    Of torch's none where it is switched off (``TORCH_FR_BUFFER_SIZE``).
     """
-    return [each for found in _dumps() for each in found.get("entries", [])]
+    found = [each for found in _dumps() for each in found.get("entries", [])]
+    found += map(_entry, tuple(_shared.calls))
+    return sorted(found, key=lambda each: each["time_created_ns"])
 
 
 def count() -> int:
     """Return a number that changes when this process begins or ends a collective."""
     groups = [found.get("pg_status", {}) for found in _dumps(includeCollectives=False)]
     numbers = ("last_enqueued_collective", "last_completed_collective")
-    return sum(int(each[name]) for some in groups for each in some.values() for name in numbers)
+    torchs = sum(int(each[name]) for some in groups for each in some.values() for name in numbers)
+    return torchs + _shared.count()
 
 
 def _dumps(**options: bool) -> list[dict[str, Any]]:
     """Return what torch has recorded: NCCL's has a recorder of its own."""
     names = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
     return [json.loads(getattr(_c10d, name)(**options)) for name in names if hasattr(_c10d, name)]
+
+
+def _entry(call: _shared.Call) -> dict[str, Any]:
+    """Return it as torch's recorder tells its own."""
+    name, told = call.group
+    return {
+        "process_group": [f"{name} in shared memory", told],
+        "collective_seq_id": call.number,
+        "profiling_name": f"shared:{call.kind}",
+        "input_sizes": [list(call.shape)],
+        "input_dtypes": [str(call.dtype).removeprefix("torch.")],
+        "state": call.state,
+        "retired": call.state == "completed",
+        "time_created_ns": call.created_ns,
+    }
 
 
 def _words(entry: dict[str, Any]) -> str:
