@@ -139,7 +139,7 @@ def physical_cores() -> int:
 
     Hardware threads of one core count once; the affinity mask and a container's CPU quota count.
     """
-    cores = len({_siblings(cpu) for cpu in _allowed_cpus()})
+    cores = len({_siblings(cpu) for cpu in allowed_cpus()})
     quota = _cpu_quota()
     return max(1, min(cores, int(quota)) if quota is not None else cores)
 
@@ -271,7 +271,7 @@ def _look_at_threads() -> Finding:
 
 def _look_at_quota() -> Finding | None:
     quota = _cpu_quota()
-    allowed = len(_allowed_cpus())
+    allowed = len(allowed_cpus())
     if quota is None or quota >= allowed:
         return None
     return Finding(
@@ -317,7 +317,7 @@ def _look_at_load() -> Finding | None:
         load = os.getloadavg()[0]
     except OSError:
         return None
-    cores = len(_allowed_cpus())
+    cores = len(allowed_cpus())
     state = f"load {load:.1f} on {cores} CPUs"
     if load < 0.5 * cores:
         return Finding("other processes", True, state)
@@ -350,7 +350,7 @@ def _look_at_numa() -> Finding | None:
     nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))
     if nodes < 2:
         return None
-    allowed = _allowed_cpus()
+    allowed = allowed_cpus()
     spanned = sum(
         bool(allowed & _cpu_list(path.read_text()))
         for path in Path("/sys/devices/system/node").glob("node[0-9]*/cpulist")
@@ -416,7 +416,8 @@ def _huge_page_kib() -> int:
     return sum(int(line.split()[1]) for line in lines if line.startswith("AnonHugePages:"))
 
 
-def _allowed_cpus() -> set[int]:
+def allowed_cpus() -> set[int]:
+    """Return the processors that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return set(os.sched_getaffinity(0))
     return set(range(os.cpu_count() or 1))

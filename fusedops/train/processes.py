@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from fusedops._core import env
+from fusedops._core import env, host
 from fusedops._core.checks import UnsupportedError
 from fusedops.parallel import communication
 from fusedops.train.table import InputError
@@ -198,7 +198,7 @@ def launch(processes: int, arguments: Sequence[str], *, restarts: int = 0) -> in
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
-    env.set_threads(max(1, len(os.sched_getaffinity(0)) // processes))
+    env.set_threads(max(1, len(host.allowed_cpus()) // processes))
     # A failed process has told why; the agent's tables of tracebacks would bury it.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     options = ["--standalone", f"--nproc-per-node={processes}", f"--max-restarts={restarts}"]
@@ -216,7 +216,9 @@ def launch(processes: int, arguments: Sequence[str], *, restarts: int = 0) -> in
         # The agent ends the others by SIGTERM; who was killed otherwise could not tell by itself.
         killed = {rank: -code for rank, code in codes.items() if code < 0}
         causes = {rank: code for rank, code in killed.items() if code != signal.SIGTERM}
-        for rank, code in (causes or killed).items():
+        # Where one has told its reason, those that only were ended have none.
+        told = any(code > 0 for code in codes.values())
+        for rank, code in (causes if causes or told else killed).items():
             name = signal.Signals(code).name
             print(f"fusedops: error: process {rank} was killed: {name}", file=sys.stderr)
         return next((code for code in codes.values() if code > 0), 1)

@@ -31,6 +31,7 @@ from fusedops.train import corpus as corpora
 from fusedops.train import metrics, precision, table
 from fusedops.train.config import Config
 from fusedops.train.data import Sequences
+from fusedops.train.folder import claimed
 from fusedops.train.metrics import Metrics
 from fusedops.train.precision import LossScale
 from fusedops.train.processes import Ranks
@@ -100,10 +101,18 @@ def prepared(config: Config, ranks: Ranks) -> Iterator[Run]:
     cache = Path(config.data.cache) if config.data.cache else out / "cache"
     if config.tune_host and ranks.device.type == "cpu":
         host.tune_host()
-    with ranks.together():
-        if ranks.rank == 0:
-            _make_export(config)
-            corpora.prepare(config.data, cache)
+    with contextlib.ExitStack() as held:
+        with ranks.together():
+            if ranks.rank == 0:
+                _make_export(config)
+                held.enter_context(claimed(out))
+                corpora.prepare(config.data, cache)
+        with _built(config, ranks, out, cache) as run:
+            yield run
+
+
+@contextlib.contextmanager
+def _built(config: Config, ranks: Ranks, out: Path, cache: Path) -> Iterator[Run]:
     with ranks.together():
         corpus = corpora.open_corpus(config.data, cache)
         sizes = model_config(config, corpus)

@@ -29,9 +29,9 @@ import torch.distributed as dist
 from fusedops._core import env
 from fusedops.train import flight
 from fusedops.train.flight import Record
+from fusedops.train.folder import FAULTS
 from fusedops.train.processes import Ranks
 
-FOLDER = "faults"
 _LOOKS = 10  # in the time after which a process is said to hang
 _LONGEST_LOOK_SECONDS = 5.0
 _SHOWN_CALLS = 8
@@ -47,7 +47,7 @@ class Watch:
     """
 
     def __init__(self, ranks: Ranks, folder: Path, seconds: float) -> None:
-        self._ranks, self._folder, self._seconds = ranks, folder / FOLDER, seconds
+        self._ranks, self._folder, self._seconds = ranks, folder / FAULTS, seconds
         self._period = min(_LONGEST_LOOK_SECONDS, seconds / _LOOKS)
         self._place = (0, "step")
         self._ended, self._stuck, self._told = (threading.Event() for _ in range(3))
@@ -119,12 +119,12 @@ class Watch:
         store = dist.PrefixStore("watch", mine.clone())  # a connection for each thread
         store.set_timeout(datetime.timedelta(seconds=self._grace))
         beat = 0
-        while not self._stuck.wait(self._period) and not self._ended.is_set():
-            beat += 1
-            store.set(f"beat-{rank}", str(beat))
-        if self._record is None:
-            return
         try:
+            while not self._stuck.wait(self._period) and not self._ended.is_set():
+                beat += 1
+                store.set(f"beat-{rank}", str(beat))
+            if self._record is None:
+                return
             store.set(f"record-{rank}", self._record.text())
             before = _found(store, "beat", size)
             # The others come to their end at about the same time: when one has begun the

@@ -103,7 +103,7 @@ def test_every_slow_finding_has_a_cost() -> None:
 
 
 def test_cores_are_counted_once_and_within_the_quota(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "_allowed_cpus", lambda: set(range(8)))
+    monkeypatch.setattr(host, "allowed_cpus", lambda: set(range(8)))
     monkeypatch.setattr(host, "_siblings", lambda cpu: frozenset((cpu % 4, cpu % 4 + 4)))
     monkeypatch.setattr(host, "_cpu_quota", lambda: None)
     assert host.physical_cores() == 4

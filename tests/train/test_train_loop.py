@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import signal
+import socket
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -219,7 +220,7 @@ MISTAKES = {
     "optimizer.weight_decay=-1.0": "optimizer: weight_decay must be at least 0",
     "model.preset=3": "model.preset must be a text, got 3",
     "export=/dev/null/weights": "export cannot be made: /dev/null/weights: Not a directory",
-    "out=/dev/null": "cannot write /dev/null/cache: Not a directory",
+    "out=/dev/null": "cannot write /dev/null: File exists",
     "log.peak_tflops=-1.0": "log: peak_tflops must be at least 0",
 }
 
@@ -234,6 +235,30 @@ def test_modes_that_exclude_each_other_are_refused_before_anything_starts(tmp_pa
     both = ["parallel.copies=2", "parallel.ep_same_bits=true"]
     with pytest.raises(InputError, match="copies must be 1 with ep_same_bits"):
         load_config(config(tmp_path), both)
+
+
+def test_a_folder_belongs_to_one_run(tmp_path: Path) -> None:
+    told = []
+
+    def meanwhile() -> None:
+        with pytest.raises(InputError) as caught:
+            train(config(tmp_path))
+        told.append(str(caught.value))
+
+    train(config(tmp_path, steps=3), watcher=Watching(1, meanwhile))
+    host = f"process {os.getpid()} of {socket.gethostname()}"
+    assert told == [
+        f"another run writes into {tmp_path}/run ({host}): wait for it, or choose another out"
+    ]
+    assert [each["step"] for each in lines(tmp_path)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("name", ["run", "run/faults"])
+def test_a_folder_that_cannot_be_one(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).touch()
+    with pytest.raises(InputError, match="cannot write |config: out "):
+        train(config(tmp_path))
 
 
 def test_a_run_that_is_past_its_steps_is_done(tmp_path: Path) -> None:
