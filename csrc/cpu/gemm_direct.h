@@ -199,25 +199,42 @@ __attribute__((noinline)) void multiply_lines(const Lines<typename Policy::T>& s
   int64_t k = 0;
 #if defined(CPU_CAPABILITY_AVX512)
   if constexpr (kWidens<Policy>) {
-    using Whole = WholeLines<T>;
-    Whole whole;
-    for (; k + Whole::kSteps <= count; k += Whole::kSteps) {
+    using Pairs = LinePairs<T>;
+    constexpr int kSteps = WholeLines<T>::kSteps;
+    const int64_t blocks = count / kSteps;
+    alignas(64) float scaled[kBlockSteps * kRows];
+    const bool in_pairs = Pairs::is_exact();
+    if (in_pairs) {
+      for (int64_t i = 0; i < blocks * kSteps * kRows; ++i) scaled[i] = a[i] * Pairs::kScale;
+    }
+    for (int64_t block = 0; block < blocks; ++block) {
 #pragma GCC unroll 2
       for (int group = 0; group < kGroups; ++group) {
-        ahead.fetch<n>();
-        whole.load(begin[group], k);
+        const auto multiply = [&](const auto& steps, const float* factors) {
 #pragma GCC unroll 32
-        for (int step = 0; step < Whole::kSteps; ++step) {
-          const auto values = (PackedLanes<Policy>)whole.step(step);
+          for (int step = 0; step < kSteps; ++step) {
+            const auto values = (PackedLanes<Policy>)steps.step(step);
 #pragma GCC unroll 8
-          for (int r = 0; r < kRows; ++r) {
-            auto& to = sum[group][r];
-            to = Policy::multiply_add(to, a[step * kRows + r], values);
+            for (int r = 0; r < kRows; ++r) {
+              auto& to = sum[group][r];
+              to = Policy::multiply_add(to, factors[step * kRows + r], values);
+            }
           }
+        };
+        ahead.fetch<n>();
+        const int64_t first = block * kSteps * kRows;
+        Pairs pairs;
+        if (in_pairs && pairs.load(begin[group], k)) {
+          multiply(pairs, scaled + first);
+        } else {
+          WholeLines<T> whole;
+          whole.load(begin[group], k);
+          multiply(whole, a + first);
         }
       }
-      a += Whole::kSteps * kRows;
+      k += kSteps;
     }
+    a += blocks * kSteps * kRows;
   }
 #endif
   PackedLanes<Policy> v[n];

@@ -150,6 +150,98 @@ struct WholeLines {
  private:
   __m512i steps_[16];  // [s]: steps s and s + 8, [s + 8]: s + 16 and s + 24
 };
+// v[i] = the 32-bit word i of 16 lines, from element k on; the lines from kCount on are zero. The
+// loads bring halves of two lines together, which leaves 48 shuffles of the 64 of an exchange in four
+// rounds; and these are the cheap ones (68 for 77 cycles on Zen 4).
+template <int kCount, typename T, typename V>
+inline __attribute__((always_inline)) void transpose_words(const T* const (&lines)[16], int64_t k,
+                                                           V (&v)[16]) {
+  constexpr int64_t kHalf = 32 / sizeof(T);
+  const auto half = [&](int line, int part) {
+    __m256i values = _mm256_setzero_si256();
+    if (line < kCount) {
+      std::memcpy(&values, lines[line] + k + part * kHalf, sizeof(values));
+    }
+    return values;
+  };
+  const auto halves = [&](int line, int part) {
+    const __m512i low = _mm512_zextsi256_si512(half(line, part));
+    return line + 4 < kCount ? _mm512_inserti64x4(low, half(line + 4, part), 1) : low;
+  };
+  __m512 quarter[4][4];  // [steps][line, line + 4, line + 8, line + 12] of four steps each
+#pragma GCC unroll 4
+  for (int line = 0; line < 4; ++line) {
+#pragma GCC unroll 2
+    for (int part = 0; part < 2; ++part) {
+      const __m512 a = _mm512_castsi512_ps(halves(line, part));
+      const __m512 b = _mm512_castsi512_ps(halves(line + 8, part));
+      quarter[2 * part][line] = _mm512_shuffle_f32x4(a, b, 0x88);
+      quarter[2 * part + 1][line] = _mm512_shuffle_f32x4(a, b, 0xDD);
+    }
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    const auto pairs = [&](int line, bool high) {
+      const __m512 a = quarter[i][line], b = quarter[i][line + 1];
+      return _mm512_castps_pd(high ? _mm512_unpackhi_ps(a, b) : _mm512_unpacklo_ps(a, b));
+    };
+#pragma GCC unroll 2
+    for (int j = 0; j < 2; ++j) {
+      const __m512d a = pairs(0, j == 1), b = pairs(2, j == 1);
+      v[4 * i + 2 * j] = (V)_mm512_unpacklo_pd(a, b);
+      v[4 * i + 2 * j + 1] = (V)_mm512_unpackhi_pd(a, b);
+    }
+  }
+}
+
+// The same 32 steps by fewer shuffles: words of two steps are transposed, and each step is taken from
+// its word by shifts, in the ports that shuffles leave free. Shifted into the place of a float, a
+// float16 is 2^112 times too small, so the other factor is to be kScale times as large: no bit of
+// their product differs. Infinity and NaN have no such place, and subnormal numbers are subnormal
+// there: only where `is_exact` and `load` agrees.
+template <typename T>
+struct LinePairs {
+  static constexpr bool kIsHalf = std::is_same_v<T, c10::Half>;
+  static constexpr float kScale = kIsHalf ? 0x1p112f : 1.0f;
+
+  // Whether this thread computes with subnormal factors, and as fast as with others: not at
+  // torch.set_flush_denormal(True), and not where the processor leaves them to microcode (Intel).
+  static bool is_exact() {
+    return !kIsHalf || (__builtin_cpu_is("amd") && (_mm_getcsr() & _MM_DENORMALS_ZERO_MASK) == 0);
+  }
+
+  // False: the block has an infinity or NaN.
+  inline __attribute__((always_inline)) bool load(const T* const (&lines)[16], int64_t k) {
+    transpose_words<16>(lines, k, words_);
+    if constexpr (!kIsHalf) return true;
+    __m512i most = words_[0], least = words_[0];
+#pragma GCC unroll 16
+    for (int i = 1; i < 16; ++i) {
+      most = _mm512_max_epi16(most, words_[i]);    // of those without a sign
+      least = _mm512_max_epu16(least, words_[i]);  // of those with one
+    }
+    const auto plus = _mm512_cmpge_epi16_mask(most, _mm512_set1_epi16(0x7c00));
+    const auto minus = _mm512_cmpge_epu16_mask(least, _mm512_set1_epi16(-0x0400));
+    return _kortestz_mask32_u8(plus, minus);
+  }
+
+  inline __attribute__((always_inline)) __m512 step(int index) const {
+    const __m512i word = words_[index / 2];
+    if constexpr (kIsHalf) {
+      // Sign, three copies of it, exponent and fraction; the copies and what is below are cleared.
+      const __m512i high = index % 2 == 1 ? word : _mm512_slli_epi32(word, 16);
+      const __m512i kept = _mm512_set1_epi32(static_cast<int>(0x8fffe000));
+      return _mm512_castsi512_ps(_mm512_and_si512(_mm512_srai_epi32(high, 3), kept));
+    } else {
+      const __m512i kept = _mm512_set1_epi32(static_cast<int>(0xffff0000));
+      return _mm512_castsi512_ps(index % 2 == 1 ? _mm512_and_si512(word, kept)
+                                                : _mm512_slli_epi32(word, 16));
+    }
+  }
+
+ private:
+  __m512i words_[16];
+};
 #endif
 
 template <typename Policy, int kCount, int n>
@@ -207,45 +299,7 @@ inline __attribute__((always_inline)) void load_transposed(
 #endif
 #if defined(CPU_CAPABILITY_AVX512)
   if constexpr (sizeof(typename Policy::Packed) == 4) {
-    // 32-bit words: the loads bring halves of two lines together, which leaves 48 shuffles of the
-    // 64 of an exchange in four rounds; and these are the cheap ones (68 for 77 cycles on Zen 4).
-    constexpr int64_t kHalf = 8 * Policy::kPair;
-    const auto half = [&](int line, int part) {
-      __m256i values = _mm256_setzero_si256();
-      if (line < kCount) {
-        std::memcpy(&values, lines[line] + k + part * kHalf, sizeof(values));
-      }
-      return values;
-    };
-    const auto halves = [&](int line, int part) {
-      const __m512i low = _mm512_zextsi256_si512(half(line, part));
-      return line + 4 < kCount ? _mm512_inserti64x4(low, half(line + 4, part), 1) : low;
-    };
-    __m512 quarter[4][4];  // [steps][line, line + 4, line + 8, line + 12] of four steps each
-#pragma GCC unroll 4
-    for (int line = 0; line < 4; ++line) {
-#pragma GCC unroll 2
-      for (int part = 0; part < 2; ++part) {
-        const __m512 a = _mm512_castsi512_ps(halves(line, part));
-        const __m512 b = _mm512_castsi512_ps(halves(line + 8, part));
-        quarter[2 * part][line] = _mm512_shuffle_f32x4(a, b, 0x88);
-        quarter[2 * part + 1][line] = _mm512_shuffle_f32x4(a, b, 0xDD);
-      }
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) {
-      const auto pairs = [&](int line, bool high) {
-        const __m512 a = quarter[i][line], b = quarter[i][line + 1];
-        return _mm512_castps_pd(high ? _mm512_unpackhi_ps(a, b) : _mm512_unpacklo_ps(a, b));
-      };
-#pragma GCC unroll 2
-      for (int j = 0; j < 2; ++j) {
-        const __m512d a = pairs(0, j == 1), b = pairs(2, j == 1);
-        v[4 * i + 2 * j] = (PackedLanes<Policy>)_mm512_unpacklo_pd(a, b);
-        v[4 * i + 2 * j + 1] = (PackedLanes<Policy>)_mm512_unpackhi_pd(a, b);
-      }
-    }
-    return;
+    return transpose_words<kCount>(lines, k, v);
   }
 #elif defined(CPU_CAPABILITY_AVX2)
   if constexpr (sizeof(typename Policy::Packed) == 4) {

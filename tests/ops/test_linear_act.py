@@ -117,6 +117,25 @@ def test_few_rows_without_packing_have_the_bits_of_many(dtype: torch.dtype, feat
         assert torch.equal(part, whole[:count]), f"{count} rows"
 
 
+@pytest.mark.parametrize("flushed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_weight_counts_the_same_in_few_rows(dtype: torch.dtype, flushed: bool) -> None:
+    """Subnormal numbers, infinities and NaN, also where subnormal floats are zero."""
+    weight = torch.arange(1 << 16).to(torch.int16).view(dtype).view(128, 512)
+    x = torch.randn(32, 512).to(dtype)
+    x[1:3, ::7] = torch.finfo(dtype).max
+    x[2:4, ::5] = torch.finfo(dtype).smallest_normal / 4
+    torch.set_flush_denormal(flushed)
+    try:
+        whole = fusedops.linear_act(x, weight, activation="identity")
+        for rows in (1, 2, 4, 8):
+            few = fusedops.linear_act(x[:rows], weight, activation="identity")
+            torch.testing.assert_close(few, whole[:rows], rtol=0, atol=0, equal_nan=True)
+    finally:
+        torch.set_flush_denormal(False)
+    assert whole[0].isfinite().sum() in range(60, 128) and whole[0].isnan().any()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_same_bits_for_any_number_of_threads(dtype: torch.dtype) -> None:
     leaves = [
