@@ -29,6 +29,11 @@ class Batch {
         continue;
       }
       product.blocks_ = product.all_blocks_;
+      if (product.run_lines_as_tiles()) continue;
+      if (product.reads_in_place()) {
+        few_rows_.push_back(product);
+        continue;
+      }
       product.in_batch_ = true;
       products_.push_back(product);
       const int64_t row_size = std::max<int64_t>(1, product.blocks_) * Product::kPanelA;
@@ -47,6 +52,7 @@ class Batch {
   }
 
   void run() {
+    if (!few_rows_.empty()) run_few_rows();
     const int64_t room = kSharedBytes / sizeof(Packed);
     const auto count = static_cast<int64_t>(pieces_.size());
     for (int64_t first = 0; first < count;) {
@@ -61,6 +67,43 @@ class Batch {
   }
 
  private:
+  // Products of few rows that read B where it lies, such as experts that a token or two chose: each
+  // thread takes one contiguous share of all their columns.
+  void run_few_rows() {
+    const auto count = static_cast<int64_t>(few_rows_.size());
+    std::vector<int64_t> places{0}, panels{0};
+    int64_t work = 0;
+    for (const Product& each : few_rows_) {
+      const int64_t here = ceil_div(each.n_, Product::kColumns);
+      places.push_back(places.back() + each.blocks_ * Product::kPanelA);
+      panels.push_back(panels.back() + here);
+      work += here * each.work_of_panel();
+    }
+    auto* a =
+        static_cast<Packed*>(workspace(Workspace::packed_b, places.back() * sizeof(Packed)));
+    share_tasks(count, [&](const auto& next) {
+      for (int64_t i; (i = next()) >= 0;) {
+        const Product& each = few_rows_[i];
+        each.pack_rows(0, each.m_, a + places[i]);
+        compact_rows<Product::kPanelA>(a + places[i], each.blocks_, padded_rows(each.m_));
+      }
+    });
+    const int64_t shares =
+        std::clamp<int64_t>(ceil_div(work, kWorkOfTask), 1, at::get_num_threads());
+    share_tasks(shares, [&](const auto& next) {
+      for (int64_t share; (share = next()) >= 0;) {
+        const int64_t first = panels.back() * share / shares;
+        const int64_t last = panels.back() * (share + 1) / shares;
+        for (int64_t i = 0; i < count; ++i) {
+          const int64_t from = std::max(first, panels[i]), to = std::min(last, panels[i + 1]);
+          if (from < to) {
+            few_rows_[i].compute_in_place(a + places[i], from - panels[i], to - panels[i]);
+          }
+        }
+      }
+    });
+  }
+
   // Rows of a product that are packed together.
   struct Piece {
     int64_t product;
@@ -159,7 +202,7 @@ class Batch {
     }
   }
 
-  std::vector<Product> products_;
+  std::vector<Product> products_, few_rows_;
   std::vector<Piece> pieces_;
 };
 

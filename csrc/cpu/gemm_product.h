@@ -24,6 +24,7 @@ constexpr int64_t kSharedBytes = int64_t{12} << 20;    // packed B
 constexpr int64_t kPrivateBytes = int64_t{512} << 10;  // packed A of one thread
 constexpr int64_t kMaxTiles = 8;                       // tiles of C in L1
 constexpr int64_t kFewTerms = 4;                       // up to here along k nothing is packed
+constexpr int64_t kWorkOfTask = int64_t{1} << 21;      // multiply-adds that are worth a thread
 constexpr int64_t kBlockBytes = int64_t{256} << 10;    // packed A that meets B at a time in a batch
 
 // Units of the next task, at most `most`, where `left` are still to be handed out. The last tasks
@@ -290,15 +291,9 @@ class Gemm {
   }
 
   void run_few_rows() const {
-#if defined(CPU_CAPABILITY_AVX512)
-    if constexpr (kTiled<Policy>) {
-      if (n_ >= kColumns && is_first() && is_last() && blocks_ > 0 && lies_along_sum()) {
-        return run_few_rows_in_place();
-      }
-    }
-#endif
+    if (run_lines_as_tiles()) return;
     Packed* a = pack_rows(0, m_);
-    const bool in_place = !kTiled<Policy> && m_ <= kMaxLinesRows && blocks_ > 0 && lies_along_sum();
+    const bool in_place = reads_in_place();
     if (in_place) compact_rows<kPanelA>(a, blocks_, padded_rows(m_));
     const int64_t panels = ceil_div(n_, kColumns);
     const int64_t together = panels_per_task(in_place);
@@ -308,12 +303,13 @@ class Gemm {
       auto* panel = static_cast<Packed*>(workspace(Workspace::panel_b, kPanelB * sizeof(Packed)));
       for (int64_t task; (task = next()) >= 0;) {
         const int64_t last = std::min(panels, (task + 1) * together);
+        if (in_place) {
+          compute_in_place(a, task * together, last);
+          continue;
+        }
         for (int64_t p = task * together; p < last; ++p) {
           const int64_t column = p * kColumns;
           compute(0, m_, column, tiles, [&](int side, Sum* to) {
-            if (in_place) {
-              return multiply_in_place(side, column, std::min(last * kColumns, n_), a, to);
-            }
             multiply_panels(side, 0, m_, column, a, to, [&](int64_t block) {
               pack_columns_of_b(side, column, std::min<int64_t>(kColumns, n_ - column), block,
                                 panel, kPanelB);
@@ -323,6 +319,43 @@ class Gemm {
         }
       }
     });
+  }
+
+  // With tiles, where lines of B are tiles as they lie in memory: does the product; else false.
+  bool run_lines_as_tiles() const {
+#if defined(CPU_CAPABILITY_AVX512)
+    if constexpr (kTiled<Policy>) {
+      if (m_ <= kFewRows && n_ >= kColumns && is_first() && is_last() && blocks_ > 0 &&
+          lies_along_sum()) {
+        run_few_rows_in_place();
+        return true;
+      }
+    }
+#endif
+    return false;
+  }
+
+  // Whether B is read where it lies (gemm_direct.h), by all rows at once.
+  bool reads_in_place() const {
+    return !kTiled<Policy> && m_ <= kMaxLinesRows && blocks_ > 0 && lies_along_sum();
+  }
+
+  // Panels [first, last) of the columns, of packed rows that are compact.
+  void compute_in_place(const Packed* a, int64_t first, int64_t last) const {
+    Sum* tiles = tile_buffer(1);
+    for (int64_t p = first; p < last; ++p) {
+      const int64_t column = p * kColumns;
+      compute(0, m_, column, tiles, [&](int side, Sum* to) {
+        multiply_in_place(side, column, std::min(last * kColumns, n_), a, to);
+      });
+    }
+  }
+
+  // The multiply-adds that a panel of columns is worth, where few rows read B from memory: reading a
+  // weight costs as much as a dozen of its products.
+  int64_t work_of_panel() const {
+    const int64_t terms = sides_ * std::min(blocks_ * kBlock, k_ * (1 + call_.num_further));
+    return std::max<int64_t>(1, (m_ + 12) * kColumns * terms);
   }
 
 #if defined(CPU_CAPABILITY_AVX512)
@@ -446,14 +479,11 @@ class Gemm {
     });
   }
 
-  // Panels of B for one task: about 30 us of work, which is worth a thread, in even shares. A
-  // weight costs as much as a dozen of its products, because it is read. Where B is read in place
+  // Panels of B for one task: about 30 us of work, in even shares. Where B is read in place
   // there are no more tasks than threads: what lies ahead of one is then its own.
   int64_t panels_per_task(bool in_place = false) const {
-    const int64_t terms = sides_ * std::min(blocks_ * kBlock, k_ * (1 + call_.num_further));
-    const int64_t work = std::max<int64_t>(1, (m_ + 12) * kColumns * terms);
     const int64_t panels = ceil_div(n_, kColumns);
-    int64_t tasks = ceil_div(panels, std::max<int64_t>(1, (int64_t{1} << 21) / work));
+    int64_t tasks = ceil_div(panels, std::max<int64_t>(1, kWorkOfTask / work_of_panel()));
     if (in_place) tasks = std::min<int64_t>(tasks, at::get_num_threads());
     return ceil_div(panels, tasks);
   }

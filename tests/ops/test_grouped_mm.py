@@ -52,9 +52,9 @@ def test_rows_of_nobody_are_never_read(backend: str, dtype: torch.dtype) -> None
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_group_has_the_bits_of_linear_act_alone(dtype: torch.dtype) -> None:
     """A row depends on itself and its weight: not on its group, nor on the other groups."""
-    sizes = (1, 130, 0, 57, 14)
+    sizes = (1, 130, 0, 57, 14, 3, 8, 9, 2)
     x, weight = (leaf.detach() for leaf in _leaves(sizes, 800, 70, dtype))
-    bias = torch.linspace(-1, 1, 5 * 70, dtype=torch.float64).to(dtype).view(5, 70)
+    bias = torch.linspace(-1, 1, 9 * 70, dtype=torch.float64).to(dtype).view(9, 70)
     output = fusedops.grouped_mm(x, weight, _ends(sizes), bias, activation="gelu")
     begin = 0
     for group, end in enumerate(_ends(sizes).tolist()):
