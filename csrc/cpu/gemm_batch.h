@@ -79,8 +79,7 @@ class Batch {
       panels.push_back(panels.back() + here);
       work += here * each.work_of_panel();
     }
-    auto* a =
-        static_cast<Packed*>(workspace(Workspace::packed_b, places.back() * sizeof(Packed)));
+    auto* a = static_cast<Packed*>(workspace(Workspace::packed_b, places.back() * sizeof(Packed)));
     share_tasks(count, [&](const auto& next) {
       for (int64_t i; (i = next()) >= 0;) {
         const Product& each = few_rows_[i];

@@ -197,17 +197,17 @@ __attribute__((noinline)) void multiply_lines(const Lines<typename Policy::T>& s
   S sum[kGroups][kRows];
   for (int i = 0; i < kGroups * kRows; ++i) sum[i / kRows][i % kRows] = S{};
   int64_t k = 0;
-#if defined(CPU_CAPABILITY_AVX512)
-  if constexpr (kWidens<Policy>) {
+#if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
+  if constexpr (kWidens<Policy> && LinePairs<T>::kPays) {
     using Pairs = LinePairs<T>;
-    constexpr int kSteps = WholeLines<T>::kSteps;
-    const int64_t blocks = count / kSteps;
+    constexpr int kSteps = Pairs::kSteps;
+    const int64_t whole_blocks = count / kSteps * kSteps;
     alignas(64) float scaled[kBlockSteps * kRows];
     const bool in_pairs = Pairs::is_exact();
     if (in_pairs) {
-      for (int64_t i = 0; i < blocks * kSteps * kRows; ++i) scaled[i] = a[i] * Pairs::kScale;
+      for (int64_t i = 0; i < whole_blocks * kRows; ++i) scaled[i] = a[i] * Pairs::kScale;
     }
-    for (int64_t block = 0; block < blocks; ++block) {
+    for (; k < whole_blocks; k += kSteps) {
 #pragma GCC unroll 2
       for (int group = 0; group < kGroups; ++group) {
         const auto multiply = [&](const auto& steps, const float* factors) {
@@ -221,20 +221,20 @@ __attribute__((noinline)) void multiply_lines(const Lines<typename Policy::T>& s
             }
           }
         };
-        ahead.fetch<n>();
-        const int64_t first = block * kSteps * kRows;
+        ahead.fetch<n * kSteps * sizeof(T) / 64>();
         Pairs pairs;
         if (in_pairs && pairs.load(begin[group], k)) {
-          multiply(pairs, scaled + first);
-        } else {
-          WholeLines<T> whole;
-          whole.load(begin[group], k);
-          multiply(whole, a + first);
+          multiply(pairs, scaled + k * kRows);
+          continue;
         }
+#if defined(CPU_CAPABILITY_AVX512)
+        WholeLines<T> whole;
+        whole.load(begin[group], k);
+        multiply(whole, a + k * kRows);
+#endif
       }
-      k += kSteps;
     }
-    a += blocks * kSteps * kRows;
+    a += whole_blocks * kRows;
   }
 #endif
   PackedLanes<Policy> v[n];

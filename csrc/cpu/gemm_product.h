@@ -351,8 +351,8 @@ class Gemm {
     }
   }
 
-  // The multiply-adds that a panel of columns is worth, where few rows read B from memory: reading a
-  // weight costs as much as a dozen of its products.
+  // The multiply-adds that a panel of columns is worth, where few rows read B from memory: reading
+  // a weight costs as much as a dozen of its products.
   int64_t work_of_panel() const {
     const int64_t terms = sides_ * std::min(blocks_ * kBlock, k_ * (1 + call_.num_further));
     return std::max<int64_t>(1, (m_ + 12) * kColumns * terms);

@@ -117,42 +117,9 @@ inline __attribute__((always_inline)) void transpose_halves(const __m512i (&rows
       });
 }
 
-// 32 steps of 16 lines from element k on, transposed but not widened. Each cache line is read once:
-// lines whose stride is a power of two share a set of the first cache, which has room for eight of
-// them, and a second visit would find none (4096 x 4096 in float16 took 1.3 times as long).
-template <typename T>
-struct WholeLines {
-  static constexpr int kSteps = 32;
-
-  inline __attribute__((always_inline)) void load(const T* const (&lines)[16], int64_t k) {
-    const __m512i low = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11);
-    const __m512i high = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
-    __m512i rows[8], first[8], second[8];
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; ++i) rows[i] = _mm512_loadu_si512(lines[i] + k);
-    transpose_halves(rows, first);
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; ++i) rows[i] = _mm512_loadu_si512(lines[i + 8] + k);
-    transpose_halves(rows, second);
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; ++i) {
-      steps_[i] = _mm512_permutex2var_epi64(first[i], low, second[i]);
-      steps_[i + 8] = _mm512_permutex2var_epi64(first[i], high, second[i]);
-    }
-  }
-
-  inline __attribute__((always_inline)) __m512 step(int index) const {
-    const __m512i both = steps_[index / 16 * 8 + index % 8];
-    const bool high = index / 8 % 2 == 1;
-    return widen<T>(high ? _mm512_extracti64x4_epi64(both, 1) : _mm512_castsi512_si256(both));
-  }
-
- private:
-  __m512i steps_[16];  // [s]: steps s and s + 8, [s + 8]: s + 16 and s + 24
-};
 // v[i] = the 32-bit word i of 16 lines, from element k on; the lines from kCount on are zero. The
-// loads bring halves of two lines together, which leaves 48 shuffles of the 64 of an exchange in four
-// rounds; and these are the cheap ones (68 for 77 cycles on Zen 4).
+// loads bring halves of two lines together, which leaves 48 shuffles of the 64 of an exchange in
+// four rounds; and these are the cheap ones (68 for 77 cycles on Zen 4).
 template <int kCount, typename T, typename V>
 inline __attribute__((always_inline)) void transpose_words(const T* const (&lines)[16], int64_t k,
                                                            V (&v)[16]) {
@@ -194,15 +161,55 @@ inline __attribute__((always_inline)) void transpose_words(const T* const (&line
   }
 }
 
-// The same 32 steps by fewer shuffles: words of two steps are transposed, and each step is taken from
-// its word by shifts, in the ports that shuffles leave free. Shifted into the place of a float, a
-// float16 is 2^112 times too small, so the other factor is to be kScale times as large: no bit of
-// their product differs. Infinity and NaN have no such place, and subnormal numbers are subnormal
-// there: only where `is_exact` and `load` agrees.
+#else
+// The same of eight lines: 16 shuffles, where an exchange is a shuffle and a blend and three rounds
+// take 48.
+template <int kCount, typename T, typename V>
+inline __attribute__((always_inline)) void transpose_words(const T* const (&lines)[8], int64_t k,
+                                                           V (&v)[8]) {
+  constexpr int64_t kHalf = 16 / sizeof(T);
+  const auto quarter = [&](int line, int part) {
+    __m128 values = _mm_setzero_ps();
+    if (line < kCount) {
+      std::memcpy(&values, lines[line] + k + part * kHalf, sizeof(values));
+    }
+    return values;
+  };
+#pragma GCC unroll 2
+  for (int part = 0; part < 2; ++part) {
+    __m256 both[4];  // [line, line + 4]
+#pragma GCC unroll 4
+    for (int line = 0; line < 4; ++line) {
+      const __m256 low = _mm256_zextps128_ps256(quarter(line, part));
+      both[line] = line + 4 < kCount ? _mm256_insertf128_ps(low, quarter(line + 4, part), 1) : low;
+    }
+#pragma GCC unroll 2
+    for (int j = 0; j < 2; ++j) {
+      const auto pairs = [&](int line) {
+        const __m256 a = both[line], b = both[line + 1];
+        return _mm256_castps_pd(j == 1 ? _mm256_unpackhi_ps(a, b) : _mm256_unpacklo_ps(a, b));
+      };
+      const __m256d a = pairs(0), b = pairs(2);
+      v[4 * part + 2 * j] = (V)_mm256_unpacklo_pd(a, b);
+      v[4 * part + 2 * j + 1] = (V)_mm256_unpackhi_pd(a, b);
+    }
+  }
+}
+#endif
+
+// Steps of half precision by fewer shuffles: words of two steps are transposed, and each step is
+// taken from its word by shifts, in the ports that shuffles leave free. Shifted into the place of a
+// float, a float16 is 2^112 times too small, so the other factor is to be kScale times as large: no
+// bit of their product differs. Infinity and NaN have no such place, and subnormal numbers are
+// subnormal there: only where is_exact() and load() agree.
 template <typename T>
 struct LinePairs {
+  static constexpr int kLines = kLanes<float>, kSteps = 2 * kLines;
   static constexpr bool kIsHalf = std::is_same_v<T, c10::Half>;
   static constexpr float kScale = kIsHalf ? 0x1p112f : 1.0f;
+  // Vectors of 256 bits convert float16 as quickly by the instruction.
+  static constexpr bool kPays = !kIsHalf || kVectorBytes == 64;
+  typedef int32_t Words __attribute__((vector_size(kVectorBytes)));
 
   // Whether this thread computes with subnormal factors, and as fast as with others: not at
   // torch.set_flush_denormal(True), and not where the processor leaves them to microcode (Intel).
@@ -211,38 +218,38 @@ struct LinePairs {
   }
 
   // False: the block has an infinity or NaN.
-  inline __attribute__((always_inline)) bool load(const T* const (&lines)[16], int64_t k) {
-    transpose_words<16>(lines, k, words_);
-    if constexpr (!kIsHalf) return true;
-    __m512i most = words_[0], least = words_[0];
+  inline __attribute__((always_inline)) bool load(const T* const (&lines)[kLines], int64_t k) {
+    transpose_words<kLines>(lines, k, words_);
+#if defined(CPU_CAPABILITY_AVX512)
+    if constexpr (kIsHalf) {
+      auto most = (__m512i)words_[0], least = most;
 #pragma GCC unroll 16
-    for (int i = 1; i < 16; ++i) {
-      most = _mm512_max_epi16(most, words_[i]);    // of those without a sign
-      least = _mm512_max_epu16(least, words_[i]);  // of those with one
+      for (int i = 1; i < kLines; ++i) {
+        most = _mm512_max_epi16(most, (__m512i)words_[i]);    // of those without a sign
+        least = _mm512_max_epu16(least, (__m512i)words_[i]);  // of those with one
+      }
+      const auto plus = _mm512_cmpge_epi16_mask(most, _mm512_set1_epi16(0x7c00));
+      const auto minus = _mm512_cmpge_epu16_mask(least, _mm512_set1_epi16(-0x0400));
+      return _kortestz_mask32_u8(plus, minus);
     }
-    const auto plus = _mm512_cmpge_epi16_mask(most, _mm512_set1_epi16(0x7c00));
-    const auto minus = _mm512_cmpge_epu16_mask(least, _mm512_set1_epi16(-0x0400));
-    return _kortestz_mask32_u8(plus, minus);
+#endif
+    return true;
   }
 
-  inline __attribute__((always_inline)) __m512 step(int index) const {
-    const __m512i word = words_[index / 2];
+  inline __attribute__((always_inline)) auto step(int index) const {
+    typedef float Floats __attribute__((vector_size(kVectorBytes)));
+    const Words word = words_[index / 2];
     if constexpr (kIsHalf) {
       // Sign, three copies of it, exponent and fraction; the copies and what is below are cleared.
-      const __m512i high = index % 2 == 1 ? word : _mm512_slli_epi32(word, 16);
-      const __m512i kept = _mm512_set1_epi32(static_cast<int>(0x8fffe000));
-      return _mm512_castsi512_ps(_mm512_and_si512(_mm512_srai_epi32(high, 3), kept));
+      return (Floats)(((index % 2 == 1 ? word : word << 16) >> 3) & static_cast<int>(0x8fffe000));
     } else {
-      const __m512i kept = _mm512_set1_epi32(static_cast<int>(0xffff0000));
-      return _mm512_castsi512_ps(index % 2 == 1 ? _mm512_and_si512(word, kept)
-                                                : _mm512_slli_epi32(word, 16));
+      return (Floats)(index % 2 == 1 ? word & static_cast<int>(0xffff0000) : word << 16);
     }
   }
 
  private:
-  __m512i words_[16];
+  Words words_[kLines];
 };
-#endif
 
 template <typename Policy, int kCount, int n>
 inline __attribute__((always_inline)) void load_transposed_halves(
@@ -287,6 +294,40 @@ inline __attribute__((always_inline)) void load_transposed_halves(
   for (int i = 0; i < 8; ++i) v[i] = (PackedLanes<Policy>)widen<T>(steps[i]);
 #endif
 }
+
+#if defined(CPU_CAPABILITY_AVX512)
+// 32 steps of 16 lines from element k on, transposed but not widened. Each cache line is read once:
+// lines whose stride is a power of two share a set of the first cache, which has room for eight of
+// them, and a second visit would find none (4096 x 4096 in float16 took 1.3 times as long).
+template <typename T>
+struct WholeLines {
+  inline __attribute__((always_inline)) void load(const T* const (&lines)[16], int64_t k) {
+    const __m512i low = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11);
+    const __m512i high = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
+    __m512i rows[8], first[8], second[8];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) rows[i] = _mm512_loadu_si512(lines[i] + k);
+    transpose_halves(rows, first);
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) rows[i] = _mm512_loadu_si512(lines[i + 8] + k);
+    transpose_halves(rows, second);
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) {
+      steps_[i] = _mm512_permutex2var_epi64(first[i], low, second[i]);
+      steps_[i + 8] = _mm512_permutex2var_epi64(first[i], high, second[i]);
+    }
+  }
+
+  inline __attribute__((always_inline)) __m512 step(int index) const {
+    const __m512i both = steps_[index / 16 * 8 + index % 8];
+    const bool high = index / 8 % 2 == 1;
+    return widen<T>(high ? _mm512_extracti64x4_epi64(both, 1) : _mm512_castsi512_si256(both));
+  }
+
+ private:
+  __m512i steps_[16];  // [s]: steps s and s + 8, [s + 8]: s + 16 and s + 24
+};
+#endif
 #endif
 
 // v[s] = step s of n lines that are contiguous along k and begin at `lines`, from element k on; the
@@ -296,42 +337,8 @@ inline __attribute__((always_inline)) void load_transposed(
     const typename Policy::T* const (&lines)[n], int64_t k, PackedLanes<Policy> (&v)[n]) {
 #if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
   if constexpr (kWidens<Policy>) return load_transposed_halves<Policy, kCount>(lines, k, v);
-#endif
-#if defined(CPU_CAPABILITY_AVX512)
   if constexpr (sizeof(typename Policy::Packed) == 4) {
     return transpose_words<kCount>(lines, k, v);
-  }
-#elif defined(CPU_CAPABILITY_AVX2)
-  if constexpr (sizeof(typename Policy::Packed) == 4) {
-    // The same: 16 shuffles, where an exchange is a shuffle and a blend and three rounds take 48.
-    const auto quarter = [&](int line, int part) {
-      __m128 values = _mm_setzero_ps();
-      if (line < kCount) {
-        std::memcpy(&values, lines[line] + k + part * 4, sizeof(values));
-      }
-      return values;
-    };
-#pragma GCC unroll 2
-    for (int part = 0; part < 2; ++part) {
-      __m256 both[4];  // [line, line + 4]
-#pragma GCC unroll 4
-      for (int line = 0; line < 4; ++line) {
-        const __m256 low = _mm256_zextps128_ps256(quarter(line, part));
-        both[line] =
-            line + 4 < kCount ? _mm256_insertf128_ps(low, quarter(line + 4, part), 1) : low;
-      }
-#pragma GCC unroll 2
-      for (int j = 0; j < 2; ++j) {
-        const auto pairs = [&](int line) {
-          const __m256 a = both[line], b = both[line + 1];
-          return _mm256_castps_pd(j == 1 ? _mm256_unpackhi_ps(a, b) : _mm256_unpacklo_ps(a, b));
-        };
-        const __m256d a = pairs(0), b = pairs(2);
-        v[4 * part + 2 * j] = (PackedLanes<Policy>)_mm256_unpacklo_pd(a, b);
-        v[4 * part + 2 * j + 1] = (PackedLanes<Policy>)_mm256_unpackhi_pd(a, b);
-      }
-    }
-    return;
   }
 #endif
 #pragma GCC unroll 16
