@@ -81,9 +81,9 @@ def test_has_the_bits_of_its_parts(dtype: torch.dtype, pattern: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_token_alone_has_the_bits_of_a_batch(dtype: torch.dtype, gated: bool) -> None:
     """Weights of experts that few tokens chose are read where they lie, others are packed."""
-    _, leaves = _call(dtype, (64, 2, 4), (400, 72, 70), gated=gated)
+    _, leaves = _call(dtype, (400, 2, 4), (400, 72, 70), gated=gated)
     x, *weights = (leaf.detach() for leaf in leaves)
-    logits = torch.randn(64, 4, generator=torch.Generator().manual_seed(9))
+    logits = torch.randn(400, 4, generator=torch.Generator().manual_seed(9))
     whole = fusedops.moe_mlp(x, fusedops.moe_route(logits, 2), *weights, gated=gated)
     for count in (1, 3, 6):
         for first in range(0, 12, count):
