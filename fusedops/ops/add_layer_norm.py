@@ -113,11 +113,10 @@ def _check(
     dropout_p: Any,
     input_dtype: Any,
 ) -> None:
-    if input_dtype == getattr(
-        residual, "dtype", input_dtype
-    ):  # else promoted, and checked before it
-        _residual.check("add_layer_norm", input, residual, "dropout_p", dropout_p, True)
-        _norm_math.check("add_layer_norm", "the sum", residual, normalized_shape, weight, bias, eps)
+    if _residual.is_promoted(residual, input_dtype):
+        return  # checked before
+    _residual.check("add_layer_norm", input, residual, "dropout_p", dropout_p, True)
+    _norm_math.check("add_layer_norm", "the sum", residual, normalized_shape, weight, bias, eps)
 
 
 def _reference(

@@ -128,12 +128,11 @@ def _check(
     dropout_p: Any,
     input_dtype: Any,
 ) -> None:
-    if input_dtype == getattr(
-        residual, "dtype", input_dtype
-    ):  # else promoted, and checked before it
-        _residual.check("add_rms_norm", input, residual, "dropout_p", dropout_p, True)
-        _norm_math.check("add_rms_norm", "the sum", residual, normalized_shape, weight, None, eps)
-        _norm_math.check_rms("add_rms_norm", weight_offset, rounding)
+    if _residual.is_promoted(residual, input_dtype):
+        return  # checked before
+    _residual.check("add_rms_norm", input, residual, "dropout_p", dropout_p, True)
+    _norm_math.check("add_rms_norm", "the sum", residual, normalized_shape, weight, None, eps)
+    _norm_math.check_rms("add_rms_norm", weight_offset, rounding)
 
 
 def _reference(
