@@ -144,13 +144,17 @@ class HostEngine:
         if late is None:
             return concurrent.futures.Future()
 
+        # Let go of before the ticket says that it is done: its owner counts on the memory then.
+        ends = [target, source]
+
         def run() -> None:
             if after is not None:
                 after.result()
             if late:
                 time.sleep(late)
             # Not copy_: threads of torch's own would take the cores that compute.
-            ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
+            ctypes.memmove(*(each.data_ptr() for each in ends), ends[0].nbytes)
+            ends.clear()
 
         return self._workers.submit(run)
 
