@@ -13,7 +13,7 @@ What is compiled is found by name:
 | ``csrc/cpu/*.isa.cpp`` | per instruction set: ``-DCPU_CAPABILITY=DEFAULT``, ``AVX2``, ``AVX512`` |
 | ``csrc/cpu/*.avx512bf16.cpp`` | once, ``-DCPU_CAPABILITY=AVX512_BF16`` |
 | ``csrc/host/*.cpp`` | once, a Python module (pybind11) that links the library of the above |
-| ``csrc/cuda/*.cu`` | by nvcc for sm_80 and sm_90a; such a file holds no torch header |
+| ``csrc/cuda/*.cu`` | by nvcc for sm_80, sm_90, and to PTX for later GPUs; no torch header in it |
 | ``csrc/cuda/*.cpp`` | bindings of the above; linked only where the installed torch has CUDA |
 
 An inline function that an ``*.isa.cpp`` file shares with the rest of the library (``std::vector``,
@@ -283,9 +283,9 @@ def build(*, verbose: bool = False) -> list[Path]:
 def check_cuda(*, only: Sequence[str] | None = None, verbose: bool = False) -> str:
     """Compile every file under csrc/cuda and return ptxas' resource report.
 
-    The kernels compile for sm_80 and sm_90a. The bindings compile against the installed torch,
-    which may have no CUDA: nothing is linked, nothing needs a GPU. ``only`` names the files of
-    kernels that are compiled, without the bindings.
+    The kernels compile for sm_80 and sm_90, and to PTX. The bindings compile against
+    the installed torch, which may have no CUDA: nothing is linked, nothing needs a GPU. ``only``
+    names the files of kernels that are compiled, without the bindings.
 
     Raises:
         BuildError: no nvcc, or a file does not compile.

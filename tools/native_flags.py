@@ -25,9 +25,11 @@ ISA_FLAGS = {
         "-DHAVE_AVX512_CPU_DEFINITION",
     ),
 }
+# Machine code for sm_80 (it runs on 86 and 89 too) and sm_90. A later GPU (sm_100, sm_120) compiles
+# the PTX of compute_90 at its first launch.
 GENCODE = (
     "-gencode=arch=compute_80,code=sm_80",
-    "-gencode=arch=compute_90a,code=sm_90a",
+    "-gencode=arch=compute_90,code=[sm_90,compute_90]",
 )
 # The C++11 ABI is fixed: every torch that we support (2.11 and newer) is built with it.
 CXX_FLAGS = (

@@ -39,7 +39,7 @@ _ARM_PARTS = {
 
 @functools.cache
 def architecture(device: torch.device) -> str:
-    """Return the architecture of a device; of a GPU its compute capability.
+    """Return the architecture of a device: ``sm_90`` by compute capability, ``gfx942`` on ROCm.
 
     Example:
         >>> architecture(torch.device("meta"))
@@ -48,9 +48,27 @@ def architecture(device: torch.device) -> str:
     if device.type == "cpu":
         return cpu_slug(cpuinfo())
     if device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(device)
-        return f"sm_{major}{minor}"
+        capability = compute_capability(device)
+        if capability is None:
+            return str(torch.cuda.get_device_properties(device).gcnArchName).split(":")[0]
+        return "sm_{}{}".format(*capability)
     return device.type
+
+
+@functools.cache
+def compute_capability(device: torch.device) -> tuple[int, int] | None:
+    """Return the compute capability of an NVIDIA GPU, ``None`` for any other device.
+
+    ROCm's torch presents AMD GPUs as "cuda" devices, and the number of their architecture in the
+    place of a compute capability: (9, 4) is an MI300 and not a Hopper.
+
+    Example:
+        >>> compute_capability(torch.device("cpu")) is None
+        True
+    """
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    return torch.cuda.get_device_capability(device)
 
 
 def cpu_slug(info: dict[str, str]) -> str:

@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 
-from fusedops._core import checks, env, extension, tuning
+from fusedops._core import checks, env, extension, kernel_failures, tuning
+from fusedops._core.architecture import compute_capability
 from fusedops._core.checks import UnsupportedError
 from fusedops._core.contract import Program
 
@@ -30,6 +31,10 @@ _LOG = logging.getLogger("fusedops")
 
 BACKENDS = ("cpp", "cuda", "triton", "torch")
 _ORDER = {"cpu": ("cpp", "torch"), "cuda": ("cuda", "triton", "torch")}
+_OLDEST_CAPABILITY = (
+    8,
+    0,
+)  # of the GPUs that the CUDA library has code for (tools/native_flags.py)
 _CPP_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -214,7 +219,35 @@ def run(name: str, args: tuple[Any, ...], backward: bool = False) -> Any:
     implementation = _implementation(kernels, choice.backend, backward)
     if choice.config is not None:
         implementation = partial(implementation, config=choice.config)
-    return implementation(*args)
+    if choice.backend != "triton":
+        return implementation(*args)
+    try:
+        return implementation(*args)
+    except kernel_failures.exceptions() as error:
+        failure = kernel_failures.describe(error)
+        if failure is None:
+            raise
+        _COUNTS[name + "_backward" * backward, choice.backend] -= 1
+        _step_down(name, args, backward, failure, error)
+    return run(name, args, backward)
+
+
+def _step_down(
+    name: str, args: tuple[Any, ...], backward: bool, failure: str, error: Exception
+) -> None:
+    """Record that a Triton kernel cannot run here, so that the next backend serves the call."""
+    op = name + "_backward" * backward
+    reason = f"its kernel does not compile for this GPU, or does not fit it ({failure})"
+    if getattr(torch.ops.fusedops, op).default._schema.is_mutable:
+        # An earlier launch of the same call may have written already: the call cannot be repeated.
+        raise UnsupportedError(
+            f"{op}: {reason}; what it writes to may be incomplete. Start from a checkpoint, with "
+            f'FUSEDOPS_BACKEND="torch" or inside fusedops.use_backend("torch")'
+        ) from error
+    kernel_failures.record(name, backward, args, reason)
+    if _requested is None and (op, "triton", reason) not in _LOGGED:
+        _LOGGED.add((op, "triton", reason))
+        _LOG.warning("%s: does not run on triton from now on for such calls: %s", op, reason)
 
 
 def tuning_in_force(device: torch.device) -> tuning.Loaded:
@@ -389,7 +422,7 @@ def _unsupported(
     else:
         if device.type != "cuda":
             return f"the tensors are on {device}"
-        missing = extension.cuda_library()
+        missing = _unsupported_gpu(device) or extension.cuda_library()
     if missing is not None:
         return missing
     native = kernels.name + "_backward" * backward
@@ -413,7 +446,19 @@ def _unsupported_triton(
         return wrong
     module = importlib.import_module(kernels.triton)
     check = getattr(module, "supports_backward" if backward else "supports", None)
-    return check(*args) if check is not None else None
+    refusal = check(*args) if check is not None else None
+    return refusal or kernel_failures.recorded(kernels.name, backward, args)
+
+
+def _unsupported_gpu(device: torch.device) -> str | None:
+    """Return why the CUDA library has no code for a GPU, ``None`` where it has."""
+    capability = compute_capability(device)
+    if capability is None:
+        return "its kernels are compiled for NVIDIA GPUs, this one is not"
+    if capability < _OLDEST_CAPABILITY:
+        oldest, present = (".".join(map(str, each)) for each in (_OLDEST_CAPABILITY, capability))
+        return f"its kernels need compute capability {oldest} or newer, this GPU has {present}"
+    return None
 
 
 def _unsupported_dtype(args: tuple[Any, ...], known: tuple[torch.dtype, ...]) -> str | None:

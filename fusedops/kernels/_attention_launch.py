@@ -10,6 +10,7 @@ import torch
 import triton
 
 from fusedops._core import env
+from fusedops._core.architecture import compute_capability
 from fusedops.kernels import _descriptors, _launch
 from fusedops.kernels._attention_device import LOG2E
 
@@ -412,8 +413,8 @@ def _splits(kernel: str, generation: int, width: int, options: str, described: b
 @functools.cache
 def _generation(device: torch.device) -> int:
     """Return whose block sizes a GPU uses: 90 and 100 have matrix instructions of their own."""
-    major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 8
-    return {9: 90, 10: 100}.get(major, 80)
+    capability = compute_capability(device)
+    return 80 if capability is None else {9: 90, 10: 100}.get(capability[0], 80)
 
 
 def unsupported(query: torch.Tensor, value: torch.Tensor) -> str | None:

@@ -16,6 +16,7 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fusedops._core import env
+from fusedops._core.architecture import compute_capability
 from fusedops.kernels import _launch
 
 _ALIGNMENT = 16  # bytes
@@ -27,7 +28,8 @@ def available(device: torch.device) -> bool:
     """Return whether a GPU has the copy engine; Triton's interpreter stands for one that has."""
     if device.type != "cuda":
         return env.triton_interpreted()
-    return torch.cuda.get_device_capability(device)[0] in (9, 10)
+    capability = compute_capability(device)
+    return capability is not None and capability[0] in (9, 10)
 
 
 def describable(*tensors: torch.Tensor) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fusedops._core.architecture import compute_capability
 from fusedops.kernels import _attention_backward, _attention_forward, _attention_report
 from fusedops.kernels._attention_launch import Call, heads_inside, unsupported
 
@@ -147,7 +148,10 @@ def _torch_serves(call: Call) -> str:
         return ""
     if query.numel() == 0 or key.numel() == 0:
         return ""
-    major, minor = torch.cuda.get_device_capability(query.device)
+    capability = compute_capability(query.device)
+    if capability is None:
+        return ""
+    major, minor = capability
     return TORCH_SERVES.get((10 * major + minor, query.shape[3]), "")
 
 

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedops
-from fusedops._core import backends, env, extension
+from fusedops._core import architecture, backends, env, extension
 from fusedops.specs import Sample, Spec, all_specs
 from fusedops.specs.comparison import fresh, run
 
@@ -184,6 +184,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     _launch.num_programs.cache_clear()
     _attention_launch._generation.cache_clear()
+    architecture.compute_capability.cache_clear()
 
 
 class _Record(TorchDispatchMode):
