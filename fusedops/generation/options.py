@@ -11,6 +11,9 @@ from fusedops._core import checks
 
 _OP = "generate"
 _LONGEST_SEED = 2**63
+_MOST_SAMPLES = 2**16
+# What logits in float32 may be divided by or multiplied with, and stay finite and apart.
+_LARGEST_PENALTY = 2**16
 # A power of e that is no number in float64 is more than 709, one that is 0 less than -745.
 _LARGEST_EXPONENT = 700.0
 
@@ -67,7 +70,12 @@ class Options:
         checks.probability(_OP, "top_p", self.top_p)
         if self.top_p == 0:
             checks.fail(_OP, "top_p", "more than 0", self.top_p)
+        if self.samples > _MOST_SAMPLES:
+            checks.fail(_OP, "samples", f"at most {_MOST_SAMPLES}", self.samples)
         checks.positive(_OP, "repetition_penalty", self.repetition_penalty)
+        if not 1 / _LARGEST_PENALTY <= self.repetition_penalty <= _LARGEST_PENALTY:
+            wanted = f"between 1 / {_LARGEST_PENALTY} and {_LARGEST_PENALTY}"
+            checks.fail(_OP, "repetition_penalty", wanted, self.repetition_penalty)
         checks.finite(_OP, "length_penalty", self.length_penalty)
         # Scores are divided by the length to this power, which must be a number.
         most = _LARGEST_EXPONENT / math.log(max(2, self.tokens))

@@ -84,7 +84,7 @@ class Chooser:
             if self._split is not None:
                 words = self._split.words
                 seen_RV = seen_RV[:, words.start : words.stop]
-            logits_RV = penalised(logits_RV, seen_RV, options.repetition_penalty)
+            logits_RV = penalised(logits_RV.float(), seen_RV, options.repetition_penalty)
         if options.temperature == 0.0:
             tokens_R = checked(*likeliest(logits_RV, 1, self._split))
         else:

@@ -42,7 +42,8 @@ class BalancingBias(torch.nn.Module):
         tokens_per_expert: ``[E]`` int64 buffer, choices since the last step; not in the state dict.
 
     Raises:
-        ValueError: ``num_experts`` is not positive, ``rate`` is negative, or a plan has another number of experts.
+        ValueError: ``num_experts`` is not positive, ``rate`` is negative, or a plan has another
+            number of experts.
 
     Note:
         Choices are counted before anything is dropped: what an expert is asked to do, not what its
