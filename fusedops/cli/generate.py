@@ -85,10 +85,10 @@ def generate(
             raise files.UserError("--set must be of [parallel], such as parallel.tp=2")
         if not prompt:
             raise files.UserError("what is there to go on from? --prompt TEXT")
-        if any(not each for each in prompt):
-            raise files.UserError(
-                "--prompt must be a text of one letter at least, got an empty one"
-            )
+        _check_texts("--prompt", prompt)
+        _check_texts("--stop", stop or [])
+        _check_texts("--tokenizer", [] if tokenizer is None else [tokenizer])
+        _check_texts("CHECKPOINT", [checkpoint])
         if dtype is not None and dtype not in _DTYPES:
             raise files.UserError(f"--dtype must be one of {', '.join(_DTYPES)}, got {dtype}")
         if device not in _DEVICES:
@@ -133,6 +133,18 @@ def generate(
             run.show(run.generate())
             if compare:
                 run.compare()
+
+
+def _check_texts(option: str, texts: list[str]) -> None:
+    """Raise unless each is a text: bytes of a shell that are no UTF-8 arrive as surrogates."""
+    for text in texts:
+        wanted = f"{option} must be a text of one letter at least"
+        if not text:
+            raise files.UserError(f"{wanted}, got an empty one")
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise files.UserError(f"{wanted} in UTF-8, got {ascii(text)}") from None
 
 
 @contextmanager
@@ -194,7 +206,6 @@ class _Run:
 
     def generate(self) -> list[str]:
         """Return the texts; a single one is written as it comes."""
-        from fusedops.generation import generate, stream
         from fusedops.generation.text import Words
 
         samples = self._options.samples
@@ -207,6 +218,17 @@ class _Run:
         alone = count == 1 and self._options.beams == 1
         if alone:
             self._write(self._texts[0])
+        try:
+            return self._generate(whole, alone)
+        finally:
+            if alone:  # also behind a text that an error ends
+                self._write("\n")
+
+    def _generate(self, whole: list[str], alone: bool) -> list[str]:
+        """Return the texts, ``whole`` so far; a single one is written as it comes."""
+        from fusedops.generation import generate, stream
+
+        samples, count = self._options.samples, len(whole)
         begin = time.perf_counter()
         if self._options.beams > 1:
             self._found = generate(self._model, self._prompts, self._options)
@@ -226,10 +248,7 @@ class _Run:
         for number, words in enumerate(self._words):
             words.feed(None)
             whole[number] += self._told(number, alone)
-        if alone:
-            self._write("\n")
-            return []
-        return whole
+        return [] if alone else whole
 
     def _told(self, number: int, alone: bool) -> str:
         fresh = self._words[number].take()

@@ -48,7 +48,10 @@ def _code(error: Exception) -> int | None:
 
     if isinstance(error, InputError):
         return 2
-    return 1 if isinstance(error, (CheckpointError, GuardError)) else None
+    from fusedops.generation import NonFiniteLogitsError
+
+    failures = CheckpointError, GuardError, NonFiniteLogitsError
+    return 1 if isinstance(error, failures) else None
 
 
 def _is_lost(error: Exception) -> bool:

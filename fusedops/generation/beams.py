@@ -8,13 +8,14 @@ there are beams and the best beam, were it to end here, would not score more tha
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from fusedops.generation.decoder import decoder_for, device_of
-from fusedops.generation.options import Generated, Options
+from fusedops.generation.options import Generated, NonFiniteLogitsError, Options
 from fusedops.generation.ranks import Shares
 from fusedops.generation.sampling import penalised, seen_by
 
@@ -29,6 +30,7 @@ class _Prompt:
         scores: their log-probabilities.
         finished: score, new tokens and reason of those that ended, the best first.
         done: whether no better one can come.
+        failed: whether a log-probability was NaN.
     """
 
     number: int
@@ -36,6 +38,7 @@ class _Prompt:
     scores: list[float]
     finished: list[tuple[float, list[int], str]] = field(default_factory=list)
     done: bool = False
+    failed: bool = False
 
     def go_on(self, ranked: list[tuple[float, int, int]], options: Options) -> list[int]:
         """Take the best continuations; returns the beam that each of the next ones goes on.
@@ -45,6 +48,10 @@ class _Prompt:
             options: of the search.
         """
         size, length = options.beams, len(self.beams[0]) + 1
+        # The best is NaN where any is, and infinite where a model allows no word at all.
+        if not math.isfinite(ranked[0][0]):
+            self.done = self.failed = True
+            return []
         last = length == options.tokens
         before = self.beams
         chosen: list[tuple[float, int, int]] = []
@@ -67,8 +74,10 @@ class _Prompt:
             self.done = self.scores[0] / length**options.length_penalty <= self.finished[-1][0]
         return [beam for _, beam, _ in chosen]
 
-    def result(self) -> Generated:
-        """Return the best sequence."""
+    def result(self) -> Generated | int:
+        """Return the best sequence, or after how many tokens the search failed."""
+        if self.failed:
+            return len(self.beams[0])
         score, tokens, reason = self.finished[0]
         return Generated(self.number, tokens, reason, score)
 
@@ -128,5 +137,8 @@ def search(model: Any, prompts: list[torch.Tensor], options: Options) -> list[Ge
             seen_RV = seen_RV[rows]
             seen_RV[torch.arange(len(rows), device=device), tokens_R] = True
         logits_RV = decoder.step(tokens_R)
-    found = [each.result() for each in sorted(done, key=lambda each: each.number)]
-    return shares.gather(found)
+    found = shares.gather([each.result() for each in sorted(done, key=lambda each: each.number)])
+    for number, each in enumerate(found):
+        if isinstance(each, int):
+            raise NonFiniteLogitsError(number, len(prompts[number]) + each)
+    return found

@@ -72,10 +72,10 @@ class Cache:
         Raises:
             ValueError: they are more than a row may come to.
         """
-        if tokens <= self.capacity:
-            return
         if tokens > self._most:
             checks.fail("Decoder", "most", f"at least {tokens}, the tokens of a row", self._most)
+        if tokens <= self.capacity:
+            return
         capacity = min(self._most, max(tokens, 2 * self.capacity))
         for held in (self._keys, self._values):
             for index, each in enumerate(held):

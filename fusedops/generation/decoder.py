@@ -38,7 +38,7 @@ class Decoder:
             those of ``tp`` and ``pp`` with the same. With ``pp`` the ranks of the last stage get
             logits, the others ``[R, 0]``.
         most: tokens that a row may come to.
-        capacity: of the cache; ``None``: it grows as it is needed.
+        capacity: of the cache, ``most`` at most; ``None``: it grows as it is needed.
         divided: where ``tp`` divides the words, give each rank the logits of its own alone.
 
     Attributes:
@@ -46,7 +46,8 @@ class Decoder:
 
     Raises:
         TypeError: ``model`` is no ``Transformer``, or a size no integer.
-        ValueError: ``model`` is no decoder, or a size is less than 1.
+        ValueError: ``model`` is no decoder, a size is less than 1, or ``most`` is above the model's
+            table of positions.
         UnsupportedError: ``model`` has ``domain_experts``.
     """
 
@@ -60,6 +61,9 @@ class Decoder:
     ) -> None:
         check_model(_OP, model)
         checks.integer(_OP, "most", most, least=1)
+        if model.config.position_tables and most > model.config.seq_len:
+            wanted = f"at most {model.config.seq_len}, the model's table of positions"
+            checks.fail(_OP, "most", wanted, most)
         if capacity is not None:
             checks.integer(_OP, "capacity", capacity, least=1)
         self.model: Any = model
@@ -76,7 +80,7 @@ class Decoder:
         self._mode = torch.inference_mode if found.mesh is None else torch.no_grad
         # Ranks of tp share the tokens of sequences, or of experts.
         self._unit = config.tp if config.sp or sparse else 1
-        self._room = capacity, most
+        self._room = None if capacity is None else min(capacity, most), most
         self._cache = Cache(len(self._layers), *self._room)
         self._lengths = torch.zeros(0, dtype=torch.int64, device=self._device)
         self._longest, self._even = 0, False
@@ -122,7 +126,9 @@ class Decoder:
 
         Raises:
             ValueError: these are not as many as there are rows, or a row is as long as it may be.
+            TypeError: they are no tensor of int64.
         """
+        checks.index_tensor(_OP, "tokens", tokens_R, dtypes=(torch.int64,))
         if len(tokens_R) != len(self._lengths):
             checks.fail(_OP, "tokens", f"one for each of {len(self._lengths)} rows", len(tokens_R))
         positions = self._lengths
@@ -135,7 +141,19 @@ class Decoder:
         return self._run(tokens_R, call, rows)
 
     def select(self, rows: torch.Tensor) -> None:
-        """Go on with these rows, in this order; some may be left out or stand several times."""
+        """Go on with these rows, in this order; some may be left out or stand several times.
+
+        Raises:
+            ValueError: (CPU) one is no row.
+            TypeError: they are no tensor of int64.
+        """
+        checks.index_tensor(_OP, "rows", rows, dtypes=(torch.int64,))
+        if checks.readable(rows) and rows.numel():
+            least, most = (int(each) for each in rows.aminmax())
+            count = len(self._lengths)
+            if least < 0 or most >= count:
+                wanted = f"at least 0 and less than {count}, the rows so far"
+                checks.fail(_OP, "rows", wanted, least if least < 0 else most)
         with self._mode():
             self._cache.select(rows, self._longest)
             self._lengths = self._lengths[rows]

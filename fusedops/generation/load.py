@@ -24,6 +24,7 @@ from fusedops.models import (
     load_huggingface,
 )
 from fusedops.train import InputError, precision, table
+from fusedops.train.corpus import lacks_tokenizer
 from fusedops.train.processes import Ranks
 from fusedops.train.setup import layout_of
 
@@ -136,10 +137,16 @@ def _from_run(
         extra = _extra(folder, root, step)
         sizes = table.fill(TransformerConfig, extra["model"], "model")
         config = extra["config"]
+        data = config["data"]
+        if tokenizer is None and lacks_tokenizer(data["train"], data["tokenizer"]):
+            raise InputError(
+                f"{folder} was trained on a file of tokens, which does not say what they mean: "
+                f"give --tokenizer with a {_TOKENIZER}, or --tokenizer bytes"
+            )
         held = precision.dtype(config["precision"]["parameters"])
         text = Text.of(
-            config["data"]["tokenizer"] if tokenizer is None else tokenizer,
-            end_of_text=config["data"]["end_of_text"],
+            data["tokenizer"] if tokenizer is None else tokenizer,
+            end_of_text=data["end_of_text"],
         )
     model = _spread(Transformer(sizes, device="meta", dtype=held), layout, ranks)
     with Checkpointer(root, model) as keeper:

@@ -11,6 +11,9 @@ from fusedops._core import checks
 
 _OP = "generate"
 _LONGEST_SEED = 2**63
+_MOST_SAMPLES = 2**16
+# What logits in float32 may be divided by or multiplied with, and stay finite and apart.
+_LARGEST_PENALTY = 2**16
 # A power of e that is no number in float64 is more than 709, one that is 0 less than -745.
 _LARGEST_EXPONENT = 700.0
 
@@ -26,8 +29,9 @@ class Options:
         top_p: draw from the fewest of the likeliest that have so much probability together.
         repetition_penalty: divides the logits of tokens that stand in the sequence already, prompt
             included, where they are positive, and multiplies the others.
-        seed: of the draws; a list: of each prompt. A draw depends on the seed, on the number of the
-            sample and on the place in the sequence, not on what else is in the batch.
+        seed: of the draws. An int is the seed of the batch: each prompt draws from a stream of its
+            own by its number, so that equal prompts get different texts. A list has one seed for
+            each prompt, which then draws what it would draw as the only prompt with that seed.
         samples: how many sequences of each prompt.
         beams: sequences of a prompt that are gone on with; the likeliest is the result.
         length_penalty: exponent of the length that divides the log-probability of a finished beam.
@@ -66,7 +70,12 @@ class Options:
         checks.probability(_OP, "top_p", self.top_p)
         if self.top_p == 0:
             checks.fail(_OP, "top_p", "more than 0", self.top_p)
+        if self.samples > _MOST_SAMPLES:
+            checks.fail(_OP, "samples", f"at most {_MOST_SAMPLES}", self.samples)
         checks.positive(_OP, "repetition_penalty", self.repetition_penalty)
+        if not 1 / _LARGEST_PENALTY <= self.repetition_penalty <= _LARGEST_PENALTY:
+            wanted = f"between 1 / {_LARGEST_PENALTY} and {_LARGEST_PENALTY}"
+            checks.fail(_OP, "repetition_penalty", wanted, self.repetition_penalty)
         checks.finite(_OP, "length_penalty", self.length_penalty)
         # Scores are divided by the length to this power, which must be a number.
         most = _LARGEST_EXPONENT / math.log(max(2, self.tokens))
@@ -105,9 +114,11 @@ class Options:
                     wanted = f"{unset} unless temperature is more than 0: nothing is drawn"
                     checks.fail(_OP, name, wanted, getattr(self, name))
 
-    def seed_of(self, prompt: int) -> int:
-        """Return the seed of a prompt."""
-        return self.seed if isinstance(self.seed, int) else self.seed[prompt]
+    def stream(self, prompt: int, sample: int) -> Stream:
+        """Return the stream that a sample of a prompt is drawn from."""
+        if isinstance(self.seed, int):
+            return Stream(self.seed, prompt, sample)
+        return Stream(self.seed[prompt], 0, sample)
 
 
 def _listed(name: str, wanted: str, given: Any) -> tuple[Any, ...]:
@@ -115,6 +126,36 @@ def _listed(name: str, wanted: str, given: Any) -> tuple[Any, ...]:
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise TypeError(f"{_OP}: {name} must be {wanted}, got {checks.type_name(given)}")
     return tuple(given)
+
+
+class NonFiniteLogitsError(ArithmeticError):
+    """The logits of a model leave no token to choose: the largest is NaN or infinite.
+
+    Attributes:
+        prompt: number of the prompt, from 0 on.
+        position: in its sequence, of the token that could not be chosen; the prompt's come first.
+    """
+
+    def __init__(self, prompt: int, position: int) -> None:
+        super().__init__(
+            f"{_OP}: the logits of the model must be finite, got NaN or an infinity for prompt "
+            f"{prompt} at position {position} of its sequence"
+        )
+        self.prompt, self.position = prompt, position
+
+
+class Stream(NamedTuple):
+    """What the random numbers of a sequence follow from, with the position of its next token.
+
+    Attributes:
+        seed: below ``2 ** 63``.
+        prompt: number of the prompt, below ``2 ** 32``.
+        sample: number of the sequence among those of its prompt, below ``2 ** 32``.
+    """
+
+    seed: int
+    prompt: int
+    sample: int
 
 
 class Token(NamedTuple):

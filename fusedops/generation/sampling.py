@@ -1,8 +1,9 @@
 """Which token follows, given the logits: the likeliest one, or one that is drawn.
 
-Draws are numbered: that of a place in a sequence is a word of Philox whose key is the seed and
-whose counter is the place, so that it depends on nothing else. A draw picks from the cumulative
-probabilities of the tokens that are left, the likeliest first.
+Draws are counter-based: the key of Philox is the seed, its counter the position of the new token,
+the number of the sample and the number of the prompt. A draw depends on nothing else, and the
+streams of two prompts or samples are independent. A draw picks from the cumulative probabilities of
+the tokens that are left, the likeliest first.
 
 Where ``tp`` divides the words, the likeliest of all are found among the likeliest of each rank:
 logits are not gathered, unless all of them are drawn from.
@@ -17,12 +18,14 @@ from collections.abc import Sequence
 import torch
 
 from fusedops._core.philox import philox4x32
-from fusedops.generation.options import Options
+from fusedops.generation.options import Options, Stream
 from fusedops.parallel.vocabulary import SplitWords, largest
 
 _LOW = 0xFFFFFFFF
 # Draws are made for so many places at once: a hundred small operations each time.
 _PLACES = 256
+# Stands for a token where the logits leave none to choose: every rank gets it with the tokens.
+NO_TOKEN = -2
 _LEAST_TEMPERATURE = torch.finfo(torch.float32).tiny  # what is less is 0 in float32
 
 
@@ -32,8 +35,7 @@ class Chooser:
     Args:
         options: temperature and the like.
         prompts: the tokens of each row so far, int64.
-        seeds: of each row.
-        samples: number of each row among those of its prompt.
+        streams: of random numbers, one for each row.
         words: of the vocabulary.
         device: of the logits.
         split: how ranks divide the words of the logits; ``None``: each has all.
@@ -43,15 +45,14 @@ class Chooser:
         self,
         options: Options,
         prompts: Sequence[torch.Tensor],
-        seeds: Sequence[int],
-        samples: Sequence[int],
+        streams: Sequence[Stream],
         words: int,
         device: torch.device,
         split: SplitWords | None = None,
     ) -> None:
         self._options, self._split = options, split
         self._lengths = [len(each) for each in prompts]
-        self._keys = list(zip(seeds, samples, strict=True))
+        self._streams = list(streams)
         self._device = device
         self._rows = torch.arange(len(prompts), device=device)
         self._step = 0
@@ -65,7 +66,7 @@ class Chooser:
         """Go on with these rows."""
         kept = rows.tolist()
         self._lengths = [self._lengths[each] for each in kept]
-        self._keys = [self._keys[each] for each in kept]
+        self._streams = [self._streams[each] for each in kept]
         self._drawn = self._drawn[rows]
         self._rows = self._rows[: len(kept)]
         if self._seen is not None:
@@ -73,7 +74,7 @@ class Chooser:
 
     @torch.no_grad()
     def choose(self, logits_RV: torch.Tensor) -> torch.Tensor:
-        """Return the next token of each row, ``[R]`` int64.
+        """Return the next token of each row, ``[R]`` int64; ``NO_TOKEN`` where none can be chosen.
 
         Args:
             logits_RV: after the rows so far; with ``split`` of this rank's words alone.
@@ -83,9 +84,9 @@ class Chooser:
             if self._split is not None:
                 words = self._split.words
                 seen_RV = seen_RV[:, words.start : words.stop]
-            logits_RV = penalised(logits_RV, seen_RV, options.repetition_penalty)
+            logits_RV = penalised(logits_RV.float(), seen_RV, options.repetition_penalty)
         if options.temperature == 0.0:
-            tokens_R = likeliest(logits_RV, 1, self._split)[1].squeeze(-1)
+            tokens_R = checked(*likeliest(logits_RV, 1, self._split))
         else:
             tokens_R = draw(logits_RV, self._draws(), options, self._split)
         self._step += 1
@@ -98,18 +99,18 @@ class Chooser:
         place = self._step % _PLACES
         if place == 0:
             firsts = [each + self._step for each in self._lengths]
-            self._drawn = uniforms(self._keys, firsts, _PLACES, self._device)
+            self._drawn = uniforms(self._streams, firsts, _PLACES, self._device)
         return self._drawn[:, place]
 
 
 def uniforms(
-    keys: Sequence[tuple[int, int]], firsts: Sequence[int], places: int, device: torch.device
+    streams: Sequence[Stream], firsts: Sequence[int], places: int, device: torch.device
 ) -> torch.Tensor:
     """Return numbers in [0, 1), ``[R, P]`` float64.
 
     Args:
-        keys: seed and number of the sample of each row.
-        firsts: place in its sequence of each row's first draw.
+        streams: of each row.
+        firsts: position in its sequence of each row's first draw.
         places: how many follow one another.
         device: of the result.
     """
@@ -117,9 +118,11 @@ def uniforms(
     def column(values: Sequence[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=device).reshape(-1, 1)
 
-    seeds, samples = column([seed for seed, _ in keys]), column([each for _, each in keys])
+    seeds = column([each.seed for each in streams])
+    samples = column([each.sample for each in streams])
+    prompts = column([each.prompt for each in streams])
     place_RP = column(firsts) + torch.arange(places, device=device)
-    counter = place_RP & _LOW, place_RP >> 32, samples, torch.zeros_like(samples)
+    counter = place_RP & _LOW, place_RP >> 32, samples, prompts
     high, low, *_ = philox4x32(counter, (seeds & _LOW, seeds >> 32))
     # The 53 bits that float64 has.
     return ((high << 21) | (low >> 11)).double() * 2.0**-53
@@ -141,13 +144,18 @@ def likeliest(
     return largest(values_RV, count) if split is None else split.best(values_RV, count)
 
 
+def checked(largest_R1: torch.Tensor, tokens_R1: torch.Tensor) -> torch.Tensor:
+    """Return the tokens, ``[R]``; ``NO_TOKEN`` where the largest logit is NaN or infinite."""
+    return torch.where(largest_R1.isfinite(), tokens_R1, NO_TOKEN).squeeze(-1)
+
+
 def draw(
     logits_RV: torch.Tensor,
     draws_R: torch.Tensor,
     options: Options,
     split: SplitWords | None = None,
 ) -> torch.Tensor:
-    """Return the token that each row's draw picks, ``[R]`` int64."""
+    """Return the token that each row's draw picks, ``[R]`` int64, as ``Chooser.choose`` does."""
     words = logits_RV.shape[-1] if split is None else split.vocab_size
     wide_RV = logits_RV.float()
     some = min(options.top_k or words, words)
@@ -158,7 +166,8 @@ def draw(
     # Relative to the largest, which stays 0: a temperature next to 0 makes the others -inf, where
     # a quotient of logits would be infinite and the softmax NaN.
     temperature = max(options.temperature, _LEAST_TEMPERATURE)
-    likely_RK = ((left_RK - left_RK.amax(-1, keepdim=True)) / temperature).softmax(-1)
+    largest_R1 = left_RK.amax(-1, keepdim=True)
+    likely_RK = ((left_RK - largest_R1) / temperature).softmax(-1)
     below_RK = likely_RK.cumsum(-1, dtype=torch.float64)
     if options.top_p < 1.0:
         # A token stays unless those before it have enough together: the first one always does.
@@ -167,7 +176,7 @@ def draw(
     wanted_R1 = (draws_R * below_RK[:, -1]).unsqueeze(-1)
     picked_R1 = torch.searchsorted(below_RK, wanted_R1, right=True).clamp_(max=some - 1)
     found_R1 = picked_R1 if tokens_RK is None else tokens_RK.gather(-1, picked_R1)
-    return found_R1.squeeze(-1)
+    return checked(largest_R1, found_R1)
 
 
 def seen_by(prompts: Sequence[torch.Tensor], words: int, device: torch.device) -> torch.Tensor:

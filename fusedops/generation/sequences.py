@@ -13,9 +13,9 @@ from torch import nn
 from fusedops._core import checks
 from fusedops.generation.beams import search
 from fusedops.generation.decoder import check_model, decoder_for, device_of
-from fusedops.generation.options import Generated, Options, Token
+from fusedops.generation.options import Generated, NonFiniteLogitsError, Options, Token
 from fusedops.generation.ranks import Shares
-from fusedops.generation.sampling import Chooser
+from fusedops.generation.sampling import NO_TOKEN, Chooser
 from fusedops.models import Transformer, TransformerConfig
 
 _OP = "generate"
@@ -42,6 +42,7 @@ def generate(
         ValueError: a prompt is empty, or longer than the positions or the cache leave room for; a
             token is no word; options exclude each other.
         TypeError: an argument has the wrong type, or an option is unknown.
+        NonFiniteLogitsError: the model's logits are NaN or infinite, on all processes.
 
     Note:
         Each token is computed once: keys and values are kept. Without sampling, tokens are those of
@@ -93,6 +94,7 @@ def stream(
     Raises:
         ValueError: as ``generate``, or there are ``beams``.
         TypeError: as ``generate``.
+        NonFiniteLogitsError: as ``generate``, after the tokens that could be chosen.
 
     Example:
         >>> from fusedops.generation import stream
@@ -126,8 +128,7 @@ def _stream(model: Transformer, prompts: list[torch.Tensor], options: Options) -
         chooser = Chooser(
             options,
             [prompts[each // size] for each in numbers],
-            [options.seed_of(each // size) for each in numbers],
-            [each % size for each in numbers],
+            [options.stream(*divmod(each, size)) for each in numbers],
             model.config.vocab_size,
             device,
             decoder.words,
@@ -140,6 +141,10 @@ def _stream(model: Transformer, prompts: list[torch.Tensor], options: Options) -
             tokens = shares.of_last(tokens)
             for number, token in enumerate(shares.join(tokens, numbers, size)):
                 if number in open_:
+                    if token == NO_TOKEN:
+                        prompt = number // size
+                        position = len(prompts[prompt]) + len(told[number])
+                        raise NonFiniteLogitsError(prompt, position)
                     told[number].append(token)
                     reason = _ends(number, told[number], options)
                     if reason is not None:
@@ -154,7 +159,8 @@ def _stream(model: Transformer, prompts: list[torch.Tensor], options: Options) -
                 decoder.select(rows)
                 chooser.select(rows)
                 numbers, tokens = [numbers[row] for row in rest], tokens[rows]
-            logits = decoder.step(tokens)
+            # A sequence that has ended may still be in the batch, also where it has no next token.
+            logits = decoder.step(tokens.clamp(min=0))
 
 
 def _ends(number: int, tokens: list[int], options: Options) -> str | None:

@@ -70,9 +70,17 @@ def _of_pieces(tokenizer: Any, prompt: Sequence[int]) -> Callable[[int | None], 
     for token in prompt:
         pieces.step(tokenizer, token)
 
+    waiting: list[int] = []
+
     def decode(token: int | None) -> str:
-        # ``None`` while a letter is not whole.
-        return "" if token is None else pieces.step(tokenizer, token) or ""
+        if token is None:
+            return tokenizer.decode(waiting)
+        piece = pieces.step(tokenizer, token)
+        if piece is None:  # a letter is not whole
+            waiting.append(token)
+            return ""
+        waiting.clear()
+        return piece
 
     return decode
 

@@ -10,6 +10,7 @@ from fusedops._core import checks
 from fusedops.nn._arguments import check_flags, check_place
 from fusedops.nn._exact import apply_but_keep_dtype
 from fusedops.ops import RoutingPlan, update_balancing_bias
+from fusedops.ops._balancing import check_rate
 from fusedops.ops._routing_plan import check_plan
 from fusedops.ops._routing_reuse import recomputing
 
@@ -41,7 +42,8 @@ class BalancingBias(torch.nn.Module):
         tokens_per_expert: ``[E]`` int64 buffer, choices since the last step; not in the state dict.
 
     Raises:
-        ValueError: ``num_experts`` is not positive, or a plan has another number of experts.
+        ValueError: ``num_experts`` is not positive, ``rate`` is negative, or a plan has another
+            number of experts.
 
     Note:
         Choices are counted before anything is dropped: what an expert is asked to do, not what its
@@ -75,7 +77,7 @@ class BalancingBias(torch.nn.Module):
         super().__init__()
         op = "BalancingBias"
         checks.integer(op, "num_experts", num_experts, least=1)
-        checks.finite(op, "rate", rate)
+        check_rate(op, rate)
         check_flags(op, centered=centered, own_bias=own_bias)
         checks.group(op, "group", group)
         check_place(op, device, None)

@@ -9,6 +9,13 @@ import torch
 from fusedops._core import checks
 
 
+def check_rate(op: str, rate: Any) -> None:
+    """Raise unless ``rate`` is a finite number, at least 0."""
+    checks.finite(op, "rate", rate)
+    if rate < 0:
+        checks.fail(op, "rate", "at least 0", rate)
+
+
 @torch.no_grad()
 def update_balancing_bias(
     bias: torch.Tensor,
@@ -25,7 +32,7 @@ def update_balancing_bias(
     Args:
         bias: ``[E]`` floating, what ``moe_route`` takes as ``bias``.
         tokens_per_expert: ``[E]``, the choices of a whole optimizer step (not of a micro-batch).
-        rate: the step.
+        rate: the step, at least 0.
         centered: subtract the mean of the step, so that the mean of the bias stays where it is.
         group: a process group: counts are summed over its ranks first, and all ranks make the
             same step.
@@ -34,7 +41,8 @@ def update_balancing_bias(
         ``bias``.
 
     Raises:
-        ValueError: a shape or device does not fit.
+        ValueError: a shape or device does not fit, ``rate`` is negative, the elements of ``bias``
+            share memory, or (CPU) a count, summed over the group, is negative, NaN or infinite.
         TypeError: an argument is no tensor, or its dtype does not fit.
 
     Note:
@@ -58,16 +66,25 @@ def update_balancing_bias(
     if tokens_per_expert.device != bias.device:
         wanted = f"on {bias.device}, the device of bias"
         checks.fail(op, "tokens_per_expert", wanted, tokens_per_expert.device)
-    checks.finite(op, "rate", rate)
+    if len(bias) > 1 and bias.stride(0) == 0:
+        wanted = "a tensor that can be written, for example bias.clone()"
+        checks.fail(op, "bias", wanted, "an expanded one, whose elements share memory")
+    check_rate(op, rate)
     checks.flag(op, "centered", centered)
     checks.group(op, "group", group)
-    counts = tokens_per_expert
+    # Before the sum over ranks: it may be more than a narrow dtype of one rank's counts holds.
+    counts = tokens_per_expert.to(torch.float64, copy=True)
     if group is not None:
         import torch.distributed as dist
 
-        counts = counts.clone()
         dist.all_reduce(counts, group=group)
-    counts = counts.double()
+    # After it, so that all ranks of the group raise.
+    if checks.readable(counts):
+        legal = (counts >= 0) & counts.isfinite()
+        if not bool(legal.all()):
+            expert = int(legal.logical_not().nonzero()[0])
+            got = f"{float(counts[expert])} for expert {expert}"
+            checks.fail(op, "tokens_per_expert", "of finite counts, at least 0", got)
     # In double: the mean of counts below 2**53 times the number of experts, and its sign, is exact
     # up to one rounding.
     step = torch.sign(counts.mean() - counts)

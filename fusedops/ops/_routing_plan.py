@@ -16,7 +16,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from fusedops._core import checks, dtypes
-from fusedops.ops.moe_sort import check_choices, moe_sort
+from fusedops.ops.moe_sort import check_choices, check_ids, moe_sort
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,6 +107,7 @@ class RoutingPlan:
         check_choices(op, expert_ids, num_experts, kept)
         checks.like(op, "probs", probs, "expert_ids", expert_ids)
         checks.shape(op, "probs", probs, expert_ids.shape, "that of expert_ids")
+        check_ids(op, expert_ids, num_experts)
         order = moe_sort(expert_ids, num_experts, kept=kept)
         expert_ids = expert_ids.to(torch.int32)
         positions, offsets = order[1], order[3]

@@ -15,6 +15,7 @@ import torch
 
 from fusedops._core import checks
 from fusedops.ops._routing_plan import RoutingPlan
+from fusedops.ops.moe_sort import MOST_EXPERTS
 
 _OP = "hash_route"
 
@@ -34,7 +35,7 @@ def hash_route(
     Args:
         token_ids: ``[T]`` int32 or int64; any integers for the hash, rows of ``table`` otherwise.
         num_experts: ``E``.
-        top_k: experts of a token, all different; with a table, its columns.
+        top_k: experts of a token, all different; with a table, 1 or the number of its columns.
         table: ``[vocabulary, k]`` int32 or int64: the experts of each id, for example balanced by
             the frequency of the ids.
         seed: gives another hash, for example another one per layer.
@@ -46,7 +47,8 @@ def hash_route(
 
     Raises:
         ValueError: a shape or device does not fit, ``top_k`` is above the experts (of a domain), or
-            (CPU) a domain has no experts.
+            (CPU) a token is no row of the table, the table has an expert that does not exist, or a
+            domain has no experts.
         TypeError: an argument is no tensor, or its dtype does not fit.
 
     Note:
@@ -75,7 +77,7 @@ def hash_route(
         within = _hashed(token_ids.to(torch.int64), counts[domain], top_k, seed)
         experts = first[:, None] + within
     elif table is not None:
-        experts = table[token_ids]
+        experts = _looked_up(token_ids, table, num_experts)
     else:
         whole = torch.full((), num_experts, device=token_ids.device)
         experts = _hashed(token_ids.to(torch.int64), whole, top_k, seed)
@@ -96,8 +98,34 @@ def _check(token_ids: Any, num_experts: Any, top_k: Any, table: Any, seed: Any) 
         checks.integer(_OP, name, value)
     if num_experts < 1:
         checks.fail(_OP, "num_experts", "at least 1", num_experts)
+    if num_experts > MOST_EXPERTS:
+        checks.fail(_OP, "num_experts", f"at most {MOST_EXPERTS}", num_experts)
     if not 1 <= top_k <= num_experts:
         checks.fail(_OP, "top_k", f"from 1 to {num_experts}, the number of experts", top_k)
+    if table is not None:
+        columns = table.shape[1]
+        if not 1 <= columns <= num_experts:
+            wanted = f"of 1 to {num_experts} columns, the number of experts"
+            checks.fail(_OP, "table", wanted, list(table.shape))
+        if top_k not in (1, columns):
+            checks.fail(_OP, "top_k", f"{columns}, the columns of table", top_k)
+
+
+def _looked_up(token_ids: torch.Tensor, table: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """Return the experts of each token that a table has, ``[T, k]``; on the CPU checked."""
+    rows = len(table)
+    if checks.readable(token_ids) and token_ids.numel():
+        least, most = (int(each) for each in token_ids.aminmax())
+        if least < 0 or most >= rows:
+            wanted = f"rows of table, at least 0 and less than {rows}"
+            checks.fail(_OP, "token_ids", wanted, least if least < 0 else most)
+    experts = table[token_ids]
+    if checks.readable(experts) and experts.numel():
+        least, most = (int(each) for each in experts.aminmax())
+        if least < 0 or most > num_experts:
+            wanted = f"of experts from 0 to {num_experts - 1}, or {num_experts} for nobody"
+            checks.fail(_OP, "table", wanted, least if least < 0 else most)
+    return experts
 
 
 def _check_domains(

@@ -17,6 +17,7 @@ from fusedops._core.library import define_op
 from fusedops._core.sharding import REPLICATE, Placement
 from fusedops._core.tracing import holds_for_all
 
+MOST_EXPERTS = 1 << 24
 Sorted = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -77,7 +78,9 @@ def check_choices(op: str, expert_ids: Any, num_experts: Any, kept: Any) -> None
     if expert_ids.dim() != 2:
         checks.fail(op, "expert_ids", "of 2 dims, [tokens, top_k]", list(expert_ids.shape))
     checks.integer(op, "num_experts", num_experts, least=1)
-    if holds_for_all(expert_ids.numel() >= 2**31) or num_experts >= 2**31:
+    if holds_for_all(num_experts > MOST_EXPERTS):
+        checks.fail(op, "num_experts", f"at most {MOST_EXPERTS}", num_experts)
+    if holds_for_all(expert_ids.numel() >= 2**31):
         checks.fail(op, "expert_ids", "of fewer than 2**31 slots: rows are int32", expert_ids.shape)
     if kept is None:
         return
@@ -87,14 +90,23 @@ def check_choices(op: str, expert_ids: Any, num_experts: Any, kept: Any) -> None
         checks.fail(op, "kept", f"on {expert_ids.device}, the device of expert_ids", kept.device)
 
 
+def check_ids(op: str, expert_ids: torch.Tensor, num_experts: int) -> None:
+    """Raise unless ids whose values can be read are experts, or ``num_experts``."""
+    if not checks.readable(expert_ids) or not expert_ids.numel():
+        return
+    least, most = (int(each) for each in expert_ids.aminmax())
+    if least >= 0 and most <= num_experts:
+        return
+    token, choice = ((expert_ids < 0) | (expert_ids > num_experts)).nonzero()[0].tolist()
+    wanted = f"in [0, {num_experts}), or {num_experts} for nobody"
+    got = f"{int(expert_ids[token, choice])} at token {token}, choice {choice}"
+    checks.fail(op, "expert_ids", wanted, got)
+
+
 def _reference(expert_ids: torch.Tensor, kept: torch.Tensor | None, num_experts: int) -> Sorted:
+    check_ids("moe_sort", expert_ids, num_experts)
     ids = expert_ids.reshape(-1)
     legal = (ids >= 0) & (ids <= num_experts)
-    if checks.readable(ids) and not bool(legal.all()):
-        slot = int(legal.logical_not().nonzero()[0])
-        where = f"token {slot // expert_ids.shape[1]}, choice {slot % expert_ids.shape[1]}"
-        wanted = f"in [0, {num_experts}), or {num_experts} for nobody"
-        checks.fail("moe_sort", "expert_ids", wanted, f"{int(ids[slot])} at {where}")
     if kept is not None:
         legal = legal & kept.reshape(-1)
     ids = torch.where(legal, ids, num_experts)
@@ -132,7 +144,7 @@ _OP = define_op(
     contract={
         "expert_ids": "int32 | int64 [tokens, top_k]",
         "kept": "bool [tokens, top_k]",
-        "num_experts": "0 <= num_experts <= 16777216",
+        "num_experts": f"0 <= num_experts <= {MOST_EXPERTS}",
         "permutation": "int32 [tokens * top_k]",
         "positions": "int32 [tokens, top_k]",
         "tokens_per_expert, offsets": "int32 [num_experts]",

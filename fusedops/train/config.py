@@ -233,7 +233,8 @@ class Config:
         batch: sequences of a step, on all processes together.
         seed: of the weights, the order of the data and dropout.
         device: ``"cpu"``, ``"cuda"``; ``"auto"``: the GPU where there is one.
-        export: folder for the trained weights as a checkpoint of Hugging Face; empty: none.
+        export: folder for the trained weights and the tokenizer as a checkpoint of Hugging Face;
+            empty: none.
         tune_host: let the processes keep the memory that they have touched (``tune_host``).
         model: ``load`` alone, or ``preset`` and sizes (``fusedops.models.TransformerConfig``).
         parallel: ``fusedops.models.ParallelConfig``; ``dp`` is what the processes leave for it.

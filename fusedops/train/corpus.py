@@ -260,6 +260,27 @@ def _tokenizer(data: Data) -> Tokenizer:
     return Tokenizer(tokenizer.get_vocab_size(), end, encode, f"{digest} {end}")
 
 
+def lacks_tokenizer(train: Sequence[str], tokenizer: str) -> bool:
+    """Whether a corpus is a file of tokens, and no tokenizer says what they mean.
+
+    Args:
+        train: ``data.train``; its files need not be there any more.
+        tokenizer: ``data.tokenizer``.
+    """
+    paths = [Path(each).expanduser() for each in train]
+    tokens = any(each.suffix == TOKENS or any(each.glob(f"**/*{TOKENS}")) for each in paths)
+    return tokens and tokenizer == BYTES
+
+
+def end_of(data: Data) -> int:
+    """Return the token that ends a text.
+
+    Raises:
+        InputError: the tokenizer cannot be read, or has no such token.
+    """
+    return _tokenizer(data).end
+
+
 def open_tokenizer(path: str) -> tuple[Any, str]:
     """Return the tokenizer of a ``tokenizer.json``, and what the file says.
 

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from fusedops.checkpoint import CheckpointError
-from fusedops.models import save_huggingface
 from fusedops.parallel import communication
 from fusedops.parallel.communication import Log
 from fusedops.train import metrics
 from fusedops.train.config import Config, load_config
+from fusedops.train.export import export
 from fusedops.train.outcome import Result, Watcher
 from fusedops.train.processes import Stop, joined, outlast
 from fusedops.train.setup import Run, prepared
@@ -95,8 +95,7 @@ def _loop(run: Run, stop: Stop, watch: Watch, watcher: Watcher | None) -> Result
     finished = run.step >= config.steps
     if finished and config.export:
         watch.at(run.step, "the export after step")
-        model: Any = run.parallel.model
-        save_huggingface(model, config.export)
+        export(run.parallel.model, config, first=run.ranks.rank == 0)
     return Result(run.step, finished, loss, validation, Path(config.out))
 
 

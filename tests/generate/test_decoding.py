@@ -232,6 +232,16 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "length_penalty must be between -234 and 234 with 20 tokens",
     ),
+    "too many samples": (
+        lambda: go([1], temperature=1.0, samples=2**40),
+        ValueError,
+        "samples must be at most 65536, got 1099511627776",
+    ),
+    "a penalty past all logits": (
+        lambda: go([1], repetition_penalty=1e-300),
+        ValueError,
+        "repetition_penalty must be between 1 / 65536 and 65536, got 1e-300",
+    ),
     "a cold below zero": (lambda: go([1], temperature=-1.0), ValueError, "at least 0"),
     "a stream of beams": (lambda: stream(gpt2(), [1], beams=2), ValueError, "at the end only"),
 }
@@ -294,6 +304,22 @@ BAD_CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "tokens must be one for each of 2 rows, got 3",
     ),
     "a step before prompts": (lambda: Decoder(gpt2(), 4).step(torch.arange(2)), ValueError, "of 0"),
+    "tokens in a list": (lambda: filled(4).step([1, 2]), TypeError, "tokens must be a torch.Ten"),  # type: ignore[arg-type]
+    "a row that is none": (
+        lambda: filled(4).select(torch.tensor([0, 2])),
+        ValueError,
+        "rows must be at least 0 and less than 2, the rows so far, got 2",
+    ),
+    "past the table": (
+        lambda: Decoder(gpt2(), 65),
+        ValueError,
+        "most must be at most 64, the model's table of positions, got 65",
+    ),
+    "past what a row may come to, in a larger cache": (
+        lambda: Decoder(gpt2(), 4, 8).prefill([torch.arange(5)]),
+        ValueError,
+        "most must be at least 5, the tokens of a row, got 4",
+    ),
     "no room": (lambda: Decoder(gpt2(), 0), ValueError, "most must be at least 1"),
     "no cache": (lambda: Decoder(gpt2(), 4, 0), ValueError, "capacity must be at least 1"),
     "an encoder": (lambda: Decoder(Transformer(TINY["tiny-bert"]), 4), ValueError, "a decoder"),

@@ -1,4 +1,4 @@
-"""Draws have the probabilities that were asked for, and depend on seed, sample and place alone."""
+"""Draws have the probabilities that were asked for, and each sequence has a stream of its own."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import torch
 import fusedops
 from fusedops._core import philox
 from fusedops.generation import Options
+from fusedops.generation.options import Stream
 from fusedops.generation.sampling import draw, uniforms
 from fusedops.models import TINY, Transformer, save_huggingface
 
+CPU = torch.device("cpu")
 PROMPTS = [[5, 17, 3], [7], [200, 1, 1, 30, 8]]
 DRAWN: dict[str, Any] = {"temperature": 0.9, "top_k": 60, "top_p": 0.95, "seed": 3}
 
@@ -60,33 +62,84 @@ def test_a_temperature_next_to_zero_draws_the_likeliest(temperature: float) -> N
         assert torch.equal(tokens, logits.argmax(-1)), options
 
 
-def test_draws_are_words_of_philox_at_their_place() -> None:
-    seed, sample, first = (7 << 32) + 9, 2, (1 << 32) - 1
-    found = uniforms([(seed, sample)], [first], 2, torch.device("cpu"))[0]
-    for place, each in zip((first, first + 1), found.tolist(), strict=True):
-        counter = [torch.tensor(n) for n in (place & 0xFFFFFFFF, place >> 32, sample, 0)]
+def test_draws_are_words_of_philox_at_their_position() -> None:
+    seed, prompt, sample, first = (7 << 32) + 9, 5, 2, (1 << 32) - 1
+    found = uniforms([Stream(seed, prompt, sample)], [first], 2, CPU)[0]
+    for position, each in zip((first, first + 1), found.tolist(), strict=True):
+        words = position & 0xFFFFFFFF, position >> 32, sample, prompt
+        counter = [torch.tensor(word) for word in words]
         key = torch.tensor(9), torch.tensor(7)
         high, low, *_ = philox.philox4x32((*counter,), key)  # type: ignore[arg-type]
         assert each == ((int(high) << 32) + int(low) >> 11) / 2**53
-    many = uniforms([(each, 0) for each in range(64)], [0] * 64, 256, torch.device("cpu"))
-    assert many.min() >= 0 and many.max() < 1 and len(many.unique()) == many.numel()
-    # Of so many the mean's standard deviation is 0.0023.
-    assert abs(float(many.mean()) - 0.5) < 0.01
+
+
+def chi_square_probability(observed: torch.Tensor, expected: torch.Tensor, freedom: int) -> float:
+    """Return how probable counts as far from the expected ones are."""
+    statistic = ((observed - expected).square() / expected).sum().double()
+    return float(torch.special.gammaincc(torch.tensor(freedom / 2).double(), statistic / 2))
+
+
+def test_each_stream_is_uniform_and_streams_are_not_correlated() -> None:
+    streams = [Stream(3, prompt, sample) for prompt in range(4) for sample in range(3)]
+    streams += [Stream(4, 0, 0), Stream(3 << 32, 0, 0)]
+    count, bins = 1 << 16, 64
+    draws = uniforms(streams, [7] * len(streams), count, CPU)
+    assert draws.min() >= 0 and draws.max() < 1 and len(draws.unique()) == draws.numel()
+    even = torch.full((bins,), count / bins)
+    for stream, each in zip(streams, draws, strict=True):
+        observed = (each * bins).long().bincount(minlength=bins)
+        assert chi_square_probability(observed, even, bins - 1) > 1e-4, stream
+    # Over positions of one seed, and over seeds at one position: 5 standard deviations.
+    correlation = torch.corrcoef(draws) - torch.eye(len(streams))
+    assert correlation.abs().max() < 5 / count**0.5
+    pairs = [(0, 0), (1, 0), (0, 1), (1, 1)]
+    seeds = range(4096)
+    many = [
+        uniforms([Stream(seed, *pair) for seed in seeds], [5] * len(seeds), 1, CPU).flatten()
+        for pair in pairs
+    ]
+    correlation = torch.corrcoef(torch.stack(many)) - torch.eye(len(pairs))
+    assert correlation.abs().max() < 5 / len(seeds) ** 0.5
+
+
+def test_equal_prompts_of_a_batch_get_independent_texts(model: Transformer) -> None:
+    words, seeds = 3, 300
+    asked: dict[str, Any] = {"tokens": 1, "temperature": 1.0, "top_k": words, "samples": 2}
+    likeliest = fusedops.generation.Decoder(model, 2).prefill([torch.tensor([7])]).topk(words)
+    place = {token: index for index, token in enumerate(likeliest.indices[0].tolist())}
+    drawn = [
+        [place[each.tokens[0]] for each in fusedops.generate(model, [[7], [7]], seed=seed, **asked)]
+        for seed in range(seeds)
+    ]
+    shares = likeliest.values[0].softmax(-1)
+    first, *others = torch.tensor(drawn).T
+    for each in (first, *others):
+        assert chi_square_probability(each.bincount(minlength=words), seeds * shares, 2) > 1e-3
+    for other in others:
+        table = (words * first + other).bincount(minlength=words**2)
+        expected = seeds * torch.outer(shares, shares).flatten()
+        assert chi_square_probability(table, expected, words**2 - 1) > 1e-3
 
 
 def test_what_else_is_in_the_batch_changes_no_draw(model: Transformer) -> None:
-    together = fusedops.generate(model, PROMPTS, tokens=20, samples=3, **DRAWN)
-    assert len({tuple(each.tokens) for each in together}) == 9
+    def texts(prompts: Any, **more: Any) -> list[list[int]]:
+        options: dict[str, Any] = {"tokens": 20, "samples": 3} | DRAWN | more
+        return [each.tokens for each in fusedops.generate(model, prompts, **options)]
+
+    together = texts(PROMPTS)
+    assert len(set(map(tuple, together))) == 9
     for number, prompt in enumerate(PROMPTS):
-        alone = fusedops.generate(model, prompt, tokens=20, samples=3, **DRAWN)
-        mine = together[3 * number : 3 * number + 3]
-        assert [each.tokens for each in alone] == [each.tokens for each in mine]
-    fewer = fusedops.generate(model, PROMPTS[0], tokens=20, **DRAWN)
-    assert fewer[0].tokens == together[0].tokens
-    other = fusedops.generate(model, PROMPTS[0], tokens=20, **DRAWN | {"seed": 4})
-    assert other[0].tokens != together[0].tokens
-    seeds = fusedops.generate(model, [PROMPTS[0]] * 2, tokens=20, **DRAWN | {"seed": [3, 4]})
-    assert [each.tokens for each in seeds] == [together[0].tokens, other[0].tokens]
+        others: list[list[int]] = [[9], [8] * 11, [1, 2, 3, 4]]
+        others[number] = prompt
+        assert texts(others)[3 * number : 3 * number + 3] == together[3 * number : 3 * number + 3]
+    alone = texts(PROMPTS[0])
+    assert alone == together[:3]
+    assert texts(PROMPTS[0], samples=1) == alone[:1]
+    assert texts(PROMPTS[0], seed=4) != alone
+    # With a seed of its own a prompt has the text that it has alone, wherever it stands.
+    seeds = texts([*PROMPTS, PROMPTS[0], PROMPTS[0]], seed=[8, 9, 10, 4, DRAWN["seed"]])
+    assert seeds[9:12] == texts(PROMPTS[0], seed=4) and seeds[12:] == alone
+    assert seeds[3:6] == texts(PROMPTS[1], seed=9)
 
 
 def test_a_sequence_that_is_gone_on_with_is_what_it_would_have_been(model: Transformer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -57,8 +58,8 @@ def test_text_goes_on_from_what_was_trained(folders: tuple[str, str]) -> None:
     assert f"{run}, step 30, 1 processes on cpu" in done.stderr
     assert f"{count} tokens, " in done.stderr
     assert f"without the cache: {count} of {count} tokens are the same" in done.stderr
-    other = invoke(export, "--tokenizer", "bytes", "--prompt", PROMPT)
-    assert other.stdout == done.stdout
+    for more in ([], ["--tokenizer", "bytes"]):
+        assert invoke(export, "--prompt", PROMPT, *more).stdout == done.stdout
 
 
 def test_strings_end_texts_and_samples_are_numbered(folders: tuple[str, str]) -> None:
@@ -89,12 +90,62 @@ BAD = {
     "too many processes": (["{run}", "--set", "parallel.tp=2"], "tp"),
     "another table": (["{run}", "--set", "model.seq_len=2"], "--set must be of [parallel]"),
     "a key that is none": (["{run}", "--set", "parallel.pt=2"], "did you mean 'tp'"),
-    "no tokenizer": (["{export}"], "has no tokenizer.json: give --tokenizer"),
+    "a tokenizer that is none": (["{run}", "--tokenizer", ""], "--tokenizer must be a text of one"),
+    "a tokenizer that is not there": (["{run}", "--tokenizer", "{folder}/a"], "cannot be read: No"),
+    "a damaged tokenizer": (["{run}", "--tokenizer", "{export}/config.json"], "cannot be read: "),
+    "an empty folder name": ([""], "CHECKPOINT must be a text of one letter at least"),
+    "bytes that are no text": (["{run}", "--prompt", "a\udcff"], "in UTF-8, got 'a\\udcff'"),
+    "an empty stop": (["{run}", "--stop", ""], "--stop must be a text of one letter at least, got"),
+    "a stop of beams": (["{run}", "--beams", "2", "--stop", "a"], "--stop is not known to --beams"),
+    "more tokens than an int": (["{run}", "--tokens", str(2**70)], "tokens must be an int of 64 b"),
+    "no cache": (["{run}", "--cache-size", "0"], "cache_size must be at least 1, got 0"),
+    "samples without end": (
+        ["{run}", "--samples", str(2**40), "--temperature", "1"],
+        "samples must be at most 65536",
+    ),
+    "samples that are equal": (["{run}", "--samples", "2"], "samples must be 1 unless temperature"),
+    "too many beams": (["{run}", "--beams", "400"], "beams must be at most the 320 words, got 400"),
+    "no beams": (["{run}", "--beams", "0"], "beams must be at least 1"),
+    "a step below 0": (["{run}", "--step", "-1"], "no whole checkpoint of step -1"),
+    "a seed below 0": (["{run}", "--seed", "-1"], "seed must be at least 0"),
+    "no number": (["{run}", "--set", "parallel.tp=x"], "parallel.tp must be an integer, got 'x'"),
     "a dtype that is none": (["{run}", "--dtype", "int8"], "--dtype must be one of"),
     "a device that is none": (["{run}", "--device", "tpu"], "--device must be one of auto, cpu"),
     "draws of beams": (["{run}", "--beams", "2", "--temperature", "1"], "with beams"),
     "no prompt": (["{run}", "--no-prompt"], "--prompt TEXT"),
 }
+for option, values, words in (
+    ("--temperature", ("-1", "nan", "inf"), "temperature must be "),
+    ("--top-k", ("-1", "5"), "top_k must be "),
+    ("--top-p", ("0", "2", "nan", "0.5"), "top_p must be "),
+    ("--repetition-penalty", ("0", "nan", "1e-300"), "repetition_penalty must be "),
+    ("--length-penalty", ("nan", "1e9"), "length_penalty must be "),
+):
+    BAD |= {f"{option} {each}": (["{run}", option, each], words) for each in values}
+
+
+def broken(folder: Path, source: str, damage: str) -> str:
+    """Return a copy of an export in which one file is damaged."""
+    shutil.copytree(source, folder / "broken")
+    path = folder / "broken" / damage
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    return str(folder / "broken")
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        ("model.safetensors", "is no safetensors file"),
+        ("config.json", "config.json is not valid JSON"),
+        ("tokenizer.json", "tokenizer.json cannot be read"),
+    ],
+)
+def test_a_damaged_folder_is_a_line_and_exit_code_2(
+    damage: str, words: str, folders: tuple[str, str], tmp_path: Path
+) -> None:
+    done = invoke(broken(tmp_path, folders[1], damage), "--prompt", PROMPT)
+    (line,) = done.stderr.splitlines()
+    assert (done.exit_code, done.stdout) == (2, "") and words in line
 
 
 @pytest.mark.parametrize("what", BAD)
@@ -186,3 +237,95 @@ def test_letters_come_whole_and_what_may_end_a_text_is_held_back() -> None:
         cut.feed(token)
     cut.feed(None)
     assert cut.take() == "x\ufffd"
+
+
+def test_an_export_is_loaded_by_transformers_and_has_its_tokenizer(
+    folders: tuple[str, str],
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    run, export = folders
+    tokenizer = transformers.AutoTokenizer.from_pretrained(export)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(export)
+    assert tokenizer.eos_token_id == theirs.generation_config.eos_token_id == 256
+    assert theirs.config.eos_token_id == 256 and theirs.config.bos_token_id is None
+    every = "".join(map(chr, range(256))) + "  \u20ac\r\n\t a"
+    assert tokenizer(every).input_ids == list(every.encode())
+    assert tokenizer.decode(tokenizer(every).input_ids) == every
+    ids = tokenizer(PROMPT, return_tensors="pt")
+    made = theirs.generate(**ids, max_new_tokens=9, do_sample=False, pad_token_id=256)
+    assert invoke(run, "--prompt", PROMPT, "--tokens", "9").stdout.startswith(
+        tokenizer.decode(made[0], skip_special_tokens=True)
+    )
+
+
+def of_pieces(path: Path) -> Path:
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"<end>": 0, "one": 1, "two": 2, "?": 3}, "?")
+    )
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(path))
+    return path
+
+
+def export_of(folder: Path, **data: Any) -> Path:
+    """Train a step; return the export."""
+    train(
+        {
+            "out": str(folder / "run"),
+            "export": str(folder / "export"),
+            "steps": 1,
+            "batch": 2,
+            "device": "cpu",
+            "tune_host": False,
+            "model": {"preset": "tiny-llama", "seq_len": 32},
+            "data": {"seq_len": 8, **data},
+            "log": {"peak_tflops": 1.0},
+        }
+    )
+    return folder / "export"
+
+
+@pytest.mark.parametrize("settings", [False, True])
+def test_the_tokenizer_of_a_run_is_copied_to_its_export(settings: bool, tmp_path: Path) -> None:
+    pieces = of_pieces(tmp_path / "tokenizer.json")
+    if settings:
+        given = '{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "two"}'
+        (tmp_path / "tokenizer_config.json").write_text(given)
+    (tmp_path / "text.txt").write_text("one two two " * 40)
+    texts = {"train": [str(tmp_path / "text.txt")], "tokenizer": str(pieces)}
+    export = export_of(tmp_path, **texts, end_of_text="<end>")
+    assert (export / "tokenizer.json").read_bytes() == pieces.read_bytes()
+    asked = ["--prompt", "one two", "--tokens", "4"]
+    done = invoke(str(export), *asked)
+    assert done.exit_code == 0, done.output
+    assert done.stdout == invoke(str(tmp_path / "run"), *asked).stdout
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(export)
+    assert tokenizer("one two").input_ids == [1, 2]
+    assert tokenizer.eos_token == ("two" if settings else "<end>")
+
+
+def test_of_a_corpus_of_tokens_alone_a_tokenizer_must_be_given(tmp_path: Path) -> None:
+    tokens = torch.randint(0, 200, (400,), dtype=torch.int32)
+    (tmp_path / "corpus.bin").write_bytes(tokens.numpy().tobytes())
+    corpus = {"train": [str(tmp_path / "corpus.bin")], "token_dtype": "int32"}
+    export = export_of(tmp_path, **corpus)
+    for folder, words in (
+        (tmp_path / "run", "was trained on a file of tokens, which does not say what they mean"),
+        (export, "has no tokenizer.json: give --tokenizer"),
+    ):
+        done = invoke(str(folder), "--prompt", PROMPT)
+        assert done.exit_code == 2 and words in done.stderr, done.output
+        done = invoke(str(folder), "--prompt", PROMPT, "--tokenizer", "bytes", "--tokens", "2")
+        assert done.exit_code == 0, done.output
+
+
+def test_a_letter_that_is_cut_at_the_end_is_shown(folders: tuple[str, str]) -> None:
+    pytest.importorskip("tokenizers")
+    for tokenizer in ("bytes", f"{folders[1]}/tokenizer.json"):
+        words = Words(Text.of(tokenizer), ["\u20acx"])
+        for token in (*"a\u20acb".encode(), *"\u20ac".encode()[:2]):
+            words.feed(token)
+        words.feed(None)
+        assert words.take() == "a\u20acb\ufffd"

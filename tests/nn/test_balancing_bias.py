@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedops
 from fusedops import keep_routing, moe_route, update_balancing_bias
+from fusedops.parity import threads
 
 
 class Router(torch.nn.Module):
@@ -96,6 +97,20 @@ def test_another_modules_bias_can_be_stepped() -> None:
     assert sorted(gate.e_score_correction_bias.tolist()) == [-0.5, 0.5, 0.5, 0.5]
 
 
+def test_the_counts_of_ranks_are_summed_before_they_are_compared() -> None:
+    def on_rank(rank: int) -> list[float]:
+        # 256 + 1 is no number of bfloat16.
+        counts = torch.tensor([[256.0, 256.0], [1.0, 0.0]], dtype=torch.bfloat16)[rank]
+        bias = torch.zeros(2)
+        update_balancing_bias(bias, counts, rate=0.5, group=torch.distributed.group.WORLD)
+        broken = torch.tensor([[1.0, 1.0], [1.0, float("nan")]])[rank]
+        with pytest.raises(ValueError, match="got nan for expert 1"):
+            update_balancing_bias(bias, broken, group=torch.distributed.group.WORLD)
+        return bias.tolist()
+
+    assert threads.run(on_rank, 2) == [[-0.5, 0.5]] * 2
+
+
 def test_equal_counts_change_nothing_and_centering_keeps_the_mean() -> None:
     bias = update_balancing_bias(torch.ones(3), torch.tensor([7, 7, 7]))
     assert torch.equal(bias, torch.ones(3))
@@ -111,6 +126,15 @@ def test_bad_input_is_named() -> None:
         update_balancing_bias(torch.zeros(3, 1), torch.zeros(3).long())
     with pytest.raises(TypeError, match="update_balancing_bias: bias must have a floating dtype"):
         update_balancing_bias(torch.zeros(3).long(), torch.zeros(3).long())
+    with pytest.raises(ValueError, match="update_balancing_bias: bias must be .* expanded one"):
+        update_balancing_bias(torch.zeros(1).expand(3), torch.zeros(3).long())
+    for count in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=f"tokens_per_expert must be .*, got {count} for exp"):
+            update_balancing_bias(torch.zeros(2), torch.tensor([1.0, count]))
+    with pytest.raises(ValueError, match="update_balancing_bias: rate must be at least 0, got -1"):
+        update_balancing_bias(torch.zeros(3), torch.zeros(3).long(), rate=-1.0)
+    with pytest.raises(ValueError, match="BalancingBias: rate must be at least 0, got -1"):
+        fusedops.nn.BalancingBias(3, -1.0)
     with pytest.raises(ValueError, match="BalancingBias: num_experts must be at least 1, got 0"):
         fusedops.nn.BalancingBias(0)
     with pytest.raises(ValueError, match="plan must have 3 experts, got 2"):

@@ -58,6 +58,48 @@ BAD: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = {
     "table": ((torch.arange(3), 4), {"table": torch.arange(3)}, ValueError, "table must be of 2"),
     "kind": ((torch.arange(3), 4.0), {}, TypeError, "num_experts must be an int, got float"),
     "seed": ((torch.arange(3), 4), {"seed": None}, TypeError, "seed must be an int, got NoneType"),
+    "many experts": (
+        (torch.arange(3), 2**31),
+        {},
+        ValueError,
+        "num_experts must be at most 16777216",
+    ),
+    "an id above the table": (
+        (torch.tensor([0, 5]), 4),
+        {"table": torch.tensor([[0], [1]])},
+        ValueError,
+        "token_ids must be rows of table, at least 0 and less than 2, got 5",
+    ),
+    "an id below the table": (
+        (torch.tensor([0, -1]), 4),
+        {"table": torch.tensor([[0], [1]])},
+        ValueError,
+        "token_ids must be rows of table, at least 0 and less than 2, got -1",
+    ),
+    "an expert of the table": (
+        (torch.tensor([1]), 4),
+        {"table": torch.tensor([[0], [9]])},
+        ValueError,
+        "table must be of experts from 0 to 3, or 4 for nobody, got 9",
+    ),
+    "a table without columns": (
+        (torch.tensor([0]), 4),
+        {"table": torch.zeros(2, 0, dtype=torch.int64)},
+        ValueError,
+        "table must be of 1 to 4 columns",
+    ),
+    "a table with more columns than experts": (
+        (torch.tensor([0]), 1),
+        {"table": torch.tensor([[0, 0]])},
+        ValueError,
+        "table must be of 1 to 1 columns",
+    ),
+    "top_k beside a table": (
+        (torch.tensor([0]), 4),
+        {"table": torch.tensor([[0]]), "top_k": 2},
+        ValueError,
+        "top_k must be 1, the columns of table, got 2",
+    ),
 }
 
 

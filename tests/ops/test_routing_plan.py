@@ -116,5 +116,11 @@ def test_a_plan_goes_into_through_and_out_of_compiled_and_checkpointed_code(dyna
 def test_wrong_choices_are_named(ids: Any, probs: Any, error: Any, words: Any) -> None:
     with pytest.raises(error) as caught:
         RoutingPlan.from_choices(ids, probs, 2)
-    for word in words:
+    for word in ("RoutingPlan.from_choices: ", *words):
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("experts", [2**24 + 1, 2**31])
+def test_too_many_experts_are_named(experts: int) -> None:
+    with pytest.raises(ValueError, match="from_choices: num_experts must be at most 16777216, got"):
+        RoutingPlan.from_choices(torch.tensor([[0]]), torch.ones(1, 1), experts)
