@@ -200,6 +200,9 @@ def _row(
     note: str,
 ) -> Row:
     spread, ratio = timing.spread(variant), timing.ratio(EAGER, variant)
+    against = lead(timing, variant)
+    if against and not timing.trusted(against["rival"]):
+        against = {}
     return Row(
         op=op,
         case=case,
@@ -226,7 +229,7 @@ def _row(
         error_max_ulps=error[0] if error else None,
         error_mean_ulps=error[1] if error else None,
         note=note,
-        **lead(timing, variant),
+        **against,
     )
 
 

@@ -370,8 +370,9 @@ def _deliver(
     """Show the record, then write what was asked for: a full disk must not cost the table."""
     from fusedops.cli.bench import chart, table
     from fusedops.cli.bench.results import save_json, save_results, to_csv
+    from fusedops.cli.console import console
 
-    out = table.console()
+    out = console()
     table.show(record, out)
     writers: list[tuple[Path | None, Callable[[Path], object]]] = [
         (json_file, lambda path: save_json(path, record)),
