@@ -21,6 +21,7 @@ from rich.table import Table
 from fusedops._core import backends
 from fusedops._core.timer import BriefClock, Clock, Plan, Variant, clock_for, measure
 from fusedops.cli.bench.contenders import AUTOMATIC, EAGER, Call, Contender, backend_of
+from fusedops.cli.console import print_table
 from fusedops.cli.progress import steps
 from fusedops.ops.linear_act import linear_act
 from fusedops.specs import BenchCase, all_specs
@@ -79,12 +80,12 @@ def show(out: Console, device: torch.device) -> None:
             rates.append(measured(share))
             progress.advance()
     products = [each for each in rates if each.what.startswith("linear")]
-    out.print(_table("products: linear_act beside F.linear, forward", products))
+    print_table(out, _table("products: linear_act beside F.linear, forward", products))
     others = [each for each in rates if each not in products]
-    out.print(_table("ops beside eager torch, forward and backward", others))
+    print_table(out, _table("ops beside eager torch, forward and backward", others))
     if not all(each.trusted for each in rates):
         out.print(
-            "  ? disturbed by other work on this machine, or a single round: `fusedops bench` has\n"
+            "  disturbed: by other work on this machine, or a single round; `fusedops bench` has\n"
             "  more time"
         )
     out.print(
@@ -231,22 +232,26 @@ def _rate(
 def _table(title: str, rates: list[Rate]) -> Table:
     with_rates = any(each.gflops for each in rates)
     table = Table(title=title, title_justify="left", header_style="bold")
-    table.add_column("", no_wrap=True)
-    table.add_column("dtype", no_wrap=True)
+    table.add_column("")
+    table.add_column("dtype")
     for name in ("ours GFLOP/s", "torch GFLOP/s") if with_rates else ():
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("x torch", justify="right", no_wrap=True)
+        table.add_column(name, justify="right")
+    table.add_column("x torch", justify="right")
     table.add_column("runs on")
     for each in rates:
         if each.ratio is None:
             table.add_row(each.what, each.dtype, *["-"] * (3 if with_rates else 1), each.problem)
+            continue
+        if not each.trusted:
+            rates = ["-"] * len(each.gflops or ())
+            table.add_row(each.what, each.dtype, *rates, "disturbed", each.runs_on)
             continue
         style = "green" if each.ratio > 1 else "red"
         table.add_row(
             each.what,
             each.dtype,
             *(f"{rate:.0f}" for rate in each.gflops or ()),
-            f"[{style}]{each.ratio:.2f}{'' if each.trusted else '?'}[/]",
+            f"[{style}]{each.ratio:.2f}[/]",
             each.runs_on,
         )
     return table

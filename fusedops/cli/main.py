@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import platform
 import sys
+from typing import Annotated
 
 try:
     import typer
@@ -20,6 +22,33 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_show_locals=False,
 )
+
+
+def _show_version(wanted: bool) -> None:
+    """Print the version, and those on which results depend, and leave."""
+    if not wanted:
+        return
+    import torch
+
+    import fusedops
+
+    own, python = fusedops.__version__, platform.python_version()
+    typer.echo(f"fusedops {own} (torch {torch.__version__}, Python {python})")
+    raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Print the version and leave."
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
 app.add_typer(bench.app, name="bench")
 app.command()(doctor.doctor)
 app.command()(plan.plan)

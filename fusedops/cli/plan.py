@@ -30,7 +30,9 @@ def plan(
         typer.Option(help="A published model (--model list shows them), or a config.json."),
     ] = "",
     devices: Annotated[int, typer.Option(min=1, max=_MOST_DEVICES, help="How many.")] = 8,
-    memory: Annotated[str, typer.Option(help="Of each device: 32GiB, 80GB.")] = "80GiB",
+    memory: Annotated[
+        str, typer.Option(help="Of each device, with its unit: 32GiB, 80GB.")
+    ] = "80GiB",
     micro_batch: Annotated[
         int, typer.Option(min=1, help="Sequences of a micro-batch on each data-parallel rank.")
     ] = 1,
@@ -82,14 +84,14 @@ def plan(
     Exits with 1 when nothing fits. The formulas, and how far measured peaks are from them, stand in
     docs/planning.md.
     """
-    from rich.console import Console
+    from fusedops.cli.console import console
 
     with files.one_line_errors():
         if model == "list":
-            _show_models(_console())
+            _show_models(console())
             return
         if measure:
-            _measure(_console())
+            _measure(console())
             return
         if not model:
             raise files.UserError("--model is missing: a name (--model list) or a config.json")
@@ -114,19 +116,13 @@ def plan(
         if json_file == "-":
             print(json.dumps(_record(model, shape, devices, found), indent=1))
         else:
-            out: Console = _console()
+            out = console()
             _show(model, shape, devices, found, rows, out)
             if json_file:
                 files.write_json(Path(json_file), _record(model, shape, devices, found))
                 out.print(f"wrote {json_file}", highlight=False, soft_wrap=True)
     if not found.fitting:
         raise typer.Exit(1)
-
-
-def _console() -> Any:
-    from fusedops.cli.bench.table import console
-
-    return console()
 
 
 def _plan(
@@ -158,6 +154,8 @@ def _choices(tp: str, pp: str, ep: str, zero: str, recompute: str, offload: str)
         "zero": _numbers(zero, "zero", least=0, most=3) or (0,),
         "recompute": [word.strip() for word in recompute.split(",") if word.strip()],
     }
+    if not found["recompute"]:
+        raise files.UserError(f"--recompute is empty; known: {', '.join(RECOMPUTE)}")
     for word in "+".join(found["recompute"]).split("+"):
         options.check_known(word, RECOMPUTE, "recompute")
     found["offload"] = []
@@ -172,14 +170,13 @@ def _choices(tp: str, pp: str, ep: str, zero: str, recompute: str, offload: str)
 def _schedules(text: str) -> tuple[str, ...]:
     from fusedops.parallel.pipeline.schedules import SCHEDULES
 
-    words = tuple(word.strip() for word in text.split(",") if word.strip())
-    for word in words:
-        options.check_known(word, SCHEDULES, "schedule")
-    return words or ("1f1b",)
+    return tuple(dict.fromkeys(options.words(text, SCHEDULES, "schedule")))
 
 
 def _numbers(text: str, name: str, least: int = 1, most: int = _MOST_DEVICES) -> tuple[int, ...]:
     words = [word.strip() for word in text.split(",") if word.strip()]
+    if text and not words:
+        raise files.UserError(f"--{name} is empty: write sizes such as 1,2, or leave it out")
     for word in words:
         if not word.isdecimal() or not least <= int(word) <= most:
             wanted = f"numbers from {least}" + (f" to {most}" if most < _MOST_DEVICES else " on")
@@ -226,11 +223,12 @@ def _measure(out: Any) -> None:
 def _show_models(out: Any) -> None:
     from rich.table import Table
 
+    from fusedops.cli.console import print_table
     from fusedops.planner import PRESETS, show_count
 
     table = Table(header_style="bold")
     for name in ("model", "parameters", "layers", "hidden", "heads", "experts", "tokens"):
-        table.add_column(name, justify="left" if name == "model" else "right", no_wrap=True)
+        table.add_column(name, justify="left" if name == "model" else "right")
     for name, each in PRESETS.items():
         table.add_row(
             name,
@@ -241,11 +239,12 @@ def _show_models(out: Any) -> None:
             str(each.num_experts or "-"),
             str(each.seq_len),
         )
-    out.print(table)
+    print_table(out, table)
 
 
 def _show(name: str, model: Transformer, devices: int, found: Plan, rows: int, out: Any) -> None:
     """Print the model, the table (what fits, then the nearest of what does not) and the advice."""
+    from fusedops.cli.console import print_table
     from fusedops.planner import show_bytes, show_count
     from fusedops.planner.search import CRITERION
 
@@ -257,13 +256,15 @@ def _show(name: str, model: Transformer, devices: int, found: Plan, rows: int, o
         highlight=False,
     )
     shown = [*found.rows[: min(fits, rows)], *found.rows[fits : fits + rows // 2 + 1]]
-    out.print(_table(shown, found.memory, narrow=out.width < _WIDE))
+    print_table(out, _table(shown, found.memory, narrow=out.width < _WIDE))
     out.print(
         f"{fits} of {len(found.rows)} layouts fit; in GiB of the fullest device, bubbles in %; "
         f"sorted: {CRITERION}",
         style="dim",
         highlight=False,
     )
+    for note in found.notes:
+        out.print(f"note: {note}", style="yellow", highlight=False, markup=False)
     out.print(found.advice, style="green" if fits else "yellow", highlight=False)
 
 
@@ -273,10 +274,9 @@ def _table(shown: list[Row], memory: int, *, narrow: bool) -> Any:
     table = Table(header_style="bold", padding=(0, 0) if narrow else (0, 1))
     sizes = ("dp", "tp", "pp", "ep", "zero")
     for column in (*sizes, "bubble", "recompute", "offload"):
-        right = column in sizes
-        table.add_column(column, justify="right" if right else "left", no_wrap=True)
-    for column in (*_parts(shown[0], narrow=narrow), "peak", "left", "host"):
-        table.add_column(column, justify="right", no_wrap=True)
+        table.add_column(column, justify="right" if column in sizes else "left")
+    for column in ("peak", "left", "host", *_parts(shown[0], narrow=narrow)):
+        table.add_column(column, justify="right")
     for row in shown:
         left = row.left(memory)
         style = "green" if left >= 0 else "red"
@@ -286,10 +286,10 @@ def _table(shown: list[Row], memory: int, *, narrow: bool) -> Any:
             _bubble(row.layout),
             row.layout.recompute.replace("none", "-"),
             "".join(each[0] for each in row.layout.offload) or "-" if narrow else offload,
-            *(_gib(size) for size in _parts(row, narrow=narrow).values()),
             _gib(row.estimate.peak),
             f"[{style}]{_gib(left)}[/]",
             _gib(row.estimate.host) if row.estimate.host else "-",
+            *(_gib(size) for size in _parts(row, narrow=narrow).values()),
         )
     return table
 
@@ -326,6 +326,7 @@ def _record(name: str, model: Transformer, devices: int, found: Plan) -> dict[st
         "devices": devices,
         "memory": found.memory,
         "advice": found.advice,
+        "notes": found.notes,
         "fitting": found.fitting,
         "layouts": [_row_record(row, found.memory) for row in found.rows],
     }

@@ -10,7 +10,7 @@ the rest, because their data-parallel group is another.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from fusedops._core import checks
@@ -65,10 +65,20 @@ class Weights:
     expert_whole: int = 0
 
     def __add__(self, other: Weights) -> Weights:
-        return Weights(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+        return Weights(
+            self.split + other.split,
+            self.whole + other.whole,
+            self.expert_split + other.expert_split,
+            self.expert_whole + other.expert_whole,
+        )
 
     def __mul__(self, factor: int) -> Weights:
-        return Weights(*(getattr(self, f.name) * factor for f in fields(self)))
+        return Weights(
+            self.split * factor,
+            self.whole * factor,
+            self.expert_split * factor,
+            self.expert_whole * factor,
+        )
 
     @property
     def total(self) -> int:

@@ -139,7 +139,7 @@ class ParallelConfig:
             checks.integer(_OP, name, getattr(self, name), least=1)
         for name in ("zero", "bucket_bytes", "shard_threshold"):
             checks.integer(_OP, name, getattr(self, name), least=0)
-        for name in ("sp", "overlap", "ep_same_bits", *_RECOMPUTE_FLAGS):
+        for name in ("sp", "overlap", "ep_same_bits", *RECOMPUTE_FLAGS):
             checks.flag(_OP, name, getattr(self, name))
         if self.zero > 3:
             checks.fail(_OP, "zero", "0, 1, 2 or 3", self.zero)
@@ -147,7 +147,13 @@ class ParallelConfig:
         checks.choice(_OP, "context", self.context, CONTEXTS)
         for word in self.offload:
             checks.choice(_OP, "offload", word, OFFLOADS)
-        _check_recompute(self)
+        check_recompute(
+            _OP,
+            self.recompute,
+            RECOMPUTE,
+            slice_activation=self.recompute_slice_activation,
+            sp=self.sp,
+        )
         _check_buckets(self)
         _check_mode(self)
         _check_copies(self)
@@ -194,7 +200,7 @@ class ParallelConfig:
         return self
 
 
-_RECOMPUTE_FLAGS = (
+RECOMPUTE_FLAGS = (
     "recompute_slice_activation",
     "mp_comm_recompute",
     "parallel_optimizer_comm_recompute",
@@ -209,20 +215,35 @@ def _words(name: str, value: Any) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _check_recompute(config: ParallelConfig) -> None:
-    if not isinstance(config.recompute, str):
-        raise TypeError(f"{_OP}: recompute must be a str, got {checks.type_name(config.recompute)}")
-    words = config.recompute.split("+")
+def check_recompute(
+    op: str, recompute: Any, known: Sequence[str], *, slice_activation: bool, sp: bool
+) -> None:
+    """Raise unless the options of recomputation have a meaning together.
+
+    Args:
+        op: who asks.
+        recompute: words joined by ``+``.
+        known: the words that there are.
+        slice_activation: ``recompute_slice_activation``.
+        sp: sequence parallel.
+
+    Raises:
+        TypeError: an option has the wrong type.
+        ValueError: a word is not known, or two options do not fit together.
+    """
+    if not isinstance(recompute, str):
+        raise TypeError(f"{op}: recompute must be a str, got {checks.type_name(recompute)}")
+    words = recompute.split("+")
     for word in words:
-        checks.choice(_OP, "recompute", word, RECOMPUTE)
+        checks.choice(op, "recompute", word, known)
     if len(words) > 1 and {"none", "full"} & set(words):
-        checks.fail(_OP, "recompute", "none or full alone, or others joined by +", config.recompute)
-    if config.recompute_slice_activation and config.recompute != "full":
+        checks.fail(op, "recompute", "none or full alone, or others joined by +", recompute)
+    if slice_activation and recompute != "full":
         wanted = "False unless recompute is 'full'"
-        checks.fail(_OP, "recompute_slice_activation", wanted, True)
-    if config.recompute_slice_activation and config.sp:
+        checks.fail(op, "recompute_slice_activation", wanted, True)
+    if slice_activation and sp:
         wanted = "False with sp, which has cut the inputs of layers already"
-        checks.fail(_OP, "recompute_slice_activation", wanted, True)
+        checks.fail(op, "recompute_slice_activation", wanted, True)
 
 
 def _check_buckets(config: ParallelConfig) -> None:

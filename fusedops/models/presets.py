@@ -253,6 +253,10 @@ TINY: dict[str, TransformerConfig] = {
 }
 
 
+# A name less like another than this is no slip of the keyboard, and has no suggestion.
+_NEAR = 0.7
+
+
 def preset(name: str) -> TransformerConfig:
     """Return a published model by its name, or a tiny one (``tiny-llama``).
 
@@ -271,7 +275,7 @@ def preset(name: str) -> TransformerConfig:
     """
     found = PRESETS.get(name.lower()) or TINY.get(name.lower())
     if found is None:
-        near = difflib.get_close_matches(name.lower(), [*PRESETS, *TINY], n=1, cutoff=0.5)
+        near = difflib.get_close_matches(name.lower(), [*PRESETS, *TINY], n=1, cutoff=_NEAR)
         hint = f"did you mean {near[0]}? " if near else ""
         raise ValueError(f"unknown model {name!r}: {hint}known: {', '.join(PRESETS)}")
     return found

@@ -3,9 +3,9 @@
     import fusedops
     fusedops.verify(make_model, [{"tp": 2}, {"dp": 2, "tp": 2}], parallelize=my_parallelize)
 
-In reading order: ``case`` (what is drawn), ``batches`` (workloads), ``trial`` (a case on one
-process and on ranks, compared), ``turns``, ``meetings`` and ``threads`` (ranks as threads),
-``processes`` (ranks on gloo), ``shrink``, ``script`` and ``fuzzer``.
+In reading order: ``case`` (what is drawn), ``batches`` (workloads), ``arguments`` (checks),
+``trial`` (a case on one process and on ranks, compared), ``turns``, ``meetings`` and ``threads``
+(ranks as threads), ``processes`` (ranks on gloo), ``shrink``, ``script`` and ``fuzzer``.
 """
 
 from fusedops.parity.batches import WORKLOADS, token_batch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import time
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 from fusedops._core import checks
-from fusedops.parity import batches, script, standard, threads, trial
+from fusedops.parity import arguments, batches, script, standard, threads, trial
 from fusedops.parity.batches import Batch
 from fusedops.parity.case import BATCH_SIZES, SEQ_LENS, Case, Space
 from fusedops.parity.processes import Processes
@@ -144,21 +145,31 @@ def verify(
 
     Raises:
         ParityError: a case failed; or none could be run.
+        TypeError: an argument has the wrong type.
+        ValueError: an axis, an option or a value is not known, or possible in no combination; this
+            is found before anything runs.
     """
     names, factories = _factories(model_factory)
     checks.choice("verify", "ranks", ranks, RANKS)
-    if not meshes:
-        checks.fail("verify", "meshes", "a list of at least one mesh", meshes)
-    subject = _subject(factories, parallelize, batch, loss, optimizer)
     space = Space(
         meshes=meshes,
-        options=options or {},
+        options={} if options is None else options,
         models=names,
         batch_sizes=batch_sizes,
         seq_lens=seq_lens,
-        workloads=_workloads(factories) if workloads is None else workloads,
+        workloads=batches.WORKLOADS if workloads is None else workloads,
         dtypes=dtypes,
     )
+    arguments.check(
+        space,
+        cases,
+        seed,
+        own_parallelize=parallelize is not None,
+        own_batch=batch is not None,
+    )
+    subject = _subject(factories, parallelize, batch, loss, optimizer)
+    if workloads is None:
+        space = dataclasses.replace(space, workloads=_workloads(factories))
     report, ran, began = Report(), 0, time.monotonic()
     with _runner(ranks, max(Case(mesh).ranks for mesh in meshes)) as run:
         for case, rng in space.draw(seed):
@@ -201,8 +212,27 @@ def replay(
 
     Raises:
         ParityError: it fails, or is refused.
+        ValueError: it has an axis, an option, a model or a workload that is not known.
     """
-    _, factories = _factories(model_factory)
+    names, factories = _factories(model_factory)
+    checks.choice("replay", "ranks", ranks, RANKS)
+    if case.model not in names:
+        checks.fail("replay", "the case's model", f"one of {names}", repr(case.model))
+    space = Space(
+        meshes=[case.mesh],
+        options={name: [value] for name, value in case.options.items()},
+        batch_sizes=[case.batch_size],
+        seq_lens=[case.seq_len],
+        workloads=[case.workload],
+        dtypes=[case.dtype],
+    )
+    arguments.check(
+        space,
+        1,
+        case.seed,
+        own_parallelize=parallelize is not None,
+        own_batch=batch is not None,
+    )
     subject = _subject(factories, parallelize, batch, loss, optimizer)
     with _runner(ranks, case.ranks) as run:
         outcome = _outcome(subject, case, run)

@@ -1,7 +1,7 @@
 """What ``verify`` tries when no other ``parallelize`` is given: ours, on a ``Transformer``.
 
 A mesh's axes are sizes of ``ParallelConfig`` (``dp``, ``cp``, ``tp``, ``pp``), and an option is any
-of its other fields.
+of its other fields; ``arguments`` checks both.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from fusedops._core import checks
 from fusedops.models.config import TransformerConfig
-from fusedops.models.parallel_config import check_split
+from fusedops.models.parallel_config import RECOMPUTE_FLAGS, check_recompute, check_split
 from fusedops.parallel.pipeline.schedules import SCHEDULES, check_schedule
 from fusedops.parallel.sizes import check_divides, check_ranks
 from fusedops.planner.pipelines import Pipelined, pipelined, places
@@ -239,6 +239,8 @@ def check_values(layout: Layout) -> None:
     for name in ("dp", "tp", "pp", "cp", "ep", "micro_batch", "microbatches"):
         checks.integer(_OP, name, getattr(layout, name), least=1)
     checks.integer(_OP, "bucket_bytes", layout.bucket_bytes, least=0)
+    for name in ("sp", "dropout", "chunked_loss", "overlap", *RECOMPUTE_FLAGS):
+        checks.flag(_OP, name, getattr(layout, name))
     if layout.seq_len is not None:
         checks.integer(_OP, "seq_len", layout.seq_len, least=1)
     checks.integer(_OP, "zero", layout.zero, least=0)
@@ -249,12 +251,13 @@ def check_values(layout: Layout) -> None:
         checks.integer(_OP, "pipeline_virtual", layout.pipeline_virtual, least=1)
     checks.choice(_OP, "precision", layout.precision, PRECISIONS)
     checks.choice(_OP, "kernels", layout.kernels, KERNELS)
-    if not isinstance(layout.recompute, str):
-        raise TypeError(f"{_OP}: recompute must be a str, got {checks.type_name(layout.recompute)}")
-    for word in layout.recompute.split("+"):
-        checks.choice(_OP, "recompute", word, RECOMPUTE)
-    if "+" in layout.recompute and {"none", "full"} & set(layout.recompute.split("+")):
-        checks.fail(_OP, "recompute", "none or full alone, or others joined by +", layout.recompute)
+    check_recompute(
+        _OP,
+        layout.recompute,
+        RECOMPUTE,
+        slice_activation=layout.recompute_slice_activation,
+        sp=layout.sp,
+    )
     if not isinstance(layout.offload, tuple):
         got = checks.shown(layout.offload)
         raise TypeError(f"{_OP}: offload must be a tuple of words, got {got}")

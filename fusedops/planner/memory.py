@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from fusedops.models.config import TransformerConfig, Weights
 from fusedops.parallel.pipeline.schedules import SCHEDULES
@@ -35,6 +36,8 @@ _CHUNK = 4096
 # OffloadedAdamW: parameters that are stepped together, and how many such buckets are under way.
 _STEP_BUCKET, _STEP_WORKERS = 32 << 20, 2
 _FLOAT32 = 4
+# A search estimates thousands of layouts, and an estimate asks the same of a layer several times.
+_CACHED = 1024
 
 
 @dataclass(frozen=True)
@@ -95,8 +98,10 @@ def estimate(model: TransformerConfig, layout: Layout, *, devices: int | None = 
     most = layout.in_flight.index(max(layout.in_flight))
     indices = {0, most, layout.pp - 1} if alike else range(layout.pp)
     stages = [_Stage(model, layout, index) for index in indices]
-    fullest = max(stages, key=lambda stage: sum(stage.peak()[1].values()))
-    moment, parts = fullest.peak()
+    peaks = [stage.peak() for stage in stages]
+    fullest, (moment, parts) = max(
+        zip(stages, peaks, strict=True), key=lambda found: sum(found[1][1].values())
+    )
     return Estimate(
         parameters=model.parameters().total,
         parts={name: math.ceil(parts[name]) for name in PARTS},
@@ -129,18 +134,28 @@ def bytes_per_parameter(layout: Layout) -> float:
 
 def _bytes(tensors: Iterable[Saved], layout: Layout, *, remade: bool = True) -> float:
     """Return the bytes per token; without ``remade``, of what the backward does not make again."""
-    return sum(
-        each.bytes_per_token(layout)
-        for each in tensors
-        if remade or each.remade not in layout.remade
-    )
+    omitted = frozenset() if remade else layout.remade
+    return sum(tensor.bytes_per_token(layout) for tensor in tensors if tensor.remade not in omitted)
+
+
+@lru_cache(_CACHED)
+def _layer_weights(model: TransformerConfig, index: int) -> tuple[Weights, Weights]:
+    """Return the parameters of a layer, and those of its feed-forward part."""
+    return model.layer(index), model.feed_forward(index)
+
+
+@lru_cache(_CACHED)
+def _layer_token_bytes(model: TransformerConfig, layout: Layout, index: int) -> tuple[float, float]:
+    """Return a layer's saved bytes per token, and those of what the backward does not recompute."""
+    tensors = saved.layer(model, layout, index)
+    return _bytes(tensors, layout), _bytes(tensors, layout, remade=False)
 
 
 def layer_bytes(model: TransformerConfig, layout: Layout, index: int) -> float:
     """Return the bytes that a layer keeps of a micro-batch on one device."""
     tokens = layout.tokens(model)
     if layout.recompute != "full":
-        return _bytes(saved.layer(model, layout, index), layout, remade=False) * tokens
+        return _layer_token_bytes(model, layout, index)[1] * tokens
     hidden = model.hidden_size * layout.bytes_of.stream
     shared = layout.tp if layout.sp or layout.recompute_slice_activation else 1
     kept = hidden / shared
@@ -156,7 +171,7 @@ def _kept_by(model: TransformerConfig, layout: Layout, kinds: dict[int, int]) ->
 
 def _beside(model: TransformerConfig, layout: Layout, index: int) -> float:
     """Return what the backward of a layer holds at its widest beside what the layers kept."""
-    tensors, tokens = saved.layer(model, layout, index), layout.tokens(model)
+    tokens = layout.tokens(model)
     item, tp = layout.bytes_of.activations, layout.tp
     # The feed-forward layer's backward comes first.
     feed_forward = _widest(model, layout, index) * item / tp
@@ -166,7 +181,8 @@ def _beside(model: TransformerConfig, layout: Layout, index: int) -> float:
         attention -= model.intermediate_size * item / tp  # the other half has been freed
     stream = 2 * model.hidden_size * layout.bytes_of.stream / (tp if layout.sp else 1)
     beside = (max(feed_forward, attention) + stream) * tokens
-    again = _bytes(tensors, layout) * tokens - layer_bytes(model, layout, index)
+    again = _layer_token_bytes(model, layout, index)[0] * tokens
+    again -= layer_bytes(model, layout, index)
     return beside + max(0.0, again)
 
 
@@ -224,10 +240,14 @@ class _Stage:
         self.ranks = layout.dp * layout.cp
         sizes = layout.bytes_of
         self.kinds = model.kinds(self.layers)
-        inside = sum((model.layer(each) * n for each, n in self.kinds.items()), Weights())
+        inside = sum(
+            (_layer_weights(model, layer)[0] * n for layer, n in self.kinds.items()), Weights()
+        )
         outside = self._outside()
         self.parameters = inside + outside
-        largest = max((model.layer(each) for each in self.kinds), key=lambda w: w.total)
+        largest = max(
+            (_layer_weights(model, layer)[0] for layer in self.kinds), key=lambda w: w.total
+        )
         self.largest_layer = self._here(largest)
         self.vocabulary = model.vocab_size * model.hidden_size / layout.tp
         self.has_vocabulary = self.first or self.last
@@ -264,10 +284,12 @@ class _Stage:
         head = self.vocabulary * sizes.gradients if self.last else 0.0
         words = self.vocabulary * sizes.gradients if self.first else 0.0
         waiting = head if model.tied and self.first else 0.0
-        inside, feed_forward = self._here(model.layer(first)), self._here(model.feed_forward(first))
+        first_weights, first_feed_forward = _layer_weights(model, first)
+        inside, feed_forward = self._here(first_weights), self._here(first_feed_forward)
         widest = sizes.gradients * max(
-            self._here(model.feed_forward(each)) * _arriving_share(model, layout, each, again)
-            for each in self.kinds
+            self._here(_layer_weights(model, layer)[1])
+            * _arriving_share(model, layout, layer, again)
+            for layer in self.kinds
         )
         # torch's linear layer gives a view as its weight's gradient: the sum is a third tensor. Not
         # where autocast converts it.
@@ -284,9 +306,9 @@ class _Stage:
             at_end = self.gradients + self._arriving(summed)
         in_last = before + self._arriving(widest + (waiting if again else head))
         stream = 2 * model.hidden_size * sizes.stream * tokens
-        converted = self._converted(model.layer(first))
+        converted = self._converted(first_weights)
         used = 1 - _converted_share(model, layout, first)
-        waiting_casts = converted - self._converted(model.feed_forward(first)) * used
+        waiting_casts = converted - self._converted(first_feed_forward) * used
         moments = {
             "layer": self._parts(
                 in_last, self.kept + _beside(model, layout, last), casts=self._casts(converted)

@@ -52,11 +52,13 @@ class Plan:
         rows: sorted by ``CRITERION``.
         memory: bytes of a device.
         advice: one sentence: which layout to take, or what to do where none fits.
+        notes: for each size that was asked for and that no layout has, one sentence that says why.
     """
 
     rows: tuple[Row, ...]
     memory: int
     advice: str
+    notes: tuple[str, ...] = ()
 
     @property
     def fitting(self) -> int:
@@ -82,7 +84,8 @@ def layouts(
     Args:
         model: what is trained.
         devices: how many there are.
-        base: where all else comes from; its ``cp`` is kept, ``sp`` goes with tensor parallelism.
+        base: where all else comes from; its ``cp`` is kept, ``sp`` goes with tensor parallelism
+            (and does what ``recompute_slice_activation`` does without it).
         tp: sizes to try; powers of two up to ``MOST_TENSOR`` by default.
         pp: sizes to try; divisors of the number of layers by default.
         ep: sizes to try; divisors of the number of experts by default.
@@ -96,6 +99,7 @@ def layouts(
         TypeError: a size is no integer.
     """
     checks.integer("plan", "devices", devices, least=1)
+    base = replace(base, recompute_slice_activation=False)
     # What only does not fit is passed over, what has no meaning is not.
     tried: dict[str, Sequence[Any]] = {
         "tp": tp,
@@ -109,40 +113,83 @@ def layouts(
     for name, values in tried.items():
         for value in values:
             check_values(replace(base, **{name: value}))
+    for mesh, refusal in _meshes(model, devices, base, tp, pp, ep, schedule):
+        if refusal:
+            continue
+        # With nobody to share with all stages of zero are the same.
+        stages = zero if mesh.dp * mesh.cp > 1 else (min(zero),)
+        for z, again, off in itertools.product(stages, recompute, offload):
+            yield replace(mesh, zero=z, recompute=again, offload=off)
+
+
+def _meshes(
+    model: TransformerConfig,
+    devices: int,
+    base: Layout,
+    tp: Sequence[int] = (),
+    pp: Sequence[int] = (),
+    ep: Sequence[int] = (),
+    schedule: Sequence[str] = _SCHEDULES,
+) -> Iterator[tuple[Layout, str]]:
+    """Yield a layout for each choice of parallel sizes, and why it is impossible, or ``""``."""
     tensor = tp or [n for n in (1, 2, 4, 8) if n <= MOST_TENSOR]
     stages = pp or [n for n in range(1, min(devices, model.depth) + 1) if model.depth % n == 0]
     for t, p in itertools.product(tensor, stages):
-        copies, rest = divmod(devices, t * p * base.cp)
-        if rest or not copies:
-            continue
-        ranks = copies * base.cp
+        replicas = max(1, devices // (t * p * base.cp))
+        ranks = replicas * base.cp
         shares = ep or [
             n for n in range(1, max(model.num_experts, 1) + 1) if _divides(n, ranks, model)
         ]
-        orders = schedule if p > 1 else ("1f1b",)
-        # With nobody to share with all stages of zero are the same.
-        many = itertools.product(
-            orders, shares, zero if ranks > 1 else (min(zero),), recompute, offload
-        )
-        for order, e, z, again, off in many:
+        for order, e in itertools.product(schedule if p > 1 else ("1f1b",), shares):
             layout = replace(
                 base,
-                dp=copies,
+                dp=replicas,
                 tp=t,
                 pp=p,
                 ep=e,
-                zero=z,
                 sp=t > 1,
                 pipeline_schedule=order,
                 pipeline_virtual=base.pipeline_virtual if p > 1 else None,
-                recompute=again,
-                offload=off,
             )
-            try:
-                check(model, layout, devices)
-            except ValueError:
-                continue
-            yield layout
+            yield layout, _refusal(model, layout, devices)
+
+
+def _refusal(model: TransformerConfig, layout: Layout, devices: int) -> str:
+    """Return why a layout is impossible: for this model first, then on so many devices."""
+    try:
+        check(model, replace(layout, dp=layout.ep))
+        sizes = (layout.tp, layout.pp, layout.cp)
+        if devices % math.prod(sizes):
+            product = f"{' x '.join(map(str, sizes))} = {math.prod(sizes)}"
+            return f"tp x pp x cp = {product} must divide the {devices} devices"
+        check(model, layout, devices)
+    except ValueError as error:
+        return str(error).removeprefix("plan: ")
+    return ""
+
+
+def _notes(
+    model: TransformerConfig,
+    devices: int,
+    base: Layout,
+    choices: dict[str, Any],
+    used: Sequence[Layout],
+) -> list[str]:
+    """Return why sizes that were asked for are in no layout; without any layout, at least one."""
+    given = {name: choices[name] for name in ("tp", "pp", "ep", "schedule") if name in choices}
+    meshes = list(_meshes(model, devices, base, **given))
+    asked = [(name, value) for name in ("tp", "pp", "ep") for value in given.get(name, ())]
+    if tuple(given.get("schedule", _SCHEDULES)) != _SCHEDULES:
+        asked += [("pipeline_schedule", word) for word in given["schedule"]]
+    if base.pipeline_virtual is not None:
+        asked.append(("pipeline_virtual", base.pipeline_virtual))
+    notes = []
+    for name, value in asked:
+        if not any(getattr(layout, name) == value for layout in used):
+            notes += [why for layout, why in meshes if getattr(layout, name) == value and why][:1]
+    if not used and not notes:
+        notes = [why for _, why in meshes][:1]
+    return list(dict.fromkeys(notes))
 
 
 def _divides(size: int, ranks: int, model: TransformerConfig) -> bool:
@@ -156,7 +203,7 @@ def plan(
     devices: int,
     memory: int,
     base: Layout | None = None,
-    **choices: object,
+    **choices: Any,
 ) -> Plan:
     """Return every layout on that many devices, what it takes, and which to choose.
 
@@ -180,25 +227,24 @@ def plan(
     """
     base = base or Layout()
     checks.integer("plan", "memory", memory, least=1)
+    base = replace(base, recompute_slice_activation=False)
     check(model, replace(base, dp=1, tp=1, pp=1, ep=1, sp=False, pipeline_virtual=None))
     rows = _rows(model, devices, base, choices)
+    notes = _notes(model, devices, base, choices, [row.layout for row in rows])
     if not rows:
-        raise ValueError(
-            f"plan: {devices} devices cannot be divided into stages of {model.depth} layers and "
-            f"shares of {model.num_heads} heads as asked; a power of two often can"
-        )
+        raise ValueError(f"plan: no layout is possible: {'; '.join(notes)}")
     rows.sort(key=lambda row: _cost(row, memory))
     if rows[0].left(memory) >= 0:
         advice = f"take the first: {describe(rows[0].layout)}"
     else:
         advice = _advice(model, devices, memory, base, choices, rows)
-    return Plan(tuple(rows), memory, advice)
+    return Plan(tuple(rows), memory, advice, tuple(notes))
 
 
 def _rows(
-    model: TransformerConfig, devices: int, base: Layout, choices: dict[str, object]
+    model: TransformerConfig, devices: int, base: Layout, choices: dict[str, Any]
 ) -> list[Row]:
-    found = layouts(model, devices, base, **choices)  # type: ignore[arg-type]
+    found = layouts(model, devices, base, **choices)
     return [Row(layout, estimate(model, layout)) for layout in found]
 
 
@@ -215,25 +261,49 @@ def _advice(
     devices: int,
     memory: int,
     base: Layout,
-    choices: dict[str, object],
+    choices: dict[str, Any],
     rows: list[Row],
 ) -> str:
     least = min(rows, key=lambda row: row.estimate.peak)
     said = f"nothing fits in {show_bytes(memory)}: the least is {show_bytes(least.estimate.peak)}"
     said += f" with {describe(least.layout)}"
-    more = devices * 2
-    weights = model.parameters().total * base.bytes_of.weights  # never off the devices
-    if "schedule" not in choices:  # one of those that keep least
-        choices = choices | {"schedule": ("1f1b",)}
-    while more <= _MOST_DEVICES:
-        if more >= fewest_devices(weights, memory) and any(
-            row.left(memory) >= 0 for row in _rows(model, more, base, choices)
-        ):
-            return f"{said}; {more} such devices would do, or {devices} of that size"
-        more *= 2
+    more = _fitting_devices(model, devices, memory, base, choices)
+    if more is not None:
+        return f"{said}; {more} such devices would do, or {devices} of that size"
     if base.micro_batch > 1 or base.length(model) > 1024:
         return f"{said}; a smaller micro-batch or shorter sequences need less"
     return f"{said}; take devices of that size"
+
+
+def _fitting_devices(
+    model: TransformerConfig, devices: int, memory: int, base: Layout, choices: dict[str, Any]
+) -> int | None:
+    """Return how many devices would do, doubling their number; ``None``: no number would.
+
+    Only choices that can need the least are looked at. With more devices nothing grows on each of
+    them but the buffers of their communication: where the largest number would not do without
+    these, no smaller one does with them.
+    """
+    offload = choices.get("offload", _OFFLOAD)
+    choices = {"schedule": ("1f1b",)} | choices  # one of those that keep least
+    choices["offload"] = [a for a in offload if not any(set(a) < set(b) for b in offload)]
+    choices["zero"] = sorted(choices.get("zero", (0, 1, 2, 3)), reverse=True)
+    weights = model.parameters().total * base.bytes_of.weights  # never off the devices
+    numbers = [devices << n for n in range(1, _MOST_DEVICES.bit_length())]
+    numbers = [number for number in numbers if number <= _MOST_DEVICES]
+
+    def estimates(number: int) -> Iterator[Estimate]:
+        return (estimate(model, layout) for layout in layouts(model, number, base, **choices))
+
+    if not numbers or all(
+        found.peak - found.parts["communication"] > memory for found in estimates(numbers[-1])
+    ):
+        return None
+    fewest = fewest_devices(weights, memory)
+    for number in numbers:
+        if number >= fewest and any(found.peak <= memory for found in estimates(number)):
+            return number
+    return None
 
 
 def fewest_devices(size: float, memory: float) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 
-_UNITS = {"": 1} | {
+_UNITS = {
     f"{prefix}{middle}b": base**power
     for power, prefix in enumerate(("", "k", "m", "g", "t", "p"))
     for middle, base in (("", 1000), ("i", 1024))
@@ -15,12 +15,12 @@ _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-z]*)\s*", re.IGNORE
 
 
 def parse_bytes(text: str) -> int:
-    """Return how many bytes a text such as ``"32GiB"``, ``"80 GB"`` or ``"1024"`` means.
+    """Return how many bytes a text such as ``"32GiB"``, ``"80 GB"`` or ``"1024B"`` means.
 
     GB is 10**9 bytes, GiB 2**30; upper and lower case are the same.
 
     Raises:
-        ValueError: it is no size, is not positive, or its unit is not known.
+        ValueError: it is no size, is not positive, or its unit is missing or not known.
 
     Example:
         >>> parse_bytes("1.5 GiB")
@@ -30,6 +30,11 @@ def parse_bytes(text: str) -> int:
     if found is None:
         raise ValueError(f"{text!r} is not a size: write a number and a unit, as 32GiB or 80GB")
     number, unit = found.groups()
+    if not unit:
+        raise ValueError(
+            f"{text!r} is not a size: its unit is missing; did you mean {number}GiB? "
+            f"({number}B would be bytes)"
+        )
     scale = _UNITS.get(unit.lower())
     if scale is None:
         raise ValueError(

@@ -276,6 +276,7 @@ SPEC = Spec(
     non_finite=tuple(functools.partial(_written_out, attend=each) for each in NOT_FINITE),
     samples=_samples,
     bad_inputs=_bad_inputs,
+    bench_case=_case,
     bench_cases=(
         _case(8, 12, 512, 64, "mask", headline=True),
         _case(4, 12, 1024, 64, "causal", headline=True),

@@ -191,6 +191,7 @@ SPEC = Spec(
     non_finite=tuple(functools.partial(_with_empty_end, attend=each) for each in NOT_FINITE),
     samples=_samples,
     bad_inputs=_bad_inputs,
+    bench_case=_case,
     bench_cases=(_case(8, 32, 8, 2048, 128), _case(1, 12, 12, 512, 64), _case(1, 32, 8, 8192, 128)),
     summary="attention of new tokens over a cache with ragged lengths",
     autocast="lower",

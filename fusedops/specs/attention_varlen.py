@@ -226,6 +226,7 @@ SPEC = Spec(
     non_finite=tuple(functools.partial(_eager, attend=each) for each in NOT_FINITE),
     samples=_samples,
     bad_inputs=_bad_inputs,
+    bench_case=_case,
     bench_cases=(
         _case((100, 512, 37, 350, 1024, 25), 12, 64, headline=True),
         _case((64,) * 32, 12, 64),

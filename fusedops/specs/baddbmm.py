@@ -121,6 +121,11 @@ def _case(
     )
 
 
+def _sized(batch: int, rows: int, inner: int, columns: int) -> BenchCase:
+    label = f"{batch}x{rows}x{inner}x{columns}"
+    return _case(label, (batch, rows, columns), (batch, rows, inner), (batch, inner, columns))
+
+
 def _peers() -> dict[str, Callable[..., Any]]:
     def matmul_add(
         input: torch.Tensor,
@@ -149,6 +154,7 @@ SPEC = Spec(
     eager=_eager,
     samples=_samples,
     bad_inputs=_bad_inputs,
+    bench_case=_sized,
     bench_cases=(
         _case(
             "8x12 scores 512x64x512, ALiBi",

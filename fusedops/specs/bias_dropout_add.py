@@ -102,6 +102,7 @@ SPEC = Spec(
     eager=_eager,
     samples=_samples,
     bad_inputs=_bad_inputs,
+    bench_case=_case,
     bench_cases=(
         _case(4096, 1024, 0.1, headline=True),
         _case(4096, 1024, 0.1, bias=True, headline=True),

@@ -162,6 +162,7 @@ SPEC = Spec(
     non_finite=(_ignoring,),
     samples=_samples,
     bad_inputs=_bad_inputs,
+    bench_case=_case,
     bench_cases=(
         _case(2048, 50257, headline=True),
         _case(2048, 50257, z_loss=1e-4, label_smoothing=0.1),

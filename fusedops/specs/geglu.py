@@ -11,7 +11,7 @@ from fusedops._core.activation import ACTIVATIONS, FAST_GELU_SLOPE, GELU_VARIANT
 from fusedops.ops.geglu import geglu
 from fusedops.specs import _glu, _peers, depth
 from fusedops.specs.make import randn
-from fusedops.specs.spec import BadInput, Sample, Spec
+from fusedops.specs.spec import BadInput, BenchCase, Sample, Spec
 
 
 def _eager(gate: torch.Tensor, up: torch.Tensor, approximate: str = "none") -> torch.Tensor:
@@ -53,6 +53,10 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
     ]
 
 
+def _sized(rows: int, columns: int, approximate: str = "tanh") -> BenchCase:
+    return _glu.case(rows, columns, approximate)
+
+
 SPEC = Spec(
     name="geglu",
     op=geglu,
@@ -60,6 +64,7 @@ SPEC = Spec(
     non_finite=(_eager, _with_tails),
     samples=_samples,
     bad_inputs=_bad_inputs,
+    bench_case=_sized,
     bench_cases=(
         _glu.case(4096, 4096, "tanh", headline=True),
         _glu.case(4096, 4096, "none"),

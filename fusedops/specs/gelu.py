@@ -73,6 +73,7 @@ SPEC = Spec(
     eager=_eager,
     samples=_samples,
     bad_inputs=_bad_inputs,
+    bench_case=_case,
     bench_cases=(
         _case((4096, 4096), "fast", headline=True),
         _case((4096, 4096), "tanh"),

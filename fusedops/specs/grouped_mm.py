@@ -163,6 +163,7 @@ SPEC = Spec(
     eager=_eager,
     samples=_samples,
     bad_inputs=_bad_inputs,
+    bench_case=_case,
     bench_cases=(
         _case(2048, 8, 1024, 2048, headline=True),
         _case(4096, 64, 1024, 768, headline=True),

@@ -84,6 +84,7 @@ SPEC = Spec(
     eager=F.layer_norm,
     samples=_samples,
     bad_inputs=_bad_inputs,
+    bench_case=_case,
     bench_cases=(
         _case(4096, 768),
         _case(4096, 1024, headline=True),

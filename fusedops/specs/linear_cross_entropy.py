@@ -156,6 +156,7 @@ SPEC = Spec(
     non_finite=tuple(functools.partial(_ignoring, reads_hidden=reads) for reads in (False, True)),
     samples=_samples,
     bad_inputs=_bad_inputs,
+    bench_case=_case,
     bench_cases=(
         _case(2048, 768, 50257, headline=True),
         _case(2048, 768, 50257, recompute=True),

@@ -133,6 +133,7 @@ SPEC = Spec(
     eager=_eager,
     samples=_samples,
     bad_inputs=_bad_inputs,
+    bench_case=_case,
     bench_cases=(
         _case(1024, 768, 2048, headline=True),
         _case(4096, 512, 1408),

@@ -127,6 +127,7 @@ SPEC = Spec(
     eager=_eager,
     samples=_samples,
     bad_inputs=_bad_inputs,
+    bench_case=_case,
     bench_cases=(
         _case(1024, 768, 3072, headline=True),
         _case(1024, 768, 3072, recompute=True),

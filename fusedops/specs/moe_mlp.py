@@ -294,6 +294,7 @@ SPEC = Spec(
     non_finite=(_eager, _weighing_hidden),
     samples=_samples,
     bad_inputs=_bad_inputs,
+    bench_case=_case,
     bench_cases=(
         _case(2048, 2, 8, 1024, 2048, headline=True),
         _case(1024, 8, 64, 1024, 512, headline=True),

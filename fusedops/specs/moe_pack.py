@@ -171,6 +171,7 @@ SPEC = Spec(
     eager=_eager,
     samples=_samples,
     bad_inputs=_bad_inputs,
+    bench_case=_case,
     bench_cases=(
         _case(4096, 2048, 2, headline=True),
         _case(4096, 2048, 2, quantized=True),

@@ -70,6 +70,7 @@ SPEC = Spec(
     eager=_eager,
     samples=_samples,
     bad_inputs=_bad_inputs,
+    bench_case=_case,
     bench_cases=(_case(4096, 1024, 8, 64), _case(4096, 2048, 2, 8), _case(256, 1024, 8, 64)),
     summary="each token's row to its experts, sorted by expert",
     autocast="keep",

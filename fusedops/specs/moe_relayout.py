@@ -140,6 +140,7 @@ SPEC = Spec(
     eager=_eager,
     samples=_samples,
     bad_inputs=_bad_inputs,
+    bench_case=_case,
     bench_cases=(
         _case(4096, 1024, 2, 8, "capacity"),
         _case(4096, 1024, 2, 8, "k_major"),

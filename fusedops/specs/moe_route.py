@@ -274,6 +274,7 @@ SPEC = Spec(
     non_finite=(_reference,),
     samples=_samples,
     bad_inputs=_bad_inputs,
+    bench_case=_case,
     bench_cases=(
         _case(4096, 8, 2, normalize=True),
         _case(4096, 8, 8, normalize=True, headline=False),

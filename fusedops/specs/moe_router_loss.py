@@ -151,6 +151,7 @@ SPEC = Spec(
     non_finite=(_of_counted,),
     samples=_samples,
     bad_inputs=_bad_inputs,
+    bench_case=_case,
     bench_cases=(_case(4096, 8, 2), _case(4096, 64, 8)),
     summary="load balance (batch, sequence, group) and z-loss of a router",
     autocast="keep",

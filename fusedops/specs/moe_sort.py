@@ -89,6 +89,7 @@ SPEC = Spec(
     eager=_eager,
     samples=_samples,
     bad_inputs=_bad_inputs,
+    bench_case=_case,
     bench_cases=(_case(8192, 8, 64), _case(8192, 2, 8), _case(4096, 8, 256)),
     summary="stable counting sort of the experts' choices: permutation, counts, offsets",
     autocast="keep",

@@ -74,6 +74,7 @@ SPEC = Spec(
     eager=_eager,
     samples=_samples,
     bad_inputs=_bad_inputs,
+    bench_case=_case,
     bench_cases=(_case(8192, 2048, headline=True), _case(128, 2048)),
     summary="float8 rows of a received payload in a wide dtype",
     autocast="keep",

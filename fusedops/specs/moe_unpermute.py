@@ -85,6 +85,7 @@ SPEC = Spec(
     eager=_eager,
     samples=_samples,
     bad_inputs=_bad_inputs,
+    bench_case=_case,
     bench_cases=(_case(4096, 1024, 8, 64), _case(4096, 2048, 2, 8), _case(256, 1024, 8, 64)),
     summary="the experts' rows back to their tokens: weighted sum in slot order",
     autocast="keep",

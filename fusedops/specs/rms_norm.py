@@ -110,6 +110,7 @@ SPEC = Spec(
     eager=eager_rms_norm,
     samples=_samples,
     bad_inputs=_bad_inputs,
+    bench_case=_case,
     bench_cases=(
         _case(4096, 768),
         _case(4096, 1024, headline=True),

@@ -156,6 +156,7 @@ SPEC = Spec(
     eager=_eager,
     samples=_samples,
     bad_inputs=_bad_inputs,
+    bench_case=_case,
     bench_cases=(
         _case(2, 2048, 32, 8, 128, headline=True),
         _case(2, 2048, 32, 8, 128, interleaved=True),

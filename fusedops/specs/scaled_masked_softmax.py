@@ -167,6 +167,7 @@ SPEC = Spec(
     ),
     samples=_samples,
     bad_inputs=_bad_inputs,
+    bench_case=_case,
     bench_cases=(
         _case(2, 12, 1024, "keep", headline=True),
         _case(2, 12, 1024, "causal"),

@@ -128,6 +128,8 @@ class Spec:
             sizes, optional arguments absent, high-rank); floating tensors require gradients.
         bad_inputs: ``bad_inputs(device)`` gives calls that must raise.
         bench_cases: rows of the benchmark.
+        bench_case: makes a row of any size; its parameters are the dimensions by which
+            ``fusedops bench --shape`` takes one.
         peers: label -> function of the same signature, another library's. It may have ``devices``,
             the types of device that it is timed on, and raises ``UnsupportedError`` for what it
             cannot do and where it is not installed (``specs/_peers.py``).
@@ -155,6 +157,7 @@ class Spec:
     bench_cases: tuple[BenchCase, ...]
     summary: str
     autocast: str
+    bench_case: Callable[..., BenchCase] | None = None
     non_finite: tuple[Callable[..., Tensors], ...] = ()
     peers: Callable[[], dict[str, Callable[..., Tensors]]] = dict
     opinfo: tuple[str, ...] = ()

@@ -38,6 +38,7 @@ SPEC = Spec(
     eager=_eager,
     samples=_samples,
     bad_inputs=_bad_inputs,
+    bench_case=_glu.case,
     bench_cases=(
         _glu.case(4096, 4096, headline=True),
         _glu.case(2048, 11008),

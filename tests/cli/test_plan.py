@@ -25,7 +25,8 @@ def test_the_table_says_what_fits_and_what_does_not() -> None:
     for column in ("weights", "gradients", "states", "activations", "communication", "logits"):
         assert column in rest[1]
     assert "layouts fit" in done.output and "take the first: dp" in done.output
-    left = [line.split("│")[-3].strip() for line in rest if line.startswith("│")]
+    place = [name.strip() for name in rest[1].split("┃")].index("left")
+    left = [line.split("│")[place].strip() for line in rest if line.startswith("│")]
     assert any(float(each) > 0 for each in left) and any(float(each) < 0 for each in left)
 
 
@@ -103,6 +104,10 @@ def test_the_models_are_listed() -> None:
         (("--model", "pangu13b"), "unknown model 'pangu13b': did you mean pangu-13b?"),
         (("--model", "gpt2", "--memory", "lots"), "'lots' is not a size"),
         (("--model", "gpt2", "--memory", "8 GO"), "unit 'GO' is not known"),
+        (("--model", "gpt2", "--memory", "80"), "did you mean 80GiB? (80B would be bytes)"),
+        (("--model", "gpt2", "--ep", "8"), "ep must be 1 for a model without experts, got 8"),
+        (("--model", "gpt2", "--recompute", ","), "--recompute is empty; known: none, selective"),
+        (("--model", "gpt2", "--tp", ","), "--tp is empty"),
         (("--model", "gpt2", "--precision", "mix"), "did you mean mixed?"),
         (("--model", "gpt2", "--kernels", "fuse"), "did you mean fused?"),
         (("--model", "gpt2", "--recompute", "ful"), "did you mean full?"),
@@ -110,7 +115,7 @@ def test_the_models_are_listed() -> None:
         (("--model", "gpt2", "--schedule", "zbw"), "did you mean zbv?"),
         (("--model", "gpt2", "--tp", "two"), "--tp must be numbers from 1 on"),
         (("--model", "gpt2", "--zero", "5"), "--zero must be numbers from 0 to 3"),
-        (("--model", "gpt2", "--devices", "7"), "7 devices cannot be divided"),
+        (("--model", "gpt2", "--devices", "7"), "must divide the 7 devices"),
         (("--model", "gpt2", "--json", "/no/such/a.json"), "folder /no/such does not exist"),
     ],
 )

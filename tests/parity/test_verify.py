@@ -133,14 +133,50 @@ def test_what_cannot_be_done_is_counted_with_its_reason() -> None:
 @pytest.mark.parametrize(
     "wrong, error, says",
     [
-        ({"meshes": []}, ValueError, "meshes must be a list of at least one mesh"),
+        ({"meshes": []}, ValueError, "meshes must be a list of at least one value"),
+        ({"meshes": {"dp": 2}}, TypeError, "meshes must be a list of values to choose from"),
+        ({"meshes": [{"dp": 0}]}, ValueError, "axis 'dp' of a mesh must be at least 1, got 0"),
+        ({"meshes": [{}]}, ValueError, "each mesh must be a dict of at least one axis"),
+        ({"options": {"zero": 2}}, TypeError, r"options\['zero'\] must be a list of values"),
+        ({"options": {"a": "none"}}, TypeError, r"options\['a'\] must be a list .* got 'none'"),
+        ({"options": {"zero": []}}, ValueError, r"options\['zero'\] must be a list of at least"),
+        ({"batch_sizes": (0,)}, ValueError, "each of batch_sizes must be at least 1, got 0"),
+        ({"workloads": ("randm",)}, ValueError, "did you mean 'random'"),
+        ({"dtypes": (torch.int8,)}, ValueError, "each of dtypes must be a floating torch.dtype"),
+        ({"cases": 0}, ValueError, "cases must be at least 1, got 0"),
         ({"ranks": "thread"}, ValueError, "ranks must be"),
         ({"model_factory": tiny_parallel.plain()}, TypeError, "model_factory must be a function"),
         ({"model_factory": Path}, ValueError, "batch must be given"),
     ],
-    ids=["no mesh", "no such ranks", "a model", "no vocabulary"],
+    ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
 )
 def test_bad_input(wrong: dict[str, Any], error: type[Exception], says: str) -> None:
     given = {"model_factory": tiny_parallel.plain, "meshes": [{"dp": 2}]} | wrong
     with pytest.raises(error, match=says):
         parity.verify(**given, parallelize=tiny_parallel.parallelize)
+
+
+@pytest.mark.parametrize(
+    ("meshes", "options", "says"),
+    [
+        ([{"dpp": 2}], {}, "an axis of a mesh must be .* got 'dpp' .did you mean '.p'"),
+        ([{"ep": 2}], {}, "'ep' is an option: options={'ep': ...}, got 'ep'"),
+        ([{"dp": 2}], {"zro": [1]}, "the name of an option must be .*did you mean 'zero'"),
+        ([{"dp": 2}], {"tp": [2]}, "'tp' belongs to meshes, got 'tp'"),
+        ([{"dp": 2}], {"recompute": ["none", "ful"]}, "recompute='ful' .*did you mean 'full'"),
+        ([{"dp": 2}], {"ep": [3]}, "option ep=3 is possible in no combination: .*ep must be a div"),
+        ([{"dp": 2}, {"tp": 2}], {"ep": [2]}, "mesh {'tp': 2} is possible in no combination"),
+    ],
+)
+def test_what_no_case_could_have_is_an_error_before_anything_runs(
+    meshes: list[dict[str, int]], options: dict[str, list[Any]], says: str
+) -> None:
+    def not_made() -> Any:
+        raise AssertionError("a model was made")
+
+    with pytest.raises(ValueError, match=says):
+        parity.verify(not_made, meshes, options=options)
+    if len(meshes) == 1:
+        chosen = {name: values[-1] for name, values in options.items()}
+        with pytest.raises(ValueError, match=says):
+            parity.replay(parity.Case(meshes[0], chosen), not_made)

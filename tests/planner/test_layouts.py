@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from fusedops.models import ParallelConfig
 from fusedops.planner import (
     Layout,
     Transformer,
@@ -16,6 +17,8 @@ from fusedops.planner import (
     parse_bytes,
     plan,
     preset,
+    saved,
+    search,
     show_bytes,
     show_count,
 )
@@ -106,7 +109,13 @@ def test_a_preset_that_is_misspelt_is_answered_with_the_nearest() -> None:
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("32GiB", 32 << 30), ("80 GB", 80 * 10**9), ("1024", 1024), ("1.5gib", 3 << 29), (".5k", 500)],
+    [
+        ("32GiB", 32 << 30),
+        ("80 GB", 80 * 10**9),
+        ("1024B", 1024),
+        ("1.5gib", 3 << 29),
+        (".5k", 500),
+    ],
 )
 def test_sizes_are_read(text: str, size: int) -> None:
     if text == ".5k":
@@ -126,6 +135,7 @@ def test_sizes_are_read(text: str, size: int) -> None:
         ("-3GiB", "is not a size"),
         ("0GiB", "more than 0 bytes"),
         ("3..2GB", "is not a size"),
+        ("80", "its unit is missing; did you mean 80GiB? (80B would be bytes)"),
     ],
 )
 def test_sizes_that_are_none_are_told(text: str, says: str) -> None:
@@ -229,9 +239,103 @@ def test_where_nothing_fits_the_advice_is_how_many_devices_would_do() -> None:
     assert plan(preset("pangu-200b"), more // 2, 32 << 30).fitting == 0
 
 
-def test_devices_that_cannot_be_divided_are_told() -> None:
-    with pytest.raises(ValueError, match="13 devices cannot be divided"):
-        plan(PANGU, 13, 32 << 30, tp=(2,))
+@pytest.mark.parametrize(
+    ("model", "devices", "choices", "says"),
+    [
+        (PANGU, 13, {"tp": (2,)}, "tp x pp x cp = 2 x 1 x 1 = 2 must divide the 13 devices"),
+        (PANGU, 8, {"tp": (3,)}, "tp must be a divisor of the heads, 40, got 3"),
+        (PANGU, 8, {"ep": (8,)}, "ep must be 1 for a model without experts, got 8"),
+        (PANGU, 8, {"pp": (7,)}, "pp must be a divisor of the layers, 40, got 7"),
+        (MIXTRAL, 8, {"ep": (3,)}, "ep must be a divisor of the 8 experts, got 3"),
+        (MIXTRAL, 8, {"tp": (8,), "ep": (8,)}, "ep must be a divisor of dp x cp = 1"),
+        (PANGU, 8, {"tp": (8,), "pp": (2,)}, "tp x pp x cp = 8 x 2 x 1 = 16 must divide the 8"),
+        (
+            PANGU,
+            8,
+            {"base": Layout(cp=16)},
+            "tp x pp x cp = 1 x 1 x 16 = 16 must divide the 8 devices",
+        ),
+        (
+            PANGU,
+            8,
+            {"pp": (4,), "schedule": ("dualpipev",), "base": Layout(microbatches=2)},
+            "microbatches must be at least 8, the stages of 'dualpipev' on pp = 4 ranks, got 2",
+        ),
+    ],
+)
+def test_where_no_layout_is_possible_the_reason_is_that_of_what_was_asked_for(
+    model: Transformer, devices: int, choices: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ValueError) as error:
+        plan(model, devices, 32 << 30, **choices)
+    assert f"plan: no layout is possible: {says}" in str(error.value)
+
+
+def test_a_size_that_no_layout_has_is_noted() -> None:
+    found = plan(PANGU, 8, 32 << 30, tp=(2, 3), ep=(1, 4))
+    assert {row.layout.tp for row in found.rows} == {2}
+    assert [note.split(",")[0] for note in found.notes] == [
+        "tp must be a divisor of the heads",
+        "ep must be 1 for a model without experts",
+    ]
+    virtual = plan(PANGU, 8, 32 << 30, Layout(pipeline_virtual=3), schedule=("zbv",))
+    assert ["pipeline_virtual must be 2" in note for note in virtual.notes] == [True]
+    assert plan(PANGU, 8, 32 << 30).notes == ()
+
+
+def test_an_estimate_lists_what_a_layer_saves_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    layer = saved.layer
+
+    def counted(*args: Any) -> list[saved.Saved]:
+        calls.append(args[2])
+        return layer(*args)
+
+    monkeypatch.setattr(saved, "layer", counted)
+    estimate(MIXTRAL, Layout(dp=3, microbatches=5, seq_len=777))
+    assert sorted(calls) == [0, 31]  # the first layer and the last one
+
+
+def test_advice_does_not_search_numbers_of_devices_that_cannot_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    searched: list[int] = []
+    every = search.layouts
+
+    def counted(model: Transformer, devices: int, *args: Any, **kwargs: Any) -> Any:
+        searched.append(devices)
+        return every(model, devices, *args, **kwargs)
+
+    monkeypatch.setattr(search, "layouts", counted)
+    one = {"tp": (1,), "pp": (1,), "recompute": ("full",)}
+    found = plan(preset("gpt2"), 2, 100 << 20, Layout(micro_batch=8), **one)
+    assert found.fitting == 0 and "a smaller micro-batch" in found.advice
+    assert searched == [2, 1 << 16]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"recompute_slice_activation": True}, "recompute_slice_activation must be False unless"),
+        (
+            {"recompute": "full", "recompute_slice_activation": True, "sp": True, "tp": 2},
+            "recompute_slice_activation must be False with sp",
+        ),
+        ({"recompute": "full+norm"}, "recompute must be none or full alone"),
+    ],
+)
+def test_recomputation_has_one_rule_with_that_of_parallelize(
+    options: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ValueError, match=f"ParallelConfig: {says}"):
+        ParallelConfig(**options)
+    with pytest.raises(ValueError, match=f"plan: {says}"):
+        check(PANGU, Layout(**options))
+
+
+def test_a_plan_of_slices_has_those_of_sequence_parallelism() -> None:
+    sliced = Layout(recompute="full", recompute_slice_activation=True)
+    assert plan(PANGU, 8, 32 << 30, sliced).rows == plan(PANGU, 8, 32 << 30).rows
 
 
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {

@@ -85,9 +85,11 @@ def run_case(
     title = f"{spec.name} {case.label} {_short(dtype)}"
     try:
         call = Call.of(spec, case.make(settings.device, dtype))
-    except RuntimeError as error:
-        # Too large for this machine, or a dtype that eager does not have on this device.
-        return [], [f"{title}: no rows: {str(error).strip().splitlines()[0]}"]
+    except (RuntimeError, ValueError, LookupError) as error:
+        # Too large for this machine, a dtype that eager does not have on this device, or sizes of
+        # the user's own that do not fit together.
+        told = repr(error) if isinstance(error, LookupError) else str(error)
+        return [], [f"{title}: no rows: {told.strip().splitlines()[0]}"]
     if settings.compiled:
         settings.say("compiling")
     able, notes = contenders(
@@ -200,6 +202,9 @@ def _row(
     note: str,
 ) -> Row:
     spread, ratio = timing.spread(variant), timing.ratio(EAGER, variant)
+    against = lead(timing, variant)
+    if against and not timing.trusted(against["rival"]):
+        against = {}
     return Row(
         op=op,
         case=case,
@@ -226,7 +231,7 @@ def _row(
         error_max_ulps=error[0] if error else None,
         error_mean_ulps=error[1] if error else None,
         note=note,
-        **lead(timing, variant),
+        **against,
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from fusedops.cli import files
 from fusedops.cli.bench.results import Record, Row
+from fusedops.cli.bench.table import DISTURBED
 
 # From the colour-blind safe palette of Okabe and Ito; who has which colour never changes.
 _COLOURS = {"fusedops": "#0072B2", "compile": "#E69F00", "eager": "#999999"}
@@ -86,22 +87,22 @@ def _bars(
                 found.append((at + offset, rows[(*label, variant)]))
         bars = axis.barh(
             [at for at, _ in found],
-            [value(row) for _, row in found],
+            [value(row) if row.trusted else 0.0 for _, row in found],
             thickness * 0.92,
             label=variant,
             color=_colour(variant, who),
             xerr=[
-                [row.speedup - row.speedup_q1 for _, row in found],
-                [row.speedup_q3 - row.speedup for _, row in found],
+                [(row.speedup - row.speedup_q1) * row.trusted for _, row in found],
+                [(row.speedup_q3 - row.speedup) * row.trusted for _, row in found],
             ]
             if errors and found
             else None,
             error_kw={"linewidth": 0.8},
         )
-        for bar, (_, row) in zip(bars, found, strict=True):
-            bar.set_hatch("" if row.trusted else "///")
+        for bar in bars:
             bar.set_edgecolor("white")
-        axis.bar_label(bars, [text.format(value(row)) for _, row in found], padding=3, fontsize=7)
+        told = [text.format(value(row)) if row.trusted else DISTURBED for _, row in found]
+        axis.bar_label(bars, told, padding=3, fontsize=7)
     axis.set_yticks(range(len(labels)), [f"{op} {case}\n{dtype}" for op, case, dtype in labels])
     axis.tick_params(labelsize=8)
     axis.set_ylim(len(labels) - 0.4, -0.6)
@@ -128,9 +129,7 @@ def _headline(record: Record) -> str:
     machine, versions = record.machine, record.versions
     copy = record.limits["copy"]["rate"] / 1e9
     commit = record.git.get("commit", "")[:10]
-    doubtful = not all(row.trusted for row in record.rows)
-    warning = "\nhatched: disturbed by other work while measured" if doubtful else ""
     return (
         f"fusedops {commit} on {machine['slug']} ({machine['name']}), torch {versions['torch']}, "
-        f"allocator {record.settings['allocator']}, copy {copy:.0f} GB/s{warning}"
+        f"allocator {record.settings['allocator']}, copy {copy:.0f} GB/s"
     )

@@ -7,7 +7,7 @@ itself does.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -75,6 +75,12 @@ def run(
     all_sizes: Annotated[
         bool, typer.Option("--all-sizes", help="Every size of the specs.")
     ] = False,
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A size of your own, by the op's dimensions: rows=4096,columns=1024; repeatable."
+        ),
+    ] = None,
     variants: Annotated[
         str,
         typer.Option(
@@ -130,8 +136,12 @@ def run(
             chart.check_installed()
         names = options.words(dtype, options.DTYPES, "dtype")
         options.words(allocator, options.ALLOCATORS, "allocator")
+        if shape and (not ops or sizes or all_sizes):
+            raise files.UserError(
+                "--shape needs the names of ops, and neither --sizes nor --all-sizes"
+            )
         specs = _specs(ops or [])
-        plan = _cases(specs, sizes, all_sizes, quick)
+        plan = _cases(specs, sizes, all_sizes, quick, shape or [])
         only = _variants(specs, variants)
         where = options.device(device)
         record, whole = _measure(
@@ -243,15 +253,27 @@ def _specs(ops: list[str]) -> list[Spec]:
 
 
 def _cases(
-    specs: list[Spec], sizes: str, all_sizes: bool, quick: bool
+    specs: list[Spec], sizes: str, all_sizes: bool, quick: bool, shapes: Sequence[str] = ()
 ) -> list[tuple[Spec, BenchCase]]:
     """Return what to measure, in order."""
+    from fusedops.cli.bench.shape import case_of, example
+
+    if shapes:
+        return [(spec, case_of(spec, text)) for spec in specs for text in shapes]
     if sizes:
         every = [(spec, case) for spec in specs for case in spec.bench_cases]
         exact = [(spec, case) for spec, case in every if case.label == sizes]
         if exact:
             return exact
-        wanted = options.words(sizes, dict.fromkeys(_size(case) for _, case in every), "sizes")
+        try:
+            wanted = options.words(sizes, dict.fromkeys(_size(case) for _, case in every), "sizes")
+        except files.UserError as error:
+            own = (
+                f"; a size of your own is --shape {example(specs[0])}"
+                if specs[0].bench_case
+                else ""
+            )
+            raise files.UserError(f"{error}{own if len(specs) == 1 else ''}") from None
         return [(spec, case) for spec, case in every if _size(case) in wanted]
     plan = []
     for spec in specs:
@@ -370,8 +392,9 @@ def _deliver(
     """Show the record, then write what was asked for: a full disk must not cost the table."""
     from fusedops.cli.bench import chart, table
     from fusedops.cli.bench.results import save_json, save_results, to_csv
+    from fusedops.cli.console import console
 
-    out = table.console()
+    out = console()
     table.show(record, out)
     writers: list[tuple[Path | None, Callable[[Path], object]]] = [
         (json_file, lambda path: save_json(path, record)),

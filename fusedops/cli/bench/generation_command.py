@@ -54,7 +54,7 @@ def generate(
             prompt=prompt,
             tokens=tokens,
         )
-        from fusedops.cli.bench.table import console
+        from fusedops.cli.console import console
 
         out = console()
         rows: list[Row] = []
@@ -69,6 +69,8 @@ def generate(
 def _show(rows: list[Row], out: Any) -> None:
     from rich.table import Table
 
+    from fusedops.cli.console import print_table
+
     table = Table(title="generating")
     for name in ("architecture", "dtype", "by", "tokens/s", "ours to it", "same tokens"):
         table.add_column(name, justify="left" if name in ("architecture", "by") else "right")
@@ -82,7 +84,7 @@ def _show(rows: list[Row], out: Any) -> None:
             f"{row.ratio:.2f} ({low:.2f}-{high:.2f})",
             f"{row.same:.0%}",
         )
-    out.print(table)
+    print_table(out, table)
 
 
 def _record(rows: list[Row], threads: int) -> dict[str, Any]:

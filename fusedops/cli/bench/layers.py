@@ -140,6 +140,7 @@ MOE_LAYER = Spec(
     eager=_loop,
     samples=_samples,
     bad_inputs=lambda device: [],
+    bench_case=_layer_case,
     bench_cases=(
         _layer_case(1024, 1024, 1408, 8, 2),
         _layer_case(1024, 1024, 1408, 8, 8),

@@ -68,7 +68,7 @@ def memory(
             (json_file, lambda path: files.write_json(path, record)),
             (svg_file, lambda path: files.write_text(path, _picture(reports))),
         ]
-        from fusedops.cli.bench.table import console
+        from fusedops.cli.console import console
 
         options.write_all(writers, console())
     if not all(row.same_bits for row in rows):
@@ -127,7 +127,8 @@ def _measure(
 def _show(rows: list[MemoryRow], record: dict[str, Any]) -> None:
     from rich.table import Table
 
-    from fusedops.cli.bench.table import console
+    from fusedops.cli.bench.table import DISTURBED
+    from fusedops.cli.console import console, print_table
 
     out = console()
     table = Table(
@@ -136,9 +137,9 @@ def _show(rows: list[MemoryRow], record: dict[str, Any]) -> None:
         title_justify="left",
     )
     for name in ("model", "size", "dtype", "policy"):
-        table.add_column(name, no_wrap=True)
+        table.add_column(name)
     for name in ("activations MiB", "peak MiB", "ms", "x plain", "quartiles", "bits"):
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, justify="right")
     for row in rows:
         table.add_row(
             row.family,
@@ -147,21 +148,24 @@ def _show(rows: list[MemoryRow], record: dict[str, Any]) -> None:
             row.policy,
             f"{row.activations / 2**20:.1f}",
             f"{row.peak / 2**20:.1f}",
-            f"{row.median_ms:.1f}" + ("" if row.trusted else "?"),
-            f"{row.overhead:.2f}",
-            f"{row.overhead_q1:.2f}-{row.overhead_q3:.2f}",
+            *(_times(row) if row.trusted else (DISTURBED, "-", "-")),
             "same" if row.same_bits else "OTHER",
         )
-    out.print(table)
+    print_table(out, table)
     out.print(
         "activations: what the forward leaves for the backward; peak: of the step above weights; "
-        "x plain: time by the plain step's, median of the rounds; ?: other work disturbed it",
+        "x plain: time by the plain step's, median of the rounds",
         style="dim",
     )
     if record["settings"]["device"] == "cpu":
         out.print(
             "offload on a CPU moves bytes out of torch's allocator, to the same memory", style="dim"
         )
+
+
+def _times(row: MemoryRow) -> list[str]:
+    quartiles = f"{row.overhead_q1:.2f}-{row.overhead_q3:.2f}"
+    return [f"{row.median_ms:.1f}", f"{row.overhead:.2f}", quartiles]
 
 
 def _picture(reports: dict[str, MemoryReport]) -> str:

@@ -277,7 +277,7 @@ def _deliver(
     """Show the record, then write what was asked for: a full disk must not cost the table."""
     from fusedops.cli.bench import models_report
     from fusedops.cli.bench.results import save_json, save_model_results, to_csv
-    from fusedops.cli.bench.table import console
+    from fusedops.cli.console import console
 
     out = console()
     models_report.show(record, out)

@@ -11,7 +11,8 @@ from rich.text import Text
 from fusedops.cli.bench import svg
 from fusedops.cli.bench.contenders import COMPILE, EAGER
 from fusedops.cli.bench.results import Record, Row
-from fusedops.cli.bench.table import show_limits, warnings
+from fusedops.cli.bench.table import DISTURBED, show_limits, warnings
+from fusedops.cli.console import print_table
 
 _COLUMNS = (
     "eager ms",
@@ -36,9 +37,9 @@ def show(record: Record, out: Console) -> None:
         header_style="bold",
     )
     for name in ("model", "size", "mode", "dtype"):
-        table.add_column(name, no_wrap=True)
+        table.add_column(name)
     for name in _COLUMNS:
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, justify="right")
     before = ""
     for case in _cases(record.rows):
         first = next(iter(case.values()))
@@ -46,7 +47,7 @@ def show(record: Record, out: Console) -> None:
             table.add_section()
         before = first.op
         table.add_row(first.op, first.case, first.direction, first.dtype, *_figures(case))
-    out.print(table)
+    print_table(out, table)
     out.print(
         "x fastest: time of the faster of eager and compile by ours, median of the rounds; "
         "peak: eager's, then ours",
@@ -62,8 +63,8 @@ def chart(record: Record) -> str:
     lines = [
         svg.Bar(
             f"{ours.op} {ours.direction} {ours.case.split(', ')[-1]} {ours.dtype}",
-            ours.speedup,
-            case[COMPILE].speedup if COMPILE in case else None,
+            ours.speedup if ours.trusted else None,
+            case[COMPILE].speedup if COMPILE in case and case[COMPILE].trusted else None,
         )
         for case in _cases(record.rows)
         if (ours := case.get("fusedops")) is not None
@@ -105,15 +106,22 @@ def _figures(case: dict[str, Row]) -> list[str | Text]:
         return [*times, Text("wrong", style="red"), *["-"] * 4]
     style = "green" if ours.lead_q1 > 1 else "red" if ours.lead_q3 < 1 else ""
     peaks = [case[EAGER].peak_bytes, ours.peak_bytes]
+    compared: list[str | Text] = [DISTURBED, "-", "-"]
+    if ours.trusted:
+        compared = [
+            Text(f"{ours.lead:.2f}", style=f"bold {style}".strip()),
+            f"{ours.lead_q1:.2f}-{ours.lead_q3:.2f}",
+            f"{100 * ours.limit_share:.0f}%" + "*" * ours.in_cache,
+        ]
     return [
         *times,
-        Text(f"{ours.lead:.2f}" + ("" if ours.trusted else "?"), style=f"bold {style}".strip()),
-        f"{ours.lead_q1:.2f}-{ours.lead_q3:.2f}",
-        f"{100 * ours.limit_share:.0f}%" + "*" * ours.in_cache,
+        *compared,
         " ".join("-" if each is None else f"{each / 2**20:.0f}" for each in peaks),
         " ".join(f"{each.error_mean_ulps:.2g}" for each in (case[EAGER], ours)),
     ]
 
 
 def _ms(row: Row) -> str:
+    if not row.trusted:
+        return DISTURBED
     return f"{row.median_us / 1e3:.1f}" if row.median_us < 1e6 else f"{row.median_us / 1e3:.0f}"

@@ -48,7 +48,7 @@ def scaling(
         plain = {name.replace(" ", ""): name for name in SETTINGS}
         chosen = [plain[each] for each in _names(settings, plain)]
         work = Work(preset, hidden, layers, vocabulary, int(sizes[0]), int(sizes[1]))
-        from fusedops.cli.bench.table import console
+        from fusedops.cli.console import console
 
         out = console()
         with out.status("starting") as status:
@@ -78,6 +78,8 @@ def _names(text: str, known: dict[str, str]) -> list[str]:
 def _show(rows: list[Row], out: Any) -> None:
     from rich.table import Table
 
+    from fusedops.cli.console import print_table
+
     table = Table(title="a training step")
     for name in ("setting", "processes x threads", "tokens/s", "of the first", "loss"):
         table.add_column(name, justify="left" if name == "setting" else "right")
@@ -90,7 +92,7 @@ def _show(rows: list[Row], out: Any) -> None:
             f"{row.ratio:.2f} ({low:.2f}-{high:.2f})",
             f"{row.loss:.4f}",
         )
-    out.print(table)
+    print_table(out, table)
 
 
 def _record(work: Any, rows: list[Row]) -> dict[str, Any]:

@@ -16,12 +16,12 @@ class Bar:
 
     Attributes:
         label: what stands in front of it.
-        ours: times faster than eager.
+        ours: times faster than eager; ``None`` where other work disturbed the measurement.
         compiled: the same of torch.compile; ``None`` where it was not measured.
     """
 
     label: str
-    ours: float
+    ours: float | None
     compiled: float | None = None
 
 
@@ -29,7 +29,7 @@ def bars(title: str, lines: Sequence[Bar]) -> str:
     """Return the SVG, a line per bar in the given order."""
     left = max(_LEFT, round(_PER_LETTER * max((len(each.label) for each in lines), default=0)) + 16)
     height = _TOP + _STEP * len(lines) + 10
-    longest = max((max(each.ours, each.compiled or 0.0) for each in lines), default=1.0)
+    longest = max(1.0, *(max(line.ours or 0.0, line.compiled or 0.0) for line in lines))
     scale = (_WIDTH - left - _RIGHT) / longest
     title = escape(title, {'"': "&quot;"})
     parts = [
@@ -44,12 +44,13 @@ def bars(title: str, lines: Sequence[Bar]) -> str:
     ]
     for index, each in enumerate(lines):
         y = _TOP + _STEP * index
-        end = each.ours * scale
+        end = (each.ours or 0.0) * scale
+        figure = "disturbed" if each.ours is None else f"{each.ours:.2f}"
         parts += [
             f'<text x="{left - 8}" y="{y + 12}" text-anchor="end" fill="#222">'
             f"{escape(each.label)}</text>",
             f'<rect x="{left}" y="{y}" width="{end:.1f}" height="{_THICK}" fill="#1f6fb4"/>',
-            f'<text x="{left + end + 5:.1f}" y="{y + 10}" fill="#222">{each.ours:.2f}</text>',
+            f'<text x="{left + end + 5:.1f}" y="{y + 10}" fill="#222">{figure}</text>',
         ]
         if each.compiled:
             parts.append(

@@ -10,16 +10,11 @@ from rich.table import Table
 from rich.text import Text
 
 from fusedops.cli.bench.results import Record, Row
+from fusedops.cli.console import print_table
 
-# A pipe has no width; rich would squeeze the table into 80 columns.
-_PIPE_WIDTH = 160
 _WIDE = 132
-
-
-def console() -> Console:
-    """Return the console for results."""
-    probe = Console()
-    return probe if probe.is_terminal else Console(width=_PIPE_WIDTH)
+# Instead of a time that other work on the machine disturbed.
+DISTURBED = "disturbed"
 
 
 def show(record: Record, out: Console) -> None:
@@ -28,7 +23,7 @@ def show(record: Record, out: Console) -> None:
     narrow = out.width < _WIDE
     for op, dtype in dict.fromkeys((row.op, row.dtype) for row in record.rows):
         rows = [row for row in record.rows if (row.op, row.dtype) == (op, dtype)]
-        out.print(_table(op, dtype, rows, record, narrow))
+        print_table(out, _table(op, dtype, rows, record, narrow))
     if narrow:
         out.print(f"{_WIDE} columns also show spread, host overhead, mean error", style="dim")
     if any(row.in_cache for row in record.rows):
@@ -69,9 +64,8 @@ def _table(op: str, dtype: str, rows: list[Row], record: Record, narrow: bool) -
         header_style="bold",
     )
     has_products = any(row.tflop_per_s for row in rows)
-    table.add_column("size", no_wrap=True)
-    table.add_column("direction", no_wrap=True)
-    table.add_column("who", no_wrap=True)
+    for name in ("size", "direction", "who"):
+        table.add_column(name)
     rate = "TFLOP/s" if has_products else "GB/s"
     figures = [
         "x eager",
@@ -86,7 +80,7 @@ def _table(op: str, dtype: str, rows: list[Row], record: Record, narrow: bool) -
     ]
     shown = [not narrow or name not in ("+-", "host us", "mean") for name in figures]
     for name in itertools.compress(figures, shown):
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, justify="right")
     before = ("", "")
     for index, row in enumerate(rows):
         first = (row.case, row.direction) != before
@@ -105,15 +99,22 @@ def _table(op: str, dtype: str, rows: list[Row], record: Record, narrow: bool) -
 
 def _figures(row: Row, has_products: bool) -> list[str | Text]:
     return [
-        Text(f"{row.speedup:.2f}" + ("" if row.trusted else "?"), style=_style(row)),
-        _number(row.median_us),
-        f"{50 * (row.q3_us - row.q1_us) / row.median_us:.0f}%",
-        _number(row.tflop_per_s if has_products else row.gb_per_s),
-        f"{100 * row.limit_share:.0f}%" + "*" * row.in_cache,
+        *(_times(row, has_products) if row.trusted else (DISTURBED, "-", "-", "-", "-")),
         _number(row.host_us),
         _number(None if row.peak_bytes is None else row.peak_bytes / 2**20),
         _number(row.error_max_ulps),
         _number(row.error_mean_ulps),
+    ]
+
+
+def _times(row: Row, has_products: bool) -> list[str | Text]:
+    """Return what follows from the time of a row."""
+    return [
+        Text(f"{row.speedup:.2f}", style=_style(row)),
+        _number(row.median_us),
+        f"{50 * (row.q3_us - row.q1_us) / row.median_us:.0f}%",
+        _number(row.tflop_per_s if has_products else row.gb_per_s),
+        f"{100 * row.limit_share:.0f}%" + "*" * row.in_cache,
     ]
 
 
@@ -152,8 +153,9 @@ def warnings(record: Record) -> list[str]:
     doubtful = sum(not row.trusted for row in record.rows)
     if doubtful:
         warnings.append(
-            f"{doubtful} of {len(record.rows)} rows (marked ?) had too few undisturbed samples: "
-            "their times include waiting; measure again on a quiet machine"
+            f"{doubtful} of {len(record.rows)} rows had too few samples that other work did not "
+            "disturb: they have no times here (trusted is false in JSON and CSV); measure again "
+            "on a quiet machine, or with a larger --seconds"
         )
     notes = dict.fromkeys(f"{row.op}: {row.note}" for row in record.rows if row.note)
     return [*warnings, *notes]

@@ -27,7 +27,7 @@ from fusedops.cli.bench import machine
 from fusedops.cli.bench.cases import tiny_sample
 from fusedops.cli.bench.contenders import Call
 from fusedops.cli.bench.results import now
-from fusedops.cli.bench.table import console
+from fusedops.cli.console import console, print_table
 from fusedops.cli.progress import steps
 from fusedops.specs import BenchCase, Sample, Spec
 
@@ -176,7 +176,7 @@ def deliver(table: tuning.Table, notes: Sequence[str], path: Path) -> None:
         winner = tuning.label(entry.backend, entry.config)
         size = f"2^{entry.size_class}"
         shown.add_row(entry.op, entry.dtype, size, winner, f"{entry.ratio:.2f}", times)
-    out.print(shown)
+    print_table(out, shown)
     for note in notes:
         out.print(Text(f"note: {note}", style="yellow"))
     files.write_text(path, tuning.dump(table))

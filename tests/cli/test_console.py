@@ -1,0 +1,129 @@
+"""Tables on terminals of any width, and rows that other work disturbed while they were measured."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from fusedops._core.timer import Timing
+from fusedops.cli import plan as plan_command
+from fusedops.cli.bench import models_report, table
+from fusedops.cli.bench.cases import lead
+from fusedops.cli.bench.limits import Work
+from fusedops.cli.bench.results import Record, Row
+from fusedops.cli.console import console, print_table
+from fusedops.planner import Layout, plan, preset
+
+
+def terminal(width: int) -> Console:
+    return Console(width=width, file=io.StringIO(), force_terminal=True, color_system=None)
+
+
+def printed(out: Console) -> str:
+    assert isinstance(out.file, io.StringIO)
+    return out.file.getvalue()
+
+
+def test_what_is_no_terminal_gets_whole_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = Table()
+    for name in ("first", "second"):
+        shown.add_column(name)
+    shown.add_row("a b " * 300, "c d " * 300)
+    out = console()
+    print_table(out, shown)
+    out.print("one line of words " * 40)
+    rows = capsys.readouterr().out.splitlines()
+    assert len(rows) == 6 and "a b " * 299 in rows[3] and "c d " * 299 in rows[3]
+
+
+@pytest.mark.parametrize("width", [200, 160, 100, 80, 60, 40, 20])
+def test_the_answer_of_a_plan_is_whole_in_a_terminal_of_any_width(width: int) -> None:
+    model = preset("mixtral-8x7b")
+    few: dict[str, Any] = {"recompute": ("none",), "offload": ((),)}
+    found = plan(model, 16, 80 << 30, Layout(microbatches=8), **few)
+    out = terminal(width)
+    plan_command._show("mixtral", model, 16, found, 2, out)
+    text = printed(out)
+    assert "…" not in text
+    lines = [line.split("│") for line in text.splitlines() if line.startswith("│")]
+    cells = [[cell.strip() for cell in line] for line in lines if line[1].strip()]
+    best = found.rows[0]
+    sizes = [str(getattr(best.layout, name)) for name in ("dp", "tp", "pp", "ep", "zero")]
+    assert cells[0][1:6] == sizes
+    assert f"{best.estimate.peak / 2**30:.2f}" in cells[0]
+
+
+def test_words_are_wrapped_and_numbers_are_not() -> None:
+    shown = Table()
+    shown.add_column("words")
+    shown.add_column("number", justify="right")
+    shown.add_row("some words to wrap", "1234567.89")
+    out = terminal(30)
+    print_table(out, shown)
+    text = printed(out)
+    assert "1234567.89" in text and all(len(line) <= 30 for line in text.splitlines())
+    assert all(word in text for word in ("some", "words", "to", "wrap"))
+    assert out.width == 30
+
+
+def _record(*rows: Row) -> Record:
+    limits = {"copy": {"rate": 1e9, "way": "copy_", "trusted": True}, "matmul": {}}
+    settings = {"allocator": "tuned", "patch": "patched"}
+    where = {"slug": "here", "name": "machine", "threads": 1}
+    return Record(where, {"torch": "2"}, {}, settings, limits, rows, (), "now")
+
+
+def _row(variant: str, **changes: Any) -> Row:
+    row = Row(
+        op="gelu", case="4x8", dtype="float32", direction="forward", variant=variant, backend="cpp",
+        allocator="tuned", speedup=6458.7, speedup_q1=6458.7, speedup_q3=6458.7, median_us=1.25,
+        q1_us=1.25, q3_us=1.25, samples=1, discarded=4, trusted=True, gb_per_s=77.5,
+        tflop_per_s=None, limit_share=0.33, in_cache=False, host_us=2.5, peak_bytes=3 << 20,
+        error_max_ulps=0.5, error_mean_ulps=0.25,
+    )  # fmt: skip
+    return replace(row, **changes)
+
+
+def test_a_disturbed_row_has_no_times_in_a_table() -> None:
+    for trusted in (True, False):
+        out = terminal(200)
+        table.show(_record(_row("eager"), _row("fusedops", trusted=trusted)), out)
+        ours = next(line for line in printed(out).splitlines() if "fusedops (cpp)" in line)
+        times = ("6458.70", "1.25", "77.5", "33%")
+        assert [each in ours for each in times] == [trusted] * 4
+        assert ("disturbed" in ours) == (not trusted)
+        assert "2.5" in ours and "0.25" in ours  # what depends on no clock
+
+
+def test_a_disturbed_row_of_a_model_has_no_times_in_table_and_picture() -> None:
+    given: dict[str, Any] = {"lead": 6458.7, "lead_q1": 6458.7, "lead_q3": 6458.7, "rival": "eager"}
+    record = _record(_row("eager"), _row("fusedops", trusted=False, **given))
+    out = terminal(200)
+    models_report.show(record, out)
+    assert "6458" not in printed(out) and "disturbed" in printed(out)
+    picture = models_report.chart(record)
+    assert "6458" not in picture and ">disturbed<" in picture
+
+
+def test_a_lead_over_a_disturbed_rival_is_no_figure() -> None:
+    from fusedops.cli.bench.cases import _row as row_of
+
+    for disturbed in (False, True):
+        timing = Timing(
+            {"eager": [4.0], "peer": [2.0], "fusedops": [1.0]},
+            {"eager": [False], "peer": [disturbed], "fusedops": [False]},
+        )
+        work = Work(1, 0, 1.0, True)
+        assert lead(timing, "fusedops")["rival"] == "peer"
+        row = row_of(
+            "gelu", "4x8", torch.float32, "forward", "fusedops", timing, work, backend="cpp",
+            allocator="tuned", in_cache=False, host=None, peak=0, error=None, note="",
+        )  # fmt: skip
+        assert row.trusted and row.speedup == 4.0
+        assert row.lead == (None if disturbed else 2.0)
