@@ -382,8 +382,9 @@ def _entry_of_refused(name: str, module: nn.Module, rule: Rule, level: str) -> M
 def _derived(rule: Rule, module: nn.Module) -> str:
     """Return why a class that was derived from one with a rule is left alone."""
     cls, base = type(module), rule.original.__name__
-    # What fully_shard and parametrizations make for an instance cannot be found by its name.
-    if getattr(sys.modules.get(cls.__module__), cls.__name__, None) is not cls:
+    # The classes that fully_shard and parametrizations make for an instance have no place in code.
+    local = "<locals>" in cls.__qualname__
+    if not local and getattr(sys.modules.get(cls.__module__), cls.__name__, None) is not cls:
         return f"another class lies on top of {base}: patch before it comes"
     if cls.forward is rule.original.forward:
         return f"it is derived from {base}, and the rule is for {base} itself"
