@@ -53,9 +53,7 @@ def test_every_keyword_is_known_or_runs_the_original(
         assert len(called) == len(foreign) + 1
 
 
-def _instance_of(
-    monkeypatch: pytest.MonkeyPatch, rule: Any, name: str
-) -> tuple[nn.Module, Calls]:
+def _instance_of(monkeypatch: pytest.MonkeyPatch, rule: Any, name: str) -> tuple[nn.Module, Calls]:
     """Return a bare patched instance, and where the calls of the original's method are noted."""
     instance, called = rule.patched.__new__(rule.patched), []
     nn.Module.__init__(instance)

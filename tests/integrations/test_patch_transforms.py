@@ -128,12 +128,14 @@ def test_compiled_transforms(transform: str) -> None:
     assert_close(compiled(rows), expected)
 
 
+@pytest.mark.filterwarnings("ignore")  # of batching rules that torch lacks
+@pytest.mark.parametrize("experts", ["grouped_mm", "batched_mm"])
 @pytest.mark.parametrize("kind", ["vmap of grad", "vmap"])
-def test_experts_run_the_original_per_sample(kind: str) -> None:
+def test_experts_run_the_original_per_sample(kind: str, experts: str) -> None:
     pytest.importorskip("transformers")
     from causal_families import SPARSE
 
-    stock = SPARSE["Mixtral"].model(experts_implementation="batched_mm").eval()
+    stock = SPARSE["Mixtral"].model(experts_implementation=experts).eval()
     model = copy.deepcopy(stock)
     fusedops.patch(model)
     rows = torch.randn(2, 5, 32)

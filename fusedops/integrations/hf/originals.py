@@ -22,7 +22,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 _num_modes = torch._C._len_torch_function_stack
-_innermost_transform = torch._C._functorch.peek_interpreter_stack
+_innermost_transform: Any = torch._C._functorch.peek_interpreter_stack
 _transforms = torch._C._functorch.get_interpreter_stack
 _tracing_state = torch._C._get_tracing_state
 _VMAP = torch._C._functorch.TransformType.Vmap

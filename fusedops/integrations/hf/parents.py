@@ -36,7 +36,7 @@ def only_read(model: nn.Module) -> dict[nn.Module, str]:
 
 
 @cache
-def _read_children(cls: type[nn.Module]) -> frozenset[str]:
+def _read_children(cls: Any) -> frozenset[str]:
     """Return the attributes of which the forward of ``cls`` reads parameters, and nothing else."""
     read: set[str] = set()
     other: set[str] = set()
@@ -49,7 +49,7 @@ def _read_children(cls: type[nn.Module]) -> frozenset[str]:
     return frozenset(read - other)
 
 
-def _codes(cls: type[nn.Module]) -> Iterator[CodeType]:
+def _codes(cls: Any) -> Iterator[CodeType]:
     """Yield the code of the forward of ``cls`` and of the methods that it names."""
     names, done = ["forward"], {"forward"}
     while names:
