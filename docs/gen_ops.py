@@ -115,7 +115,8 @@ def _measured(path: Path) -> str:
         return ""
     first = rows[0]
     title = (
-        f"### {first['device_name']}, {first['threads']} threads, {first['dtype']}\n\n"
+        f"### {path.parent.name}: {first['device_name']}, {first['threads']} threads, "
+        f"{first['dtype']}\n\n"
         f"torch {first['torch']}, {first['allocator']} allocator for all rows, "
         f"commit {first['commit'] or 'unknown'}."
     )

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from fusedops.integrations import (
         PatchReport,
         decompositions,
+        describe,
         patch,
         register_attention,
         register_experts,
@@ -61,6 +62,7 @@ _LAZY = {
     "train": "fusedops.train",
     "tune_host": "fusedops._core.host",
     "decompositions": "fusedops.integrations",
+    "describe": "fusedops.integrations",
     "patch": "fusedops.integrations",
     "unpatch": "fusedops.integrations",
     "PatchReport": "fusedops.integrations",
@@ -75,6 +77,7 @@ __all__ = [
     "checkpoint",
     "counters",
     "decompositions",
+    "describe",
     "generate",
     "generation",
     "memory",

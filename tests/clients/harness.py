@@ -198,7 +198,7 @@ def steps_aside(at_first: fusedops.PatchReport, at_last: fusedops.PatchReport) -
     lines = []
     for each in at_last.modules:
         stepped = each.replaced and each.reason.startswith("steps aside now: ")
-        if stepped or (not each.replaced and each.reason != "no fused op for this class"):
+        if stepped or (not each.replaced and each.reason != "there is no rule for this class"):
             reason = each.reason if stepped else refused.get(each.name, each.reason)
             reason = re.sub(r"[.][0-9]+[.]", ".*.", reason.removeprefix("steps aside now: "))
             lines.append(f"{each.cls}: {reason}")

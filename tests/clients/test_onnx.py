@@ -17,7 +17,7 @@ pytest.importorskip("onnxruntime", reason="runs the files that are written")
 
 import onnxruntime
 from exported_models import MODELS, SIZES
-from patch_testing import assert_close
+from patch_testing import assert_close, patched_pair
 
 from fusedops.integrations.onnx import export
 
@@ -141,3 +141,40 @@ def test_a_model_serves_other_sizes_than_it_was_made_with(name: str, tmp_path: P
         (found,) = run(path, kind.of(*size))
         with torch.no_grad():
             assert_close(found, stock(*kind.of(*size)))
+
+
+class Block(torch.nn.Module):
+    """torch's own modules that have a rule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.activation = torch.nn.LayerNorm(8), torch.nn.GELU()
+        self.up, self.down = torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)
+        self.last = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(x + self.down(self.activation(self.up(self.norm(x)))))
+
+
+# The older exporter has no aten::diff, of which transformers makes masks, patched or not.
+@pytest.mark.parametrize(
+    ("name", "dynamo"),
+    [
+        *((name, True) for name in ("Block", "Llama", "GPT2", "ViT")),
+        ("Block", False),
+        ("ViT", False),
+    ],
+)
+def test_torchs_own_exporters_take_patched_models(name: str, dynamo: bool, tmp_path: Path) -> None:
+    inputs: tuple[torch.Tensor, ...] = (torch.randn(4, 8),)
+    if name == "Block":
+        patched, stock = patched_pair(Block().eval())
+    else:
+        patched, stock = MODELS[name].pair()
+        inputs = MODELS[name].of(*SIZES[0])
+    path = tmp_path / "model.onnx"
+    names = _names(len(inputs))
+    torch.onnx.export(patched, inputs, path, dynamo=dynamo, input_names=names, verbose=False)
+    (found,) = run(path, inputs)
+    with torch.no_grad():
+        assert_close(found, stock(*inputs))

@@ -479,10 +479,14 @@ def test_a_file_of_something_else_is_refused_and_kept(text: str, tmp_path: Path)
     assert path.read_text() == text and type(model[0]) is nn.RMSNorm
 
 
-def test_a_file_that_cannot_be_written_leaves_the_model_as_it_was(tmp_path: Path) -> None:
-    model = norms()
-    with pytest.raises(OSError):
+def test_a_missing_folder_is_refused_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model, measured = norms(), []
+    monkeypatch.setattr(calibration, "calibrate", lambda *args: measured.append(args) or {})
+    with pytest.raises(FileNotFoundError, match=r"a folder that exists, got .*missing.found\.json"):
         fusedops.patch(model, calibrate=tmp_path / "missing" / "found.json")
+    assert not measured
     assert type(model[0]) is nn.RMSNorm and describe(model)["0"].reason == "not patched"
 
 

@@ -85,3 +85,14 @@ def test_packed_weights_are_asked_and_reported(family: Family, order: str) -> No
     assert_close(found, expected)
     linears = [entry for entry in report.kept if entry.cls == "Linear"]
     assert linears and all("_Packed" in entry.reason for entry in linears)
+
+
+def test_quantisation_after_patch_warns() -> None:
+    """torch.ao.quantization looks for exact classes: nothing would be quantised, in silence."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    fusedops.patch(model)
+    with pytest.warns(UserWarning, match=r"fusedops\.unpatch\(model\)"):
+        found = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
+    assert type(found[0]) is type(model[0])
+    fusedops.unpatch(found)
+    assert type(quantised(found)[0]) is not nn.Linear

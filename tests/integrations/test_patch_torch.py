@@ -311,3 +311,62 @@ def test_rms_norm_of_two_dtypes_stays_with_torch() -> None:
     with counted() as calls:
         assert torch.equal(patched(INPUT.bfloat16()), stock(INPUT.bfloat16()))
     assert not calls
+
+
+class _Window(nn.Module):
+    """As torchvision's attention of shifted windows: a function gets the weights of its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.proj = nn.LayerNorm(8), nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _windowed(
+            self.norm(x), self.qkv.weight, self.proj.weight, self.qkv.bias, self.proj.bias
+        )
+
+
+def _windowed(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+    query, key, value = nn.functional.linear(x, weights[0], weights[2]).chunk(3, -1)
+    return nn.functional.linear(query * key + value, weights[1], weights[3])
+
+
+class _Shared(nn.Module):
+    """It reads the weight of a layer that its child calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.caller = nn.Sequential(self.inner, nn.Tanh())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.caller(x) * self.inner.weight.sum()
+
+
+def test_layers_that_nobody_calls_are_not_reported_as_replaced() -> None:
+    model = nn.Sequential(_Window(), nn.Linear(8, 8), _Shared())
+    report = fusedops.patch(model)
+    with counted() as calls:
+        model(torch.randn(4, 8))
+    assert calls["linear_act"] == 2 and calls["layer_norm"] == 1
+    assert report.counts == {"linear_act": 2, "layer_norm": 1}
+    for name in ("0.qkv", "0.proj"):
+        assert report[name].reason == "_Window reads its parameters and does not call it"
+        assert type(model.get_submodule(name)) is nn.Linear and not report[name].failed
+    assert fusedops.describe(model).counts == report.counts
+
+
+def test_reports_say_the_true_reason() -> None:
+    class Norm(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    report = fusedops.patch(nn.ModuleList([nn.MultiheadAttention(8, 2), Norm(), _Derived(8, 8)]))
+    expected = "MultiheadAttention reads its parameters and does not call it"
+    assert report["0.out_proj"].reason == expected
+    assert report["1"].reason == "there is no rule for this class"
+    assert report["2"].reason == "it is derived from Linear, and the rule is for Linear itself"
+
+
+class _Derived(nn.Linear):
+    """It may compute another thing than ``nn.Linear`` one day."""

@@ -7,7 +7,9 @@ which the name is ours. Masks are still made by the model for the implementation
 configured with, and each that is known has a function here which reads them in the same way.
 
 The view is shown only while the implementation is transformers' own: whoever put another function
-in its place, or in that of ``F.scaled_dot_product_attention``, sees the call.
+in its place, or in that of ``F.scaled_dot_product_attention``, sees the call. A keyword that
+transformers' function knows and ours does not (the paged ``cache`` of continuous batching) has
+transformers' function run.
 """
 
 from __future__ import annotations
@@ -26,11 +28,12 @@ from transformers.integrations.sdpa_attention import (
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
+from fusedops._core.checks import UnsupportedError
 from fusedops.integrations.hf.originals import (
     Places,
+    context_obstacle,
     functions,
     global_function,
-    intercepted,
     name_of,
     replaced,
 )
@@ -40,10 +43,16 @@ from fusedops.integrations.hf.rules import (
     global_hooks,
     hooks_obstacle,
     like,
-    runs_here,
+    on_known_device,
     subclass,
 )
 from fusedops.integrations.hf.sequence_parallel import fused_name
+from fusedops.integrations.hf.signatures import (
+    Known,
+    foreign_keyword,
+    known_arguments,
+    read_keywords,
+)
 from fusedops.ops.attention import attention
 
 # Configured implementation -> what a patched module asks for.
@@ -82,7 +91,29 @@ def attend(
 
     Returns:
         ``[B, Sq, H, Dv]``, and ``None`` for the weights, which are never whole.
+
+    Raises:
+        UnsupportedError: a keyword that only ``sdpa`` knows beside one that only this one knows.
     """
+    unknown = foreign_keyword(_SDPA_ARGUMENTS, kwargs)
+    if unknown is not None:
+        if softcap is not None or s_aux is not None:
+            raise UnsupportedError(
+                f"fusedops attention: {unknown} is an argument of transformers' sdpa, which has "
+                "neither softcap nor sinks; choose another attn_implementation"
+            )
+        return sdpa_attention_forward(
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=dropout,
+            scaling=scaling,
+            is_causal=is_causal,
+            position_bias=position_bias,
+            **kwargs,
+        )
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     # One query beside a cache sees all keys. Equal lengths are asked for first: of symbols that is
     # no guard.
@@ -112,6 +143,8 @@ def attend_as_sdpa(
     *args: Any, softcap: Any = None, s_aux: Any = None, **kwargs: Any
 ) -> tuple[torch.Tensor, None]:
     """Compute attention as transformers' ``sdpa`` does, which knows neither soft-cap nor sinks."""
+    if softcap is not None and _SDPA_READS_SOFTCAP:  # from 5.23 on it raises
+        return sdpa_attention_forward(*args, softcap=softcap, **kwargs)
     return attend(*args, **kwargs)
 
 
@@ -126,7 +159,7 @@ def attend_as_eager(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute attention as the decoder families' ``eager_attention_forward``, with the fused op.
 
     The mask is always added and says all: causality and the window are in it.
@@ -146,6 +179,12 @@ def attend_as_eager(
     Returns:
         ``[B, Sq, H, Dv]``, and ``None`` for the weights, which nobody records.
     """
+    implementations = getattr(module, "implementations", None)
+    if implementations is not None and implementations.eager_knows(kwargs):
+        options = {"scaling": scaling, "dropout": dropout, "softcap": softcap, "s_aux": s_aux}
+        given = {name: value for name, value in options.items() if value is not None}
+        original = implementations.eager[0].known
+        return original(module, query, key, value, attention_mask, **given, **kwargs)
     if attention_mask is not None and attention_mask.dtype == torch.bool:
         attention_mask = attention_mask.to(query.dtype)
     output = attention(
@@ -161,6 +200,9 @@ def attend_as_eager(
     )
     return output.transpose(1, 2).contiguous(), None
 
+
+_SDPA_ARGUMENTS = known_arguments(attend, sdpa_attention_forward)
+_SDPA_READS_SOFTCAP = "softcap" in read_keywords(sdpa_attention_forward)
 
 # An implementation without a mask function gets no mask, and ignores padding without a word.
 for _name, _function, _mask in (
@@ -183,19 +225,29 @@ class Implementations:
         registry: the ``AttentionInterface`` of its file, which may override entries for itself.
         eager: the places of its ``eager_attention_forward``, where ``attend_as_eager`` computes
             what that does; else ``None``.
+        eager_arguments: those of that function which ``attend_as_eager`` knows.
     """
 
     registry: Any
     eager: Places | None
+    eager_arguments: Known | None
 
     @staticmethod
     def of(original: type[nn.Module], *, eager: bool) -> Implementations:
         """Return those of a class."""
         code: Any = inspect.unwrap(original.forward)
-        return Implementations(
-            code.__globals__.get("ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS),
-            global_function(original.__module__, "eager_attention_forward") if eager else None,
-        )
+        registry = code.__globals__.get("ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
+        if not eager:
+            return Implementations(registry, None, None)
+        places = global_function(original.__module__, "eager_attention_forward")
+        function = places[0].known
+        known = None if function is None else known_arguments(attend_as_eager, function)
+        return Implementations(registry, places, known)
+
+    def eager_knows(self, keywords: dict[str, Any]) -> bool:
+        """Return whether ``eager_attention_forward`` knows one that ``attend_as_eager`` lacks."""
+        known = self.eager_arguments
+        return known is not None and foreign_keyword(known, keywords) is not None
 
     def obstacle(self, module: Any, configured: str) -> str | None:
         """Return why the implementation that ``module`` is configured with must stay, or not."""
@@ -254,11 +306,11 @@ class _Attention(nn.Module):
         """The model's configuration; a view of it while the fused op runs."""
         config = self.__dict__["config"]
         weight = _first_parameter(self)
-        if weight is None or not runs_here(weight):
+        if weight is None or not on_known_device(weight):
             return config
         # Read once: transformers' configurations take a microsecond or two for an attribute.
         configured, known = config._attn_implementation, self.implementations
-        if known.obstacle(self, configured) is not None or intercepted() is not None:
+        if known.obstacle(self, configured) is not None or context_obstacle() is not None:
             return config
         return _View(config, known.name(configured))
 

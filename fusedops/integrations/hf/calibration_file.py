@@ -30,8 +30,14 @@ def read(path: str | os.PathLike[str]) -> dict[str, Finding]:
 
     Raises:
         ValueError: when it is no file of this kind and schema.
-        OSError: when it cannot be read.
+        OSError: when it cannot be read, or its folder does not exist: it could not be written.
     """
+    folder = Path(path).parent
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"patch: calibrate must name a file in a folder that exists, got {os.fspath(path)}; "
+            f"make the folder {folder} first"
+        )
     try:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:

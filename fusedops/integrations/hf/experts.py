@@ -19,7 +19,7 @@ from torch import nn
 from transformers.integrations import moe
 
 from fusedops._core import dtypes
-from fusedops.integrations.hf.originals import name_of
+from fusedops.integrations.hf.originals import context_obstacle, name_of
 from fusedops.integrations.hf.rules import (
     Rule,
     bypass_obstacle,
@@ -61,6 +61,7 @@ def experts_forward(
     hidden_states: torch.Tensor,
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
+    **kwargs: Any,
 ) -> torch.Tensor:
     """Compute what transformers' own experts functions do, with the fused ops.
 
@@ -70,14 +71,18 @@ def experts_forward(
         top_k_index: ``[tokens, k]``; an index of ``module.num_experts`` means an expert of another
             process, whose share is left out.
         top_k_weights: ``[tokens, k]``.
+        **kwargs: what a later transformers may add.
 
     Returns:
         ``[tokens, hidden_size]``, the weighted sum of each token's experts, in the dtype of
-        ``hidden_states``. Weights that no op can read (quantised ones) and other devices go to
-        transformers' ``grouped_mm``.
+        ``hidden_states``. Weights that no op can read (quantised ones), other devices, transforms
+        that no op serves and further arguments go to transformers' ``grouped_mm``.
     """
-    if not runs_here(hidden_states) or _weights_obstacle(module) is not None:
-        return moe.grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
+    given = (module, hidden_states, top_k_index, top_k_weights)
+    if kwargs or not runs_here(hidden_states) or _weights_obstacle(module) is not None:
+        return moe.grouped_mm_experts_forward(*given, **kwargs)
+    if context_obstacle() is not None:
+        return moe.grouped_mm_experts_forward(*given)
     plan = RoutingPlan.from_choices(top_k_index, top_k_weights, module.num_experts)
     return compute(module, hidden_states, plan)
 
@@ -199,11 +204,11 @@ class Experts(nn.Module):
 
     fused_rule: Rule
 
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return the weighted sum of each token's experts."""
-        if obstacle(self) is not None:
-            return super().forward(*args, **kwargs)
-        return experts_forward(self, *args, **kwargs)
+    def forward(self, *args: torch.Tensor) -> torch.Tensor:
+        """Return the weighted sum of each token's experts; families name the arguments apart."""
+        if len(args) != 3 or obstacle(self) is not None:
+            return super().forward(*args)
+        return experts_forward(self, *args)
 
 
 def experts_obstacle(name: str, experts: Any) -> str | None:

@@ -18,8 +18,8 @@ from transformers.loss import loss_utils
 from transformers.modeling_utils import PreTrainedModel
 
 from fusedops.integrations.hf.originals import (
+    context_obstacle,
     global_function,
-    intercepted,
     name_of,
     replaced,
 )
@@ -93,7 +93,7 @@ def served(logits: Any, labels: Any) -> bool:
     """Return whether the op takes these; sharded logits keep torch's loss, which knows them."""
     if type(logits) is not torch.Tensor or type(labels) is not torch.Tensor:
         return False
-    return logits.is_floating_point() and runs_here(logits) and labels.dtype == torch.int64
+    return runs_here(logits) and labels.dtype == torch.int64
 
 
 def _loss(
@@ -130,7 +130,7 @@ _PLACES = global_function(loss_utils.__name__, "fixed_cross_entropy")
 
 def aside(loss: Any) -> str | None:
     """Return why one of our losses leaves the work to transformers' now, or ``None``."""
-    return _replaced(loss) or intercepted()
+    return _replaced(loss) or context_obstacle()
 
 
 def _replaced(loss: Any) -> str | None:

@@ -19,8 +19,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd import forward_ad
 
 _num_modes = torch._C._len_torch_function_stack
+_innermost_transform: Any = torch._C._functorch.peek_interpreter_stack
+_transforms = torch._C._functorch.get_interpreter_stack
+_tracing_state = torch._C._get_tracing_state
+_VMAP = torch._C._functorch.TransformType.Vmap
+_NO_TRANSFORM = type(None)
 
 # Modes of torch that look at no function which a fused op replaces: the default device, tracing.
 _PASSIVE_MODES = (
@@ -85,12 +91,34 @@ def name_of(function: Any) -> str:
     return f"{getattr(function, '__module__', None)}.{name}"
 
 
-def intercepted() -> str | None:
-    """Return which active ``TorchFunctionMode`` may answer for torch's functions, or ``None``."""
-    count = _num_modes()
-    if count == 0:
+def context_obstacle() -> str | None:
+    """Return which active mode or transform the fused ops do not serve, or ``None``.
+
+    These are a ``TorchFunctionMode``, which may answer for torch's functions; forward-mode
+    differentiation and ``vmap``, for which the kernels have no rules; and an ONNX exporter, which
+    knows torch's own operators.
+    """
+    if (
+        _num_modes() == 0
+        and forward_ad._current_level < 0
+        and type(_innermost_transform()) is _NO_TRANSFORM  # Dynamo cannot trace "is None" here
+        and _tracing_state() is None
+    ):
         return None
-    for index in range(count):
+    return _active_context()
+
+
+def _active_context() -> str | None:
+    if forward_ad._current_level >= 0:
+        return "forward-mode differentiation is active"
+    if type(_innermost_transform()) is not _NO_TRANSFORM:
+        if torch.compiler.is_compiling():  # Dynamo cannot ask which transform it is
+            return "a transform of torch.func is being compiled"
+        if any(transform.key() == _VMAP for transform in _transforms()):
+            return "torch.func.vmap is active"
+    if torch.onnx.is_in_onnx_export():
+        return "a model is being exported to ONNX"
+    for index in range(_num_modes()):
         mode = type(torch._C._get_function_stack_at(index))
         if not mode.__module__.startswith(_PASSIVE_MODES):
             return f"{mode.__name__} intercepts torch's functions"

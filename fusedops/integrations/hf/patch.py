@@ -19,6 +19,7 @@ from fusedops._core import checks
 from fusedops._core.checks import UnsupportedError
 from fusedops.integrations.hf import calibration, calibration_file
 from fusedops.integrations.hf.originals import replaced
+from fusedops.integrations.hf.parents import only_read
 from fusedops.integrations.hf.report import ModuleReport, PatchReport
 from fusedops.integrations.hf.rules import LEVELS, Rule, absorbed, resolution, rule_of
 
@@ -96,15 +97,15 @@ def patch(
         TypeError: ``model`` is no module, ``strict`` no bool, or ``calibrate`` no bool or path.
         ValueError: ``level`` is unknown, or ``calibrate`` names a file of something else, or one
             that does not end in ``.json``.
-        OSError: that file cannot be read or written.
+        OSError: that file cannot be read or written, or its folder does not exist.
         UnsupportedError: ``strict`` and something could not be replaced; the model is untouched.
 
     Note:
         Patch after loading adapters and before ``fully_shard``. A fused module whose children get
         hooks or adapters later, or of whose original another library replaces a function, runs its
         original forward from then on; ``describe`` shows it.
-        What compares exact classes (``torch.ao.quantization``) does not know the patched ones:
-        ``unpatch`` first.
+        What compares exact classes (``torch.ao.quantization``) does not know the patched ones and
+        leaves them as they are, with a warning: ``unpatch`` first.
         Calibration chooses by the clock of this machine. Each choice computes what patching or
         the stock model computes, but two machines, or two processes on one, may run different
         kernels for a module and round differently. With a file all processes on a machine choose
@@ -161,10 +162,10 @@ def _calibrate(model: nn.Module, path: str | os.PathLike[str] | None) -> None:
 
 def _patched(model: nn.Module, level: str) -> PatchReport:
     _restore(model)
-    rules = _rules()
+    rules, uncalled = _rules(), only_read(model)
     for module in list(model.modules()):
         rule = rules.get(type(module))
-        if rule is not None and _refusal(rule, module, level) is None:
+        if rule is not None and module not in uncalled and _refusal(rule, module, level) is None:
             module.__class__ = rule.patched
     for _, owner in _loss_owners(model):
         if level >= _losses().LEVEL:
@@ -297,7 +298,7 @@ def _refusal(rule: Rule, module: nn.Module, level: str) -> str | None:
 
 
 def _report(model: nn.Module, level: str) -> PatchReport:
-    rules = _rules()
+    rules, uncalled = _rules(), only_read(model)
     names = {module: name for name, module in model.named_modules()}
     owners = _owners(names)
     entries = []
@@ -308,15 +309,19 @@ def _report(model: nn.Module, level: str) -> PatchReport:
         elif name in owners:
             owner, by = owners[name]
             entries.append(_absorbed(name, module, owner, by))
+        elif module in uncalled:
+            reason = _ONLY_READ.format(uncalled[module])
+            entries.append(ModuleReport(name, type(module).__name__, False, reason=reason))
         elif (original := _rule_for(module, rules)) is not None and original.applies(module):
             entries.append(_entry_of_refused(name, module, original, level))
         elif not any(True for _ in module.children()) and not isinstance(module, nn.Identity):
-            entries.append(ModuleReport(name, type(module).__name__, False, reason=_NO_OP))
+            entries.append(ModuleReport(name, type(module).__name__, False, reason=_NO_RULE))
     entries.extend(_entry_of_loss(name, owner, level) for name, owner in _loss_owners(model))
     return PatchReport(type(model).__name__, level, tuple(entries))
 
 
-_NO_OP = "no fused op for this class"
+_NO_RULE = "there is no rule for this class"
+_ONLY_READ = "{} reads its parameters and does not call it"
 _AS_FAST = "torch's own product is as fast here"
 
 
@@ -376,9 +381,14 @@ def _entry_of_refused(name: str, module: nn.Module, rule: Rule, level: str) -> M
 
 def _derived(rule: Rule, module: nn.Module) -> str:
     """Return why a class that was derived from one with a rule is left alone."""
-    if type(module).forward is rule.original.forward:
-        return f"another class lies on top of {rule.original.__name__}: patch before it comes"
-    return f"it is derived from {rule.original.__name__} and has a forward of its own"
+    cls, base = type(module), rule.original.__name__
+    # The classes that fully_shard and parametrizations make for an instance have no place in code.
+    local = "<locals>" in cls.__qualname__
+    if not local and getattr(sys.modules.get(cls.__module__), cls.__name__, None) is not cls:
+        return f"another class lies on top of {base}: patch before it comes"
+    if cls.forward is rule.original.forward:
+        return f"it is derived from {base}, and the rule is for {base} itself"
+    return f"it is derived from {base} and has a forward of its own"
 
 
 def _entry_of_loss(name: str, owner: Any, level: str) -> ModuleReport:

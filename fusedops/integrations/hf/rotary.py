@@ -72,10 +72,11 @@ def _fused(original: Callable[..., Any], half_tables: bool) -> Callable[..., Any
 
     @wraps(original)
     def apply_rotary_pos_emb(
-        q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, **options: Any
+        *args: torch.Tensor, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if options or not _fits(q, k, cos, sin):
-            return original(q, k, cos, sin, **options)
+        if options or len(args) != 4 or not _fits(*args):
+            return original(*args, **options)
+        q, k, cos, sin = args
         if half_tables:
             cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
         return rotary_embedding(q, k, cos, sin)
@@ -88,10 +89,11 @@ def _fused_interleaved(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     def apply_rotary_pos_emb_interleave(
-        q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, **options: Any
+        *args: torch.Tensor, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if options or not _fits(q, k, cos, sin):
-            return original(q, k, cos, sin, **options)
+        if options or len(args) != 4 or not _fits(*args):
+            return original(*args, **options)
+        q, k, cos, sin = args
         return rotary_embedding(_halves(q), _halves(k), cos, sin)
 
     return apply_rotary_pos_emb_interleave

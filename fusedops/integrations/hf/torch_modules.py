@@ -6,6 +6,7 @@ A linear layer on its own is only worth replacing where the own product is faste
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ def own_product(input: torch.Tensor) -> bool:
     On the CPU it is the faster one, in all three dtypes and for any number of rows where weights
     come from memory (``docs/performance_notes.md``, "Decoding"). On a GPU it is torch's.
     """
-    return input.device.type == "cpu" and _product_dtype(input) in _SERVED
+    return input.is_cpu and runs_here(input) and _product_dtype(input) in _SERVED
 
 
 _SERVED = (torch.float32, torch.bfloat16, torch.float16)
@@ -49,8 +50,35 @@ def _product_dtype(input: torch.Tensor) -> torch.dtype:
     return input.dtype
 
 
+class _Qconfig:
+    """What ``torch.ao.quantization`` sets on each module; it passes the patched ones by: a warning.
+
+    It looks for exact classes, and finds none of these.
+    """
+
+    def __get__(self, module: nn.Module | None, owner: type) -> Any:
+        if module is not None and "qconfig" in module.__dict__:
+            return module.__dict__["qconfig"]
+        raise AttributeError(f"{owner.__name__!r} object has no attribute 'qconfig'")
+
+    def __set__(self, module: nn.Module, value: Any) -> None:
+        if value is not None or isinstance(module, nn.Linear):
+            warnings.warn(
+                f"torch.ao.quantization looks for exact classes and leaves patched "
+                f"{type(module).__name__} modules as they are: call fusedops.unpatch(model) "
+                "before it and fusedops.patch(model) after it",
+                stacklevel=3,
+            )
+        module.__dict__["qconfig"] = value
+
+    def __delete__(self, module: nn.Module) -> None:
+        del module.__dict__["qconfig"]
+
+
 class LayerNorm(fused.LayerNorm):
     """``nn.LayerNorm`` with the fused op."""
+
+    qconfig = _Qconfig()
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return the normalised input."""
@@ -82,6 +110,8 @@ class GELU(nn.GELU):
 
 class Linear(nn.Linear):
     """``nn.Linear`` with the own product where that is faster."""
+
+    qconfig = _Qconfig()
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return ``input @ weight.T + bias``."""
@@ -145,7 +175,7 @@ def linear_obstacle(name: str, module: Any) -> str | None:
 
 
 def _is_input(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point() and runs_here(value)
+    return isinstance(value, torch.Tensor) and runs_here(value)
 
 
 def _is_pair(modules: list[Any], position: int) -> bool:

@@ -1,0 +1,74 @@
+"""Modules that their parent never calls: its forward reads their parameters.
+
+``nn.MultiheadAttention`` computes with ``self.out_proj.weight``, and torchvision's Swin with
+``self.qkv.weight``. To replace the forward of such a child would change nothing, and a report that
+counts it would be wrong. The code of the parent says it, as far as it names the child itself.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+from collections.abc import Iterator
+from functools import cache
+from types import CodeType
+from typing import Any
+
+from torch import nn
+
+from fusedops.integrations.hf.rules import rule_of
+
+
+def only_read(model: nn.Module) -> dict[nn.Module, str]:
+    """Return the modules that no parent calls and one reads, each with that parent's class name."""
+    readers: dict[nn.Module, str] = {}
+    called: set[nn.Module] = set()
+    for parent in model.modules():
+        rule = rule_of(parent)
+        cls = type(parent) if rule is None else rule.original
+        read = _read_children(cls)
+        for name, child in parent._modules.items():
+            if child is not None and name in read and "forward" not in parent.__dict__:
+                readers[child] = cls.__name__
+            elif child is not None:
+                called.add(child)
+    return {child: cls for child, cls in readers.items() if child not in called}
+
+
+@cache
+def _read_children(cls: Any) -> frozenset[str]:
+    """Return the attributes of which the forward of ``cls`` reads parameters, and nothing else."""
+    read: set[str] = set()
+    other: set[str] = set()
+    for code in _codes(cls):
+        instructions = [each for each in dis.get_instructions(code) if each.opname != "CACHE"]
+        for instruction, following in zip(instructions, instructions[1:], strict=False):
+            if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+                reads = following.opname == "LOAD_ATTR" and following.argval in ("weight", "bias")
+                (read if reads else other).add(instruction.argval)
+    return frozenset(read - other)
+
+
+def _codes(cls: Any) -> Iterator[CodeType]:
+    """Yield the code of the forward of ``cls`` and of the methods that it names."""
+    names, done = ["forward"], {"forward"}
+    while names:
+        function: Any = inspect.unwrap(getattr(cls, names.pop()))
+        code = getattr(function, "__code__", None)
+        if code is None:
+            continue
+        for part in _with_inner(code):
+            yield part
+            methods = {
+                name for name in part.co_names if inspect.isfunction(getattr(cls, name, None))
+            }
+            names += methods - done
+            done |= methods
+
+
+def _with_inner(code: CodeType) -> Iterator[CodeType]:
+    """Yield ``code`` and the code of the functions inside it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _with_inner(constant)
