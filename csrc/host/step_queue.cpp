@@ -65,6 +65,7 @@ PYBIND11_MODULE(step_queue, m) {
   namespace py = pybind11;
   using fusedops::StepQueue;
   m.doc() = "Threads that step the buckets of an offloaded optimizer.";
+  m.attr("MOST_THREADS") = py::int_(int{StepQueue::kMostThreads});
   py::class_<StepQueue>(m, "StepQueue")
       .def(py::init<int>(), py::arg("threads"))
       .def("submit", &fusedops::submit, py::arg("tensors"), py::kw_only(), py::arg("beta1"),

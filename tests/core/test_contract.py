@@ -215,7 +215,7 @@ def _changes(value: Any, pick: random.Random) -> Iterator[Callable[[], Any]]:
             yield lambda change=change: [*value[:place], change(), *value[place + 1 :]]
         yield lambda: [*value[:place], *value[place + 1 :]]
         yield lambda: [*value, value[place]]
-        yield lambda: []
+        yield list
         yield lambda: [each.detach().double() for each in value]
     elif isinstance(value, (list, tuple)):
         yield lambda: list(value)[:-1]
