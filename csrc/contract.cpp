@@ -12,93 +12,10 @@
 #include <c10/util/safe_numerics.h>
 #include <torch/library.h>
 
+#include "contract_code.h"
+
 namespace fusedops {
 namespace {
-
-constexpr size_t kMostNames = 16;  // of each kind, in one operator
-constexpr size_t kMostDepth = 16;  // of an expression
-
-// In the order of _OPERATIONS.
-enum class Operation : int64_t {
-  constant,
-  size,
-  argument,
-  word,
-  given,
-  itemsize,
-  len,
-  item,
-  select,
-  add,
-  subtract,
-  multiply,
-  divide,
-  modulo,
-  less,
-  less_equal,
-  greater,
-  greater_equal,
-  equal,
-  not_equal,
-  both,
-  either,
-  unknown
-};
-
-using Expression = std::vector<int64_t>;
-
-enum class AtomKind : int64_t { set, same, param, stat };
-
-struct Atom {
-  AtomKind kind;
-  int64_t operand;  // a set of bits, or a letter
-};
-
-enum class SizeKind : int64_t { expression, list, name };
-
-struct Size {
-  bool broadcast;
-  bool shorter;  // a broadcast list may lack its first sizes
-  SizeKind kind;
-  int64_t name = 0;
-  Expression expression = {};
-};
-
-using Shape = std::vector<Size>;
-
-struct TensorRule {
-  int64_t argument;
-  bool optional;
-  int64_t binds;
-  std::vector<Atom> atoms;
-  std::vector<Shape> shapes;
-};
-
-struct Definition {
-  bool is_list;
-  int64_t name;
-  int64_t first = 0, second = 0;
-  Expression expression = {};
-};
-
-struct Range {
-  int64_t argument;
-  double low, high;
-  bool low_open, high_open;
-};
-
-struct Choice {
-  int64_t argument;
-  std::vector<std::string> words;
-};
-
-struct Gradients {
-  std::vector<int64_t> incoming;
-  int64_t mask, count;
-  std::vector<std::pair<int64_t, int64_t>> needs;
-};
-
-using Step = std::variant<TensorRule, Definition, Expression, Range, Choice, Gradients>;
 
 // A number, or nothing where what it depends on is not known; `wrong` where it cannot be.
 struct Number {
@@ -123,6 +40,7 @@ struct Known {
   std::array<at::ScalarType, kMostNames> letters;  // Undefined: not known
   // Lists that no tensor holds.
   c10::SmallVector<c10::SmallVector<int64_t, 8>, 2> kept = {};
+  const at::Tensor* layout = nullptr;  // the first tensor that must be dense
 
   explicit Known(at::ArrayRef<c10::IValue> arguments) : arguments(arguments) {
     letters.fill(at::ScalarType::Undefined);
@@ -236,14 +154,19 @@ struct Contract::Rules {
           break;
         }
         case Operation::item: {
-          const auto& list = known.lists[code[at]];
+          const auto& list = known.lists[code[at++]];
+          const Number given = stack[top - 1];
           const int64_t count = list ? static_cast<int64_t>(list->size()) : 0;
-          const int64_t index = code[at + 1] + (code[at + 1] < 0 ? count : 0);
+          const int64_t index = given.value + (given.value < 0 ? count : 0);
           const bool inside = index >= 0 && index < count;
-          stack[top++] = {inside ? (*list)[index] : 0, list.has_value(), list && !inside};
-          at += 2;
+          const bool is_known = list.has_value() && given.known;
+          stack[top - 1] = {inside ? (*list)[index] : 0, is_known,
+                            given.wrong || (is_known && !inside)};
           break;
         }
+        case Operation::count:
+          push(static_cast<int64_t>(known.arguments[code[at++]].toListRef().size()));
+          break;
         case Operation::select: {
           top -= 2;
           const Number condition = stack[top - 1];
@@ -278,6 +201,10 @@ struct Contract::Rules {
       const auto letter = known.letters[atom.operand];
       if (letter == at::ScalarType::Undefined) {
         if (is_float(type)) return true;
+        continue;
+      }
+      if (atom.kind == AtomKind::mixed) {
+        if (is_float(type) && (letter == at::kDouble) == (type == at::kDouble)) return true;
         continue;
       }
       const bool half = letter == at::kHalf || letter == at::kBFloat16;
@@ -357,9 +284,48 @@ struct Contract::Rules {
     const auto& tensor = value.toTensor();
     if (!fits(rule, tensor.scalar_type(), known)) return false;
     for (const auto& shape : rule.shapes) {
-      if (match(shape, tensor.sizes(), known)) return true;
+      if (match(shape, tensor.sizes(), known)) return !rule.dense || is_laid_out(tensor, known);
     }
     return false;
+  }
+
+  static bool is_laid_out(const at::Tensor& tensor, Known& known) {
+    if (known.layout == nullptr) known.layout = &tensor;
+    const at::Tensor& first = *known.layout;
+    if (tensor.is_contiguous() && first.is_contiguous()) return true;
+    return tensor.strides() == first.strides() && tensor.is_non_overlapping_and_dense();
+  }
+
+  bool allows(const std::shared_ptr<const Elements>& step, Known& known) const {
+    const auto list_of = [&](const List& list) {
+      return known.arguments[list.argument].toListRef();
+    };
+    const size_t count = list_of(step->lists[0]).size();
+    for (const auto& list : step->lists) {
+      const size_t size = list_of(list).size();
+      if (size != count && !(list.may_be_empty && size == 0)) return false;
+    }
+    c10::SmallVector<c10::IValue, 24> row(known.arguments.begin(), known.arguments.end());
+    for (size_t i = 0; i < count; ++i) {
+      for (const auto& list : step->lists) {
+        const auto elements = list_of(list);
+        row[list.argument] = elements.empty() ? c10::IValue() : elements[i];
+      }
+      Known element(row);
+      element.sizes = known.sizes;
+      element.lists = known.lists;
+      element.letters = known.letters;
+      element.sizes[step->number] = static_cast<int64_t>(i);
+      if (!allows(step->steps, element)) return false;
+    }
+    return true;
+  }
+
+  bool allows(const std::vector<Step>& all, Known& known) const {
+    for (const auto& step : all) {
+      if (!std::visit([&](const auto& each) { return allows(each, known); }, step)) return false;
+    }
+    return true;
   }
 
   bool allows(const Definition& step, Known& known) const {
@@ -411,102 +377,6 @@ struct Contract::Rules {
 
 namespace {
 
-// Reads the integers of a code from the front.
-class Reader {
- public:
-  Reader(const std::vector<int64_t>& code, const std::vector<std::string>& words,
-         const std::vector<double>& bounds)
-      : code_(code), words_(words), bounds_(bounds) {}
-
-  int64_t number() { return code_.at(at_++); }
-
-  std::vector<int64_t> numbers() {
-    const int64_t count = number();
-    std::vector<int64_t> found;
-    for (int64_t i = 0; i < count; ++i) found.push_back(number());
-    return found;
-  }
-
-  std::vector<std::pair<int64_t, int64_t>> pairs() {
-    const int64_t count = number();
-    std::vector<std::pair<int64_t, int64_t>> found;
-    for (int64_t i = 0; i < count; ++i) {
-      const int64_t first = number();
-      found.emplace_back(first, number());
-    }
-    return found;
-  }
-
-  Step step() {
-    switch (number()) {
-      case 1:
-        return tensor();
-      case 2: {
-        Definition step{.is_list = number() != 0, .name = number()};
-        if (step.is_list) {
-          step.first = number();
-          step.second = number();
-        } else {
-          step.expression = numbers();
-        }
-        return step;
-      }
-      case 3:
-        return numbers();
-      case 4: {
-        const int64_t argument = number(), place = number();
-        const bool low_open = number() != 0, high_open = number() != 0;
-        return Range{argument, bounds_.at(place), bounds_.at(place + 1), low_open, high_open};
-      }
-      case 5: {
-        Choice step{.argument = number(), .words = {}};
-        for (auto each : numbers()) step.words.push_back(words_.at(each));
-        return step;
-      }
-      default: {
-        Gradients step{.incoming = numbers(), .mask = number(), .count = number(), .needs = {}};
-        step.needs = pairs();
-        return step;
-      }
-    }
-  }
-
- private:
-  TensorRule tensor() {
-    TensorRule rule{.argument = number(),
-                    .optional = number() != 0,
-                    .binds = number(),
-                    .atoms = {},
-                    .shapes = {}};
-    const int64_t atoms = number();
-    for (int64_t i = 0; i < atoms; ++i) {
-      const auto kind = static_cast<AtomKind>(number());
-      rule.atoms.push_back({kind, number()});
-    }
-    rule.shapes.resize(number());
-    for (auto& shape : rule.shapes) {
-      shape.resize(number());
-      for (auto& size : shape) {
-        const int64_t how = number();
-        size.broadcast = how > 0;
-        size.shorter = how > 1;
-        size.kind = static_cast<SizeKind>(number());
-        if (size.kind == SizeKind::expression) {
-          size.expression = numbers();
-        } else {
-          size.name = number();
-        }
-      }
-    }
-    return rule;
-  }
-
-  const std::vector<int64_t>& code_;
-  const std::vector<std::string>& words_;
-  const std::vector<double>& bounds_;
-  size_t at_ = 0;
-};
-
 std::map<std::string, Contract>& contracts() {
   static auto* map = new std::map<std::string, Contract>();
   return *map;
@@ -527,8 +397,7 @@ Contract::Contract(const std::vector<int64_t>& code, std::vector<std::string> wo
   rules_->tensors = reader.numbers();
   rules_->lists = reader.pairs();
   rules_->letters = reader.pairs();
-  const int64_t steps = reader.number();
-  for (int64_t i = 0; i < steps; ++i) rules_->steps.push_back(reader.step());
+  rules_->steps = reader.steps();
   rules_->words = std::move(words);
 }
 
@@ -537,11 +406,20 @@ Contract::~Contract() = default;
 bool Contract::allows(at::ArrayRef<c10::IValue> arguments) const {
   Known known(arguments);
   const at::Tensor* first = nullptr;
-  for (auto place : rules_->tensors) {
-    if (!is_given(arguments[place])) continue;
-    const auto& tensor = arguments[place].toTensor();
+  const auto is_beside_first = [&](const c10::IValue& value) {
+    if (!is_given(value)) return true;
+    const auto& tensor = value.toTensor();
     if (first == nullptr) first = &tensor;
-    if (tensor.device() != first->device()) return false;
+    return tensor.device() == first->device();
+  };
+  for (auto place : rules_->tensors) {
+    if (!arguments[place].isList()) {
+      if (!is_beside_first(arguments[place])) return false;
+      continue;
+    }
+    for (const auto& element : arguments[place].toListRef()) {
+      if (!is_beside_first(element)) return false;
+    }
   }
   for (const auto& [name, place] : rules_->letters) {
     const auto type = static_cast<at::ScalarType>(arguments[place].toInt());
@@ -555,12 +433,7 @@ bool Contract::allows(at::ArrayRef<c10::IValue> arguments) const {
     known.kept.push_back(std::move(sizes));
     known.lists[name] = known.kept.back();
   }
-  for (const auto& step : rules_->steps) {
-    if (!std::visit([&](const auto& each) { return rules_->allows(each, known); }, step)) {
-      return false;
-    }
-  }
-  return true;
+  return rules_->allows(rules_->steps, known);
 }
 
 const Contract* contract_of(const std::string& name) {

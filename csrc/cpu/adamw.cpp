@@ -1,5 +1,6 @@
-// Bindings of adamw and square_sums on the CPU. Arguments were checked by fusedops/ops/adamw.py and
-// square_sums.py; here only what would reach memory that is not the tensors' own.
+// Bindings of adamw and square_sums on the CPU. They trust their caller, the router
+// (../router.cpp), which has held the lists to the contracts in fusedops/ops/adamw.py and
+// square_sums.py.
 #include "adamw.h"
 
 #include <cmath>
@@ -29,23 +30,13 @@ using Optional = std::optional<at::Tensor>;
 // From this many chunks on what is written does not stay in the cache for its reader anyway.
 constexpr int64_t kStreamChunks = 512;
 
-// Whether element i of one tensor's memory belongs to element i of the other's.
-bool same_layout(const at::Tensor& tensor, const at::Tensor& other) {
-  if (tensor.sizes() != other.sizes()) return false;
-  if (tensor.is_contiguous() && other.is_contiguous()) return true;
-  return tensor.strides() == other.strides() && tensor.is_non_overlapping_and_dense();
-}
-
-Updated in_place(at::TensorList tensors, size_t index, const at::Tensor& param) {
+Updated in_place(at::TensorList tensors, size_t index) {
   if (tensors.empty()) return {};
-  TORCH_CHECK_VALUE(tensors.size() > index && same_layout(tensors[index], param), "adamw: tensor ",
-                    index, " of each list must have shape and strides of params[", index, "]");
   void* data = tensors[index].mutable_data_ptr();
   return {data, data};
 }
 
 double scalar(const at::Tensor& tensor) {
-  TORCH_CHECK_VALUE(tensor.numel() == 1, "adamw: a scalar must have one element");
   return dtype_of(tensor) == DType::f64 ? *tensor.const_data_ptr<double>()
                                         : *tensor.const_data_ptr<float>();
 }
@@ -75,31 +66,21 @@ void adamw(at::TensorList params, at::TensorList grads, at::TensorList exp_avgs,
            double beta2, double eps, bool maximize, bool bias_correction) {
   if (found_inf.has_value() && scalar(*found_inf) != 0.0) return;
   const size_t count = params.size();
-  TORCH_CHECK_VALUE(steps.size() == count && weight_decays.size() == count &&
-                        grads.size() == count && (draws.empty() || draws.size() == 4 * count),
-                    "adamw: every list must have one entry for each of params");
   std::vector<AdamWTensor> tensors(count);
   for (size_t i = 0; i < count; ++i) {
     const auto& param = params[i];
     AdamWTensor& t = tensors[i];
-    t.param = in_place(params, i, param);
-    t.exp_avg = in_place(exp_avgs, i, param);
-    t.exp_avg_sq = in_place(exp_avg_sqs, i, param);
-    t.max_exp_avg_sq = in_place(max_exp_avg_sqs, i, param);
-    t.grad = in_place(grads, i, param).from;
-    t.copy = in_place(copies, i, param).to;
+    t.param = in_place(params, i);
+    t.exp_avg = in_place(exp_avgs, i);
+    t.exp_avg_sq = in_place(exp_avg_sqs, i);
+    t.max_exp_avg_sq = in_place(max_exp_avg_sqs, i);
+    t.grad = in_place(grads, i).from;
+    t.copy = in_place(copies, i).to;
     t.numel = param.numel();
     t.param_dtype = dtype_of(param);
     t.grad_dtype = dtype_of(grads[i]);
     t.state_dtype = dtype_of(exp_avgs[i]);
     t.copy_dtype = copies.empty() ? t.param_dtype : dtype_of(copies[i]);
-    const bool wide = t.param_dtype == DType::f64;
-    TORCH_CHECK_TYPE(wide == (t.grad_dtype == DType::f64) && wide == (t.state_dtype == DType::f64),
-                     "adamw: params[", i, "] has float64 tensors beside others");
-    TORCH_CHECK_TYPE(exp_avg_sqs[i].scalar_type() == exp_avgs[i].scalar_type() &&
-                         (max_exp_avg_sqs.empty() ||
-                          max_exp_avg_sqs[i].scalar_type() == exp_avgs[i].scalar_type()),
-                     "adamw: the states of params[", i, "] must have one dtype");
   }
   for (size_t i = 0; i < count; ++i) {
     AdamWTensor& t = tensors[i];
@@ -110,7 +91,7 @@ void adamw(at::TensorList params, at::TensorList grads, at::TensorList exp_avgs,
     if (!draws.empty()) {
       t.key = static_cast<uint64_t>(draws[4 * i]);
       t.offset = 2 * static_cast<uint64_t>(step);
-      t.place = {draws[4 * i + 1], std::max<int64_t>(1, draws[4 * i + 2]), draws[4 * i + 3]};
+      t.place = {draws[4 * i + 1], draws[4 * i + 2], draws[4 * i + 3]};
     }
   }
   const auto first = first_chunks(tensors);

@@ -54,16 +54,18 @@ inline void draw_lanes(const RoundKeys& keys, uint64_t offset, uint64_t counter,
 }
 #endif
 
-// The words of the elements begin .. begin + count - 1 of a whole parameter.
-inline void draw_run(uint64_t key, uint64_t offset, int64_t begin, int64_t count, uint32_t* words) {
+// The words of the elements begin .. begin + count - 1 of a whole parameter. Their numbers are
+// unsigned: one past 2^63 wraps around, and never makes a negative place among four words.
+inline void draw_run(uint64_t key, uint64_t offset, uint64_t begin, int64_t count,
+                     uint32_t* words) {
   int64_t done = 0;
 #if defined(FUSEDOPS_PHILOX_LANES)
   constexpr int64_t kStep = 4 * PhiloxLanes::kCounters;
   const RoundKeys keys(key);
 #endif
   while (done < count) {
-    const int64_t element = begin + done;
-    const auto counter = static_cast<uint64_t>(element) / 4;
+    const uint64_t element = begin + static_cast<uint64_t>(done);
+    const uint64_t counter = element / 4;
 #if defined(FUSEDOPS_PHILOX_LANES)
     const bool carries = (counter >> 32) != ((counter + PhiloxLanes::kCounters - 1) >> 32);
     if (element % 4 == 0 && count - done >= kStep && !carries) {
@@ -73,7 +75,8 @@ inline void draw_run(uint64_t key, uint64_t offset, int64_t begin, int64_t count
     }
 #endif
     const auto drawn = drawn_words(key, offset, counter);
-    const int64_t skip = element % 4, taken = std::min<int64_t>(4 - skip, count - done);
+    const auto skip = static_cast<int64_t>(element % 4);
+    const int64_t taken = std::min<int64_t>(4 - skip, count - done);
     std::memcpy(words + done, drawn.word + skip, taken * sizeof(uint32_t));
     done += taken;
   }
@@ -86,7 +89,10 @@ inline void draw_elements(const AdamWTensor& t, uint64_t offset, int64_t begin, 
   for (int64_t done = 0; done < count;) {
     const int64_t row = (begin + done) / place.run, column = (begin + done) % place.run;
     const int64_t taken = std::min(count - done, place.run - column);
-    draw_run(t.key, offset, place.base + row * place.pitch + column, taken, words + done);
+    const auto first = static_cast<uint64_t>(place.base) +
+                       static_cast<uint64_t>(row) * static_cast<uint64_t>(place.pitch) +
+                       static_cast<uint64_t>(column);
+    draw_run(t.key, offset, first, taken, words + done);
     done += taken;
   }
 }

@@ -6,6 +6,7 @@ of sizes, lists and letters become numbers. The format lives here and there, and
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,14 +21,16 @@ _STEPS = {
     contract.Range: 4,
     contract.Choice: 5,
     contract.Gradients: 6,
+    contract.Elements: 7,
 }
-_ATOMS = {"set": 0, "same": 1, "param": 2, "stat": 3}
+_ATOMS = {"set": 0, "same": 1, "param": 2, "stat": 3, "mixed": 4}
 _OPERATIONS = {
     name: code
     for code, name in enumerate(
         (
             *("constant", "size", "argument", "word", "given", "itemsize", "len", "item", "if"),
-            *("+", "-", "*", "//", "%", "<", "<=", ">", ">=", "==", "!=", "and", "or", "unknown"),
+            *("+", "-", "*", "//", "%", "<", "<=", ">", ">=", "==", "!=", "and", "or"),
+            *("unknown", "count"),
         )
     )
 }
@@ -73,9 +76,7 @@ class _Encoder:
             for i, (kind, name) in arguments
             if kind == "ScalarType"
         ]
-        body = [len(self.program.steps)]
-        for step in self.program.steps:
-            body += [_STEPS[type(step)], *self._step(step)]
+        body = self._steps(self.program.steps)
         counts = [len(self.names[kind]) for kind in ("size", "list", "letter")]
         pairs = [len(lists), *sum(lists, ()), len(letters), *sum(letters, ())]
         return [*counts, len(tensors), *tensors, *pairs, *body], self.words, self.bounds
@@ -87,7 +88,17 @@ class _Encoder:
         self.words.append(word)
         return len(self.words) - 1
 
+    def _steps(self, steps: Sequence[contract.Step]) -> list[int]:
+        code = [len(steps)]
+        for step in steps:
+            code += [_STEPS[type(step)], *self._step(step)]
+        return code
+
     def _step(self, step: contract.Step) -> list[int]:
+        if isinstance(step, contract.Elements):
+            lists = [int(each) for place, _, empty in step.lists for each in (place, empty)]
+            number = self._number("size", "number")
+            return [len(step.lists), *lists, number, *self._steps(step.steps)]
         if isinstance(step, contract.TensorRule):
             return self._tensor(step)
         if isinstance(step, contract.Definition):
@@ -114,7 +125,7 @@ class _Encoder:
 
     def _tensor(self, rule: contract.TensorRule) -> list[int]:
         binds = -1 if rule.binds is None else self._number("letter", rule.binds)
-        code = [rule.argument, int(rule.optional), binds, len(rule.atoms)]
+        code = [rule.argument, int(rule.optional), int(rule.dense), binds, len(rule.atoms)]
         for atom in rule.atoms:
             if atom.kind == "set":
                 operand = sum(1 << _SCALAR_TYPES[dtype] for dtype in atom.dtypes)
@@ -144,10 +155,11 @@ class _Encoder:
             return [_OPERATIONS["constant"], int(expression)]
         kind, *operands = expression
         operation = _OPERATIONS[kind]
-        if kind in ("size", "len", "item"):
-            names = "size" if kind == "size" else "list"
-            return [operation, self._number(names, operands[0]), *operands[1:]]
-        if kind in ("argument", "given", "itemsize"):
+        if kind in ("size", "len"):
+            return [operation, self._number("size" if kind == "size" else "list", operands[0])]
+        if kind == "item":
+            return [*self._postfix(operands[1]), operation, self._number("list", operands[0])]
+        if kind in ("argument", "given", "itemsize", "count"):
             return [operation, operands[0]]
         if kind == "word":
             return [operation, operands[0], self._word(operands[1])]

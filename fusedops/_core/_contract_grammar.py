@@ -13,6 +13,7 @@ from fusedops._core.contract import (
     Atom,
     Choice,
     Definition,
+    Elements,
     Expression,
     Gradients,
     Program,
@@ -40,6 +41,7 @@ _OPERATORS: dict[type, str] = {
     ast.Or: "or",
 }
 
+_OR_NONE = "or none "  # after "each": a list that may be empty
 _COMPARISONS = ("<", "<=", ">", ">=", "==", "!=", "and", "or")
 
 
@@ -103,12 +105,21 @@ class _Builder:
         places = {name: index for index, (_, name) in enumerate(arguments)}
         kinds = {name: kind for kind, name in arguments}
         found: list[Step | None] = []
+        of_elements: list[tuple[int, Step | None]] = []
         for name, rule in self.rules:
+            of_lists, rule = _of_lists(rule)
+            here: list[Step | None] = []
             for each in (f"grad_{name}", name) if backward else (name,):
                 if each in places:
-                    found.append(self._step(each, kinds[each], places, kinds, rule))
+                    here.append(self._step(each, kinds[each], places, kinds, rule))
             if name not in self.forward:
-                found.append(self._name(name, str(rule), places, kinds))
+                here.append(self._name(name, str(rule), places, kinds))
+            if of_lists:
+                of_elements += ((len(found), each) for each in here)
+            else:
+                found += here
+        if of_elements:
+            found.insert(of_elements[0][0], _elements([each for _, each in of_elements], kinds))
         return tuple(each for each in found if each is not None)
 
     def _name(
@@ -132,7 +143,9 @@ class _Builder:
         if not isinstance(rule, str):
             return Choice(places[name], name, tuple(rule))
         if kind.startswith("Tensor"):
-            return self._tensor(name, kind.endswith("?"), places, kinds, rule)
+            optional = kind.endswith("?") or rule.startswith(_OR_NONE)
+            rule = rule.removeprefix(_OR_NONE)
+            return self._tensor(name, optional, places, kinds, rule)
         if kind == "float":
             return self._range(name, places[name], rule)
         expression = self._expression(rule, places, kinds)
@@ -152,7 +165,10 @@ class _Builder:
         atoms = tuple(_atom(word) for word in words)
         if len(atoms) == 1 and atoms[0].kind == "same" and words[0] not in kinds:
             binds, atoms = words[0], (Atom("set", FLOATS),)
-        alternatives = re.findall(r"\[((?:[^\[\]]|\[[^\]]*\])*)\]", f"[{shapes}")
+        shapes, _, after = shapes.rpartition("]")
+        alternatives = re.findall(r"\[((?:[^\[\]]|\[[^\]]*\])*)\]", f"[{shapes}]")
+        if after.strip() not in ("", "dense"):
+            raise ValueError(f"contract of {self.op}: cannot read {after.strip()!r} of {name}")
         return TensorRule(
             places[name],
             name,
@@ -160,6 +176,7 @@ class _Builder:
             binds or None,
             atoms,
             tuple(self._shape(each, places, kinds) for each in alternatives),
+            dense=bool(after.strip()),
         )
 
     def _shape(
@@ -220,7 +237,7 @@ class _Builder:
                 raise _AbsentError
             return ("size", node.id)
         if isinstance(node, ast.Call):
-            return self._call(node, places)
+            return self._call(node, places, kinds)
         if isinstance(node, ast.Subscript):
             place: Any = node.value
             return ("item", place.id, parse(node.slice))
@@ -245,8 +262,10 @@ class _Builder:
         ]
         return _chain(pairs, "and")
 
-    def _call(self, node: Any, places: Mapping[str, int]) -> Expression:
+    def _call(self, node: Any, places: Mapping[str, int], kinds: Mapping[str, str]) -> Expression:
         function, names = node.func.id, [each.id for each in node.args]
+        if function == "len" and kinds.get(names[0]) in ("Tensor[]", "float[]"):
+            return ("count", places[names[0]])
         if function in ("given", "itemsize"):
             if names[0] not in places:
                 raise _AbsentError
@@ -254,6 +273,24 @@ class _Builder:
         if function not in ("len", "broadcast"):
             raise KeyError(function)
         return (function, *names)
+
+
+def _of_lists(rule: str | Collection[str]) -> tuple[bool, str | Collection[str]]:
+    """Return whether a rule is one of elements of lists, and the rule without that word."""
+    if isinstance(rule, str) and rule.startswith("each "):
+        return True, rule.removeprefix("each ")
+    return False, rule
+
+
+def _elements(steps: Sequence[Step | None], kinds: Mapping[str, str]) -> Elements:
+    """Return the step that looks at the elements of all lists."""
+    tensors = [each for each in steps if isinstance(each, TensorRule)]
+    lists = tuple(
+        (each.argument, each.name, each.optional)
+        for each in tensors
+        if kinds[each.name] == "Tensor[]"
+    )
+    return Elements(lists, tuple(each for each in steps if each is not None))
 
 
 def _chain(parts: list[Expression], operator: str) -> Expression:
@@ -266,7 +303,7 @@ def _chain(parts: list[Expression], operator: str) -> Expression:
 def _atom(word: str) -> Atom:
     if word in DTYPES:
         return Atom("set", DTYPES[word])
-    match = re.fullmatch(r"(param|stat)\((\w+)\)", word)
+    match = re.fullmatch(r"(param|stat|mixed)\((\w+)\)", word)
     if match is not None:
         return Atom(match[1], letter=match[2])
     return Atom("same", letter=word)

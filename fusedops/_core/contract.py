@@ -23,6 +23,7 @@ the backward receives them. Rules are read in order. Of a tensor: dtype, then sh
 | ``T`` | a floating dtype, the same wherever the letter stands; also a ``ScalarType`` argument |
 | ``param(T)`` | T, or float32 beside half precision |
 | ``stat(T)`` | float32, or float64 beside float64 |
+| ``mixed(T)`` | float64 beside float64, else float32, bfloat16 or float16 |
 | ``param(T) as P`` | and the letter P names it |
 
 | size | means |
@@ -33,8 +34,15 @@ the backward receives them. Rules are read in order. Of a tensor: dtype, then sh
 | ``~n``, ``~*rows`` | a size, or as many sizes, that broadcast to these; ``~...rows``: or fewer |
 | ``[a, b] | [0]`` | one of these shapes |
 
+Of a list of tensors: ``each`` and the rule of its elements, for example
+``each mixed(T) [*shape] dense``. All such lists have the length of the first one; those with
+``each or none`` may be empty instead. Names and letters in these rules hold for the elements of one
+index, ``number``, which any rule that begins with ``each`` may use. ``dense`` after the shapes: no
+gaps between elements, and the strides of the first dense tensor of this index.
+
 An expression has ``+ - * // %``, comparisons, ``and``, ``or``, ``a if c else b``, ``len(list)``,
-``list[i]``, ``given(argument)``, ``itemsize(tensor)`` and ``name == "word"``.
+``list[i]`` with an expression for ``i``, ``given(argument)``, ``itemsize(tensor)`` and
+``name == "word"``.
 
 Of anything else: an expression that must hold, ``lo <= x < hi`` for a float, a collection of words
 for a string. A key that is no argument is a name: what it must be if the expression compares,
@@ -46,7 +54,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,6 +64,7 @@ from fusedops._core import checks
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _HALF = (torch.float16, torch.bfloat16)
+_MOST_SHOWN = 8  # numbers of a list in a message
 DTYPES: dict[str, tuple[torch.dtype, ...]] = {
     "float": FLOATS,
     "float32": (torch.float32,),
@@ -72,7 +81,7 @@ Expression = Any
 
 @dataclass(frozen=True)
 class Atom:
-    """One way for a dtype to be right: ``kind`` is "set", "same", "param" or "stat"."""
+    """One way for a dtype to be right: "set", "same", "param", "stat" or "mixed"."""
 
     kind: str
     dtypes: tuple[torch.dtype, ...] = ()
@@ -87,6 +96,8 @@ class Atom:
             return FLOATS
         if self.kind == "stat":
             return (torch.float64 if known == torch.float64 else torch.float32,)
+        if self.kind == "mixed" and known != torch.float64:
+            return torch.float32, *_HALF
         if self.kind == "param" and known in _HALF:
             return known, torch.float32
         return (known,)
@@ -105,7 +116,12 @@ class Size:
 
 @dataclass(frozen=True)
 class TensorRule:
-    """What one tensor must be. ``binds`` is the letter that its dtype gets."""
+    """What one tensor must be.
+
+    Attributes:
+        binds: the letter that its dtype gets.
+        dense: whether its elements must lie without gaps, in the order of the first such tensor.
+    """
 
     argument: int
     name: str
@@ -113,6 +129,7 @@ class TensorRule:
     binds: str | None
     atoms: tuple[Atom, ...]
     shapes: tuple[tuple[Size, ...], ...]
+    dense: bool = False
 
 
 @dataclass(frozen=True)
@@ -164,7 +181,20 @@ class Gradients:
     needs: tuple[tuple[int, int], ...]  # place in the mask -> argument
 
 
-Step = TensorRule | Definition | Requirement | Range | Choice | Gradients
+@dataclass(frozen=True)
+class Elements:
+    """What the elements of the lists of tensors must be to each other.
+
+    Attributes:
+        lists: argument, name, and whether it may be empty; the first one says how many there are.
+        steps: for the elements of one index, which stand in the places of their lists.
+    """
+
+    lists: tuple[tuple[int, str, bool], ...]
+    steps: tuple[Any, ...]
+
+
+Step = TensorRule | Definition | Requirement | Range | Choice | Gradients | Elements
 
 
 @dataclass
@@ -175,6 +205,8 @@ class _Known:
     sizes: dict[str, Any] = field(default_factory=dict)
     lists: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     letters: dict[str, torch.dtype] = field(default_factory=dict)
+    place: str = ""  # of list elements: "[number]"
+    layout: torch.Tensor | None = None  # the first tensor that must be dense
 
 
 class _UnknownError(Exception):
@@ -210,36 +242,72 @@ class Program:
 
     def _check_devices(self, args: Sequence[Any]) -> None:
         owner = device = None
-        for (_, name), value in zip(self.arguments, args, strict=True):
-            if not isinstance(value, torch.Tensor):
-                continue
+        for name, value in self._tensors(args):
             if device is None:
                 owner, device = name, value.device
             elif value.device != device:
                 wanted = f"on {device}, the device of {owner}"
                 checks.fail(self.op, name, wanted, value.device)
 
+    def _tensors(self, args: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors among the arguments with their names, those of lists too."""
+        for (kind, name), value in zip(self.arguments, args, strict=True):
+            if isinstance(value, torch.Tensor):
+                yield name, value
+            elif kind == "Tensor[]":
+                for i, each in enumerate(value):
+                    if not isinstance(each, torch.Tensor):
+                        got = checks.type_name(each)
+                        raise TypeError(f"{self.op}: {name}[{i}] must be a torch.Tensor, got {got}")
+                    yield f"{name}[{i}]", each
+
     def _check_scalar_type(self, name: str, value: Any) -> None:
         if value not in FLOATS:
             raise TypeError(f"{self.op}: {name} must be a floating dtype, got {value}")
 
     def _check_tensor(self, rule: TensorRule, known: _Known) -> None:
-        value = known.args[rule.argument]
+        value, name = known.args[rule.argument], rule.name + known.place
         if value is None:
             if not rule.optional:
-                raise TypeError(f"{self.op}: {rule.name} must be a torch.Tensor, got None")
+                raise TypeError(f"{self.op}: {name} must be a torch.Tensor, got None")
             return
         allowed = self._allowed(rule, known)
         if value.dtype not in allowed:
             wanted = " or ".join(str(each)[6:] for each in dict.fromkeys(allowed))
             raise TypeError(
-                f"{self.op}: {rule.name} must have dtype {wanted}, got {str(value.dtype)[6:]}"
+                f"{self.op}: {name} must have dtype {wanted}, got {str(value.dtype)[6:]}"
             )
         if rule.binds is not None:
             known.letters[rule.binds] = value.dtype
         if not any(_match(sizes, value.shape, known) for sizes in rule.shapes):
             wanted = " or ".join(_rendered(sizes, known) for sizes in rule.shapes)
-            checks.fail(self.op, rule.name, f"of shape {wanted}", list(value.shape))
+            checks.fail(self.op, name, f"of shape {wanted}", list(value.shape))
+        if rule.dense:
+            self._check_layout(name, value, known)
+
+    def _check_layout(self, name: str, value: torch.Tensor, known: _Known) -> None:
+        first = known.layout = value if known.layout is None else known.layout
+        if value.is_contiguous() and first.is_contiguous():
+            return
+        if value.stride() != first.stride() or not _has_no_gaps(value):
+            wanted = f"without gaps and of strides {list(first.stride())}"
+            checks.fail(self.op, name, wanted, f"strides {list(value.stride())}")
+
+    def _check_elements(self, step: Elements, known: _Known) -> None:
+        counts = [len(known.args[argument]) for argument, _, _ in step.lists]
+        first = step.lists[0][1]
+        for (_, name, may_be_empty), count in zip(step.lists, counts, strict=True):
+            if count != counts[0] and not (may_be_empty and count == 0):
+                wanted = f"a list of {counts[0]} tensors, as many as {first} has"
+                checks.fail(self.op, name, wanted + " or empty" * may_be_empty, f"{count} tensors")
+        row = list(known.args)
+        for number in range(counts[0]):
+            for argument, *_ in step.lists:
+                row[argument] = known.args[argument][number] if known.args[argument] else None
+            sizes = {**known.sizes, "number": number}
+            element = _Known(row, sizes, dict(known.lists), dict(known.letters), f"[{number}]")
+            for each in step.steps:
+                _CHECKS[type(each)](self, each, element)
 
     @staticmethod
     def _allowed(rule: TensorRule, known: _Known) -> list[torch.dtype]:
@@ -276,7 +344,7 @@ class Program:
                 name: value for (_, name), value in zip(self.arguments, known.args, strict=True)
             }
             given |= known.sizes | known.lists
-            values = (f"{each} = {given[each]}" for each in _names(step) if each in given)
+            values = (_shown(each, given[each]) for each in _names(step) if each in given)
             checks.fail(self.op, step.name, f"such that {step.text}", ", ".join(values))
 
     def _check_range(self, step: Range, known: _Known) -> None:
@@ -312,7 +380,26 @@ _CHECKS: dict[type, Any] = {
     Range: Program._check_range,
     Choice: Program._check_choice,
     Gradients: Program._check_gradients,
+    Elements: Program._check_elements,
 }
+
+
+def _has_no_gaps(tensor: torch.Tensor) -> bool:
+    """Return whether the elements are those of one piece of memory, each once, in any order."""
+    following = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != following:
+            return False
+        following *= size
+    return True
+
+
+def _shown(name: str, value: Any) -> str:
+    """Return a value for a message; of a long list, or one of tensors, its length."""
+    is_list = isinstance(value, (list, tuple))
+    if is_list and (len(value) > _MOST_SHOWN or any(isinstance(x, torch.Tensor) for x in value)):
+        return f"len({name}) = {len(value)}"
+    return f"{name} = {value}"
 
 
 def _holds(condition: Any) -> bool:
@@ -385,6 +472,8 @@ def _value(expression: Expression, known: _Known) -> Any:
         return known.sizes[operands[0]]
     if kind == "argument":
         return known.args[operands[0]]
+    if kind == "count":
+        return len(known.args[operands[0]])
     if kind == "word":
         return known.args[operands[0]] == operands[1]
     if kind == "given":
@@ -395,7 +484,7 @@ def _value(expression: Expression, known: _Known) -> Any:
         sizes = known.lists.get(operands[0])
         if sizes is None:
             raise _UnknownError
-        return len(sizes) if kind == "len" else sizes[operands[1]]
+        return len(sizes) if kind == "len" else sizes[_value(operands[1], known)]
     if kind == "if":
         condition, then, otherwise = operands
         return _value(then if _holds(_value(condition, known)) else otherwise, known)

@@ -187,41 +187,6 @@ def tag_compiled_code() -> None:
     config.cache_key_tag = f"{others}fusedops:{digest};"
 
 
-def define_multi_tensor(
-    name: str,
-    schema: str,
-    *,
-    reference: Callable[..., Any],
-    fake: Callable[..., Any],
-    triton: str,
-) -> Callable[..., Any]:
-    """Register an op over lists of tensors, without gradient, and return it.
-
-    One call serves a whole model, so that Python routes it and its caller, one function of this
-    package, checks it: neither a router nor a contract in C++, which know no lists, would show.
-
-    Args:
-        name: as ``define_op``.
-        schema: arguments and returns; what it writes to stands in it, ``Tensor(a!)[] params``.
-        reference: eager torch, the specification; also the backend ``"torch"``.
-        fake: returns empty tensors of the right shapes and dtypes.
-        triton: import path of the module with ``forward``.
-
-    Returns:
-        The overload ``torch.ops.fusedops.<name>.default``.
-    """
-    op = _define(name, schema, fake)
-    # No spec describes it: the generic tests call ops that return what they compute.
-    backends.register(backends.Kernels(name, reference, None, triton, part_of="optim"))
-
-    def choose(*args: Any) -> Any:
-        return backends.run(name, args)
-
-    for device in ("CPU", "CUDA"):
-        _LIBRARY.impl(name, choose, device)
-    return op
-
-
 def define_exchange(
     name: str,
     schema: str,
@@ -515,7 +480,7 @@ def _parse(schema: str) -> _Schema:
         raise ValueError(f"define_op: schema must be '(args) -> (named returns)', got {schema!r}")
     arguments, returns = (
         tuple(
-            (kind, name.split("=")[0])
+            (re.sub(r"\(\w!\)", "", kind), name.split("=")[0])
             for kind, name in (part.strip().split(" ") for part in group.split(",") if part)
         )
         for group in match.groups()

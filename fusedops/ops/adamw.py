@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 import torch
 
 from fusedops._core import dtypes, philox
-from fusedops._core.library import define_multi_tensor
+from fusedops._core.library import define_op
 
 _LOW = 0xFFFFFFFF
 
@@ -226,13 +226,30 @@ def _fake(*args: object) -> None:
     return None
 
 
-_OP = define_multi_tensor(
+_OP = define_op(
     "adamw",
     "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs,"
     " Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] copies, Tensor(f!)[] steps,"
     " Tensor? grad_factor, Tensor? found_inf, int[] draws, float[] weight_decays, float lr,"
     " float beta1, float beta2, float eps, bool maximize, bool bias_correction) -> ()",
+    contract={
+        "weight_decays": "len(weight_decays) == len(params)",
+        "draws": "len(draws) == 0 or len(draws) == 4 * len(params)",
+        "grad_factor, found_inf": "float32 | float64 [] | [1]",
+        "params": "each T [*shape] dense",
+        "grads": "each mixed(T) [*shape] dense",
+        "exp_avgs": "each mixed(T) as S [*shape] dense",
+        "exp_avg_sqs": "each S [*shape] dense",
+        "max_exp_avg_sqs": "each or none S [*shape] dense",
+        "copies": "each or none mixed(T) [*shape] dense",
+        "steps": "each float32 | float64 [] | [1]",
+        # Of each draw (key, base, run, pitch); there may be none.
+        "base": "each (draws[4 * number + 1] if len(draws) > 0 else 1) >= 0",
+        "run": "each (draws[4 * number + 2] if len(draws) > 0 else 1) >= 1",
+        "pitch": "each (draws[4 * number + 3] if len(draws) > 0 else 1) >= 0",
+    },
     reference=_reference,
     fake=_fake,
     triton="fusedops.kernels.adamw",
+    part_of="optim",
 )

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fusedops._core.library import define_multi_tensor
+from fusedops._core.library import define_op
 
 
 def square_sums(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -47,10 +47,12 @@ def _fake(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
     return inputs[0].new_empty((len(inputs),), dtype=torch.float64)
 
 
-_OP = define_multi_tensor(
+_OP = define_op(
     "square_sums",
     "(Tensor[] inputs) -> (Tensor sums)",
+    contract={"inputs": "each float [*shape]", "sums": "float64 [len(inputs)]"},
     reference=_reference,
     fake=_fake,
     triton="fusedops.kernels.square_sums",
+    part_of="optim",
 )

@@ -12,6 +12,7 @@ still the one that was copied, and if the numbers that it used are those of the 
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from dataclasses import dataclass, field, replace
@@ -190,12 +191,22 @@ class Workers:
         self._in_place = staging == 0
         self._queue = _step_queue.new_queue(threads)
         self._given: queue.SimpleQueue[tuple[Bucket, Job] | None] = queue.SimpleQueue()
-        self._threads = [
-            threading.Thread(target=self._work, args=(self._staging(staging),), daemon=True)
-            for _ in range(workers)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._owner = os.getpid()
+        self._threads: list[threading.Thread] = []
+        buffers = [self._staging(staging) for _ in range(workers)]
+        try:
+            for buffer in buffers:
+                thread = threading.Thread(target=self._work, args=(buffer,), daemon=True)
+                thread.start()
+                self._threads.append(thread)
+        except RuntimeError:  # the system has no more threads
+            self.close()
+            raise
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process was forked from the one that has the threads."""
+        return os.getpid() != self._owner
 
     def start(self, bucket: Bucket, job: Job) -> None:
         """Begin a job; ``job.finished`` is set at its end, in any case."""
@@ -203,11 +214,17 @@ class Workers:
         self._given.put((bucket, job))
 
     def close(self) -> None:
-        """Finish what was begun and end the threads."""
+        """Finish what was begun and end the threads.
+
+        The garbage collector may call it on one of these threads, which then ends by itself.
+        """
+        if self.is_forked:
+            return
         for _ in self._threads:
             self._given.put(None)
         for thread in self._threads:
-            thread.join()
+            if thread is not threading.current_thread():
+                thread.join()
         self._queue.close()
 
     def _staging(self, size: int) -> torch.Tensor:

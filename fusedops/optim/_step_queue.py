@@ -99,6 +99,11 @@ def missing() -> str | None:
     return loaded if isinstance(loaded, str) else None
 
 
+def most_threads() -> int:
+    """Return the largest number of threads of a queue; ``missing`` must not name a reason."""
+    return int(_module().MOST_THREADS)
+
+
 def new_queue(threads: int) -> Any:
     """Start a queue; ``missing`` must not name a reason."""
     return _module().StepQueue(threads)

@@ -55,12 +55,13 @@ class OffloadedAdamW(AdamW):
         device_fraction: how much of the parameters, by bytes and from the first on, keep their
             states on the device: those whose gradients come last, and hide nothing.
         bucket_bytes: parameters of about so many bytes are copied and stepped together.
-        threads: of the step queue; by default as many as torch uses.
+        threads: of the step queue, at most 1024; by default as many as torch uses.
         engine: who copies; by default the device's own.
         options: the other options of ``AdamW``; ``master_weights`` is for what stays on the device.
 
     Raises:
         MemoryError: the host has less memory than this needs; nothing was allocated.
+        RuntimeError: the system has no more threads.
         UnsupportedError: the compiled library is missing.
         ValueError: as ``AdamW``; or parameters are on several devices.
         CopyError: from ``step``, a copy failed. The optimizer is as it was before; if it happened
@@ -72,7 +73,8 @@ class OffloadedAdamW(AdamW):
         bytes a parameter in float32, and one copy of the parameter; with ``overlap=False`` once,
         12 bytes, and the copy, in which the gradient waits before. Between the backward and
         ``step`` gradients may be changed in place or replaced; this is seen, and their steps are
-        made again. Writing through ``.data`` is not seen.
+        made again. Writing through ``.data`` is not seen. A process that is forked from this one
+        has a copy of the optimizer, which starts threads of its own when it first needs them.
 
     Example:
         >>> import torch, fusedops.optim
@@ -108,10 +110,13 @@ class OffloadedAdamW(AdamW):
         reason = _step_queue.missing()
         if reason is not None:
             raise UnsupportedError(f"{op}: the step queue cannot run: {reason}")
+        most = _step_queue.most_threads()
+        if threads is not None and threads > most:
+            checks.fail(op, "threads", f"at most {most}", threads)
         self._overlap = overlap
         self._device_fraction = device_fraction
         self._bucket_bytes = bucket_bytes
-        self._num_threads = threads or torch.get_num_threads()
+        self._num_threads = threads or min(torch.get_num_threads(), most)
         self._given_engine = engine
         self._workers: Workers | None = None
         self._slots: dict[torch.Tensor, tuple[Bucket, int]] = {}
@@ -251,17 +256,29 @@ class OffloadedAdamW(AdamW):
         }
         if self._workers is not None:
             self._workers.close()
-        self._workers = self._new_workers()
-        self._stop = weakref.finalize(self, self._workers.close)
+        self._start_workers()
         self._listen()
 
-    def _new_workers(self) -> Workers:
-        return Workers(
+    def _start_workers(self) -> None:
+        self._workers = Workers(
             self._engine,
             workers=_WORKERS,
             threads=self._num_threads,
             staging=self._staging_bytes(),
         )
+        self._stop = weakref.finalize(self, self._workers.close)
+
+    def _discard_if_forked(self) -> bool:
+        """Forget the jobs of another process, whose threads would end them; return if there is one.
+
+        Such jobs wrote to the shadows alone: the states are those before the step.
+        """
+        if self._workers is None or not self._workers.is_forked:
+            return False
+        for bucket in self._buckets:
+            bucket.job = None
+            bucket.arrived = {}
+        return True
 
     def _staging_bytes(self) -> int:
         """Return the bytes of a worker's memory; without overlap gradients wait in the slots."""
@@ -346,6 +363,8 @@ class OffloadedAdamW(AdamW):
     def _arrived(self, param: Any) -> None:
         """Note that a backward has accumulated a gradient; begin when a bucket is complete."""
         with self._lock:
+            if self._discard_if_forked():
+                self._start_workers()
             grad = param.grad
             if not self._is_last_pass(param) or grad is None:
                 return
@@ -358,6 +377,8 @@ class OffloadedAdamW(AdamW):
         if not self._overlap or self._workers is None:
             return
         with self._lock:
+            if self._discard_if_forked():
+                self._start_workers()
             mark = self._engine.ready()
             for param, grad in reduced:
                 if param not in self._slots or grad.dtype != param.dtype:
@@ -406,6 +427,8 @@ class OffloadedAdamW(AdamW):
     def _step_all(self, members: list[Member]) -> None:
         if self._workers is None:
             raise RuntimeError(f"{type(self).__name__}: step after close")
+        if self._discard_if_forked():
+            self._start_workers()
         try:
             self._step_offloaded(members)
         finally:
@@ -498,6 +521,7 @@ class OffloadedAdamW(AdamW):
 
     def _drop(self) -> None:
         """Wait for what has begun, and make nothing of it."""
+        self._discard_if_forked()
         self._finish(self._buckets)
         self._forget()
 

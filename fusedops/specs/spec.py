@@ -174,3 +174,20 @@ class Spec:
         That is the one of the least precision among the floating tensors of the call.
         """
         return sample.least_dtype if self.rounds_inside else None
+
+
+@dataclass(frozen=True)
+class MultiTensorSpec:
+    """What tests and fuzzers need to know of an operator over lists of tensors.
+
+    It is no ``Spec``: such an operator has no public function of its own that returns what it
+    computes, no gradient and no row in the table of ops, and may write to its arguments.
+
+    Attributes:
+        name: the operator's name, and that of its file.
+        calls: ``calls(device, dtype)`` gives right calls of the operator; their ``args`` are those
+            of its schema, in order, and no two tensors share memory.
+    """
+
+    name: str
+    calls: Callable[[torch.device, torch.dtype], list[Sample]]

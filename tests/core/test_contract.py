@@ -10,15 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 
 import fusedops
 from fusedops._core import _contract_grammar, backends, contract, extension
-from fusedops.specs import all_specs
+from fusedops.specs import MultiTensorSpec, all_specs, multi_tensor_specs, tensors_in
 from fusedops.specs.comparison import floating, fresh, incoming
 from fusedops.specs.recorder import RecordOps
 
 CPU = torch.device("cpu")
-SPECS = list(all_specs().values())
+SPECS = [*all_specs().values(), *multi_tensor_specs().values()]
 by_spec = pytest.mark.parametrize("spec", SPECS, ids=[spec.name for spec in SPECS])
 native = pytest.mark.skipif(
     extension.cpu_library() is not None, reason="the compiled library is not there"
@@ -173,6 +174,9 @@ def test_a_rule_that_cannot_be_read_is_told() -> None:
 
 def _calls(spec: Any, dtype: torch.dtype) -> list[tuple[Any, tuple[Any, ...]]]:
     """Return the operator calls of a spec's samples, forward and backward."""
+    if isinstance(spec, MultiTensorSpec):
+        operator = getattr(torch.ops.fusedops, spec.name).default
+        return [(operator, sample.args) for sample in spec.calls(CPU, dtype)]
     with RecordOps() as recorded:
         for sample in map(fresh, spec.samples(CPU, dtype)[:6]):
             outputs = floating(spec.op(*sample.args, **sample.kwargs))
@@ -205,6 +209,14 @@ def _changes(value: Any, pick: random.Random) -> Iterator[Callable[[], Any]]:
         yield from (lambda x=x: x for x in (-1.0, 0.0, 1.0, 2.0, float("nan"), float("inf")))
     elif isinstance(value, str):
         yield lambda: value + "x"
+    elif isinstance(value, (list, tuple)) and any(isinstance(x, torch.Tensor) for x in value):
+        place = pick.randrange(len(value))
+        for change in (*_changes(value[place], pick), lambda: value[place].detach().t()):
+            yield lambda change=change: [*value[:place], change(), *value[place + 1 :]]
+        yield lambda: [*value[:place], *value[place + 1 :]]
+        yield lambda: [*value, value[place]]
+        yield list
+        yield lambda: [each.detach().double() for each in value]
     elif isinstance(value, (list, tuple)):
         yield lambda: list(value)[:-1]
         yield lambda: [*value, *value[:1]]
@@ -245,7 +257,7 @@ def test_python_and_cpp_refuse_the_same_calls(spec: Any) -> None:
         checked = programs[func._opname.endswith("_backward")]
         checked.check(args)
         for wrong in _wrong_calls(func, args, pick, 12):
-            if not any(isinstance(each, torch.Tensor) for each in wrong):
+            if not tensors_in(wrong):
                 continue
             words = _refusal(checked.check, wrong)
             with torch.no_grad():
@@ -269,8 +281,8 @@ def test_fake_kernels_refuse_what_the_contract_refuses(spec: Any) -> None:
         checked = programs[func._opname.endswith("_backward")]
         for wrong in _wrong_calls(func, args, pick, 6):
             words = _refusal(checked.check, wrong)
-            meta = [each.to("meta") if isinstance(each, torch.Tensor) else each for each in wrong]
-            if words is not None and any(isinstance(each, torch.Tensor) for each in meta):
+            meta = pytree.tree_map_only(torch.Tensor, lambda each: each.to("meta"), wrong)
+            if words is not None and tensors_in(wrong):
                 with torch.no_grad():
                     assert _refusal(func, *meta) is not None, f"{func}: {words}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -44,6 +45,31 @@ def tensor(rng: random.Random, given: torch.Tensor, *, data_only: bool = False) 
     """Return something else in place of a tensor; only its values differ if asked."""
     changes = (_values,) if data_only else _TENSOR_CHANGES
     return rng.choice(changes)(rng, given) if is_plain(given) else given
+
+
+def tensors(rng: random.Random, given: list[Any], *, data_only: bool = False) -> list[Any]:
+    """Return another list in place of one of tensors: an element changed, dropped or repeated."""
+    changed = list(given)
+    kind = 0 if data_only else rng.randrange(10)
+    if not changed or kind == 9:
+        return [] if changed else [torch.ones(3)]
+    place, source = rng.randrange(len(changed)), rng.randrange(len(changed))
+    if kind == 8:
+        del changed[place]
+    elif kind == 7:
+        changed.insert(place, changed[source])
+    elif kind == 6:
+        changed[place], changed[source] = changed[source], changed[place]
+    elif kind == 5:
+        changed[place] = changed[source]
+    elif isinstance(changed[place], torch.Tensor):
+        changed[place] = tensor(rng, changed[place], data_only=data_only)
+    return changed
+
+
+def is_tensors(given: Any) -> bool:
+    """Whether an argument is a list of tensors, or may be an empty one."""
+    return isinstance(given, list) and all(isinstance(each, torch.Tensor) for each in given)
 
 
 def is_plain(given: torch.Tensor) -> bool:
@@ -206,7 +232,9 @@ def _listed(rng: random.Random, given: list[Any]) -> list[Any]:
 
 def sizes(rng: random.Random, args: list[Any]) -> None:
     """Change one size wherever it occurs, which often leaves a call that is right."""
-    found = {size for arg in args if isinstance(arg, torch.Tensor) for size in arg.shape}
+    lists = [arg for arg in args if is_tensors(arg)]
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    found = {size for each in sum(lists, tensors) for size in each.shape}
     if not found:
         return
     size = rng.choice(sorted(found))
@@ -214,14 +242,19 @@ def sizes(rng: random.Random, args: list[Any]) -> None:
     if new < 0:
         return
     for place, arg in enumerate(args):
-        if isinstance(arg, torch.Tensor) and is_plain(arg) and size in arg.shape:
-            shape = [new if each == size else each for each in arg.shape]
-            count = 1
-            for each in shape:
-                count *= each
-            if count < 200_000:
-                args[place] = filled(arg, shape)
+        if isinstance(arg, torch.Tensor):
+            args[place] = _with_size(arg, size, new)
+        elif is_tensors(arg):
+            args[place] = [_with_size(each, size, new) for each in arg]
         elif isinstance(arg, int) and not isinstance(arg, bool) and arg == size:
             args[place] = new
         elif isinstance(arg, list) and size in arg and not isinstance(arg[0], bool):
             args[place] = [new if each == size else each for each in arg]
+
+
+def _with_size(given: torch.Tensor, size: int, new: int) -> torch.Tensor:
+    """Return a tensor that has ``new`` wherever the given one has ``size``."""
+    if not is_plain(given) or size not in given.shape:
+        return given
+    shape = [new if each == size else each for each in given.shape]
+    return filled(given, shape) if math.prod(shape) < 200_000 else given

@@ -7,11 +7,13 @@ changed. Any exception is a right answer, and so is a result; the process must l
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
-from fusedops.specs import all_specs, tensors_in
+from fusedops.specs import all_specs, multi_tensor_specs, tensors_in
 from fusedops.specs.comparison import fresh, run
 from fusedops.specs.recorder import RecordOps
 
@@ -19,6 +21,8 @@ from . import mutate, snippet
 
 # Larger calls say no more about bounds, and slow the others down.
 MOST_ELEMENTS = 12_000
+CPU = torch.device("cpu")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class Operators:
@@ -36,9 +40,9 @@ class Operators:
     def _make(self, rng: random.Random) -> tuple[Any, list[Any]]:
         calls = self.calls[rng.choice(self.names)]
         func, args = rng.choice(calls)
-        made = list(args)
+        made = _own(func, args)
         if self.data_only:
-            self._change_data(rng, made)
+            self._change_data(rng, func, made)
             return func, made
         kind = rng.random()
         if kind < 0.15:
@@ -46,22 +50,23 @@ class Operators:
         for _ in range(rng.choice((0, 1)) if kind < 0.15 else rng.choice((1, 1, 2, 3))):
             place = rng.randrange(len(made))
             if rng.random() < 0.15:
-                made[place] = rng.choice(calls)[1][place]
+                made[place] = _own(func, rng.choice(calls)[1])[place]
             elif isinstance(made[place], torch.Tensor):
                 made[place] = mutate.tensor(rng, made[place])
+            elif _takes_tensors(func, place):
+                made[place] = mutate.tensors(rng, made[place])
             else:
                 made[place] = mutate.other(rng, made[place])
-        for place, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and isinstance(made[place], torch.Tensor):
-                made[place] = made[place].clone()
         return func, made
 
-    def _change_data(self, rng: random.Random, made: list[Any]) -> None:
+    def _change_data(self, rng: random.Random, func: Any, made: list[Any]) -> None:
         """Change what no contract of shapes and dtypes speaks of."""
         for _ in range(rng.choice((1, 1, 2, 3))):
             place = rng.randrange(len(made))
             if isinstance(made[place], torch.Tensor):
                 made[place] = mutate.tensor(rng, made[place], data_only=True)
+            elif _takes_tensors(func, place):
+                made[place] = mutate.tensors(rng, made[place], data_only=True)
             elif isinstance(made[place], (int, float)):
                 made[place] = mutate.other(rng, made[place])
 
@@ -87,8 +92,8 @@ def _recorded(only: str | None) -> dict[str, list[tuple[Any, tuple[Any, ...]]]]:
     """Return operator -> the calls of it that the specs' samples make."""
     found: dict[str, list[tuple[Any, tuple[Any, ...]]]] = {}
     for spec in all_specs().values():
-        for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-            for sample in spec.samples(torch.device("cpu"), dtype):
+        for dtype in DTYPES:
+            for sample in spec.samples(CPU, dtype):
                 if sum(tensor.numel() for tensor in sample.tensors) > MOST_ELEMENTS:
                     continue
                 with RecordOps() as recorded:
@@ -99,7 +104,29 @@ def _recorded(only: str | None) -> dict[str, list[tuple[Any, tuple[Any, ...]]]]:
                     if only is None or only in func._opname:
                         plain = tuple(_plain(arg) for arg in args)
                         found.setdefault(func._opname, []).append((func, plain))
+    for name, described in multi_tensor_specs().items():
+        if only is None or only in name:
+            func = getattr(torch.ops.fusedops, name).default
+            samples = [call for dtype in DTYPES for call in described.calls(CPU, dtype)]
+            found[name] = [(func, call.args) for call in samples]
     return found
+
+
+def _own(func: Any, args: Sequence[Any]) -> list[Any]:
+    """Return the arguments of a call; what it writes to is a copy, of the same strides."""
+
+    def copy(each: torch.Tensor) -> torch.Tensor:
+        return each.clone(memory_format=torch.preserve_format)
+
+    made = list(args)
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None:
+            made[place] = pytree.tree_map_only(torch.Tensor, copy, made[place])
+    return made
+
+
+def _takes_tensors(func: Any, place: int) -> bool:
+    return str(func._schema.arguments[place].type) == "List[Tensor]"
 
 
 def _plain(arg: Any) -> Any:

@@ -1,0 +1,205 @@
+"""The threads of the offloaded optimizer: too many of them, a forked process, many callers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from fusedops.optim import OffloadedAdamW, _step_queue
+
+pytestmark = pytest.mark.skipif(_step_queue.missing() is not None, reason="no step queue")
+NUMBERS = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "grad_factor": 1.0, "stochastic": False}
+SECONDS = 60.0  # until a call that waits for nobody hangs
+
+
+def job(size: int = 50_000) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    """Return the description of a job of one tensor, and the tensors."""
+    state = {name: torch.zeros(size) for name in ("master", "exp_avg", "exp_avg_sq")}
+    grad, copy = torch.full((size,), 2.0), torch.zeros(size)
+    described = _step_queue.describe(
+        state,
+        state,
+        grad,
+        copy,
+        step=1.0,
+        lr=0.1,
+        betas=(0.9, 0.99),
+        decay=0.0,
+        bias_correction=True,
+        draw=None,
+    )
+    return [described], {**state, "grad": grad, "copy": copy}
+
+
+def in_forked_process(child: Callable[[], None]) -> int:
+    """Return the exit code of a forked process; -1 if it hangs."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            child()
+            code = 0
+        finally:
+            os._exit(code)
+    end = time.monotonic() + SECONDS
+    while time.monotonic() < end:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return -1
+
+
+@pytest.mark.parametrize("threads", [0, 1025, 100_000])
+def test_a_number_of_threads_that_cannot_be_is_refused(threads: int) -> None:
+    with pytest.raises(ValueError, match=r"OffloadedAdamW: threads must be at (least|most) \d+"):
+        OffloadedAdamW([torch.nn.Parameter(torch.ones(3))], threads=threads)
+    with pytest.raises(ValueError, match=f"StepQueue: threads must be 1 to 1024, got {threads}"):
+        _step_queue.new_queue(threads)
+
+
+def test_a_system_without_more_threads_is_an_error() -> None:
+    """In a process whose memory has no room for the stacks of so many threads."""
+    code = (
+        "import resource\n"
+        "from fusedops.optim import _step_queue\n"
+        "_step_queue.missing()\n"
+        "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (used + (400 << 20),) * 2)\n"
+        "try:\n"
+        "    _step_queue.new_queue(1000)\n"
+        "except RuntimeError as error:\n"
+        "    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "StepQueue: the system started" in done.stdout and "of 1000 threads" in done.stdout
+
+
+def test_several_threads_wait_for_one_job_and_close_the_queue() -> None:
+    queue = _step_queue.new_queue(2)
+    described, tensors = job()
+    answers: list[Any] = []
+
+    def wait_and_close(number: int) -> None:
+        try:
+            answers.append(queue.wait(number))
+        except ValueError as error:
+            answers.append(str(error))
+        queue.close()
+
+    number = queue.submit(described, **NUMBERS, steps=True)
+    threads = [threading.Thread(target=wait_and_close, args=(number,)) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS)
+    assert not any(thread.is_alive() for thread in threads)
+    sums = [each for each in answers if isinstance(each, list)]
+    assert sums and all(each == [4.0 * 50_000] for each in sums)
+    assert all("no job 0" in each for each in answers if isinstance(each, str))
+    assert bool((tensors["master"] == -0.1).all())
+    with pytest.raises(RuntimeError, match="submit after close"):
+        queue.submit(described, **NUMBERS, steps=True)
+
+
+def test_a_queue_in_a_forked_process_refuses_and_ends() -> None:
+    queue = _step_queue.new_queue(2)
+    described, _ = job()
+    number = queue.submit(described, **NUMBERS, steps=True)
+
+    def child() -> None:
+        for call in (
+            lambda: queue.wait(number),
+            lambda: queue.submit(described, **NUMBERS, steps=True),
+        ):
+            with pytest.raises(RuntimeError, match=f"exist only in process {os.getppid()}"):
+                call()
+        queue.close()
+
+    assert in_forked_process(child) == 0
+    assert queue.wait(number) == [4.0 * 50_000]
+    queue.close()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_forked_process_steps_its_own_copy(overlap: bool) -> None:
+    def backward() -> None:
+        optimizer.zero_grad()
+        (weight * torch.arange(4.0)).sum().backward()
+
+    weight = torch.nn.Parameter(torch.ones(4))
+    optimizer = OffloadedAdamW([weight], lr=0.5, overlap=overlap, threads=2)
+    backward()
+    optimizer.step()
+    backward()  # with overlap a step begins here
+
+    def child() -> None:
+        optimizer.step()
+        backward()
+        optimizer.step()
+        torch.testing.assert_close(weight.detach(), wanted, rtol=0, atol=0)
+        optimizer.close()
+
+    with torch.no_grad():
+        before = weight.clone()
+    reference = torch.nn.Parameter(torch.ones(4))
+    plain = OffloadedAdamW([reference], lr=0.5, overlap=overlap, threads=1)
+    for _ in range(3):
+        plain.zero_grad()
+        (reference * torch.arange(4.0)).sum().backward()
+        plain.step()
+    wanted = reference.detach()
+    assert in_forked_process(child) == 0
+    assert torch.equal(weight.detach(), before)
+    optimizer.step()
+    backward()
+    optimizer.step()
+    assert torch.equal(weight.detach(), wanted)
+    optimizer.close()
+    plain.close()
+
+
+def test_a_forked_process_closes_what_it_does_not_use() -> None:
+    weight = torch.nn.Parameter(torch.ones(4))
+    optimizer = OffloadedAdamW([weight], threads=2)
+    (weight * 2).sum().backward()
+    assert in_forked_process(optimizer.close) == 0
+    optimizer.close()
+
+
+def test_workers_may_be_closed_by_one_of_their_own_threads() -> None:
+    """As the garbage collector does, which runs on whatever thread it is due."""
+    weight = torch.nn.Parameter(torch.ones(4))
+    optimizer = OffloadedAdamW([weight], threads=2)
+    workers = optimizer._workers
+    assert workers is not None
+    errors: list[BaseException] = []
+    run = workers._run
+
+    def closing(*given: Any) -> None:
+        try:
+            workers.close()
+        except BaseException as error:
+            errors.append(error)
+        run(*given)
+
+    workers._run = closing
+    (weight * 2).sum().backward()
+    begun = optimizer._buckets[0].job
+    assert begun is not None and begun.finished.wait(SECONDS)
+    assert not errors and "submit after close" in str(begun.error)
+    for thread in workers._threads:
+        thread.join(SECONDS)
+    assert not any(thread.is_alive() for thread in workers._threads)
