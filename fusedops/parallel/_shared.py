@@ -1,12 +1,14 @@
 """Collectives of processes of one machine through memory that they share, in place of sockets.
 
 gloo sends every byte through a socket, on one machine too. Where all ranks of a group of gloo see
-each other's memory, sums, gathers and exchanges of tensors on the CPU go through rings in it
+each other's memory, collectives of equal tensors on the CPU go through rings in it
 (``csrc/cpu/shared_channel.cpp``); everything else stays with the group's own backend. The ranks
 agree on it when they first communicate: one that cannot, or has ``FUSEDOPS_SHARED_MEMORY=0``,
 keeps all on sockets. Groups of NCCL are left alone.
 
-Sums are those of ``communication.ordered_sum``, to the bit, whatever the size of the tensor.
+Sums are those of ``communication.ordered_sum``, to the bit, whatever the size of the tensor. Every
+piece in the rings says which collective it belongs to. Ranks that call different ones all get a
+``ValueError`` that names both calls, and their group communicates no more.
 """
 
 from __future__ import annotations
@@ -28,8 +30,6 @@ import torch.distributed as dist
 from fusedops._core import env, extension
 
 MAX_RANKS = 64
-# Up to here each rank reads all others whole; beyond, each sums a part, and the parts are gathered.
-_DIRECT_RANKS = 4
 _SUMMED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _UNKNOWN = object()
 
@@ -81,26 +81,33 @@ def count() -> int:
     return _changes[0]
 
 
-def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> Finish | None:
-    """Start a sum over the ranks, in place; ``None`` where the backend must do it."""
-    channel = _channel(group, tensor) if tensor.dtype in _SUMMED else None
-    if channel is None or not tensor.is_contiguous():
+def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, op: str = "sum") -> Finish | None:
+    """Start a reduction over the ranks, in place; ``None`` where the backend must do it.
+
+    Sums of floating-point numbers are added in the rings. For everything else each rank gathers the
+    others' tensors and reduces them itself.
+    """
+    channel = _channel(group, tensor)
+    if channel is None:
         return None
-    ranks, flat = group.size(), tensor.view(-1)
-    if ranks <= _DIRECT_RANKS or flat.numel() < ranks:
-        return _started(channel, "all_reduce", flat, flat, lambda: tensor)
-    missing = -flat.numel() % ranks
-    padded = torch.nn.functional.pad(flat, (0, missing)) if missing else flat
-    part = padded.new_empty(padded.numel() // ranks)
-    summed = _started(channel, "reduce_scatter", padded, part, lambda: part)
+    text = _text(f"all_reduce ({op})", tensor)
+    if op == "sum" and tensor.dtype in _SUMMED:
+        return _started(channel, "all_reduce", tensor, tensor, lambda: tensor, text=text)
+    parts = tensor.new_empty((group.size(), *tensor.shape))
+    gathered = _started(channel, "all_gather", tensor, parts, lambda: parts, text=text)
+    return lambda: tensor.copy_(_reduced(gathered(), op))
 
-    def finish() -> torch.Tensor:
-        _started(channel, "all_gather", summed(), padded, lambda: padded)()
-        if missing:
-            flat.copy_(padded[: flat.numel()])
-        return tensor
 
-    return finish
+def _reduced(parts: torch.Tensor, op: str) -> torch.Tensor:
+    """Return the reduction of ``parts`` over their first dim."""
+    if op == "max":
+        return parts.amax(0)
+    if op == "min":
+        return parts.amin(0)
+    if op == "product":
+        return parts.prod(0, dtype=parts.dtype)
+    total = parts.sum(0, dtype=parts.dtype)
+    return total / len(parts) if op == "avg" else total
 
 
 def all_gather(
@@ -112,9 +119,13 @@ def all_gather(
 
 def reduce_scatter(parts: torch.Tensor, group: dist.ProcessGroup) -> Finish | None:
     """Start the sum of the ranks' ``parts[rank]``; ``None`` where the backend must do it."""
-    if parts.dtype not in _SUMMED:
+    if parts.dtype in _SUMMED:
+        return _exchange("reduce_scatter", parts, torch.empty_like(parts[0]), group)
+    received = torch.empty_like(parts)
+    exchanged = _exchange("all_to_all", parts, received, group, name="reduce_scatter")
+    if exchanged is None:
         return None
-    return _exchange("reduce_scatter", parts, torch.empty_like(parts[0]), group)
+    return lambda: _reduced(exchanged(), "sum")
 
 
 def all_to_all(
@@ -131,16 +142,47 @@ def shift(
 
     All ranks take part, with tensors of one shape, and each is the source of one.
     """
-    return _exchange("shift", tensor, received, group, source)
+    behind = (group.rank() - source) % group.size()
+    return _exchange("shift", tensor, received, group, source, name=f"shift by {behind}")
+
+
+def broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> Finish | None:
+    """Start to copy what rank ``source`` has; ``None`` where the backend must do it."""
+    name = f"broadcast from rank {source}"
+    return _exchange("broadcast", tensor, tensor, group, source, name=name)
+
+
+def announce(name: str, tensor: torch.Tensor, group: dist.ProcessGroup) -> Finish | None:
+    """Say that this rank calls a collective which the backend does.
+
+    The result waits until all ranks have said the same, and raises if one calls another collective.
+    ``None`` where the ranks share no memory.
+    """
+    channel = _channel(group, tensor)
+    if channel is None:
+        return None
+    empty = tensor.new_empty(0)
+    return _started(channel, "sync", empty, empty, lambda: empty, text=f"{name} of {tensor.dtype}")
 
 
 def _exchange(
-    kind: str, given: torch.Tensor, taken: torch.Tensor, group: dist.ProcessGroup, source: int = 0
+    kind: str,
+    given: torch.Tensor,
+    taken: torch.Tensor,
+    group: dist.ProcessGroup,
+    source: int = 0,
+    name: str | None = None,
 ) -> Finish | None:
     channel = _channel(group, given)
-    if channel is None or not (given.is_contiguous() and taken.is_contiguous()):
+    if channel is None:
         return None
-    return _started(channel, kind, given, taken, lambda: taken, source)
+    text = _text(name or kind, given)
+    return _started(channel, kind, given, taken, lambda: taken, source, text=text)
+
+
+def _text(name: str, tensor: torch.Tensor) -> str:
+    """Return what a rank calls, in words: other ranks must say the same."""
+    return f"{name} of {tensor.numel()} elements of {tensor.dtype}"
 
 
 def _started(
@@ -150,19 +192,20 @@ def _started(
     taken: torch.Tensor,
     result: Finish,
     source: int = 0,
+    *,
+    text: str,
 ) -> Finish:
-    number = channel.rings.start(kind, given.detach(), taken.detach(), source)
-    call = Call(channel.group, number + 1, kind, given.shape, given.dtype, time.time_ns())
+    tensors = given.detach(), taken.detach()
+    number = _checked(channel, lambda: channel.rings.start(kind, text, *tensors, source))
+    name = text.partition(" ")[0]
+    call = Call(channel.group, number + 1, name, given.shape, given.dtype, time.time_ns())
     calls.append(call)
     _changes[0] += 1
 
     def finish() -> torch.Tensor:
         call.state = "waiting"
         timeout = channel.backend.options._timeout.total_seconds()  # it may be set anew
-        try:
-            channel.rings.finish(number, timeout)
-        except RuntimeError as error:
-            raise dist.DistNetworkError(str(error).splitlines()[0]) from None
+        _checked(channel, lambda: channel.rings.finish(number, timeout))
         call.state = "completed"
         _changes[0] += 1
         return result()
@@ -170,19 +213,40 @@ def _started(
     return finish
 
 
+def _checked(channel: Channel, call: Callable[[], Any]) -> Any:
+    """Call into the rings; their errors get the group's name and lose the C++ stack."""
+    try:
+        return call()
+    except ValueError as error:
+        raise ValueError(_message(channel, error)) from None
+    except RuntimeError as error:
+        raise dist.DistNetworkError(_message(channel, error)) from None
+
+
+def _message(channel: Channel, error: Exception) -> str:
+    name, description = channel.group
+    group = name if description in ("", "undefined") else description
+    return f"{str(error).splitlines()[0]} (group {group})"
+
+
 def _channel(group: dist.ProcessGroup, tensor: torch.Tensor) -> Channel | None:
     """Return the channel of these ranks, ``None`` where there is none for such a tensor.
 
-    What is asked here is the same on all ranks.
+    What is asked here is the same on all ranks: neither sizes nor strides.
     """
-    if torch.compiler.is_compiling() or tensor.device.type != "cpu" or tensor.numel() == 0:
+    if torch.compiler.is_compiling() or tensor.device.type != "cpu":
         return None
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):  # ranks in one process, fakes
+    if tensor.layout is not torch.strided or _is_simulated(tensor):
         return None
     found: Any = _channels.get(group, _UNKNOWN)
     if found is _UNKNOWN:
         found = _channels[group] = _connect(group)
     return found
+
+
+def _is_simulated(tensor: torch.Tensor) -> bool:
+    """Whether a subclass computes in place of the CPU: ranks in one process, fake tensors."""
+    return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
 def _connect(group: dist.ProcessGroup) -> Channel | None:

@@ -38,6 +38,7 @@ KINDS = (
     "all_to_all",
     "send_receive",
 )
+OPS = ("sum", "avg", "max", "min", "product")
 COMPUTE = "compute"
 
 
@@ -165,7 +166,8 @@ class Pending:
     def wait(self) -> torch.Tensor:
         """Return the result; raises when a rank or a link failed."""
         finish, started = self._finish, self._started
-        assert finish is not None, "a communication is waited for once"
+        if finish is None:
+            raise RuntimeError("wait was called twice for one communication")
         self._finish = None
         result = finish()
         if started is not None:
@@ -180,21 +182,26 @@ def all_reduce(
     """Reduce ``tensor`` over the ranks, in place.
 
     Args:
-        tensor: contiguous.
+        tensor: of the same size and dtype on all ranks, with any strides.
         group: the process group.
         op: ``"sum"``, ``"avg"``, ``"max"``, ``"min"`` or ``"product"``.
         label: for the log.
+
+    Raises:
+        ValueError: the ranks called different collectives, where they share memory.
     """
+    if op not in OPS:
+        checks.fail("all_reduce", "op", f"one of {', '.join(OPS)}", op)
     ranks = group.size()
-    if ranks == 1 or tensor.numel() == 0:
+    if ranks == 1:
         return Pending(lambda: tensor)
+    buffer = _dense(tensor)
     started = _start("all_reduce", label, 2 * _bytes(tensor) * (ranks - 1) // ranks, ranks)
-    finish = _shared.all_reduce(tensor, group) if op == "sum" else None
-    if finish is not None:
-        return Pending(finish, started)
-    kind = getattr(dist.ReduceOp, op.upper())
-    work = dist.all_reduce(tensor, kind, group, async_op=True)
-    return Pending(lambda: _waited(work, tensor), started)
+    finish = _shared.all_reduce(buffer, group, op)
+    if finish is None and tensor.numel() > 0:
+        kind = getattr(dist.ReduceOp, op.upper())
+        finish = _wait_for(dist.all_reduce(buffer, kind, group, async_op=True), buffer)
+    return Pending(_copied_back(tensor, buffer, finish), started)
 
 
 def all_reduce_ordered(
@@ -237,24 +244,22 @@ def all_gather(
     ranks = group.size()
     if ranks == 1:
         return Pending(lambda: tensor if out is None else out.copy_(tensor))
-    dim = dim % tensor.dim()
-    if tensor.numel() == 0 and out is None:
-        return Pending(lambda: torch.cat([tensor] * ranks, dim))
-    tensor = tensor.contiguous()
+    dim, rows = dim % tensor.dim(), tensor.shape[0]
+    tensor = _dense(tensor)
     started = _start("all_gather", label, _bytes(tensor) * (ranks - 1), ranks)
-    parts = tensor.new_empty((ranks * tensor.shape[0], *tensor.shape[1:])) if out is None else out
-    shared = _shared.all_gather(parts, tensor, group)
-    work = None
-    if shared is None:
-        work = all_gather_single(parts, tensor, group=group, async_op=True)
+    parts = tensor.new_empty((ranks * rows, *tensor.shape[1:])) if out is None else out
+    buffer = _dense(parts)
+    gather = _shared.all_gather(buffer, tensor, group)
+    if gather is None and tensor.numel() > 0:
+        work = all_gather_single(buffer, tensor, group=group, async_op=True)
+        gather = _wait_for(work, tensor)
+    finish_parts = _copied_back(parts, buffer, gather)
 
     def finish() -> torch.Tensor:
-        if shared is not None:
-            shared()
-        _waited(work, tensor)  # which must live until then
+        finish_parts()
         if dim == 0:
             return parts
-        return parts.unflatten(0, (ranks, -1)).movedim(0, dim).flatten(dim, dim + 1)
+        return parts.unflatten(0, (ranks, rows)).movedim(0, dim).flatten(dim, dim + 1)
 
     return Pending(finish, started)
 
@@ -276,13 +281,13 @@ def reduce_scatter(
         return Pending(lambda: tensor)
     dim = dim % tensor.dim()
     check_divides("reduce_scatter", tensor, dim, ranks)
-    if tensor.numel() == 0:
-        return Pending(lambda: tensor.chunk(ranks, dim)[0])
-    parts = tensor.unflatten(dim, (ranks, -1)).movedim(dim, 0).contiguous()
+    parts = _dense(tensor.unflatten(dim, (ranks, tensor.shape[dim] // ranks)).movedim(dim, 0))
     started = _start("reduce_scatter", label, _bytes(parts) * (ranks - 1) // ranks, ranks)
     summed = _shared.reduce_scatter(parts, group)
     if summed is not None:
         return Pending(summed, started)
+    if tensor.numel() == 0:
+        return Pending(lambda: parts[0], started)
     received = torch.empty_like(parts)
     work = dist.all_to_all_single(received, parts, group=group, async_op=True)
 
@@ -300,10 +305,16 @@ def broadcast(
     ranks = group.size()
     if ranks == 1:
         return Pending(lambda: tensor)
+    if not 0 <= source < ranks:
+        checks.fail("broadcast", "source", f"a rank of the group of {ranks}", source)
     sent = _bytes(tensor) if group.rank() == source else 0
     started = _start("broadcast", label, sent, ranks)
-    work = dist.broadcast(tensor, group=group, group_src=source, async_op=True)
-    return Pending(lambda: _waited(work, tensor), started)
+    buffer = _dense(tensor)
+    finish = _shared.broadcast(buffer, source, group)
+    if finish is None and tensor.numel() > 0:
+        work = dist.broadcast(buffer, group=group, group_src=source, async_op=True)
+        finish = _wait_for(work, buffer)
+    return Pending(_copied_back(tensor, buffer, finish), started)
 
 
 def all_to_all(
@@ -318,7 +329,7 @@ def all_to_all(
     """Send each rank its rows; returns those that came, in the order of the ranks.
 
     Args:
-        rows: ``[sum(send), ...]``, contiguous, those for rank 0 first.
+        rows: ``[sum(send), ...]``, those for rank 0 first.
         group: the process group.
         send: rows for each rank; the same for all if not given.
         receive: rows from each rank; as many as are sent if not given.
@@ -335,21 +346,24 @@ def all_to_all(
     receive = send if receive is None else receive
     if out is None:
         out = rows.new_empty((sum(receive), *rows.shape[1:]))
-    result = out
+    result, rows = out, _dense(rows)
+    buffer = _dense(result)
     row_bytes = rows[:1].numel() * rows.element_size() if rows.shape[0] else 0
     started = _start("all_to_all", label, (sum(send) - send[group.rank()]) * row_bytes, ranks)
-    exchanged = _shared.all_to_all(result, rows, group) if equal else None
+    exchanged = _shared.all_to_all(buffer, rows, group) if equal else None
     if exchanged is not None:
-        return Pending(exchanged, started)
+        return Pending(_copied_back(result, buffer, exchanged), started)
+    announced = None if equal else _shared.announce("all_to_all of unequal parts", rows, group)
     work = dist.all_to_all_single(
-        result, rows, list(receive), list(send), group=group, async_op=True
+        buffer, rows, list(receive), list(send), group=group, async_op=True
     )
 
     def finish() -> torch.Tensor:
-        _waited(work, rows)
-        return result
+        if announced is not None:
+            announced()
+        return _waited(work, rows)
 
-    return Pending(finish, started)
+    return Pending(_copied_back(result, buffer, finish), started)
 
 
 def send_receive(
@@ -476,6 +490,32 @@ def _rank() -> int:
 
 def _bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor if its memory is that of a contiguous one, else such a copy."""
+    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        return tensor
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def _copied_back(
+    tensor: torch.Tensor, buffer: torch.Tensor, finish: Callable[[], Any] | None
+) -> Callable[[], torch.Tensor]:
+    """Return what waits by ``finish`` and gives ``tensor`` what ``buffer`` received for it."""
+
+    def finished() -> torch.Tensor:
+        if finish is not None:
+            finish()
+        if buffer is not tensor:
+            tensor.detach().copy_(buffer)
+        return tensor
+
+    return finished
+
+
+def _wait_for(work: Any, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    return lambda: _waited(work, tensor)
 
 
 def _waited(work: Any, tensor: torch.Tensor) -> torch.Tensor:
