@@ -100,11 +100,15 @@ def newest(root: str | os.PathLike[str], step: int | None = None) -> Saved | Non
 class Checkpointer:
     """Keeps the last good checkpoints of a training run in a folder.
 
+    Attributes:
+        last_step: the step of the checkpoint that was last saved or loaded; ``None``: there is
+            none.
+
     Args:
         root: the folder; on several machines, one that all of them see.
         model: its parameters and buffers; sharded ones (FSDP2, tensor parallel) are resharded.
         optimizer: of the model's parameters, or several.
-        keep: how many good checkpoints stay.
+        keep: how many good checkpoints stay; beyond them the newest that is confirmed.
         group: the ranks that train together, ``None``: all that there are, or this process alone.
         **stateful: whatever else has ``state_dict`` and ``load_state_dict``: a scheduler, a
             gradient scaler, a data loader, a ``Guard``.
@@ -156,6 +160,9 @@ class Checkpointer:
         self._ranks = dist.get_world_size(self._group) if self._group is not None else 1
         self._lock: IO[bytes] | None = None
         self._damaged: list[Path] = []
+        self.last_step: int | None = None
+        self._unconfirmed: Path | None = None  # the last one that was saved or loaded
+        self._confirms = False  # it, as soon as it is written
         self._writer: threading.Thread | None = None
         self._failure: CheckpointError | None = None
 
@@ -220,6 +227,7 @@ class Checkpointer:
         if block:
             self._write(step, partial, final, content, mine, flat=flat)
             self._raise_failure()
+            self.last_step, self._unconfirmed = step, final
             return final
         content = tensors.copied(content)
         self._writer = threading.Thread(
@@ -229,6 +237,7 @@ class Checkpointer:
             name="fusedops-checkpoint",
         )
         self._writer.start()
+        self.last_step, self._unconfirmed = step, final
         return final
 
     def wait(self) -> None:
@@ -240,7 +249,35 @@ class Checkpointer:
         if self._writer is not None:
             self._writer.join()
             self._writer = None
+        if self._confirms:
+            self._confirm()
         self._raise_failure()
+
+    def confirm(self) -> None:
+        """Record that training goes well with the state that was last saved or loaded.
+
+        A checkpoint is written before anybody knows what the weights in it are worth. One that is
+        confirmed is not removed before a newer one is, and ``rollback`` goes back to it. A
+        ``Guard`` that has the checkpointer calls this at each good step.
+        """
+        if self._unconfirmed is None:
+            return
+        self._confirms = True
+        if self._writer is None or not self._writer.is_alive():
+            self._confirm()
+
+    def _confirm(self) -> None:
+        """Mark the checkpoint, which has been written, and remove what it replaces."""
+        folder, self._unconfirmed, self._confirms = self._unconfirmed, None, False
+        if self._rank == 0 and folder is not None and folder.exists():
+            folders.confirm(folder)
+            if self._lock is not None:
+                folders.keep_last(self.root, self.keep, self._damaged)
+
+    def last_confirmed(self) -> Path | None:
+        """Return the folder of the newest checkpoint that is confirmed, if there is one."""
+        found = folders.checkpoints(self.root)
+        return next((each for each in found if folders.is_confirmed(each)), None)
 
     def load(self, step: int | None = None) -> Restored | None:
         """Restore the newest good checkpoint, or that of a step.
@@ -267,6 +304,38 @@ class Checkpointer:
             if not found:
                 has = ", ".join(map(str, there)) or "none"
                 raise CheckpointError(f"{self.root} has no checkpoint of step {step}; it has {has}")
+        return self._load_first(found)
+
+    def rollback(self, step: int) -> Restored | None:
+        """Restore the newest confirmed checkpoint up to a step, and remove all later ones.
+
+        Where none is confirmed it is the newest up to the step.
+
+        Args:
+            step: of the last checkpoint that was saved before training went wrong: later ones have
+                the state with which it did.
+
+        Returns:
+            What was restored; ``None`` where there is no checkpoint up to the step.
+
+        Raises:
+            CheckpointError: there are such checkpoints, and none is good.
+            ValueError: the checkpoint is of another model or optimizer.
+        """
+        checks.integer(_OP, "step", step, least=0)
+        self.wait()
+        before = [each for each in folders.checkpoints(self.root) if folders.step_of(each) <= step]
+        before.sort(key=folders.is_confirmed, reverse=True)  # stable: the newest first of either
+        restored = self._load_first(self._from_first(before))
+        if restored is not None and self._rank == 0:
+            for each in folders.checkpoints(self.root):
+                if each == restored.folder:
+                    break
+                folders.remove(each)
+        return restored
+
+    def _load_first(self, found: list[Path]) -> Restored | None:
+        """Restore the first of these checkpoints that is not damaged."""
         passed_over: list[tuple[Path, str]] = []
         for each in found:
             reason, record = self._check(each)
@@ -301,10 +370,9 @@ class Checkpointer:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             self.close()
-        except CheckpointError as error:
+        except CheckpointError:
             if kind is None:
-                raise
-            _log.warning("%s", error)  # what ended the run is the cause, and is told
+                raise  # else what ended the run is the cause, and this was logged
 
     def _of_rank(self, step: int, data: Any, extra: Any) -> bytes:
         """Return the file of this rank; what is in it is what it was when this was called."""
@@ -344,7 +412,6 @@ class Checkpointer:
             self._failure = self._failed(step, problem)
             if self._rank == 0:
                 folders.discard(partial)
-                _log.warning("%s", self._failure)
 
     def _write_beside(self, step: int, *args: Any, **kwargs: Any) -> None:
         """Write in a thread: what fails there, also because a rank died, is told by ``wait``."""
@@ -352,6 +419,8 @@ class Checkpointer:
             self._write(step, *args, **kwargs)
         except Exception as error:
             self._failure = self._failed(step, _reason(error))
+        if self._failure is not None and self._rank == 0:
+            _log.warning("%s", self._failure)  # before wait raises it
 
     def _finish(self, step: int, partial: Path, final: Path, *, flat: bool) -> str | None:
         """Take the fingerprints, a share on each rank, and make the checkpoint visible."""
@@ -421,6 +490,7 @@ class Checkpointer:
                 f"saved by {saved} ranks and loaded by {self._ranks}: random numbers are others "
                 "than if the run had not stopped"
             )
+        self.last_step, self._unconfirmed = record["step"], each
         if self._rank == 0:
             _log.info("restored %s", each)
         return Restored(

@@ -1,6 +1,7 @@
 """Checkpoints on disk: folders that appear whole or not at all, and say what is in them.
 
     runs/a/step-0000000100.0/      a checkpoint: tensors, one file per rank, and manifest.json
+    runs/a/step-.../confirmed      a later step found the model in it to be good
     runs/a/.partial-...            one that is being written, or was when its process died
     runs/a/.removed-...            one that is being removed
     runs/a/.lock                   held by the process that writes here, as long as it lives
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import IO, Any
 
 MANIFEST = "manifest.json"
+_CONFIRMED = "confirmed"
 SCHEMA = 1
 _NAME = re.compile(r"step-(\d+)\.(\d+)")
 _PARTIAL, _REMOVED, _LOCK = ".partial-", ".removed-", ".lock"
@@ -158,20 +160,35 @@ def verify(
             raise Damaged(f"{name} cannot be read: {error.strerror or error}") from None
 
 
+def confirm(folder: Path) -> None:
+    """Record that training went well with the state in a checkpoint; a full disk is no error."""
+    with contextlib.suppress(OSError):
+        (folder / _CONFIRMED).touch()
+
+
+def is_confirmed(folder: Path) -> bool:
+    """Return whether ``confirm`` was called for a checkpoint."""
+    return (folder / _CONFIRMED).exists()
+
+
 def keep_last(root: Path, count: int, damaged: Iterable[Path] = ()) -> None:
     """Remove the checkpoints that are older than the last ``count`` good ones.
 
     Good is what has a manifest and files of the right sizes, and is not known to be ``damaged``.
-    What is not good counts for nothing, and goes when it is older, too.
+    What is not good counts for nothing, and goes when it is older, too. The newest good one that is
+    confirmed stays in any case.
     """
-    good = 0
+    good, has_confirmed = 0, False
     steps: set[int] = set()
     for folder in checkpoints(root):
-        if good >= count or step_of(folder) in steps:
-            _remove(folder)
-        elif folder not in set(damaged) and _looks_good(folder):
+        is_good = folder not in set(damaged) and _looks_good(folder)
+        protected = is_good and not has_confirmed and is_confirmed(folder)
+        if not protected and (good >= count or step_of(folder) in steps):
+            remove(folder)
+        elif is_good:
             good += 1
             steps.add(step_of(folder))
+            has_confirmed |= protected
 
 
 def discard(partial: Path) -> None:
@@ -212,7 +229,7 @@ def _looks_good(folder: Path) -> bool:
     return True
 
 
-def _remove(folder: Path) -> None:
+def remove(folder: Path) -> None:
     """Remove a checkpoint: it is none from the first moment on."""
     aside = folder.with_name(f"{_REMOVED}{folder.name}")
     with contextlib.suppress(OSError):

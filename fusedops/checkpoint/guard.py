@@ -61,13 +61,14 @@ class Guard:
     """Looks at loss and gradient norm before each step of the optimizer.
 
     Args:
-        checkpointer: where a rollback goes back to.
+        checkpointer: where a rollback goes back to. Its checkpoints are confirmed by the first good
+            step after them.
         on_nonfinite: what to do at NaN or infinity: ``"skip"``, ``"rollback"`` or ``"stop"``.
         on_spike: the same for a spike; ``"go"`` only tells.
         spike: how many deviations above the median of the last values a spike is.
         window: how many good values are remembered.
         patience: after so many bad steps in a row, ``"skip"`` becomes a rollback (without a
-            checkpointer: the end).
+            checkpointer: the end), to the last checkpoint before them that a good step followed.
         max_rollbacks: how many rollbacks may go to one checkpoint; the next one is the end.
         group: ranks that train together: all of them call ``check`` and do the same.
 
@@ -120,6 +121,7 @@ class Guard:
             name: deque(maxlen=window) for name in ("loss", "gradient norm")
         }
         self._bad_in_a_row = 0
+        self._last_saved: int | None = None  # the last checkpoint before those in a row
         self._bad_steps: set[int] = set()
         self._rollbacks: dict[int, int] = {}
 
@@ -145,11 +147,15 @@ class Guard:
         action, reason = self._judge(step, values)
         if not reason:
             self._bad_in_a_row = 0
+            if self.checkpointer is not None:
+                self.checkpointer.confirm()
             for name, value in values.items():
                 self._history[name].append(value)
             return Verdict(step, "go")
         self._bad_steps.add(step)
         self._bad_in_a_row += 1
+        if self._bad_in_a_row == 1 and self.checkpointer is not None:
+            self._last_saved = self.checkpointer.last_step
         if action == "skip" and self._bad_in_a_row > self.patience:
             reason = f"{reason}; {self._bad_in_a_row} bad steps in a row"
             action = "stop" if self.checkpointer is None else "rollback"
@@ -162,7 +168,7 @@ class Guard:
         went = f"back to step {restored.step}" if restored else done[verdict.action]
         _log.warning("step %d: %s: %s", step, reason, went)
         if verdict.action == "stop":
-            raise GuardError(f"step {step}: {reason}{before}")
+            raise GuardError(f"step {step}: {reason}{self._last_confirmed()}{before}")
         return verdict
 
     def report(self) -> str:
@@ -178,6 +184,7 @@ class Guard:
         return {
             "history": {name: list(values) for name, values in self._history.items()},
             "bad_in_a_row": self._bad_in_a_row,
+            "last_saved": self._last_saved,
             "bad_steps": sorted(self._bad_steps),
         }
 
@@ -186,6 +193,7 @@ class Guard:
         for name, values in state["history"].items():
             self._history[name] = deque(values, maxlen=self._history[name].maxlen)
         self._bad_in_a_row = state["bad_in_a_row"]
+        self._last_saved = state.get("last_saved")  # older checkpoints do not have it
         self._bad_steps |= set(state["bad_steps"])
 
     def _values(
@@ -234,7 +242,9 @@ class Guard:
 
     def _rolled_back(self, step: int, reason: str) -> Verdict:
         assert self.checkpointer is not None
-        restored = self.checkpointer.load()
+        # What was saved since the first of the bad steps has the weights that they were bad with.
+        last = self.checkpointer.last_step if self._last_saved is None else self._last_saved
+        restored = None if last is None else self.checkpointer.rollback(last)
         if restored is None:
             raise GuardError(f"step {step}: {reason}; there is no checkpoint to go back to")
         self._bad_in_a_row = 0
@@ -242,9 +252,13 @@ class Guard:
         if count > self.max_rollbacks:
             raise GuardError(
                 f"step {step}: {reason}; went back to step {restored.step} {count - 1} times "
-                f"already{self._told()}"
+                f"already{self._last_confirmed()}{self._told()}"
             )
         return Verdict(step, "rollback", reason, restored)
+
+    def _last_confirmed(self) -> str:
+        folder = self.checkpointer and self.checkpointer.last_confirmed()
+        return f"; the last good checkpoint is {folder}" if folder else ""
 
     def _told(self) -> str:
         return f"\nbefore:\n{self.report()}" if self.events else ""

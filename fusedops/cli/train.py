@@ -147,7 +147,7 @@ class _Watcher:
 
     def show(self, record: Mapping[str, Any]) -> None:
         """Tell of a step."""
-        step = record["step"] + 1
+        step = record["step"]
         told = (
             f"loss {record['loss']:.4f}  norm {record['grad_norm']:.2f}  "
             f"lr {record['lr']:.2e}  {record['tokens_per_second']:,.0f} tokens/s  "

@@ -191,6 +191,8 @@ class TransformerConfig:
         balance_rate: step of the bias that balances without a loss (arXiv:2408.15664): once per
             optimizer step, by ``parallelized(model).balance()``; 0: there is no bias.
         initializer_range: standard deviation of new weights.
+        pad_token_id: row of the embedding that starts as zeros and gets no gradient from the
+            lookup (``padding_idx`` of ``torch.nn.Embedding``); a tied head still gives it one.
 
     Raises:
         ValueError: a size is not positive, or does not divide another, or two choices exclude each
@@ -255,6 +257,7 @@ class TransformerConfig:
     z_loss: float = 0.0
     balance_rate: float = 0.0
     initializer_range: float = 0.02
+    pad_token_id: int | None = None
 
     def __post_init__(self) -> None:
         positive = ("hidden_size", "num_layers", "num_heads", "intermediate_size", "vocab_size")
@@ -307,6 +310,11 @@ class TransformerConfig:
             checks.integer(name, "sliding_window", self.sliding_window, least=1)
             if not self.causal:
                 checks.fail(name, "sliding_window", "None unless causal", self.sliding_window)
+        if self.pad_token_id is not None:
+            checks.integer(name, "pad_token_id", self.pad_token_id, least=0)
+            if self.pad_token_id >= self.vocab_size:
+                wanted = f"less than vocab_size, {self.vocab_size}"
+                checks.fail(name, "pad_token_id", wanted, self.pad_token_id)
         if self.rotary and self.size_of_head % 2:
             checks.fail(name, "head_dim", "even, to be rotated", self.size_of_head)
         if self.rotary and self.alibi:

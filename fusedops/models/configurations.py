@@ -172,6 +172,14 @@ def _wants(values: Values, name: str, wanted: Any, default: Any = None) -> None:
         checks.fail("from_config", name, repr(wanted), checks.shown(given))
 
 
+def _padding(values: Values, default: int | None = None) -> dict[str, Any]:
+    """Return the row without a gradient; GPT-2's embedding has none whatever its entry says."""
+    row = values.get("pad_token_id", default)
+    if row is not None and row < 0:  # from the end, as torch.nn.Embedding counts
+        row += values["vocab_size"]
+    return {"pad_token_id": row}
+
+
 def _gpt2_choices(values: Values) -> dict[str, Any]:
     _wants(values, "scale_attn_weights", True)
     _wants(values, "scale_attn_by_inverse_layer_idx", False)
@@ -196,6 +204,7 @@ def _bert_choices(values: Values) -> dict[str, Any]:
         "dropout": values.get("hidden_dropout_prob", 0.1),
         "attention_dropout": values.get("attention_probs_dropout_prob", 0.1),
         "initializer_range": values.get("initializer_range", 0.02),
+        **_padding(values, 0),
     }
 
 
@@ -205,6 +214,7 @@ def _llama_choices(values: Values) -> dict[str, Any]:
         "attention_dropout": values.get("attention_dropout", 0.0),
         "initializer_range": values.get("initializer_range", 0.02),
         **_rotations(values),
+        **_padding(values),
     }
 
 
@@ -341,6 +351,7 @@ def _to_common(config: TransformerConfig) -> dict[str, Any]:
         "intermediate_size": config.intermediate_size,
         "max_position_embeddings": config.seq_len,
         "hidden_act": _name_of(config),
+        "pad_token_id": config.pad_token_id,
     }
 
 

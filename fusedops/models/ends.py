@@ -28,7 +28,7 @@ class Embedding(nn.Module):
         def table(rows: int) -> nn.Embedding | None:
             return nn.Embedding(rows, hidden) if rows else None
 
-        self.tokens = nn.Embedding(config.vocab_size, hidden)
+        self.tokens = nn.Embedding(config.vocab_size, hidden, config.pad_token_id)
         self.positions = table(config.seq_len if config.position_tables else 0)
         self.token_types = table(config.token_types)
         self.norm = norm_of(config) if config.post_norm else None

@@ -31,6 +31,8 @@ class Row:
         write: ours to theirs.
         held: the one name under which a model of transformers holds all of theirs, in our layout,
             where that differs from its checkpoints.
+        twin: a second name of the one tensor: read instead where a checkpoint has it, and written
+            as well.
     """
 
     ours: tuple[str, ...]
@@ -38,6 +40,7 @@ class Row:
     read: Callable[[Tensors], Tensors] = _same
     write: Callable[[Tensors], Tensors] = _same
     held: str | None = None
+    twin: str | None = None
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,10 @@ def _bert(config: TransformerConfig) -> Iterator[Row]:
         yield from _pair(f"{ours}.feed_forward_norm", f"{theirs}.output.LayerNorm")
     yield from _pair("head.transform", "cls.predictions.transform.dense")
     yield from _pair("head.norm", "cls.predictions.transform.LayerNorm")
-    yield from _pair("head", "cls.predictions", "bias")
+    # The bias is tied with the words. Untied, transformers 5 computes with the decoder's own, and
+    # transformers 4 saved the shared one under the first name alone.
+    twin = None if config.tied else "cls.predictions.decoder.bias"
+    yield Row(("head.bias",), ("cls.predictions.bias",), twin=twin)
     if not config.tied:
         yield from _pair("head", "cls.predictions.decoder", "weight")
 
@@ -184,7 +190,8 @@ FAMILIES = {
             "pooler.dense.bias",
             "cls.seq_relationship.weight",
             "cls.seq_relationship.bias",
-            # The bias of the head once more.
+            # Of the bias that has two names, the one that is not computed with.
+            "cls.predictions.bias",
             "cls.predictions.decoder.bias",
         ),
     ),

@@ -120,6 +120,8 @@ def save_huggingface(
             whole = [each for each in found if each is not None]
             for name, tensor in zip(row.theirs, row.write(whole), strict=True):
                 writer.add(name, tensor)
+                if row.twin is not None:
+                    writer.add(row.twin, tensor.clone())  # safetensors refuses shared memory
     if writer is not None:
         writer.finish(values)
 
@@ -219,8 +221,9 @@ class _Checkpoint:
 
     def read(self, row: Row) -> list[torch.Tensor]:
         """Return the tensors of a row of our parameters."""
-        if row.held is not None and row.held in self.names:
-            return [self._tensor(row.held)]
+        for name in (row.held, row.twin):
+            if name is not None and name in self.names:
+                return [self._tensor(name)]
         missing = [name for name in row.theirs if name not in self.names]
         if missing:
             others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""

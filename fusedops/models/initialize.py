@@ -26,6 +26,7 @@ _BRANCH_ENDS = (
     "down_proj.weight",
     "down_proj",
 )
+_WORDS = "embedding.tokens.weight"
 
 
 def initialize(model: nn.Module, seed: int | None = None) -> None:
@@ -33,7 +34,8 @@ def initialize(model: nn.Module, seed: int | None = None) -> None:
 
     Weights are normal with the configuration's ``initializer_range`` as standard deviation, divided
     by ``sqrt(2 num_layers)`` where they end a branch of the residual stream, as GPT-2's are. Biases
-    and buffers (what balances routers) are 0, weights of norms 1.
+    and buffers (what balances routers) are 0, weights of norms 1, and the embedding's row of
+    ``pad_token_id`` is 0.
 
     Args:
         model: a ``Transformer``, sharded or not; its parameters have memory (``to_empty``).
@@ -69,12 +71,14 @@ def initialize(model: nn.Module, seed: int | None = None) -> None:
                 ends = name.endswith(_BRANCH_ENDS)
                 scale = math.sqrt(2 * config.num_layers) if ends else 1.0
                 _fill_normal(parameter, name, seed, config.initializer_range / scale)
+                if name == _WORDS and config.pad_token_id is not None:
+                    _local(parameter)[_places(parameter)[0] == config.pad_token_id] = 0.0
 
 
 def _fill_normal(parameter: torch.Tensor, name: str, seed: int, std: float) -> None:
     """Fill a parameter, or this process's part of it."""
     whole = parameter.shape
-    local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    local = _local(parameter)
     if local.numel() == 0:
         return
     places = _places(parameter)
@@ -94,6 +98,10 @@ def _fill_normal(parameter: torch.Tensor, name: str, seed: int, std: float) -> N
         if not whole_blocks:
             drawn = drawn[:, columns - 4 * first]
         flat[begin : begin + step] = drawn * std
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
 
 
 def _places(parameter: torch.Tensor) -> list[torch.Tensor]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fusedops.checkpoint import CheckpointError
+import torch
+
+from fusedops.checkpoint import CheckpointError, GuardError
 from fusedops.parallel import communication
 from fusedops.parallel.communication import Log
 from fusedops.train import metrics
@@ -43,7 +47,7 @@ def train(
     Raises:
         ValueError: something that was asked for cannot be; on all ranks, before the first step.
         CheckpointError: no checkpoint is good, or the last one could not be written.
-        GuardError: training must not go on.
+        GuardError: training must not go on, or it ended with what is not finite.
 
     Example:
         >>> import tempfile
@@ -68,7 +72,7 @@ def _loop(run: Run, stop: Stop, watch: Watch, watcher: Watcher | None) -> Result
     if watcher is not None:
         watcher.begin(run)
     while run.step < config.steps and not stopped:
-        watch.at(run.step, "step")
+        watch.at(run.step + 1, "step")
         began = time.perf_counter()
         with communication.recorded() as log:
             taken = update(run, backward(run), stop=stop.asked)
@@ -78,12 +82,13 @@ def _loop(run: Run, stop: Stop, watch: Watch, watcher: Watcher | None) -> Result
             if run.metrics is not None:
                 run.metrics.rewind(run.step)
             continue
-        record = _record(run, taken, log, time.perf_counter() - began)
         run.step, run.position = run.step + 1, run.position + config.batch
-        done = run.step == config.steps
+        record = _record(run, taken, log, time.perf_counter() - began)
+        done, measured = run.step == config.steps, loss
         if _due(run.step, config.validation.every) or done:
             watch.at(run.step, "the validation after step")
             validation = evaluate(run)
+            measured = loss if validation is None else validation
             record |= {"validation_loss": validation} if validation is not None else {}
         if run.metrics is not None:
             run.metrics.write(record)
@@ -91,8 +96,15 @@ def _loop(run: Run, stop: Stop, watch: Watch, watcher: Watcher | None) -> Result
             watcher.show(record)
         if _due(run.step, config.checkpoint.every) or done or stopped:
             watch.at(run.step, "the checkpoint of step")
+            run.finite = math.isfinite(measured) and _has_finite_weights(run)
             _save(run, last=done or stopped)
     finished = run.step >= config.steps
+    if finished and not run.finite:
+        good = run.keeper.last_confirmed()
+        raise GuardError(
+            f"the run ended after step {run.step} with a loss or weights that are not finite; "
+            + (f"the last good checkpoint is {good}" if good else "no checkpoint is good")
+        )
     if finished and config.export:
         watch.at(run.step, "the export after step")
         export(run.parallel.model, config, first=run.ranks.rank == 0)
@@ -101,6 +113,15 @@ def _loop(run: Run, stop: Stop, watch: Watch, watcher: Watcher | None) -> Result
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
+
+
+def _has_finite_weights(run: Run) -> bool:
+    """Return whether all weights are finite, on all ranks."""
+    found = []
+    for parameter in run.parallel.model.parameters():
+        local: Any = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        found.append(torch.isfinite(local.detach()).all())
+    return run.ranks.total(float(not torch.stack(found).all()))[0] == 0
 
 
 def _record(run: Run, taken: Taken, log: Log, seconds: float) -> dict[str, Any]:
@@ -124,14 +145,13 @@ def _record(run: Run, taken: Taken, log: Log, seconds: float) -> dict[str, Any]:
 def _save(run: Run, *, last: bool) -> None:
     """Write a checkpoint, beside the next steps unless it is the last one.
 
-    One that cannot be written is told, and the next is tried; without the last one the run fails.
+    One that cannot be written is logged, and the next is tried; without the last one the run fails.
     """
     model: Any = run.parallel.model
     extra = {"corpus": run.corpus, "config": asdict(run.config), "model": asdict(model.config)}
-    try:
+    extra["finite"] = run.finite
+    with contextlib.suppress(CheckpointError):  # the keeper has logged it
         run.keeper.wait()  # for the one before
-    except CheckpointError as error:
-        _log.warning("%s; training goes on", error)
     try:
         run.keeper.save(run.step, data={"sequences": run.position}, extra=extra, block=last)
     except CheckpointError as error:

@@ -28,8 +28,9 @@ class Metrics:
 
     Args:
         folder: of the run.
-        step: that the run goes on from: lines of that step and later ones, which an ended run had
-            written after its last checkpoint, are removed.
+        step: that the run goes on from: lines of later steps, which an ended run had written after
+            its last checkpoint, are removed. Lines count from 1, the first step that was done; a
+            file that counts from 0, as older versions did, is written anew.
         tensorboard: whether to write events.
 
     Raises:
@@ -45,19 +46,35 @@ class Metrics:
             self._file = self._path.open("a+b")
         except OSError as error:
             raise InputError(self._cannot(error)) from None
+        self._count_from_one()
         self.rewind(step)
         if tensorboard:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError:
-                raise InputError(
-                    "log.tensorboard needs TensorBoard, which is not installed: "
-                    "pip install tensorboard"
-                ) from None
-            self._events = SummaryWriter(str(folder / "tensorboard"), purge_step=step)
+            purged = step + 1
+            self._events = _summary_writer()(str(folder / "tensorboard"), purge_step=purged)
+
+    def _count_from_one(self) -> None:
+        """Write a file anew whose first line is step 0."""
+        self._file.seek(0)
+        lines = self._file.readlines()
+        if not lines or not lines[0].endswith(b"\n") or self._step_of(lines[0], 1) != 0:
+            return
+        aside = self._path.with_suffix(".part")
+        try:
+            with aside.open("wb") as file:
+                for number, line in enumerate(lines, 1):
+                    if not line.endswith(b"\n"):
+                        break
+                    step = self._step_of(line, number) + 1
+                    record = json.loads(line) | {"step": step}
+                    file.write(json.dumps(record).encode() + b"\n")
+            aside.replace(self._path)
+            self._file.close()
+            self._file = self._path.open("a+b")
+        except OSError as error:
+            raise InputError(self._cannot(error)) from None
 
     def rewind(self, step: int) -> None:
-        """Remove the lines of this step and of later ones.
+        """Remove the lines of all steps after this one.
 
         Those before stay as they are: a process that is killed meanwhile loses none.
 
@@ -68,7 +85,7 @@ class Metrics:
         end = 0
         for number, line in enumerate(self._file, 1):
             # A killed process may have left half a line.
-            if not line.endswith(b"\n") or self._step_of(line, number) >= step:
+            if not line.endswith(b"\n") or self._step_of(line, number) > step:
                 break
             end += len(line)
         self._file.truncate(end)
@@ -111,6 +128,25 @@ class Metrics:
 
     def _cannot(self, error: OSError) -> str:
         return f"cannot write {self._path}: {error.strerror or error}"
+
+
+def check_tensorboard() -> None:
+    """Raise unless TensorBoard can be written for.
+
+    Raises:
+        InputError: it is not installed.
+    """
+    _summary_writer()
+
+
+def _summary_writer() -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise InputError(
+            "log.tensorboard needs TensorBoard, which is not installed: pip install tensorboard"
+        ) from None
+    return SummaryWriter
 
 
 def flops_per_token(model: TransformerConfig, seq_len: int) -> float:

@@ -61,6 +61,7 @@ class Run:
         corpus: identity of the tokens.
         step: steps that were done.
         position: sequences that were trained on.
+        finite: whether loss and weights were finite at the last checkpoint.
         notes: what the user should know before the first step.
     """
 
@@ -79,11 +80,13 @@ class Run:
     corpus: str
     step: int = 0
     position: int = 0
+    finite: bool = True
     notes: tuple[str, ...] = ()
 
     def place(self, restored: Restored) -> None:
         """Go on from what a checkpoint restored."""
         self.step, self.position = restored.step, restored.data["sequences"]
+        self.finite = restored.extra.get("finite", True)  # older checkpoints do not say
         # The checkpoint's options came back with its states; those of this configuration hold.
         for group in self.optimizer.param_groups:
             group.update(_options(self.config))
@@ -104,6 +107,8 @@ def prepared(config: Config, ranks: Ranks) -> Iterator[Run]:
     with contextlib.ExitStack() as held:
         with ranks.together():
             if ranks.rank == 0:
+                if config.log.tensorboard:
+                    metrics.check_tensorboard()
                 _make_export(config)
                 held.enter_context(claimed(out))
                 corpora.prepare(config.data, cache)

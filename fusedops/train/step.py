@@ -75,15 +75,19 @@ def update(run: Run, losses: tuple[float, float], *, stop: bool) -> Taken:
         stop: whether this rank was asked to stop; all ranks hear of it here.
     """
     config, optimizer, layout = run.config, run.optimizer, run.parallel.config
-    # The ranks of tp have the same losses, but for routers', each of which sees other tokens.
-    total, routers, stops = run.ranks.total(losses[0] / layout.tp, losses[1], float(stop))
-    loss = total / (config.batch * config.data.seq_len)
     scale = run.scale.value
     norm = run.parallel.norm() / scale
+    # The ranks of tp have the same losses, but for routers', each of which sees other tokens.
+    total, routers, stops, bad = run.ranks.total(
+        losses[0] / layout.tp, losses[1], float(stop), float(not norm.isfinite())
+    )
+    loss = total / (config.batch * config.data.seq_len)
+    if bad and norm.isfinite():  # a replicated gradient of one rank alone is not; all decide alike
+        norm = torch.full_like(norm, torch.nan)
     lr = learning_rate(run.step, config.steps, config.optimizer.lr, config.schedule)
     action, restored = "overflow", None
     if not run.scale.overflowed(norm.item()):
-        verdict = run.guard.check(run.step, loss, norm)
+        verdict = run.guard.check(run.step + 1, loss, norm)
         action, restored = verdict.action, verdict.restored
     if restored is None:
         clip = config.optimizer.clip

@@ -260,4 +260,4 @@ def test_what_ended_the_run_is_told_before_a_checkpoint_that_was_not_written(
     with pytest.raises(KeyError, match="the cause"), keeper:
         keeper.save(1, block=False)
         raise KeyError("the cause")
-    assert "the checkpoint of step 1 was not written: No space left on device" in caplog.text
+    assert caplog.text.count("step 1 was not written: No space left on device") == 1

@@ -11,6 +11,7 @@ import torch
 from checkpoint_runs import Run, on_ranks
 
 from fusedops.checkpoint import Guard, GuardError, Verdict
+from fusedops.checkpoint import folder as folders
 
 NAN, INF = float("nan"), float("inf")
 
@@ -137,6 +138,57 @@ def test_rollbacks_end(tmp_path: Path) -> None:
     empty = Guard(Run(tmp_path / "none").keeper, on_nonfinite="rollback")
     with pytest.raises(GuardError, match="there is no checkpoint to go back to"):
         empty.check(0, NAN)
+
+
+def _spoil(run: Run) -> None:
+    with torch.no_grad():
+        run.model.first.weight.fill_(NAN)
+
+
+def _steps(folder: Path) -> list[int]:
+    return [folders.step_of(each) for each in folders.checkpoints(folder)]
+
+
+@pytest.mark.parametrize("block", [True, False])
+def test_a_rollback_goes_back_before_the_weights_were_spoilt(tmp_path: Path, block: bool) -> None:
+    run = Run(tmp_path, keep=1)
+    run.guard = Guard(run.keeper, patience=2)
+    run.keeper.add(guard=run.guard)
+    for step in range(1, 5):
+        run.step(step)
+        run.keeper.save(step, block=block)
+    run.keeper.wait()
+    assert _steps(tmp_path) == [4, 3]  # no step has shown yet what the last is worth
+    weights = run.model.first.weight.clone()
+    assert run.guard.check(5, 2.0).ok
+    assert _steps(tmp_path) == [4]
+    _spoil(run)
+    for step in (5, 6):
+        run.keeper.save(step, block=block)
+        assert run.guard.check(step, NAN).action == "skip"
+    run.keeper.wait()
+    assert _steps(tmp_path) == [6, 4]
+    verdict = run.guard.check(7, NAN)
+    assert verdict.restored is not None and verdict.restored.step == 4
+    assert torch.equal(run.model.first.weight, weights)
+    # What was saved later must not be what the next run begins with.
+    assert _steps(tmp_path) == [4]
+
+
+def test_a_run_that_goes_on_from_spoilt_weights_ends(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    _spoil(run)
+    for step in range(1, 4):
+        run.keeper.save(step)
+    run.keeper.close()
+    again = Run(tmp_path)
+    again.keeper.load()
+    guard, step = Guard(again.keeper, patience=2, max_rollbacks=2), 3
+    with pytest.raises(GuardError, match="went back to step 3 2 times already"):
+        for _ in range(20):
+            restored = guard.check(step, NAN).restored
+            step = restored.step if restored else step + 1
+            again.keeper.save(step)
 
 
 def test_a_resumed_guard_judges_as_one_that_never_stopped() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from fusedops.models import (
     save_huggingface,
     to_config,
 )
+from fusedops.models.families import FAMILIES as FAMILY_ROWS
+from fusedops.models.families import Row
 
 transformers = pytest.importorskip("transformers")
 
@@ -72,10 +75,10 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-def _theirs(name: str) -> Any:
+def _theirs(name: str, **more: Any) -> Any:
     torch.manual_seed(0)
     config, model, sizes = FAMILIES[name]
-    values = getattr(transformers, config)(**sizes)
+    values = getattr(transformers, config)(**sizes | more)
     # The other form of experts has no float64.
     made = getattr(transformers, model)._from_config(values, experts_implementation="eager").eval()
     for parameter in made.parameters():  # biases too, and norms that are not 1
@@ -121,6 +124,69 @@ def test_logits_are_theirs_both_ways(name: str, tmp_path: Path) -> None:
         assert torch.equal(value, expected[key]), key
     with torch.no_grad():
         assert torch.equal(back.eval()(_tokens()).logits, theirs(_tokens()).logits)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_gradients_are_theirs_with_padding(name: str, tied: bool, tmp_path: Path) -> None:
+    pad = -249  # from the end, as torch.nn.Embedding counts
+    theirs = _theirs(name, tie_word_embeddings=tied, pad_token_id=pad)
+    save_huggingface(load_huggingface(theirs), tmp_path)
+    ours = load_huggingface(tmp_path).eval()
+    _assert_same_logits(ours, theirs)
+    ours(_padded(pad)).backward(_slope())
+    actual = {key: each.grad for key, each in ours.named_parameters()}
+    expected, truth = _theirs_gradients(theirs, pad), _theirs_gradients(theirs.double(), pad)
+    for row in FAMILY_ROWS[name].rows(ours.config):
+        held = row.twin or row.held
+        read = (lambda grads, n=held: [grads[n]]) if held else _reader(row)
+        for key, one, exact in zip(row.ours, read(expected), read(truth), strict=True):
+            depth = 4 * theirs.config.hidden_size
+            budget = dtypes.rms_budget(one, exact, torch.float32, depth=depth)
+            assert dtypes.rms(actual.pop(key).double() - exact) <= budget, key
+    assert not actual
+    # A tied head gives the row a gradient; GPT-2's embedding has no padding.
+    words = ours.embedding.tokens.weight.grad
+    assert words is not None and bool(words[pad].any()) is (tied or name == "gpt2")
+
+
+def _padded(pad: int) -> torch.Tensor:
+    tokens = _tokens()
+    tokens[:, ::3] = 256 + pad
+    return tokens
+
+
+def _slope() -> torch.Tensor:
+    return torch.randn(2, 23, 256, generator=torch.Generator().manual_seed(2))
+
+
+def _theirs_gradients(model: Any, pad: int) -> dict[str, Any]:
+    model.zero_grad()
+    logits = model(_padded(pad)).logits
+    logits.backward(_slope().to(logits.dtype))
+    return {key: each.grad for key, each in model.named_parameters()}
+
+
+def _reader(row: Row) -> Callable[[dict[str, Any]], list[torch.Tensor]]:
+    return lambda grads: row.read([grads[each] for each in row.theirs])
+
+
+def test_untied_bert_reads_the_bias_of_either_name(tmp_path: Path) -> None:
+    theirs = _theirs("bert", tie_word_embeddings=False)
+    biases = theirs.cls.predictions
+    assert not torch.equal(biases.bias, biases.decoder.bias)
+    theirs.save_pretrained(tmp_path)
+    assert torch.equal(load_huggingface(tmp_path).head.bias, biases.decoder.bias)
+    # As transformers 4 saved it, where the decoder's bias was the shared one.
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors.pop("cls.predictions.decoder.bias")
+    save_file(tensors, tmp_path / "model.safetensors")
+    found = load_huggingface(tmp_path)
+    assert torch.equal(found.head.bias, biases.bias)
+    save_huggingface(found, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in ("bias", "decoder.bias"):
+        assert torch.equal(tensors[f"cls.predictions.{name}"], biases.bias), name
 
 
 def test_a_patched_model_loads() -> None:

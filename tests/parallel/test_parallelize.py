@@ -82,7 +82,8 @@ def _whole(tensor: Any) -> Any:
 
 def _config(name: str, **others: Any) -> Any:
     balanced = {"balance_loss": 0.01, "z_loss": 0.001} if preset(name).num_experts else {}
-    sizes = {"num_layers": 2, "vocab_size": 131, "seq_len": 32}
+    # The padding's row is on the last rank.
+    sizes = {"num_layers": 2, "vocab_size": 131, "seq_len": 32, "pad_token_id": 130}
     return replace(preset(name), **(sizes | balanced | others))
 
 

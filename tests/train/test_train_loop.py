@@ -32,10 +32,10 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 def test_the_loss_falls_and_metrics_tell(tmp_path: Path) -> None:
     result = train(config(tmp_path))
     found = lines(tmp_path)
-    assert result.finished and [each["step"] for each in found] == list(range(STEPS))
+    assert result.finished and [each["step"] for each in found] == [*range(1, STEPS + 1)]
     assert result.loss is not None and result.validation_loss is not None
     assert found[-1]["loss"] == result.loss and result.loss < found[0]["loss"] - 1
-    assert [each["step"] for each in found if "validation_loss" in each] == [5, 11]
+    assert [each["step"] for each in found if "validation_loss" in each] == [6, 12]
     assert abs(found[-1]["validation_loss"] - result.loss) < 1
     for each in found:
         assert each["tokens_per_second"] == pytest.approx(128 / each["seconds"])
@@ -46,9 +46,9 @@ def test_a_run_that_died_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     wanted = whole(tmp_path)
     with pytest.raises(Died):
         train(config(tmp_path), watcher=Watching(8, die))
-    assert [each["step"] for each in lines(tmp_path)] == list(range(8))
+    assert [each["step"] for each in lines(tmp_path)] == [*range(1, 9)]
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 8, "lo')  # half a line
+        file.write('{"step": 9, "lo')  # half a line
     resumed = Watching()
     train(config(tmp_path), watcher=resumed)
     assert resumed.first == 5 and resumed.run.notes == ("goes on from step 5",)
@@ -83,7 +83,7 @@ def test_sigterm_during_the_preparation_ends_after_the_first_step(
     monkeypatch.setattr(setup.corpora, "prepare", prepare)
     stopped = train(config(tmp_path))
     assert not stopped.finished and stopped.step == 1
-    assert [each["step"] for each in lines(tmp_path)] == [0]
+    assert [each["step"] for each in lines(tmp_path)] == [1]
 
 
 def test_tensorboard_gets_the_metrics(tmp_path: Path) -> None:
@@ -250,7 +250,7 @@ def test_a_folder_belongs_to_one_run(tmp_path: Path) -> None:
     assert told == [
         f"another run writes into {tmp_path}/run ({host}): wait for it, or choose another out"
     ]
-    assert [each["step"] for each in lines(tmp_path)] == [0, 1, 2]
+    assert [each["step"] for each in lines(tmp_path)] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("name", ["run", "run/faults"])
@@ -275,12 +275,12 @@ def test_what_is_not_finite_under_the_least_scale_is_the_guards() -> None:
 def test_lines_before_a_rewind_are_not_written_again(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     metrics = Metrics(tmp_path)
-    for step in range(4):
+    for step in range(1, 5):
         metrics.write({"step": step})
     before = path.stat().st_ino, path.read_bytes()
     metrics.rewind(2)
     assert (path.stat().st_ino, path.read_bytes()) == (before[0], before[1][:24])
-    metrics.write({"step": 2})
+    metrics.write({"step": 3})
     metrics.close()
     assert path.read_bytes() == before[1][:36]
     path.write_bytes(b'{"step": 0}\n\0\0\n')
@@ -288,18 +288,29 @@ def test_lines_before_a_rewind_are_not_written_again(tmp_path: Path) -> None:
         Metrics(tmp_path, step=9)
 
 
+def test_a_file_that_counts_from_zero_goes_on_from_one(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f'{{"step": {step}, "loss": NaN}}\n' for step in range(6)) + '{"st')
+    metrics = Metrics(tmp_path, step=4)
+    metrics.write({"step": 5})
+    metrics.close()
+    found = [json.loads(each) for each in path.read_text().splitlines()]
+    assert [each["step"] for each in found] == [1, 2, 3, 4, 5] and "loss" in found[3]
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]
+
+
 def test_metrics_without_room_wait_for_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     metrics, before = Metrics(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20, before[1]))
     try:
-        for step in range(4):
+        for step in range(1, 5):
             metrics.write({"step": step})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    metrics.write({"step": 4})
+    metrics.write({"step": 5})
     metrics.close()
     text = (tmp_path / "metrics.jsonl").read_text()
-    assert [json.loads(each)["step"] for each in text.splitlines()] == list(range(5))
+    assert [json.loads(each)["step"] for each in text.splitlines()] == [*range(1, 6)]
     (told,) = [each.getMessage() for each in caplog.records]
     assert "metrics.jsonl: File too large; training goes on" in told
 

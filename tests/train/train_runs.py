@@ -63,7 +63,7 @@ class Watching:
 
     def show(self, record: Mapping[str, Any]) -> None:
         self.records.append(record)
-        if record["step"] + 1 == self._at:
+        if record["step"] == self._at:
             self._interrupt()
 
     def state(self) -> list[torch.Tensor]:

@@ -1,0 +1,116 @@
+"""What is not finite: the last good checkpoint stays, a run ends with it, and ranks agree."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from train_runs import Watching, config, on_ranks
+
+from fusedops._core import dtypes
+from fusedops.checkpoint import GuardError
+from fusedops.models import Transformer
+from fusedops.models.parallelized import Parallelized
+from fusedops.train import loop, train
+from fusedops.train.setup import Run
+
+SPOILT_STEP = 3
+STEPS = 5
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp2": {"parallel": {"dp": 2}},
+    # Whether a step overflowed is decided before the guard sees it.
+    "dp2-float16": {"parallel": {"dp": 2}, "precision": {"compute": "float16"}},
+    "dp2-zero3": {"parallel": {"dp": 2, "zero": 3}},
+    "dp2-offload": {"parallel": {"dp": 2, "offload": ["optimizer"]}},
+    "tp2": {"parallel": {"tp": 2}},
+    "pp2": {"parallel": {"pp": 2, "microbatches": 2}},
+}
+
+
+def test_spoilt_weights_do_not_replace_the_last_good_checkpoint(tmp_path: Path) -> None:
+    given = config(tmp_path, checkpoint={"every": 1, "keep": 3}, guard={"patience": 3})
+    train(given, ["steps=4"])
+    good = "step-0000000004.0"
+    for change in ("optimizer.lr=1e99", "optimizer.lr=1e-3"):  # again: there is nothing to do
+        with pytest.raises(GuardError, match=f"after step 7 .*; the last good .*/{good}"):
+            train(given, ["steps=7", change])
+    names = [each.name for each in sorted((tmp_path / "run" / "checkpoints").glob("step-*"))]
+    assert names == [good, *(f"step-{step:010d}.0" for step in (5, 6, 7))]
+    # Going on finds nothing but NaN, until the guard goes back.
+    watching = Watching()
+    result = train(given, ["steps=9"], watcher=watching)
+    assert watching.first == 7 and result.finished and result.loss is not None
+    assert [each["step"] for each in watching.records] == [8, 5, 6, 7, 8, 9]
+    assert math.isfinite(result.loss)
+
+
+def test_steps_that_are_never_good_end_the_run(tmp_path: Path) -> None:
+    given = config(tmp_path, checkpoint={"every": 1, "keep": 3}, guard={"patience": 2})
+    train(given, ["steps=4"])
+    with pytest.raises(GuardError, match="went back to step 4 2 times already; the last good"):
+        train(given, ["steps=100", "optimizer.lr=1e99"])
+
+
+def _spoiling(rank: int, folder: str, changes: dict[str, Any], rank_of_nan: int) -> Any:
+    """Train while gradients of one rank become NaN after the backward of a step."""
+    plain, runs = loop.backward, []
+
+    def backward(run: Run) -> tuple[float, float]:
+        found = plain(run)
+        runs.append(run)
+        if rank == rank_of_nan and run.step + 1 == SPOILT_STEP:
+            # The last one: words that two stages share are in the norm of the first alone.
+            grad: Any = list(run.parallel.model.parameters())[-1].grad
+            (grad.to_local() if hasattr(grad, "to_local") else grad)[0] = torch.nan
+        return found
+
+    loop.backward = backward
+    try:
+        watching = Watching()
+        given = config(Path(folder), out=f"{folder}/{len(changes)}-{rank_of_nan}", **changes)
+        # A large eps: AdamW does not make roundings of tiny gradients as large as its steps.
+        more = ["model.dropout=0.0", "model.attention_dropout=0.0", "optimizer.eps=1e-3"]
+        train(given, more, watcher=watching)
+    finally:
+        loop.backward = plain
+    run = runs[0]
+    events = [(each.step, each.action) for each in run.guard.events]
+    return events, run.scale.value, _weights(run.parallel), [dict(e) for e in watching.records]
+
+
+def _weights(parallel: Parallelized) -> dict[str, Any]:
+    model: Any = parallel.model
+    assert isinstance(model, Transformer) or parallel.config.pp > 1
+    found = {}
+    for name, each in model.named_parameters():
+        whole = each.full_tensor() if hasattr(each, "full_tensor") else each
+        found[name] = whole.detach().numpy()
+    return found
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_nan_gradient_of_one_rank_skips_the_step_on_all(layout: str, tmp_path: Path) -> None:
+    changes = LAYOUTS[layout] | {"steps": STEPS}
+    alone = changes | {"parallel": {"microbatches": changes["parallel"].get("microbatches", 1)}}
+    events, scale, wanted, records = _spoiling(0, str(tmp_path), alone, 0)
+    half = "precision" in changes
+    assert events == ([] if half else [(SPOILT_STEP, "skip")])
+    results = on_ranks(2, _spoiling, str(tmp_path), changes, 1)
+    assert all(isinstance(each, tuple) for each in results), results
+    difference = dtypes.training_difference(STEPS)
+    seen = set()
+    for found, found_scale, weights, _ in results:
+        assert found == events and found_scale == scale
+        for name, value in weights.items():
+            assert torch.from_numpy(value).isfinite().all(), name
+            seen.add(name)
+            if not half:
+                assert abs(value - wanted[name]).max() <= difference, name
+    assert seen == wanted.keys()
+    for key in ("loss", "action"):
+        one, other = ([each[key] for each in run] for run in (results[0][3], records))
+        assert one == (other if key == "action" else pytest.approx(other, rel=difference)), key
