@@ -15,6 +15,7 @@ from torch import nn
 from fusedops._core import checks
 from fusedops._core.checks import UnsupportedError
 from fusedops.memory import compiled, wrap
+from fusedops.memory.buffers import Buffers
 from fusedops.memory.keeper import Keeper, keeps_results
 from fusedops.memory.mover import OffloadSettings
 from fusedops.memory.policy import Policy, Rule, recomputed
@@ -30,6 +31,7 @@ class Layer:
         self._rules = frozenset(rules)
         self.region = recomputed([rule for rule in rules if not rule.of_tensors])
         self._keeps = keeps_results(keeper.policy)
+        self._buffers = Buffers(module)
         self._make_contexts()
 
     def _make_contexts(self) -> None:
@@ -56,7 +58,9 @@ class Layer:
                 return call(*args, **kwargs)
             if self.region is not None:
                 _reshard(self._module, self.region)
-                return self.keeper.run_region(call, self.region, self._keeps, args, kwargs)
+                return self.keeper.run_region(
+                    call, self.region, self._keeps, self._buffers, args, kwargs
+                )
             with self.keeper.packing():
                 return call(*args, **kwargs)
 

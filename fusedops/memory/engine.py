@@ -131,6 +131,8 @@ class HostEngine:
 
     def buffer(self, nbytes: int) -> torch.Tensor:
         """Return memory from the system: what torch's allocator counts is the "device" here."""
+        if nbytes == 0:  # the system has no such memory
+            return torch.empty(0, dtype=torch.uint8)
         return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
 
     def copy(

@@ -12,11 +12,12 @@ and only if the node has gradients left to give (``needed_again``), so that noth
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
 
 # An attribute of tensors that somebody else keeps.
 _LASTING = "_fusedops_lasting"
@@ -188,6 +189,44 @@ class Narrow(Source):
     def make(self) -> torch.Tensor:
         """Return it in its own dtype."""
         return self._narrow.to(self._dtype)
+
+
+class Arguments:
+    """The arguments of a call that is made again.
+
+    A call may ask whether two arguments are one tensor, as ``torch.nn.MultiheadAttention`` does. So
+    each tensor is held once, and is one tensor again wherever it stood.
+
+    Args:
+        args: positional arguments, containers of tensors among them.
+        kwargs: the others.
+        hold: makes of a tensor what holds it.
+    """
+
+    def __init__(
+        self,
+        args: Any,
+        kwargs: Any,
+        hold: Callable[[torch.Tensor], torch.Tensor | Held],
+    ) -> None:
+        self._leaves, self._structure = pytree.tree_flatten((args, kwargs))
+        tensors = {id(each): each for each in self._leaves if isinstance(each, torch.Tensor)}
+        self._held = {key: hold(each) for key, each in tensors.items()}
+        self._leaves = [
+            self._held[id(each)] if isinstance(each, torch.Tensor) else each
+            for each in self._leaves
+        ]
+
+    def take(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return positional arguments and the others."""
+        taken = {id(each): take(each) for each in self._held.values()}
+        leaves = [taken.get(id(each), each) for each in self._leaves]
+        return pytree.tree_unflatten(leaves, self._structure)
+
+
+def take(packed: torch.Tensor | Held) -> torch.Tensor:
+    """Unpack what a pack hook returned."""
+    return packed if isinstance(packed, torch.Tensor) else packed.take()
 
 
 def check_version(tensor: torch.Tensor, version: int) -> None:

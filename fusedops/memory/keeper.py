@@ -16,7 +16,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fusedops.memory.held import Held, Kept, Narrow, Source, View, lasting
+from fusedops.memory.buffers import Buffers
+from fusedops.memory.held import Held, Kept, Narrow, Source, View, lasting, take
 from fusedops.memory.makers import Maker, Makers, remade
 from fusedops.memory.mover import Mover, OffloadSettings
 from fusedops.memory.policy import (
@@ -30,7 +31,7 @@ from fusedops.memory.policy import (
     kept_by,
     recomputed,
 )
-from fusedops.memory.region import Region, take
+from fusedops.memory.region import Region
 from fusedops.memory.selective import Keep, communicates
 from fusedops.memory.slices import Slice, worth_slicing
 from fusedops.memory.wrap import Call
@@ -118,7 +119,13 @@ class Keeper:
                 self._packs, self._makers = False, None
 
     def run_region(
-        self, call: Call, rule: Rule, keeps: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        call: Call,
+        rule: Rule,
+        keeps: bool,
+        buffers: Buffers,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         """Run the module that entered ``running`` last as a region."""
         running = tuple(self._running)
@@ -152,7 +159,7 @@ class Keeper:
                 return self.pack(tensor)
             return Slice(tensor, comm.group, self.pack)
 
-        return Region(inside, running[-1][0], start, keep).run(args, kwargs)
+        return Region(inside, running[-1][0], start, buffers, keep).run(args, kwargs)
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | Held:
         """Return what holds a tensor that is saved outside of regions, or starts one."""

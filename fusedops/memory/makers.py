@@ -17,7 +17,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-from fusedops.memory.held import Held, Source
+from fusedops.memory.held import Arguments, Held, Source
+from fusedops.memory.policy import updates_statistics
 
 
 class Call:
@@ -25,17 +26,15 @@ class Call:
 
     def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
         self.func = func
-        self._leaves, self._structure = pytree.tree_flatten((args, kwargs))
-        self._held = False
+        self._given = args, kwargs
+        self._arguments: Arguments | None = None
         self._sources: list[weakref.ref[Again]] = []
 
     def hold(self, pack: Callable[[torch.Tensor], torch.Tensor | Held]) -> None:
         """Let the arguments be kept as what the graph saves is."""
-        if not self._held:
-            self._held = True
-            self._leaves = [
-                pack(each) if isinstance(each, torch.Tensor) else each for each in self._leaves
-            ]
+        if self._arguments is None:
+            self._arguments = Arguments(*self._given, pack)
+            del self._given
 
     def add(self, source: Again) -> None:
         """Let a result of the next call go to this source as well."""
@@ -43,8 +42,9 @@ class Call:
 
     def again(self) -> None:
         """Call the operator and hand out its results."""
-        leaves = [each.take() if isinstance(each, Held) else each for each in self._leaves]
-        for each in leaves:
+        assert self._arguments is not None
+        args, kwargs = self._arguments.take()
+        for each in pytree.tree_leaves((args, kwargs)):
             if _is_freed(each):
                 raise RuntimeError(
                     f"recompute: a result of {self.func} is needed again while FSDP2 has freed "
@@ -52,7 +52,6 @@ class Call:
                     "weight it is. Leave this operator out of ops=, or call "
                     "fully_shard(..., reshard_after_forward=False) for that block"
                 )
-        args, kwargs = pytree.tree_unflatten(leaves, self._structure)
         with torch.no_grad(), torch._C._DisableAutocast():
             result = self.func(*args, **kwargs)
         results = (result,) if isinstance(result, torch.Tensor) else result
@@ -136,8 +135,8 @@ class Makers(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         op = func._schema.name
-        random = torch.Tag.nondeterministic_seeded in func.tags
-        repeatable = not (func._schema.is_mutable or random) and self._repeats(op)
+        once = torch.Tag.nondeterministic_seeded in func.tags or updates_statistics(func)
+        repeatable = not (func._schema.is_mutable or once) and self._repeats(op)
         call = Call(func, args, kwargs) if repeatable else None
         for tensor, name, place in new_results(func, args, kwargs, result):
             storage = tensor.untyped_storage()

@@ -160,7 +160,8 @@ def recompute(
 
     With ``modules`` alone each of these is a region: its inputs are kept and its forward runs a
     second time. With ``ops`` the results of these operators are made again from the operators'
-    own inputs, and no module runs again; operators that draw random numbers cannot be named.
+    own inputs, and no module runs again; operators that draw random numbers, or update running
+    statistics, cannot be named.
 
     Args:
         modules: as in ``save``.
@@ -182,8 +183,9 @@ def recompute(
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: an operator does not exist or draws random numbers, nothing is named, or the
-            options for regions stand beside ``ops``, ``outputs`` or ``when``.
+        ValueError: an operator does not exist, draws random numbers or updates running statistics,
+            nothing is named, or the options for regions stand beside ``ops``, ``outputs`` or
+            ``when``.
 
     Example:
         >>> import fusedops
@@ -209,10 +211,15 @@ def recompute(
             "names single tensors: give it modules alone"
         )
     for name in rule.ops:
-        if torch.Tag.nondeterministic_seeded in _packet_tags(name):
+        if any(torch.Tag.nondeterministic_seeded in each.tags for each in _overloads(name)):
             raise ValueError(
                 f"recompute: {name} draws random numbers, which a second call would draw anew; "
                 "recompute the module that calls it, which replays them"
+            )
+        if any(updates_statistics(each) for each in _overloads(name)):
+            raise ValueError(
+                f"recompute: {name} updates running statistics, which a second call would update "
+                "again; recompute the module that calls it, whose buffers are kept"
             )
     return rule
 
@@ -440,10 +447,18 @@ def _known_ops() -> list[str]:
     return sorted(each for each in found if each.startswith(("aten::", "fusedops::")))
 
 
-def _packet_tags(name: str) -> set[torch.Tag]:
+def updates_statistics(op: torch._ops.OpOverload) -> bool:
+    """Return whether an operator writes to running statistics.
+
+    Those of torch's batch norms do, in training, and their schemas do not say so.
+    """
+    return any(each.name == "running_mean" for each in op._schema.arguments)
+
+
+def _overloads(name: str) -> list[torch._ops.OpOverload]:
     namespace, _, bare = name.partition("::")
     packet = getattr(getattr(torch.ops, namespace), bare)
-    return {tag for each in packet.overloads() for tag in getattr(packet, each).tags}
+    return [getattr(packet, each) for each in packet.overloads()]
 
 
 def _names(pattern: str | type[nn.Module], name: str, module: nn.Module) -> bool:

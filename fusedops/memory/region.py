@@ -9,7 +9,8 @@ two passes runs every forward three times. A slot that is asked for after it gav
 (a second backward through a graph that was kept) makes the forward run again, too.
 
 What the second run must find as the first did: the state of random number generators (our ops draw
-their counters from them), autocast, and the choices of ``moe_route`` (``keep_routing``).
+their counters from them), autocast, the choices of ``moe_route`` (``keep_routing``), and the
+buffers that the module writes to (``buffers.py``).
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from fusedops.memory.held import Held, Made, lasting
+from fusedops.memory.buffers import Buffers
+from fusedops.memory.held import Arguments, Held, Made, lasting, take
 from fusedops.memory.selective import Keep, Recall, Remember, Results
 from fusedops.ops import keep_routing
 
@@ -89,15 +91,22 @@ class Region:
         call: the module's forward.
         name: the module's, for messages.
         pack: what becomes of the region's inputs.
+        buffers: of the module.
         keep: decides which results of operators are kept; ``None``: none.
     """
 
     def __init__(
-        self, call: Callable[..., Any], name: str, pack: Pack, keep: Keep | None = None
+        self,
+        call: Callable[..., Any],
+        name: str,
+        pack: Pack,
+        buffers: Buffers,
+        keep: Keep | None = None,
     ) -> None:
         self._call = keep_routing(call)
         self._name = name
         self._pack = pack
+        self._buffers = buffers
         self._keep = keep
         self._results = Results()
         self._slots: list[weakref.ref[_Slot] | None] = []
@@ -110,15 +119,13 @@ class Region:
             name: False if name == "use_cache" else _without_cache(each)
             for name, each in kwargs.items()
         }
-        leaves, self._structure = pytree.tree_flatten((args, kwargs))
-        tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
-        self._surroundings = Surroundings(tensors)
-        self._inputs = [
-            _Input(each, self._pack) if isinstance(each, torch.Tensor) else each for each in leaves
-        ]
+        leaves = pytree.tree_leaves((args, kwargs))
+        self._surroundings = Surroundings([each for each in leaves if _is_tensor(each)])
+        self._inputs = Arguments(args, kwargs, lambda tensor: _Input(tensor, self._pack))
         keeping = Remember(self._results, self._keep) if self._keep else contextlib.nullcontext()
-        with torch.autograd.graph.saved_tensors_hooks(self._reserve, take), keeping:
-            return self._call(*args, **kwargs)
+        with self._buffers.watched() as self._written:
+            with torch.autograd.graph.saved_tensors_hooks(self._reserve, take), keeping:
+                return self._call(*args, **kwargs)
 
     def _reserve(self, tensor: torch.Tensor) -> torch.Tensor | _Slot:
         if lasting(tensor):
@@ -146,17 +153,20 @@ class Region:
                     found = _description(tensor)
                     if found != slot.description:
                         self._differs(place, slot.description, found)
-                    slot.fill(tensor.detach())
+                    # The buffer will have other values again.
+                    is_buffer = self._written.owns(tensor)
+                    slot.fill(tensor.detach().clone() if is_buffer else tensor.detach())
                 place += 1
                 if place > last:
                     raise _StopError
                 return tensor.detach()
 
-            leaves = [each.take() if isinstance(each, _Input) else each for each in self._inputs]
-            args, kwargs = pytree.tree_unflatten(leaves, self._structure)
+            args, kwargs = self._inputs.take()
             hooks = torch.autograd.graph.saved_tensors_hooks(fill, _given)
-            with contextlib.suppress(_StopError), self._surroundings.again(), torch.enable_grad():
-                with hooks, Recall(self._results) if self._keep else contextlib.nullcontext():
+            recall = Recall(self._results) if self._keep else contextlib.nullcontext()
+            again, written = self._surroundings.again(), self._written.rewound(self._name)
+            with contextlib.suppress(_StopError), again, written, torch.enable_grad():
+                with hooks, recall:
                     self._call(*args, **kwargs)
             if place <= last:
                 raise RuntimeError(
@@ -171,7 +181,7 @@ class Region:
         )
 
 
-class _Input:
+class _Input(Held):
     """A tensor that a region starts from."""
 
     def __init__(self, tensor: torch.Tensor, pack: Pack) -> None:
@@ -185,9 +195,8 @@ class _Input:
         return self._held.take().detach().requires_grad_(self._requires_grad)
 
 
-def take(packed: torch.Tensor | Held) -> torch.Tensor:
-    """Unpack what a pack hook returned."""
-    return packed if isinstance(packed, torch.Tensor) else packed.take()
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
 def _given(tensor: torch.Tensor) -> torch.Tensor:

@@ -277,3 +277,18 @@ def test_a_model_on_a_gpu_trains_alike_through_pinned_memory(policy: str) -> Non
         assert_same_bits(results(model, loss), expected)
     (mover,) = keeper_of(model).movers.values()
     assert mover.moved_bytes > 0
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_an_empty_tensor_leaves_and_comes_back(check: bool) -> None:
+    settings = memory.OffloadSettings(check=check, least_bytes=0)
+    mover = Mover(CPU, settings)
+    for _ in range(2):
+        away = mover.put(torch.empty(0, 3))
+        away.waiting += 1
+        assert away.get().nbytes == 0
+        del away
+    model = encoder()
+    memory.apply(model, memory.Policy(memory.offload("*")), offload_settings=settings)
+    model(torch.empty(0, 16, 32)).sum().backward()
+    assert all(not bool(each.grad.any()) for each in model.parameters() if each.grad is not None)

@@ -169,6 +169,7 @@ def test_a_tensor_that_is_written_to_after_it_was_saved_is_an_error() -> None:
         (lambda: memory.lower("x", dtype="bf16"), TypeError, "dtype must be a torch.dtype"),
         (lambda: memory.lower("x", dtype=torch.int8), ValueError, "a floating dtype"),
         (lambda: memory.recompute(ops="aten::native_dropout"), ValueError, "draws random numbers"),
+        (lambda: memory.recompute(ops="aten::native_batch_norm"), ValueError, "running statistics"),
         (lambda: memory.recompute("x", mp_comm_recompute=1), TypeError, "must be a bool"),
         (
             lambda: memory.recompute("x", recompute_slice_activation=True),

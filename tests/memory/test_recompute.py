@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -87,3 +88,64 @@ def test_a_graph_that_is_kept_can_be_walked_twice() -> None:
     first = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
     second = torch.autograd.grad(loss, list(model.parameters()))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+class Asks(nn.Module):
+    """Computes other things where its arguments are one tensor."""
+
+    def forward(self, x: torch.Tensor, others: Any, *, again: torch.Tensor) -> torch.Tensor:
+        same = sum(x is each for each in (others[0], others[1]["x"], again))
+        return (x * others[1]["y"]).sin() if same == 3 else x.exp() + again.exp().tanh()
+
+
+class Attends(nn.Module):
+    """Attention of a sequence to itself, as argument by name too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, _ = self.attention(x, x, x)
+        return x + self.attention(x, key=x, value=x)[0]
+
+
+class Calls(nn.Module):
+    """Calls a module with one tensor in several places, and a view of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Asks()
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(x, [x, {"x": x, "y": x[:1]}], again=x) * self.scale
+        return self.inner(x, [x, {"x": x, "y": x[:1]}], again=x)
+
+
+@pytest.mark.parametrize("make", [Attends, Calls])
+@pytest.mark.parametrize(
+    "rules",
+    [
+        [memory.recompute("*")],
+        [memory.recompute("*"), memory.offload("*")],
+        [memory.recompute("*"), memory.save(ops="aten::bmm")],
+        [memory.recompute(ops=["aten::mul", "aten::bmm"])],
+        [memory.offload("*")],
+    ],
+    ids=lambda rules: ", ".join(map(str, rules)),
+)
+def test_one_tensor_as_several_arguments_is_one_tensor_again(
+    make: type[nn.Module], rules: list[Any]
+) -> None:
+    torch.manual_seed(0)
+    model = make()
+    x = torch.randn(2, 5, 8)
+
+    def loss(model: nn.Module) -> torch.Tensor:
+        return model(x).square().sum()
+
+    expected = results(model, loss)
+    settings = memory.OffloadSettings(least_bytes=1, check=True)
+    memory.apply(model, memory.Policy(*rules), offload_settings=settings)
+    assert_same_bits(results(model, loss), expected)

@@ -1,0 +1,176 @@
+"""Buffers that a forward writes to, such as running statistics: a second forward leaves them alone.
+
+The second run of a region starts from the buffers as they were before the first run (spectral norm
+reads what it writes), and afterwards they have the values of before the second run. Copies are made
+of the buffers that a forward writes to, and of no others. A forward that has not run yet is not
+known: before the first one, all buffers are copied, and the copies are dropped behind it. That is
+done again where a mode (``train``, ``eval``) or a buffer that no forward writes to has changed.
+
+Torch's kernels of batch norm do not raise the counters of writes of the running statistics. So a
+first forward is judged by values as well, and buffers of one module are treated alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+
+class _Owner:
+    """A module with buffers, as it is now."""
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self.name, self.module = name, module
+        self.buffers = dict(module._buffers)
+        self.copies: dict[str, torch.Tensor] | None = None
+        self._versions = self.versions()
+
+    def versions(self) -> tuple[Any, ...]:
+        """Return what changes when a buffer is replaced or, by most operators, written to."""
+        return tuple(
+            (name, id(each), None if each is None or each.is_inference() else each._version)
+            for name, each in self.module._buffers.items()
+        )
+
+    def copy(self) -> None:
+        """Keep the values that the buffers have now."""
+        self.copies = {
+            name: _local(each).clone() for name, each in self.buffers.items() if each is not None
+        }
+
+    @property
+    def counted_as_written(self) -> bool:
+        """Whether a buffer was replaced or written to since, as far as counters tell."""
+        return self._versions != self.versions()
+
+    @property
+    def has_other_values(self) -> bool:
+        """Whether a buffer has other values than its copy."""
+        return any(
+            not torch.equal(_local(self.buffers[name]), copy)
+            for name, copy in (self.copies or {}).items()
+            if copy.layout is torch.strided and not copy.is_meta
+        )
+
+    def rewind(self) -> None:
+        """Let the module have these buffers, with the values of the copies."""
+        _replace(self.module, self.buffers)
+        for name, copy in (self.copies or {}).items():
+            _local(self.buffers[name]).copy_(copy)
+
+
+class Written:
+    """The buffers that one forward of a module has written to, and their values before."""
+
+    def __init__(self) -> None:
+        self._owners: list[_Owner] = []
+        self._memory: frozenset[int] = frozenset()
+
+    def keep(self, owners: list[_Owner]) -> None:
+        """Take the modules that have such buffers, as they were before the forward."""
+        self._owners = owners
+        self._memory = frozenset(
+            _local(each).untyped_storage()._cdata
+            for owner in owners
+            for each in owner.buffers.values()
+            if each is not None and each.layout is torch.strided
+        )
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor lies in the memory of one of these buffers."""
+        return (
+            bool(self._memory)
+            and tensor.layout is torch.strided
+            and tensor.untyped_storage()._cdata in self._memory
+        )
+
+    @contextlib.contextmanager
+    def rewound(self, name: str) -> Iterator[None]:
+        """Let the buffers be as they were before that forward, and afterwards as they are now.
+
+        Raises:
+            RuntimeError: there is no copy of a buffer.
+        """
+        lost = next((each for each in self._owners if each.copies is None), None)
+        if lost is not None:
+            place = f"{name}.{lost.name}" if name and lost.name else name or lost.name
+            raise RuntimeError(
+                f"recompute: a forward of {name or 'the model'} wrote to buffers of "
+                f"{place or 'the model'} ({', '.join(lost.buffers)}), which no earlier forward "
+                "did, and their values before it are lost. Leave that module out of recompute()"
+            )
+        now = [_Owner(each.name, each.module) for each in self._owners]
+        for each in now:
+            each.copy()
+        tensors = {
+            id(each): each
+            for owner in (*self._owners, *now)
+            for each in owner.buffers.values()
+            if each is not None and not each.is_inference()
+        }
+        with torch.autograd._unsafe_preserve_version_counter(tuple(tensors.values())):
+            try:
+                for each in self._owners:
+                    each.rewind()
+                yield
+            finally:
+                for each in now:
+                    each.rewind()
+
+
+class Buffers:
+    """Which buffers of a module, and of those inside it, its forward writes to.
+
+    Args:
+        module: the module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._written: set[str] = set()
+        self._modes: Any = None
+        self._rest: Any = None
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[Written]:
+        """Run a forward inside; what it wrote to is known afterwards."""
+        owners = [
+            _Owner(name, each) for name, each in self._module.named_modules() if each._buffers
+        ]
+        found = Written()
+        if not owners:
+            yield found
+            return
+        modes = (self._module.training, *(each.module.training for each in owners))
+        is_first = modes != self._modes
+        is_known = not is_first and self._rest == self._versions_of_rest(owners)
+        for each in owners:
+            if not is_known or each.name in self._written:
+                each.copy()
+        yield found
+        for each in owners:
+            # Values are compared once: on a GPU the host waits for that.
+            if each.counted_as_written or (is_first and each.has_other_values):
+                self._written.add(each.name)
+        found.keep([each for each in owners if each.name in self._written])
+        self._modes, self._rest = modes, self._versions_of_rest(owners)
+
+    def _versions_of_rest(self, owners: list[_Owner]) -> Any:
+        """Return the versions of the buffers that no forward has written to."""
+        return [(each.name, each.versions()) for each in owners if each.name not in self._written]
+
+
+def _replace(module: nn.Module, buffers: dict[str, torch.Tensor | None]) -> None:
+    module._buffers.clear()
+    module._buffers.update(buffers)
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    """Return a buffer's own memory here, apart from its history and its counter of writes."""
+    part = getattr(tensor, "_local_tensor", tensor)
+    return part if is_traceable_wrapper_subclass(part) else part.data
