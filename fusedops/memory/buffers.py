@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -172,5 +172,5 @@ def _replace(module: nn.Module, buffers: dict[str, torch.Tensor | None]) -> None
 
 def _local(tensor: Any) -> torch.Tensor:
     """Return a buffer's own memory here, apart from its history and its counter of writes."""
-    part = getattr(tensor, "_local_tensor", tensor)
-    return part if is_traceable_wrapper_subclass(part) else part.data
+    part: Any = getattr(tensor, "_local_tensor", tensor)
+    return cast(torch.Tensor, part if is_traceable_wrapper_subclass(part) else part.data)
