@@ -348,7 +348,7 @@ class Transformer(nn.Module):
 
         Raises:
             ValueError: a shape does not fit, a sequence is longer than the table of positions, or
-                (CPU) a token is no word of the vocabulary.
+                (CPU) a token is no word of the vocabulary or a position is not in the table.
             TypeError: an argument is no int64 tensor.
         """
         if len(self.layers) < self.config.num_layers:
