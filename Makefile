@@ -89,7 +89,7 @@ test-tiles: setup
 
 # The ops and fuzzers with kernels that watch each access; the first error ends a test. A second
 # tier: the build takes ten minutes of a processor. Each test is several times slower.
-STEPS := $(addprefix tests/optim/test_,adamw.py norms.py offloaded.py rounding.py step_queue.py)
+STEPS := $(addprefix tests/optim/test_,adamw.py norms.py offloaded.py rounding.py step_threads.py)
 test-asan: setup
 	$(BIN)/python tools/sanitized.py -m pytest -q tests/ops $(STEPS) tests/fuzz/test_sanitized.py \
 	  -m "not slow and not gpu and not interpreter" -k "not compiled and not 2_to_the_31 and not far_rows and not torch-cpu"
