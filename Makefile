@@ -29,8 +29,8 @@ INTERPRETED = $(sort $(shell grep -rlw --include="test_*.py" mark.interpreter te
 # Exit code 3: no compiler. It says so, and the ops then run on the reference.
 NATIVE := $(BIN)/python tools/native.py build > /dev/null || test $$? -eq 3
 
-.PHONY: setup native demo test test-tiles test-isas test-asan fuzz test-all test-torch test-clients test-gpu bench bench-gpu \
-        lint format check-cuda kernel-report-all kernel-report-triton kernel-report-peers docs clean clean-venv
+.PHONY: setup native demo test test-tiles test-isas test-asan test-sanitizers fuzz test-all test-torch test-clients \
+        test-gpu bench bench-gpu lint format check-cuda kernel-report-all kernel-report-triton kernel-report-peers docs clean clean-venv
 
 setup: .venv/.editable .venv/.models native
 
@@ -89,13 +89,19 @@ test-tiles: setup
 
 # The ops and fuzzers with kernels that watch each access; the first error ends a test. A second
 # tier: the build takes ten minutes of a processor. Each test is several times slower.
+STEPS := $(addprefix tests/optim/test_,adamw.py norms.py offloaded.py rounding.py step_threads.py)
 test-asan: setup
-	$(BIN)/python tools/sanitized.py -m pytest -q tests/ops tests/fuzz/test_sanitized.py \
+	$(BIN)/python tools/sanitized.py -m pytest -q tests/ops $(STEPS) tests/fuzz/test_sanitized.py \
 	  -m "not slow and not gpu and not interpreter" -k "not compiled and not 2_to_the_31 and not far_rows and not torch-cpu"
 	for fuzzer in operators functions arguments; do \
 	  $(BIN)/python tools/sanitized.py -m tests.fuzz $$fuzzer --calls 20000 --processes $(WORKERS) \
 	    || exit 1; \
 	done
+
+# C++ programs that stress what threads and processes share, compiled with the thread, address and
+# undefined-behaviour sanitizers: no Python and no torch in them, so that no access is unwatched.
+test-sanitizers: setup
+	$(PYTEST) tests/sanitizers
 
 # Calls that are made up, by the million: make fuzz CALLS=1000000 SEED=1
 CALLS ?= 100000

@@ -1,5 +1,10 @@
 // The table of contents: one schema line per native kernel. Schemas are those of the fusedops::X
 // ops (fusedops/ops/X.py) and of the X_backward ops that define_op derives from them.
+//
+// These operators are private and trust their caller: fusedops::X holds a call to the op's contract
+// (contract.h) and then calls fusedops_cpp::X, where a second look would cost every call. Whoever
+// calls torch.ops.fusedops_cpp.X with arguments that its contract refuses reads and writes memory
+// that is not the tensors' own.
 #include <torch/library.h>
 
 TORCH_LIBRARY(fusedops_cpp, m) {

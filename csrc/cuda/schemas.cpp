@@ -1,6 +1,7 @@
 // The table of contents of the CUDA library: a schema line per native CUDA kernel, each that of
 // fusedops_cpp::X in csrc/schemas.cpp. It is apart because an op counts as having a CUDA kernel
-// once its schema is defined, which must not happen where this library is not loaded.
+// once its schema is defined, which must not happen where this library is not loaded. The operators
+// are private and trust their caller, as those of fusedops_cpp do.
 #include <torch/library.h>
 
 TORCH_LIBRARY(fusedops_cuda, m) {

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from harness import HERE, assert_clean, build, run
+
+from .harness import HERE, assert_clean, build, run
 
 pytestmark = pytest.mark.slow
 SOURCES = [HERE / "step_queue.cpp"]

@@ -69,6 +69,7 @@ def test_a_number_of_threads_that_cannot_be_is_refused(threads: int) -> None:
         _step_queue.new_queue(threads)
 
 
+@pytest.mark.skipif("ASAN_OPTIONS" in os.environ, reason="it reserves more memory than the limit")
 def test_a_system_without_more_threads_is_an_error() -> None:
     """In a process whose memory has no room for the stacks of so many threads."""
     code = (

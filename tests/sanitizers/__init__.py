@@ -1,0 +1,1 @@
+"""C++ programs under the compiler's sanitizers: ``make test-sanitizers``."""
