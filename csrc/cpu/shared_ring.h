@@ -16,6 +16,7 @@
 #include <cerrno>
 #include <cstring>
 #include <ctime>
+#include <memory>
 
 #include <fcntl.h>
 #include <linux/futex.h>
@@ -79,14 +80,13 @@ class Ring {
   }
 
   // That of another rank which is a thread of this process, in the same mapping: a sanitizer of
-  // threads sees its accesses. `owner` must outlive this one.
-  explicit Ring(const Ring* owner) : header_(owner->header_), is_view_(true) {}
+  // threads sees its accesses.
+  explicit Ring(const Ring* owner) : header_(owner->header_) {}
 
   Ring(const Ring&) = delete;
   Ring& operator=(const Ring&) = delete;
 
   ~Ring() {
-    if (header_ != nullptr && !is_view_) munmap(header_, kBytes);
     if (descriptor_ >= 0) close(descriptor_);
     if (process_ >= 0) close(process_);
   }
@@ -99,7 +99,7 @@ class Ring {
   int64_t consumed() const { return header_->consumed.load(std::memory_order_acquire); }
   bool is_closed() const { return header_->closed.load(std::memory_order_acquire) != 0; }
   char* piece(int64_t number) {
-    return reinterpret_cast<char*>(header_) + kHeaderBytes + number % kPieces * kPieceBytes;
+    return reinterpret_cast<char*>(header_.get()) + kHeaderBytes + number % kPieces * kPieceBytes;
   }
   PieceStamp& stamp(int64_t number) { return header_->stamps[number % kPieces]; }
 
@@ -172,7 +172,8 @@ class Ring {
 
   void map() {
     void* at = mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor_, 0);
-    if (at != MAP_FAILED) header_ = static_cast<Header*>(at);
+    if (at == MAP_FAILED) return;
+    header_ = {static_cast<Header*>(at), [](Header* header) { munmap(header, kBytes); }};
   }
 
   void publish(std::atomic<int64_t>& what, int64_t value) {
@@ -192,8 +193,7 @@ class Ring {
   const pid_t creator_ = getpid();
   int descriptor_ = -1;
   int process_ = -1;
-  Header* header_ = nullptr;
-  const bool is_view_ = false;
+  std::shared_ptr<Header> header_;
 };
 
 #endif
