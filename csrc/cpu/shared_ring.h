@@ -1,5 +1,5 @@
 // A ring of pieces in memory that the processes of one machine share: one rank writes it, all read
-// it. Linux only; elsewhere `kHasSharedMemory` is false and nothing of this is called.
+// it. Linux only.
 //
 // The pieces of all ranks are numbered alike. Rank r writes its piece i once all ranks have read
 // its piece i - kPieces; whoever wants piece i of rank r waits until r has posted more than i.
@@ -7,16 +7,14 @@
 // Each piece has a stamp that says which collective it belongs to.
 #pragma once
 
-#include <atomic>
-#include <cstdint>
-#include <string>
-
 #if defined(__linux__)
 #include <algorithm>
-#include <cerrno>
+#include <atomic>
+#include <cstdint>
 #include <cstring>
 #include <ctime>
 #include <memory>
+#include <string>
 
 #include <fcntl.h>
 #include <linux/futex.h>
@@ -25,15 +23,8 @@
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
-#endif
 
 namespace fusedops {
-
-#if defined(__linux__)
-inline constexpr bool kHasSharedMemory = true;
-#else
-inline constexpr bool kHasSharedMemory = false;
-#endif
 
 inline constexpr int64_t kPieceBytes = 256 * 1024;
 inline constexpr int64_t kPieces = 32;
@@ -45,7 +36,7 @@ struct PieceStamp {
   int64_t kind;
   int64_t dtype;
   int64_t root;    // rank whose tensor is broadcast; of a shift, how far the source is behind
-  int64_t bytes;   // that all parts have together
+  int64_t bytes;   // that a rank gives
   char text[112];  // the call in words, for messages
 
   bool operator==(const PieceStamp& other) const {
@@ -57,8 +48,6 @@ struct PieceStamp {
 
 // Why a rank closed its channel.
 enum class ChannelFailure : int64_t { none, lost_rank, disagreement };
-
-#if defined(__linux__)
 
 class Ring {
  public:
@@ -196,6 +185,6 @@ class Ring {
   std::shared_ptr<Header> header_;
 };
 
-#endif
-
 }  // namespace fusedops
+
+#endif

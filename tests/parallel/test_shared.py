@@ -166,7 +166,9 @@ def _forks(world: World) -> list[float]:
     if not world.member(2):
         return [1.0] * 2
     group = world.group(2)
-    communication.all_reduce(torch.ones(1), group).wait()
+    # More than a ring holds: the parent has a progress thread, its child has none.
+    for each in [communication.all_reduce(torch.ones(1), group) for _ in range(40)]:
+        each.wait()
     child = os.fork()
     if child == 0:
         _shared._channels.clear()  # as the interpreter does when it ends
@@ -281,14 +283,16 @@ def test_a_channel_refuses_wrong_arguments_and_stays_usable() -> None:
     with pytest.raises(TypeError, match="got Long"):
         first.start("all_reduce", "", torch.ones(2, dtype=torch.int64), torch.ones(2).long(), 0)
     empty = torch.ones(0)
-    for channel in (first, second):
+    gathered = [torch.full((4,), float(rank)) for rank in range(2)]
+    for rank, channel in enumerate((first, second)):
         channel.start("all_reduce", "", empty, empty, 0)
-        channel.start("all_gather", "", four[:2], four, 0)
+        part = gathered[rank][2 * rank : 2 * rank + 2]  # the place of its own in the result
+        channel.start("all_gather", "", part, gathered[rank], 0)
     for channel in (first, second):
         with pytest.raises(ValueError, match="a timeout must be seconds"):
             channel.finish(1, float("nan"))
         channel.finish(1, 10.0)
-    assert four.tolist() == [1.0] * 4
+    assert [each.tolist() for each in gathered] == [[0.0, 0.0, 1.0, 1.0]] * 2
 
 
 def test_a_forked_process_is_refused() -> None:
