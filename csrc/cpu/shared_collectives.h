@@ -113,7 +113,9 @@ class SharedCollectives {
     std::vector<Message> messages = messages_of(call);
     int64_t pieces = 0;
     for (const auto& message : messages) pieces += message.pieces;
-    const bool fits = messages.size() == 1 && started_pieces_ + pieces - collected_ <= kPieces;
+    // Whatever other ranks have not read, or this one has not, still takes room in a ring.
+    const int64_t read_by_all = std::min(collected_, consumed_by_all().count);
+    const bool fits = messages.size() == 1 && started_pieces_ + pieces - read_by_all <= kPieces;
     if (!fits && !progress_thread_.joinable()) {
       progress_thread_ = std::thread([this] { make_progress(); });
       own().set_has_progress_thread();

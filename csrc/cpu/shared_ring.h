@@ -1,5 +1,5 @@
 // A ring of pieces in memory that the processes of one machine share: one rank writes it, all read
-// it. Linux only; elsewhere `kHasSharedMemory` is false and nothing of this is called.
+// it. Linux only.
 //
 // The pieces of all ranks are numbered alike. Rank r writes its piece i once all ranks have read
 // its piece i - kPieces; whoever wants piece i of rank r waits until r has posted more than i.
@@ -7,15 +7,14 @@
 // Each piece has a stamp that says which collective it belongs to.
 #pragma once
 
-#include <atomic>
-#include <cstdint>
-#include <string>
-
 #if defined(__linux__)
 #include <algorithm>
-#include <cerrno>
+#include <atomic>
+#include <cstdint>
 #include <cstring>
 #include <ctime>
+#include <memory>
+#include <string>
 
 #include <fcntl.h>
 #include <linux/futex.h>
@@ -24,15 +23,8 @@
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
-#endif
 
 namespace fusedops {
-
-#if defined(__linux__)
-inline constexpr bool kHasSharedMemory = true;
-#else
-inline constexpr bool kHasSharedMemory = false;
-#endif
 
 inline constexpr int64_t kPieceBytes = 256 * 1024;
 inline constexpr int64_t kPieces = 32;
@@ -44,7 +36,7 @@ struct PieceStamp {
   int64_t kind;
   int64_t dtype;
   int64_t root;    // rank whose tensor is broadcast; of a shift, how far the source is behind
-  int64_t bytes;   // that all parts have together
+  int64_t bytes;   // that a rank gives
   char text[112];  // the call in words, for messages
 
   bool operator==(const PieceStamp& other) const {
@@ -56,8 +48,6 @@ struct PieceStamp {
 
 // Why a rank closed its channel.
 enum class ChannelFailure : int64_t { none, lost_rank, disagreement };
-
-#if defined(__linux__)
 
 class Ring {
  public:
@@ -79,14 +69,13 @@ class Ring {
   }
 
   // That of another rank which is a thread of this process, in the same mapping: a sanitizer of
-  // threads sees its accesses. `owner` must outlive this one.
-  explicit Ring(const Ring* owner) : header_(owner->header_), is_view_(true) {}
+  // threads sees its accesses.
+  explicit Ring(const Ring* owner) : header_(owner->header_) {}
 
   Ring(const Ring&) = delete;
   Ring& operator=(const Ring&) = delete;
 
   ~Ring() {
-    if (header_ != nullptr && !is_view_) munmap(header_, kBytes);
     if (descriptor_ >= 0) close(descriptor_);
     if (process_ >= 0) close(process_);
   }
@@ -99,7 +88,7 @@ class Ring {
   int64_t consumed() const { return header_->consumed.load(std::memory_order_acquire); }
   bool is_closed() const { return header_->closed.load(std::memory_order_acquire) != 0; }
   char* piece(int64_t number) {
-    return reinterpret_cast<char*>(header_) + kHeaderBytes + number % kPieces * kPieceBytes;
+    return reinterpret_cast<char*>(header_.get()) + kHeaderBytes + number % kPieces * kPieceBytes;
   }
   PieceStamp& stamp(int64_t number) { return header_->stamps[number % kPieces]; }
 
@@ -172,7 +161,8 @@ class Ring {
 
   void map() {
     void* at = mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor_, 0);
-    if (at != MAP_FAILED) header_ = static_cast<Header*>(at);
+    if (at == MAP_FAILED) return;
+    header_ = {static_cast<Header*>(at), [](Header* header) { munmap(header, kBytes); }};
   }
 
   void publish(std::atomic<int64_t>& what, int64_t value) {
@@ -192,10 +182,9 @@ class Ring {
   const pid_t creator_ = getpid();
   int descriptor_ = -1;
   int process_ = -1;
-  Header* header_ = nullptr;
-  const bool is_view_ = false;
+  std::shared_ptr<Header> header_;
 };
 
-#endif
-
 }  // namespace fusedops
+
+#endif

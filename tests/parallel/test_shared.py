@@ -166,7 +166,9 @@ def _forks(world: World) -> list[float]:
     if not world.member(2):
         return [1.0] * 2
     group = world.group(2)
-    communication.all_reduce(torch.ones(1), group).wait()
+    # More than a ring holds: the parent has a progress thread, its child has none.
+    for each in [communication.all_reduce(torch.ones(1), group) for _ in range(40)]:
+        each.wait()
     child = os.fork()
     if child == 0:
         _shared._channels.clear()  # as the interpreter does when it ends
@@ -222,6 +224,99 @@ def test_a_rank_that_is_gone_is_named(tmp_path: Path, how: str) -> None:
     message = (tmp_path / "message").read_text()
     assert "rank 1 of its group of 2" in message
     assert ("did not come within 1 s" if how == "late" else "has ended") in message
+
+
+def _connected() -> Any:
+    """Return a channel whose other rank is the same process, with a ring of its own."""
+    kind = torch.classes.fusedops_native.SharedChannel
+    channels = [kind(rank, 2) for rank in range(2)]
+    for rank, each in enumerate(channels):
+        each.write_secret(rank)
+    descriptors = [each.descriptor() for each in channels]
+    for each in channels:
+        assert each.connect([os.getpid()] * 2, descriptors, [0, 1])
+    return channels
+
+
+def test_a_channel_refuses_another_order_of_calls() -> None:
+    kind = torch.classes.fusedops_native.SharedChannel
+    one = torch.ones(2)
+    with pytest.raises(RuntimeError, match="start was called before connect"):
+        kind(0, 2).start("all_reduce", "", one, one, 0)
+    with pytest.raises(ValueError, match="no collective 0 was started"):
+        kind(0, 2).finish(0, 1.0)
+    with pytest.raises(ValueError, match="rank -1 of -1 ranks"):
+        kind(-1, -1)
+    first, second = _connected()
+    with pytest.raises(RuntimeError, match="connect was called before"):
+        first.connect([1, 1], [1, 1], [0, 0])
+    tensors = torch.full((2,), 1.0), torch.full((2,), 2.0)
+    for channel, tensor in zip((first, second), tensors, strict=True):
+        assert channel.start("all_reduce", "sum", tensor, tensor, 0) == 0
+    for channel in (first, second):
+        channel.finish(0, 10.0)
+        channel.finish(0, 10.0)  # it is finished already
+        with pytest.raises(ValueError, match="no collective 1 was started"):
+            channel.finish(1, 10.0)
+    assert [each.tolist() for each in tensors] == [[3.0, 3.0]] * 2
+
+
+def test_a_channel_refuses_wrong_arguments_and_stays_usable() -> None:
+    first, second = _connected()
+    four = torch.ones(4)
+    wrong: list[tuple[str, torch.Tensor, torch.Tensor, int, str]] = [
+        ("gossip", four, four, 0, "there is no collective gossip"),
+        ("shift", four, torch.empty(4), 2, "no rank 2"),
+        ("broadcast", four, four, -1, "no rank -1"),
+        ("all_reduce", four.to("meta"), four, 0, "contiguous and on the CPU"),
+        ("all_reduce", torch.ones(4, 2).t(), torch.ones(4, 2).t(), 0, "contiguous"),
+        ("all_reduce", four, torch.ones(4, dtype=torch.float64), 0, "of one dtype"),
+        ("all_reduce", four, torch.ones(3), 0, "does not fit"),
+        ("all_gather", four, torch.ones(4), 0, "does not fit"),
+        ("all_to_all", torch.ones(3), torch.ones(3), 0, "does not fit"),
+        ("all_to_all", four, four, 0, "the input lies in the output"),
+        ("all_gather", four[2:], four, 0, "the input lies in the output"),
+    ]
+    for name, given, taken, source, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            first.start(name, "", given, taken, source)
+    with pytest.raises(TypeError, match="got Long"):
+        first.start("all_reduce", "", torch.ones(2, dtype=torch.int64), torch.ones(2).long(), 0)
+    empty = torch.ones(0)
+    gathered = [torch.full((4,), float(rank)) for rank in range(2)]
+    for rank, channel in enumerate((first, second)):
+        channel.start("all_reduce", "", empty, empty, 0)
+        part = gathered[rank][2 * rank : 2 * rank + 2]  # the place of its own in the result
+        channel.start("all_gather", "", part, gathered[rank], 0)
+    for channel in (first, second):
+        with pytest.raises(ValueError, match="a timeout must be seconds"):
+            channel.finish(1, float("nan"))
+        channel.finish(1, 10.0)
+    assert [each.tolist() for each in gathered] == [[0.0, 0.0, 1.0, 1.0]] * 2
+
+
+def test_a_forked_process_is_refused() -> None:
+    first, _ = _connected()
+    child = os.fork()
+    if child == 0:
+        try:
+            first.start("all_reduce", "", torch.ones(1), torch.ones(1), 0)
+        except RuntimeError as error:
+            os._exit(0 if "a forked process cannot use" in str(error) else 1)
+        os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_communication_is_waited_for_once(on_ranks: OnRanks) -> None:
+    assert on_ranks(_waits_twice) == ["wait was called twice for one communication"] * 8
+
+
+def _waits_twice(world: World) -> str:
+    pending = communication.all_reduce(torch.ones(1), world.group(8))
+    pending.wait()
+    with pytest.raises(RuntimeError) as error:
+        pending.wait()
+    return str(error.value)
 
 
 def test_the_variable_is_known(monkeypatch: Any) -> None:
