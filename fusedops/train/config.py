@@ -274,9 +274,24 @@ class Config:
         checks.choice("config", "device", self.device, ("auto", "cpu", "cuda"))
         if not self.out:
             checks.fail("config", "out", "a folder", "an empty text")
-        table.fill(ParallelConfig, self.parallel, "parallel")
+        check_parallel(self.parallel)
         if self.schedule.warmup > self.steps:
             checks.fail("schedule", "warmup", f"at most steps, {self.steps}", self.schedule.warmup)
+
+
+def check_parallel(given: Mapping[str, Any]) -> ParallelConfig:
+    """Check a table of ``ParallelConfig`` whose ``dp`` may follow from the number of processes.
+
+    Returns:
+        The configuration; where ``dp`` is missing, with the least that ``ep`` fits into.
+
+    Raises:
+        InputError: a key is unknown, or a value is wrong.
+    """
+    ep = given.get("ep")
+    if given.get("mode") != "data" and isinstance(ep, int) and ep > 1:
+        given = {"dp": ep} | dict(given)
+    return table.fill(ParallelConfig, given, "parallel")
 
 
 def load_config(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from fusedops.parallel import make_mesh
 from fusedops.parallel.sizes import check_divides
 from fusedops.train import corpus as corpora
 from fusedops.train import metrics, precision, table
-from fusedops.train.config import Config
+from fusedops.train.config import Config, check_parallel
 from fusedops.train.data import Sequences
 from fusedops.train.folder import claimed
 from fusedops.train.metrics import Metrics
@@ -253,11 +253,13 @@ def layout_of(given: dict[str, Any], ranks: int) -> ParallelConfig:
     Raises:
         ValueError: the sizes do not make that many processes.
     """
-    found = table.fill(ParallelConfig, given, "parallel")
-    others = found.tp * found.cp * found.pp
-    if found.mode != "data" and "dp" not in given and ranks % others == 0:
-        found = replace(found, dp=ranks // others)
-    return found.for_ranks(ranks)
+    if given.get("mode") != "data" and "dp" not in given:
+        smallest = check_parallel(given)
+        others = smallest.tp * smallest.cp * smallest.pp
+        if ranks % others:
+            smallest.for_ranks(ranks)  # raises
+        given = given | {"dp": ranks // others}
+    return table.fill(ParallelConfig, given, "parallel").for_ranks(ranks)
 
 
 def spread(config: Config, sizes: TransformerConfig, ranks: Ranks) -> Parallelized:
