@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -46,7 +46,7 @@ def estimated_bytes(run: Run) -> int | None:
     from fusedops.planner import Layout, estimate
 
     config, parallel = run.config, run.parallel.config
-    model = run.parallel.model.config
+    model: Any = run.parallel.model.config
     halves = config.precision.compute != "float32", config.precision.parameters != "float32"
     rows = config.batch // (parallel.dp * parallel.microbatches)
     shared = ("dp", "tp", "pp", "cp", "ep", "zero", "sp", "microbatches", "pipeline_schedule")

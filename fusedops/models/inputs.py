@@ -42,6 +42,11 @@ def check_inputs(
         if positions.shape not in (tokens.shape, tokens.shape[1:]):
             wanted = f"of shape [{length}] or {list(tokens.shape)}, that of tokens"
             checks.fail(name, "positions", wanted, list(positions.shape))
+        if config.position_tables and checks.readable(positions) and positions.numel():
+            low, high = (int(each) for each in positions.aminmax())
+            if low < 0 or high >= config.seq_len:
+                wanted = f"from 0 to {config.seq_len - 1}, the rows of the table of positions"
+                checks.fail(name, "positions", wanted, low if low < 0 else high)
     elif config.position_tables and length > config.seq_len:
         wanted = f"of at most {config.seq_len} tokens a sequence, the table of positions"
         checks.fail(name, "tokens", wanted, length)

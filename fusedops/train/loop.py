@@ -150,8 +150,12 @@ def _save(run: Run, *, last: bool) -> None:
     One that cannot be written is logged, and the next is tried; without the last one the run fails.
     """
     model: Any = run.parallel.model
-    extra = {"corpus": run.corpus, "config": asdict(run.config), "model": asdict(model.config)}
-    extra["finite"] = run.finite
+    extra = {
+        "corpus": run.corpus,
+        "config": asdict(run.config),
+        "model": asdict(model.config),
+        "finite": run.finite,
+    }
     with contextlib.suppress(CheckpointError):  # the keeper has logged it
         run.keeper.wait()  # for the one before
     try:

@@ -79,6 +79,10 @@ BAD = {
     "heads": (["model.num_heads=3"], "num_heads must be a divisor of hidden_size"),
     "vocabulary": (["model.vocab_size=64"], "vocab_size must be at least 257, the tokenizer's"),
     "positions": (["model.seq_len=8"], "seq_len must be at least data.seq_len, 16, got 8"),
+    "no decay": (
+        ["optimizer.no_decay=['*bias', 'layers.*.atention.querry.weight']"],
+        "'layers.*.atention.querry.weight' must match a parameter; the nearest names are layers.",
+    ),
     "corpus": (["data.train=['nothing.txt']"], "the corpus nothing.txt does not exist"),
     "tokenizer": (["data.tokenizer=nothing.json"], "nothing.json cannot be read: No such file"),
     "tensorboard": (["log.tensorboard=true"], "log.tensorboard needs TensorBoard"),

@@ -280,9 +280,10 @@ def test_whole_models_have_the_published_numbers_of_parameters(name: str, count:
         (lambda model, x: model(x - 1), "tokens must be from 0 to 255.*got -1"),
         (lambda model, x: model(x, x[:, 1:]), r"labels must be of shape \[1, 8\]"),
         (lambda model, x: model(x, positions=x[0, 1:]), "positions must be of shape"),
+        (lambda model, x: model(x, positions=x[0] + 57), "from 0 to 63, the rows.*got 64"),
         (lambda model, x: model(x.repeat(1, 9)), "at most 64 tokens a sequence.*got 72"),
     ],
-    ids=["dims", "word", "negative", "labels", "positions", "length"],
+    ids=["dims", "word", "negative", "labels", "positions", "rows", "length"],
 )
 def test_wrong_inputs_are_refused(call: Any, says: str) -> None:
     with pytest.raises(ValueError, match=says):
