@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 _SHOWN = 3
+_MASTER = ".master"  # of the state of a parameter that fusedops.optim.AdamW steps in its place
 # What torch's wrappers put into the names of parameters.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
@@ -44,6 +45,7 @@ class Loading:
         with_state: the parameters that have.
         groups: of all optimizers.
         flat: as it was written.
+        without_master: names of the parameters that have a state without a float32 master in it.
     """
 
     reader: dcp.FileSystemReader
@@ -52,6 +54,7 @@ class Loading:
     with_state: set[torch.nn.Parameter]
     groups: list[list[dict[str, Any]]]
     flat: bool
+    without_master: set[str]
 
 
 class State:
@@ -110,7 +113,12 @@ class State:
         # Of a parameter that no step has reached there is nothing; what stands in is removed after.
         bare = {name for name, each in known.items() if each not in with_state}
         _check_fits(content, names, there, folder, bare)
-        return Loading(reader, content, stepped, with_state, groups, flat)
+        without_master = {
+            name
+            for name in known.keys() - bare
+            if f"model.{name}" in there and f"optimizer.state.{name}{_MASTER}" not in there
+        }
+        return Loading(reader, content, stepped, with_state, groups, flat, without_master)
 
     def load(self, loading: Loading, process_group: dist.ProcessGroup | None) -> None:
         """Load what was prepared; all ranks of the group do."""
@@ -135,8 +143,11 @@ class State:
             options=StateDictOptions(flatten_optimizer_state_dict=loading.flat),
         )
         for optimizer, saved in zip(self.optimizers, loading.groups, strict=False):
-            for parameter in [each for each in optimizer.state if each not in loading.with_state]:
+            surplus = [each for each in optimizer.state if each not in loading.with_state]
+            for parameter in surplus:
                 del optimizer.state[parameter]
+            if surplus:  # one that makes its states before the first step makes them anew
+                optimizer.load_state_dict(optimizer.state_dict())
             if optimizer not in stepped:
                 for group, values in zip(optimizer.param_groups, saved, strict=True):
                     group.update(values)
@@ -144,6 +155,33 @@ class State:
             for group, known in zip(optimizer.param_groups, of_groups, strict=True):
                 if known is not None:
                     group["param_names"] = known
+        self._load_masters(loading, process_group)
+
+    def _load_masters(self, loading: Loading, group: dist.ProcessGroup | None) -> None:
+        """Load the masters that the checkpoint has none of from the weights in it.
+
+        A run that keeps masters only now (``offload``, or weights in half precision) goes on from
+        one that did not.
+        """
+        states = {each: state for o in self.optimizers for each, state in o.state.items()}
+        known = self._parameters()
+        masters = {
+            name: states[known[name]]["master"]
+            for name in loading.without_master
+            if "master" in states.get(known[name], {})
+        }
+        anywhere = [bool(masters)]
+        if group is not None:
+            anywhere = [False] * dist.get_world_size(group)
+            dist.all_gather_object(anywhere, bool(masters), group=group)
+        if any(anywhere):
+            dcp.load(
+                {"model": masters},
+                storage_reader=loading.reader,
+                planner=dcp.DefaultLoadPlanner(allow_partial_load=True),
+                process_group=group,
+                no_dist=group is None,
+            )
 
     def _content(self, optimizers: list[torch.optim.Optimizer], *, flat: bool) -> dict[str, Any]:
         options = StateDictOptions(flatten_optimizer_state_dict=flat)
@@ -232,6 +270,12 @@ def _check_fits(
     lacks = wanted.keys() - there.keys()
     if bare:
         lacks = {name for name in lacks if _parameter_of(name) not in bare}
+    # Masters are made of the weights.
+    lacks = {
+        name
+        for name in lacks
+        if not (name.endswith(_MASTER) and f"model.{_parameter_of(name)}" in there)
+    }
     missing = sorted(lacks)
     model = {name for name in there if name.startswith("model.")}
     surplus = sorted(model - {f"model.{name}" for name in names})

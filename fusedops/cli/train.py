@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fusedops._core import env
-from fusedops.cli import files
+from fusedops.cli import files, train_memory
 from fusedops.cli.told import say, told_once
 
 if TYPE_CHECKING:
@@ -84,8 +84,15 @@ def _train(config: str, overrides: list[str]) -> None:
     if sys.__stderr__ is not None:
         faulthandler.enable(sys.__stderr__)  # a crash in C tells where
     watcher = _Watcher()
-    with watcher:
-        result = train.train(config, overrides, watcher=watcher)
+    try:
+        with watcher:
+            result = train.train(config, overrides, watcher=watcher)
+    except (MemoryError, RuntimeError) as error:
+        told = train_memory.out_of_memory(error, watcher.run)
+        if told is None:
+            raise
+        say(f"fusedops: error: {told}")
+        raise SystemExit(1) from None
     if watcher.began:
         say(_ending(result))
 
@@ -106,6 +113,7 @@ class _Watcher:
 
     def __init__(self) -> None:
         self.began = False
+        self.run: Run | None = None
         self._every, self._steps = 1, 0
         self._bar: Any = None
 
@@ -118,7 +126,8 @@ class _Watcher:
 
     def begin(self, run: Run) -> None:
         """Tell what is trained, and where it goes on from."""
-        self.began = True
+        self.began, self.run = True, run
+        warning = train_memory.check_memory(run)
         self._every, self._steps = run.config.log.every, run.config.steps
         count = sum(each.numel() for each in run.parallel.model.parameters())
         tokens = run.train.count * run.train.seq_len
@@ -126,7 +135,7 @@ class _Watcher:
             f"{count:,} parameters, {tokens:,} tokens, {run.ranks.size} processes on "
             f"{run.ranks.device.type}: {run.config.out}"
         )
-        for note in run.notes:
+        for note in (*run.notes, *([warning] if warning else [])):
             say(note)
         if not sys.stderr.isatty():
             return

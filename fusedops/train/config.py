@@ -18,6 +18,7 @@ from fusedops.train.table import InputError
 SCHEDULES = ("constant", "linear", "cosine", "stable-decay")
 DTYPES = ("float32", "bfloat16", "float16")
 TOKEN_DTYPES = ("uint16", "int32", "int64")
+TEXT_ERRORS = ("strict", "skip", "replace")
 SPIKES = ("skip", "rollback", "stop", "go")
 
 
@@ -35,6 +36,8 @@ class Data:
         token_dtype: of files of tokens.
         cache: folder for the tokens of text; ``cache`` in the run's folder by default.
         shuffle: whether sequences come in a random order, another in each epoch.
+        errors: what is done about text that is not UTF-8: ``"strict"``: it is an error; ``"skip"``:
+            such files are left out; ``"replace"``: the bytes become U+FFFD.
         documents: whether tokens attend only those of their own file (of a file of tokens: those
             between two ``end_of_text``), where a sequence holds parts of several.
         domains: whether each entry of ``train`` (and of ``validation``) is a domain, for a model
@@ -50,6 +53,7 @@ class Data:
     token_dtype: str = "uint16"
     cache: str = ""
     shuffle: bool = True
+    errors: str = "strict"
     documents: bool = False
     domains: bool = False
 
@@ -61,6 +65,7 @@ class Data:
             checks.fail("data", "validation", wanted, len(self.validation))
         checks.integer("data", "seq_len", self.seq_len, least=1)
         checks.choice("data", "token_dtype", self.token_dtype, TOKEN_DTYPES)
+        checks.choice("data", "errors", self.errors, TEXT_ERRORS)
         if not 0 <= self.validation_share < 1:
             checks.fail("data", "validation_share", "in [0, 1)", self.validation_share)
 
@@ -275,9 +280,24 @@ class Config:
         checks.choice("config", "device", self.device, ("auto", "cpu", "cuda"))
         if not self.out:
             checks.fail("config", "out", "a folder", "an empty text")
-        table.fill(ParallelConfig, self.parallel, "parallel")
+        check_parallel(self.parallel)
         if self.schedule.warmup > self.steps:
             checks.fail("schedule", "warmup", f"at most steps, {self.steps}", self.schedule.warmup)
+
+
+def check_parallel(given: Mapping[str, Any]) -> ParallelConfig:
+    """Check a table of ``ParallelConfig`` whose ``dp`` may follow from the number of processes.
+
+    Returns:
+        The configuration; where ``dp`` is missing, with the least that ``ep`` fits into.
+
+    Raises:
+        InputError: a key is unknown, or a value is wrong.
+    """
+    ep = given.get("ep")
+    if given.get("mode") != "data" and isinstance(ep, int) and ep > 1:
+        given = {"dp": ep} | dict(given)
+    return table.fill(ParallelConfig, given, "parallel")
 
 
 def load_config(

@@ -12,6 +12,7 @@ import ctypes
 import glob
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +26,11 @@ from fusedops.train.table import InputError
 
 BYTES = "bytes"
 TOKENS = ".bin"
-_VERSION = 2
+_VERSION = 3
+# How the identity of a corpus begins that follows from its contents; older ones had files' times.
+CONTENT = "content-"
+_SAMPLES, _SAMPLE = 64, 1 << 16
+_log = logging.getLogger(__name__)
 _DTYPES = {"uint16": torch.uint16, "int32": torch.int32, "int64": torch.int64}
 _FILES_AT_ONCE = 64
 _SCAN = 1 << 24
@@ -100,9 +105,9 @@ def prepare(data: Data, cache: Path) -> None:
         files = _expand(paths)
         if not _are_tokens(files):
             tokenizer = _tokenizer(data)
-            stem = _stem(files, tokenizer, cache)
-            if not stem.with_suffix(".json").exists():
-                _write_tokens(files, tokenizer, stem)
+            stem = _stem(files, tokenizer, data, cache)
+            if not all(stem.with_suffix(each).exists() for each in (".json", TOKENS)):
+                _write_tokens(files, tokenizer, data.errors, stem)
 
 
 def open_corpus(data: Data, cache: Path) -> Corpus:
@@ -172,21 +177,23 @@ def _open(data: Data, paths: Iterable[str], cache: Path) -> tuple[torch.Tensor, 
         if len(files) > 1:
             raise InputError(f"one file of tokens must be given, got {len(files)}: {files[0]} ...")
         dtype, path = _DTYPES[data.token_dtype], files[0]
-        told, identity = str(path), _stamp(files)
+        told, identity = str(path), _sampled(path)
     else:
         tokenizer = _tokenizer(data)
-        path = _stem(files, tokenizer, cache)
-        dtype, identity = _dtype_for(tokenizer.size), path.name
+        path = _stem(files, tokenizer, data, cache)
+        dtype = _dtype_for(tokenizer.size)
         try:
             record = json.loads(path.with_suffix(".json").read_text())
+            path = path.with_suffix(TOKENS)
+            size = path.stat().st_size
         except (OSError, ValueError):
             raise InputError(
                 f"the tokens in {cache} are not there or not whole: all processes must see that "
                 "folder; remove it to have them made anew"
             ) from None
         told = f"{record['files']} files, {record['bytes'] / 1e6:.1f} MB"
-        path = path.with_suffix(TOKENS)
-        if path.stat().st_size != record["tokens"] * dtype.itemsize:
+        identity = record["identity"]
+        if size != record["tokens"] * dtype.itemsize:
             raise InputError(f"{path} is not whole; remove it to have it made anew")
     tokens, odd = divmod(path.stat().st_size, dtype.itemsize)
     if odd or not tokens:
@@ -211,7 +218,8 @@ def _domains(data: Data, entries: Sequence[str], cache: Path) -> Domains:
                     f"data.domains: {path} must be of one entry of the corpus, got "
                     f"{entries[number[str(path)]]} and {entry}"
                 )
-    record = json.loads(_stem(files, _tokenizer(data), cache).with_suffix(".json").read_text())
+    stem = _stem(files, _tokenizer(data), data, cache)
+    record = json.loads(stem.with_suffix(".json").read_text())
     ends = torch.tensor([end for _, end in record["ends"]])
     return Domains(ends, torch.tensor([number[name] for name, _ in record["ends"]]))
 
@@ -316,18 +324,31 @@ def _stamp(files: list[Path]) -> str:
     return hashlib.sha256(repr(stats).encode()).hexdigest()
 
 
-def _stem(files: list[Path], tokenizer: Tokenizer, cache: Path) -> Path:
-    key = f"{_VERSION} {_stamp(files)} {tokenizer.identity}"
+def _sampled(path: Path) -> str:
+    """Return what changes with the contents of a file of tokens: its size, and parts of it."""
+    size = path.stat().st_size
+    digest = hashlib.sha256(f"{size}".encode())
+    with path.open("rb") as file:
+        for part in range(_SAMPLES):
+            file.seek(part * max(0, size - _SAMPLE) // (_SAMPLES - 1))
+            digest.update(file.read(_SAMPLE))
+    return f"{CONTENT}{digest.hexdigest()}"
+
+
+def _stem(files: list[Path], tokenizer: Tokenizer, data: Data, cache: Path) -> Path:
+    key = f"{_VERSION} {_stamp(files)} {tokenizer.identity} {data.errors}"
     return cache / f"tokens-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
 
 
-def _write_tokens(files: list[Path], tokenizer: Tokenizer, stem: Path) -> None:
+def _write_tokens(files: list[Path], tokenizer: Tokenizer, errors: str, stem: Path) -> None:
     """Write tokens and then the record that says that they are whole."""
     dtype = _dtype_for(tokenizer.size)
     ordered, size = [], 0
     for path in files:
-        content = _read(path)
-        if content.strip():
+        content = _read(path, errors)
+        if content is None:
+            _log.warning("%s is left out: it is not UTF-8", path)
+        elif content.strip():
             ordered.append((hashlib.sha256(content.encode()).hexdigest(), path))
             size += len(content.encode())
     if not ordered:
@@ -340,14 +361,17 @@ def _write_tokens(files: list[Path], tokenizer: Tokenizer, stem: Path) -> None:
         stem.parent.mkdir(parents=True, exist_ok=True)
         with aside.open("wb") as file:
             for batch in _in_batches([path for _, path in ordered]):
-                encoded = tokenizer.encode([_read(path) for path in batch])
+                encoded = tokenizer.encode([_read(path, errors) or "" for path in batch])
                 for path, ids in zip(batch, encoded, strict=True):
                     tokens = torch.cat([ids.to(dtype), end])
                     file.write(ctypes.string_at(tokens.data_ptr(), tokens.nbytes))
                     count += len(tokens)
                     ends.append((str(path), count))
         aside.rename(stem.with_suffix(TOKENS))
+        contents = f"{tokenizer.identity} {[digest for digest, _ in ordered]}"
+        identity = f"{CONTENT}{hashlib.sha256(contents.encode()).hexdigest()}"
         record = {"tokens": count, "files": len(ordered), "bytes": size, "ends": ends}
+        record["identity"] = identity
         aside.write_text(json.dumps(record))
         aside.rename(stem.with_suffix(".json"))
     except OSError as error:
@@ -357,13 +381,20 @@ def _write_tokens(files: list[Path], tokenizer: Tokenizer, stem: Path) -> None:
             aside.unlink(missing_ok=True)
 
 
-def _read(path: Path) -> str:
+def _read(path: Path, errors: str) -> str | None:
+    """Return a file's text; ``None``: it is not UTF-8, and to be skipped."""
     try:
-        return path.read_bytes().decode("utf-8")
+        content = path.read_bytes()
+        return content.decode("utf-8", errors="replace" if errors == "replace" else "strict")
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
-        raise InputError(f"{path} is not UTF-8: byte {error.start}") from None
+        if errors == "skip":
+            return None
+        raise InputError(
+            f"{path} is not UTF-8: byte {error.start}; data.errors = 'replace' reads it all the "
+            "same, and 'skip' leaves such files out"
+        ) from None
 
 
 def _in_batches(paths: list[Path]) -> Iterator[list[Path]]:

@@ -48,6 +48,7 @@ end_of_text = "<|endoftext|>" # of a tokenizer.json: stands between two files
 token_dtype = "uint16"        # of files of tokens: uint16, int32, int64
 cache = ""                    # by default out/cache
 shuffle = true
+errors = "strict"             # text that is not UTF-8: strict, skip (the file), replace (the bytes)
 documents = false             # true: tokens attend only those of their own file
 domains = false               # true: each entry of train is a domain (model.domain_experts)
 

@@ -69,8 +69,9 @@ def train(
 
 def _loop(run: Run, stop: Stop, watch: Watch, watcher: Watcher | None) -> Result:
     config, loss, validation, stopped = run.config, None, None, False
-    if watcher is not None:
-        watcher.begin(run)
+    with run.ranks.together():  # what it refuses, all ranks do
+        if watcher is not None:
+            watcher.begin(run)
     while run.step < config.steps and not stopped:
         watch.at(run.step + 1, "step")
         began = time.perf_counter()

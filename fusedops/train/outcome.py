@@ -33,7 +33,7 @@ class Watcher(Protocol):
     """Is told how a run goes, on the first rank."""
 
     def begin(self, run: Run) -> None:
-        """Before the first step."""
+        """Before the first step; a ``ValueError`` here ends the run on all ranks."""
         ...
 
     def show(self, record: Mapping[str, Any]) -> None:

@@ -62,13 +62,17 @@ class Ranks:
             yield
         except _MISTAKES as error:
             problem = str(error)
-        told = [problem]
-        if self.size > 1:
-            told = [None] * self.size
-            dist.all_gather_object(told, problem)
-        first = next((each for each in told if each is not None), None)
+        first = next((each for each in self.gathered(problem) if each is not None), None)
         if first is not None:
             raise InputError(first)
+
+    def gathered(self, value: Any) -> list[Any]:
+        """Return what each rank gave, on all ranks."""
+        found = [value]
+        if self.size > 1:
+            found = [None] * self.size
+            dist.all_gather_object(found, value)
+        return found
 
     def total(self, *values: float) -> list[float]:
         """Return the sums of numbers over all ranks, in float64; waits for a GPU."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
+import fnmatch
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ from fusedops.parallel import make_mesh
 from fusedops.parallel.sizes import check_divides
 from fusedops.train import corpus as corpora
 from fusedops.train import metrics, precision, table
-from fusedops.train.config import Config
+from fusedops.train.config import Config, Optimizer, check_parallel
 from fusedops.train.data import Sequences
 from fusedops.train.folder import claimed
 from fusedops.train.metrics import Metrics
@@ -123,6 +125,7 @@ def _built(config: Config, ranks: Ranks, out: Path, cache: Path) -> Iterator[Run
         sizes = model_config(config, corpus)
         corpora.check_ids(corpus, sizes.vocab_size, ranks.rank, ranks.size)
     parallel = spread(config, sizes, ranks)
+    _check_no_decay(config.optimizer.no_decay, parallel.model, ranks)
     try:  # all ranks find the same mistakes
         optimizer = parallel.optimizer(
             **_options(config),
@@ -253,11 +256,13 @@ def layout_of(given: dict[str, Any], ranks: int) -> ParallelConfig:
     Raises:
         ValueError: the sizes do not make that many processes.
     """
-    found = table.fill(ParallelConfig, given, "parallel")
-    others = found.tp * found.cp * found.pp
-    if found.mode != "data" and "dp" not in given and ranks % others == 0:
-        found = replace(found, dp=ranks // others)
-    return found.for_ranks(ranks)
+    if given.get("mode") != "data" and "dp" not in given:
+        smallest = check_parallel(given)
+        others = smallest.tp * smallest.cp * smallest.pp
+        if ranks % others:
+            smallest.for_ranks(ranks)  # raises
+        given = given | {"dp": ranks // others}
+    return table.fill(ParallelConfig, given, "parallel").for_ranks(ranks)
 
 
 def spread(config: Config, sizes: TransformerConfig, ranks: Ranks) -> Parallelized:
@@ -282,6 +287,21 @@ def spread(config: Config, sizes: TransformerConfig, ranks: Ranks) -> Paralleliz
     except (ValueError, TypeError, checks.UnsupportedError) as error:
         raise InputError(str(error)) from None
     return parallel
+
+
+def _check_no_decay(patterns: tuple[str, ...], model: Any, ranks: Ranks) -> None:
+    """Raise where a pattern that was asked for matches no parameter of any process."""
+    mine = [name for name, _ in model.named_parameters()]
+    names = sorted({name for of_rank in ranks.gathered(mine) for name in of_rank})
+    for pattern in patterns:
+        # The defaults are for all models: some have no biases.
+        if pattern in Optimizer.no_decay or fnmatch.filter(names, pattern):
+            continue
+        near = difflib.get_close_matches(pattern.strip("*"), names, cutoff=0.0)
+        raise InputError(
+            f"optimizer.no_decay: {pattern!r} must match a parameter; the nearest names are "
+            f"{', '.join(near)}"
+        )
 
 
 def _options(config: Config) -> dict[str, Any]:
@@ -334,6 +354,7 @@ def _resume(run: Run) -> None:
     run.place(restored)
     notes = [*run.notes, f"goes on from step {restored.step}"]
     notes += [f"passed over {path.name}: {why}" for path, why in restored.passed_over]
-    if restored.extra["corpus"] != run.corpus:
+    saved = restored.extra["corpus"]
+    if saved.startswith(corpora.CONTENT) and saved != run.corpus:
         notes.append("the corpus is not the one that the run was saved with")
     run.notes = tuple(notes)

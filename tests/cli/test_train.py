@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+from fusedops.cli import train_memory
 from fusedops.cli.main import app
 from fusedops.models import Transformer, load_huggingface, preset, save_huggingface
-from fusedops.train import load_config
+from fusedops.train import load_config, loop
 from fusedops.train.config import Config
 
 GOOD = """
@@ -77,6 +79,10 @@ BAD = {
     "heads": (["model.num_heads=3"], "num_heads must be a divisor of hidden_size"),
     "vocabulary": (["model.vocab_size=64"], "vocab_size must be at least 257, the tokenizer's"),
     "positions": (["model.seq_len=8"], "seq_len must be at least data.seq_len, 16, got 8"),
+    "no decay": (
+        ["optimizer.no_decay=['*bias', 'layers.*.atention.querry.weight']"],
+        "'layers.*.atention.querry.weight' must match a parameter; the nearest names are layers.",
+    ),
     "corpus": (["data.train=['nothing.txt']"], "the corpus nothing.txt does not exist"),
     "tokenizer": (["data.tokenizer=nothing.json"], "nothing.json cannot be read: No such file"),
     "tensorboard": (["log.tensorboard=true"], "log.tensorboard needs TensorBoard"),
@@ -122,6 +128,42 @@ def test_a_checkpoint_of_hugging_face_comes_in_and_goes_out(file: str, tmp_path:
     assert 0 < max(moved) < 3e-3  # two steps of about the learning rate
     refused = invoke(file, *more, "--set", "model.num_layers=1", "--set", f"out={tmp_path}/b")
     assert refused.exit_code == 2 and "nothing beside load" in refused.output
+
+
+def test_more_memory_than_the_machine_has_is_refused_before_the_first_step(file: str) -> None:
+    done = invoke(file, "--set", "batch=99999999999")
+    assert done.exit_code == 2, done.output
+    (line,) = done.output.splitlines()
+    assert "a step takes an estimated " in line and " TiB of memory in each process" in line
+    assert "make batch smaller" in line
+
+
+def test_an_estimate_above_the_memory_is_a_warning(
+    file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train_memory, "available_bytes", lambda: 1000)
+    done = invoke(file)
+    assert done.exit_code == 0, done.output
+    assert "and 1000 B is available, which may not be enough" in done.output
+
+
+@pytest.mark.parametrize("kind", ["host", "gpu", "python"])
+def test_exhausted_memory_is_one_line(
+    file: str, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    def update(*_: Any, **__: Any) -> None:
+        if kind == "gpu":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+        if kind == "python":
+            raise MemoryError
+        torch.empty(1 << 50)
+
+    monkeypatch.setattr(loop, "update", update)
+    done = invoke(file)
+    assert done.exit_code == 1, done.output
+    assert done.output.splitlines()[-1].startswith(
+        "fusedops: error: out of memory: a step takes an estimated "
+    )
 
 
 def test_another_model_does_not_go_on(file: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,53 @@ def test_text_becomes_tokens_once_and_names_do_not_matter(tmp_path: Path) -> Non
     before = [each.stat().st_mtime_ns for each in made]
     corpus.prepare(data, tmp_path / "cache")
     assert [each.stat().st_mtime_ns for each in made] == before
+
+
+def _identity(data: Data, cache: Path) -> str:
+    corpus.prepare(data, cache)
+    return corpus.open_corpus(data, cache).identity
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.bin"])
+def test_the_identity_of_a_corpus_is_its_contents(tmp_path: Path, name: str) -> None:
+    path, cache = tmp_path / name, tmp_path / "cache"
+    data = Data(train=(str(path),), seq_len=2)
+    path.write_text("tea and tea " * 9)
+    first = _identity(data, cache)
+    os.utime(path, (1, 1))
+    assert _identity(data, cache) == first
+    path.write_text("tea and tee " * 9)
+    os.utime(path, (1, 1))
+    assert _identity(data, tmp_path / "other") != first
+
+
+def test_text_that_is_not_utf8_is_skipped_or_replaced(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("tea and tea")
+    (tmp_path / "b.txt").write_bytes(b"t\xffe")
+    streams = {}
+    for errors in ("skip", "replace"):
+        data = Data(train=(f"{tmp_path}/*.txt",), seq_len=2, validation_share=0.0, errors=errors)
+        corpus.prepare(data, tmp_path / "cache")
+        streams[errors] = bytes(
+            each
+            for each in corpus.open_corpus(data, tmp_path / "cache").train.tolist()
+            if each < 256
+        )
+    assert streams["skip"] == b"tea and tea"
+    replaced = "t\ufffde".encode()
+    assert replaced in streams["replace"] and len(streams["replace"]) == 11 + len(replaced)
+
+
+def test_tokens_that_were_removed_from_the_cache_are_made_anew(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("tea and tea")
+    data, cache = Data(train=(f"{tmp_path}/a.txt",), seq_len=2), tmp_path / "cache"
+    corpus.prepare(data, cache)
+    (tokens,) = cache.glob("*.bin")
+    tokens.unlink()
+    with pytest.raises(InputError, match="are not there or not whole"):
+        corpus.open_corpus(data, cache)
+    corpus.prepare(data, cache)
+    assert corpus.open_corpus(data, cache).identity and tokens.exists()
 
 
 def test_files_of_tokens_are_mapped_as_they_are(tmp_path: Path) -> None:
@@ -118,9 +166,9 @@ def test_a_file_that_vanishes_leaves_no_half_of_its_tokens(
     (tmp_path / "a.txt").write_text("tea")
     plain, reads = corpus._read, []
 
-    def read(path: Path) -> str:
+    def read(path: Path, errors: str) -> str | None:
         reads.append(path)
-        return plain(path if len(reads) == 1 else path / "nowhere")
+        return plain(path if len(reads) == 1 else path / "nowhere", errors)
 
     monkeypatch.setattr(corpus, "_read", read)
     with pytest.raises(InputError, match="cannot read"):

@@ -12,7 +12,7 @@ import torch
 from train_runs import STEPS, Watching, config, digest, on_ranks, whole
 
 from fusedops._core import dtypes, env
-from fusedops.train import InputError, loop, processes, train
+from fusedops.train import InputError, loop, processes, setup, train
 from fusedops.train.setup import Run
 
 pytestmark = pytest.mark.distributed
@@ -114,6 +114,60 @@ def test_a_run_whose_rank_was_killed_ends_with_the_same_bits(tmp_path: Path) -> 
     resumed = on_ranks(2, _dying, str(tmp_path), "killed", -1)
     assert whole_run == [(STEPS, digest) for _, digest in whole_run]
     assert resumed == [(STEPS - 5, digest) for _, digest in whole_run]
+
+
+def _switching(rank: int, folder: str, parallel: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """Train with and without offloaded states, and from one to the other and back."""
+    found = []
+    for out, switches in (("plain", ((6, ()),)), ("switched", ((2, ()), (4, "on"), (6, ())))):
+        for steps, switch in switches:
+            given = parallel | ({"offload": ["optimizer"]} if switch else {})
+            watching = Watching()
+            changes = PLAIN | {"out": f"{folder}/{out}", "parallel": given, "steps": 6}
+            more = [f"steps={steps}", "schedule.kind=constant"]
+            runs, plain = [], loop.backward
+
+            def backward(run: Run, runs: Any = runs, plain: Any = plain) -> tuple[float, float]:
+                runs.append(run)
+                return plain(run)
+
+            loop.backward = backward
+            try:
+                train(config(Path(folder), **changes), more, watcher=watching)
+            finally:
+                loop.backward = plain
+        found.append(digest(runs[-1]))
+    return found[0], found[1]
+
+
+# The layout of one process, and others on two.
+@pytest.mark.parametrize(
+    "parallel", [{}, {"zero": 1}, {"zero": 3}, {"tp": 2}, {"pp": 2, "microbatches": 2}], ids=str
+)
+def test_offload_is_switched_on_and_off_with_the_same_bits(
+    parallel: dict[str, Any], tmp_path: Path
+) -> None:
+    results = on_ranks(2, _switching, str(tmp_path), parallel)
+    for one, other in results:
+        assert one == other
+
+
+def test_dp_follows_from_the_processes_with_experts_too(tmp_path: Path) -> None:
+    given = {"model": {"preset": "tiny-mixtral"}, "steps": 2, "parallel": {"ep": 2}}
+    results = on_ranks(2, _train, str(tmp_path), PLAIN | given)
+    assert [each[0] for each in results] == [2, 2], results
+    for parallel, ranks, wanted in (
+        ({"ep": 2, "ep_nodes": 2}, 4, {"dp": 4, "ep": 2}),
+        ({"ep": 4, "cp": 2}, 4, {"dp": 2, "cp": 2, "ep": 4}),
+        ({"ep": 2, "tp": 2, "shard_ranks": 2, "zero": 1}, 8, {"dp": 4, "tp": 2}),
+        ({"mode": "data"}, 3, {"dp": 3}),
+    ):
+        found = setup.layout_of(parallel, ranks)
+        assert {name: getattr(found, name) for name in wanted} == wanted
+    with pytest.raises(ValueError, match="= 3 must be the 4 processes"):
+        setup.layout_of({"tp": 3}, 4)
+    with pytest.raises(ValueError, match="ep must be a divisor of dp x cp = 2"):
+        setup.layout_of({"ep": 4}, 2)
 
 
 def _overflowing(rank: int, folder: str) -> Any:

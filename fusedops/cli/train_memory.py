@@ -1,0 +1,101 @@
+"""What memory a training run takes by the planner's estimate, and what the machine has."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fusedops._core import checks
+from fusedops._core.host_memory import available_bytes
+
+if TYPE_CHECKING:
+    from fusedops.train.setup import Run
+
+# An estimate can be wrong, but not by this factor: above it a run is refused.
+_IMPOSSIBLE = 2.0
+
+
+def check_memory(run: Run) -> str | None:
+    """Compare the estimate of a run with the memory that this process can have.
+
+    Returns:
+        A warning where the estimate exceeds the memory, else ``None``.
+
+    Raises:
+        InputError: it exceeds twice what the machine, or the GPU, has in all.
+    """
+    from fusedops.train import InputError
+
+    peak, available = estimated_bytes(run), _available(run)
+    if peak is None or available is None or peak <= available:
+        return None
+    if peak > _IMPOSSIBLE * _total(run):
+        raise InputError(f"{compared(peak, available)}: {_ADVICE}")
+    return f"{compared(peak, available)}, which may not be enough: {_ADVICE}"
+
+
+_ADVICE = (
+    "make batch smaller or parallel.microbatches larger, or see fusedops plan for layouts that fit"
+)
+
+
+def estimated_bytes(run: Run) -> int | None:
+    """Return the planner's estimate for one process; ``None`` where it knows no such layout."""
+    from fusedops.planner import Layout, estimate
+
+    config, parallel = run.config, run.parallel.config
+    model: Any = run.parallel.model.config
+    halves = config.precision.compute != "float32", config.precision.parameters != "float32"
+    rows = config.batch // (parallel.dp * parallel.microbatches)
+    shared = ("dp", "tp", "pp", "cp", "ep", "zero", "sp", "microbatches", "pipeline_schedule")
+    try:
+        layout = Layout(
+            **{name: getattr(parallel, name) for name in shared},
+            pipeline_virtual=parallel.pipeline_virtual,
+            micro_batch=rows,
+            seq_len=config.data.seq_len,
+            precision=("float32", "autocast", "half-gradients")[sum(halves)],
+            recompute=parallel.recompute,
+            offload=tuple(each for each in parallel.offload if each != "experts"),
+        )
+        found = estimate(model, layout)
+    except (ValueError, TypeError, checks.UnsupportedError):
+        return None
+    # Without a GPU what is offloaded is in the same memory.
+    return found.peak + (found.host if run.ranks.device.type == "cpu" else 0)
+
+
+def compared(peak: int | None, available: int | None) -> str:
+    """Return the estimate and the memory in words."""
+    from fusedops.planner import show_bytes
+
+    told = "no estimate" if peak is None else f"an estimated {show_bytes(peak)}"
+    has = "an unknown amount" if available is None else show_bytes(available)
+    return f"a step takes {told} of memory in each process, and {has} is available"
+
+
+def out_of_memory(error: BaseException, run: Run | None) -> str | None:
+    """Return the line for an error that says that memory is exhausted; ``None`` for others."""
+    if isinstance(error, MemoryError) and str(error):
+        return str(error)  # of the offloaded optimizer, with what it needs
+    exhausted = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    )
+    if not exhausted:
+        return None
+    if run is None:
+        return f"out of memory before the first step: {_ADVICE}"
+    return f"out of memory: {compared(estimated_bytes(run), _available(run))}: {_ADVICE}"
+
+
+def _available(run: Run) -> int | None:
+    return _total(run) if run.ranks.device.type == "cuda" else available_bytes()
+
+
+def _total(run: Run) -> int:
+    device = run.ranks.device
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
