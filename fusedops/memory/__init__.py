@@ -7,8 +7,8 @@ In reading order: ``policy`` (rules), ``held`` (the forms in which a graph holds
 ``buffers`` (what a second forward must not change), ``region``, ``selective`` and ``slices``
 (recomputation of modules), ``makers`` (of single operators), ``engine``, ``pool`` and ``mover``
 (host memory), ``keeper`` (who decides), ``wrap``, ``apply`` and ``compiled`` (onto a model and off
-it); ``experts`` (weights that come when a token wants them); ``ledger``, ``report`` and ``picture``
-(what a step holds), ``fit`` (a policy for a budget).
+it); ``experts`` (weights that come when a token wants them); ``ledger``, ``layers``, ``report`` and
+``picture`` (what a step holds), ``fit`` (a policy for a budget).
 """
 
 from fusedops.memory.apply import apply, remove

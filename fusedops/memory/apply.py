@@ -38,6 +38,7 @@ class Layer:
         rules = self.keeper.policy.rules
         here = tuple(rule for rule in rules if not rule.modules or rule in self._rules)
         self.contexts = compiled.contexts_for(self.name, here, self.region)
+        self.warning = compiled.left_out(here)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what can be pickled: not the function inside of a function."""
@@ -52,7 +53,7 @@ class Layer:
         if not torch.is_grad_enabled():
             return call(*args, **kwargs)
         if torch.compiler.is_compiling():
-            return compiled.run(call, self.contexts, args, kwargs)
+            return compiled.run(call, self.contexts, self.warning, args, kwargs)
         with self.keeper.running(self.name, self._module, self._rules):
             if self.keeper.in_region:
                 return call(*args, **kwargs)

@@ -4,12 +4,14 @@ Compiled code has no hooks and no second forward: a graph is cut into what the f
 what the backward computes again, operator by operator. A recomputed module becomes the region of a
 selective checkpoint whose policy answers for each operator as the eager policy would. Offload is
 passed on as ``MUST_CPU_OFFLOAD``, which is for graph passes of torch (they are off by default;
-without them the tensor is kept); a narrower dtype has no word there and is left out.
+without them the tensor is kept); a narrower dtype has no word there and is left out. A warning
+names such rules.
 """
 
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +22,16 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from fusedops.memory.policy import OFFLOAD, RECOMPUTE, SAVE, Rule, Saved, kept_by, recomputed
+from fusedops.memory.policy import (
+    LOWER,
+    OFFLOAD,
+    RECOMPUTE,
+    SAVE,
+    Rule,
+    Saved,
+    kept_by,
+    recomputed,
+)
 from fusedops.memory.selective import communicates
 
 Fitting = Callable[[Saved], Sequence[Rule]]
@@ -47,13 +58,31 @@ def contexts_for(
     return contexts
 
 
+def left_out(rules: tuple[Rule, ...]) -> str:
+    """Return a sentence about the rules that compiled code does not follow, ``""`` without any."""
+    named = [str(rule) for rule in rules if rule.treatment in (OFFLOAD, LOWER)]
+    if not named:
+        return ""
+    verb = "does" if len(named) == 1 else "do"
+    return f"memory: {', '.join(named)} {verb} nothing in compiled code: tensors are kept there"
+
+
+@torch.compiler.assume_constant_result
+def _warn(message: str) -> None:
+    """Warn while a graph is traced."""
+    warnings.warn(message, stacklevel=2)
+
+
 def run(
     call: Callable[..., Any],
     contexts: Callable[[], Any] | None,
+    warning: str,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
     """Run a module in compiled code, where Dynamo wants ``contexts`` made outside of it."""
+    if warning:
+        _warn(warning)
     if contexts is None:
         return call(*args, **kwargs)
     return checkpoint(call, *args, use_reentrant=False, context_fn=contexts, **kwargs)

@@ -1,10 +1,10 @@
 """``fit``: the cheapest policy with which a step fits into so many bytes, found by measuring.
 
-Layers of one list (a transformer's blocks) are alike, so the question is what to do with them and
-with how many. Each treatment is measured on all layers: seconds and bytes. From the one that costs
-least on, the number of layers that the budget needs is found by halving, each time by measuring the
-peak; of the treatments that fit, the one whose step is expected to be the fastest is chosen, and
-what was chosen is measured once more.
+The blocks that repeat in a model (a transformer's layers) are alike, so the question is what to do
+with them and with how many. Each treatment is measured on all layers: seconds and bytes. From the
+one that costs least on, the number of layers that the budget needs is found by halving, each time
+by measuring the peak; of the treatments that fit, the one whose step is expected to be the fastest
+is chosen, and what was chosen is measured once more.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch import nn
 
 from fusedops._core import checks
 from fusedops.memory.apply import apply, keeper_of, remove
+from fusedops.memory.layers import lists_of
 from fusedops.memory.mover import OffloadSettings
 from fusedops.memory.policy import Policy, offload, recompute, save
 from fusedops.memory.report import (
     Loss,
     checks_of,
     clear,
-    lists_of,
     measured_peak,
     run_step,
     state_bytes,
@@ -116,7 +116,8 @@ def fit(
 
     Raises:
         TypeError: an argument has the wrong type, or no loss can be found.
-        ValueError: ``budget`` is not positive, or the model has no list of layers.
+        ValueError: ``budget`` is not positive, or the model has neither blocks that repeat nor a
+            container of layers.
         MemoryError: no policy fits; the message has the smallest budget that would do. The model
             has no policy then.
 
@@ -139,8 +140,8 @@ def fit(
     names = list(lists_of(model))
     if not names:
         raise ValueError(
-            "fit: model has no ModuleList or Sequential of layers to choose from; "
-            "apply a policy by hand"
+            "fit: model has no layers to choose from, neither blocks of one class that repeat nor "
+            "members of a ModuleList, ModuleDict or Sequential; apply a policy by hand"
         )
     device = next((each.device for each in model.parameters()), torch.device("cpu"))
     leaves = device.type == "cuda" if with_offload is None else with_offload

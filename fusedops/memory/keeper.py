@@ -246,7 +246,9 @@ def _plain(tensor: torch.Tensor) -> bool:
 
 
 def _repeatable(tensor: torch.Tensor, maker: Maker | None) -> bool:
-    return maker is not None and maker.call is not None and maker.dtype == tensor.dtype
+    if maker is None or maker.call is None or maker.dtype != tensor.dtype:
+        return False
+    return maker.call.is_intact
 
 
 def _narrows(tensor: torch.Tensor, dtype: torch.dtype | None) -> bool:

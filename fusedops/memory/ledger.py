@@ -163,9 +163,11 @@ class Place:
     def __init__(self, ledger: Ledger, name: str) -> None:
         self._ledger = ledger
         self._name = name
+        self.ran = False
 
     def __call__(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the layer."""
+        self.ran = True
         ledger, outside = self._ledger, self._ledger.layer
         ledger.layer = self._name
         try:

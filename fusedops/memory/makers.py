@@ -27,8 +27,14 @@ class Call:
     def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
         self.func = func
         self._given = args, kwargs
+        self._versions = _versions(args, kwargs)
         self._arguments: Arguments | None = None
         self._sources: list[weakref.ref[Again]] = []
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether the arguments are those of the call: held since, or not written to."""
+        return self._arguments is not None or self._versions == _versions(*self._given)
 
     def hold(self, pack: Callable[[torch.Tensor], torch.Tensor | Held]) -> None:
         """Let the arguments be kept as what the graph saves is."""
@@ -59,6 +65,12 @@ class Call:
             source = each()
             if source is not None:
                 source.receive(results)
+
+
+def _versions(args: Any, kwargs: Any) -> list[int]:
+    """Return how often each tensor among the arguments was written to."""
+    leaves = pytree.tree_leaves((args, kwargs))
+    return [each._version for each in leaves if is_plain(each) and not each.is_inference()]
 
 
 def _is_freed(given: Any) -> bool:
@@ -157,20 +169,28 @@ def new_results(
     """
     schema = func._schema
     leaves = pytree.tree_leaves((args, kwargs))
-    given = {each.untyped_storage()._cdata for each in leaves if _plain(each)}
+    given = {each.untyped_storage()._cdata for each in leaves if is_plain(each)}
     found: list[tuple[torch.Tensor, str | None, int]] = []
-    if schema.is_mutable:
-        for argument, value in zip(schema.arguments, args, strict=False):
-            if argument.is_write and _plain(value):
-                found.append((value, None, 0))
+    found += [(value, None, 0) for value in written_arguments(func, args, kwargs)]
     results = result if isinstance(result, (tuple, list)) else (result,)
     for place, (described, value) in enumerate(zip(schema.returns, results, strict=False)):
-        if _plain(value) and value.untyped_storage()._cdata not in given:
+        if is_plain(value) and value.untyped_storage()._cdata not in given:
             found.append((value, described.name or None, place))
     return found
 
 
-def _plain(value: Any) -> bool:
+def written_arguments(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """Return the tensors that an operator writes to in place, as its schema says."""
+    schema = func._schema
+    if not schema.is_mutable:
+        return []
+    given = {each.name: value for each, value in zip(schema.arguments, args, strict=False)} | kwargs
+    written = (given.get(each.name) for each in schema.arguments if each.is_write)
+    return [each for value in written for each in pytree.tree_leaves(value) if is_plain(each)]
+
+
+def is_plain(value: Any) -> bool:
+    """Return whether a value is a tensor with memory of its own."""
     return (
         isinstance(value, torch.Tensor)
         and value.layout is torch.strided

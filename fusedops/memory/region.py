@@ -125,7 +125,9 @@ class Region:
         keeping = Remember(self._results, self._keep) if self._keep else contextlib.nullcontext()
         with self._buffers.watched() as self._written:
             with torch.autograd.graph.saved_tensors_hooks(self._reserve, take), keeping:
-                return self._call(*args, **kwargs)
+                result = self._call(*args, **kwargs)
+            self._results.leave(result)
+            return result
 
     def _reserve(self, tensor: torch.Tensor) -> torch.Tensor | _Slot:
         if lasting(tensor):
@@ -161,6 +163,7 @@ class Region:
                     raise _StopError
                 return tensor.detach()
 
+            self._results.forget_written_outputs()
             args, kwargs = self._inputs.take()
             hooks = torch.autograd.graph.saved_tensors_hooks(fill, _given)
             recall = Recall(self._results) if self._keep else contextlib.nullcontext()

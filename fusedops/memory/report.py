@@ -13,8 +13,9 @@ from torch import nn
 
 from fusedops._core import checks
 from fusedops._core.peak import peak_bytes
-from fusedops.memory import picture, wrap
-from fusedops.memory.ledger import BACKWARD, CAST, FORWARD, Ledger, Place, Watch
+from fusedops.memory import picture
+from fusedops.memory.layers import placed
+from fusedops.memory.ledger import BACKWARD, CAST, FORWARD, Ledger, Watch
 from fusedops.optim import AdamW
 
 Loss = Callable[[Any], torch.Tensor]
@@ -26,7 +27,7 @@ class Tensors:
     """Tensors of one kind at the peak.
 
     Attributes:
-        layer: where they were made.
+        layer: in whose forward, or backward, they were made; ``""`` outside of all modules.
         op: the operator that made them, ``"fusedops::mlp"``.
         output: the result's name in its schema, or ``None``.
         kind: ``"activation"``, ``"gradient"``, ``"cast"`` (weights in autocast's dtype) or
@@ -178,11 +179,13 @@ def report(
     checks_of("report", model, loss, optimizer)
     ledger = Ledger(frozenset(_memory(each) for each in model.parameters()))
     with step_kept(model) as parameters:
-        run_step("report", model, batch, loss)
+        with placed(model, Ledger()) as places:
+            run_step("report", model, batch, loss)
+        idle = {name for name, place in places.items() if not place.ran}
         clear(parameters)
         dynamic = measured_peak("report", model, batch, loss)
         clear(parameters)
-        with _placed(model, ledger):
+        with placed(model, ledger, idle):
             with Watch(ledger):
                 value = forward_loss("report", model, batch, loss)
                 ledger.phase, ledger.layer = BACKWARD, ""
@@ -226,63 +229,6 @@ def _summary(
         tensors=tuple(sorted(tensors, key=lambda each: -each.nbytes)),
         timeline=tuple((n, e.layer, e.phase) for n, e in zip(held, ledger.events, strict=True)),
     )
-
-
-def layers_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Return what a model is made of, by name: members of lists, and what stands beside them."""
-    found: dict[str, nn.Module] = {}
-
-    def look(name: str, module: nn.Module) -> bool:
-        """Return whether the module holds a list of layers."""
-        if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1:
-            found.update({f"{name}.{i}" if name else f"{i}": each for i, each in enumerate(module)})
-            return True
-        inside = {
-            child: look(f"{name}.{child}" if name else child, each)
-            for child, each in module.named_children()
-        }
-        if any(inside.values()):
-            for child, each in module.named_children():
-                if not inside[child] and not isinstance(each, nn.ModuleList):
-                    found[f"{name}.{child}" if name else child] = each
-        return any(inside.values())
-
-    if not look("", model):
-        found.update(model.named_children())
-    return found
-
-
-def lists_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the members of the largest list of layers of a model, by name."""
-    best: dict[str, nn.Module] = {}
-    most = 0
-    for name, module in model.named_modules():
-        if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1:
-            size = sum(each.numel() for each in module.parameters())
-            if size > most and not any(name.startswith(f"{each}.") for each in best):
-                most = size
-                best = {f"{name}.{i}" if name else f"{i}": m for i, m in enumerate(module)}
-    return best
-
-
-@contextlib.contextmanager
-def _placed(model: nn.Module, ledger: Ledger) -> Iterator[None]:
-    """Let the layers say where the step is, but those whose work a fused parent does."""
-    wrapped: list[nn.Module] = []
-    before = {each for each in model.modules() if wrap.steps_aside(each) is not None}
-    try:
-        for name, module in layers_of(model).items():
-            wrap.wrap(module, Place(ledger, name))
-            wrapped.append(module)
-            if any(
-                wrap.steps_aside(each) is not None and each not in before
-                for each in model.modules()
-            ):
-                wrap.unwrap(wrapped.pop())
-        yield
-    finally:
-        for module in wrapped:
-            wrap.unwrap(module)
 
 
 def checks_of(op: str, model: Any, loss: Any, optimizer: Any) -> None:

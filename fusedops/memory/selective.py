@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedops.memory.held import Held, Kept
-from fusedops.memory.makers import new_results
+from fusedops.memory.makers import is_plain, new_results, written_arguments
 
 # Keeps a result of an operator, given its name there, or says that it is made again.
 Keep = Callable[[torch.Tensor, str, str | None], Held | None]
@@ -37,11 +37,33 @@ class Results:
 
     def __init__(self) -> None:
         self._kept: dict[_Key, tuple[list[Any], Any]] = {}
+        self._keys: dict[int, _Key] = {}  # by the memory of a result
+        self._outputs: list[tuple[torch.Tensor, int]] = []
 
     def add(self, key: _Key, result: Any, held: dict[int, Held]) -> None:
         """Keep a call's result, its new tensors as ``held``."""
         leaves, structure = pytree.tree_flatten(result)
         self._kept[key] = ([held.get(i, each) for i, each in enumerate(leaves)], structure)
+        for place in held:
+            self._keys[leaves[place].untyped_storage()._cdata] = key
+
+    def forget(self, tensor: torch.Tensor) -> None:
+        """Drop the result in whose memory a tensor lies: it was written to, and is made again."""
+        key = self._keys.pop(tensor.untyped_storage()._cdata, None)
+        if key is not None:
+            self._kept.pop(key, None)
+
+    def leave(self, outputs: Any) -> None:
+        """Take what the region returns: others may write to it."""
+        for each in pytree.tree_leaves(outputs):
+            if is_plain(each) and each.untyped_storage()._cdata in self._keys:
+                self._outputs.append((each.detach(), each._version))
+
+    def forget_written_outputs(self) -> None:
+        """Drop results that were written to outside of the region."""
+        for each, version in self._outputs:
+            if each._version != version:
+                self.forget(each)
 
     def find(self, key: _Key) -> tuple[bool, Any]:
         """Return whether a call's result was kept, and the result."""
@@ -68,6 +90,8 @@ class Remember(TorchDispatchMode):
         result = func(*args, **kwargs)
         key = (func, self._calls[func])
         self._calls[func] += 1
+        for written in written_arguments(func, args, kwargs):
+            self._results.forget(written)
         # A generator must draw as often the second time: what follows would draw other numbers.
         if func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
             return result

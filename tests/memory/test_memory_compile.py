@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from small_models import encoder, encoder_loss, gpt2, language_loss, results
+from small_models import encoder, encoder_loss, gpt2, language_loss, results, tokens
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from fusedops import memory
+from fusedops.models import Transformer, preset
 
 
 class Graphs:
@@ -75,3 +78,93 @@ def test_a_compiled_patched_gpt2_recomputes_its_blocks() -> None:
     assert graphs.calls(graphs.backward, "fusedops.mlp.default") == 2
     for name, wanted in expected.items():
         torch.testing.assert_close(found[name if name == "loss" else f"_orig_mod.{name}"], wanted)
+
+
+def _ours() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+    torch.manual_seed(0)
+    ids = tokens(2, 32)
+    return Transformer(preset("tiny-llama")), lambda model: model(ids, ids).total
+
+
+def _llama() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=256, use_cache=False, **sizes, **heads)
+    return LlamaForCausalLM(config).train(), language_loss
+
+
+def _torch_encoder() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 2, 64, 0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 2).train(), encoder_loss
+
+
+def _saved_bytes(model: nn.Module, loss: Callable[[nn.Module], torch.Tensor]) -> int:
+    saved: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        value = loss(model)
+    memory_of = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in saved}
+    for each in model.parameters():
+        memory_of.pop(each.untyped_storage()._cdata, None)
+    del value
+    return sum(memory_of.values())
+
+
+_FLASH = "aten::_scaled_dot_product_flash_attention_for_cpu"
+_CHEAP = ["aten::native_layer_norm", "aten::relu", "aten::silu", "linear_glu", "rms_norm"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("applied_first", [True, False], ids=["applied first", "compiled first"])
+@pytest.mark.parametrize(
+    ("make", "layers"),
+    [(_ours, "layers.*"), (_llama, "model.layers.*"), (_torch_encoder, "layers.*")],
+    ids=["ours", "Llama", "torch"],
+)
+def test_policies_of_compiled_models_keep_gradients_and_save_less(
+    make: Callable[[], Any], layers: str, applied_first: bool
+) -> None:
+    model, loss = make()
+    expected = results(model, loss)
+    compiled = torch.compile(model, backend="aot_eager_decomp_partition")
+    plain = _saved_bytes(compiled, loss)
+    whole = memory.recompute(layers)
+    for rules, share in (
+        ([whole], 0.4),
+        ([memory.recompute("")], 0.4),
+        ([whole, memory.save(ops=["attention", _FLASH])], 0.5),
+        ([whole, memory.offload(layers)], 0.4),
+        ([memory.recompute(layers, mp_comm_recompute=False)], 0.4),
+        ([memory.recompute(ops=_CHEAP)], 1.1),
+        ([memory.lower(layers)], 1.0),
+    ):
+        if applied_first:
+            torch._dynamo.reset()
+            model, loss = make()
+            memory.apply(model, memory.Policy(*rules))
+            compiled = torch.compile(model, backend="aot_eager_decomp_partition")
+        else:
+            memory.apply(model, memory.Policy(*rules))
+        found = results(compiled, loss)
+        assert _saved_bytes(compiled, loss) <= share * plain, rules
+        for name, wanted in expected.items():
+            mine = found[name if name == "loss" else f"_orig_mod.{name}"]
+            assert mine is not None and wanted is not None
+            torch.testing.assert_close(mine, wanted)
+
+
+@pytest.mark.parametrize("rule", [memory.offload("*"), memory.lower("0")], ids=str)
+def test_a_rule_that_compiled_code_does_not_follow_is_told(rule: Any) -> None:
+    model = encoder(layers=2, dropout=0.0)
+    memory.apply(model, memory.Policy(rule))
+    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with pytest.warns(UserWarning, match=f"{re.escape(str(rule))} does nothing in compiled code"):
+        encoder_loss(run).backward()

@@ -149,3 +149,69 @@ def test_one_tensor_as_several_arguments_is_one_tensor_again(
     settings = memory.OffloadSettings(least_bytes=1, check=True)
     memory.apply(model, memory.Policy(*rules), offload_settings=settings)
     assert_same_bits(results(model, loss), expected)
+
+
+class Writes(nn.Module):
+    """Writes to what an operator has returned, or read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.up(x).add_(1).sin() * x
+        z = self.up(y)
+        doubled = z * 2
+        z.add_(1)
+        return self.up(doubled.sin()) + z
+
+
+class WritesOutside(nn.Module):
+    """Writes to what a layer has returned, when all has been read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Returns()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, z = self.inner(x)
+        y.add_(3)
+        return y + z
+
+
+class Returns(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.up(x)
+        return y, (y * 2).exp()
+
+
+_SAVES = [memory.recompute("**"), memory.save(ops="aten::addmm")]
+
+
+@pytest.mark.parametrize(
+    ("make", "rules"),
+    [
+        (Writes, _SAVES),
+        (Writes, [*_SAVES, memory.offload(ops="aten::addmm")]),
+        (Writes, [memory.recompute(ops="aten::mul")]),
+        (WritesOutside, _SAVES),
+    ],
+)
+def test_what_is_written_to_after_an_operator_is_made_again_as_it_was(
+    make: type[nn.Module], rules: list[Any]
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(make())
+    x = torch.randn(4, 8)
+
+    def loss(model: nn.Module) -> torch.Tensor:
+        return model(x).square().sum()
+
+    expected = results(model, loss)
+    settings = memory.OffloadSettings(least_bytes=1, check=True)
+    memory.apply(model, memory.Policy(*rules), offload_settings=settings)
+    assert_same_bits(results(model, loss), expected)

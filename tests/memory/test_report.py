@@ -19,6 +19,8 @@ from torch import nn
 
 from fusedops import memory
 from fusedops.memory.apply import keeper_of
+from fusedops.memory.layers import lists_of
+from fusedops.models import Transformer, preset
 from fusedops.optim import AdamW
 
 
@@ -159,6 +161,123 @@ def test_an_impossible_budget_is_an_error_with_the_smallest_that_is_possible() -
     assert memory.fit(model, _batch(), int(1.01 * smallest)).peak <= 1.01 * smallest
 
 
+class Block(nn.Module):
+    def __init__(self, *inside: nn.Module, size: int = 64) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(size, 4 * size), nn.Linear(4 * size, size)
+        self.inside = nn.ModuleList(inside)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for each in self.inside:
+            x = each(x)
+        return x + self.down(self.up(x).sin())
+
+
+class OtherBlock(Block):
+    pass
+
+
+class Stack(nn.Module):
+    """A container of its own kind: with numbered members, and no forward."""
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        for index, each in enumerate(blocks):
+            self.add_module(f"block_{index}", each)
+
+
+class Tower(nn.Module):
+    """Blocks in any container, and more around them."""
+
+    def __init__(self, **parts: nn.Module) -> None:
+        super().__init__()
+        self.entry = nn.Linear(64, 64)
+        for name, each in parts.items():
+            self.add_module(name, each)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.entry(x)
+        blocks = [each for each in self.modules() if isinstance(each, Block)]
+        inside = {inner for each in blocks for inner in each.inside}
+        for each in blocks:
+            x = each(x) if each not in inside else x
+        return x
+
+
+class Parts(Tower):
+    """Calls the linear layers of blocks, and no block."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for module in self.modules():
+            if isinstance(module, Block):
+                x = module.down(module.up(x))
+        return x
+
+
+LAYERS: dict[str, tuple[Any, list[str]]] = {
+    "list": (lambda: Tower(a=nn.ModuleList([Block(), Block()])), ["a.0", "a.1"]),
+    "dictionary": (lambda: Tower(a=nn.ModuleDict({"x": Block(), "y": Block()})), ["a.x", "a.y"]),
+    "container of its own": (
+        lambda: Tower(a=Stack(Block(), Block())),
+        ["a.block_0", "a.block_1"],
+    ),
+    "attributes": (lambda: Tower(first=Block(), second=Block()), ["first", "second"]),
+    "two stacks of one class": (
+        lambda: Tower(a=Tower(s=Stack(Block(), Block())), b=Tower(s=Stack(Block(), Block()))),
+        ["a.s.block_0", "a.s.block_1", "b.s.block_0", "b.s.block_1"],
+    ),
+    "two classes": (
+        lambda: Tower(a=Stack(Block(), Block()), b=Stack(OtherBlock(), OtherBlock())),
+        ["a.block_0", "a.block_1", "b.block_0", "b.block_1"],
+    ),
+    "blocks that hold more": (
+        lambda: Tower(a=Stack(*(Block(*(Block(size=64) for _ in range(3))) for _ in range(2)))),
+        ["a.block_0", "a.block_1"],
+    ),
+    "unlike members": (
+        lambda: nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)),
+        ["0", "1", "2"],
+    ),
+    "blocks of which the parts are called": (
+        lambda: Parts(a=nn.ModuleList([Block(), Block()])),
+        ["a.0", "a.1"],
+    ),
+    "one member": (lambda: Tower(a=nn.ModuleList([Block()])), ["a.0"]),
+}
+
+
+@pytest.mark.parametrize(("make", "names"), LAYERS.values(), ids=LAYERS)
+def test_layers_are_found_wherever_they_are_held(make: Any, names: list[str]) -> None:
+    model = make()
+    x = torch.randn(512, 64)
+    assert list(lists_of(model)) == names
+    found = memory.report(model, x, loss=lambda output: output.square().sum())
+    kept = {layer: of.get("activation", 0) for layer, of in found.layers.items()}
+    assert set(names) <= {layer for _, layer, _ in found.timeline}
+    assert kept.get("", 0) <= 0.02 * sum(kept.values())
+    budget = int(0.97 * found.peak)
+    if type(model) is Tower and len(names) > 1:
+        policy = memory.fit(model, x, budget, loss=lambda output: output.square().sum()).policy
+        assert policy.rules and set(policy.rules[0].modules) <= set(names)
+
+
+def test_our_transformer_is_reported_and_fitted() -> None:
+    config = preset("tiny-llama")
+    torch.manual_seed(0)
+    model = Transformer(config)
+    ids = torch.randint(config.vocab_size, (2, 64))
+    expected = results(model, lambda model: model(ids, ids).total)
+    batch = {"tokens": ids, "labels": ids}
+    found = memory.report(model, batch)
+    kept = {layer: of.get("activation", 0) for layer, of in found.layers.items()}
+    assert {"layers.0", "layers.1"} <= kept.keys()
+    assert kept["layers.0"] + kept["layers.1"] >= 0.8 * sum(kept.values())
+    assert kept.get("", 0) <= 0.02 * sum(kept.values())
+    fitted = memory.fit(model, batch, found.peak - 100_000)
+    assert fitted.policy.rules and fitted.peak <= found.peak - 100_000
+    assert_same_bits(results(model, lambda model: model(ids, ids).total), expected)
+
+
 def test_losses_are_found_or_asked_for() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
@@ -184,7 +303,7 @@ def test_losses_are_found_or_asked_for() -> None:
         (lambda: memory.report(nn.Linear(1, 1), 4, optimizer=3), TypeError, "optimizer must be"),
         (lambda: memory.fit(nn.Linear(1, 1), 4, 0), ValueError, "budget must be at least 1"),
         (lambda: memory.fit(nn.Linear(1, 1), 4, "1G"), TypeError, "budget must be an int"),
-        (lambda: memory.fit(nn.Linear(1, 1), 4, 9), ValueError, "no ModuleList or Sequential"),
+        (lambda: memory.fit(nn.Linear(1, 1), 4, 9), ValueError, "model has no layers"),
     ],
 )
 def test_wrong_arguments_are_refused(call: Any, error: type[Exception], words: str) -> None:

@@ -19,7 +19,8 @@ import fusedops
 from fusedops import memory
 from fusedops._core.timer import Clock, Plan, Variant, measure
 from fusedops.cli.bench.model_zoo import Family, Size
-from fusedops.memory.report import MemoryReport, lists_of, report
+from fusedops.memory.layers import lists_of
+from fusedops.memory.report import MemoryReport, report
 
 PLAIN = "plain"
 _NORMS = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm")

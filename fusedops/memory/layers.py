@@ -1,0 +1,138 @@
+"""The layers of a model: which modules a policy chooses among, and which ones a report names.
+
+Layers are *blocks*: modules with children, of a class that repeats, wherever they are held (a
+``ModuleList``, a ``ModuleDict``, attributes, several stacks). Where no class repeats they are the
+members of a container.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Collection, Iterator
+
+from torch import nn
+
+from fusedops.memory import wrap
+from fusedops.memory.ledger import Ledger, Place
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+Group = dict[str, nn.Module]
+
+
+def lists_of(model: nn.Module) -> Group:
+    """Return the layers of a model that a policy may treat one by one, by name, in their order."""
+    named = {name: each for name, each in model.named_modules() if name}
+    found: Group = {}
+    while group := _largest_class(named):
+        found |= group
+        taken = found.keys() | {outer for name in found for outer in _outer_names(name)}
+        named = {
+            name: each
+            for name, each in named.items()
+            if name not in taken and not any(outer in found for outer in _outer_names(name))
+        }
+    found = found or _largest_container(model)
+    return {name: each for name, each in model.named_modules() if name in found}
+
+
+def _largest_class(named: Group) -> Group:
+    """Return the blocks of the class with most parameters; empty where no class repeats.
+
+    Blocks that form a list, members of a container or numbered attributes, are preferred: the two
+    stacks of an encoder and a decoder may be of one class as well.
+    """
+    by_class: dict[type[nn.Module], Group] = defaultdict(dict)
+    for name, each in named.items():
+        group = by_class[type(each)]
+        is_block = _runs(each) and type(each) is not nn.Sequential and any(each.children())
+        if is_block and not any(outer in group for outer in _outer_names(name)):
+            group[name] = each
+    groups = [group for group in by_class.values() if len(group) > 1]
+    most = max(map(_size, groups), default=0)
+    lists = [group for group in groups if all(_is_listed(name, named) for name in group)]
+    large = [group for group in lists if 2 * _size(group) >= most]
+    return max(large or groups, key=_size, default={})
+
+
+def _largest_container(model: nn.Module) -> Group:
+    """Return the members of the container with most parameters; empty where there is none."""
+    groups = []
+    for name, each in model.named_modules():
+        if isinstance(each, _CONTAINERS):
+            prefix = f"{name}." if name else ""
+            groups.append({f"{prefix}{child}": member for child, member in each.named_children()})
+    return max(groups, key=_size, default={})
+
+
+def _size(group: Group) -> int:
+    found = {parameter for each in group.values() for parameter in each.parameters()}
+    return sum(each.numel() for each in found)
+
+
+def _is_listed(name: str, named: Group) -> bool:
+    return name[-1].isdigit() or isinstance(named.get(name.rpartition(".")[0]), _CONTAINERS)
+
+
+def _outer_names(name: str) -> list[str]:
+    """Return the names of the modules that a module is inside of, but the model."""
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts))]
+
+
+def names_of(model: nn.Module) -> dict[str, str]:
+    """Return the layer that each module of a model belongs to, by the names of both.
+
+    A module inside a layer belongs to it. One that holds layers is itself, and so is what stands
+    beside layers; but a module that has no forward of its own stands for its children.
+    """
+    holders = {outer for name in lists_of(model) for outer in _outer_names(name)}
+    found: dict[str, str] = {}
+
+    def look(name: str, module: nn.Module, layer: str | None) -> None:
+        if layer is None and name and name not in holders and _runs(module):
+            layer = name
+        found[name] = name if layer is None else layer
+        for child, each in module.named_children():
+            look(f"{name}.{child}" if name else child, each, layer)
+
+    look("", model, None)
+    return found
+
+
+def _runs(module: nn.Module | None) -> bool:
+    """Return whether a module has a forward: lists and dictionaries of modules have none."""
+    forward = getattr(type(module), "forward", None)
+    return forward is not nn.Module.forward
+
+
+@contextlib.contextmanager
+def placed(
+    model: nn.Module, ledger: Ledger, idle: Collection[str] = ()
+) -> Iterator[dict[str, Place]]:
+    """Let the layers say where the step is, but those whose work a fused parent does.
+
+    Args:
+        model: what runs inside.
+        ledger: is told.
+        idle: layers whose forward does not run, because their parts are called from outside; these
+            speak for them.
+    """
+    places: dict[str, Place] = {}
+    named = dict(model.named_modules())
+    before = {each for each in named.values() if wrap.steps_aside(each) is not None}
+    try:
+        for name, layer in names_of(model).items():
+            speaks = name and (name == layer or layer in idle) and _runs(named.get(name))
+            if not speaks:
+                continue
+            places[name] = Place(ledger, layer)
+            wrap.wrap(named[name], places[name])
+            above = [named[each] for each in ("", *_outer_names(name), name)]
+            if any(wrap.steps_aside(each) is not None and each not in before for each in above):
+                wrap.unwrap(named[name])
+                del places[name]
+        yield places
+    finally:
+        for name in places:
+            wrap.unwrap(named[name])
