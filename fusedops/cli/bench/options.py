@@ -34,7 +34,7 @@ def check_known(word: str, known: Iterable[str], what: str) -> None:
     choices = list(known)
     if word in choices:
         return
-    near = difflib.get_close_matches(word, choices, n=1, cutoff=0.7)
+    near = difflib.get_close_matches(word, choices, n=1, cutoff=0.65)
     hint = f"did you mean {near[0]}? " if near else ""
     raise files.UserError(f"unknown {what} {word!r}: {hint}known: {', '.join(choices)}")
 
