@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import math
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import typer
 
 from fusedops.cli import files
 
@@ -39,6 +42,13 @@ def check_known(word: str, known: Iterable[str], what: str) -> None:
     raise files.UserError(f"unknown {what} {word!r}: {hint}known: {', '.join(choices)}")
 
 
+def finite(seconds: float) -> float:
+    """Return a number of seconds; raise for NaN, which is neither below nor above a limit."""
+    if math.isnan(seconds):
+        raise typer.BadParameter("nan is no number of seconds")
+    return seconds
+
+
 def device(text: str) -> torch.device:
     """Return the device that ``text`` names, which must be here; a GPU is made the current one."""
     import torch
@@ -48,6 +58,8 @@ def device(text: str) -> torch.device:
         found = torch.device(text)
     except RuntimeError:
         raise files.UserError(f"unknown device {text!r}") from None
+    if found.type == "cpu" and found.index:
+        raise files.UserError(f"there is no device {text}: the CPU is one device, cpu")
     if found.type == "cuda" and not torch.cuda.is_available():
         raise files.UserError("device cuda was asked for, but this torch sees no CUDA device")
     if found.type == "cuda":
