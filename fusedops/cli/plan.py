@@ -135,12 +135,31 @@ def _plan(
 
     options.check_known(base["precision"], PRECISIONS, "precision")
     options.check_known(base["kernels"], KERNELS, "kernels")
+    file = _configuration(name)
     try:
-        shape = from_config(name) if name.endswith(".json") else preset(name)
+        shape = preset(name) if file is None else from_config(file)
+    except (ValueError, TypeError) as error:
+        where = f"{file}: " if file is not None and str(file) not in str(error) else ""
+        raise files.UserError(f"{where}{error}") from None
+    try:
         size = parse_bytes(memory)
         return shape, search(shape, devices, size, Layout(**base), **asked)
     except (ValueError, TypeError) as error:
         raise files.UserError(str(error)) from None
+
+
+def _configuration(name: str) -> Path | None:
+    """Return the file that ``--model`` names, or ``None`` for the name of a published model."""
+    path = Path(name)
+    if name.endswith(".json"):
+        return path
+    if (path / "config.json").is_file():
+        return path / "config.json"
+    if path.is_dir():
+        raise files.UserError(f"--model: the folder {name} has no config.json")
+    if path.is_file():
+        raise files.UserError(f"--model: {name} is no configuration: its name must end in .json")
+    return None
 
 
 def _choices(tp: str, pp: str, ep: str, zero: str, recompute: str, offload: str) -> dict[str, Any]:
@@ -151,20 +170,21 @@ def _choices(tp: str, pp: str, ep: str, zero: str, recompute: str, offload: str)
         "tp": _numbers(tp, "tp"),
         "pp": _numbers(pp, "pp"),
         "ep": _numbers(ep, "ep"),
-        "zero": _numbers(zero, "zero", least=0, most=3) or (0,),
-        "recompute": [word.strip() for word in recompute.split(",") if word.strip()],
+        "zero": _numbers(zero or ",", "zero", least=0, most=3),
     }
-    if not found["recompute"]:
+    words = [word.strip() for word in recompute.split(",") if word.strip()]
+    found["recompute"] = list(dict.fromkeys(words))
+    if not words:
         raise files.UserError(f"--recompute is empty; known: {', '.join(RECOMPUTE)}")
     for word in "+".join(found["recompute"]).split("+"):
         options.check_known(word, RECOMPUTE, "recompute")
-    found["offload"] = []
+    offloads = []
     for text in offload.split(","):
         words = [word.strip() for word in text.split("+") if word.strip()]
         for word in words:
             options.check_known(word, ("none", *OFFLOADS), "offload")
-        found["offload"].append(tuple(word for word in words if word != "none"))
-    return found
+        offloads.append(tuple(dict.fromkeys(word for word in words if word != "none")))
+    return found | {"offload": list(dict.fromkeys(offloads))}
 
 
 def _schedules(text: str) -> tuple[str, ...]:
@@ -178,8 +198,8 @@ def _numbers(text: str, name: str, least: int = 1, most: int = _MOST_DEVICES) ->
     if text and not words:
         raise files.UserError(f"--{name} is empty: write sizes such as 1,2, or leave it out")
     for word in words:
-        if not word.isdecimal() or not least <= int(word) <= most:
-            wanted = f"numbers from {least}" + (f" to {most}" if most < _MOST_DEVICES else " on")
+        if not word.isdecimal() or len(word) > 9 or not least <= int(word) <= most:
+            wanted = f"numbers from {least} to {most}"
             raise files.UserError(f"--{name} must be {wanted} with commas between, got {word!r}")
     return tuple(dict.fromkeys(int(word) for word in words))
 

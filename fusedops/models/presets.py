@@ -254,7 +254,7 @@ TINY: dict[str, TransformerConfig] = {
 
 
 # A name less like another than this is no slip of the keyboard, and has no suggestion.
-_NEAR = 0.7
+_NEAR = 0.65
 
 
 def preset(name: str) -> TransformerConfig:

@@ -374,6 +374,7 @@ def test_compile_row_is_measured(known: None, tmp_path: Path) -> None:
         (["--variants", "eagre"], "unknown variants 'eagre': did you mean eager?"),
         (["--device", "gpu"], "unknown device 'gpu'"),
         (["--device", "cpu:x"], "unknown device 'cpu:x'"),
+        (["--device", "cpu:7"], "there is no device cpu:7: the CPU is one device, cpu"),
         (["--json", "missing/a.json"], "folder"),
         (["--csv", "."], "it is a folder"),
     ],

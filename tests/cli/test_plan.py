@@ -63,8 +63,20 @@ def test_a_configuration_of_transformers_is_a_model(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     sizes = {"n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "vocab_size": 50257}
     path.write_text(json.dumps({"model_type": "gpt2"} | sizes))
-    done = invoke("--model", str(path), "--devices", "1", "--memory", "16GiB", "--json", "-")
-    assert json.loads(done.output)["parameters"] == 124_439_808
+    for given in (path, tmp_path):
+        done = invoke("--model", str(given), "--devices", "1", "--memory", "16GiB", "--json", "-")
+        assert json.loads(done.output)["parameters"] == 124_439_808
+    path.write_text(json.dumps({"model_type": "gpt2"} | sizes | {"n_layer": 0}))
+    done = invoke("--model", str(path))
+    assert f"{path}: TransformerConfig: num_layers must be at least 1" in done.output
+
+
+def test_a_choice_that_is_given_twice_is_tried_once() -> None:
+    given = ("--model", "gpt2", "--devices", "1", "--json", "-", "--recompute", "full,full")
+    done = invoke(*given, "--offload", "optimizer+optimizer,optimizer")
+    assert [row["layout"]["offload"] for row in json.loads(done.output)["layouts"]] == [
+        ["optimizer"]
+    ]
 
 
 def test_small_models_are_measured_beside_the_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,12 +120,16 @@ def test_the_models_are_listed() -> None:
         (("--model", "gpt2", "--ep", "8"), "ep must be 1 for a model without experts, got 8"),
         (("--model", "gpt2", "--recompute", ","), "--recompute is empty; known: none, selective"),
         (("--model", "gpt2", "--tp", ","), "--tp is empty"),
+        (("--model", "gpt2", "--zero", ""), "--zero is empty"),
+        (("--model", "gpt2", "--tp", "9" * 5000), "--tp must be numbers from 1 to 65536"),
+        (("--model", __file__), "is no configuration: its name must end in .json"),
+        (("--model", str(Path(__file__).parent)), "has no config.json"),
         (("--model", "gpt2", "--precision", "mix"), "did you mean mixed?"),
         (("--model", "gpt2", "--kernels", "fuse"), "did you mean fused?"),
         (("--model", "gpt2", "--recompute", "ful"), "did you mean full?"),
         (("--model", "gpt2", "--offload", "states"), "unknown offload 'states'"),
         (("--model", "gpt2", "--schedule", "zbw"), "did you mean zbv?"),
-        (("--model", "gpt2", "--tp", "two"), "--tp must be numbers from 1 on"),
+        (("--model", "gpt2", "--tp", "two"), "--tp must be numbers from 1 to 65536"),
         (("--model", "gpt2", "--zero", "5"), "--zero must be numbers from 0 to 3"),
         (("--model", "gpt2", "--devices", "7"), "must divide the 7 devices"),
         (("--model", "gpt2", "--json", "/no/such/a.json"), "folder /no/such does not exist"),

@@ -62,10 +62,12 @@ def test_dimensions_go_where_they_belong() -> None:
         (["add_rms_norm", "--shape", "p=x"], "p must be a number, got 'x'"),
         (["--shape", "rows=8,columns=4"], "--shape needs the names of ops"),
         (["layer_norm", "--shape", "rows=8,columns=4", "--all-sizes"], "--shape needs the names"),
+        (["layer_norm", "--seconds", "nan"], "nan is no number of seconds"),
+        (["scaling", "--preset", "no-such-model"], "unknown model 'no-such-model'"),
         (["layer_norm", "--sizes", "9x9"], "a size of your own is --shape rows=N,columns=N"),
     ],
 )
-def test_a_shape_that_is_none_is_one_sentence(arguments: list[str], says: str) -> None:
+def test_bad_input_is_one_sentence(arguments: list[str], says: str) -> None:
     done = invoke(*arguments)
     assert done.exit_code == 2 and says in done.output, done.output
     assert "Traceback" not in done.output

@@ -98,7 +98,10 @@ def run(
         bool, typer.Option("--quick", help="Few samples, no torch.compile: a first look.")
     ] = False,
     seconds: Annotated[
-        float, typer.Option(min=0.01, max=600, help="Time per size, direction and dtype.")
+        float,
+        typer.Option(
+            callback=options.finite, min=0.01, max=600, help="Time per size, direction and dtype."
+        ),
     ] = 1.5,
     threads: Annotated[
         int, typer.Option(min=0, help="CPU threads; 0: one per physical core, on all sides.")
@@ -202,7 +205,10 @@ def tune(
         bool, typer.Option("--quick", help="Two sizes, few samples: to try the command.")
     ] = False,
     seconds: Annotated[
-        float, typer.Option(min=0.01, max=600, help="Time per size, direction and dtype.")
+        float,
+        typer.Option(
+            callback=options.finite, min=0.01, max=600, help="Time per size, direction and dtype."
+        ),
     ] = 1.5,
     threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0: one per physical core.")] = 0,
     allocator: Annotated[

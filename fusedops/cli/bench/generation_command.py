@@ -30,7 +30,9 @@ def generate(
     prompt: Annotated[int, typer.Option(min=1, help="Tokens to go on from.")] = 16,
     tokens: Annotated[int, typer.Option(min=1, help="New tokens of each.")] = 64,
     threads: Annotated[int, typer.Option(min=1, help="Of torch.")] = 2,
-    seconds: Annotated[float, typer.Option(min=0.01, max=3600, help="Time per row.")] = 10.0,
+    seconds: Annotated[
+        float, typer.Option(callback=options.finite, min=0.01, max=3600, help="Time per row.")
+    ] = 10.0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows.")] = None,
 ) -> None:
     """Generate with our model, with that of transformers patched, and with that as it is.

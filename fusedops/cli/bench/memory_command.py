@@ -30,7 +30,8 @@ def memory(
     layers: Annotated[int, typer.Option(min=2, help="Number of layers.")] = 4,
     tokens: Annotated[str, typer.Option(help="Sequences x tokens.")] = "4x256",
     seconds: Annotated[
-        float, typer.Option(min=0.01, max=600, help="Time per model and dtype.")
+        float,
+        typer.Option(callback=options.finite, min=0.01, max=600, help="Time per model and dtype."),
     ] = 20.0,
     threads: Annotated[
         int, typer.Option(min=0, help="CPU threads; 0: one per physical core, on all sides.")

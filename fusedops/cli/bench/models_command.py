@@ -76,7 +76,10 @@ def models(
         bool, typer.Option("--quick", help="Few samples, no memory: a first look.")
     ] = False,
     seconds: Annotated[
-        float, typer.Option(min=0.01, max=600, help="Time per model, mode and dtype.")
+        float,
+        typer.Option(
+            callback=options.finite, min=0.01, max=600, help="Time per model, mode and dtype."
+        ),
     ] = 8.0,
     threads: Annotated[
         int, typer.Option(min=0, help="CPU threads; 0: one per physical core, on all sides.")

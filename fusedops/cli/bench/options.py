@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import math
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import typer
 
 from fusedops.cli import files
 
@@ -34,9 +37,16 @@ def check_known(word: str, known: Iterable[str], what: str) -> None:
     choices = list(known)
     if word in choices:
         return
-    near = difflib.get_close_matches(word, choices, n=1, cutoff=0.7)
+    near = difflib.get_close_matches(word, choices, n=1, cutoff=0.65)
     hint = f"did you mean {near[0]}? " if near else ""
     raise files.UserError(f"unknown {what} {word!r}: {hint}known: {', '.join(choices)}")
+
+
+def finite(seconds: float) -> float:
+    """Return a number of seconds; raise for NaN, which is neither below nor above a limit."""
+    if math.isnan(seconds):
+        raise typer.BadParameter("nan is no number of seconds")
+    return seconds
 
 
 def device(text: str) -> torch.device:
@@ -48,6 +58,8 @@ def device(text: str) -> torch.device:
         found = torch.device(text)
     except RuntimeError:
         raise files.UserError(f"unknown device {text!r}") from None
+    if found.type == "cpu" and found.index:
+        raise files.UserError(f"there is no device {text}: the CPU is one device, cpu")
     if found.type == "cuda" and not torch.cuda.is_available():
         raise files.UserError("device cuda was asked for, but this torch sees no CUDA device")
     if found.type == "cuda":

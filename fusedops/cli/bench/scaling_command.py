@@ -28,7 +28,9 @@ def scaling(
     layers: Annotated[int, typer.Option(min=1, help="Number of layers.")] = 6,
     vocabulary: Annotated[int, typer.Option(min=2, help="Number of words.")] = 4096,
     tokens: Annotated[str, typer.Option(help="Sequences x tokens of a step.")] = "8x256",
-    seconds: Annotated[float, typer.Option(min=0.01, max=3600, help="Time per setting.")] = 30.0,
+    seconds: Annotated[
+        float, typer.Option(callback=options.finite, min=0.01, max=3600, help="Time per setting.")
+    ] = 30.0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows.")] = None,
 ) -> None:
     """Train one model on one process of two threads and on two processes of one.
@@ -43,8 +45,13 @@ def scaling(
         sizes = tokens.split("x")
         if len(sizes) != 2 or not all(each.isdecimal() and int(each) for each in sizes):
             raise files.UserError(f"--tokens must be sequences x tokens, such as 8x256: {tokens}")
+        from fusedops import models
         from fusedops.cli.bench.scaling import SETTINGS, Work, measure
 
+        try:
+            models.preset(preset)
+        except ValueError as error:
+            raise files.UserError(str(error)) from None
         plain = {name.replace(" ", ""): name for name in SETTINGS}
         chosen = [plain[each] for each in _names(settings, plain)]
         work = Work(preset, hidden, layers, vocabulary, int(sizes[0]), int(sizes[1]))
