@@ -25,7 +25,7 @@ def only_read(model: nn.Module) -> dict[nn.Module, str]:
     called: set[nn.Module] = set()
     for parent in model.modules():
         rule = rule_of(parent)
-        cls = type(parent) if rule is None else rule.original
+        cls: Any = type(parent) if rule is None else rule.original
         read = _read_children(cls)
         for name, child in parent._modules.items():
             if child is not None and name in read and "forward" not in parent.__dict__:
