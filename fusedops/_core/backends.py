@@ -441,10 +441,11 @@ def _unsupported_triton(
         return missing
     if device.type != "cuda" and not (device.type == "cpu" and env.triton_interpreted()):
         return f"the tensors are on {device}"
-    wrong = _unsupported_dtype(args, (torch.float32, torch.bfloat16, torch.float16))
+    module = importlib.import_module(kernels.triton)
+    data = args[: getattr(module, "DATA_ARGUMENTS", len(args))]
+    wrong = _unsupported_dtype(data, (torch.float32, torch.bfloat16, torch.float16))
     if wrong is not None:
         return wrong
-    module = importlib.import_module(kernels.triton)
     check = getattr(module, "supports_backward" if backward else "supports", None)
     refusal = check(*args) if check is not None else None
     return refusal or kernel_failures.recorded(kernels.name, backward, args)

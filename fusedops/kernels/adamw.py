@@ -139,6 +139,11 @@ def _step_kernel(
         tl.store(copy + i, p.to(copy_ptr.dtype.element_ty), mask=mask)
 
 
+# The leading arguments of ``forward`` whose dtypes decide whether the kernel can run: what follows
+# (steps, grad_factor, found_inf) is single numbers, of float64 too.
+DATA_ARGUMENTS = 6
+
+
 def forward(
     params: list[torch.Tensor],
     grads: list[torch.Tensor],

@@ -197,3 +197,19 @@ def test_fake_kernels_hold_lists_to_the_contract() -> None:
             operator(name)(*meta.values())
     (sums,) = tensors_in(operator("square_sums")([torch.ones(3, device="meta")] * 2))
     assert sums.shape == (2,) and sums.dtype == torch.float64
+
+
+def test_numbers_in_float64_beside_the_data_do_not_keep_adamw_from_triton(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(extension, "triton_missing", lambda: None)
+    monkeypatch.setattr(env, "triton_interpreted", lambda: True)
+    monkeypatch.setitem(backends._ORDER, "cpu", ("triton", "torch"))
+    for sample in multi_tensor_specs()["adamw"].calls(CPU, torch.float32):
+        names = [argument.name for argument in operator("adamw")._schema.arguments]
+        given = dict(zip(names, sample.args, strict=True))
+        given["grad_factor"] = torch.tensor(0.5, dtype=torch.float64)
+        assert backends.resolve("adamw", *given.values()).backend == "triton"
+        given["params"] = [each.double() for each in given["params"]]
+        assert backends.resolve("adamw", *given.values()).backend == "torch"
