@@ -17,7 +17,10 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
-FLAGS = ("-std=c++20", "-O1", "-g", "-fno-omit-frame-pointer", "-pthread")
+FLAGS = (
+    *("-std=c++20", "-O1", "-g", "-fno-omit-frame-pointer", "-pthread"),
+    "-fno-sanitize-recover=all",
+)
 OPTIONS = {
     "TSAN_OPTIONS": "halt_on_error=1:exitcode=66:second_deadlock_stack=1",
     "ASAN_OPTIONS": "halt_on_error=1:detect_leaks=1",
@@ -25,7 +28,9 @@ OPTIONS = {
 }
 
 
-def build(folder: Path, sources: Sequence[Path], sanitize: str) -> Path:
+def build(
+    folder: Path, sources: Sequence[Path], sanitize: str, options: Sequence[str] = ()
+) -> Path:
     """Compile and link sources with ``-fsanitize=<sanitize>`` and return the program.
 
     A machine without the compiler, or without the sanitizer's library, skips the test.
@@ -34,6 +39,7 @@ def build(folder: Path, sources: Sequence[Path], sanitize: str) -> Path:
         folder: where the program is written.
         sources: C++ files.
         sanitize: ``"thread"``, or ``"address,undefined"``.
+        options: for the compiler, besides those of every program.
     """
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
@@ -47,7 +53,7 @@ def build(folder: Path, sources: Sequence[Path], sanitize: str) -> Path:
     program = folder / f"{sources[0].stem}_{sanitize.replace(',', '_')}"
     include = Path(torch.__file__).parent / "include"  # c10's half precision types, headers only
     flags = [*FLAGS, f"-fsanitize={sanitize}", f"-I{ROOT / 'csrc'}", f"-isystem{include}"]
-    command = [compiler, *flags, *map(str, sources), "-o", str(program)]
+    command = [compiler, *flags, *options, *map(str, sources), "-o", str(program)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return program
