@@ -11,7 +11,7 @@ import io
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -19,11 +19,10 @@ from typing import IO, Any
 import torch
 from torch import distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
 
 from fusedops._core import checks
 from fusedops.checkpoint import folder as folders
-from fusedops.checkpoint import generators, tensors
+from fusedops.checkpoint import generators, reasons, tensors
 
 _log = logging.getLogger(__name__)
 _OP = "Checkpointer"
@@ -219,7 +218,7 @@ class Checkpointer:
                 self._lock = self._lock or folders.lock(self.root)
                 places = folders.begin(self.root, step)
             except OSError as error:
-                problem = _reason(error)
+                problem = reasons.reason(error)
         self._raise_for(step, self._agree(problem))
         partial, final = self._from_first(places)
         flat = self._differs(self._state.names())
@@ -387,7 +386,7 @@ class Checkpointer:
             except Exception as error:
                 raise TypeError(
                     f"{_OP}: {name} must hold numbers, texts, tensors, and lists and dictionaries "
-                    f"of them, got what cannot be loaded again: {_first_line(error)}"
+                    f"of them, got what cannot be loaded again: {reasons.first_line(error)}"
                 ) from None
         return _packed(parts)
 
@@ -402,9 +401,9 @@ class Checkpointer:
         flat: bool,
     ) -> None:
         """Write a checkpoint, or leave in ``_failure`` why not; runs on all ranks."""
-        problem = _try(lambda: tensors.write(content, partial, self._group))
+        problem = reasons.attempt(lambda: tensors.write(content, partial, self._group))
         if problem is None:
-            problem = _try(lambda: folders.write(partial / _file_of(self._rank), mine))
+            problem = reasons.attempt(lambda: folders.write(partial / _file_of(self._rank), mine))
         problem = self._agree(problem)
         if problem is None:
             problem = self._finish(step, partial, final, flat=flat)
@@ -418,7 +417,7 @@ class Checkpointer:
         try:
             self._write(step, *args, **kwargs)
         except Exception as error:
-            self._failure = self._failed(step, _reason(error))
+            self._failure = self._failed(step, reasons.reason(error))
         if self._failure is not None and self._rank == 0:
             _log.warning("%s", self._failure)  # before wait raises it
 
@@ -430,7 +429,7 @@ class Checkpointer:
             names = sorted(each.name for each in partial.iterdir())
             parts.update(folders.fingerprints(partial, names[self._rank :: self._ranks]))
 
-        problem = self._agree(_try(mine))
+        problem = self._agree(reasons.attempt(mine))
         gathered = self._gather(parts)
         if problem is None and self._rank == 0:
             record = {
@@ -441,7 +440,7 @@ class Checkpointer:
                 "torch": torch.__version__,
                 "files": {name: entry for each in gathered for name, entry in each.items()},
             }
-            problem = _try(lambda: folders.commit(partial, final, record))
+            problem = reasons.attempt(lambda: folders.commit(partial, final, record))
             if problem is None:
                 folders.keep_last(self.root, self.keep, self._damaged)
         return self._agree(problem)
@@ -591,35 +590,3 @@ def _packed(value: Any) -> bytes:
 
 def _unpacked(content: bytes) -> Any:
     return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-
-
-def _try(action: Callable[[], object]) -> str | None:
-    """Return why an action failed; whatever it was, the other ranks have to be told."""
-    try:
-        action()
-    except (Exception, CheckpointException) as error:  # torch's own is no Exception
-        return _reason(error)
-    return None
-
-
-def _reason(error: BaseException) -> str:
-    """Return the cause of a failure in a line: that of the system where there is one."""
-    inner: BaseException | None = error
-    while inner is not None and not isinstance(inner, OSError):
-        inner = _cause(inner)
-    if isinstance(inner, OSError):
-        where = f" ({inner.filename})" if inner.filename else ""
-        return f"{inner.strerror or inner}{where}"
-    return f"{type(error).__name__}: {_first_line(error)}"
-
-
-def _cause(error: BaseException) -> BaseException | None:
-    """Return what an error was made of; torch's keeps its ranks' in a dictionary."""
-    failures = getattr(error, "failures", None)
-    if failures:
-        return next(iter(failures.values()))[0]
-    return error.__cause__ or error.__context__
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [""])[0]
