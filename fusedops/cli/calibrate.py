@@ -243,8 +243,8 @@ def _table(title: str, rates: list[Rate]) -> Table:
             table.add_row(each.what, each.dtype, *["-"] * (3 if with_rates else 1), each.problem)
             continue
         if not each.trusted:
-            absent = ["-"] * len(each.gflops or ())
-            table.add_row(each.what, each.dtype, *absent, "disturbed", each.runs_on)
+            dashes = ["-"] * len(each.gflops or ())
+            table.add_row(each.what, each.dtype, *dashes, "disturbed", each.runs_on)
             continue
         style = "green" if each.ratio > 1 else "red"
         table.add_row(

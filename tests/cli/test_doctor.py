@@ -222,10 +222,13 @@ def test_calibrate_shows_rates_ratios_and_backends(monkeypatch: pytest.MonkeyPat
     for dtype in ("float32", "bfloat16", "float16"):
         for size in ("linear 64x32->48", "linear 4x32->48"):
             ours, torchs, ratio, runs_on = (cell.strip() for cell in rows[size, dtype])
-            assert float(ours) >= 0 and float(torchs) >= 0
-            assert float(ratio.rstrip("?")) > 0 and runs_on in ("cpp", "torch")
+            assert runs_on in ("cpp", "torch")
+            if ratio == "disturbed":  # this machine has other work
+                assert (ours, torchs) == ("-", "-")
+            else:
+                assert float(ours) >= 0 and float(torchs) >= 0 and float(ratio) > 0
         ratio, runs_on = (cell.strip() for cell in rows["gelu 4x8", dtype])
-        assert float(ratio.rstrip("?")) > 0 and runs_on in ("cpp", "torch")
+        assert (ratio == "disturbed" or float(ratio) > 0) and runs_on in ("cpp", "torch")
 
 
 def _tiny(device: torch.device, dtype: torch.dtype) -> Any:
