@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 class _Owner:
@@ -172,5 +171,5 @@ def _replace(module: nn.Module, buffers: dict[str, torch.Tensor | None]) -> None
 
 def _local(tensor: Any) -> torch.Tensor:
     """Return a buffer's own memory here, apart from its history and its counter of writes."""
-    part = getattr(tensor, "_local_tensor", tensor)
-    return part if is_traceable_wrapper_subclass(part) else part.data
+    part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part.data
