@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 class _Owner:
@@ -172,5 +171,5 @@ def _replace(module: nn.Module, buffers: dict[str, torch.Tensor | None]) -> None
 
 def _local(tensor: Any) -> torch.Tensor:
     """Return a buffer's own memory here, apart from its history and its counter of writes."""
-    part: Any = getattr(tensor, "_local_tensor", tensor)
-    return cast(torch.Tensor, part if is_traceable_wrapper_subclass(part) else part.data)
+    part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part.data
