@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from torch import nn
 
 import fusedops
 from fusedops._core.architecture import architecture
-from fusedops._core.timer import Timing
+from fusedops._core.timer import Timing, Variant
 from fusedops.integrations import describe
 from fusedops.integrations.hf import calibration, calibration_time, torch_modules
 from fusedops.integrations.hf import patch as patch_module
@@ -28,24 +27,40 @@ from fusedops.integrations.hf.families import gpt2
 from fusedops.integrations.hf.rules import Rule
 from fusedops.ops.gelu import gelu as fused_gelu
 
-# Longer than what other work on the machine adds to a sample.
-SLOW = 0.05
+SLOW = 0.05  # seconds that a planted delay takes
+FAST = 0.001  # and everything else together
+
+
+class PlantedClock:
+    """A clock that only planted delays advance: no other work on the machine changes a sample."""
+
+    seconds = 0.0
+
+    def sample(self, variant: Variant, repeat: int) -> tuple[float, bool]:
+        with variant.context():
+            values = [variant.prepare() for _ in range(repeat)]
+            start = PlantedClock.seconds
+            for value in values:
+                variant.run(value)
+            return FAST + (PlantedClock.seconds - start) / repeat, False
+
+    def repeat(self, variant: Variant) -> int:
+        return 1
 
 
 @pytest.fixture(autouse=True)
-def unhurried(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing is known, and a busy machine has time for everything."""
+def planted_clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing is known, time is what was planted, and a busy machine has time for everything."""
     calibration.clear()
+    monkeypatch.setattr(calibration, "clock_for", lambda device: PlantedClock())
     monkeypatch.setattr(calibration, "BUDGET", 30.0)
     yield
     calibration.clear()
 
 
 def work() -> None:
-    """Take time of the processor: on a busy machine the timer counts no other."""
-    end = time.thread_time() + SLOW
-    while time.thread_time() < end:
-        pass
+    """Take the time of a planted delay."""
+    PlantedClock.seconds += SLOW
 
 
 def slow(function: Callable[..., Any]) -> Callable[..., Any]:
