@@ -17,13 +17,6 @@ ISA_FLAGS = {
         "-DCPU_CAPABILITY_AVX512",
         "-DHAVE_AVX512_CPU_DEFINITION",
     ),
-    "AVX512_BF16": (
-        *AVX512,
-        "-mavx512bf16",
-        "-DCPU_CAPABILITY=AVX512_BF16",
-        "-DCPU_CAPABILITY_AVX512",
-        "-DHAVE_AVX512_CPU_DEFINITION",
-    ),
 }
 GENCODE = (
     "-gencode=arch=compute_80,code=sm_80",
