@@ -298,7 +298,7 @@ void with_policy(DType dtype, const Body& body) {
     using T = decltype(t);
 #if defined(CPU_CAPABILITY_AVX512)
     if constexpr (std::is_same_v<T, c10::BFloat16>) {
-      if (kTileForm != TileForm::none) return body(Bf16Tiles());
+      if (tile_form() != TileForm::none) return body(Bf16Tiles());
       if (kHasAvx512Bf16) return body(Bf16Dot());
     }
 #endif

@@ -28,6 +28,7 @@ namespace {
 constexpr int kTileBytes = 64;  // of a row
 constexpr int kTileHeight = 16;
 
+#if !defined(FUSEDOPS_WITHOUT_TILES)  // the assembler knows them (tools/native.py)
 struct HardwareTiles {
   static void configure() {
     struct alignas(64) {
@@ -61,6 +62,7 @@ struct HardwareTiles {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSum), "i"(kRows), "i"(kColumns));
   }
 };
+#endif
 
 struct EmulatedTiles {
   static void configure() {
@@ -130,13 +132,17 @@ struct EmulatedTiles {
   }
 };
 
+#if defined(FUSEDOPS_WITHOUT_TILES)
+using HardwareTiles = EmulatedTiles;  // never chosen (csrc/isa.cpp)
+#endif
+
 // Calls body(Tiles()) with the form that runs here.
 template <typename Body>
 inline void with_tiles(const Body& body) {
-  if (kTileForm == TileForm::hardware) {
-    body(HardwareTiles());
-  } else {
+  if (kTilesAreEmulated) {
     body(EmulatedTiles());
+  } else {
+    body(HardwareTiles());
   }
 }
 
