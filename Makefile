@@ -5,7 +5,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # For example an index that has CPU builds of torch: make setup PIP_FLAGS="--extra-index-url URL"
 PIP_FLAGS ?=
 BIN := .venv/bin
-CPP := $(wildcard $(foreach each,csrc csrc/* tools/cuda_on_host tools/cuda_on_host/c10/*, \
+CPP := $(wildcard $(foreach each,csrc csrc/* tests/core tools tools/cuda_on_host tools/cuda_on_host/c10/*, \
          $(addprefix $(each)/*.,h cpp cu cuh)))
 
 # A machine whose own Python sees a GPU may have neither network nor virtual environment: the GPU
@@ -20,7 +20,8 @@ unexport PYTHONDONTWRITEBYTECODE
 # xdist: two workers of one thread each finish sooner than one of two threads on two cores. Each
 # begins with one half of the tests, in order, so that a folder's processes and models are made once.
 WORKERS ?= 2
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -q
+PYTEST_FLAGS := -n $(WORKERS) --dist worksteal -q
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_FLAGS)
 
 # The files with tests that run in Triton's interpreter: to import the others takes longer than many
 # of those tests.
@@ -76,16 +77,21 @@ test-all: setup
 	$(PYTEST) tests -m "not gpu and not interpreter"
 	TRITON_INTERPRET=1 $(PYTEST) $(INTERPRETED) -m interpreter
 
-# The kernels of AMX on a processor without it: their instructions emulated (csrc/cpu/tile_registers.h),
-# every op that multiplies.
+# The kernels of AMX on a processor without it, every op that multiplies: their instructions replaced
+# by C++ (csrc/cpu/tile_registers.h), and the instructions themselves, each of which is trapped
+# (tools/tile_trap.cpp; Python's faulthandler would take its signal).
 PRODUCTS := $(addprefix tests/ops/test_,$(addsuffix .py,linear_act linear_glu mlp baddbmm grouped_mm \
               moe_mlp linear_cross_entropy attention))
 test-tiles: setup
-	FUSEDOPS_MAX_ISA=amx_emulated $(PYTEST) $(PRODUCTS) -m "not slow and not gpu and not interpreter" \
-	  -k "not compiled and not torch-cpu and not float64 and not float32 and not float16"
-	FUSEDOPS_MAX_ISA=amx_emulated $(PYTEST) tests/ops/test_all_ops.py \
-	  -m "not slow and not gpu and not interpreter" \
-	  -k "(attention or linear or mlp or mm) and bfloat16 and match_float64 and not torch-cpu"
+	for python in "FUSEDOPS_MAX_ISA=amx_emulated $(BIN)/python" \
+	    "$(BIN)/python tools/trapped_tiles.py"; do \
+	  tiles="env OMP_NUM_THREADS=1 $$python -m pytest $(PYTEST_FLAGS) -p no:faulthandler"; \
+	  $$tiles $(PRODUCTS) -m "not slow and not gpu and not interpreter" \
+	    -k "not compiled and not torch-cpu and not float64 and not float32 and not float16" || exit 1; \
+	  $$tiles tests/ops/test_all_ops.py -m "not slow and not gpu and not interpreter" \
+	    -k "(attention or linear or mlp or mm) and bfloat16 and match_float64 and not torch-cpu" \
+	    || exit 1; \
+	done
 
 # The ops and fuzzers with kernels that watch each access; the first error ends a test. A second
 # tier: the build takes ten minutes of a processor. Each test is several times slower.

@@ -3,7 +3,9 @@
 #include "common/isa.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <cstdlib>
+#include <cstring>
 #include <iterator>
 #include <string>
 #include <string_view>
@@ -19,16 +21,20 @@
 #endif
 #endif
 
+// Defined where tools/tile_trap.cpp is loaded before this library: takes the place of the system's
+// permission, and returns an error number or zero.
+extern "C" __attribute__((weak, visibility("default"))) int fusedops_trap_tiles();
+
 namespace fusedops {
 namespace {
 
 // The values of FUSEDOPS_MAX_ISA (fusedops/_core/env.py has the same list).
-enum class Limit { base, avx2, avx512, avx512_bf16, amx, amx_emulated };
+enum class Limit { base, avx2, avx512, avx512_bf16, amx, amx_emulated, amx_trapped };
 
 Limit limit() {
   static const Limit asked = [] {
-    constexpr std::string_view kNames[] = {"default",     "avx2", "avx512",
-                                           "avx512_bf16", "amx",  "amx_emulated"};
+    constexpr std::string_view kNames[] = {"default", "avx2",         "avx512",     "avx512_bf16",
+                                           "amx",     "amx_emulated", "amx_trapped"};
     const char* name = std::getenv("FUSEDOPS_MAX_ISA");
     const auto* found = std::find(std::begin(kNames), std::end(kNames), name ? name : "amx");
     return found == std::end(kNames) ? Limit::amx : static_cast<Limit>(found - kNames);
@@ -44,25 +50,71 @@ bool has_avx512_bf16() {
 #endif
 }
 
-// Whether the processor has tiles of bfloat16, and the system gives them to this process. Once
-// granted they are for all of its threads, and for its children.
-bool get_tiles() {
-#if defined(__x86_64__) && defined(__linux__)
+// Why there are no tiles; empty where `form` is another than none.
+struct Tiles {
+  TileForm form;
+  std::string missing;
+};
+
+// What it means that the system refuses the tile registers with an error number.
+std::string explain(int error) {
+  const std::string number =
+      "the system refuses the tile registers (" + std::string(std::strerror(error)) + "): ";
+  switch (error) {
+    case ENOSPC:
+      return number +
+             "a thread of this process has an alternate signal stack that is too small "
+             "for them";
+    case EINVAL:
+      return number + "this kernel does not know them, Linux 5.16 and newer do";
+    case EOPNOTSUPP:
+      return number + "this kernel or its hypervisor does not save them";
+    default:
+      return number + "a filter of system calls may forbid arch_prctl";
+  }
+}
+
+// Asks for the tile registers. Once granted they are for all threads of this process, and for its
+// children. Returns why there are none.
+std::string request_tiles() {
+#if defined(FUSEDOPS_WITHOUT_TILES)
+  return "this library was built by an assembler that does not know AMX; binutils 2.36 and newer "
+         "do";
+#elif defined(__x86_64__) && defined(__linux__)
   unsigned a = 0, b = 0, c = 0, d = 0;
   constexpr unsigned kTiles = 1U << 24, kOfBFloat16 = 1U << 22;
-  if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0) return false;
-  if ((d & kTiles) == 0 || (d & kOfBFloat16) == 0) return false;
+  const bool is_known = __get_cpuid_count(7, 0, &a, &b, &c, &d) != 0;
+  const bool executes = is_known && (d & kTiles) != 0 && (d & kOfBFloat16) != 0;
+  if (limit() == Limit::amx_trapped) {
+    if (executes) return "FUSEDOPS_MAX_ISA=amx_trapped is for processors without AMX";
+    if (fusedops_trap_tiles == nullptr) {
+      return "FUSEDOPS_MAX_ISA=amx_trapped needs tools/trapped_tiles.py, which traps the "
+             "instructions";
+    }
+    const int error = fusedops_trap_tiles();
+    return error == 0 ? "" : explain(error);
+  }
+  if (!executes) return "the processor has no AMX for bfloat16, or a hypervisor hides it";
   constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM
-  return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+  return syscall(SYS_arch_prctl, kRequest, kTileData) == 0 ? "" : explain(errno);
 #else
-  return false;
+  return "AMX needs Linux on x86-64";
 #endif
 }
 
-TileForm tile_form() {
-  if (current_isa() != Isa::AVX512 || !has_avx512_bf16()) return TileForm::none;
-  if (limit() == Limit::amx_emulated) return TileForm::emulated;
-  return limit() == Limit::amx && get_tiles() ? TileForm::hardware : TileForm::none;
+Tiles find_tiles() {
+  if (limit() < Limit::amx) return {TileForm::none, "FUSEDOPS_MAX_ISA allows less"};
+  if (current_isa() != Isa::AVX512 || !has_avx512_bf16()) {
+    return {TileForm::none, "the kernels for AVX-512 with bfloat16 do not run here"};
+  }
+  if (kTilesAreEmulated) return {TileForm::emulated, ""};
+  const std::string missing = request_tiles();
+  return {missing.empty() ? TileForm::hardware : TileForm::none, missing};
+}
+
+const Tiles& tiles() {
+  static const Tiles found = find_tiles();
+  return found;
 }
 
 }  // namespace
@@ -82,18 +134,23 @@ Isa current_isa() {
 }
 
 const bool kHasAvx512Bf16 = limit() >= Limit::avx512_bf16 && has_avx512_bf16();
-const TileForm kTileForm = tile_form();
+const bool kTilesAreEmulated = limit() == Limit::amx_emulated;
+
+TileForm tile_form() {
+  return tiles().form;
+}
 
 namespace {
 
-// What the kernels run on, for `fusedops doctor`.
+// What the kernels run on, for `fusedops doctor`. Asks the system for the tile registers.
 std::string isa_in_use() {
   switch (current_isa()) {
     case Isa::AVX512:
-      return kTileForm == TileForm::hardware   ? "amx"
-             : kTileForm == TileForm::emulated ? "amx_emulated"
-             : kHasAvx512Bf16                  ? "avx512_bf16"
-                                               : "avx512";
+      if (tile_form() == TileForm::emulated) return "amx_emulated";
+      if (tile_form() == TileForm::hardware) {
+        return limit() == Limit::amx_trapped ? "amx_trapped" : "amx";
+      }
+      return kHasAvx512Bf16 ? "avx512_bf16" : "avx512";
     case Isa::AVX2:
       return "avx2";
     default:
@@ -105,6 +162,7 @@ std::string isa_in_use() {
 
 TORCH_LIBRARY_FRAGMENT(fusedops_native, m) {
   m.def("isa_in_use() -> str", &isa_in_use);
+  m.def("why_no_tiles() -> str", [] { return tiles().missing; });
 }
 
 }  // namespace fusedops

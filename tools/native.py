@@ -11,7 +11,6 @@ What is compiled is found by name:
 |---|---|
 | ``csrc/*.cpp``, ``csrc/cpu/*.cpp`` | once, for the baseline instruction set |
 | ``csrc/cpu/*.isa.cpp`` | per instruction set: ``-DCPU_CAPABILITY=DEFAULT``, ``AVX2``, ``AVX512`` |
-| ``csrc/cpu/*.avx512bf16.cpp`` | once, ``-DCPU_CAPABILITY=AVX512_BF16`` |
 | ``csrc/host/*.cpp`` | once, a Python module (pybind11) that links the library of the above |
 | ``csrc/cuda/*.cu`` | by nvcc for sm_80, sm_90, and to PTX for later GPUs; no torch header in it |
 | ``csrc/cuda/*.cpp`` | bindings of the above; linked only where the installed torch has CUDA |
@@ -24,7 +23,8 @@ before the instruction set is known, is an error.
 
 ``FUSEDOPS_ISAS`` says which instruction sets: ``native`` (only the best one that this machine has:
 for a build in place), ``all`` (what a wheel gets), or names with commas.
-A build that has more than is asked for is left as it is.
+A build that has more than is asked for is left as it is. The tile instructions of AMX are left out
+where the assembler does not know them (``knows_tiles``).
 
 ``FUSEDOPS_SANITIZE=address,undefined`` makes another library, in a folder of its own, that watches
 each access and each shift and cast; ``tools/sanitized.py`` builds and runs it.
@@ -213,6 +213,20 @@ def _native_isa() -> str:
     return "AVX2" if flags >= {"avx2", "fma"} else "DEFAULT"
 
 
+@functools.cache
+def knows_tiles() -> bool:
+    """Return whether the compiler's assembler knows the tile instructions (binutils 2.36)."""
+    tiles = "tileloadd (%rax,%rbx,1), %tmm2; tdpbf16ps %tmm2, %tmm1, %tmm0"
+    command = [compiler(), "-x", "c++", "-c", "-", "-o", os.devnull]
+    source = f'void multiply() {{ asm volatile("{tiles}"); }}'
+    return subprocess.run(command, input=source, capture_output=True, text=True).returncode == 0
+
+
+def _tile_flags() -> list[str]:
+    without = _x86() and "AVX512" in isa_variants() and not knows_tiles()
+    return ["-DFUSEDOPS_WITHOUT_TILES"] if without else []
+
+
 def sources(name: str = "cpu") -> list[Path]:
     """Return the files that library ``name`` is compiled from."""
     patterns = {
@@ -220,10 +234,7 @@ def sources(name: str = "cpu") -> list[Path]:
         "host": ("host/*.cpp",),
         "cuda": ("cuda/*.cu", "cuda/*.cpp"),
     }[name]
-    found = sorted(path for pattern in patterns for path in CSRC.glob(pattern))
-    if not _x86():
-        found = [path for path in found if not path.name.endswith(".avx512bf16.cpp")]
-    return found
+    return sorted(path for pattern in patterns for path in CSRC.glob(pattern))
 
 
 def sources_digest() -> str:
@@ -317,6 +328,12 @@ def build_folder() -> Path:
 def _build_one(name: str, *, verbose: bool) -> None:
     expected = stamp(name)
     folder = build_folder()
+    if name == "cpu" and _tile_flags():
+        print(
+            f"fusedops: the kernels are built without AMX tiles, because the assembler of "
+            f"{compiler()} does not know them (binutils 2.36 and newer do)",
+            file=sys.stderr,
+        )
     edges = _edges(name, folder)
     execute(folder, name, edges, verbose=verbose)
     # Replaced in one step, the stamp last: a process that has the old library mapped keeps it.
@@ -363,11 +380,10 @@ def _edges(name: str, folder: Path) -> list[Edge]:
         elif source.name.endswith(".isa.cpp"):
             for isa in isa_variants():
                 objects.append(_isa_object(edges, compiled, source, isa))
-        elif source.name.endswith(".avx512bf16.cpp"):
-            objects.append(_isa_object(edges, compiled, source, "AVX512_BF16"))
         else:
             built = [f"-DFUSEDOPS_HAS_{isa}" for isa in isa_variants()]
-            objects.append(compiled("cxx", source, ".o", [*built, *_includes(name)]))
+            flags = [*built, *_tile_flags(), *_includes(name)]
+            objects.append(compiled("cxx", source, ".o", flags))
     output = str(folder / f"libfusedops_{name}.so")
     edges.append(Edge("link", output, tuple(objects), tuple(link_flags(name))))
     return edges
@@ -377,8 +393,7 @@ def _header_of(source: Path) -> Path | None:
     """Return the header that is compiled ahead for a source, if its kind has one."""
     name = "vectors.h" if source.name.endswith(".isa.cpp") else "bindings.h"
     header = CSRC / "precompiled" / name
-    plain = source.suffix == ".cpp" and not source.name.endswith(".avx512bf16.cpp")
-    return header if plain and header.exists() else None
+    return header if source.suffix == ".cpp" and header.exists() else None
 
 
 def header_digest(header: Path, flags: Sequence[str]) -> str:
@@ -417,7 +432,8 @@ def _ccache() -> str:
 def _isa_object(edges: list[Edge], compiled, source: Path, isa: str) -> str:  # type: ignore[no-untyped-def]
     # On x86 DEFAULT is a slow fallback whatever is done; half the compile time counts for more.
     fallback = ["-O2"] if isa == "DEFAULT" and _x86() else []
-    raw = compiled("cxx", source, f".{isa}.o", [*ISA_FLAGS[isa], *fallback])
+    tiles = _tile_flags() if isa == "AVX512" else []
+    raw = compiled("cxx", source, f".{isa}.o", [*ISA_FLAGS[isa], *fallback, *tiles])
     # Sanitizers start by initialisers of the objects; such a library stays on this machine.
     if isa == "DEFAULT" or SANITIZE:
         return str(raw)

@@ -17,13 +17,6 @@ ISA_FLAGS = {
         "-DCPU_CAPABILITY_AVX512",
         "-DHAVE_AVX512_CPU_DEFINITION",
     ),
-    "AVX512_BF16": (
-        *AVX512,
-        "-mavx512bf16",
-        "-DCPU_CAPABILITY=AVX512_BF16",
-        "-DCPU_CAPABILITY_AVX512",
-        "-DHAVE_AVX512_CPU_DEFINITION",
-    ),
 }
 # Machine code for sm_80 (it runs on 86 and 89 too) and sm_90. A later GPU (sm_100, sm_120) compiles
 # the PTX of compute_90 at its first launch.

@@ -19,9 +19,16 @@ Isa current_isa();
 extern const bool kHasAvx512Bf16;
 
 // How the AVX512 kernels multiply tiles of bfloat16: not at all, by AMX, or by its emulation in C++
-// (cpu/tile_registers.h). The first question asks the system for the registers.
+// (cpu/tile_registers.h).
 enum class TileForm { none, hardware, emulated };
-extern const TileForm kTileForm;
+
+// The form that runs here. The first call asks the system for the registers. From then on the
+// system refuses alternate signal stacks that are too small for them, those of other libraries
+// too: only what is about to multiply bfloat16 calls this.
+TileForm tile_form();
+
+// Which form FUSEDOPS_MAX_ISA chooses where there are tiles; the system is not asked.
+extern const bool kTilesAreEmulated;
 
 }  // namespace fusedops
 

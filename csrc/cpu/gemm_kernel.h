@@ -67,6 +67,7 @@ struct Fetch {
   int64_t stride[kMatrices] = {};   // bytes
   int64_t bytes = 0;                // of each row
   int64_t rows = 0;                 // zero: nothing to fetch
+  int64_t lines_ahead = 32;         // cache lines of `ahead` per step of tiles: a panel's
 
   inline __attribute__((always_inline)) void next() {
     if (--rows < 0) return;
@@ -179,15 +180,22 @@ __attribute__((noinline, target("avx512bf16"))) void multiply_tile_pairs(
   }
 }
 
-// The same by tiles, for kRows <= 32: as many of the sums are written as whole tiles hold.
+// The same by tiles, for kRows <= 32: as many of the sums are written as whole tiles hold. A step
+// of tiles is 16 steps; a panel has two cache lines for each of those.
 template <int kRows>
 __attribute__((noinline)) void multiply_tile_registers(int64_t steps, const Bf16Pair* __restrict a,
                                                        const Bf16Pair* __restrict b,
                                                        float* __restrict sums, bool accumulate,
-                                                       const char*, Fetch fetch) {
+                                                       const char* ahead, Fetch fetch) {
   const int64_t whole = ceil_div(steps, 16) * 16, rows = ceil_div(16 * fetch.rows, whole);
+  const char* fetched = ahead;
   with_tiles([&](auto tiles) {
     multiply_tiles<decltype(tiles), (kRows > 16)>(whole, a, b, sums, accumulate, [&] {
+      ahead += 64 * fetch.lines_ahead;
+      for (; fetched < ahead; fetched += 8 * 64) {
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; ++i) __builtin_prefetch(fetched + 64 * i, 0, 2);
+      }
       for (int64_t i = 0; i < rows; ++i) fetch.next();
     });
   });
@@ -298,7 +306,7 @@ void with_policy(DType dtype, const Body& body) {
     using T = decltype(t);
 #if defined(CPU_CAPABILITY_AVX512)
     if constexpr (std::is_same_v<T, c10::BFloat16>) {
-      if (kTileForm != TileForm::none) return body(Bf16Tiles());
+      if (tile_form() != TileForm::none) return body(Bf16Tiles());
       if (kHasAvx512Bf16) return body(Bf16Dot());
     }
 #endif

@@ -22,7 +22,7 @@ namespace {
 constexpr int64_t kOuterDepth = 16 * kBlockSteps;      // steps along k that are packed at a time
 constexpr int64_t kSharedBytes = int64_t{12} << 20;    // packed B
 constexpr int64_t kPrivateBytes = int64_t{512} << 10;  // packed A of one thread
-constexpr int64_t kMaxTiles = 8;                       // tiles of C in L1
+constexpr int64_t kMaxTiles = 8;                       // tiles of C that share a panel of B
 constexpr int64_t kFewTerms = 4;                       // up to here along k nothing is packed
 constexpr int64_t kWorkOfTask = int64_t{1} << 21;      // multiply-adds that are worth a thread
 constexpr int64_t kBlockBytes = int64_t{256} << 10;    // packed A that meets B at a time in a batch
@@ -206,13 +206,22 @@ class Gemm {
       for (int64_t p = 0; p < panels; ++p) {
         const int here = static_cast<int>(std::min<int64_t>(kRows, rows - p * kRows));
         const Packed* rows_of_a = a + (block * panels + p) * kPanelA;
-        // What comes from the shared cache next: the panel of B after this one, of which half is
-        // fetched by each tile, or in a batch the next rows of A.
-        const char* ahead = reinterpret_cast<const char*>(rows_of_a + kPanelA);
-        if (!in_batch_) ahead = reinterpret_cast<const char*>(b + kPanelB) + p % 2 * steps * 64;
         Fetch fetch;
         if (side == 0 && is_last() && block == blocks_ - 1) {
           fetch = touched_by(row + p * kRows, here, column);
+        }
+        // What comes from the shared cache next: the panel of B after this one, of which half is
+        // fetched by each tile (by tiles of registers, an even share), or in a batch the next rows
+        // of A.
+        const char* ahead = reinterpret_cast<const char*>(rows_of_a + kPanelA);
+        if (!in_batch_) {
+          ahead = reinterpret_cast<const char*>(b + kPanelB);
+          if constexpr (kTiled<Policy>) {
+            fetch.lines_ahead = ceil_div(fetch.lines_ahead, panels);
+            ahead += p * fetch.lines_ahead * ceil_div(steps, Policy::kWhole) * 64;
+          } else {
+            ahead += p % 2 * steps * 64;
+          }
         }
         run_kernel<Policy>(here, steps, rows_of_a, b, tiles + p * kRows * kColumns,
                            block > 0 || !is_first(), ahead, fetch);
@@ -400,11 +409,15 @@ class Gemm {
     for (int64_t block = 0; block < blocks_; ++block) {
       const Stretch part = stretch(block);
       const Lines<T> b = columns_of_b(part.product, side);
+      // Read next: the block after this one, or the first of the next panel.
+      const Stretch after = stretch(block + 1 < blocks_ ? block + 1 : 0);
+      const T* ahead = columns_of_b(after.product, side)
+                           .at(column + (block + 1 < blocks_ ? 0 : kColumns), after.k);
       with_tiles([&](auto form) {
         const auto multiply = rows > 16 ? multiply_lines_in_place<decltype(form), true>
                                         : multiply_lines_in_place<decltype(form), false>;
         multiply(b.at(column, part.k), b.line_stride, part.count, a + block * block_size, tiles,
-                 block == 0, block + 1 == blocks_);
+                 block == 0, block + 1 == blocks_, ahead);
       });
     }
     for (int i = 0; i < rows; i += 16) {

@@ -21,7 +21,7 @@ at::Tensor product_of_tiles(const at::Tensor& rows, const at::Tensor& columns,
   TORCH_CHECK_TYPE(rows.scalar_type() == at::kBFloat16 && columns.scalar_type() == at::kBFloat16 &&
                        sums.scalar_type() == at::kFloat,
                    "tile_product: rows and columns must be bfloat16, sums float32");
-  TORCH_CHECK(kTileForm == TileForm::hardware || (emulated && kTileForm != TileForm::none),
+  TORCH_CHECK(tile_form() == TileForm::hardware || (emulated && tile_form() != TileForm::none),
               "tile_product: no tiles here; FUSEDOPS_MAX_ISA=amx_emulated emulates them");
   const auto left = rows.reshape({32, k / 32, 32}).transpose(0, 1).contiguous();
   const auto right = columns.reshape({k / 2, 2, 32}).transpose(1, 2).contiguous();

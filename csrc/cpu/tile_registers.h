@@ -28,6 +28,7 @@ namespace {
 constexpr int kTileBytes = 64;  // of a row
 constexpr int kTileHeight = 16;
 
+#if !defined(FUSEDOPS_WITHOUT_TILES)  // the assembler knows them (tools/native.py)
 struct HardwareTiles {
   static void configure() {
     struct alignas(64) {
@@ -61,6 +62,7 @@ struct HardwareTiles {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSum), "i"(kRows), "i"(kColumns));
   }
 };
+#endif
 
 struct EmulatedTiles {
   static void configure() {
@@ -130,13 +132,17 @@ struct EmulatedTiles {
   }
 };
 
+#if defined(FUSEDOPS_WITHOUT_TILES)
+using HardwareTiles = EmulatedTiles;  // never chosen (csrc/isa.cpp)
+#endif
+
 // Calls body(Tiles()) with the form that runs here.
 template <typename Body>
 inline void with_tiles(const Body& body) {
-  if (kTileForm == TileForm::hardware) {
-    body(HardwareTiles());
-  } else {
+  if (kTilesAreEmulated) {
     body(EmulatedTiles());
+  } else {
+    body(HardwareTiles());
   }
 }
 
@@ -196,13 +202,31 @@ inline __attribute__((always_inline)) void multiply_tiles(int64_t steps, const u
   }
 }
 
+// Prefetches a cache line of each of kCount lines that begin `bytes` apart. As assembly: an address
+// holds a multiple of `bytes`, where the compiler computes each before it.
+template <int kCount>
+inline __attribute__((always_inline)) void fetch_lines(const void* first, int64_t bytes) {
+  const auto* line = static_cast<const char*>(first);
+#pragma GCC unroll 4
+  for (int i = 0; i < kCount; i += 8, line += 8 * bytes) {
+    asm volatile(
+        "prefetcht1 (%0)\n\tprefetcht1 (%0,%1)\n\tprefetcht1 (%0,%1,2)\n\t"
+        "prefetcht1 (%0,%2)\n\tprefetcht1 (%0,%1,4)\n\tprefetcht1 (%0,%3)\n\t"
+        "prefetcht1 (%0,%2,2)\n\tprefetcht1 (%0,%4)" ::"r"(line),
+        "r"(bytes), "r"(3 * bytes), "r"(5 * bytes), "r"(7 * bytes));
+  }
+}
+
 // sums [32 lines][32 columns] of 32 lines that are contiguous along k, `stride` elements apart, and
 // a panel [steps][32] of columns; `count` elements along k. The tiles are zeroed if `first`, stored
-// if `last`, and kept for the next call otherwise. Without kBoth the first 16 columns only.
+// if `last`, and kept for the next call otherwise. Without kBoth the first 16 columns only. `ahead`
+// is where the 32 lines begin that are read next: a step reads a cache line of each line and
+// prefetches one of those.
 template <typename Tiles, bool kBoth>
 inline void multiply_lines_in_place(const c10::BFloat16* lines, int64_t stride, int64_t count,
-                                    const uint32_t* columns, float* sums, bool first, bool last) {
-  constexpr int64_t kStride = 32 * sizeof(float), kDepth = 32, kAhead = 256;
+                                    const uint32_t* columns, float* sums, bool first, bool last,
+                                    const c10::BFloat16* ahead) {
+  constexpr int64_t kStride = 32 * sizeof(float), kDepth = 32;
   if (first) {
     Tiles::template zero<0>();
     Tiles::template zero<1>();
@@ -222,10 +246,11 @@ inline void multiply_lines_in_place(const c10::BFloat16* lines, int64_t stride, 
     if constexpr (kBoth) Tiles::template dot<3, 5, 7>();
     columns += 16 * 32;
   };
+  const int64_t bytes = stride * static_cast<int64_t>(sizeof(c10::BFloat16));
   int64_t k = 0;
   for (; k + kDepth <= count; k += kDepth) {
-    for (int i = 0; i < 32; ++i) __builtin_prefetch(lines + i * stride + k + kAhead, 0, 2);
-    step(lines + k, stride * static_cast<int64_t>(sizeof(c10::BFloat16)));
+    fetch_lines<32>(ahead + k, bytes);
+    step(lines + k, bytes);
   }
   if (k < count) {
     alignas(64) c10::BFloat16 rest[32][kDepth] = {};

@@ -39,9 +39,11 @@ _KNOWN = (
     "TUNING",
 )
 
-# What FUSEDOPS_MAX_ISA may be, from least to most; csrc/isa.cpp has the same list. The emulation of
-# AMX in C++ gives the bits of its manual on any processor with AVX512_BF16, slowly: for tests.
-MAX_ISAS = ("default", "avx2", "avx512", "avx512_bf16", "amx", "amx_emulated")
+# What FUSEDOPS_MAX_ISA may be, from least to most; csrc/isa.cpp has the same list. The last two are
+# for tests and slow: they give the bits of AMX on any processor with AVX512_BF16. ``amx_emulated``
+# replaces the tile instructions by C++; ``amx_trapped`` executes those that were built, which
+# tools/trapped_tiles.py catches.
+MAX_ISAS = ("default", "avx2", "avx512", "avx512_bf16", "amx", "amx_emulated", "amx_trapped")
 
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 

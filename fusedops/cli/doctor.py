@@ -102,6 +102,9 @@ def _show_installed(out: Console) -> None:
         ("Triton kernels", extension.triton_missing()),
     ):
         out.print(f"  {name:14} {f'no: {missing}' if missing else _state(name)}")
+        if name == "C++ kernels" and not missing:
+            reason = torch.ops.fusedops_native.why_no_tiles()
+            out.print(f"  {'AMX tiles':14} {f'no: {reason}' if reason else 'usable'}", markup=False)
     for device in _devices(""):
         _show_tuning(out, device)
     for name, value in env.settings().items():

@@ -15,7 +15,7 @@ import torch
 from click.testing import Result
 from typer.testing import CliRunner
 
-from fusedops._core import backends, tuning
+from fusedops._core import backends, extension, tuning
 from fusedops._core.architecture import architecture
 from fusedops._core.timer import CpuClock, Timing
 from fusedops.cli import calibrate
@@ -100,6 +100,9 @@ def test_command_exits_1_when_an_op_is_wrong(monkeypatch: pytest.MonkeyPatch) ->
     done = CliRunner().invoke(app, ["doctor", "--device", "cpu"])
     assert done.exit_code == 0, done.output
     assert "right" in done.output and "runs on" in done.output and "allocator" in done.output
+    if extension.cpu_library() is None:
+        missing = torch.ops.fusedops_native.why_no_tiles()
+        assert f"AMX tiles      {f'no: {missing}' if missing else 'usable'}" in done.output
     specs["gelu"] = replace(spec, op=wrong)
     done = CliRunner().invoke(app, ["doctor", "--device", "cpu"])
     assert done.exit_code == 1

@@ -272,6 +272,43 @@ def test_build_ext_in_place_then_nothing_to_do(tmp_path: Path) -> None:
     assert library.stat().st_mtime_ns == written
 
 
+# The assembler of binutils 2.35, as far as tiles are concerned.
+OLD_ASSEMBLER = """#!/bin/sh
+for source; do :; done
+if grep -Eq 'tdpbf16ps|tile(zero|release|loadd|stored)|ldtilecfg' "$source"; then
+  echo "Error: no such instruction" >&2
+  exit 1
+fi
+exec /usr/bin/as "$@"
+"""
+
+
+@pytest.mark.parametrize("knows_tiles", [True, False])
+def test_an_assembler_without_tiles_leaves_them_out(tmp_path: Path, knows_tiles: bool) -> None:
+    folder = small_project(tmp_path)
+    (folder / "csrc" / "cpu" / "two.isa.cpp").write_text(
+        "#if !defined(FUSEDOPS_WITHOUT_TILES)\n"
+        'void release() { asm volatile("tilerelease"); }\n'
+        "#endif\n"
+    )
+    compiler = "g++"
+    if not knows_tiles:
+        assembler = tmp_path / "bin" / "as"
+        assembler.parent.mkdir()
+        assembler.write_text(OLD_ASSEMBLER)
+        assembler.chmod(0o755)
+        compiler = str(tmp_path / "bin" / "old-g++")
+        Path(compiler).write_text(f'#!/bin/sh\nexec g++ -B{assembler.parent}/ "$@"\n')
+        Path(compiler).chmod(0o755)
+    done = build_in_place(folder, CXX=compiler, FUSEDOPS_ISAS="AVX512")
+    assert done.returncode == 0, done.stderr
+    told = [line for line in done.stderr.splitlines() if "without AMX tiles" in line]
+    assert len(told) == (0 if knows_tiles else 1)
+    library = folder / "fusedops" / "lib" / "libfusedops_cpu.so"
+    code = subprocess.run(["objdump", "-d", library], capture_output=True, text=True).stdout
+    assert ("tilerelease" in code) == knows_tiles
+
+
 def test_installation_without_compiler_succeeds_with_a_note(tmp_path: Path) -> None:
     done = build_in_place(small_project(tmp_path), CXX="no-such-compiler")
     assert done.returncode == 0

@@ -1,4 +1,7 @@
-"""The emulation of AMX's tiles does what the instruction is said to do, and the same as AMX."""
+"""The tiles of AMX, emulated or trapped, do what the manual says, and the same as a processor.
+
+What the trap itself refuses, and the ops on it, are in test_trapped_tiles.py.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import sys
 
 import pytest
 import torch
+import trapped_tiles
 
 from fusedops._core import extension
 
@@ -37,6 +41,19 @@ def needs_emulation() -> None:
     """Skip where the kernels of AMX cannot even be emulated."""
     if best() not in ("avx512_bf16", "amx"):
         pytest.skip("the emulation needs AVX512_BF16")
+
+
+def environment(form: str) -> dict[str, str]:
+    """Return the variables of a process whose tiles are "emulated", "trapped" or "real"."""
+    if form == "trapped":
+        return trapped_tiles.environment()
+    return {**os.environ, "FUSEDOPS_MAX_ISA": "amx_emulated" if form == "emulated" else "amx"}
+
+
+def forms() -> tuple[str, ...]:
+    """Return the forms of tiles that run here; skip where none does."""
+    needs_emulation()
+    return ("emulated", "real") if best() == "amx" else ("emulated", "trapped")
 
 
 def flushed(x: torch.Tensor) -> torch.Tensor:
@@ -68,15 +85,11 @@ torch.save([product(*each, emulated) for each in torch.load(sys.argv[1])], sys.a
 
 
 def products(folder: object, form: str) -> list[torch.Tensor]:
-    """Return tile_product of all operands in a new process, whose tiles may be emulated."""
+    """Return tile_product of all operands in a new process with tiles of a form."""
     path = f"{folder}/{form}.pt"
     torch.save([operands(case) for case in CASES], path)
-    limit = "amx_emulated" if form == "emulated" else "amx"
-    subprocess.run(
-        [sys.executable, "-c", PROGRAM, path, form],
-        env={**os.environ, "FUSEDOPS_MAX_ISA": limit},
-        check=True,
-    )
+    run = [sys.executable, "-c", PROGRAM, path, form]
+    subprocess.run(run, env=environment(form), check=True)
     found: list[torch.Tensor] = torch.load(path)
     return found
 
@@ -95,18 +108,16 @@ def operands(case: str) -> tuple[torch.Tensor, ...]:
     return rows.bfloat16(), columns.bfloat16(), sums
 
 
-def test_the_emulation_does_what_the_manual_says(tmp_path: object) -> None:
-    needs_emulation()
-    for case, got in zip(CASES, products(tmp_path, "emulated"), strict=True):
-        assert torch.equal(got, by_the_manual(*operands(case))), case
+def test_tiles_of_each_form_do_what_the_manual_says(tmp_path: object) -> None:
+    for form in forms():
+        for case, result in zip(CASES, products(tmp_path, form), strict=True):
+            assert torch.equal(result, by_the_manual(*operands(case))), f"{form}, {case}"
 
 
-def test_the_emulation_gives_the_bits_of_the_processor(tmp_path: object) -> None:
-    if best() != "amx":
-        pytest.skip("no AMX here")
-    both = zip(CASES, products(tmp_path, "emulated"), products(tmp_path, "real"), strict=True)
-    for case, emulated, real in both:
-        assert torch.equal(emulated.view(torch.int32), real.view(torch.int32)), case
+def test_the_emulation_gives_the_bits_of_the_instructions(tmp_path: object) -> None:
+    emulated, built = (products(tmp_path, form) for form in forms())
+    for case, left, right in zip(CASES, emulated, built, strict=True):
+        assert torch.equal(left.view(torch.int32), right.view(torch.int32)), case
 
 
 EVERYWHERE = """
@@ -136,10 +147,8 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_threads_and_forked_processes_have_tiles_of_their_own() -> None:
-    needs_emulation()
-    for limit in {"amx_emulated", "amx"} if best() == "amx" else {"amx_emulated"}:
-        environment = {**os.environ, "FUSEDOPS_MAX_ISA": limit}
-        subprocess.run([sys.executable, "-c", EVERYWHERE], env=environment, check=True)
+    for form in forms():
+        subprocess.run([sys.executable, "-c", EVERYWHERE], env=environment(form), check=True)
 
 
 def test_the_limit_is_obeyed() -> None:
