@@ -259,7 +259,7 @@ def stamp(name: str = "cpu") -> dict[str, str]:
         "torch": torch.version,
         "cuda": torch.cuda or "",
         "machine": platform.machine(),
-        "flags": " ".join([os.environ.get("CXX", ""), EXTRA_FLAGS]).strip(),
+        "flags": " ".join([os.environ.get("CXX", ""), EXTRA_FLAGS, *_tile_flags()]).strip(),
         "sources": sources_digest(),
         "isas": " ".join(isa_variants()) if name == "cpu" else "",
     }
