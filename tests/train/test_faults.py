@@ -216,7 +216,7 @@ def _started(rank: int, port: int, folder: str) -> None:
 
 
 def _faulty(rank: int, port: int, folder: str, kind: str) -> None:
-    """Run the command as one of two ranks; something happens to the second in step 6."""
+    """Run the command as one of two ranks; something happens to the second in step 7."""
     _started(rank, port, folder)
     plain = loop.backward
 
@@ -274,7 +274,7 @@ def records(folder: Path) -> dict[int, dict[str, Any]]:
 def test_a_rank_that_hangs_is_named_with_its_stack(file: Path) -> None:
     codes, told = with_fault(file.parent, _faulty, "sleep")
     assert codes == [1, 1], told
-    said = f"error: no progress for {HANGING_SECONDS:g} seconds: process 1 is hanging in step 6"
+    said = f"error: no progress for {HANGING_SECONDS:g} seconds: process 1 is hanging in step 7"
     assert said in told and "in sleep_on" in told and told.count("no progress") == 1
     found = records(file.parent)
     assert found.keys() == {0, 1} and found[1]["waits"] is None
