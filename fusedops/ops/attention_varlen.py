@@ -52,8 +52,8 @@ def attention_varlen(
         value: ``[tokens_k, Hkv, Dv]``.
         cu_seqlens_q: ``[sequences + 1]`` int32 or int64: from 0, rising, to ``tokens_q``.
         cu_seqlens_k: the same for the keys.
-        max_seqlen_q: at least the longest sequence of queries, in tokens.
-        max_seqlen_k: at least the longest sequence of keys, in tokens.
+        max_seqlen_q: at least the longest sequence of queries, in tokens, below ``2 ** 31``.
+        max_seqlen_k: at least the longest sequence of keys, in tokens, below ``2 ** 31``.
         dropout_p: probability with which a weight is dropped.
         is_causal: forbid keys after the query's place.
         scale: factor of the scores, ``D ** -0.5`` by default.
@@ -381,8 +381,8 @@ _OP = define_op(
         "remainder": "T [tokens, heads, value_size] | [0]",
         "ends": "ends >= 1",
         "heads": "heads == 0 or key_heads > 0 and heads % key_heads == 0",
-        "max_seqlen_q": "max_seqlen_q >= 0",
-        "max_seqlen_k": "max_seqlen_k >= 0",
+        "max_seqlen_q": "0 <= max_seqlen_q <= 2147483647",
+        "max_seqlen_k": "0 <= max_seqlen_k <= 2147483647",
         "dropout_p": "0 <= dropout_p <= 1",
         "softcap": "0 <= softcap < inf",
     },

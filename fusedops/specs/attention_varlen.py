@@ -125,6 +125,7 @@ def _bad_inputs(device: torch.device) -> list[BadInput]:
         bad("wrong_end", x, x, x, ends, short, 4, 4, mentions=("cu_seqlens_k", "6", "5")),
         bad("wrong_start", x, x, x, late, ends, 4, 4, mentions=("cu_seqlens_q", "from 0")),
         bad("longer_than_max", x, x, x, ends, ends, 3, 4, mentions=("cu_seqlens_q", "3", "4")),
+        bad("no_length", x, x, x, ends, ends, 4, 2**62, mentions=("max_seqlen_k", str(2**62))),
         bad(
             "table_dtype",
             x,
