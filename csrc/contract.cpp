@@ -13,6 +13,7 @@
 #include <torch/library.h>
 
 #include "contract_code.h"
+#include "launch_plan.h"
 
 namespace fusedops {
 namespace {
@@ -453,8 +454,10 @@ TORCH_LIBRARY_FRAGMENT(fusedops_native, m) {
            std::vector<double> bounds) {
           fusedops::contracts().try_emplace(name, code, std::move(words), std::move(bounds));
         });
+  // The verdict of the router, and behind its two bits the plan that it asks for.
   m.def("take_verdict() -> int", [] {
     using fusedops::Verdict;
-    return static_cast<int64_t>(std::exchange(fusedops::last_verdict, Verdict::none));
+    const auto verdict = std::exchange(fusedops::last_verdict, Verdict::none);
+    return static_cast<int64_t>(verdict) | fusedops::take_plan_request() << 2;
   });
 }

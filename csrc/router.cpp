@@ -1,6 +1,7 @@
 // Autocast and routing for every op, once, as boxed kernels.
 //
-// The route of fusedops::X: a call that is not as its contract says is refused. On the CPU the C++
+// The route of fusedops::X: on a GPU a call like an earlier one repeats that one's launches
+// (launch_plan.h). A call that is not as its contract says is refused. On the CPU the C++
 // kernel fusedops_cpp::X runs when no floating tensor is of another dtype than float32, bfloat16,
 // float16 and float64, no backend was requested and no tuning table prefers another one for these
 // sizes; otherwise fusedops::X_choose, which is Python, knows the rest
@@ -14,6 +15,7 @@
 
 #include "common/registry.h"
 #include "contract.h"
+#include "launch_plan.h"
 
 namespace fusedops {
 namespace {
@@ -33,6 +35,9 @@ int dtype_index(at::ScalarType dtype) {
 // What the router knows of one op.
 struct State {
   std::atomic<int64_t> count{0};  // calls of the C++ kernel
+  // Calls whose launches were repeated, by what they run: Triton kernels, the CUDA C++ operator.
+  std::atomic<int64_t> count_triton{0}, count_cuda{0};
+  LaunchPlans plans;
   // Where a tuning table prefers another backend: per dtype, bit k stands for 2^k <= elements of
   // the first tensor < 2^(k+1) (fusedops/_core/tuning.py: size_class). An op without such an entry,
   // which is nearly every op, pays for the test of `tuned` alone.
@@ -82,9 +87,10 @@ bool has_cpp_dtypes(at::ArrayRef<c10::IValue> arguments) {
 
 class Router : public c10::OperatorKernel {
  public:
-  // On a GPU (`on_cpu` does not hold) Python chooses always.
+  // On a GPU (`on_cpu` does not hold) Python chooses, where there is no plan.
   Router(const std::string& name, bool on_cpu)
-      : choose_(find_operator("fusedops", name + "_choose")),
+      : device_(on_cpu ? c10::DeviceType::CPU : c10::DeviceType::CUDA),
+        choose_(find_operator("fusedops", name + "_choose")),
         contract_(contract_of(name)),
         state_(states()[name]) {
     if (on_cpu) native_ = c10::Dispatcher::singleton().findSchema({"fusedops_cpp::" + name, ""});
@@ -93,18 +99,33 @@ class Router : public c10::OperatorKernel {
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet,
                   torch::jit::Stack* stack) const {
     const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
+    thread_local Signature signature;
+    bool record = false;
+    if (has_plans(device_) && !route_to_python.load(std::memory_order_relaxed) &&
+        write_signature(arguments, signature)) {
+      const auto answer = state_.plans.find(signature);
+      if (answer.plan != nullptr) {
+        auto& count = answer.plan->is_native() ? state_.count_cuda : state_.count_triton;
+        count.fetch_add(1, std::memory_order_relaxed);
+        answer.plan->run(*stack, arguments.size());
+        return;
+      }
+      record = answer.record;
+    }
     const bool allowed = contract_ == nullptr || contract_->allows(arguments);
     if (allowed && native_.has_value() && !route_to_python.load(std::memory_order_relaxed) &&
-        has_cpp_dtypes(arguments) && !state_.bypasses(arguments)) {
+        has_cpp_dtypes(arguments) && !state_.bypasses(arguments) && !has_plans(device_)) {
       state_.count.fetch_add(1, std::memory_order_relaxed);
       native_->callBoxed(stack);
     } else {
       set_verdict(allowed ? Verdict::allowed : Verdict::refused);
+      if (record && allowed) request_plan(state_.plans, signature);
       choose_.callBoxed(stack);
     }
   }
 
  private:
+  c10::DeviceType device_;
   std::optional<c10::OperatorHandle> native_;
   c10::OperatorHandle choose_;
   const Contract* contract_;
@@ -178,7 +199,16 @@ TORCH_LIBRARY_FRAGMENT(fusedops_native, m) {
   m.def("count(str name) -> int",
         [](std::string name) -> int64_t { return fusedops::states()[name].count.load(); });
   m.def("reset_counts() -> ()", []() {
-    for (auto& [name, state] : fusedops::states()) state.count.store(0);
+    for (auto& [name, state] : fusedops::states()) {
+      for (auto* count : {&state.count, &state.count_triton, &state.count_cuda}) count->store(0);
+    }
+  });
+  m.def("planned_counts(str name) -> int[]", [](std::string name) -> std::vector<int64_t> {
+    const auto& state = fusedops::states()[name];
+    return {state.count_triton.load(), state.count_cuda.load()};
+  });
+  m.def("forget_plans() -> ()", []() {
+    for (auto& [name, state] : fusedops::states()) state.plans.clear();
   });
   m.def("set_bypass(str name, ScalarType dtype, int size_classes) -> ()", fusedops::set_bypass);
 }

@@ -13,6 +13,7 @@ import torch
 
 from fusedops._core import contract
 from fusedops._core.contract import Program
+from fusedops._core.dtypes import SCALAR_TYPES
 
 _STEPS = {
     contract.TensorRule: 1,
@@ -34,18 +35,6 @@ _OPERATIONS = {
         )
     )
 }
-# c10::ScalarType of the dtypes that a contract may name.
-_SCALAR_TYPES = {
-    torch.uint8: 0,
-    torch.int32: 3,
-    torch.int64: 4,
-    torch.float16: 5,
-    torch.float32: 6,
-    torch.float64: 7,
-    torch.bool: 11,
-    torch.bfloat16: 15,
-}
-
 Code = tuple[list[int], list[str], list[float]]
 
 
@@ -128,7 +117,7 @@ class _Encoder:
         code = [rule.argument, int(rule.optional), int(rule.dense), binds, len(rule.atoms)]
         for atom in rule.atoms:
             if atom.kind == "set":
-                operand = sum(1 << _SCALAR_TYPES[dtype] for dtype in atom.dtypes)
+                operand = sum(1 << SCALAR_TYPES[dtype] for dtype in atom.dtypes)
             else:
                 operand = self._number("letter", atom.letter)
             code += [_ATOMS[atom.kind], operand]

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from fusedops._core import checks, env, extension, kernel_failures, tuning
+from fusedops._core import checks, env, extension, kernel_failures, launch_plans, tuning
 from fusedops._core.architecture import compute_capability
 from fusedops._core.checks import UnsupportedError
 from fusedops._core.contract import Program
@@ -202,7 +202,7 @@ def resolve(name: str, *args: Any, backward: bool = False) -> Resolution:
 
 def run(name: str, args: tuple[Any, ...], backward: bool = False) -> Any:
     """Run the op ``name``, or its backward, on the backend that ``resolve`` names."""
-    kernels, verdict = _KERNELS[name], _verdict()
+    kernels, (verdict, request) = _KERNELS[name], _verdict()
     if kernels.check is not None and not backward:
         kernels.check(*args)
     program = None if kernels.contracts is None else kernels.contracts[backward]
@@ -219,17 +219,41 @@ def run(name: str, args: tuple[Any, ...], backward: bool = False) -> Any:
     implementation = _implementation(kernels, choice.backend, backward)
     if choice.config is not None:
         implementation = partial(implementation, config=choice.config)
-    if choice.backend != "triton":
-        return implementation(*args)
     try:
+        if request:
+            return _planned(request, name, args, backward, choice.backend, implementation)
         return implementation(*args)
     except kernel_failures.exceptions() as error:
         failure = kernel_failures.describe(error)
-        if failure is None:
+        if choice.backend != "triton" or failure is None:
             raise
         _COUNTS[name + "_backward" * backward, choice.backend] -= 1
         _step_down(name, args, backward, failure, error)
     return run(name, args, backward)
+
+
+def _planned(
+    request: int,
+    name: str,
+    args: tuple[Any, ...],
+    backward: bool,
+    backend: str,
+    implementation: Callable[..., Any],
+) -> Any:
+    """Run a call on a GPU, and tell the compiled router what to repeat for the next one like it."""
+    op = name + "_backward" * backward
+    native, code, texts = op if backend == "cuda" else "", list[int](), list[str]()
+    if backend == "triton":
+        returns = len(getattr(torch.ops.fusedops, op).default._schema.returns)
+        result, plan = launch_plans.record(args, implementation, returns)
+        if isinstance(plan, str):
+            _LOG.debug("%s: such calls go through Python: %s", op, plan)
+        else:
+            code, texts = plan
+    else:
+        result = implementation(*args)
+    torch.ops.fusedops_native.answer_plan_request(request, native, code, texts)
+    return result
 
 
 def _step_down(
@@ -300,9 +324,11 @@ def counters() -> dict[tuple[str, str], int]:
     """
     counts = collections.Counter(_COUNTS)
     if extension.cpu_library() is None:
-        for name in _KERNELS:
-            for op in (name, f"{name}_backward"):
-                counts[op, "cpp"] += torch.ops.fusedops_native.count(op)
+        native = torch.ops.fusedops_native
+        for op in (op for name in _KERNELS for op in (name, f"{name}_backward")):
+            counts[op, "cpp"] += native.count(op)
+            for backend, count in zip(("triton", "cuda"), native.planned_counts(op), strict=True):
+                counts[op, backend] += count
     return {key: count for key, count in counts.items() if count}
 
 
@@ -351,14 +377,21 @@ def _request(name: str | None, mistake: str | None = None) -> None:
 _ALLOWED, _REFUSED = 1, 2
 
 
-def _verdict() -> int:
-    """Return whether the compiled router has held this call to its contract; 0: it has not."""
-    return torch.ops.fusedops_native.take_verdict() if extension.cpu_library() is None else 0
+def _verdict() -> tuple[int, int]:
+    """Return whether the compiled router has held this call to its contract; 0: it has not.
+
+    Then the number of the plan that it asks for; 0: it asks for none.
+    """
+    if extension.cpu_library() is not None:
+        return 0, 0
+    word = torch.ops.fusedops_native.take_verdict()
+    return word & 3, word >> 2
 
 
 def _put_in_force(device: torch.device, tables: tuning.Loaded) -> None:
     before = _tuned.get(device, tuning.Loaded())
     _tuned[device] = tables
+    _forget_plans()
     if device.type != "cpu" or extension.cpu_library() is not None:
         return
     # The compiled router gets a bit per size class that is not for the C++ kernel.
@@ -367,6 +400,11 @@ def _put_in_force(device: torch.device, tables: tuning.Loaded) -> None:
         classes[op, dtype] = classes.get((op, dtype), 0) | (entry.backend != "cpp") << size
     for (op, dtype), bits in classes.items():
         torch.ops.fusedops_native.set_bypass(op, dtype, bits)
+
+
+def _forget_plans() -> None:
+    if extension.cpu_library() is None:
+        torch.ops.fusedops_native.forget_plans()
 
 
 def _configs(kernels: Kernels) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Accumulation dtypes, the words of the autocast rules, and the error budget of the tests.
+"""Accumulation dtypes, the words of the autocast rules, torch's numbers of dtypes, and the error budget of the tests.
 
 No tolerance is written anywhere else in the project.
 """
@@ -13,6 +13,18 @@ AUTOCAST_RULES = {
     "lower": "all arguments are cast to the autocast dtype, as torch does for linear",
     "promote": "all arguments are cast to the widest dtype among them",
     "norm": "float32 on CUDA, nothing on the CPU: what torch does for layer_norm",
+}
+
+# c10::ScalarType, the numbers that compiled code knows dtypes by, of those that ops take and make.
+SCALAR_TYPES = {
+    torch.uint8: 0,
+    torch.int32: 3,
+    torch.int64: 4,
+    torch.float16: 5,
+    torch.float32: 6,
+    torch.float64: 7,
+    torch.bool: 11,
+    torch.bfloat16: 15,
 }
 
 

@@ -6,6 +6,7 @@
 | ``FUSEDOPS_LIBRARY`` | folder that holds the compiled libraries | ``fusedops/lib`` |
 | ``FUSEDOPS_DISABLE_NATIVE`` | ``1``: do not load the compiled libraries | ``0`` |
 | ``FUSEDOPS_ISAS`` | instruction sets to build, or ``all``; only the build reads it | this one |
+| ``FUSEDOPS_LAUNCH_PLANS`` | ``0``: each call on a GPU goes through Python | ``1`` |
 | ``FUSEDOPS_MAX_ISA`` | the CPU kernels use no more than this: see ``MAX_ISAS`` | all there is |
 | ``FUSEDOPS_SANITIZE`` | sanitizers of a build of its own; only the build reads it | none |
 | ``FUSEDOPS_SHARED_MEMORY`` | ``0``: processes of one machine communicate through sockets | ``1`` |
@@ -32,6 +33,7 @@ _KNOWN = (
     "BACKEND",
     "DISABLE_NATIVE",
     "ISAS",
+    "LAUNCH_PLANS",
     "LIBRARY",
     "MAX_ISA",
     "SANITIZE",
@@ -76,6 +78,7 @@ def mistakes(backends: Collection[str]) -> list[str]:
     choices = {
         "FUSEDOPS_BACKEND": backends,
         "FUSEDOPS_DISABLE_NATIVE": ("0", "1"),
+        "FUSEDOPS_LAUNCH_PLANS": ("1", "0"),
         "FUSEDOPS_MAX_ISA": MAX_ISAS,
         "FUSEDOPS_SHARED_MEMORY": ("1", "0"),
     }
@@ -110,6 +113,11 @@ def native_disabled() -> bool:
 def shared_memory_disabled() -> bool:
     """Return whether processes of one machine must not communicate through shared memory."""
     return (os.environ.get("FUSEDOPS_SHARED_MEMORY") or "1") != "1"
+
+
+def launch_plans_disabled() -> bool:
+    """Return whether each call on a GPU must go through Python, as the first ones do."""
+    return (os.environ.get("FUSEDOPS_LAUNCH_PLANS") or "1") != "1"
 
 
 def max_isa() -> str | None:

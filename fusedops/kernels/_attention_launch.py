@@ -239,7 +239,7 @@ class Call:
             "SOFTCAP": self.softcap > 0.0,
             "DROPOUT": dropout["DROPOUT"],
             "VARLEN": self.ends is not None,
-            "PRECISION": _launch.precision(),
+            "PRECISION": _launch.precision(query.dtype),
         }
         for name, tensor in (("q", query), ("k", key), ("v", value)):
             result |= self.strides(name, tensor)

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fusedops._core import philox
+from fusedops._core import launch_plans, philox
 
 
 def dense(tensor: torch.Tensor | None, stand_in: torch.Tensor) -> torch.Tensor:
@@ -43,8 +43,11 @@ def dropout_arguments(p: float, num_cols: int, seed: torch.Tensor | None) -> dic
     return {"limit": signed, "scale": philox.scale(p), "DROPOUT": mode}
 
 
-def precision() -> str:
-    """Return how float32 operands are multiplied: exactly, unless torch is told otherwise."""
+def precision(dtype: torch.dtype) -> str:
+    """Return how operands are multiplied: exactly, unless torch is told otherwise for float32."""
+    if dtype != torch.float32:
+        return "ieee"
+    launch_plans.depends_on("torch.backends.cuda.matmul.fp32_precision")
     # This answers for the older ways to tell torch too; they raise once this one has been used.
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 

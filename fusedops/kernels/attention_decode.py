@@ -288,7 +288,7 @@ def forward(
             SINKS=sinks is not None,
             SOFTCAP=softcap > 0.0,
             WHOLE=whole,
-            PRECISION=_launch.precision(),
+            PRECISION=_launch.precision(query.dtype),
             **sizes,
             **options,
         )

@@ -154,7 +154,7 @@ def forward(
                 *b.stride()[-2:],
                 *addend.stride()[-2:],
                 HAS_ADDEND=beta != 0,
-                PRECISION=_launch.precision(),
+                PRECISION=_launch.precision(output.dtype),
                 GROUP_M=GROUP_M,
                 **blocks,
                 **options,

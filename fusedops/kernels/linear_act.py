@@ -261,7 +261,7 @@ def linear(
             HAS_BIAS=bias is not None,
             KEEPS=keeps,
             ACTIVATION=activation,
-            PRECISION=_launch.precision(),
+            PRECISION=_launch.precision(input.dtype),
             DESCRIBED=how,
             GROUP_M=group_of(num_rows, blocks),
             **blocks,

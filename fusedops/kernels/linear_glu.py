@@ -167,7 +167,7 @@ def forward(
             *gate_weight.stride(),
             KEEPS=keep_preactivations,
             ACTIVATION=activation,
-            PRECISION=_launch.precision(),
+            PRECISION=_launch.precision(input.dtype),
             DESCRIBED=how,
             GROUP_M=group_of(num_rows, blocks),
             **blocks,

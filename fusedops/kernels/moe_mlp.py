@@ -359,7 +359,7 @@ def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
                 KEEPS=call.keep_preactivation,
                 GATE=gate,
                 ACTIVATION=call.activation,
-                PRECISION=_launch.precision(),
+                PRECISION=_launch.precision(input.dtype),
                 DESCRIBED=how,
                 GROUPS=_grouped.groups_block(num_groups),
                 GROUP_M=GROUP_M,

@@ -270,7 +270,7 @@ def test_float32_products_are_exact_unless_torch_is_told_otherwise(told: str) ->
             torch.backends.cuda.matmul.allow_tf32 = True
         elif told == "high":
             torch.set_float32_matmul_precision("high")
-        assert _launch.precision() == ("ieee" if told == "nothing" else "tf32")
+        assert _launch.precision(torch.float32) == ("ieee" if told == "nothing" else "tf32")
     finally:
         torch.set_float32_matmul_precision("highest")
-    assert _launch.precision() == "ieee"
+    assert _launch.precision(torch.float32) == "ieee"
