@@ -88,7 +88,8 @@ class Reader {
 
   size_t checked_size() {
     const int64_t size = number();
-    TORCH_CHECK(size >= 0 && size <= static_cast<int64_t>(code_.size()), "a launch plan is damaged");
+    TORCH_CHECK(size >= 0 && size <= static_cast<int64_t>(code_.size()),
+                "a launch plan is damaged");
     return static_cast<size_t>(size);
   }
 
@@ -175,8 +176,7 @@ Call read_call(Reader& reader, int64_t slots, const std::vector<std::string>& te
     TORCH_CHECK(index < texts.size(), "a launch plan has no text ", index);
     return texts[index];
   };
-  Call step{.op = operator_of(text()), .arguments = {}, .tensors = {}, .lists = {},
-            .results = {}};
+  Call step{.op = operator_of(text()), .arguments = {}, .tensors = {}, .lists = {}, .results = {}};
   for (size_t left = reader.checked_size(); left > 0; --left) {
     c10::IValue value;
     switch (static_cast<ArgumentKind>(reader.number())) {
@@ -380,12 +380,12 @@ bool write_signature(at::ArrayRef<c10::IValue> arguments, Signature& signature) 
       // A launcher may ask whether two arguments are one tensor.
       const auto* impl = tensor.unsafeGetTensorImpl();
       const auto* same = std::find(tensors.begin(), tensors.end(), impl);
-      signature.insert(signature.end(), {kTensor, static_cast<int64_t>(tensor.scalar_type()),
-                                         static_cast<int64_t>(tensor.device().type()),
-                                         tensor.device().index(), same - tensors.begin(),
-                                         // The compiled code depends on alignment to 16 bytes.
-                                         std::bit_cast<int64_t>(tensor.const_data_ptr()) & 15,
-                                         tensor.dim()});
+      signature.insert(signature.end(),
+                       {kTensor, static_cast<int64_t>(tensor.scalar_type()),
+                        static_cast<int64_t>(tensor.device().type()), tensor.device().index(),
+                        same - tensors.begin(),
+                        // The compiled code depends on alignment to 16 bytes.
+                        std::bit_cast<int64_t>(tensor.const_data_ptr()) & 15, tensor.dim()});
       tensors.push_back(impl);
       signature.insert(signature.end(), tensor.sizes().begin(), tensor.sizes().end());
       signature.insert(signature.end(), tensor.strides().begin(), tensor.strides().end());
@@ -466,8 +466,8 @@ void LaunchPlan::run(torch::jit::Stack& stack, size_t num_arguments) const {
       if (make->zeroed) slots[make->slot].zero_();
     } else if (const auto* view = std::get_if<View>(&step)) {
       const auto& source = slots[view->source];
-      slots[view->slot] = source.as_strided(view->sizes, view->strides,
-                                            source.storage_offset() + view->offset);
+      slots[view->slot] =
+          source.as_strided(view->sizes, view->strides, source.storage_offset() + view->offset);
     } else {
       call(std::get<Call>(step), slots);
     }
@@ -534,22 +534,22 @@ TORCH_LIBRARY_FRAGMENT(fusedops_native, m) {
   // there is none.
   m.def("answer_plan_request(int request, str native, int[] code, str[] texts) -> ()",
         [](int64_t request, std::string native, std::vector<int64_t> code,
-           std::vector<std::string> texts) {
-          fusedops::answer(request, native, code, texts);
-        });
+           std::vector<std::string> texts) { fusedops::answer(request, native, code, texts); });
   // The addresses of the four functions of a LaunchDriver, and on which kind of device calls have
   // plans. No function: none has.
-  m.def("set_launch_driver(int[] functions, Device device) -> ()", [](std::vector<int64_t> functions,
-                                                                       at::Device device) {
-    TORCH_CHECK(functions.empty() || functions.size() == 4, "a launch driver has four functions");
-    const fusedops::LaunchDriver* driver = nullptr;
-    if (!functions.empty()) {
-      auto* made = new fusedops::LaunchDriver();  // a plan that is running may hold the one before
-      static_assert(sizeof(*made) == 4 * sizeof(int64_t));
-      std::memcpy(made, functions.data(), sizeof(*made));
-      driver = made;
-    }
-    fusedops::planned_device.store(device.type());
-    fusedops::current_driver.store(driver, std::memory_order_release);
-  });
+  m.def("set_launch_driver(int[] functions, Device device) -> ()",
+        [](std::vector<int64_t> functions, at::Device device) {
+          TORCH_CHECK(functions.empty() || functions.size() == 4,
+                      "a launch driver has four functions");
+          const fusedops::LaunchDriver* driver = nullptr;
+          if (!functions.empty()) {
+            auto* made =
+                new fusedops::LaunchDriver();  // a plan that is running may hold the one before
+            static_assert(sizeof(*made) == 4 * sizeof(int64_t));
+            std::memcpy(made, functions.data(), sizeof(*made));
+            driver = made;
+          }
+          fusedops::planned_device.store(device.type());
+          fusedops::current_driver.store(driver, std::memory_order_release);
+        });
 }

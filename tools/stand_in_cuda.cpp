@@ -2,7 +2,8 @@
 //
 // tools/stand_in_cuda.py compiles and loads it before Triton looks for the real one. Memory is the
 // host's, so that addresses are those of CPU tensors. A launch is kept as bytes: function, grid,
-// threads, shared memory, stream, and every parameter with the size that `stand_in_describe` gave.
+// threads, shared memory, stream, and every parameter with the size that `stand_in_describe` gave,
+// filled up to 8 bytes.
 #include <cuda.h>
 
 #include <cstring>
@@ -38,9 +39,11 @@ CUresult note(uint64_t function, const uint32_t (&grid)[3], uint32_t threads, ui
   append(text, threads);
   append(text, shared);
   append(text, stream);
+  text.resize((text.size() + 7) / 8 * 8, '\0');
   const auto& sizes = parameter_sizes.at(function);
   for (size_t i = 0; i < sizes.size(); ++i) {
     text.append(static_cast<const char*>(parameters[i]), static_cast<size_t>(sizes[i]));
+    text.resize((text.size() + 7) / 8 * 8, '\0');
   }
   launches.push_back(text);
   return CUDA_SUCCESS;
@@ -50,17 +53,33 @@ CUresult note(uint64_t function, const uint32_t (&grid)[3], uint32_t threads, ui
 
 extern "C" {
 
-CUresult cuInit(unsigned) { return CUDA_SUCCESS; }
-CUresult cuDriverGetVersion(int* version) { return *version = CUDA_VERSION, CUDA_SUCCESS; }
-CUresult cuDeviceGet(CUdevice* device, int ordinal) { return *device = ordinal, CUDA_SUCCESS; }
+CUresult cuInit(unsigned) {
+  return CUDA_SUCCESS;
+}
+CUresult cuDriverGetVersion(int* version) {
+  return *version = CUDA_VERSION, CUDA_SUCCESS;
+}
+CUresult cuDeviceGet(CUdevice* device, int ordinal) {
+  return *device = ordinal, CUDA_SUCCESS;
+}
 CUresult cuCtxGetCurrent(CUcontext* context) {
   return *context = reinterpret_cast<CUcontext>(1), CUDA_SUCCESS;
 }
-CUresult cuCtxSetCurrent(CUcontext) { return CUDA_SUCCESS; }
-CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice) { return cuCtxGetCurrent(context); }
-CUresult cuCtxGetDevice(CUdevice* device) { return *device = 0, CUDA_SUCCESS; }
-CUresult cuCtxGetLimit(size_t* value, CUlimit) { return *value = 0, CUDA_SUCCESS; }
-CUresult cuCtxSetLimit(CUlimit, size_t) { return CUDA_SUCCESS; }
+CUresult cuCtxSetCurrent(CUcontext) {
+  return CUDA_SUCCESS;
+}
+CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice) {
+  return cuCtxGetCurrent(context);
+}
+CUresult cuCtxGetDevice(CUdevice* device) {
+  return *device = 0, CUDA_SUCCESS;
+}
+CUresult cuCtxGetLimit(size_t* value, CUlimit) {
+  return *value = 0, CUDA_SUCCESS;
+}
+CUresult cuCtxSetLimit(CUlimit, size_t) {
+  return CUDA_SUCCESS;
+}
 CUresult cuGetErrorString(CUresult, const char** text) {
   return *text = "an error of the stand-in", CUDA_SUCCESS;
 }
@@ -72,7 +91,12 @@ CUresult cuModuleLoadData(CUmodule* module, const void*) {
   const std::lock_guard lock(mutex);
   return *module = reinterpret_cast<CUmodule>(last_handle += 16), CUDA_SUCCESS;
 }
-CUresult cuModuleUnload(CUmodule) { return CUDA_SUCCESS; }
+CUresult cuStreamIsCapturing(CUstream, CUstreamCaptureStatus* status) {
+  return *status = CU_STREAM_CAPTURE_STATUS_NONE, CUDA_SUCCESS;
+}
+CUresult cuModuleUnload(CUmodule) {
+  return CUDA_SUCCESS;
+}
 CUresult cuModuleGetFunction(CUfunction* function, CUmodule module, const char*) {
   return *function = reinterpret_cast<CUfunction>(module), CUDA_SUCCESS;
 }
@@ -80,8 +104,12 @@ CUresult cuFuncGetAttribute(int* value, CUfunction_attribute attribute, CUfuncti
   const bool threads = attribute == CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK;
   return *value = threads ? 1024 : 0, CUDA_SUCCESS;
 }
-CUresult cuFuncSetAttribute(CUfunction, CUfunction_attribute, int) { return CUDA_SUCCESS; }
-CUresult cuFuncSetCacheConfig(CUfunction, CUfunc_cache) { return CUDA_SUCCESS; }
+CUresult cuFuncSetAttribute(CUfunction, CUfunction_attribute, int) {
+  return CUDA_SUCCESS;
+}
+CUresult cuFuncSetCacheConfig(CUfunction, CUfunc_cache) {
+  return CUDA_SUCCESS;
+}
 CUresult cuOccupancyMaxActiveClusters(int* count, CUfunction, const CUlaunchConfig*) {
   return *count = 1, CUDA_SUCCESS;
 }
@@ -96,9 +124,9 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType dtype, cuu
                                 CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle,
                                 CUtensorMapL2promotion promotion, CUtensorMapFloatOOBfill fill) {
   std::string text;
+  append(text, address);
   append(text, static_cast<uint8_t>(dtype));
   append(text, static_cast<uint8_t>(rank));
-  append(text, address);
   for (cuuint32_t dim = 0; dim < rank; ++dim) {
     append(text, sizes[dim]);
     // The stride of the outermost dim is not read.
@@ -127,21 +155,29 @@ void stand_in_describe(uint64_t function, int count, const int* sizes) {
   const std::lock_guard lock(mutex);
   parameter_sizes[function] = {sizes, sizes + count};
 }
-void stand_in_note(bool on) { notes = on; }
+void stand_in_note(bool on) {
+  notes = on;
+}
 void stand_in_fail(int code) {
   static CUresult failure;
   failure = static_cast<CUresult>(code);
   planned_failure = code == 0 ? nullptr : &failure;
 }
-int stand_in_launches() { return static_cast<int>(launches.size()); }
+int stand_in_launches() {
+  return static_cast<int>(launches.size());
+}
 const char* stand_in_launch(int index, int* size) {
   *size = static_cast<int>(launches.at(index).size());
   return launches[index].data();
 }
-void stand_in_clear() { launches.clear(); }
+void stand_in_clear() {
+  launches.clear();
+}
 
 // The functions of a LaunchDriver.
-void* stand_in_stream(int) { return reinterpret_cast<void*>(0x5EED); }
+void* stand_in_stream(int) {
+  return reinterpret_cast<void*>(0x5EED);
+}
 int stand_in_plan_launch(const fusedops::KernelLaunch* asked) {
   return note(asked->function, {asked->grid[0], asked->grid[1], asked->grid[2]}, asked->threads,
               asked->shared, asked->stream, asked->parameters);
@@ -155,6 +191,8 @@ int stand_in_encode(void* map, const fusedops::TensorMap* asked) {
       CU_TENSOR_MAP_INTERLEAVE_NONE, static_cast<CUtensorMapSwizzle>(asked->swizzle),
       CU_TENSOR_MAP_L2_PROMOTION_L2_128B, static_cast<CUtensorMapFloatOOBfill>(asked->fill));
 }
-const char* stand_in_error(int) { return "CUDA_ERROR_OF_THE_STAND_IN"; }
+const char* stand_in_error(int) {
+  return "CUDA_ERROR_OF_THE_STAND_IN";
+}
 
 }  // extern "C"

@@ -23,9 +23,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import torch
-
 import native
+import torch
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _SIZES = {"u64": 8, "u32": 4, "u16": 2, "u8": 1, "f32": 4, "f64": 8, "b64": 8, "b32": 4, "b8": 1}
@@ -137,12 +136,13 @@ def installed(
 
 def _as_gpu(capability: tuple[int, int]) -> contextlib.ExitStack:
     """Let fusedops run Triton kernels on CPU tensors, with the tiles of a GPU."""
-    from fusedops._core import backends, extension
+    from fusedops._core import backends, checks, extension
     from fusedops.kernels import _attention_launch, _descriptors, _launch
 
     generation = {9: 90, 10: 100}.get(capability[0], 80)
     replaced = (
         (extension, "triton_missing", lambda: None),
+        (checks, "readable", lambda tensor: False),
         (backends, "env", SimpleNamespace(triton_interpreted=lambda: True)),
         (_descriptors, "available", lambda device: generation > 80),
         (_attention_launch, "_generation", lambda device: generation),

@@ -62,12 +62,11 @@ int encode(void* map, const TensorMap* asked) {
   std::copy_n(asked->sizes, sizes.size(), sizes.begin());
   std::copy_n(asked->strides, strides.size(), strides.begin());
   std::copy_n(asked->box, box.size(), box.begin());
-  return function(static_cast<CUtensorMap*>(map), static_cast<CUtensorMapDataType>(asked->dtype),
-                  asked->rank, asked->address, sizes.data(), strides.data(), box.data(),
-                  steps.data(), CU_TENSOR_MAP_INTERLEAVE_NONE,
-                  static_cast<CUtensorMapSwizzle>(asked->swizzle),
-                  CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-                  static_cast<CUtensorMapFloatOOBfill>(asked->fill));
+  return function(
+      static_cast<CUtensorMap*>(map), static_cast<CUtensorMapDataType>(asked->dtype), asked->rank,
+      asked->address, sizes.data(), strides.data(), box.data(), steps.data(),
+      CU_TENSOR_MAP_INTERLEAVE_NONE, static_cast<CUtensorMapSwizzle>(asked->swizzle),
+      CU_TENSOR_MAP_L2_PROMOTION_L2_128B, static_cast<CUtensorMapFloatOOBfill>(asked->fill));
 }
 
 const char* error(int code) {

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from fusedops._core import contract
 from fusedops._core.contract import Program
 from fusedops._core.dtypes import SCALAR_TYPES

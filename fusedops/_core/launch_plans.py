@@ -50,6 +50,7 @@ _UNFORESEEN = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 Plan = tuple[list[int], list[str]]
 
 _active = threading.local()
+_kept: dict[int, Any] = {}  # kernels by function: Triton may unload the code of one that is gone
 _PATCHING = threading.RLock()
 
 
@@ -125,9 +126,7 @@ class _Recorder(TorchDispatchMode):
             self.refuse(str(error))
         return result
 
-    def _note(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-    ) -> None:
+    def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         results = result if isinstance(result, tuple | list) else (result,)
         if _UNFORESEEN & set(func.tags) or not all(
             isinstance(each, torch.Tensor) for each in results
@@ -137,9 +136,9 @@ class _Recorder(TorchDispatchMode):
             self._allocate(result, zeroed=func in _ZEROED)
         elif func.is_view and all(_share_memory(each, args[0]) for each in results):
             slot, _ = self._place(args[0])
-            root = self._tensors[slot]
+            start = _first_byte(self._tensors[slot])
             for view in results:
-                self._places.setdefault(id(view), (slot, view.data_ptr() - root.data_ptr()))
+                self._places.setdefault(id(view), (slot, _first_byte(view) - start))
                 self._views.append(view)
         else:
             self._call(func, args, kwargs, results)
@@ -148,6 +147,8 @@ class _Recorder(TorchDispatchMode):
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: Sequence[Any]
     ) -> None:
         """Note a call of a torch operator, with every argument of its schema."""
+        if any(each.device != self._device() for each in results):
+            raise NotRepeatable(f"{func} copies to another device")
         arguments = func._schema.arguments
         given = dict(zip((each.name for each in arguments), args, strict=False)) | kwargs
         values = [
@@ -229,6 +230,7 @@ class _Recorder(TorchDispatchMode):
             else:
                 parameters.append([_CONSTANT, _bits(kind, value)])
         parameters += [[_CONSTANT, 0]] * 2  # the scratch memory of kernels and of profilers
+        _kept[kernel.function] = kernel
         sizes = [*grid, 1, 1][:3]
         launch = [kernel.function, *sizes, 32 * facts.num_warps, facts.shared, len(parameters)]
         return [_LAUNCH, *launch, *(number for each in parameters for number in each)]
@@ -320,6 +322,11 @@ def _share_memory(tensor: torch.Tensor, other: Any) -> bool:
         isinstance(other, torch.Tensor)
         and tensor.untyped_storage()._cdata == other.untyped_storage()._cdata
     )
+
+
+def _first_byte(tensor: torch.Tensor) -> int:
+    """Return where a tensor begins in its memory; ``data_ptr`` is 0 for an empty one."""
+    return int(tensor.storage_offset()) * tensor.element_size()
 
 
 def _geometry(tensor: torch.Tensor) -> list[int]:
