@@ -1,4 +1,4 @@
-"""Accumulation dtypes, the words of the autocast rules, torch's numbers of dtypes, and the error budget of the tests.
+"""Accumulation dtypes, torch's numbers of dtypes, autocast rules, and the tests' error budget.
 
 No tolerance is written anywhere else in the project.
 """

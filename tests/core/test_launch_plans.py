@@ -1,8 +1,8 @@
 """Recorded launches are those of Triton's own path, byte for byte, for other tensors too.
 
-``tools/stand_in_cuda.py`` stands for a GPU: Triton compiles for it, and its driver code runs down to
-``cuLaunchKernelEx``. What torch operators inside a plan compute is compared in value: there a plan
-is made of the reference of an op, which launches nothing.
+``tools/stand_in_cuda.py`` stands for a GPU: Triton compiles for it, and its driver code runs down
+to ``cuLaunchKernelEx``. What torch operators inside a plan compute is compared in value: there a
+plan is made of the reference of an op, which launches nothing.
 """
 
 from __future__ import annotations
