@@ -19,7 +19,7 @@ import torch
 from fusedops.models import ParallelConfig, Transformer, parallelize, parallelized, preset
 from fusedops.parallel import communication
 from fusedops.parallel.communication import COMPUTE, Log
-from fusedops.parity import threads
+from fusedops.testing import threads
 
 PICTURE = Path(__file__).resolve().parent / "copies.svg"
 MODES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -21,7 +21,7 @@ import torch
 from fusedops.models import ParallelConfig, Transformer, parallelize, parallelized, preset
 from fusedops.parallel import communication
 from fusedops.parallel.communication import Event
-from fusedops.parity import threads
+from fusedops.testing import threads
 
 DOCS = Path(__file__).resolve().parent
 PICTURE, PAGE = DOCS / "parallel.svg", DOCS / "parallel.md"

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
         nn,
         optim,
         parallel,
-        parity,
         planner,
+        testing,
         train,
     )
     from fusedops._core.host import tune_host
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
         register_experts,
         unpatch,
     )
-    from fusedops.parity import verify
+    from fusedops.testing import verify
 
 __version__ = "0.1.0"
 
@@ -59,6 +59,7 @@ _LAZY = {
     "parallel": "fusedops.parallel",
     "parity": "fusedops.parity",
     "planner": "fusedops.planner",
+    "testing": "fusedops.testing",
     "train": "fusedops.train",
     "tune_host": "fusedops._core.host",
     "decompositions": "fusedops.integrations",
@@ -68,7 +69,7 @@ _LAZY = {
     "PatchReport": "fusedops.integrations",
     "register_attention": "fusedops.integrations",
     "register_experts": "fusedops.integrations",
-    "verify": "fusedops.parity",
+    "verify": "fusedops.testing",
 }
 
 __all__ = [
@@ -85,13 +86,13 @@ __all__ = [
     "nn",
     "optim",
     "parallel",
-    "parity",
     "patch",
     "planner",
     "register_attention",
     "register_experts",
     "reset_counters",
     "resolve",
+    "testing",
     "train",
     "tune_host",
     "unpatch",

@@ -115,7 +115,7 @@ def on_two_ranks(_pools: dict[int, Any]) -> Callable[..., list[Any]]:
 
 @pytest.fixture(scope="session")
 def _processes() -> Iterator[Any]:
-    from fusedops.parity.processes import Processes
+    from fusedops.testing.processes import Processes
 
     with Processes(2) as processes:
         yield processes

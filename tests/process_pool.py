@@ -3,7 +3,7 @@
 Starting a process means importing torch, which takes longer than most tests: a fork server imports
 it once. Tests on fewer ranks use the first ones. What a test sends must be a function of a module;
 it is called with the rank's ``World`` and returns something that pickles. Unlike
-``fusedops.parity.processes`` the ranks keep their world, and its groups, from test to test.
+``fusedops.testing.processes`` the ranks keep their world, and its groups, from test to test.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from fusedops.parity.processes import PRELOADED
+from fusedops.testing.processes import PRELOADED
 
 RANKS = 8
 SIZES = (1, 2, 4, 8)

@@ -1,30 +1,11 @@
-"""Whether a parallel model trains as one process does: a fuzzer for models on meshes.
+"""The former name of ``fusedops.testing``, for one release."""
 
-    import fusedops
-    fusedops.verify(make_model, [{"tp": 2}, {"dp": 2, "tp": 2}], parallelize=my_parallelize)
+import warnings
 
-In reading order: ``case`` (what is drawn), ``batches`` (workloads), ``arguments`` (checks),
-``trial`` (a case on one process and on ranks, compared), ``turns``, ``meetings`` and ``threads``
-(ranks as threads), ``processes`` (ranks on gloo), ``shrink``, ``script`` and ``fuzzer``.
-"""
+from fusedops.testing import *  # noqa: F403
 
-from fusedops.parity.batches import WORKLOADS, token_batch
-from fusedops.parity.case import Case, Space
-from fusedops.parity.fuzzer import Failure, ParityError, Report, replay, verify
-from fusedops.parity.ranks import RankError
-from fusedops.parity.trial import Difference, Parallel
-
-__all__ = [
-    "WORKLOADS",
-    "Case",
-    "Difference",
-    "Failure",
-    "Parallel",
-    "ParityError",
-    "RankError",
-    "Report",
-    "Space",
-    "replay",
-    "token_batch",
-    "verify",
-]
+warnings.warn(
+    "fusedops.parity is now fusedops.testing; the old name goes with the next release",
+    DeprecationWarning,
+    stacklevel=2,
+)

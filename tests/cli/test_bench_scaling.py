@@ -7,7 +7,7 @@ import torch
 
 from fusedops.cli.bench import scaling, scaling_command
 from fusedops.cli.files import UserError
-from fusedops.parity import threads
+from fusedops.testing import threads
 
 WORK = scaling.Work("gpt2", 128, 4, 96, 8, 16)
 

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from fusedops.cli.main import app
 from fusedops.generation.load import load
 from fusedops.models import Transformer, load_huggingface, preset, save_huggingface
-from fusedops.parity import threads
+from fusedops.testing import threads
 from fusedops.train import InputError, train
 from fusedops.train.processes import Ranks, joined
 

@@ -17,7 +17,7 @@ from fusedops.models import (
     parallelize,
 )
 from fusedops.parallel import communication
-from fusedops.parity import threads
+from fusedops.testing import threads
 
 PROMPTS = [[5, 17, 3], [7], [200, 1, 1, 30, 8]]
 CALLS: tuple[dict[str, Any], ...] = (

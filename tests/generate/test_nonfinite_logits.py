@@ -20,7 +20,7 @@ from fusedops.models import (
     parallelize,
     save_huggingface,
 )
-from fusedops.parity import threads
+from fusedops.testing import threads
 
 BROKEN = 123  # the word whose embedding is not finite: what follows it is not
 PROMPTS = [[5, 17, 3], [7, 8], [200, BROKEN, 30, 8]]

@@ -14,7 +14,7 @@ from fusedops import memory
 from fusedops.memory.engine import HostEngine
 from fusedops.models import ParallelConfig, Transformer, parallelize, parallelized, preset
 from fusedops.ops._weight_gradients import summed
-from fusedops.parity import threads
+from fusedops.testing import threads
 
 
 class _Told(HostEngine):

@@ -18,7 +18,7 @@ import fusedops
 from fusedops import memory
 from fusedops.memory.engine import HostEngine
 from fusedops.models import ParallelConfig, Transformer, parallelize, parallelized, preset
-from fusedops.parity import threads
+from fusedops.testing import threads
 
 STEPS = 4
 # One expert a token, by its id: with few words some experts rest, others in each step.

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedops
 from fusedops import keep_routing, moe_route, update_balancing_bias
-from fusedops.parity import threads
+from fusedops.testing import threads
 
 
 class Router(torch.nn.Module):

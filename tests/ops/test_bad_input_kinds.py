@@ -150,7 +150,7 @@ OTHERS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = 
     "use_backend": (_enter, ("torch",), {}),
 }
 TYPES = {"PatchReport", "RoutingPlan", "UnsupportedError"}
-WITH_ITS_OWN = {"generate", "verify"}  # tests/generate/test_decoding.py, parity/test_verify.py
+WITH_ITS_OWN = {"generate", "verify"}  # tests/generate/test_decoding.py, testing/test_verify.py
 WITHOUT_ARGUMENTS = {
     *("counters", "decompositions"),
     *("register_attention", "register_experts", "reset_counters"),

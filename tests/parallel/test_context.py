@@ -31,7 +31,7 @@ from fusedops.parallel import (
 )
 from fusedops.parallel.context import plan
 from fusedops.parallel.context.plan import Pattern
-from fusedops.parity import threads
+from fusedops.testing import threads
 
 pytestmark = pytest.mark.distributed
 OnRanks = Callable[..., list[Any]]

@@ -16,7 +16,7 @@ from fusedops._core.checks import UnsupportedError
 from fusedops.models import ParallelConfig, Transformer, parallelize, parallelized, preset
 from fusedops.parallel import communication
 from fusedops.parallel.communication import COMPUTE, Log
-from fusedops.parity import threads
+from fusedops.testing import threads
 
 LAYERS, SEQUENCES, TOKENS = 3, 4, 12
 EXCHANGES = ("tokens to experts", "experts' results", "gradients of tokens", "gradients of results")

@@ -27,7 +27,7 @@ from fusedops._core import dtypes
 from fusedops.nn import MoE
 from fusedops.parallel import _hops, communication, expert_parallel, moe_combine, moe_dispatch
 from fusedops.parallel._exchange import Transfer
-from fusedops.parity import threads
+from fusedops.testing import threads
 
 pytestmark = pytest.mark.distributed
 OnRanks = Callable[..., list[Any]]

@@ -23,7 +23,7 @@ from fusedops.models import (
 from fusedops.models.parallelized import attach
 from fusedops.parallel import communication
 from fusedops.parallel.communication import ordered_sum
-from fusedops.parity import threads
+from fusedops.testing import threads
 
 SEED, STEPS, SEQUENCES, TOKENS = 5, 3, 8, 16
 MODELS: dict[str, dict[str, Any]] = {

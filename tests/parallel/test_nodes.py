@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fusedops import RoutingPlan
 from fusedops.parallel import communication, expert_parallel, moe_combine, moe_dispatch
-from fusedops.parity import threads
+from fusedops.testing import threads
 
 pytestmark = pytest.mark.distributed
 OnRanks = Callable[..., list[Any]]

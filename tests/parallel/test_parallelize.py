@@ -27,7 +27,7 @@ from fusedops.models import (
 )
 from fusedops.models.parallelized import attach
 from fusedops.parallel import communication
-from fusedops.parity import threads
+from fusedops.testing import threads
 
 OnRanks = Callable[..., list[Any]]
 SEQUENCES, TOKENS = 8, 24

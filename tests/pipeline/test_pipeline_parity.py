@@ -22,7 +22,7 @@ from fusedops.models import (
     preset,
 )
 from fusedops.models.parallelized import attach
-from fusedops.parity import threads
+from fusedops.testing import threads
 
 SEED = 5
 SEQUENCES, TOKENS = 8, 12

@@ -25,7 +25,7 @@ from fusedops.models import (
 )
 from fusedops.models.parallelized import Parallelized
 from fusedops.parallel import communication, timeline
-from fusedops.parity import threads
+from fusedops.testing import threads
 from fusedops.train import train
 
 LAYERS, WORDS, SEED = 4, 64, 3

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import fusedops
-from fusedops import parity
+from fusedops import testing
 from fusedops.models import Transformer, parallelized, preset
 from fusedops.parallel.pipeline.schedules import SCHEDULES
-from fusedops.parity.standard import standard
+from fusedops.testing.standard import standard
 
 
 def model() -> Transformer:
@@ -124,7 +124,7 @@ COMPUTES = {
 }
 
 
-def planted(model: Transformer, mesh: Any, case: parity.Case, bug: str) -> parity.Parallel:
+def planted(model: Transformer, mesh: Any, case: testing.Case, bug: str) -> testing.Parallel:
     """Spread a model as it should be, but for one thing."""
     parallel = standard(model, mesh, case)
     pipeline = parallelized(parallel.model).pipeline
@@ -166,7 +166,7 @@ def test_a_bug_of_a_pipeline_is_found_and_made_small(bug: str) -> None:
     options: dict[str, list[Any]] = {"microbatches": [2], "pipeline_schedule": [schedule]}
     if "halves" in bug:
         options["zero"] = [1]
-    with pytest.raises(parity.ParityError) as caught:
+    with pytest.raises(testing.ParityError) as caught:
         fusedops.verify(
             factory,
             [{"pp": 2, **more}],
@@ -180,5 +180,5 @@ def test_a_bug_of_a_pipeline_is_found_and_made_small(bug: str) -> None:
     text = str(caught.value)
     assert "should be" in text
     small = {"pp": 2, **kept}
-    smallest = text.rpartition("parity.Case(")[2].partition("\n")[0]
+    smallest = text.rpartition("testing.Case(")[2].partition("\n")[0]
     assert smallest.startswith(f"mesh={small!r}, ") and "steps" not in smallest

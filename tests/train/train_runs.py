@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fusedops.parity.processes import PRELOADED
+from fusedops.testing.processes import PRELOADED
 from fusedops.train import train
 from fusedops.train.setup import Run
 

@@ -14,10 +14,10 @@ from fusedops.ops._moe_payload import PayloadLayout
 from fusedops.parallel import budgets, communication
 from fusedops.parallel.budgets import Budget
 from fusedops.parallel.pipeline.schedules import table
-from fusedops.parity import Case, threads, token_batch
-from fusedops.parity.fuzzer import adamw, token_loss
-from fusedops.parity.standard import standard
-from fusedops.parity.trial import Subject
+from fusedops.testing import Case, threads, token_batch
+from fusedops.testing.fuzzer import adamw, token_loss
+from fusedops.testing.standard import standard
+from fusedops.testing.trial import Subject
 
 BATCH, TOKENS, HIDDEN, WORDS, BYTES = 2, 16, 16, 19, 8  # of float64
 ACTIVATION = BATCH * TOKENS * HIDDEN * BYTES

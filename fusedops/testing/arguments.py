@@ -14,8 +14,8 @@ from typing import Any
 from fusedops._core import checks
 from fusedops._core.checks import UnsupportedError
 from fusedops.models import ParallelConfig
-from fusedops.parity import batches
-from fusedops.parity.case import Space
+from fusedops.testing import batches
+from fusedops.testing.case import Space
 
 # The axes of a mesh that ``fusedops.models.parallelize`` takes; the other sizes are options.
 AXES = ("dp", "cp", "tp", "pp")

@@ -13,9 +13,9 @@ from torch import nn
 
 from fusedops.models import ParallelConfig, Transformer, parallelized
 from fusedops.models.parallelization import parallelize
-from fusedops.parity.batches import Batch
-from fusedops.parity.case import Case
-from fusedops.parity.trial import Parallel
+from fusedops.testing.batches import Batch
+from fusedops.testing.case import Case
+from fusedops.testing.trial import Parallel
 
 # AdamW whose first step is no sign: with a small eps it would be the sign of each gradient, and
 # that of a gradient which is zero in exact arithmetic is rounding.

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fusedops.parity.case import Case, Space
+from fusedops.testing.case import Case, Space
 
 
 def shrink(case: Case, space: Space, fails: Callable[[Case], bool], most: int = 60) -> Case:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import torch
 
-from fusedops.parity.case import Case
+from fusedops.testing.case import Case
 
 WORKLOADS = (
     "random",

@@ -26,7 +26,7 @@ class StoppedError(BaseException):
     """Another rank has failed: unwinds this one. No ``except Exception`` may catch it."""
 
 
-class Turns:
+class ThreadScheduler:
     """Gives the ranks of one run their turns.
 
     Args:

@@ -10,7 +10,7 @@ import torch
 from parity_models import MODELS
 
 import fusedops
-from fusedops import parity
+from fusedops import testing
 from fusedops.models import Parallelized, parallelization
 from fusedops.parallel.dropout import Place
 
@@ -74,14 +74,14 @@ def test_dropout_draws_what_one_process_does(
 ) -> None:
     """And what ignores places, or numbers by the order of calls, is found."""
     size = {"batch_size": 4, "seq_len": 8}
-    case = parity.Case(mesh=mesh, options=given, workload="documents", **size)
-    parity.replay(case, MODELS["llama"])
+    case = testing.Case(mesh=mesh, options=given, workload="documents", **size)
+    testing.replay(case, MODELS["llama"])
     if "dp" in mesh or "pp" in mesh:
         monkeypatch.setattr(Parallelized, "_draws", lambda self, shards, seed: [{}] * len(shards))
     else:
         monkeypatch.setattr(parallelization, "_place", lambda config, mesh: Place())
     with pytest.raises(AssertionError, match="loss is"):
-        parity.replay(case, MODELS["llama"])
+        testing.replay(case, MODELS["llama"])
 
 
 def test_a_few_of_all_combinations_with_stages() -> None:
@@ -92,21 +92,21 @@ def test_a_few_of_all_combinations_with_stages() -> None:
 
 def test_offloaded_steps_see_what_clipping_and_later_microbatches_change() -> None:
     given = {"zero": 3, "offload": ("optimizer",), "microbatches": 2}
-    case = parity.Case(
+    case = testing.Case(
         mesh={"dp": 2}, options=given, batch_size=4, seq_len=4, max_norm=0.1, steps=2
     )
-    parity.replay(case, MODELS["gpt2"])
+    testing.replay(case, MODELS["gpt2"])
 
 
 def test_a_bias_that_two_meshes_would_divide_unevenly_stays_whole() -> None:
     given = {"mesh": {"dp": 2, "tp": 2}, "options": {"zero": 2}, "batch_size": 4}
-    case = parity.Case(**given, workload="documents", seed=41950)
-    parity.replay(case, MODELS["bert"])  # head.bias has 19 words
+    case = testing.Case(**given, workload="documents", seed=41950)
+    testing.replay(case, MODELS["bert"])  # head.bias has 19 words
 
 
 def test_norms_are_made_again_while_their_weights_are_here() -> None:
     given = {"zero": 3, "recompute": "norm"}
-    parity.replay(parity.Case(mesh={"dp": 2}, options=given, steps=2), MODELS["bert"])
+    testing.replay(testing.Case(mesh={"dp": 2}, options=given, steps=2), MODELS["bert"])
 
 
 def test_experts_over_ranks() -> None:
@@ -144,7 +144,7 @@ def test_gloo_processes() -> None:
 @pytest.mark.parametrize("mesh", MESHES, ids=name)
 def test_all_combinations(mesh: dict[str, int], model: str) -> None:
     everything = options(mesh) | {"microbatches": [1], "recompute": ["none"]}
-    wanted = parity.Space([mesh], everything).combinations()
+    wanted = testing.Space([mesh], everything).combinations()
     report = fusedops.verify(MODELS[model], [mesh], options=everything, cases=wanted, **SIZES)
     print(report)
     assert len(report.passed) == wanted, report
@@ -173,7 +173,7 @@ def everything(factory: Any, mesh: dict[str, int], **more: list[Any]) -> None:
         chosen["pipeline_schedule"] = ["1f1b", "zero_bubble"]
         if "zero" in chosen:
             chosen["zero"] = [0, 3]
-    wanted = parity.Space([mesh], chosen).combinations()
+    wanted = testing.Space([mesh], chosen).combinations()
     report = fusedops.verify(factory, [mesh], options=chosen, cases=wanted, **SIZES)
     print(report)
     assert len(report.passed) == wanted, report

@@ -3,8 +3,8 @@
 ``run(function, size)`` calls ``function(rank)`` in a thread per rank; inside it the world is
 initialised, and groups, meshes, DTensor, DDP and FSDP2 work on CPU tensors as they do over gloo. A
 world of eight takes milliseconds to set up, deadlocks and mismatched communications are errors
-(``meetings``), and a run is the same each time. What is not seen: the backend's own order of sums,
-and what a process has of its own beside torch's random numbers (``random``, NumPy, the
+(``thread_collectives``), and a run is the same each time. What is not seen: the backend's own order
+of sums, and what a process has of its own beside torch's random numbers (``random``, NumPy, the
 environment).
 
 torch's own threaded world keeps the ranks' groups apart (it names it ``threaded``, which a mesh
@@ -28,9 +28,9 @@ import torch
 from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from fusedops.parity.meetings import AllOf, Call, Meeting, MeetingWork, Tensors
-from fusedops.parity.ranks import RankError
-from fusedops.parity.turns import StoppedError, Turns
+from fusedops.testing.ranks import RankError
+from fusedops.testing.thread_collectives import AllOf, Call, Tensors, ThreadCollective, ThreadWork
+from fusedops.testing.thread_scheduler import StoppedError, ThreadScheduler
 
 PATIENCE = 120.0
 _NAME = "THREADED"
@@ -38,19 +38,19 @@ _one_at_a_time = threading.Lock()
 
 
 class _Run:
-    """What the groups of one run share: the turns, and the meetings that are not yet full."""
+    """What the groups of one run share: the turns, and the collectives that are not yet full."""
 
     def __init__(self, size: int, seed: int) -> None:
-        self.turns = Turns(size, seed)
-        self.meetings: dict[tuple[Any, ...], Meeting] = {}
+        self.scheduler = ThreadScheduler(size, seed)
+        self.pending: dict[tuple[Any, ...], ThreadCollective] = {}
 
-    def join(self, key: tuple[Any, ...], expected: int, rank: int, call: Call) -> MeetingWork:
-        """Take a rank's part in the meeting of that key."""
-        meeting = self.meetings.setdefault(key, Meeting(expected))
-        meeting.join(rank, call)
-        if meeting.full():
-            del self.meetings[key]
-        return MeetingWork(self.turns, meeting, rank)
+    def join(self, key: tuple[Any, ...], expected: int, rank: int, call: Call) -> ThreadWork:
+        """Take a rank's part in the collective of that key."""
+        collective = self.pending.setdefault(key, ThreadCollective(expected))
+        collective.join(rank, call)
+        if collective.full():
+            del self.pending[key]
+        return ThreadWork(self.scheduler, collective, rank)
 
 
 # Typed so because torch gives these methods several signatures; what it calls are these.
@@ -75,7 +75,7 @@ class ThreadGroup(_ProcessGroup):
         outputs: Tensors,
         detail: Any = None,
         sizes: Sequence[int] = (),
-    ) -> MeetingWork:
+    ) -> ThreadWork:
         self._count[()] += 1
         key = (self._key, self._ranks, self._count[()])
         where = f"rank {self._ranks[self._mine]} in the group of ranks {list(self._ranks)}"
@@ -268,19 +268,19 @@ def run(
             pass
         except BaseException as error:
             errors[rank] = error
-            run.turns.fail(f"rank {rank} has failed")
+            run.scheduler.fail(f"rank {rank} has failed")
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
 
     with _one_at_a_time, _world(run):
         try:
-            run.turns.run([functools.partial(body, rank) for rank in range(size)], patience)
+            run.scheduler.run([functools.partial(body, rank) for rank in range(size)], patience)
         except TimeoutError as error:
             raise RankError(str(error), {}) from None
-    if errors or run.turns.failure:
+    if errors or run.scheduler.failure:
         told = {rank: "".join(traceback.format_exception(error)) for rank, error in errors.items()}
-        raise RankError(run.turns.failure or "", told, errors)
+        raise RankError(run.scheduler.failure or "", told, errors)
     return results
 
 

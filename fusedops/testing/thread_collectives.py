@@ -1,4 +1,4 @@
-"""What ranks that are threads exchange: a meeting for each communication, held as late as possible.
+"""Collectives among ranks that are threads, each executed as late as it may be.
 
 A communication that has been started and not been waited for has undefined results. Here they are
 NaN until then, and what is sent is read as late as it can be: code that reads a result too early,
@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from fusedops.parity.turns import Turns
+from fusedops.testing.thread_scheduler import ThreadScheduler
 
 Tensors = list[torch.Tensor]
 
 
-class MeetingError(RuntimeError):
+class CollectiveMismatchError(RuntimeError):
     """Ranks that take part in one communication do not want the same."""
 
 
@@ -69,7 +69,7 @@ def _spoil(given: torch.Tensor) -> None:
 
 
 @dataclass
-class Meeting:
+class ThreadCollective:
     """A communication of some ranks of a group.
 
     Attributes:
@@ -85,13 +85,15 @@ class Meeting:
         """Take a rank's part.
 
         Raises:
-            MeetingError: others want something else.
+            CollectiveMismatchError: others want something else.
         """
         for other in self.calls.values():
             kinds = {call.kind, other.kind}
             same = call.kind == other.kind and call.sizes == other.sizes
             if kinds != {"send", "recv"} and not (same and call.detail == other.detail):
-                raise MeetingError(f"{call.where} calls {call}, {other.where} calls {other}")
+                raise CollectiveMismatchError(
+                    f"{call.where} calls {call}, {other.where} calls {other}"
+                )
         self.calls[rank] = call
 
     def full(self) -> bool:
@@ -110,23 +112,28 @@ class Meeting:
         return self._results[rank]
 
 
-class MeetingWork(dist.Work):
-    """One rank's handle of a meeting."""
+class ThreadWork(dist.Work):
+    """One rank's handle of a collective."""
 
-    def __init__(self, turns: Turns, meeting: Meeting, rank: int) -> None:
+    def __init__(self, scheduler: ThreadScheduler, collective: ThreadCollective, rank: int) -> None:
         super().__init__()
-        self._turns, self._meeting, self._rank, self._done = turns, meeting, rank, False
+        self._scheduler, self._collective, self._rank, self._done = (
+            scheduler,
+            collective,
+            rank,
+            False,
+        )
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Let other ranks run until all have come; then take the results."""
         if not self._done:
-            call = self._meeting.calls[self._rank]
-            self._turns.wait(self._meeting.full, f"waits for {call} of {call.where}")
+            call = self._collective.calls[self._rank]
+            self._scheduler.wait(self._collective.full, f"waits for {call} of {call.where}")
             self._done = True
-            results = self._meeting.results(self._rank)
+            results = self._collective.results(self._rank)
             for output, result in zip(call.outputs, results, strict=True):
                 if output.numel() != result.numel() or output.dtype != result.dtype:
-                    raise MeetingError(
+                    raise CollectiveMismatchError(
                         f"{call.where}, {call}: has room for {output.numel()} elements of "
                         f"{output.dtype}, and gets {result.numel()} of {result.dtype}"
                     )
@@ -141,7 +148,7 @@ class MeetingWork(dist.Work):
         """Wait, and return a future that has ended."""
         self.wait()
         future: torch.futures.Future = torch.futures.Future()
-        future.set_result(self._meeting.calls[self._rank].outputs)
+        future.set_result(self._collective.calls[self._rank].outputs)
         return future
 
 

@@ -12,8 +12,8 @@ import pytest
 import tiny_parallel
 import torch
 
-from fusedops import parity
-from fusedops.parity import fuzzer
+from fusedops import testing
+from fusedops.testing import fuzzer
 
 MODELS = {"plain": tiny_parallel.plain, "dropout": tiny_parallel.with_dropout}
 EXPERTS = {"experts": tiny_parallel.with_experts}
@@ -43,7 +43,7 @@ BUGS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 
 
 def test_right_code_passes() -> None:
-    report = parity.verify(
+    report = testing.verify(
         MODELS,
         [{"tp": 2}, {"dp": 2}, {"cp": 2}, {"dp": 2, "tp": 2}],
         parallelize=tiny_parallel.parallelize,
@@ -52,7 +52,7 @@ def test_right_code_passes() -> None:
     )
     assert report, report
     assert len(report.passed) + len(report.refused) == 8
-    report = parity.verify(
+    report = testing.verify(
         EXPERTS, [{"dp": 2}], parallelize=tiny_parallel.parallelize, options={"ep": [True]}, cases=3
     )
     assert len(report.passed) == 3, report
@@ -61,8 +61,8 @@ def test_right_code_passes() -> None:
 def look_for(bug: str, mesh: dict[str, int], **more: Any) -> pytest.ExceptionInfo[Any]:
     """Verify code with a bug; returns the error."""
     options = BUGS[bug][1] if bug in BUGS else {}
-    with pytest.raises(parity.ParityError) as caught:
-        parity.verify(
+    with pytest.raises(testing.ParityError) as caught:
+        testing.verify(
             EXPERTS if "ep" in options else MODELS,
             [mesh],
             parallelize=functools.partial(tiny_parallel.parallelize, bug=bug),
@@ -95,13 +95,13 @@ def test_what_only_half_precision_loses_is_found_there() -> None:
         parallel = functools.partial(tiny_parallel.parallelize, bug=bug)
         meshes = [{"dp": 2}, {"tp": 2}]
         given: dict[str, Any] = {"parallelize": parallel, "dtypes": (dtype,), "cases": 4}
-        assert parity.verify(MODELS, meshes, **given, **sizes)
+        assert testing.verify(MODELS, meshes, **given, **sizes)
 
 
 def test_a_failure_is_shrunk_to_a_script_that_fails_again(tmp_path: Path) -> None:
     caught = look_for("bias per rank", {"dp": 2, "tp": 2})
     text = str(caught.value)
-    assert "parity.Case(mesh={'tp': 2}, model='plain', batch_size=1, seq_len=2)," in text
+    assert "testing.Case(mesh={'tp': 2}, model='plain', batch_size=1, seq_len=2)," in text
     script = tmp_path / "again.py"
     script.write_text(text.partition("\n\n")[2])
     ran = subprocess.run([sys.executable, script], capture_output=True, text=True)
@@ -110,7 +110,7 @@ def test_a_failure_is_shrunk_to_a_script_that_fails_again(tmp_path: Path) -> Non
 
 
 def test_what_cannot_be_done_is_counted_with_its_reason() -> None:
-    report = parity.verify(
+    report = testing.verify(
         tiny_parallel.plain,
         [{"dp": 2, "tp": 2}],
         parallelize=tiny_parallel.parallelize,
@@ -120,8 +120,8 @@ def test_what_cannot_be_done_is_counted_with_its_reason() -> None:
     )
     assert not report and not report.failures
     assert [why for _, why in report.refused] == ["zero is only written for dp alone"]
-    with pytest.raises(parity.ParityError, match="0 cases as in a single process"):
-        parity.verify(
+    with pytest.raises(testing.ParityError, match="0 cases as in a single process"):
+        testing.verify(
             tiny_parallel.plain,
             [{"dp": 2, "tp": 2}],
             parallelize=tiny_parallel.parallelize,
@@ -153,7 +153,7 @@ def test_what_cannot_be_done_is_counted_with_its_reason() -> None:
 def test_bad_input(wrong: dict[str, Any], error: type[Exception], says: str) -> None:
     given = {"model_factory": tiny_parallel.plain, "meshes": [{"dp": 2}]} | wrong
     with pytest.raises(error, match=says):
-        parity.verify(**given, parallelize=tiny_parallel.parallelize)
+        testing.verify(**given, parallelize=tiny_parallel.parallelize)
 
 
 @pytest.mark.parametrize(
@@ -175,8 +175,8 @@ def test_what_no_case_could_have_is_an_error_before_anything_runs(
         raise AssertionError("a model was made")
 
     with pytest.raises(ValueError, match=says):
-        parity.verify(not_made, meshes, options=options)
+        testing.verify(not_made, meshes, options=options)
     if len(meshes) == 1:
         chosen = {name: values[-1] for name, values in options.items()}
         with pytest.raises(ValueError, match=says):
-            parity.replay(parity.Case(meshes[0], chosen), not_made)
+            testing.replay(testing.Case(meshes[0], chosen), not_made)

@@ -23,11 +23,11 @@ from types import TracebackType
 from typing import Any
 
 from fusedops._core import env
-from fusedops.parity.ranks import RankError
+from fusedops.testing.ranks import RankError
 
 PATIENCE = 120.0
 # What a rank would import first: five seconds of each process, which the fork server spends once.
-PRELOADED = ("torch.distributed.tensor.debug", "torch.distributed.fsdp", "fusedops.parity")
+PRELOADED = ("torch.distributed.tensor.debug", "torch.distributed.fsdp", "fusedops.testing")
 
 
 class Processes:

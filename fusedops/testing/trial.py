@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from fusedops._core import dtypes
-from fusedops.parity.batches import Batch
-from fusedops.parity.case import Case
+from fusedops.testing.batches import Batch
+from fusedops.testing.case import Case
 
 # What wrappers put before the names of what they wrap.
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "module.")

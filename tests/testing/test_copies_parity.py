@@ -9,7 +9,7 @@ import pytest
 from parity_models import MODELS, small
 
 import fusedops
-from fusedops import parity
+from fusedops import testing
 
 # Model, mesh, options, and sizes of the batch: one sequence, odd numbers, documents.
 STEPS: dict[str, tuple[str, dict[str, int], dict[str, Any], dict[str, Any]]] = {
@@ -77,7 +77,7 @@ STEPS: dict[str, tuple[str, dict[str, int], dict[str, Any], dict[str, Any]]] = {
 def test_a_step_is_that_of_one_process(case: str) -> None:
     name, mesh, options, more = STEPS[case]
     given = {"mesh": mesh, "options": {"copies": 2, **options}, "seq_len": 8}
-    parity.replay(parity.Case(**given, **more), MODELS[name])
+    testing.replay(testing.Case(**given, **more), MODELS[name])
 
 
 def _mean_of_halves(layer: Any, halves: Any) -> Any:
@@ -93,5 +93,5 @@ def test_verify_finds_a_loss_of_routers_that_is_a_mean_of_halves(
     sizes: dict[str, Any] = {"batch_sizes": (4,), "seq_lens": (4,)}
     assert fusedops.verify(factory, [{"dp": 2}], **given, **sizes)
     monkeypatch.setattr("fusedops.models.copies._loss_of_router", _mean_of_halves)
-    with pytest.raises(parity.ParityError, match=r"gradient layers\.0"):
+    with pytest.raises(testing.ParityError, match=r"gradient layers\.0"):
         fusedops.verify(factory, [{"dp": 2}], **given, **sizes)

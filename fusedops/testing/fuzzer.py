@@ -16,13 +16,13 @@ import torch
 from torch import nn
 
 from fusedops._core import checks
-from fusedops.parity import arguments, batches, script, standard, threads, trial
-from fusedops.parity.batches import Batch
-from fusedops.parity.case import BATCH_SIZES, SEQ_LENS, Case, Space
-from fusedops.parity.processes import Processes
-from fusedops.parity.ranks import RankError
-from fusedops.parity.shrink import shrink
-from fusedops.parity.trial import Reference, Subject
+from fusedops.testing import arguments, batches, script, standard, threads, trial
+from fusedops.testing.batches import Batch
+from fusedops.testing.case import BATCH_SIZES, SEQ_LENS, Case, Space
+from fusedops.testing.processes import Processes
+from fusedops.testing.ranks import RankError
+from fusedops.testing.shrink import shrink
+from fusedops.testing.trial import Reference, Subject
 
 RANKS = ("threads", "processes")
 # A case that is refused (sizes that do not divide) is drawn again with other sizes so many times.
@@ -132,7 +132,7 @@ def verify(
             small one a first step is the gradient's sign, and that of zero is rounding.
         batch_sizes: to choose from, like ``seq_lens``.
         seq_lens: tokens in a sequence.
-        workloads: names of ``parity.WORKLOADS``; the default is all, ``documents`` only where the
+        workloads: names of ``testing.WORKLOADS``; the default is all, ``documents`` only where the
             model takes ``document_ids``.
         dtypes: of the parameters. Float64 finds most: nothing hides in the rounding.
         cases: how many to run. Each combination of mesh and options comes before one comes twice.

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fusedops.parity.case import Case
-from fusedops.parity.trial import Subject
+from fusedops.testing.case import Case
+from fusedops.testing.trial import Subject
 
 # What verify() uses where nothing else was given: it needs no line in the script.
 DEFAULTS: set[Any] = set()
@@ -21,7 +21,7 @@ def script(case: Case, subject: Subject, ranks: str, why: str) -> str:
     imports: dict[str, None] = {}
     factory = _code(subject.factories[case.model], imports)
     arguments = [
-        f"parity.{case.code()}",
+        f"testing.{case.code()}",
         factory if not case.model else f"{{{case.model!r}: {factory}}}",
     ]
     for name in ("parallelize", "batch", "loss", "optimizer"):
@@ -33,9 +33,9 @@ def script(case: Case, subject: Subject, ranks: str, why: str) -> str:
     comment = "\n".join(f"# {line}".rstrip() for line in why.splitlines())
     inner = "".join(f"        {each},\n" for each in arguments)
     head = "\n".join(
-        ["import sys", "", "import torch", "", "from fusedops import parity", *imports]
+        ["import sys", "", "import torch", "", "from fusedops import testing", *imports]
     )
-    return f'{comment}\n{head}\n\nif __name__ == "__main__":\n    parity.replay(\n{inner}    )\n'
+    return f'{comment}\n{head}\n\nif __name__ == "__main__":\n    testing.replay(\n{inner}    )\n'
 
 
 def _code(function: Callable[..., Any], imports: dict[str, None]) -> str:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from fusedops.parity import Case, Parallel
+from fusedops.testing import Case, Parallel
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, LAYERS = 32, 16, 4, 2, 2
 

@@ -10,8 +10,8 @@ import exchanges
 import pytest
 import torch
 
-from fusedops.parity import RankError, threads
-from fusedops.parity.processes import Processes
+from fusedops.testing import RankError, threads
+from fusedops.testing.processes import Processes
 
 RANKS = 4
 

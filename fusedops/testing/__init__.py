@@ -1,0 +1,31 @@
+"""Whether a parallel model trains as one process does: a fuzzer for models on meshes.
+
+    import fusedops
+    fusedops.verify(make_model, [{"tp": 2}, {"dp": 2, "tp": 2}], parallelize=my_parallelize)
+
+In reading order: ``case`` (what is drawn), ``batches`` (workloads), ``arguments`` (checks),
+``trial`` (a case on one process and on ranks, compared), ``thread_scheduler``,
+``thread_collectives`` and ``threads`` (ranks as threads), ``processes`` (ranks on gloo),
+``shrink``, ``script`` and ``fuzzer``.
+"""
+
+from fusedops.testing.batches import WORKLOADS, token_batch
+from fusedops.testing.case import Case, Space
+from fusedops.testing.fuzzer import Failure, ParityError, Report, replay, verify
+from fusedops.testing.ranks import RankError
+from fusedops.testing.trial import Difference, Parallel
+
+__all__ = [
+    "WORKLOADS",
+    "Case",
+    "Difference",
+    "Failure",
+    "Parallel",
+    "ParityError",
+    "RankError",
+    "Report",
+    "Space",
+    "replay",
+    "token_batch",
+    "verify",
+]
