@@ -31,7 +31,7 @@ MODES: dict[str, dict[str, Any]] = {
     "dp 2, zero 1 or 2": {"dp": 2, "zero": 2},
     "dp 2, zero 3": {"dp": 2, "zero": 3},
     "tp 2": {"tp": 2},
-    "tp 2, copies 2": {"tp": 2, "copies": 2},
+    "tp 2, overlap_microbatches": {"tp": 2, "overlap_microbatches": True},
     "tp 2, sp": {"tp": 2, "sp": True, "overlap": False},
     "tp 2, sp, overlap": {"tp": 2, "sp": True},
     "cp 2, ring": {"cp": 2},

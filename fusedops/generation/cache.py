@@ -103,7 +103,7 @@ class Cache:
             alibi_slopes: torch.Tensor | None,
             **_: Any,
         ) -> torch.Tensor:
-            if not len(query_1NTD):  # the second half of a batch of one, where layers run in copies
+            if not len(query_1NTD):  # the second half of a batch of one under micro-batch overlap
                 return query_1NTD
             # One view each: a token of a small model is as dear as what is done around its
             # products.

@@ -12,6 +12,7 @@ from typing import Any
 
 from fusedops._core import checks
 from fusedops._core.checks import UnsupportedError
+from fusedops._core.deprecation import Renamed, renamed
 from fusedops.models.config import TransformerConfig
 from fusedops.parallel.pipeline.schedules import SCHEDULES, check_schedule
 from fusedops.parallel.pipeline.split import at, check_layers
@@ -35,6 +36,10 @@ _OP = "ParallelConfig"
 _MAX_CHUNKS = 8  # of expert_parallel
 
 
+@renamed(
+    copies=Renamed("overlap_microbatches", lambda copies: copies == 2),
+    ep_same_bits=Renamed("ep_deterministic"),
+)
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """How a model is spread over processes, and what its training keeps.
@@ -52,14 +57,14 @@ class ParallelConfig:
         ep_chunks: parts of the tokens, of which one travels while experts compute another.
         ep_nodes: on so many nodes the ranks of ``ep`` lie, neighbours together: a token goes to
             each node once, and from there to its experts.
-        ep_same_bits: add experts' gradients in an order that does not depend on ``ep``: weights
+        ep_deterministic: add experts' gradients in an order that does not depend on ``ep``: weights
             then have the same bits for each that is a power of two. Experts compute the tokens of
             each rank apart, and gradients are summed after each micro-batch, which takes longer.
         zero: what of each parameter is divided over ``dp * cp``: 0 nothing, 1 the optimizer's
             states, 2 gradients as well, 3 weights as well.
         microbatches: forward and backward passes of a step.
-        copies: 2: layers run for two halves of a micro-batch in turns, so that what ``tp`` and
-            ``ep`` communicate for one runs beside the products of the other.
+        overlap_microbatches: run the layers on two halves of each micro-batch alternately, so that
+            communication of ``tp`` and ``ep`` for one half overlaps computation of the other half.
         pipeline_schedule: order of forwards and backwards over the ranks of ``pp``: ``"gpipe"``,
             ``"1f1b"``, ``"interleaved"``, ``"looped_bfs"``, ``"zero_bubble"``, ``"zbv"``,
             ``"dualpipev"``.
@@ -89,7 +94,7 @@ class ParallelConfig:
         bucket_layers: instead of ``bucket_bytes``: first layers of the buckets, in ascending order.
         shard_threshold: parameters of fewer bytes are not divided by ``zero``.
         not_sharded: patterns of parameters' names (``"*.bias"``) that ``zero`` leaves whole.
-        shard_ranks: so many ranks share what ``zero`` divides, and the groups of them hold copies;
+        shard_ranks: so many ranks share what ``zero`` divides, and groups of them hold replicas;
             all of ``dp * cp`` by default.
 
     Raises:
@@ -110,10 +115,10 @@ class ParallelConfig:
     ep: int = 1
     ep_chunks: int = 1
     ep_nodes: int = 1
-    ep_same_bits: bool = False
+    ep_deterministic: bool = False
     zero: int = 0
     microbatches: int = 1
-    copies: int = 1
+    overlap_microbatches: bool = False
     pipeline_schedule: str = "1f1b"
     pipeline_virtual: int | None = None
     pipeline_balance: str = "operations"
@@ -135,11 +140,11 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "offload", _words("offload", self.offload))
         object.__setattr__(self, "not_sharded", _words("not_sharded", self.not_sharded))
-        for name in (*DENSE, "ep", "microbatches", "copies"):
+        for name in (*DENSE, "ep", "microbatches"):
             checks.integer(_OP, name, getattr(self, name), least=1)
         for name in ("zero", "bucket_bytes", "shard_threshold"):
             checks.integer(_OP, name, getattr(self, name), least=0)
-        for name in ("sp", "overlap", "ep_same_bits", *RECOMPUTE_FLAGS):
+        for name in ("sp", "overlap", "overlap_microbatches", "ep_deterministic", *RECOMPUTE_FLAGS):
             checks.flag(_OP, name, getattr(self, name))
         if self.zero > 3:
             checks.fail(_OP, "zero", "0, 1, 2 or 3", self.zero)
@@ -156,7 +161,7 @@ class ParallelConfig:
         )
         _check_buckets(self)
         _check_mode(self)
-        _check_copies(self)
+        _check_overlap(self)
         _check_pipeline(self)
         _ = self.sizes
         _check_shards(self)
@@ -264,21 +269,19 @@ def _check_mode(config: ParallelConfig) -> None:
             checks.fail(_OP, name, wanted, getattr(config, name))
 
 
-def _check_copies(config: ParallelConfig) -> None:
-    if config.copies > 2:
-        checks.fail(_OP, "copies", "1 or 2, the halves of a micro-batch", config.copies)
-    if config.copies == 2 and config.mode == "manual":
-        wanted = "1 with mode 'manual', in which the model orders what it computes itself"
-        checks.fail(_OP, "copies", wanted, config.copies)
-    if config.copies == 2 and config.ep_same_bits:
+def _check_overlap(config: ParallelConfig) -> None:
+    if config.overlap_microbatches and config.mode == "manual":
+        wanted = "False with mode 'manual', in which the model orders what it computes itself"
+        checks.fail(_OP, "overlap_microbatches", wanted, True)
+    if config.overlap_microbatches and config.ep_deterministic:
         raise UnsupportedError(
-            f"{_OP}: copies must be 1 with ep_same_bits, got 2: weights get a gradient of each "
-            "half, and the order of their sum is another"
+            f"{_OP}: overlap_microbatches must be False with ep_deterministic: each half adds a "
+            "gradient of its own, which changes the order of the sums"
         )
-    if config.copies == 2 and "experts" in config.offload:
+    if config.overlap_microbatches and "experts" in config.offload:
         raise UnsupportedError(
-            f"{_OP}: copies must be 1 with offload 'experts', got 2: what comes to the device "
-            "for one half would come once more for the other"
+            f"{_OP}: overlap_microbatches must be False with offload 'experts': the weights of "
+            "chosen experts would be copied to the device once for each half"
         )
 
 
@@ -317,10 +320,10 @@ def check_stored(op: str, model: TransformerConfig, config: ParallelConfig, devi
         return
     if not model.sparse_layers:
         checks.fail(op, "offload", "without 'experts' for a model that has none", config.offload)
-    copies = config.sizes.edp * config.tp
-    if copies > 1 and (config.zero or device != "cpu"):
+    replicas = config.sizes.edp * config.tp
+    if replicas > 1 and (config.zero or device != "cpu"):
         raise UnsupportedError(
-            f"{op}: offload must be without 'experts' where {copies} processes have the same "
+            f"{op}: offload must be without 'experts' where {replicas} processes have the same "
             "experts and zero divides them, or devices add their gradients: with ep = dp x cp and "
             "tp 1 each expert is on one process"
         )
@@ -344,19 +347,19 @@ def _check_exchange(config: ParallelConfig) -> None:
         wanted = "1 with ep 1, where no token travels"
         checks.fail(_OP, "ep_chunks", wanted, config.ep_chunks)
     check_divides(_OP, "ep_nodes", config.ep_nodes, config.ep, "ep")
-    if not config.ep_same_bits:
+    if not config.ep_deterministic:
         return
     if config.ep & (config.ep - 1):
-        wanted = "a power of two with ep_same_bits, whose sums are of pairs"
+        wanted = "a power of two with ep_deterministic, whose sums are of pairs"
         checks.fail(_OP, "ep", wanted, config.ep)
     for name in ("tp", "pp", "ep_chunks", "ep_nodes"):
         if getattr(config, name) != 1:
             raise UnsupportedError(
-                f"{_OP}: {name} must be 1 with ep_same_bits, got {getattr(config, name)}: it cuts "
-                "the tokens of a rank, or sums, in another way"
+                f"{_OP}: {name} must be 1 with ep_deterministic, got {getattr(config, name)}: it "
+                "splits the tokens of a rank, or sums, in another way"
             )
     if config.shard_ranks is not None:
-        checks.fail(_OP, "shard_ranks", "None with ep_same_bits", config.shard_ranks)
+        checks.fail(_OP, "shard_ranks", "None with ep_deterministic", config.shard_ranks)
 
 
 def check_stages(op: str, model: TransformerConfig, config: ParallelConfig) -> None:

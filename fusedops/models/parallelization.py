@@ -21,8 +21,8 @@ from torch import nn
 from fusedops import memory, ops
 from fusedops._core import checks
 from fusedops.models.config import TransformerConfig
-from fusedops.models.copies import run_in_copies
 from fusedops.models.initialize import initialize
+from fusedops.models.microbatch_overlap import overlap_microbatches
 from fusedops.models.parallel_config import (
     ParallelConfig,
     check_split,
@@ -109,8 +109,8 @@ def parallelize(
     parts: list[nn.Module] = [*stages.values()] or [model]
     for part in parts:
         if isinstance(part, Transformer):
-            if config.copies > 1:
-                run_in_copies(part)
+            if config.overlap_microbatches:
+                overlap_microbatches(part)
             _keep_less(part, config, mesh)
     whole = _left_whole(model, config, mesh)
     data, taken = [], set(whole)
@@ -241,7 +241,7 @@ def _divide_experts(model: Transformer, config: ParallelConfig, mesh: Mesh) -> N
             continue
         layer.router_loss = partial(ops.moe_router_loss, group=mesh.group("stage"))
         if config.ep > 1:
-            chunks, ordered = config.ep_chunks, config.ep_same_bits
+            chunks, ordered = config.ep_chunks, config.ep_deterministic
             split_experts(moe, mesh["ep"], chunks=chunks, nodes=nodes, ordered=ordered)
 
 
@@ -249,8 +249,8 @@ def _split_tensors(model: Transformer, mesh: Any, config: ParallelConfig) -> Non
     """Divide heads, features and words over the ranks of ``tp``; with ``sp`` tokens too."""
     group, sequence = mesh.get_group(), config.sp
     # Products beside communication: what enters and leaves must be tokens, which come in blocks.
-    # Of two copies it is the other's products that run beside it.
-    beside = sequence and config.overlap and config.copies == 1
+    # With micro-batch overlap the products of the other half overlap it.
+    beside = sequence and config.overlap and not config.overlap_microbatches
     _split_ends(model, mesh, sequence=sequence)
     for layer in _layers(model):
         _split_attention(layer.attention, mesh, sequence=sequence, overlap=beside)
@@ -416,7 +416,7 @@ def _keep_less(model: Transformer, config: ParallelConfig, mesh: Mesh) -> None:
 
 def _expert_modules(model: nn.Module, config: ParallelConfig) -> list[nn.Module]:
     """Return the experts of layers whose ranks, or sums, are not those of the rest."""
-    alike = config.ep == 1 and config.tp == 1 and not config.ep_same_bits
+    alike = config.ep == 1 and config.tp == 1 and not config.ep_deterministic
     if config.mode == "manual" or alike:
         return []
     return [each.experts for each in model.modules() if isinstance(each, MoE)]
@@ -461,7 +461,7 @@ def _divide_parameters(
         share(experts, mesh.expert_data)
     share([*_blocks(model, config), model], mesh.shards(config.shard_ranks))
     # Stage 1 would add up micro-batches first, before ranks that hold other experts can.
-    stage = 2 if config.ep_same_bits and config.zero == 1 else config.zero
+    stage = 2 if config.ep_deterministic and config.zero == 1 else config.zero
     return DataParallel(sharded=[*experts, model], stage=stage)
 
 
@@ -475,7 +475,7 @@ def _replicas(
     for some, name in ((members - experts, "data"), (members & experts, "expert_data")):
         if some and mesh[name].size() > 1:
             buckets = _buckets(model, some, config)
-            ordered = config.ep_same_bits and name == "expert_data"
+            ordered = config.ep_deterministic and name == "expert_data"
             group = mesh.group(name)
             found.append(Replicas(buckets, group, overlap=config.overlap, ordered=ordered))
     return found

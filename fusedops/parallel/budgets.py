@@ -18,7 +18,7 @@ bytes of whole tensors, before they are divided over ``ranks``.
 | ``replicas`` | an all-reduce for each bucket | ``2 P (n - 1) / n`` |
 | ``divided`` | an all-gather and a reduce-scatter for each block | ``2 P (n - 1) / n`` |
 
-Two copies that take turns make the calls of activations twice, each of half the bytes (of even
+Micro-batch overlap makes the calls of activations twice, each of half the bytes (of even
 batches), and all others once.
 """
 
@@ -69,7 +69,7 @@ def all_reduces(ranks: int, sizes: Sequence[int]) -> Budget:
     )
 
 
-def tensor_layer(ranks: int, activation: int, *, copies: int = 1) -> Budget:
+def tensor_layer(ranks: int, activation: int, *, halves: int = 1) -> Budget:
     """Return the budget of a layer of attention and feed-forward part, divided by features.
 
     Each of the two parts enters by nothing and leaves by an all-reduce, and backwards the other way
@@ -78,13 +78,13 @@ def tensor_layer(ranks: int, activation: int, *, copies: int = 1) -> Budget:
     Args:
         ranks: of ``tp``.
         activation: bytes of ``[B, S, H]``.
-        copies: that take turns.
+        halves: 2 with micro-batch overlap.
     """
-    return all_reduces(ranks, [activation // copies] * (4 * copies))
+    return all_reduces(ranks, [activation // halves] * (4 * halves))
 
 
 def sequence_layer(
-    ranks: int, activation: int, *, overlap: bool = False, copies: int = 1
+    ranks: int, activation: int, *, overlap: bool = False, halves: int = 1
 ) -> Budget:
     """Return the budget of such a layer with sequence parallelism.
 
@@ -96,11 +96,11 @@ def sequence_layer(
         overlap: three of each kind are rings, whose steps run beside products; and the input of
             the feed-forward part is gathered once more for the gradient of its weight, instead of
             being kept.
-        copies: that take turns; they have no rings.
+        halves: 2 with micro-batch overlap, which has no rings.
     """
     part = activation * (ranks - 1) // ranks
-    if not overlap or copies > 1:
-        calls = 4 * copies
+    if not overlap or halves > 1:
+        calls = 4 * halves
         return Budget({"all_gather": calls, "reduce_scatter": calls}, 8 * part)
     rings = {"send_receive": 6 * (ranks - 1)}
     return Budget({"all_gather": 2, "reduce_scatter": 1, **rings}, 9 * part)
@@ -153,7 +153,7 @@ def expert_layer(
     row: int,
     result: int,
     chunks: int = 1,
-    copies: int = 1,
+    halves: int = 1,
 ) -> Budget:
     """Return the budget of experts that ranks share: tokens to them and results back, both ways.
 
@@ -166,10 +166,10 @@ def expert_layer(
         row: bytes of a packed row: activation, probability, id; ``Dispatched.row_bytes``.
         result: bytes of an expert's result for a row.
         chunks: of the tokens.
-        copies: that take turns, each with such chunks.
+        halves: 2 with micro-batch overlap, each with such chunks.
     """
-    words = copies * (NOTE_BYTES + chunks * WORD_BYTES) * (ranks - 1)
-    calls = {"all_to_all": copies * (1 + 5 * chunks)}
+    words = halves * (NOTE_BYTES + chunks * WORD_BYTES) * (ranks - 1)
+    calls = {"all_to_all": halves * (1 + 5 * chunks)}
     return Budget(calls, (leaving + arriving) * (row + result) + words)
 
 
@@ -193,7 +193,7 @@ def pipeline(boundaries: int, microbatches: int, activation: int, *, words: int 
 
 
 def replicas(ranks: int, parameters: int, marks: int, *, buckets: int) -> Budget:
-    """Return the budget of gradients that are summed over copies.
+    """Return the budget of gradients that are summed over replicas.
 
     Args:
         ranks: that see other tokens.

@@ -13,6 +13,7 @@ from typing import Any
 
 from fusedops._core import checks
 from fusedops._core.checks import UnsupportedError
+from fusedops._core.deprecation import former_fields
 from fusedops.models import ParallelConfig
 from fusedops.testing import batches
 from fusedops.testing.case import Space
@@ -95,9 +96,8 @@ def _check_names(space: Space) -> None:
         if name in AXES:
             wanted = f"a field of ParallelConfig that is no axis; {name!r} belongs to meshes"
             checks.fail(_OP, "the name of an option", wanted, repr(name))
-        checks.choice(
-            _OP, "the name of an option", name, [each for each in fields if each not in AXES]
-        )
+        known = [field for field in (*fields, *former_fields(ParallelConfig)) if field not in AXES]
+        checks.choice(_OP, "the name of an option", name, known)
 
 
 def _check_values(space: Space) -> None:

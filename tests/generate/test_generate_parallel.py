@@ -37,7 +37,7 @@ LAYOUTS: list[tuple[str, dict[str, Any]]] = [
     ("tiny-mixtral", {"tp": 2}),
     ("tiny-pangu-moe", {"dp": 2, "ep": 2}),
     ("tiny-mixtral", {"dp": 2, "tp": 2, "ep": 2}),
-    ("tiny-mixtral", {"dp": 2, "ep": 2, "copies": 2}),
+    ("tiny-mixtral", {"dp": 2, "ep": 2, "overlap_microbatches": True}),
     ("hash", {"pp": 2}),
     ("tiny-llama", {"cp": 2}),
     ("tiny-gpt2", {"pp": 2}),

@@ -10,6 +10,7 @@ import pytest
 from fusedops import UnsupportedError
 from fusedops.models import ParallelConfig, preset
 from fusedops.models.parallel_config import check_stages
+from fusedops.train import table
 
 
 @pytest.mark.parametrize(
@@ -34,7 +35,10 @@ from fusedops.models.parallel_config import check_stages
         ({"ep_chunks": 2}, "ep_chunks must be 1 with ep 1"),
         ({"dp": 2, "ep": 2, "ep_chunks": 9}, "ep_chunks must be from 1 to 8, got 9"),
         ({"dp": 4, "ep": 4, "ep_nodes": 3}, "ep_nodes must be a divisor of ep, 4, got 3"),
-        ({"dp": 3, "ep": 3, "ep_same_bits": True}, "ep must be a power of two with ep_same_bits"),
+        (
+            {"dp": 3, "ep": 3, "ep_deterministic": True},
+            "ep must be a power of two with ep_deterministic",
+        ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
@@ -127,3 +131,16 @@ def test_selective_recomputation_is_norms_and_activations() -> None:
     assert ParallelConfig(recompute="norm").remade == {"norm"}
     assert ParallelConfig(recompute="full").remade == {"layer"}
     assert ParallelConfig().remade == set()
+
+
+def test_former_names_of_fields_are_taken_with_a_warning() -> None:
+    with pytest.warns(DeprecationWarning, match="copies is now overlap_microbatches=True"):
+        assert ParallelConfig(tp=2, copies=2).overlap_microbatches  # type: ignore[call-arg]
+    with pytest.warns(DeprecationWarning, match="ep_same_bits is now ep_deterministic"):
+        config = table.fill(ParallelConfig, {"dp": 2, "ep": 2, "ep_same_bits": True}, "parallel")
+    assert config.ep_deterministic
+    with pytest.raises(TypeError, match="copies is the former name of overlap_microbatches"):
+        ParallelConfig(copies=2, overlap_microbatches=True)  # type: ignore[call-arg]
+    both = {"copies": 2, "overlap_microbatches": True}
+    with pytest.raises(table.InputError, match="give one"):
+        table.fill(ParallelConfig, both, "parallel")

@@ -108,21 +108,34 @@ LIKE_ONE: dict[str, tuple[str, dict[str, Any]]] = {
     "bias-pp2-dp2": ("bias", {"pp": 2, "dp": 2, "zero": 1, "microbatches": 2}),
     "hash-pp2-tp2-sp": ("hash", {"pp": 2, "tp": 2, "sp": True, "microbatches": 2}),
     "hash-cp2-tp2-ep2": ("hash", {"cp": 2, "tp": 2, "ep": 2}),
-    "hash-tp2-copies": ("hash", {"tp": 2, "copies": 2}),
-    "hash-tp2-sp-ep2-copies": ("hash", {"dp": 2, "tp": 2, "sp": True, "ep": 2, "copies": 2}),
-    "bias-ep4-nodes2-copies": ("bias", {"dp": 4, "ep": 4, "ep_nodes": 2, "copies": 2}),
-    "pp2-ep2-zero_bubble-copies": (
+    "hash-tp2-overlap": ("hash", {"tp": 2, "overlap_microbatches": True}),
+    "hash-tp2-sp-ep2-overlap": (
+        "hash",
+        {"dp": 2, "tp": 2, "sp": True, "ep": 2, "overlap_microbatches": True},
+    ),
+    "bias-ep4-nodes2-overlap": (
+        "bias",
+        {"dp": 4, "ep": 4, "ep_nodes": 2, "overlap_microbatches": True},
+    ),
+    "pp2-ep2-zero_bubble-overlap": (
         "losses",
-        {"pp": 2, "dp": 2, "ep": 2, "microbatches": 2, "copies": 2}
+        {"pp": 2, "dp": 2, "ep": 2, "microbatches": 2, "overlap_microbatches": True}
         | {"pipeline_schedule": "zero_bubble"},
     ),
-    "bias-pp2-dp2-zero2-copies": (
+    "bias-pp2-dp2-zero2-overlap": (
         "bias",
-        {"pp": 2, "dp": 2, "zero": 2, "microbatches": 2, "copies": 2, "recompute": "full"},
+        {
+            "pp": 2,
+            "dp": 2,
+            "zero": 2,
+            "microbatches": 2,
+            "overlap_microbatches": True,
+            "recompute": "full",
+        },
     ),
-    "bias-tp2-recompute-copies": (
+    "bias-tp2-recompute-overlap": (
         "bias",
-        {"tp": 2, "recompute": "full", "microbatches": 2, "copies": 2},
+        {"tp": 2, "recompute": "full", "microbatches": 2, "overlap_microbatches": True},
     ),
 }
 
@@ -184,7 +197,7 @@ SLOW = ("zero3-recompute", "cp2")
 def test_training_gives_the_same_bits_for_any_number_of_expert_ranks(case: str) -> None:
     found = []
     for ep in (1, 2, 4):
-        values = {"dp": 4, "ep": ep, "ep_same_bits": True, **SAME[case]}
+        values = {"dp": 4, "ep": ep, "ep_deterministic": True, **SAME[case]}
         found.append(threads.run(_trained, 4, values, torch.float32)[0])
     _assert_same_bits(found)
 
@@ -206,13 +219,13 @@ def test_in_mixed_precision_rows_travel_in_the_dtype_of_the_products() -> None:
     exchanges = ({}, {"ep": 2}, {"ep": 2, "ep_chunks": 2})
     found = [threads.run(_mixed, 2, {"dp": 2, **each})[0] for each in exchanges]
     assert found[0][0][0] == found[1][0][0] == found[2][0][0]
-    same = [{"dp": 2, "ep": ep, "ep_same_bits": True} for ep in (1, 2)]
+    same = [{"dp": 2, "ep": ep, "ep_deterministic": True} for ep in (1, 2)]
     _assert_same_bits([threads.run(_mixed, 2, each)[0] for each in same])
 
 
 def _on_processes(world: World) -> None:
     """Train on eight ranks; gloo adds what is no expert's in an order of its own."""
-    values = {"dp": 8, "microbatches": 1, "ep_same_bits": True}
+    values = {"dp": 8, "microbatches": 1, "ep_deterministic": True}
     _assert_same_bits(
         [_trained(world.rank, values | {"ep": ep}, torch.float32, "eight") for ep in (1, 2, 8)]
     )

@@ -136,7 +136,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"tp": 2, "recompute": "full", "recompute_slice_activation": True},
     ),
     "dp2-selective": ("tiny-gpt2", {"dp": 2, "recompute": "selective"}),
-    "dp4-copies": ("tiny-llama", {"dp": 4, "zero": 2, "shard_ranks": 2}),
+    "dp4-replicas": ("tiny-llama", {"dp": 4, "zero": 2, "shard_ranks": 2}),
     "dp2-left-whole": (
         "tiny-llama",
         {"dp": 2, "zero": 2, "shard_threshold": 2000, "not_sharded": ("head.*", "*down_proj*")},

@@ -66,11 +66,11 @@ def check(found: list[communication.Log], budget: Budget, *, exact: bool = True)
     assert max(log.bytes() for log in found) > 0.6 * budget.bytes
 
 
-@pytest.mark.parametrize(("ranks", "copies"), [(2, 1), (4, 1), (2, 2)])
-def test_tensor_parallel(ranks: int, copies: int) -> None:
+@pytest.mark.parametrize(("ranks", "halves"), [(2, 1), (4, 1), (2, 2)])
+def test_tensor_parallel(ranks: int, halves: int) -> None:
     ends = budgets.vocabulary_ends(ranks, ACTIVATION, STATISTICS, sequence=False)
-    layer = budgets.tensor_layer(ranks, ACTIVATION, copies=copies)
-    check(logs("tiny-gpt2", 3, {"tp": ranks}, copies=copies), layer * 3 + ends)
+    layer = budgets.tensor_layer(ranks, ACTIVATION, halves=halves)
+    check(logs("tiny-gpt2", 3, {"tp": ranks}, overlap_microbatches=halves == 2), layer * 3 + ends)
 
 
 def test_heads_that_ranks_share_add_up_their_gradients() -> None:
@@ -82,18 +82,18 @@ def test_heads_that_ranks_share_add_up_their_gradients() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "overlap", "copies"),
+    ("ranks", "overlap", "halves"),
     [(2, True, 1), (4, True, 1), (2, False, 1), (4, False, 1), (2, True, 2)],
 )
-def test_sequence_parallel(ranks: int, overlap: bool, copies: int) -> None:
-    """Gradients of norms and biases are summed once for all copies."""
+def test_sequence_parallel(ranks: int, overlap: bool, halves: int) -> None:
+    """Gradients of norms and biases are summed once for all halves."""
     vector = HIDDEN * BYTES
     norms = budgets.all_reduces(ranks, [2 * vector] * 2)  # weight and bias at once
     biases = budgets.all_reduces(ranks, [vector] * 2)
     ends = budgets.vocabulary_ends(ranks, ACTIVATION, STATISTICS, sequence=True)
     ends += budgets.all_reduces(ranks, [2 * vector, 64 * vector])  # norm, table of positions
-    layer = budgets.sequence_layer(ranks, ACTIVATION, overlap=overlap, copies=copies)
-    options: Any = {"sp": True, "overlap": overlap, "copies": copies}
+    layer = budgets.sequence_layer(ranks, ACTIVATION, overlap=overlap, halves=halves)
+    options: Any = {"sp": True, "overlap": overlap, "overlap_microbatches": halves == 2}
     check(logs("tiny-gpt2", 3, {"tp": ranks}, **options), (layer + norms + biases) * 3 + ends)
 
 
@@ -127,10 +127,10 @@ def routed(rank: int, subject: Subject, case: Case) -> tuple[communication.Log, 
     return log, counts.tolist()
 
 
-@pytest.mark.parametrize(("ranks", "copies"), [(2, 1), (4, 1), (2, 2)])
-def test_expert_parallel(ranks: int, copies: int) -> None:
-    mesh, layers, each = {"dp": ranks}, 3, {"ep": ranks, "copies": copies}
-    found = logs("tiny-mixtral", layers, mesh, routed, batch_size=ranks * copies, **each)
+@pytest.mark.parametrize(("ranks", "halves"), [(2, 1), (4, 1), (2, 2)])
+def test_expert_parallel(ranks: int, halves: int) -> None:
+    mesh, layers, each = {"dp": ranks}, 3, {"ep": ranks, "overlap_microbatches": halves == 2}
+    found = logs("tiny-mixtral", layers, mesh, routed, batch_size=ranks * halves, **each)
     model = parity_models.small("tiny-mixtral", num_layers=layers)
     copied = [p for name, p in model.named_parameters() if ".experts." not in name]
     sizes = BYTES * sum(each.numel() for each in copied)
@@ -141,9 +141,9 @@ def test_expert_parallel(ranks: int, copies: int) -> None:
         leaving = sum(counts) - sum(counts[mine])
         arriving = sum(sum(each[mine]) for _, each in found) - sum(counts[mine])
         row = PayloadLayout(HIDDEN, torch.float64, torch.float64, pairs=1).stride
-        travels: Any = {"row": row, "result": HIDDEN * BYTES, "copies": copies}
+        travels: Any = {"row": row, "result": HIDDEN * BYTES, "halves": halves}
         exchange = budgets.expert_layer(ranks, leaving, arriving, **travels)
-        words = budgets.expert_layer(ranks, 0, 0, row=0, result=0, copies=copies)
+        words = budgets.expert_layer(ranks, 0, 0, row=0, result=0, halves=halves)
         tokens = budgets.all_reduces(ranks, [8] * layers)  # how many there are: the router's loss
         assert [each.label for each in log.calls].count("router loss") == layers
         check([log], exchange + words * (layers - 1) + tokens + sums + said(ranks))

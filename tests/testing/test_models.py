@@ -37,7 +37,7 @@ def options(mesh: dict[str, int]) -> dict[str, list[Any]]:
     }
     if "tp" in mesh:
         found["sp"] = [False, True]
-        found["copies"] = [1, 2]
+        found["overlap_microbatches"] = [False, True]
     if "dp" in mesh or "cp" in mesh:
         found["zero"] = [0, 1, 2, 3]
     if "cp" in mesh:
@@ -113,7 +113,7 @@ def test_experts_over_ranks() -> None:
     report = fusedops.verify(
         MODELS["mixtral"],
         [{"dp": 2}, {"dp": 2, "tp": 2}],
-        options={"ep": [2], "zero": [0, 2], "copies": [1, 2]},
+        options={"ep": [2], "zero": [0, 2], "overlap_microbatches": [False, True]},
         cases=4,
         **SIZES,
     )

@@ -232,8 +232,8 @@ def test_a_mistake_is_the_users(tmp_path: Path, mistake: str) -> None:
 
 
 def test_modes_that_exclude_each_other_are_refused_before_anything_starts(tmp_path: Path) -> None:
-    both = ["parallel.copies=2", "parallel.ep_same_bits=true"]
-    with pytest.raises(InputError, match="copies must be 1 with ep_same_bits"):
+    both = ["parallel.overlap_microbatches=true", "parallel.ep_deterministic=true"]
+    with pytest.raises(InputError, match="must be False with ep_deterministic"):
         load_config(config(tmp_path), both)
 
 

@@ -68,7 +68,7 @@ SETTINGS = {
         Setting("dp 2", 2, 1, {"dp": 2}),
         Setting("dp 2, zero 1", 2, 1, {"dp": 2, "zero": 1}),
         Setting("tp 2", 2, 1, {"tp": 2}),
-        Setting("tp 2, copies 2", 2, 1, {"tp": 2, "copies": 2}),
+        Setting("tp 2, overlap_microbatches", 2, 1, {"tp": 2, "overlap_microbatches": True}),
         Setting("tp 2, sp", 2, 1, {"tp": 2, "sp": True}),
         Setting("cp 2", 2, 1, {"cp": 2}),
         Setting("pp 2", 2, 1, {"pp": 2, "microbatches": 8}),

@@ -80,7 +80,7 @@ class ContextCore:
                 neighbours in the sequence that have one id attend each other.
             **options: of ``ring_attention``.
         """
-        if not len(query):  # the second half of a batch of one, where layers run in copies
+        if not len(query):  # the second half of a batch of one under micro-batch overlap
             documents = None
         return KINDS[self.kind](
             query,

@@ -1,4 +1,4 @@
-"""Two halves of a batch in turns make the step of one process, in all layouts."""
+"""Micro-batch overlap gives the step of one process in all layouts."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ STEPS: dict[str, tuple[str, dict[str, int], dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("case", STEPS)
 def test_a_step_is_that_of_one_process(case: str) -> None:
     name, mesh, options, more = STEPS[case]
-    given = {"mesh": mesh, "options": {"copies": 2, **options}, "seq_len": 8}
+    given = {"mesh": mesh, "options": {"overlap_microbatches": True, **options}, "seq_len": 8}
     testing.replay(testing.Case(**given, **more), MODELS[name])
 
 
@@ -89,9 +89,9 @@ def test_verify_finds_a_loss_of_routers_that_is_a_mean_of_halves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     factory = partial(small, "tiny-mixtral", num_layers=1, balance_loss=0.01)
-    given: dict[str, Any] = {"options": {"copies": [2], "ep": [2]}, "cases": 1}
+    given: dict[str, Any] = {"options": {"overlap_microbatches": [True], "ep": [2]}, "cases": 1}
     sizes: dict[str, Any] = {"batch_sizes": (4,), "seq_lens": (4,)}
     assert fusedops.verify(factory, [{"dp": 2}], **given, **sizes)
-    monkeypatch.setattr("fusedops.models.copies._loss_of_router", _mean_of_halves)
+    monkeypatch.setattr("fusedops.models.microbatch_overlap._loss_of_router", _mean_of_halves)
     with pytest.raises(testing.ParityError, match=r"gradient layers\.0"):
         fusedops.verify(factory, [{"dp": 2}], **given, **sizes)

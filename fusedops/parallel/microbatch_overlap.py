@@ -1,16 +1,16 @@
-"""Two copies of a computation that take turns: one communicates while the other computes.
+"""Two computations run in alternating phases: one communicates while the other computes.
 
-A copy is a generator. It begins a communication, yields, and waits for the result when it is its
-turn again; what the other copy does in between runs beside it. ``entering`` and ``leaving`` are
-the communications around a region of split features (``tensor.py``) in such halves, ``Trip`` of
-``expert.py`` is the exchange of experts.
+A computation is a generator. It starts a communication, yields, and waits for the result in its
+next phase; the phase that the other computation runs in between overlaps the communication.
+``entering`` and ``leaving`` are the communications around a tensor-parallel region (``tensor.py``)
+in such halves; ``Trip`` of ``expert.py`` is the all-to-all of experts.
 
-Nothing orders the backward but the engine, which runs the node that was made last of those that are
-ready. Two copies do not depend on each other: of one of them a node is always ready, so that nodes
-run in the reverse of the order in which they were made. A turn's backward is then a turn, and a
-communication that lies between two turns of a copy lies between their backwards: the second half
-of a pair begins it, the first half waits for it, and the other copy's turn in between runs beside
-it as it did forward.
+The order of the backward follows from the autograd engine, which runs the most recently created
+node that is ready. The two computations do not depend on each other, so one of them always has a
+ready node, and nodes run in the reverse of the order in which they were created. Hence the backward
+of a phase is a phase as well: a communication between two phases of one computation lies between
+their backwards. The later phase starts it, the earlier phase waits for it, and the backward of the
+other computation's phase in between overlaps it.
 
 Reference: Ren et al.: PanGu-Sigma, arXiv:2303.10845; Jangda et al.: CoCoNet, ASPLOS 2022.
 """
@@ -28,64 +28,64 @@ from fusedops.parallel._exchange import begin, end
 from fusedops.parallel.communication import Pending, Span
 
 T = TypeVar("T")
-# Yields what its next turn is called, and returns tensors that its backward starts from.
-Copy: TypeAlias = Generator[str, None, tuple[torch.Tensor, T]]
+# Yields the name of its next phase, and returns the tensors that its backward starts from.
+Phases: TypeAlias = Generator[str, None, tuple[torch.Tensor, T]]
 _Start: TypeAlias = Callable[[torch.Tensor], Pending]
 
 
-def take_turns(copies: Sequence[Copy[T]], *, ahead: int) -> list[tuple[torch.Tensor, T]]:
-    """Run two copies, a turn of one after a turn of the other.
+def run_interleaved(halves: Sequence[Phases[T]], *, lead: int) -> list[tuple[torch.Tensor, T]]:
+    """Run two computations in alternating phases.
 
     Args:
-        copies: the two.
-        ahead: turns that the first has made when the second begins.
+        halves: the two computations.
+        lead: phases of the first computation that run before the second starts.
 
     Returns:
-        What each returned, the first tensor of which must be used.
+        The results of both; the caller must use the first tensor of each.
 
     Note:
-        While communications are recorded every turn is a computation in the log, forward and
-        backward, called ``"copy 0: norm"`` by what the copy said of it.
+        While communications are recorded, the log has a computation for each phase, forward and
+        backward, named by the half and the phase: ``"half 0: norm"``.
     """
     trace = _Trace()
-    running = {number: _Running(number, copy, trace) for number, copy in enumerate(copies)}
+    running = {number: _Running(number, half, trace) for number, half in enumerate(halves)}
     assert len(running) == 2
     first, second = running.values()
-    for _ in range(ahead):
-        first.turn()
+    for _ in range(lead):
+        first.run_phase()
     while not (first.is_done and second.is_done):
-        second.turn()
-        first.turn()
+        second.run_phase()
+        first.run_phase()
     (x, *more), other = first.result, second.result
     return [(trace.tied_to(x), *more), other]
 
 
 class _Running:
-    """A copy under way."""
+    """A computation whose phases are being run."""
 
-    def __init__(self, number: int, copy: Copy[Any], trace: _Trace) -> None:
-        self._number, self._copy, self._trace = number, copy, trace
+    def __init__(self, number: int, phases: Phases[Any], trace: _Trace) -> None:
+        self._number, self._phases, self._trace = number, phases, trace
         self._next = "begin"
         self.is_done = False
         self.result: Any = None
 
-    def turn(self) -> None:
-        """Run it to where it yields or returns; nothing if it has returned."""
+    def run_phase(self) -> None:
+        """Run until the generator yields or returns; do nothing if it has returned."""
         if self.is_done:
             return
-        span = self._trace.begin(f"copy {self._number}: {self._next}")
+        span = self._trace.begin(f"half {self._number}: {self._next}")
         try:
-            self._next = next(self._copy)
+            self._next = next(self._phases)
         except StopIteration as end:
             self.is_done, self.result = True, end.value
         self._trace.end(span)
 
 
 class _Trace:
-    """Marks turns in a log that is open, and their backwards.
+    """Marks phases, forward and backward, in the communication log if one is open.
 
-    A chain of scalars of which each turn makes two: the backward of those runs when the turn's
-    does.
+    Each phase adds two scalars to a chain in the autograd graph, whose backwards run when the
+    backward of the phase does.
     """
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ class _Trace:
             self._link = torch.zeros((), requires_grad=True)
 
     def begin(self, label: str) -> Span | None:
-        """Mark the start of a turn."""
+        """Mark the start of a phase."""
         if not self._on:
             return None
         span, back = Span(label), Span(f"{label}, backward")
@@ -106,7 +106,7 @@ class _Trace:
         return span
 
     def end(self, span: Span | None) -> None:
-        """Mark its end."""
+        """Mark the end of a phase."""
         if span is None:
             return
         span.end()
@@ -114,7 +114,7 @@ class _Trace:
             self._link = _Tick.apply(self._link, self._back.start)
 
     def tied_to(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x``, whose backward is that of the chain as well."""
+        """Return ``x``, connected to the chain: the backward of ``x`` runs that of the chain."""
         return x if self._link is None else _Tie.apply(x, self._link)
 
 

@@ -1,20 +1,21 @@
-"""A transformer's layers run for two halves of a batch that take turns (``ParallelConfig.copies``).
+"""Micro-batch overlap: layers run on two halves of a batch (``overlap_microbatches``).
 
-Each half goes through a layer in turns, three for each of its two parts, and the second half of
-the batch is two turns behind. What is communicated between two turns of one half runs beside a
-turn of the other, which always is one with products:
+Each half goes through a layer in phases, three for attention and three for the feed-forward part,
+and the second half is two phases behind the first. Communication between two phases of one half
+overlaps a phase of the other half, which always contains matrix products:
 
     first half    norm | products | products | norm ...    (attention, then feed-forward part)
-    second half          norm ... two turns later
+    second half          norm ... two phases later
 
-Norms are followed by what leads into split features or to the experts, and preceded by what leads
-out of them. Experts compute in one turn: the last of the three for the first half, the second for
-the other, so that each exchange meets products. The ends of a model see the batch whole: its loss
-is one loss, and so is that of a router, which sees the choices of both halves.
+The phase after a norm communicates into the tensor-parallel region or dispatches to the experts,
+the phase before a norm communicates out of it. Experts run in the last of three phases for the
+first half and in the second phase for the second half, so that every all-to-all overlaps products.
+Embedding, head and loss run on the whole batch; the router's auxiliary loss is one loss, computed
+from the routing of both halves.
 
-Layers with hooks (FSDP2) and wrappers (``fusedops.memory``) are called once with both halves, so
-that their weights are gathered once; the halves meet at the end of such a layer. Other layers
-follow each other without a meeting.
+Layers with hooks (FSDP2) and wrapped layers (``fusedops.memory``) are called once with both halves,
+so that their weights are gathered once; both halves then end at the end of that layer. Other layers
+follow each other without such a synchronisation.
 
 Letters of shapes as in ``transformer.py``; what ends in ``s`` are halves.
 """
@@ -35,13 +36,14 @@ from fusedops.models.draws import ATTENTION, FEED_FORWARD, Draws, behind
 from fusedops.models.transformer import Layer, Places, Transformer
 from fusedops.nn import MoE
 from fusedops.ops._weight_gradients import summed
-from fusedops.parallel.copies import Copy, entering, leaving, take_turns
+from fusedops.parallel.microbatch_overlap import Phases, entering, leaving, run_interleaved
 from fusedops.parallel.split_experts import Exchange
 from fusedops.parallel.tensor import ParallelGatedMLP, ParallelLayer, ParallelMLP, RowLinear
 from fusedops.parallel.tokenwise import Around
 
-# Turns that the second half is behind: then a norm of one never meets a norm of the other.
-_AHEAD = 2
+# Phases that the second half is behind: communication of one half then overlaps products, never a
+# norm, of the other.
+_LEAD = 2
 
 
 class Routed(NamedTuple):
@@ -59,19 +61,19 @@ class _Half(NamedTuple):
     asking_BSH: torch.Tensor | None
 
 
-def run_in_copies(model: Any) -> None:
-    """Let a model's layers run for two halves of each batch in turns."""
+def overlap_microbatches(model: Any) -> None:
+    """Make a model's layers run on two halves of each batch in alternating phases."""
     layer: Any
     for layer in model.layers.values():
-        layer.forward = _LayerInTurns(layer)
+        layer.forward = _OverlappedLayer(layer)
         if isinstance(layer.feed_forward, MoE):
             experts: Any = layer.feed_forward.experts
-            experts.forward = _ExpertsInTurns(experts)
-    model.through = _Through(model)
+            experts.forward = _OverlappedExperts(experts)
+    model.through = _OverlappedForward(model)
 
 
-class _Through:
-    """Stands as ``Transformer.through``; an object, so that copies of a model have their own."""
+class _OverlappedForward:
+    """Stands as ``Transformer.through``; an object, so that a copied model has its own."""
 
     def __init__(self, model: Transformer) -> None:
         self._model = model
@@ -111,7 +113,7 @@ class _Through:
                 asks = model.query_positions(positions)
                 parts = [asks] * 2 if asks.dim() == 2 else asks.split(sizes)
                 asking = [a.expand_as(x) for a, x in zip(parts, xs, strict=True)]
-            call = layers[0] if len(layers) == 1 else _InTurns(layers)
+            call = layers[0] if len(layers) == 1 else _OverlappedLayers(layers)
             xs, extra = call(xs, places, asking)
             auxiliary = auxiliary if extra is None else auxiliary + extra
         return torch.cat(xs), auxiliary
@@ -147,14 +149,14 @@ def _asks(model: Transformer, layer: nn.Module) -> bool:
 
 def _is_plain(layer: nn.Module) -> bool:
     """Whether nothing stands around a layer that wants to see its call."""
-    return isinstance(layer.forward, _LayerInTurns) and not _has_hooks(layer)
+    return isinstance(layer.forward, _OverlappedLayer) and not _has_hooks(layer)
 
 
 def _has_hooks(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
-class _InTurns:
+class _OverlappedLayers:
     """Calls layers that follow each other, for two halves of a batch."""
 
     def __init__(self, layers: Sequence[Layer]) -> None:
@@ -169,14 +171,14 @@ class _InTurns:
         """Return the halves behind the layers, and the routers' losses."""
         halves = [_Half(*each) for each in zip(xs, places, asking, strict=True)]
         with _held(self._layers), summed(True):
-            copies = [self._through(half, late=i == 0) for i, half in enumerate(halves)]
-            found = take_turns(copies, ahead=_AHEAD)
+            phases = [self._through(half, late=i == 0) for i, half in enumerate(halves)]
+            found = run_interleaved(phases, lead=_LEAD)
             pairs = zip(*(routed for _, routed in found), strict=True)
             losses = map(_loss_of_router, self._layers, pairs)
             some = [each for each in losses if each is not None]
         return tuple(x for x, _ in found), sum(some[1:], some[0]) if some else None
 
-    def _through(self, half: _Half, *, late: bool) -> Copy[list[Routed | None]]:
+    def _through(self, half: _Half, *, late: bool) -> Phases[list[Routed | None]]:
         x_BSH, routed = half.x_BSH, []
         for layer in self._layers:
             x_BSH, found = yield from _layer(layer, half._replace(x_BSH=x_BSH), late)
@@ -184,7 +186,7 @@ class _InTurns:
         return x_BSH, routed
 
 
-class _LayerInTurns:
+class _OverlappedLayer:
     """Stands as ``Layer.forward`` and takes halves; a whole batch goes through as ever."""
 
     def __init__(self, layer: Layer) -> None:
@@ -194,18 +196,18 @@ class _LayerInTurns:
         layer = self._layer
         if isinstance(x, torch.Tensor):
             return Layer.forward(layer, x, places, asking)
-        call = _InTurns([layer])
+        call = _OverlappedLayers([layer])
         part = layer.feed_forward
         if isinstance(part, MoE) and _has_hooks(part.experts):
             return part.experts(call, x, places, asking)
         return call(x, places, asking)
 
 
-class _ExpertsInTurns:
+class _OverlappedExperts:
     """Stands as the experts' ``forward``; what it is given to call runs inside of their hooks.
 
     Experts that FSDP2 divides over other ranks than the rest of a layer are gathered by a call of
-    their own: the layer's turns run inside of one.
+    their own: the layer's phases run inside of one.
     """
 
     def __init__(self, experts: nn.Module) -> None:
@@ -213,7 +215,7 @@ class _ExpertsInTurns:
         self.around = experts.__dict__.get("forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(args[0], _InTurns):
+        if isinstance(args[0], _OverlappedLayers):
             return args[0](*args[1:])
         if self.around is not None:
             return self.around(*args, **kwargs)
@@ -242,7 +244,7 @@ def _loss_of_router(layer: Layer, halves: Sequence[Routed | None]) -> torch.Tens
     return layer.loss_of_router(logits, expert_ids)
 
 
-def _layer(layer: Layer, half: _Half, late: bool) -> Copy[Routed | None]:
+def _layer(layer: Layer, half: _Half, late: bool) -> Phases[Routed | None]:
     """Go through a layer; as ``Layer.forward``."""
     x_BSH, places, asking_BSH = half
     seeds = [places.seed(layer.index, call) for call in (ATTENTION, FEED_FORWARD)]
@@ -333,11 +335,11 @@ def _experts(layer: Layer, part: MoE, x_BSH: torch.Tensor, places: Places, late:
 
 
 def _around(module: nn.Module) -> Any:
-    """Return what stands as a module's forward, below policies and what the turns put there."""
+    """Return what stands as a module's forward, below policies and micro-batch overlap."""
     found = module.__dict__.get("forward")
     while isinstance(found, Wrapped):
         found = found.before
-    return found.around if isinstance(found, _ExpertsInTurns) else found
+    return found.around if isinstance(found, _OverlappedExperts) else found
 
 
 def _forward_of(experts: nn.Module) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Two halves of a batch in turns: what runs beside what, forward and backward."""
+"""Micro-batch overlap: which communication overlaps which product, forward and backward."""
 
 from __future__ import annotations
 
@@ -122,21 +122,23 @@ OVERLAPS: dict[str, tuple[str, dict[str, Any], tuple[str, ...], int, int]] = {
 def test_communication_of_one_half_runs_beside_products_of_the_other(case: str) -> None:
     name, values, kinds, count, bare = OVERLAPS[case]
     ranks = ParallelConfig(**values).sizes.ranks
-    for logs in threads.run(_recorded, ranks, name, values | {"copies": 2}):
+    for logs in threads.run(_recorded, ranks, name, values | {"overlap_microbatches": True}):
         for log in logs:
             windows = [each for each in _windows(log) if _is_of(kinds)(each)]
             assert len(windows) == count
             assert [each.is_hidden for each in windows].count(False) == bare, windows
 
 
-def test_without_copies_nothing_runs_beside_them() -> None:
+def test_without_overlap_nothing_runs_beside_communication() -> None:
     """The test above can fail."""
     for log in threads.run(_recorded, 2, "tiny-gpt2", {"tp": 2})[0]:
         assert not log.beside() and log.counts()["all_reduce"] >= 2 * LAYERS
 
 
 def _both(rank: int, name: str, values: dict[str, Any]) -> None:
-    found, expected = (_model(name, **values, copies=copies) for copies in (2, 1))
+    found, expected = (
+        _model(name, **values, overlap_microbatches=overlaps) for overlaps in (True, False)
+    )
     assert torch.equal(_step(found)[0], _step(expected)[0])
     words, plain = (whole(each.embedding.tokens.weight.grad) for each in (found, expected))
     assert torch.equal(words, plain)
@@ -153,15 +155,18 @@ SPLIT: dict[str, dict[str, Any]] = {
 def test_the_loss_and_gradients_of_activations_keep_their_bits(case: str) -> None:
     """What the table of words gets is the gradient of the first activation, token by token.
 
-    Dropout drops what it drops without copies.
+    Dropout drops what it drops without overlap.
     """
     threads.run(_both, 2, "tiny-llama", SPLIT[case])
 
 
 def _rounded(rank: int) -> dict[str, float]:
-    """Return which part of a weight's gradient has other bits with copies."""
+    """Return which part of a weight's gradient has other bits with overlap."""
     given: dict[str, Any] = {"dtype": torch.bfloat16, "dp": 2, "ep": 2}
-    models = [_model("tiny-mixtral", layers=1, **given, copies=copies) for copies in (1, 2)]
+    models = [
+        _model("tiny-mixtral", layers=1, **given, overlap_microbatches=overlaps)
+        for overlaps in (False, True)
+    ]
     for each in models:
         _step(each)
     one, two = ({n: whole(p.grad) for n, p in each.named_parameters()} for each in models)
@@ -177,8 +182,8 @@ def test_gradients_of_experts_are_added_in_float32() -> None:
 
 def _gathered(rank: int, values: dict[str, Any]) -> list[tuple[dict[str, int], int]]:
     found = []
-    for copies in (1, 2):
-        logs = _step(_model("tiny-mixtral", layers=1, **values, copies=copies))[1:]
+    for overlaps in (False, True):
+        logs = _step(_model("tiny-mixtral", layers=1, **values, overlap_microbatches=overlaps))[1:]
         weights = [e for log in logs for e in log.calls if e.label in ("weights", "gradients")]
         found.append((len(weights), sum(each.bytes for each in weights)))
     return found
@@ -192,7 +197,11 @@ def test_weights_are_gathered_once_for_both_halves() -> None:
 
 def _under_autocast(rank: int) -> None:
     losses = []
-    divided: tuple[dict[str, Any], ...] = {"ep_same_bits": True}, {"copies": 1}, {"copies": 2}
+    divided: tuple[dict[str, Any], ...] = (
+        {"ep_deterministic": True},
+        {"overlap_microbatches": False},
+        {"overlap_microbatches": True},
+    )
     for values in ({}, *({"ep": 2, **each} for each in divided)):
         model = _model("tiny-mixtral", layers=1, dp=2, **values)
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -230,12 +239,16 @@ STAGES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("case", STAGES)
 def test_in_a_pipeline_both_halves_of_each_micro_batch_take_turns(case: str) -> None:
-    """Also where a backward comes in two passes; the loss has the bits of a run without copies."""
+    """Also where a backward comes in two passes; the loss has the bits of a run without overlap."""
     name, values = STAGES[case]
     ranks = 2 * values.get("dp", 1)
     plain, turns, passes = (
-        threads.run(_in_stages, ranks, name, {**values, "copies": copies, **order})
-        for copies, order in ((1, {}), (2, {}), (2, {"pipeline_schedule": "zero_bubble"}))
+        threads.run(_in_stages, ranks, name, {**values, "overlap_microbatches": overlaps, **order})
+        for overlaps, order in (
+            (False, {}),
+            (True, {}),
+            (True, {"pipeline_schedule": "zero_bubble"}),
+        )
     )
     for one, two, three in zip(plain, turns, passes, strict=True):
         assert one[0] == two[0] == three[0]
@@ -268,7 +281,7 @@ def test_compiled_code_takes_the_batch_whole(name: str) -> None:
     torch._dynamo.reset()
     found = []
     for compiled in (False, True):
-        model = _model(name, layers=1, dropout=0.2, copies=2)
+        model = _model(name, layers=1, dropout=0.2, overlap_microbatches=True)
         call = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
         text = torch.arange(4)[:, None] + torch.arange(TOKENS + 1)
         output = call(text[:, :-1], text[:, 1:], seed=torch.tensor([1, 2]))
@@ -279,11 +292,11 @@ def test_compiled_code_takes_the_batch_whole(name: str) -> None:
 
 
 def test_what_has_no_halves_is_refused() -> None:
-    with pytest.raises(ValueError, match="copies must be 1 or 2, the halves of a micro-batch"):
-        ParallelConfig(tp=2, copies=3)
-    with pytest.raises(ValueError, match="copies must be 1 with mode 'manual'"):
-        ParallelConfig(mode="manual", copies=2)
-    with pytest.raises(UnsupportedError, match="copies must be 1 with ep_same_bits"):
-        ParallelConfig(dp=2, ep=2, ep_same_bits=True, copies=2)
-    with pytest.raises(UnsupportedError, match="copies must be 1 with offload 'experts'"):
-        ParallelConfig(offload=("experts",), copies=2)
+    with pytest.raises(TypeError, match="overlap_microbatches must be a bool"):
+        ParallelConfig(tp=2, overlap_microbatches=2)
+    with pytest.raises(ValueError, match="must be False with mode 'manual'"):
+        ParallelConfig(mode="manual", overlap_microbatches=True)
+    with pytest.raises(UnsupportedError, match="must be False with ep_deterministic"):
+        ParallelConfig(dp=2, ep=2, ep_deterministic=True, overlap_microbatches=True)
+    with pytest.raises(UnsupportedError, match="must be False with offload 'experts'"):
+        ParallelConfig(offload=("experts",), overlap_microbatches=True)

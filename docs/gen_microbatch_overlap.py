@@ -1,10 +1,10 @@
-"""Writes docs/copies.svg: what two halves of a batch compute and communicate, turn by turn.
+"""Writes docs/microbatch_overlap.svg: the phases of both halves, and what overlaps them.
 
-    python docs/gen_copies.py
+    python docs/gen_microbatch_overlap.py
 
 Source: the events that ``fusedops.parallel.communication`` records while a tiny model makes a step
-with ``copies=2`` on two ranks that are threads of this process. Columns are turns in their order,
-no times: what stands side by side ran side by side.
+with ``overlap_microbatches=True`` on two ranks that are threads of this process. Columns are phases
+in their order, not times: what stands side by side ran side by side.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fusedops.parallel import communication
 from fusedops.parallel.communication import COMPUTE, Log
 from fusedops.testing import threads
 
-PICTURE = Path(__file__).resolve().parent / "copies.svg"
+PICTURE = Path(__file__).resolve().parent / "microbatch_overlap.svg"
 MODES: dict[str, tuple[str, dict[str, Any]]] = {
     "tp 2": ("tiny-gpt2", {"tp": 2}),
     "tp 2, sp": ("tiny-gpt2", {"tp": 2, "sp": True}),
@@ -64,7 +64,7 @@ def main() -> None:
 
 def _recorded(name: str, values: dict[str, Any]) -> dict[str, Log]:
     whole = Transformer(replace(preset(name), num_layers=LAYERS), device="meta")
-    model = parallelize(whole, ParallelConfig(**values, copies=2), seed=0)
+    model = parallelize(whole, ParallelConfig(**values, overlap_microbatches=True), seed=0)
     run = parallelized(model)
     shape = SEQUENCES * run.data_ranks, TOKENS + 1
     text = torch.arange(shape[0] * shape[1]).reshape(shape) % model.config.vocab_size
@@ -101,7 +101,7 @@ def picture(panels: dict[str, Panel]) -> str:
     height = TOP + PANEL * len(panels)
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img"'
-        ' aria-label="Turns of two halves of a batch, and what travels beside them"'
+        ' aria-label="Phases of two halves of a micro-batch, and overlapped communication"'
         ' font-family="sans-serif" font-size="12">',
         f'<rect width="{width}" height="{height}" fill="white"/>',
         *_legend(),
