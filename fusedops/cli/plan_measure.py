@@ -103,7 +103,7 @@ def measure(
     """
     import torch
 
-    from fusedops.memory.apply import keeper_of
+    from fusedops.memory.apply import policy_state_of
     from fusedops.optim import OffloadedAdamW
 
     hidden, layers, batch, seq_len, vocabulary = size
@@ -152,8 +152,8 @@ def measure(
         before += sum(each.nbytes for state in optimizer.state.values() for each in state.values())
     kept = _kept(model, loss)
     peak = before + peak_bytes(step, torch.device("cpu"))
-    keeper = keeper_of(model)
-    host = sum(each.host_bytes for each in keeper.movers.values()) if keeper is not None else 0
+    state = policy_state_of(model)
+    host = sum(each.host_bytes for each in state.offloaders.values()) if state is not None else 0
     if isinstance(optimizer, OffloadedAdamW):
         host += optimizer.host_bytes
         optimizer.close()

@@ -3,20 +3,20 @@
     from fusedops import memory
     memory.apply(model, memory.Policy(memory.recompute("transformer.h.*")))
 
-In reading order: ``policy`` (rules), ``held`` (the forms in which a graph holds a tensor),
-``buffers`` (what a second forward must not change), ``region``, ``selective`` and ``slices``
-(recomputation of modules), ``makers`` (of single operators), ``engine``, ``pool`` and ``mover``
-(host memory), ``keeper`` (who decides), ``wrap``, ``apply`` and ``compiled`` (onto a model and off
-it); ``experts`` (weights that come when a token wants them); ``ledger``, ``layers``, ``report`` and
-``picture`` (what a step holds), ``fit`` (a policy for a budget).
+In reading order: ``policy`` (rules), ``saved_tensors`` (the forms in which the autograd graph holds
+a saved tensor), ``buffers`` (module buffers that a second forward must not change), ``recompute``
+(of modules, of selected results, of single operators, in slices), ``offload`` (host memory, and
+experts that are fetched on demand), ``policy_state`` (applies the rules while a model runs),
+``wrap``, ``apply`` and ``compiled`` (put a policy on a model and take it off), ``layers`` and
+``measurement`` (what a step allocates, and the search for a policy that fits a budget).
 """
 
 from fusedops.memory.apply import apply, remove
-from fusedops.memory.experts import store_experts
-from fusedops.memory.fit import fit
-from fusedops.memory.mover import OffloadSettings
+from fusedops.memory.measurement.fit import fit
+from fusedops.memory.measurement.measure import report
+from fusedops.memory.offload.experts import store_experts
+from fusedops.memory.offload.offloader import OffloadSettings
 from fusedops.memory.policy import Policy, lower, offload, recompute, save
-from fusedops.memory.report import report
 
 __all__ = [
     "OffloadSettings",

@@ -16,26 +16,26 @@ from fusedops._core import checks
 from fusedops._core.checks import UnsupportedError
 from fusedops.memory import compiled, wrap
 from fusedops.memory.buffers import Buffers
-from fusedops.memory.keeper import Keeper, keeps_results
-from fusedops.memory.mover import OffloadSettings
+from fusedops.memory.offload.offloader import OffloadSettings
 from fusedops.memory.policy import Policy, Rule, recomputed
+from fusedops.memory.policy_state import PolicyState, keeps_results
 
 
-class Layer:
+class WrappedLayer:
     """What runs around a module that a rule names."""
 
-    def __init__(self, keeper: Keeper, name: str, module: nn.Module, rules: list[Rule]) -> None:
-        self.keeper = keeper
+    def __init__(self, state: PolicyState, name: str, module: nn.Module, rules: list[Rule]) -> None:
+        self.state = state
         self.name = name
         self._module = module
         self._rules = frozenset(rules)
         self.region = recomputed([rule for rule in rules if not rule.of_tensors])
-        self._keeps = keeps_results(keeper.policy)
+        self._keeps = keeps_results(state.policy)
         self._buffers = Buffers(module)
         self._make_contexts()
 
     def _make_contexts(self) -> None:
-        rules = self.keeper.policy.rules
+        rules = self.state.policy.rules
         here = tuple(rule for rule in rules if not rule.modules or rule in self._rules)
         self.contexts = compiled.contexts_for(self.name, here, self.region)
         self.warning = compiled.left_out(here)
@@ -48,21 +48,23 @@ class Layer:
         self.__dict__.update(state)
         self._make_contexts()
 
-    def __call__(self, call: wrap.Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(
+        self, call: wrap.ForwardCall, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Run the module."""
         if not torch.is_grad_enabled():
             return call(*args, **kwargs)
         if torch.compiler.is_compiling():
             return compiled.run(call, self.contexts, self.warning, args, kwargs)
-        with self.keeper.running(self.name, self._module, self._rules):
-            if self.keeper.in_region:
+        with self.state.running(self.name, self._module, self._rules):
+            if self.state.in_region:
                 return call(*args, **kwargs)
             if self.region is not None:
                 _reshard(self._module, self.region)
-                return self.keeper.run_region(
+                return self.state.run_region(
                     call, self.region, self._keeps, self._buffers, args, kwargs
                 )
-            with self.keeper.packing():
+            with self.state.packing():
                 return call(*args, **kwargs)
 
 
@@ -109,11 +111,11 @@ def apply(
     named = dict(model.named_modules())
     _check_patterns(policy, named)
     aside = {module for module in named.values() if wrap.steps_aside(module) is not None}
-    keeper = Keeper(model, policy, settings)
+    state = PolicyState(model, policy, settings)
     for name, module in named.items():
         rules = [rule for rule in policy.rules if rule.names_module(name, module)]
         if rules or (module is model and any(not rule.modules for rule in policy.rules)):
-            wrap.wrap(module, Layer(keeper, name, module, rules))
+            wrap.wrap(module, WrappedLayer(state, name, module, rules))
     for name, module in named.items():
         reason = wrap.steps_aside(module)
         if reason is not None and module not in aside:
@@ -150,15 +152,17 @@ def remove(model: nn.Module) -> None:
         wrap.unwrap(module)
 
 
-def keeper_of(model: nn.Module) -> Keeper | None:
+def policy_state_of(model: nn.Module) -> PolicyState | None:
     """Return what stands behind a model's policy, or ``None``."""
     layers = (_layer_of(module) for module in model.modules())
-    return next((layer.keeper for layer in layers if layer is not None), None)
+    return next((layer.state for layer in layers if layer is not None), None)
 
 
-def _layer_of(module: nn.Module) -> Layer | None:
+def _layer_of(module: nn.Module) -> WrappedLayer | None:
     wrapper = wrap.wrapper_of(module)
-    return wrapper.around if wrapper is not None and isinstance(wrapper.around, Layer) else None
+    return (
+        wrapper.around if wrapper is not None and isinstance(wrapper.around, WrappedLayer) else None
+    )
 
 
 def _covered(module: nn.Module) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator
 from torch import nn
 
 from fusedops.memory import wrap
-from fusedops.memory.ledger import Ledger, Place
+from fusedops.memory.measurement.trace import AllocationTrace, PlannedBlock
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 Group = dict[str, nn.Module]
@@ -108,17 +108,17 @@ def _runs(module: nn.Module | None) -> bool:
 
 @contextlib.contextmanager
 def placed(
-    model: nn.Module, ledger: Ledger, idle: Collection[str] = ()
-) -> Iterator[dict[str, Place]]:
+    model: nn.Module, trace: AllocationTrace, idle: Collection[str] = ()
+) -> Iterator[dict[str, PlannedBlock]]:
     """Let the layers say where the step is, but those whose work a fused parent does.
 
     Args:
         model: what runs inside.
-        ledger: is told.
+        trace: is told.
         idle: layers whose forward does not run, because their parts are called from outside; these
             speak for them.
     """
-    places: dict[str, Place] = {}
+    places: dict[str, PlannedBlock] = {}
     named = dict(model.named_modules())
     before = {each for each in named.values() if wrap.steps_aside(each) is not None}
     try:
@@ -126,7 +126,7 @@ def placed(
             speaks = name and (name == layer or layer in idle) and _runs(named.get(name))
             if not speaks:
                 continue
-            places[name] = Place(ledger, layer)
+            places[name] = PlannedBlock(trace, layer)
             wrap.wrap(named[name], places[name])
             above = [named[each] for each in ("", *_outer_names(name), name)]
             if any(wrap.steps_aside(each) is not None and each not in before for each in above):

@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import nn
 
-Call = Callable[..., Any]
-Around = Callable[[Call, tuple[Any, ...], dict[str, Any]], Any]
+ForwardCall = Callable[..., Any]
+Around = Callable[[ForwardCall, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class Wrapped:
@@ -37,7 +37,7 @@ class Wrapped:
         return type(self.module).forward(self.module, *args, **kwargs)
 
     @property
-    def __wrapped__(self) -> Call:
+    def __wrapped__(self) -> ForwardCall:
         return self.before if self.before is not None else type(self.module).forward
 
     @property

@@ -14,7 +14,7 @@ from causal_families import DENSE
 
 import fusedops
 from fusedops import memory
-from fusedops.memory.apply import keeper_of
+from fusedops.memory.apply import policy_state_of
 from fusedops.optim import AdamW, OffloadedAdamW
 
 pytest.importorskip("accelerate")
@@ -74,8 +74,8 @@ def test_the_trainer_with_a_policy_and_an_offloaded_optimizer_keeps_every_bit(
         torch.equal(mine, wanted)
         for mine, wanted in zip(model.parameters(), plain.parameters(), strict=True)
     )
-    (mover,) = keeper_of(model).movers.values()
-    assert mover.moved_bytes > 0
+    (offloader,) = policy_state_of(model).offloaders.values()
+    assert offloader.moved_bytes > 0
     # What the Trainer saved on its way, torch's own optimizer goes on with.
     saved = torch.load(tmp_path / "memory" / f"checkpoint-{STEPS // 2}" / "optimizer.pt")
     stock = torch.optim.AdamW(model.parameters())

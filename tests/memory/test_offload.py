@@ -14,11 +14,11 @@ from small_models import assert_same_bits, encoder, encoder_loss, results
 from stepped_engine import SteppedEngine
 
 from fusedops import memory
-from fusedops.memory import pool as pools
-from fusedops.memory.apply import keeper_of
-from fusedops.memory.engine import CopyTimeoutError, HostEngine
-from fusedops.memory.mover import Mover
-from fusedops.memory.pool import BufferReuseError
+from fusedops.memory.apply import policy_state_of
+from fusedops.memory.offload import pool as pools
+from fusedops.memory.offload.copy_engine import CopyTimeoutError, HostEngine
+from fusedops.memory.offload.offloader import Offloader
+from fusedops.memory.offload.pool import BufferReuseError
 
 CPU = torch.device("cpu")
 
@@ -42,15 +42,15 @@ def schedule(seed: int, *, loses: float = 0.0) -> None:
         in_flight_bytes=draw.choice((0, 20_000, 1 << 30)),
         engine=lambda device: SteppedEngine(seed, loses=loses),
     )
-    mover = Mover(CPU, settings)
+    offloader = Offloader(CPU, settings)
     held: list[tuple[Any, int]] = []
     for number in range(60):
         action = draw.random()
         if action < 0.5 or not held:
             if draw.random() < 0.4:
-                mover.new_group()
+                offloader.new_group()
             tensor = torch.full((draw.choice((1000, 2000, 3000)),), number, dtype=torch.float32)
-            held.append((mover.put(tensor), number))
+            held.append((offloader.put(tensor), number))
             del tensor
         else:
             away, value = held.pop(draw.randrange(len(held)))
@@ -72,7 +72,7 @@ def test_what_comes_back_is_what_left_under_any_schedule() -> None:
 def test_the_fuzzer_finds_a_buffer_that_is_used_again_too_early(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("fusedops.memory.mover.Pool", TooEarly)
+    monkeypatch.setattr("fusedops.memory.offload.offloader.Pool", TooEarly)
     found = 0
     for seed in range(150):
         try:
@@ -86,16 +86,16 @@ def test_poison_shows_in_what_is_read_from_a_buffer_that_was_given_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Another planted bug, with the checksum off: the buffer is free when its copy back starts."""
-    start = Mover._start
+    start = Offloader._start
 
-    def start_and_release(mover: Mover, away: Any) -> None:
+    def start_and_release(offloader: Offloader, away: Any) -> None:
         started = away.coming is None
-        start(mover, away)
+        start(offloader, away)
         if started and away.coming is not None:
-            mover._pool._release(away.buffer)
+            offloader._pool._release(away.buffer)
 
-    monkeypatch.setattr(Mover, "_start", start_and_release)
-    monkeypatch.setattr("fusedops.memory.mover._checksum", lambda tensor: 0)
+    monkeypatch.setattr(Offloader, "_start", start_and_release)
+    monkeypatch.setattr("fusedops.memory.offload.offloader._checksum", lambda tensor: 0)
     wrong = []
     for seed in range(20):
         try:
@@ -221,7 +221,7 @@ def test_buffers_are_used_again_by_the_next_step() -> None:
     for _ in range(4):
         results(model, encoder_loss)
         gc.collect()
-        sizes.append(next(iter(keeper_of(model).movers.values())).host_bytes)
+        sizes.append(next(iter(policy_state_of(model).offloaders.values())).host_bytes)
     assert sizes[3] == sizes[1]
 
 
@@ -252,12 +252,12 @@ def test_a_graph_that_is_dropped_gives_its_buffers_back() -> None:
     encoder_loss(model)
     gc.collect()
     until = time.monotonic() + 10
-    mover = next(iter(keeper_of(model).movers.values()))
-    before = mover.host_bytes
-    while time.monotonic() < until and mover.in_flight:
+    offloader = next(iter(policy_state_of(model).offloaders.values()))
+    before = offloader.host_bytes
+    while time.monotonic() < until and offloader.in_flight:
         time.sleep(0.01)
     encoder_loss(model)
-    assert mover.host_bytes == before
+    assert offloader.host_bytes == before
 
 
 @pytest.mark.gpu
@@ -275,16 +275,16 @@ def test_a_model_on_a_gpu_trains_alike_through_pinned_memory(policy: str) -> Non
     memory.apply(model, memory.Policy(*rules), offload_settings=settings)
     for _ in range(5):
         assert_same_bits(results(model, loss), expected)
-    (mover,) = keeper_of(model).movers.values()
-    assert mover.moved_bytes > 0
+    (offloader,) = policy_state_of(model).offloaders.values()
+    assert offloader.moved_bytes > 0
 
 
 @pytest.mark.parametrize("check", [False, True])
 def test_an_empty_tensor_leaves_and_comes_back(check: bool) -> None:
     settings = memory.OffloadSettings(check=check, least_bytes=0)
-    mover = Mover(CPU, settings)
+    offloader = Offloader(CPU, settings)
     for _ in range(2):
-        away = mover.put(torch.empty(0, 3))
+        away = offloader.put(torch.empty(0, 3))
         away.waiting += 1
         assert away.get().nbytes == 0
         del away

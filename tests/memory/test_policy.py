@@ -11,7 +11,7 @@ from small_models import assert_same_bits, encoder, encoder_loss, gpt2, language
 from torch import nn
 
 from fusedops import UnsupportedError, memory
-from fusedops.memory.apply import keeper_of
+from fusedops.memory.apply import policy_state_of
 from fusedops.memory.policy import Rule
 
 CHECKED = memory.OffloadSettings(check=True, least_bytes=1)
@@ -78,9 +78,9 @@ def test_recomputation_wins_over_offload_and_its_inputs_leave() -> None:
         offload_settings=memory.OffloadSettings(least_bytes=1),
     )
     results(model, encoder_loss)
-    (mover,) = keeper_of(model).movers.values()
+    (offloader,) = policy_state_of(model).offloaders.values()
     rows = 2 * 16 * 32 * 4
-    assert mover.moved_bytes == 3 * rows
+    assert offloader.moved_bytes == 3 * rows
 
 
 def test_an_op_that_is_recomputed_runs_twice_and_the_others_once() -> None:
@@ -115,8 +115,8 @@ def test_a_tensor_that_several_nodes_save_is_moved_once() -> None:
     memory.apply(model, memory.Policy(memory.offload("0")))
     (found,) = torch.autograd.grad(model(x).sum(), x)
     assert torch.equal(found, expected)
-    (mover,) = keeper_of(model).movers.values()
-    assert mover.moved_bytes == x.nbytes
+    (offloader,) = policy_state_of(model).offloaders.values()
+    assert offloader.moved_bytes == x.nbytes
 
 
 def test_parameters_and_buffers_are_never_offloaded() -> None:
@@ -137,7 +137,7 @@ def test_parameters_and_buffers_are_never_offloaded() -> None:
         offload_settings=memory.OffloadSettings(least_bytes=1),
     )
     model(x).sum().backward()
-    assert not keeper_of(model).movers
+    assert not policy_state_of(model).offloaders
 
 
 def test_a_tensor_that_is_written_to_after_it_was_saved_is_an_error() -> None:

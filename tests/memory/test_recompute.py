@@ -12,7 +12,7 @@ from small_models import assert_same_bits, encoder, encoder_loss, gpt2, language
 from torch import nn
 
 from fusedops import memory
-from fusedops.memory.apply import keeper_of
+from fusedops.memory.apply import policy_state_of
 
 
 @pytest.mark.parametrize("patched", [True, False], ids=["patched", "stock"])
@@ -60,8 +60,8 @@ def test_a_pickled_model_comes_back_with_its_policy() -> None:
     policy = memory.Policy(memory.recompute("*"), memory.save(ops="attention"))
     memory.apply(model, policy)
     twin = pickle.loads(pickle.dumps(model))
-    keeper = keeper_of(twin)
-    assert keeper is not None and keeper.policy == policy and keeper.model is twin
+    state = policy_state_of(twin)
+    assert state is not None and state.policy == policy and state.model is twin
     assert_same_bits(results(twin, encoder_loss), expected)
 
 

@@ -18,7 +18,7 @@ from small_models import (
 from torch import nn
 
 from fusedops import memory
-from fusedops.memory.apply import keeper_of
+from fusedops.memory.apply import policy_state_of
 from fusedops.memory.layers import lists_of
 from fusedops.models import Transformer, preset
 from fusedops.optim import AdamW
@@ -65,7 +65,7 @@ def test_a_report_of_a_recomputed_model_has_no_activations_of_its_layers() -> No
     assert found.peak < 0.75 * usual.peak
     for layer in range(3):
         assert found.layers.get(f"transformer.h.{layer}", {}).get("activation", 0) <= 2 * 65536
-    assert keeper_of(model) is not None
+    assert policy_state_of(model) is not None
 
 
 def test_gradients_of_before_a_report_stay() -> None:
@@ -156,7 +156,7 @@ def test_an_impossible_budget_is_an_error_with_the_smallest_that_is_possible() -
     model = gpt2(layers=2)
     with pytest.raises(MemoryError, match="is the smallest that is possible") as caught:
         memory.fit(model, _batch(), 1000)
-    assert keeper_of(model) is None
+    assert policy_state_of(model) is None
     smallest = int(str(caught.value).split(", and ")[1].split(" ")[0])
     assert memory.fit(model, _batch(), int(1.01 * smallest)).peak <= 1.01 * smallest
 

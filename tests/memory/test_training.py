@@ -49,11 +49,11 @@ def test_300_steps_with_recompute_offload_and_resumption_keep_every_bit(tmp_path
         settings = memory.OffloadSettings(least_bytes=1, check=True)
         memory.apply(model, policy, offload_settings=settings)
         optimizer = OffloadedAdamW(model.named_parameters(), bucket_bytes=1 << 14, **OPTIONS)
-        with Checkpointer(tmp_path, model, optimizer) as keeper:
-            restored = keeper.load()
+        with Checkpointer(tmp_path, model, optimizer) as state:
+            restored = state.load()
             assert (restored.step if restored else 0) == len(found)
             found += _steps(model, optimizer, len(found), stop)
-            keeper.save(stop)
+            state.save(stop)
         optimizer.close()
     assert found == expected
     pairs = zip(model.parameters(), weights, strict=True)

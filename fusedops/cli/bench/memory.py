@@ -20,7 +20,7 @@ from fusedops import memory
 from fusedops._core.timer import Clock, Plan, Variant, measure
 from fusedops.cli.bench.model_zoo import Family, Size
 from fusedops.memory.layers import lists_of
-from fusedops.memory.report import MemoryReport, report
+from fusedops.memory.measurement.measure import MemoryReport, report
 
 PLAIN = "plain"
 _NORMS = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm")

@@ -17,7 +17,7 @@ from fusedops.cli.bench import models_command, options
 
 if TYPE_CHECKING:
     from fusedops.cli.bench.memory import MemoryRow
-    from fusedops.memory.report import MemoryReport
+    from fusedops.memory.measurement.measure import MemoryReport
 
 
 def memory(
@@ -170,7 +170,7 @@ def _times(row: MemoryRow) -> list[str]:
 
 
 def _picture(reports: dict[str, MemoryReport]) -> str:
-    from fusedops.memory import picture
+    from fusedops.memory.measurement import picture
 
     first = next(iter(reports.values()))
     lines = {name: reports[name].timeline for name in ("plain", "recompute")}

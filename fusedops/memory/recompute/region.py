@@ -25,18 +25,18 @@ import torch
 from torch.utils import _pytree as pytree
 
 from fusedops.memory.buffers import Buffers
-from fusedops.memory.held import Arguments, Held, Made, lasting, take
-from fusedops.memory.selective import Keep, Recall, Remember, Results
+from fusedops.memory.recompute.selective import Keep, ResultRecorder, ResultReplayer, Results
+from fusedops.memory.saved_tensors import Arguments, Rematerialized, SavedTensor, lasting, take
 from fusedops.ops import keep_routing
 
-Pack = Callable[[torch.Tensor], torch.Tensor | Held]
+Pack = Callable[[torch.Tensor], torch.Tensor | SavedTensor]
 
 
 class _StopError(Exception):
     """The second run has filled all slots."""
 
 
-class _Slot(Made):
+class _Slot(Rematerialized):
     """A tensor that a region makes again."""
 
     def __init__(self, region: Region, description: tuple[Any, ...]) -> None:
@@ -55,7 +55,7 @@ class _Slot(Made):
         return self._value
 
 
-class Surroundings:
+class ForwardState:
     """Generators and autocast as they are now, to be had again."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
@@ -120,9 +120,11 @@ class Region:
             for name, each in kwargs.items()
         }
         leaves = pytree.tree_leaves((args, kwargs))
-        self._surroundings = Surroundings([each for each in leaves if _is_tensor(each)])
+        self._forward_state = ForwardState([each for each in leaves if _is_tensor(each)])
         self._inputs = Arguments(args, kwargs, lambda tensor: _Input(tensor, self._pack))
-        keeping = Remember(self._results, self._keep) if self._keep else contextlib.nullcontext()
+        keeping = (
+            ResultRecorder(self._results, self._keep) if self._keep else contextlib.nullcontext()
+        )
         with self._buffers.watched() as self._written:
             with torch.autograd.graph.saved_tensors_hooks(self._reserve, take), keeping:
                 result = self._call(*args, **kwargs)
@@ -166,8 +168,8 @@ class Region:
             self._results.forget_written_outputs()
             args, kwargs = self._inputs.take()
             hooks = torch.autograd.graph.saved_tensors_hooks(fill, _given)
-            recall = Recall(self._results) if self._keep else contextlib.nullcontext()
-            again, written = self._surroundings.again(), self._written.rewound(self._name)
+            recall = ResultReplayer(self._results) if self._keep else contextlib.nullcontext()
+            again, written = self._forward_state.again(), self._written.rewound(self._name)
             with contextlib.suppress(_StopError), again, written, torch.enable_grad():
                 with hooks, recall:
                     self._call(*args, **kwargs)
@@ -184,7 +186,7 @@ class Region:
         )
 
 
-class _Input(Held):
+class _Input(SavedTensor):
     """A tensor that a region starts from."""
 
     def __init__(self, tensor: torch.Tensor, pack: Pack) -> None:

@@ -17,11 +17,9 @@ import torch
 from torch import nn
 
 from fusedops._core import checks
-from fusedops.memory.apply import apply, keeper_of, remove
+from fusedops.memory.apply import apply, policy_state_of, remove
 from fusedops.memory.layers import lists_of
-from fusedops.memory.mover import OffloadSettings
-from fusedops.memory.policy import Policy, offload, recompute, save
-from fusedops.memory.report import (
+from fusedops.memory.measurement.measure import (
     Loss,
     checks_of,
     clear,
@@ -31,6 +29,8 @@ from fusedops.memory.report import (
     static_bytes,
     step_kept,
 )
+from fusedops.memory.offload.offloader import OffloadSettings
+from fusedops.memory.policy import Policy, offload, recompute, save
 
 _ROUNDS = 3
 
@@ -145,8 +145,8 @@ def fit(
         )
     device = next((each.device for each in model.parameters()), torch.device("cpu"))
     leaves = device.type == "cuda" if with_offload is None else with_offload
-    keeper = keeper_of(model)
-    settings = keeper.settings if keeper is not None else None
+    state = policy_state_of(model)
+    settings = state.settings if state is not None else None
     search = _Search(model, batch, loss, static_bytes(model) + state_bytes(optimizer), settings)
     try:
         with step_kept(model):

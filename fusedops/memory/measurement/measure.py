@@ -13,9 +13,15 @@ from torch import nn
 
 from fusedops._core import checks
 from fusedops._core.peak import peak_bytes
-from fusedops.memory import picture
 from fusedops.memory.layers import placed
-from fusedops.memory.ledger import BACKWARD, CAST, FORWARD, Ledger, Watch
+from fusedops.memory.measurement import picture
+from fusedops.memory.measurement.trace import (
+    BACKWARD,
+    CAST,
+    FORWARD,
+    AllocationTrace,
+    AllocationWatcher,
+)
 from fusedops.optim import AdamW
 
 Loss = Callable[[Any], torch.Tensor]
@@ -177,28 +183,28 @@ def report(
         True
     """
     checks_of("report", model, loss, optimizer)
-    ledger = Ledger(frozenset(_memory(each) for each in model.parameters()))
+    trace = AllocationTrace(frozenset(_memory(each) for each in model.parameters()))
     with step_kept(model) as parameters:
-        with placed(model, Ledger()) as places:
+        with placed(model, AllocationTrace()) as places:
             run_step("report", model, batch, loss)
         idle = {name for name, place in places.items() if not place.ran}
         clear(parameters)
         dynamic = measured_peak("report", model, batch, loss)
         clear(parameters)
-        with placed(model, ledger, idle):
-            with Watch(ledger):
+        with placed(model, trace, idle):
+            with AllocationWatcher(trace):
                 value = forward_loss("report", model, batch, loss)
-                ledger.phase, ledger.layer = BACKWARD, ""
+                trace.phase, trace.layer = BACKWARD, ""
                 with _autocast_left(_device(model).type):
                     value.backward()
             gradients = {_memory(each) for each in _dense_gradients(parameters)}
             bytes_of_gradients = sum(
                 _local(p.grad).nbytes for p in parameters if p.grad is not None
             )
-            events = len(ledger.events)
-    ledger.events = ledger.events[:events]
-    ledger.name_kinds(gradients)
-    return _summary(model, ledger, dynamic, bytes_of_gradients, state_bytes(optimizer))
+            events = len(trace.events)
+    trace.events = trace.events[:events]
+    trace.name_kinds(gradients)
+    return _summary(model, trace, dynamic, bytes_of_gradients, state_bytes(optimizer))
 
 
 def _dense_gradients(parameters: list[nn.Parameter]) -> list[torch.Tensor]:
@@ -207,13 +213,13 @@ def _dense_gradients(parameters: list[nn.Parameter]) -> list[torch.Tensor]:
 
 
 def _summary(
-    model: nn.Module, ledger: Ledger, dynamic: int, gradients: int, states: int
+    model: nn.Module, trace: AllocationTrace, dynamic: int, gradients: int, states: int
 ) -> MemoryReport:
-    held = ledger.held()
+    held = trace.held()
     top = max(range(len(held)), key=held.__getitem__) if held else 0
-    event = ledger.events[top] if held else None
+    event = trace.events[top] if held else None
     grouped: dict[tuple[str, str, str | None, str], list[int]] = defaultdict(list)
-    for block in ledger.alive(top):
+    for block in trace.alive(top):
         grouped[block.layer, block.op, block.output, block.kind].append(block.nbytes)
     tensors = [Tensors(*key, count=len(sizes), nbytes=sum(sizes)) for key, sizes in grouped.items()]
     named = held[top] if held else 0
@@ -227,7 +233,7 @@ def _summary(
         phase=event.phase if event is not None else "forward",
         layer=event.layer if event is not None else "",
         tensors=tuple(sorted(tensors, key=lambda each: -each.nbytes)),
-        timeline=tuple((n, e.layer, e.phase) for n, e in zip(held, ledger.events, strict=True)),
+        timeline=tuple((n, e.layer, e.phase) for n, e in zip(held, trace.events, strict=True)),
     )
 
 

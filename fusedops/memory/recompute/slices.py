@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from fusedops._core.collectives import all_gather_single
-from fusedops.memory.held import Held, Made
+from fusedops.memory.saved_tensors import Rematerialized, SavedTensor
 
 
-class Slice(Made):
+class Slice(Rematerialized):
     """This rank's part of a tensor; the others' are gathered when it is asked for.
 
     Args:
@@ -21,7 +21,10 @@ class Slice(Made):
     """
 
     def __init__(
-        self, tensor: torch.Tensor, group: Any, pack: Callable[[torch.Tensor], torch.Tensor | Held]
+        self,
+        tensor: torch.Tensor,
+        group: Any,
+        pack: Callable[[torch.Tensor], torch.Tensor | SavedTensor],
     ) -> None:
         super().__init__()
         self._group, self._shape = group, tensor.shape

@@ -1,12 +1,12 @@
-"""One tensor of a graph, as the graph holds it until its backward asks: the forms of keeping it.
+"""The forms in which the autograd graph holds a saved tensor until its backward asks for it.
 
-Autograd gives each tensor that a node saves to a *pack hook*, keeps what that returns, and gives it
-to an *unpack hook* when the node runs. Here are the things that stand between: each is made of a
-tensor and gives an equal one back as often as it is asked.
+Autograd passes each tensor that a node saves to a *pack hook*, keeps what the hook returns, and
+passes that to an *unpack hook* when the node runs. The classes here are what pack hooks return:
+each is made from a tensor and returns an equal one as often as it is asked.
 
-A node may run twice: a zero-bubble schedule asks for the gradients of inputs first and for those of
-weights later. What had to be made again or fetched for the first pass is kept for the second, if
-and only if the node has gradients left to give (``needed_again``), so that nothing is made twice.
+A node may run twice: a zero-bubble schedule first asks for the gradients of inputs and later for
+those of weights. What was recomputed or copied back for the first pass is kept for the second if
+and only if the node has gradients left to compute (``needed_again``): nothing is computed twice.
 """
 
 from __future__ import annotations
@@ -58,16 +58,16 @@ def mark_lasting(tensors: Iterable[torch.Tensor]) -> None:
         setattr(each, _LASTING, True)
 
 
-class Held:
-    """A tensor that can be asked for."""
+class SavedTensor:
+    """A tensor that an autograd node has saved; the backward asks for it."""
 
     def take(self) -> torch.Tensor:
         """Return the tensor."""
         raise NotImplementedError
 
 
-class Kept(Held):
-    """The tensor itself."""
+class Resident(SavedTensor):
+    """A saved tensor that stays in device memory."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         # Without its history: the node that made it may be the one that holds this.
@@ -80,8 +80,8 @@ class Kept(Held):
         return self._tensor
 
 
-class Made(Held):
-    """A tensor that is made when it is asked for, and again if it is asked for after that."""
+class Rematerialized(SavedTensor):
+    """A saved tensor that is computed or copied back each time the backward asks for it."""
 
     def __init__(self) -> None:
         self._value: torch.Tensor | None = None
@@ -103,8 +103,8 @@ class Made(Held):
         return tensor
 
 
-class Source:
-    """What several held tensors are views of, kept once: away, in another form, or not at all.
+class SharedStorage:
+    """The memory of several saved views, held once: offloaded, narrowed, or recomputed.
 
     It remembers the memory that it was made of, so that the next view of the same memory finds it;
     while it lives, no other memory gets the same name. What it makes for the first view that asks
@@ -144,15 +144,15 @@ class Source:
             self._value = None
 
 
-class View(Made):
-    """A tensor in the memory of a ``Source``.
+class SavedView(Rematerialized):
+    """A tensor in the memory of a ``SharedStorage``.
 
     Args:
         source: what makes the memory.
         like: where in it the tensor lies, and its dtype; ``None`` for what the source makes itself.
     """
 
-    def __init__(self, source: Source, like: torch.Tensor | None) -> None:
+    def __init__(self, source: SharedStorage, like: torch.Tensor | None) -> None:
         super().__init__()
         self._source = source
         self._geometry = None
@@ -179,7 +179,7 @@ class View(Made):
             self._source.leave()
 
 
-class Narrow(Source):
+class NarrowedStorage(SharedStorage):
     """A tensor in a narrower dtype, and back: nearly the same values."""
 
     def __init__(self, tensor: torch.Tensor, dtype: torch.dtype) -> None:
@@ -207,7 +207,7 @@ class Arguments:
         self,
         args: Any,
         kwargs: Any,
-        hold: Callable[[torch.Tensor], torch.Tensor | Held],
+        hold: Callable[[torch.Tensor], torch.Tensor | SavedTensor],
     ) -> None:
         self._leaves, self._structure = pytree.tree_flatten((args, kwargs))
         tensors = {id(each): each for each in self._leaves if isinstance(each, torch.Tensor)}
@@ -224,7 +224,7 @@ class Arguments:
         return pytree.tree_unflatten(leaves, self._structure)
 
 
-def take(packed: torch.Tensor | Held) -> torch.Tensor:
+def take(packed: torch.Tensor | SavedTensor) -> torch.Tensor:
     """Unpack what a pack hook returned."""
     return packed if isinstance(packed, torch.Tensor) else packed.take()
 

@@ -1,8 +1,8 @@
 """What a model with a policy does with each tensor that its forward saves.
 
-One ``Keeper`` stands behind all wrapped modules of a model. It knows which of them run now, asks
-the policy, and finds the memory of a tensor again that it holds already: what several nodes save is
-held once, whatever views of it they save.
+All wrapped modules of a model share one ``PolicyState``. It knows which modules are running, asks
+the policy about each tensor, and recognises memory that it holds already: what several autograd
+nodes save is held once, whatever views they save.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fusedops.memory.buffers import Buffers
-from fusedops.memory.held import Held, Kept, Narrow, Source, View, lasting, take
-from fusedops.memory.makers import Maker, Makers, remade
-from fusedops.memory.mover import Mover, OffloadSettings
+from fusedops.memory.offload.offloader import Offloader, OffloadSettings
 from fusedops.memory.policy import (
     LOWER,
     OFFLOAD,
@@ -31,16 +29,26 @@ from fusedops.memory.policy import (
     kept_by,
     recomputed,
 )
-from fusedops.memory.region import Region
-from fusedops.memory.selective import Keep, communicates
-from fusedops.memory.slices import Slice, worth_slicing
-from fusedops.memory.wrap import Call
+from fusedops.memory.recompute.producers import Producer, ProducerTracker, recomputed_storage
+from fusedops.memory.recompute.region import Region
+from fusedops.memory.recompute.selective import Keep, communicates
+from fusedops.memory.recompute.slices import Slice, worth_slicing
+from fusedops.memory.saved_tensors import (
+    NarrowedStorage,
+    Resident,
+    SavedTensor,
+    SavedView,
+    SharedStorage,
+    lasting,
+    take,
+)
+from fusedops.memory.wrap import ForwardCall
 
 # A view that needs less than this part of its memory is no reason to move all of it.
 _PART = 1 / 8
 
 
-class Keeper:
+class PolicyState:
     """The state of a policy on a model.
 
     Args:
@@ -59,9 +67,11 @@ class Keeper:
         self._running: list[tuple[str, frozenset[Rule]]] = []
         self._regions = 0
         self._packs = False
-        self._makers: Makers | None = None
-        self._sources: weakref.WeakValueDictionary[Any, Source] = weakref.WeakValueDictionary()
-        self._movers: dict[torch.device, Mover] = {}
+        self._producers: ProducerTracker | None = None
+        self._storages: weakref.WeakValueDictionary[Any, SharedStorage] = (
+            weakref.WeakValueDictionary()
+        )
+        self._offloaders: dict[torch.device, Offloader] = {}
         self._steady: frozenset[int] = frozenset()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -73,9 +83,9 @@ class Keeper:
         self._forget()
 
     @property
-    def movers(self) -> dict[torch.device, Mover]:
+    def offloaders(self) -> dict[torch.device, Offloader]:
         """What moves tensors, by device."""
-        return self._movers
+        return self._offloaders
 
     @contextlib.contextmanager
     def running(self, name: str, module: nn.Module, rules: frozenset[Rule]) -> Iterator[None]:
@@ -86,16 +96,16 @@ class Keeper:
         self._steady = before | _memory_of(module.parameters())
         if not self._running:
             self._steady |= _memory_of(self.model.buffers())
-        for mover in self._movers.values():
-            mover.new_group()
+        for offloader in self._offloaders.values():
+            offloader.new_group()
         self._running.append((name, rules))
         try:
             yield
         finally:
             self._running.pop()
             self._steady = before
-            if self._makers is not None:
-                self._makers.forget()
+            if self._producers is not None:
+                self._producers.forget()
 
     @property
     def in_region(self) -> bool:
@@ -110,17 +120,17 @@ class Keeper:
             return
         with contextlib.ExitStack() as stack:
             if self.policy.asks_ops:
-                self._makers = stack.enter_context(Makers(self._repeats))
+                self._producers = stack.enter_context(ProducerTracker(self._repeats))
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, take))
             self._packs = True
             try:
                 yield
             finally:
-                self._packs, self._makers = False, None
+                self._packs, self._producers = False, None
 
     def run_region(
         self,
-        call: Call,
+        call: ForwardCall,
         rule: Rule,
         keeps: bool,
         buffers: Buffers,
@@ -143,16 +153,16 @@ class Keeper:
         keep: Keep | None = None
         if keeps or not comm.mp_comm_recompute:
 
-            def keep(tensor: torch.Tensor, op: str, output: str | None) -> Held | None:
+            def keep(tensor: torch.Tensor, op: str, output: str | None) -> SavedTensor | None:
                 if communicates(op) and not comm.mp_comm_recompute:
-                    return Kept(tensor)
+                    return Resident(tensor)
                 fitting = self._fitting(tensor, op, output)
                 if recomputed(fitting) is not None:
                     return None
                 held = self._hold(tensor, kept_by(fitting))
-                return Kept(held) if isinstance(held, torch.Tensor) else held
+                return Resident(held) if isinstance(held, torch.Tensor) else held
 
-        def start(tensor: torch.Tensor) -> torch.Tensor | Held:
+        def start(tensor: torch.Tensor) -> torch.Tensor | SavedTensor:
             if not comm.recompute_slice_activation or lasting(tensor) or not _plain(tensor):
                 return self.pack(tensor)
             if not worth_slicing(tensor, comm.group):
@@ -161,49 +171,52 @@ class Keeper:
 
         return Region(inside, running[-1][0], start, buffers, keep).run(args, kwargs)
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor | Held:
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | SavedTensor:
         """Return what holds a tensor that is saved outside of regions, or starts one."""
         if lasting(tensor):
             return tensor
         if not _plain(tensor):
-            return Kept(tensor)
+            return Resident(tensor)
         if tensor.untyped_storage()._cdata in self._steady:
-            return Kept(tensor)
-        maker = self._makers.of(tensor) if self._makers is not None else None
-        fitting = self._fitting(tensor, *(maker[:2] if maker is not None else (None, None)))
+            return Resident(tensor)
+        producer = self._producers.of(tensor) if self._producers is not None else None
+        fitting = self._fitting(tensor, *(producer[:2] if producer is not None else (None, None)))
         rule = recomputed(fitting)
-        if rule is not None and rule.of_tensors and _repeatable(tensor, maker):
-            assert maker is not None
+        if rule is not None and rule.of_tensors and _repeatable(tensor, producer):
+            assert producer is not None
             source = self._known("again", tensor)
-            return View(source or self._know("again", remade(tensor, maker, self.pack)), tensor)
+            return SavedView(
+                source or self._know("again", recomputed_storage(tensor, producer, self.pack)),
+                tensor,
+            )
         return self._hold(tensor, kept_by(fitting))
 
-    def _hold(self, tensor: torch.Tensor, rule: Rule | None) -> Held:
+    def _hold(self, tensor: torch.Tensor, rule: Rule | None) -> SavedTensor:
         if rule is not None and rule.treatment == OFFLOAD and self._worth_moving(tensor):
             source = self._known(OFFLOAD, tensor)
             if source is None:
-                mover = self._mover(tensor.device)
-                source = self._know(OFFLOAD, mover.put(tensor, self._running[-1][0]))
-            return View(source, tensor)
+                offloader = self._offloader(tensor.device)
+                source = self._know(OFFLOAD, offloader.put(tensor, self._running[-1][0]))
+            return SavedView(source, tensor)
         if rule is not None and rule.treatment == LOWER and _narrows(tensor, rule.dtype):
             assert rule.dtype is not None
             kind = (rule.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
             source = self._known(kind, tensor)
-            return View(source or self._know(kind, Narrow(tensor, rule.dtype)), None)
-        return Kept(tensor)
+            return SavedView(source or self._know(kind, NarrowedStorage(tensor, rule.dtype)), None)
+        return Resident(tensor)
 
-    def _known(self, kind: Any, tensor: torch.Tensor) -> Source | None:
-        source = self._sources.get((tensor.untyped_storage()._cdata, kind))
+    def _known(self, kind: Any, tensor: torch.Tensor) -> SharedStorage | None:
+        source = self._storages.get((tensor.untyped_storage()._cdata, kind))
         return source if source is not None and source.fits(tensor) else None
 
-    def _know(self, kind: Any, source: Source) -> Source:
-        self._sources[source.memory, kind] = source
+    def _know(self, kind: Any, source: SharedStorage) -> SharedStorage:
+        self._storages[source.memory, kind] = source
         return source
 
-    def _mover(self, device: torch.device) -> Mover:
-        if device not in self._movers:
-            self._movers[device] = Mover(device, self.settings)
-        return self._movers[device]
+    def _offloader(self, device: torch.device) -> Offloader:
+        if device not in self._offloaders:
+            self._offloaders[device] = Offloader(device, self.settings)
+        return self._offloaders[device]
 
     def _worth_moving(self, tensor: torch.Tensor) -> bool:
         whole = tensor.untyped_storage().nbytes()
@@ -245,10 +258,10 @@ def _plain(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor)
 
 
-def _repeatable(tensor: torch.Tensor, maker: Maker | None) -> bool:
-    if maker is None or maker.call is None or maker.dtype != tensor.dtype:
+def _repeatable(tensor: torch.Tensor, producer: Producer | None) -> bool:
+    if producer is None or producer.call is None or producer.dtype != tensor.dtype:
         return False
-    return maker.call.is_intact
+    return producer.call.is_intact
 
 
 def _narrows(tensor: torch.Tensor, dtype: torch.dtype | None) -> bool:

@@ -17,8 +17,8 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
-from fusedops.memory.makers import new_results
-from fusedops.memory.wrap import Call
+from fusedops.memory.recompute.producers import new_results
+from fusedops.memory.wrap import ForwardCall
 
 FORWARD, BACKWARD = "forward", "backward"
 CAST = "cast"
@@ -49,7 +49,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Event:
+class AllocationEvent:
     """Memory that was taken (``block`` positive bytes) or let go."""
 
     block: int
@@ -59,7 +59,7 @@ class Event:
 
 
 @dataclass
-class Ledger:
+class AllocationTrace:
     """The blocks and events of a step, in their order.
 
     Args:
@@ -68,7 +68,7 @@ class Ledger:
 
     weights: frozenset[int] = frozenset()
     blocks: list[Block] = field(default_factory=list)
-    events: list[Event] = field(default_factory=list)
+    events: list[AllocationEvent] = field(default_factory=list)
     layer: str = ""
     phase: str = FORWARD
 
@@ -89,12 +89,12 @@ class Ledger:
         if source is not None and source.untyped_storage()._cdata in self.weights:
             block.kind = CAST
         self.blocks.append(block)
-        self.events.append(Event(index, True, self.layer, self.phase))
+        self.events.append(AllocationEvent(index, True, self.layer, self.phase))
         finalizer = weakref.finalize(storage, self._let_go, index)
         finalizer.atexit = False  # type: ignore[misc]
 
     def _let_go(self, index: int) -> None:
-        self.events.append(Event(index, False, self.layer, self.phase))
+        self.events.append(AllocationEvent(index, False, self.layer, self.phase))
 
     def held(self) -> list[int]:
         """Return the bytes held after each event."""
@@ -133,12 +133,12 @@ class Ledger:
                 block.kind = "activation"
 
 
-class Watch(TorchDispatchMode):
-    """Writes a ledger while it is entered."""
+class AllocationWatcher(TorchDispatchMode):
+    """Writes a trace while it is entered."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, trace: AllocationTrace) -> None:
         super().__init__()
-        self._ledger = ledger
+        self._trace = trace
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def __torch_dispatch__(
@@ -153,37 +153,37 @@ class Watch(TorchDispatchMode):
             storage = tensor.untyped_storage()
             if storage not in self._seen and not func._schema.is_mutable:
                 self._seen.add(storage)
-                self._ledger.take(tensor, func._schema.name, name, source)
+                self._trace.take(tensor, func._schema.name, name, source)
         return result
 
 
-class Place:
+class PlannedBlock:
     """Runs around a layer and says where the step is."""
 
-    def __init__(self, ledger: Ledger, name: str) -> None:
-        self._ledger = ledger
+    def __init__(self, trace: AllocationTrace, name: str) -> None:
+        self._trace = trace
         self._name = name
         self.ran = False
 
-    def __call__(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, call: ForwardCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the layer."""
         self.ran = True
-        ledger, outside = self._ledger, self._ledger.layer
-        ledger.layer = self._name
+        trace, outside = self._trace, self._trace.layer
+        trace.layer = self._name
         try:
             result = call(*args, **kwargs)
         finally:
-            ledger.layer = outside
-        if ledger.phase == FORWARD:
+            trace.layer = outside
+        if trace.phase == FORWARD:
             for each in pytree.tree_leaves(result):
                 if isinstance(each, torch.Tensor) and each.requires_grad and not each.is_leaf:
                     each.register_hook(self._arrive())
         return result
 
     def _arrive(self) -> Callable[[torch.Tensor], None]:
-        ledger, name = self._ledger, self._name
+        trace, name = self._trace, self._name
 
         def arrive(grad: torch.Tensor) -> None:
-            ledger.layer = name
+            trace.layer = name
 
         return arrive

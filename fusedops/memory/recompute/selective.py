@@ -16,11 +16,11 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusedops.memory.held import Held, Kept
-from fusedops.memory.makers import is_plain, new_results, written_arguments
+from fusedops.memory.recompute.producers import is_plain, new_results, written_arguments
+from fusedops.memory.saved_tensors import Resident, SavedTensor
 
 # Keeps a result of an operator, given its name there, or says that it is made again.
-Keep = Callable[[torch.Tensor, str, str | None], Held | None]
+Keep = Callable[[torch.Tensor, str, str | None], SavedTensor | None]
 _Key = tuple[Any, int]
 
 # Collectives that return what they received; those that write into an argument run again.
@@ -40,7 +40,7 @@ class Results:
         self._keys: dict[int, _Key] = {}  # by the memory of a result
         self._outputs: list[tuple[torch.Tensor, int]] = []
 
-    def add(self, key: _Key, result: Any, held: dict[int, Held]) -> None:
+    def add(self, key: _Key, result: Any, held: dict[int, SavedTensor]) -> None:
         """Keep a call's result, its new tensors as ``held``."""
         leaves, structure = pytree.tree_flatten(result)
         self._kept[key] = ([held.get(i, each) for i, each in enumerate(leaves)], structure)
@@ -71,11 +71,11 @@ class Results:
             return False, None
         leaves, structure = self._kept[key]
         # Another tensor each time: autograd gives a history to what an operator returns.
-        given = [each.take().detach() if isinstance(each, Held) else each for each in leaves]
+        given = [each.take().detach() if isinstance(each, SavedTensor) else each for each in leaves]
         return True, pytree.tree_unflatten(given, structure)
 
 
-class Remember(TorchDispatchMode):
+class ResultRecorder(TorchDispatchMode):
     """Keeps results in the first run."""
 
     def __init__(self, results: Results, keep: Keep) -> None:
@@ -100,12 +100,12 @@ class Remember(TorchDispatchMode):
         held = {place: self._keep(tensor, op, name) for tensor, name, place in new}
         if any(held.values()) and len(new) == len(pytree.tree_leaves(result)):
             # One result that is kept keeps the call, and so the others.
-            whole = {place: held[place] or Kept(tensor) for tensor, _, place in new}
+            whole = {place: held[place] or Resident(tensor) for tensor, _, place in new}
             self._results.add(key, result, whole)
         return result
 
 
-class Recall(TorchDispatchMode):
+class ResultReplayer(TorchDispatchMode):
     """Returns what was kept in the second run."""
 
     def __init__(self, results: Results) -> None:

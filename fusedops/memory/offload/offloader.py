@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from fusedops._core import checks
-from fusedops.memory.engine import CopyEngine, CopyTimeoutError, engine_for
-from fusedops.memory.held import Source
-from fusedops.memory.pool import BufferReuseError, Pool
+from fusedops.memory.offload.copy_engine import CopyEngine, CopyTimeoutError, engine_for
+from fusedops.memory.offload.pool import BufferReuseError, Pool
+from fusedops.memory.saved_tensors import SharedStorage
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Group:
     """What was put while one layer ran, and the group before it. Its members keep it alive."""
 
     def __init__(self, before: Group | None) -> None:
-        self.members: list[weakref.ref[Away]] = []
+        self.members: list[weakref.ref[OffloadedStorage]] = []
         self.reached = False
         self._before = weakref.ref(before) if before is not None else None
 
@@ -95,12 +95,12 @@ class _Leaving:
     source: torch.Tensor | None
 
 
-class Away(Source):
-    """Memory of the device that is, or will be, in a buffer of the host. Made by ``Mover.put``."""
+class OffloadedStorage(SharedStorage):
+    """Device memory that is, or will be, in a host buffer. ``Offloader.put`` creates it."""
 
-    def __init__(self, tensor: torch.Tensor, mover: Mover, module: str) -> None:
+    def __init__(self, tensor: torch.Tensor, offloader: Offloader, module: str) -> None:
         super().__init__(tensor)
-        self._mover = mover
+        self._offloader = offloader
         self.module = module
         self.nbytes = tensor.untyped_storage().nbytes()
         self.here: torch.Tensor | None = None
@@ -113,14 +113,14 @@ class Away(Source):
 
     def make(self) -> torch.Tensor:
         """Return the memory, uint8, on the device."""
-        return self._mover.get(self)
+        return self._offloader.get(self)
 
     def __del__(self) -> None:
         if self.buffer is not None:
-            self._mover.drop(self.buffer, self.tickets, self.coming)
+            self._offloader.drop(self.buffer, self.tickets, self.coming)
 
 
-class Mover:
+class Offloader:
     """Moves memory of one device.
 
     Args:
@@ -157,7 +157,7 @@ class Mover:
         if self._group is None or self._group.members:
             self._group = Group(self._group)
 
-    def put(self, tensor: torch.Tensor, module: str = "") -> Away:
+    def put(self, tensor: torch.Tensor, module: str = "") -> OffloadedStorage:
         """Let the memory of a tensor leave.
 
         Raises:
@@ -168,7 +168,7 @@ class Mover:
         memory.set_(tensor.untyped_storage())
         self._let_go()
         buffer = self._pool.take(memory.nbytes)
-        away = Away(tensor, self, module)
+        away = OffloadedStorage(tensor, self, module)
         if self._settings.check:
             away.checksum = _checksum(memory)
         away.buffer = buffer
@@ -185,7 +185,7 @@ class Mover:
         self._wait_for_room(module)
         return away
 
-    def get(self, away: Away) -> torch.Tensor:
+    def get(self, away: OffloadedStorage) -> torch.Tensor:
         """Return the memory on the device, for whatever the caller computes next.
 
         Raises:
@@ -238,7 +238,7 @@ class Mover:
                         self._start(away)
             group = group.before
 
-    def _start(self, away: Away) -> None:
+    def _start(self, away: OffloadedStorage) -> None:
         """Let memory come back, unless it does already or has not left."""
         assert away.leaving is not None
         if away.coming is not None or away.here is not None or away.leaving.source is not None:

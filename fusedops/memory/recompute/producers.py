@@ -1,7 +1,7 @@
 """Which operator made a tensor, and the tensors that are made again by calling it again.
 
 A dispatch mode sees every operator below autograd and notes, by memory, the operator and the name
-of the result: views follow their memory, and what is written to in place has no maker to call
+of the result: views follow their memory, and what is written to in place has no producer to call
 again. It costs some microseconds for each operator, so it runs only for policies with rules that
 ask. The same names serve selective recomputation (``region.py``) and compiled code.
 """
@@ -17,11 +17,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-from fusedops.memory.held import Arguments, Held, Source
 from fusedops.memory.policy import updates_statistics
+from fusedops.memory.saved_tensors import Arguments, SavedTensor, SharedStorage
 
 
-class Call:
+class RecordedCall:
     """An operator and its arguments, to be called again."""
 
     def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
@@ -29,20 +29,20 @@ class Call:
         self._given = args, kwargs
         self._versions = _versions(args, kwargs)
         self._arguments: Arguments | None = None
-        self._sources: list[weakref.ref[Again]] = []
+        self._sources: list[weakref.ref[RecomputedStorage]] = []
 
     @property
     def is_intact(self) -> bool:
         """Whether the arguments are those of the call: held since, or not written to."""
         return self._arguments is not None or self._versions == _versions(*self._given)
 
-    def hold(self, pack: Callable[[torch.Tensor], torch.Tensor | Held]) -> None:
+    def hold(self, pack: Callable[[torch.Tensor], torch.Tensor | SavedTensor]) -> None:
         """Let the arguments be kept as what the graph saves is."""
         if self._arguments is None:
             self._arguments = Arguments(*self._given, pack)
             del self._given
 
-    def add(self, source: Again) -> None:
+    def add(self, source: RecomputedStorage) -> None:
         """Let a result of the next call go to this source as well."""
         self._sources.append(weakref.ref(source))
 
@@ -80,10 +80,10 @@ def _is_freed(given: Any) -> bool:
     return given.numel() > 0 and not given.is_meta and given.untyped_storage().nbytes() == 0
 
 
-class Again(Source):
-    """A result that is made by calling its operator again."""
+class RecomputedStorage(SharedStorage):
+    """A result that is recomputed by calling its operator once more."""
 
-    def __init__(self, tensor: torch.Tensor, call: Call, place: int) -> None:
+    def __init__(self, tensor: torch.Tensor, call: RecordedCall, place: int) -> None:
         super().__init__(tensor)
         self._call, self._place = call, place
         call.add(self)
@@ -100,8 +100,8 @@ class Again(Source):
         return self._value
 
 
-class Maker(NamedTuple):
-    """What made some memory.
+class Producer(NamedTuple):
+    """The operator that produced some memory.
 
     Attributes:
         op: ``namespace::name``.
@@ -113,13 +113,13 @@ class Maker(NamedTuple):
 
     op: str
     output: str | None
-    call: Call | None
+    call: RecordedCall | None
     place: int
     dtype: torch.dtype
 
 
-class Makers(TorchDispatchMode):
-    """Notes who made what while it is entered.
+class ProducerTracker(TorchDispatchMode):
+    """Records which operator produced which memory while it is entered.
 
     Args:
         repeats: whether results of the operator of this name may have to be made again.
@@ -128,10 +128,10 @@ class Makers(TorchDispatchMode):
     def __init__(self, repeats: Callable[[str], bool]) -> None:
         super().__init__()
         self._repeats = repeats
-        self._found: dict[int, tuple[StorageWeakRef, Maker]] = {}
+        self._found: dict[int, tuple[StorageWeakRef, Producer]] = {}
 
-    def of(self, tensor: torch.Tensor) -> Maker | None:
-        """Return the maker of a tensor's memory, if it was seen."""
+    def of(self, tensor: torch.Tensor) -> Producer | None:
+        """Return the producer of a tensor's memory, if it was seen."""
         entry = self._found.get(tensor.untyped_storage()._cdata)
         return entry[1] if entry is not None else None
 
@@ -149,12 +149,12 @@ class Makers(TorchDispatchMode):
         op = func._schema.name
         once = torch.Tag.nondeterministic_seeded in func.tags or updates_statistics(func)
         repeatable = not (func._schema.is_mutable or once) and self._repeats(op)
-        call = Call(func, args, kwargs) if repeatable else None
+        call = RecordedCall(func, args, kwargs) if repeatable else None
         for tensor, name, place in new_results(func, args, kwargs, result):
             storage = tensor.untyped_storage()
             self._found[storage._cdata] = (
                 StorageWeakRef(storage),
-                Maker(op, name, call, place, tensor.dtype),
+                Producer(op, name, call, place, tensor.dtype),
             )
         return result
 
@@ -198,14 +198,16 @@ def is_plain(value: Any) -> bool:
     )
 
 
-def remade(tensor: torch.Tensor, maker: Maker, pack: Callable[[torch.Tensor], Any]) -> Source:
-    """Return the source of a tensor that is made again by its maker.
+def recomputed_storage(
+    tensor: torch.Tensor, producer: Producer, pack: Callable[[torch.Tensor], Any]
+) -> SharedStorage:
+    """Return the source of a tensor that is made again by its producer.
 
     Args:
         tensor: what is not kept.
-        maker: with a ``call``.
+        producer: with a ``call``.
         pack: keeps the arguments.
     """
-    assert maker.call is not None
-    maker.call.hold(pack)
-    return Again(tensor, maker.call, maker.place)
+    assert producer.call is not None
+    producer.call.hold(pack)
+    return RecomputedStorage(tensor, producer.call, producer.place)

@@ -28,10 +28,10 @@ from torch.autograd.function import once_differentiable
 
 from fusedops._core import checks, dtypes
 from fusedops._core.checks import UnsupportedError
-from fusedops.memory.engine import CopyEngine
-from fusedops.memory.held import check_version, mark_lasting
-from fusedops.memory.mover import OffloadSettings
-from fusedops.memory.pool import Pool
+from fusedops.memory.offload.copy_engine import CopyEngine
+from fusedops.memory.offload.offloader import OffloadSettings
+from fusedops.memory.offload.pool import Pool
+from fusedops.memory.saved_tensors import check_version, mark_lasting
 from fusedops.nn import MoE
 from fusedops.ops import RoutingPlan
 from fusedops.ops._routing_reuse import recomputing
@@ -41,7 +41,7 @@ Compute = Callable[[RoutingPlan, list[torch.Tensor | None]], torch.Tensor]
 
 
 @dataclass
-class Traffic:
+class ExpertTraffic:
     """What the experts of a layer have moved since they were stored.
 
     Attributes:
@@ -60,7 +60,7 @@ def store_experts(
     device: torch.device | str,
     *,
     settings: OffloadSettings | None = None,
-) -> dict[str, Traffic]:
+) -> dict[str, ExpertTraffic]:
     """Keep the weights of all experts of a model in host memory.
 
     Args:
@@ -115,7 +115,7 @@ def store_experts(
     found = {}
     for name, layer in layers.items():
         _to_host(layer.experts, pinned=place.type == "cuda")
-        layer.experts.stored = Store(place, engine, pool, settings.timeout)
+        layer.experts.stored = ExpertStore(place, engine, pool, settings.timeout)
         found[name] = layer.experts.stored.traffic
     return found
 
@@ -142,7 +142,7 @@ def _to_host(experts: nn.Module, *, pinned: bool) -> None:
         part.data = dense.pin_memory() if pinned else dense
 
 
-class Store:
+class ExpertStore:
     """Brings the experts of one layer to the device and their gradients back.
 
     Args:
@@ -155,10 +155,10 @@ class Store:
     def __init__(
         self, device: torch.device, engine: CopyEngine, pool: Pool, timeout: float
     ) -> None:
-        self.traffic = Traffic()
+        self.traffic = ExpertTraffic()
         self._device, self._engine, self._pool, self._timeout = device, engine, pool, timeout
 
-    def __deepcopy__(self, memo: Any) -> Store:
+    def __deepcopy__(self, memo: Any) -> ExpertStore:
         """Return itself: a copy of the model moves its experts by the same engine."""
         return self
 
@@ -255,7 +255,7 @@ class _Loan:
 
     def __init__(
         self,
-        store: Store,
+        store: ExpertStore,
         here: Sequence[torch.Tensor],
         hosts: Sequence[torch.Tensor],
         chosen: Sequence[int],
@@ -287,7 +287,7 @@ class _Fetch(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, store: Store, chosen: tuple[int, ...], *hosts: torch.Tensor
+        ctx: Any, store: ExpertStore, chosen: tuple[int, ...], *hosts: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         lower, here = dtypes.autocast_dtype(store._device), []
         for each in hosts:

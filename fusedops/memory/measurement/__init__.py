@@ -1,0 +1,1 @@
+"""What a step allocates: traces, the report, its picture, and the search for a policy."""

@@ -1,0 +1,1 @@
+"""Recomputation: regions of modules, selected results, single operators, slices."""
