@@ -14,8 +14,8 @@ experts that are fetched on demand), ``policy_state`` (applies the rules while a
 from fusedops.memory.apply import apply, remove
 from fusedops.memory.measurement.fit import fit
 from fusedops.memory.measurement.measure import report
-from fusedops.memory.offload.experts import store_experts
-from fusedops.memory.offload.offloader import OffloadSettings
+from fusedops.memory.offloading.experts import store_experts
+from fusedops.memory.offloading.offloader import OffloadSettings
 from fusedops.memory.policy import Policy, lower, offload, recompute, save
 
 __all__ = [

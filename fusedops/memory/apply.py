@@ -16,7 +16,7 @@ from fusedops._core import checks
 from fusedops._core.checks import UnsupportedError
 from fusedops.memory import compiled, wrap
 from fusedops.memory.buffers import Buffers
-from fusedops.memory.offload.offloader import OffloadSettings
+from fusedops.memory.offloading.offloader import OffloadSettings
 from fusedops.memory.policy import Policy, Rule, recomputed
 from fusedops.memory.policy_state import PolicyState, keeps_results
 

@@ -32,7 +32,7 @@ from fusedops.memory.policy import (
     kept_by,
     recomputed,
 )
-from fusedops.memory.recompute.selective import communicates
+from fusedops.memory.recomputation.selective import communicates
 
 Fitting = Callable[[Saved], Sequence[Rule]]
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fusedops.memory.buffers import Buffers
-from fusedops.memory.offload.offloader import Offloader, OffloadSettings
+from fusedops.memory.offloading.offloader import Offloader, OffloadSettings
 from fusedops.memory.policy import (
     LOWER,
     OFFLOAD,
@@ -29,10 +29,10 @@ from fusedops.memory.policy import (
     kept_by,
     recomputed,
 )
-from fusedops.memory.recompute.producers import Producer, ProducerTracker, recomputed_storage
-from fusedops.memory.recompute.region import Region
-from fusedops.memory.recompute.selective import Keep, communicates
-from fusedops.memory.recompute.slices import Slice, worth_slicing
+from fusedops.memory.recomputation.producers import Producer, ProducerTracker, recomputed_storage
+from fusedops.memory.recomputation.region import Region
+from fusedops.memory.recomputation.selective import Keep, communicates
+from fusedops.memory.recomputation.slices import Slice, worth_slicing
 from fusedops.memory.saved_tensors import (
     NarrowedStorage,
     Resident,

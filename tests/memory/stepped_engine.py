@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fusedops.memory.offload.copy_engine import CopyTimeoutError
+from fusedops.memory.offloading.copy_engine import CopyTimeoutError
 
 PIECES = 3
 

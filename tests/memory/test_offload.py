@@ -15,10 +15,10 @@ from stepped_engine import SteppedEngine
 
 from fusedops import memory
 from fusedops.memory.apply import policy_state_of
-from fusedops.memory.offload import pool as pools
-from fusedops.memory.offload.copy_engine import CopyTimeoutError, HostEngine
-from fusedops.memory.offload.offloader import Offloader
-from fusedops.memory.offload.pool import BufferReuseError
+from fusedops.memory.offloading import pool as pools
+from fusedops.memory.offloading.copy_engine import CopyTimeoutError, HostEngine
+from fusedops.memory.offloading.offloader import Offloader
+from fusedops.memory.offloading.pool import BufferReuseError
 
 CPU = torch.device("cpu")
 
@@ -72,7 +72,7 @@ def test_what_comes_back_is_what_left_under_any_schedule() -> None:
 def test_the_fuzzer_finds_a_buffer_that_is_used_again_too_early(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("fusedops.memory.offload.offloader.Pool", TooEarly)
+    monkeypatch.setattr("fusedops.memory.offloading.offloader.Pool", TooEarly)
     found = 0
     for seed in range(150):
         try:
@@ -95,7 +95,7 @@ def test_poison_shows_in_what_is_read_from_a_buffer_that_was_given_back(
             offloader._pool._release(away.buffer)
 
     monkeypatch.setattr(Offloader, "_start", start_and_release)
-    monkeypatch.setattr("fusedops.memory.offload.offloader._checksum", lambda tensor: 0)
+    monkeypatch.setattr("fusedops.memory.offloading.offloader._checksum", lambda tensor: 0)
     wrong = []
     for seed in range(20):
         try:

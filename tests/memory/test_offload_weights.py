@@ -11,7 +11,7 @@ import torch
 
 import fusedops
 from fusedops import memory
-from fusedops.memory.offload.copy_engine import HostEngine
+from fusedops.memory.offloading.copy_engine import HostEngine
 from fusedops.models import ParallelConfig, Transformer, parallelize, parallelized, preset
 from fusedops.ops._weight_gradients import summed
 from fusedops.testing import threads

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedops
 from fusedops import memory
-from fusedops.memory.offload.copy_engine import HostEngine
+from fusedops.memory.offloading.copy_engine import HostEngine
 from fusedops.models import ParallelConfig, Transformer, parallelize, parallelized, preset
 from fusedops.testing import threads
 

@@ -29,7 +29,7 @@ from fusedops.memory.measurement.measure import (
     static_bytes,
     step_kept,
 )
-from fusedops.memory.offload.offloader import OffloadSettings
+from fusedops.memory.offloading.offloader import OffloadSettings
 from fusedops.memory.policy import Policy, offload, recompute, save
 
 _ROUNDS = 3

@@ -17,7 +17,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
-from fusedops.memory.recompute.producers import new_results
+from fusedops.memory.recomputation.producers import new_results
 from fusedops.memory.wrap import ForwardCall
 
 FORWARD, BACKWARD = "forward", "backward"

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from fusedops._core import checks
-from fusedops.memory.offload.copy_engine import CopyEngine, CopyTimeoutError, engine_for
-from fusedops.memory.offload.pool import BufferReuseError, Pool
+from fusedops.memory.offloading.copy_engine import CopyEngine, CopyTimeoutError, engine_for
+from fusedops.memory.offloading.pool import BufferReuseError, Pool
 from fusedops.memory.saved_tensors import SharedStorage
 
 

@@ -25,7 +25,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from fusedops.memory.buffers import Buffers
-from fusedops.memory.recompute.selective import Keep, ResultRecorder, ResultReplayer, Results
+from fusedops.memory.recomputation.selective import Keep, ResultRecorder, ResultReplayer, Results
 from fusedops.memory.saved_tensors import Arguments, Rematerialized, SavedTensor, lasting, take
 from fusedops.ops import keep_routing
 

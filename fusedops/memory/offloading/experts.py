@@ -28,9 +28,9 @@ from torch.autograd.function import once_differentiable
 
 from fusedops._core import checks, dtypes
 from fusedops._core.checks import UnsupportedError
-from fusedops.memory.offload.copy_engine import CopyEngine
-from fusedops.memory.offload.offloader import OffloadSettings
-from fusedops.memory.offload.pool import Pool
+from fusedops.memory.offloading.copy_engine import CopyEngine
+from fusedops.memory.offloading.offloader import OffloadSettings
+from fusedops.memory.offloading.pool import Pool
 from fusedops.memory.saved_tensors import check_version, mark_lasting
 from fusedops.nn import MoE
 from fusedops.ops import RoutingPlan

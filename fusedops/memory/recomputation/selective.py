@@ -16,7 +16,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusedops.memory.recompute.producers import is_plain, new_results, written_arguments
+from fusedops.memory.recomputation.producers import is_plain, new_results, written_arguments
 from fusedops.memory.saved_tensors import Resident, SavedTensor
 
 # Keeps a result of an operator, given its name there, or says that it is made again.
