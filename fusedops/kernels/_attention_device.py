@@ -289,3 +289,17 @@ def load_lse(lse_ptr, parts_ptr, first, row, mask, PARTS: tl.constexpr):
     else:
         lse = tl.load(lse_ptr + (first + row), mask=mask, other=float("-inf"))
         return 0.0, tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+
+
+@triton.jit
+def load_lse_and_delta(lse_ptr, delta_ptr, first, row, exists):
+    """Load what ``load_lse`` does without parts, and delta; zeros for rows that do not exist.
+
+    Both are one tile: alone either would be so few elements that Triton 3.6 loads each of them
+    many times, by pointers in the layout of the scores.
+    """
+    which = tl.arange(0, 2)[:, None]
+    pointers = tl.where(which == 0, lse_ptr, delta_ptr) + (first + row)[None, :]
+    tile = tl.load(pointers, mask=exists[None, :], other=0.0)
+    lse, delta = tl.split(tl.trans(tile))
+    return tl.where(lse == float("-inf"), float("inf"), lse * LOG2E), delta

@@ -13,6 +13,7 @@ from fusedops._core import env
 from fusedops._core.architecture import compute_capability
 from fusedops.kernels import _descriptors, _launch
 from fusedops.kernels._attention_device import LOG2E
+from fusedops.kernels._triton_version import at_least
 
 # Numbers of which a kernel gains nothing by knowing that they are 1 or a multiple of 16: a new
 # sequence length then needs no new compilation.
@@ -118,6 +119,11 @@ _BY_POINTERS_90 = {
     ("keys", "light", 128): (32, 128, 8, 2),
     ("keys", "light", 256): (32, 128, 8, 2),
     ("queries", "light", 128): (64, 32, 4, 2),
+}
+# Triton 3.9 keeps more in registers, and would spill where 3.6 to 3.8 do not.
+_BY_POINTERS_90_FROM_39 = {
+    ("forward", "plain", 128): (128, 64, 8, 2),
+    ("keys", "plain", 128): (32, 128, 8, 2),
 }
 # Exact products of float32 run on the ordinary units, and every one of them is an instruction.
 _FLOAT32: _Blocks = {
@@ -388,6 +394,8 @@ def block_table(
         row = _EXCEPTIONS.get((generation, options, kernel, width), table[kernel][width])
         if generation == 90 and not described:
             row = _BY_POINTERS_90.get((kernel, options, width), row)
+            if at_least(3, 9):
+                row = _BY_POINTERS_90_FROM_39.get((kernel, options, width), row)
     if env.triton_interpreted():
         row = (16, 16, 4, 1)  # small: tests with few rows then walk several blocks
     names = ("BLOCK_M", "BLOCK_N", "BLOCK_D", "BLOCK_DV")
@@ -395,6 +403,8 @@ def block_table(
     sizes["CHUNKED"] = dtype == torch.float32
     sizes["SPLIT"] = _splits(kernel, generation, max(widths), options, described)
     sizes["DESCRIBED"] = described
+    if kernel == "keys":
+        sizes["HOISTS"] = _hoists(generation, max(widths), options, described)
     return sizes, {"num_warps": row[2], "num_stages": row[3], "enable_fp_fusion": True}
 
 
@@ -408,6 +418,21 @@ def _splits(kernel: str, generation: int, width: int, options: str, described: b
         return kernel != "keys" and width <= (64 if kernel == "forward" and described else 128)
     widest = 128 if described else 64
     return options == "plain" and not (kernel == "keys" and generation == 90 and width > widest)
+
+
+def _hoists(generation: int, width: int, options: str, described: bool) -> bool:
+    """Return whether Triton may move what a step of ``keys_kernel`` makes anew out of its loop.
+
+    Mostly places in shared memory, for which some tiles have no registers.
+    """
+    if described:
+        return width < 128
+    if generation != 90 or width > 128:
+        return True
+    spills = (options == "rich" and at_least(3, 8)) or (
+        width == 128 and options in ("plain", "drop") and at_least(3, 9)
+    )
+    return not spills
 
 
 @functools.cache
