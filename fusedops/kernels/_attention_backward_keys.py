@@ -16,9 +16,9 @@ from fusedops.kernels._attention_device import (
     drawn_rows,
     kept_scores,
     load_lse,
-    load_lse_and_delta,
     load_mask,
     load_tile,
+    load_twice,
     scores,
     sequence,
     span,
@@ -91,6 +91,7 @@ def keys_kernel(
     SPLIT: tl.constexpr,
     CHUNKED: tl.constexpr,
     HOISTS: tl.constexpr,
+    TWICE: tl.constexpr,
     PRECISION: tl.constexpr,
     DESCRIBED: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -190,11 +191,13 @@ def keys_kernel(
                 s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
             distance = place[:, None] - (first + row)[None, :]
             s, tanh = scores(s, distance, mask, slope, factor, bound, SOFTCAP, ALIBI, MASK)
-            if PARTS:
-                top, lse = load_lse(lse_ptr, parts_ptr, statistics + first, row, exists, PARTS)
-                s -= top[None, :]
+            if TWICE and not PARTS:
+                lse = load_twice(lse_ptr + (statistics + first + row), exists)
+                lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
             else:
-                lse, delta = load_lse_and_delta(lse_ptr, delta_ptr, statistics + first, row, exists)
+                top, lse = load_lse(lse_ptr, parts_ptr, statistics + first, row, exists, PARTS)
+            if PARTS:
+                s -= top[None, :]
             p = tl.exp2(s - lse[None, :])
             if part != 1 or (not SPLIT and (LEFT or RIGHT)):
                 p = tl.where(within(distance, left, right, LEFT, RIGHT), p, 0.0)
@@ -246,7 +249,9 @@ def keys_kernel(
                     dp = tl.zeros(p.shape, tl.float32)
                 elif DROPOUT != "none":
                     dp = tl.where(keep, dp * drop_scale, 0.0)
-                if PARTS:
+                if TWICE:
+                    delta = load_twice(delta_ptr + (statistics + first + row), exists)
+                else:
                     delta = tl.load(delta_ptr + statistics + first + row, mask=exists, other=0.0)
                 ds = p * (dp - delta[None, :])
                 if SOFTCAP:

@@ -292,14 +292,11 @@ def load_lse(lse_ptr, parts_ptr, first, row, mask, PARTS: tl.constexpr):
 
 
 @triton.jit
-def load_lse_and_delta(lse_ptr, delta_ptr, first, row, exists):
-    """Load what ``load_lse`` does without parts, and delta; zeros for rows that do not exist.
+def load_twice(pointers, exists):
+    """Load a number for each row, 0 for those that do not exist, as a tile of two equal columns.
 
-    Both are one tile: alone either would be so few elements that Triton 3.6 loads each of them
-    many times, by pointers in the layout of the scores.
+    Fewer elements than threads Triton 3.6 loads where the scores need them: many times each.
     """
-    which = tl.arange(0, 2)[:, None]
-    pointers = tl.where(which == 0, lse_ptr, delta_ptr) + (first + row)[None, :]
-    tile = tl.load(pointers, mask=exists[None, :], other=0.0)
-    lse, delta = tl.split(tl.trans(tile))
-    return tl.where(lse == float("-inf"), float("inf"), lse * LOG2E), delta
+    tile = tl.load(pointers[None, :] + tl.zeros((2, 1), tl.int32), mask=exists[None, :], other=0.0)
+    loaded, _ = tl.split(tl.trans(tile))
+    return loaded

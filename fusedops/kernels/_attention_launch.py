@@ -404,6 +404,8 @@ def block_table(
     sizes["SPLIT"] = _splits(kernel, generation, max(widths), options, described)
     sizes["DESCRIBED"] = described
     if kernel == "keys":
+        # Fewer rows than threads, but not fewer than half as many.
+        sizes["TWICE"] = row[0] < 32 * row[2] <= 2 * row[0] or env.triton_interpreted()
         sizes["HOISTS"] = _hoists(generation, max(widths), options, described)
     return sizes, {"num_warps": row[2], "num_stages": row[3], "enable_fp_fusion": True}
 

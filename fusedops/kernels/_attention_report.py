@@ -105,7 +105,8 @@ def case(
         flags | sizes | {"HEAD_DIM": size, "VALUE_DIM": size},
         options,
         matrix=half,
-        capabilities=(capability,),
+        # sm_120 runs what sm_80 does.
+        capabilities=(80, 120) if capability == 80 else (capability,),
     )
     found["label"] += f", {kind}" if half else f", {kind}, float32"
     found["label"] += ", described" if described else ""
