@@ -8,8 +8,8 @@
 
 Each ``fusedops/kernels/X.py`` names its configurations in ``static_report_cases()``; each is
 compiled for sm_80, sm_90, sm_100 and sm_120, and registers, stack, shared memory and instructions
-are read from the machine code with the tools that come with Triton. Fixed rules: no stack, that is no
-spilled register; a matrix kernel uses the matrix instructions of its GPU; no tile is computed by
+are read from the machine code with the tools that come with Triton. Fixed rules: no stack, that is
+no spilled register; a matrix kernel uses the matrix instructions of its GPU; no tile is computed by
 several warps; shared memory fits.
 
 For sm_90 a row tells of the main loop (``kernel_report_code.py``) the loads by width (``4x16`` is
@@ -316,7 +316,7 @@ def other_versions(*, strict: bool) -> int:
         _triton_version.TRITON = pinned
         cases.cache_clear()
         lacking = len(wanted - {row["digest"] for row in rows})
-        where = path.relative_to(ROOT)
+        where = f"docs/reports/{path.name}"
         for line in broken:
             print(f"{where}: {line}", file=sys.stderr)
         update = f": make kernel-report-triton TRITON={version}" if lacking else ""
