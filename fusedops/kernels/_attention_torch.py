@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
+from fusedops._core import launch_plans
 from fusedops.kernels._attention_launch import Call, heads_inside, readable
 
 DENSE = ("cudnn", "flash")
@@ -43,6 +44,7 @@ def serves(config: str | None, call: Call) -> bool:
 
 def _takes(config: str, call: Call) -> bool:
     """Return whether this torch, on this GPU, has the kernel for these tensors."""
+    launch_plans.depends_on("which of its kernels torch may use")
     if not call.query.is_cuda:
         return False
     tensors = (call.query, call.key, call.value)
@@ -88,6 +90,7 @@ def serves_backward(config: str | None, call: Call, grad_lse: torch.Tensor | Non
     Not where the log-sum-exp has a gradient, which torch's takes none for, nor where deterministic
     algorithms are asked for: torch's kernels add with atomics.
     """
+    launch_plans.depends_on("torch.are_deterministic_algorithms_enabled()")
     if grad_lse is not None or torch.are_deterministic_algorithms_enabled():
         return False
     return serves(config, call)
