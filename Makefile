@@ -31,7 +31,7 @@ INTERPRETED = $(sort $(shell grep -rlw --include="test_*.py" mark.interpreter te
 NATIVE := $(BIN)/python tools/native.py build > /dev/null || test $$? -eq 3
 
 .PHONY: setup native demo test test-tiles test-isas test-asan test-sanitizers fuzz test-all test-torch test-clients \
-        test-gpu bench bench-gpu lint format check-cuda kernel-report-all kernel-report-triton kernel-report-peers docs clean clean-venv
+        test-gpu bench bench-gpu lint format check-cuda kernel-report-all kernel-report-versions kernel-report-triton kernel-report-peers docs clean clean-venv
 
 setup: .venv/.editable .venv/.models native
 
@@ -201,8 +201,13 @@ check-cuda: setup
 kernel-report-all: setup
 	$(BIN)/python tools/kernel_report.py --check --all
 
+# Whether the tables of other Tritons have a row for every kernel as it is now; second tier, because
+# who changes a kernel need not have them all.
+kernel-report-versions: setup
+	$(BIN)/python tools/kernel_report.py --versions
+
 # The same of another Triton than the pinned one, in docs/reports/triton-$(TRITON).csv: which rows
-# spill there; second tier, for its download.
+# spill there; second tier, for its download. Only what changed is compiled.
 TRITON := 3.6.0
 kernel-report-triton: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(PIP_FLAGS) \

@@ -127,7 +127,7 @@ def report_case(
         matrix: whether the kernel must use matrix instructions.
         few_rows: whether the call has fewer rows than a warp-group instruction (64).
         resident: programs that the grid gives a multiprocessor, ``None`` for as many as fit.
-        capabilities: GPUs that run this configuration (80, 90, 100), all by default.
+        capabilities: GPUs that run this configuration (80, 90, 100, 120), all by default.
     """
     names = set(kernel.arg_names)
     blocks = [f"{name}={value}" for name, value in constexprs.items() if name.startswith("BLOCK")]

@@ -110,7 +110,7 @@ def test_the_cuda_library_is_chosen_where_it_has_code(monkeypatch, hip, capabili
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     caches = (
         architecture.compute_capability,
-        _attention_launch._generation,
+        _attention_launch.generation_of,
         _descriptors.available,
     )
     device = torch.device("cuda", 0)
@@ -121,7 +121,7 @@ def test_the_cuda_library_is_chosen_where_it_has_code(monkeypatch, hip, capabili
         assert (refusal is None) == (reason is None)
         assert reason is None or reason in refusal
         assert not _descriptors.available(device)
-        assert _attention_launch._generation(device) == 80
+        assert _attention_launch.generation_of(device) == 80
     finally:
         for cache in caches:
             cache.cache_clear()

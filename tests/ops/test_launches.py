@@ -183,7 +183,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(JITFunction, "run", _checked(JITFunction.run))
     yield
     _launch.num_programs.cache_clear()
-    _attention_launch._generation.cache_clear()
+    _attention_launch.generation_of.cache_clear()
     architecture.compute_capability.cache_clear()
 
 
