@@ -160,9 +160,10 @@ def _params(optimizer: AdamW) -> list[Any]:
     return list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
 
 
-def _options(optimizer: AdamW) -> list[tuple[Any, ...]]:
-    """Return what the tables of a step were made from, beside tensors."""
-    return [
+def _options(optimizer: AdamW) -> tuple[Any, ...]:
+    """Return what the launches of a step were made from, beside tensors."""
+    groups = [
         (len(group["params"]), group["amsgrad"], group["weight_decay"])
         for group in optimizer.param_groups
     ]
+    return optimizer.policy, groups

@@ -100,6 +100,8 @@ class AdamW(torch.optim.AdamW):
     # Of steps that were made, for later ones: see _forget_steps.
     _draws: dict[torch.Tensor, Draw]
     _repeated: RepeatedStep | None
+    _made_in_vain: int  # how many of those in a row fitted no later step
+    _looked: int  # how many steps looked at each tensor
     _captures: _pointer_table.Captures
 
     def __init__(
@@ -216,8 +218,9 @@ class AdamW(torch.optim.AdamW):
         if repeated is not None and repeated.take(self):
             factor, found_inf = self._scaling(repeated.norm)
             repeated.step(self, self._numbers, factor, found_inf)
-            self._repeated = repeated
+            self._repeated, self._made_in_vain = repeated, 0
             return
+        self._made_in_vain += repeated is not None
         members = self._with_gradient()
         if members:
             self._step_all(members)
@@ -291,6 +294,7 @@ class AdamW(torch.optim.AdamW):
         """Forget what earlier steps left for later ones, and what graphs of them read."""
         self._draws = {}
         self._repeated = None
+        self._made_in_vain = self._looked = 0
         self._captures = _pointer_table.Captures()
 
     def _check_given(self, loaded: dict[str, Any]) -> dict[torch.Tensor, dict[str, Any]]:
@@ -342,10 +346,13 @@ class AdamW(torch.optim.AdamW):
         factor, found_inf = self._scaling(lambda: global_norm(grads))
         batches = self._collect(members)
         self._step_collected(batches, factor, found_inf)
-        groups = {id(group): index for index, group in enumerate(self.param_groups)}
-        numbered = [(groups[id(group)], places, each) for group, places, each in batches]
-        has_norm = self.policy.max_norm is not None or self.policy.skip_non_finite
-        self._repeated = RepeatedStep.after(self, grads, numbered, has_norm=has_norm)
+        self._looked += 1
+        # Where steps differ, as those of experts without tokens do, only one of some tries again.
+        if self._made_in_vain < 2 or self._looked % 16 == 0:
+            groups = {id(group): index for index, group in enumerate(self.param_groups)}
+            numbered = [(groups[id(group)], places, each) for group, places, each in batches]
+            has_norm = self.policy.max_norm is not None or self.policy.skip_non_finite
+            self._repeated = RepeatedStep.after(self, grads, numbered, has_norm=has_norm)
 
     def _step_batches(
         self,

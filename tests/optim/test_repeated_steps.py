@@ -7,6 +7,7 @@ tables (``tools/adamw_host_time.py``). ``test_graphs.py`` has the same on a GPU.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import pickle
 import sys
@@ -24,6 +25,7 @@ from torch import nn
 import fusedops
 from fusedops._core import backends, extension
 from fusedops.optim import AdamW, OffloadedAdamW
+from fusedops.optim._repeated import RepeatedStep
 
 pytest.importorskip("triton")
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "tools"))
@@ -200,6 +202,10 @@ def change_decay(optimizer: AdamW, param: nn.Parameter) -> None:
     optimizer.param_groups[0]["weight_decay"] = 0.5
 
 
+def change_policy(optimizer: AdamW, param: nn.Parameter) -> None:
+    optimizer.policy = dataclasses.replace(optimizer.policy, max_norm=0.5)
+
+
 def load(optimizer: AdamW, param: nn.Parameter) -> None:
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
@@ -222,6 +228,7 @@ CHANGES: list[Callable[[AdamW, nn.Parameter], Any]] = [
     change_state_in_place,
     change_step,
     change_decay,
+    change_policy,
     load,
     drop_gradient,
     add_group,
@@ -258,6 +265,7 @@ def test_whatever_else_changes_is_seen(
     assert rows[:, [0, 1, 2, 3, 11]].tolist() == want
     decays = rows[:, 12].contiguous().view(torch.float64)
     assert decays[0] == optimizer.param_groups[0]["weight_decay"]
+    assert (optimizer.grad_norm is None) == (optimizer.policy.max_norm is None)
 
 
 @needs_library
@@ -282,6 +290,30 @@ def test_a_gradient_of_other_strides_is_laid_out_anew(gpu: Gpu) -> None:
         param.grad = torch.ones(4, 16).t()
         assert stepped(gpu, optimizer)[0, 1] != param.grad.data_ptr()
         assert optimizer._repeated is None, "each step copies the gradient"
+
+
+@needs_library
+def test_steps_that_differ_are_not_prepared_each_time(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = model()
+    optimizer = AdamW(params)
+    made = []
+    after = RepeatedStep.after
+
+    def counted(*args: Any, **kwargs: Any) -> RepeatedStep | None:
+        made.append(1)
+        return after(*args, **kwargs)
+
+    monkeypatch.setattr(RepeatedStep, "after", counted)
+    for number in range(32):
+        params[2].grad = None if number % 2 else torch.ones_like(params[2])
+        assert len(stepped(gpu, optimizer)) == (4 if number % 2 else 5)
+    assert len(made) < 8
+    params[2].grad = torch.ones_like(params[2])
+    for _ in range(20):
+        optimizer.step()
+    assert optimizer._repeated is not None and len(made) < 10
 
 
 @needs_library
