@@ -20,7 +20,12 @@ def dense(tensor: torch.Tensor | None, stand_in: torch.Tensor) -> torch.Tensor:
 
 def device_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     """Return a guard that makes the tensor's GPU current: Triton launches on the current one."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+    return guard(tensor.device)
+
+
+def guard(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Return a guard that makes a GPU current; of another device one that does nothing."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def dropout_arguments(p: float, num_cols: int, seed: torch.Tensor | None) -> dict[str, Any]:
