@@ -18,6 +18,7 @@ from unittest import mock
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedops
@@ -246,17 +247,20 @@ def launch_everything(op: Callable[..., Any], sample: Sample) -> None:
     launch(recorded.calls)
 
 
-def launch(calls: list[tuple[str, tuple[Any, ...]]]) -> None:
-    """Launch what was recorded, where a Triton kernel runs it."""
+def launch(calls: list[tuple[str, tuple[Any, ...]]], *, copies: bool = False) -> None:
+    """Launch what was recorded, where a Triton kernel runs it.
+
+    ``copies``: whether tensors may be brought from the host, as tables of addresses are.
+    """
     for name, args in calls:
         backward = name.endswith("_backward")
         kernels = backends._KERNELS.get(name.removesuffix("_backward"))
         if kernels is None or kernels.triton is None:
             continue
         with FakeTensorMode():
-            fakes = tuple(_fake(arg) for arg in args)
+            fakes = pytree.tree_map(_fake, args)
             if backends._unsupported_triton(kernels, GPU, fakes, backward) is None:
-                with _WithoutGuards(), _NoCopies():
+                with _WithoutGuards(), contextlib.nullcontext() if copies else _NoCopies():
                     backends._implementation(kernels, "triton", backward)(*fakes)
 
 

@@ -1,0 +1,137 @@
+"""Calls that launch the kernel configurations which users run, three blocks deep.
+
+``docs/reports/triton_kernels.csv`` records the machine code of the configurations that each
+``fusedops/kernels/X.py`` names in ``static_report_cases()``. A hot sample is a call of a public op
+that launches one of them, with grids and loops of at least three blocks in each direction: the
+kernel's own tiles, full blocks and a last one that is not full. It is derived from the case, so
+that new tile sizes change the samples; ``tests/ops/test_hot_coverage.py`` launches all of them on a
+fake GPU and names each configuration that none of them reaches.
+
+    for hot in samples("attention", torch.bfloat16, torch.device("cuda")):
+        result = hot.run()
+
+Importing a kernel file needs Triton, and nothing here launches anything before ``run``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fusedops.specs import all_specs, multi_tensor_specs
+from fusedops.specs.comparison import Result, fresh
+from fusedops.specs.comparison import run as run_sample
+from fusedops.specs.hot import attention, elementwise, experts, lists, products, rows
+from fusedops.specs.hot.call import Case, HotCall
+from fusedops.specs.spec import Sample, Spec
+
+__all__ = ["Case", "HotSample", "cases", "ops", "samples"]
+
+# Kernel file -> the call that launches one of its cases.
+_CALLS: dict[str, Callable[[Case], HotCall]] = {
+    **attention.CALLS,
+    **elementwise.CALLS,
+    **experts.CALLS,
+    **lists.CALLS,
+    **products.CALLS,
+    **rows.CALLS,
+}
+
+
+@dataclass(frozen=True)
+class HotSample:
+    """One call of an op that launches configurations of the static report.
+
+    Attributes:
+        op: the public op, or the operator over lists of tensors, that is called.
+        sample: its arguments, on the device and in the dtype asked for.
+        buffers: names of keyword arguments that gradients are added to (``grad_weight_into``).
+    """
+
+    op: str
+    sample: Sample
+    buffers: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """What tells the sample from others of its op."""
+        return self.sample.name
+
+    @property
+    def spec(self) -> Spec | None:
+        """The op's spec; an operator over lists of tensors has none of this kind."""
+        return all_specs().get(self.op)
+
+    def run(self) -> Result:
+        """Call the op and differentiate it; the sample's tensors are used as they lie in memory.
+
+        Gradients that were added to buffers follow the others. An operator over lists of tensors
+        writes in place: it is called, and the result is empty where it returns nothing.
+        """
+        spec = self.spec
+        if spec is None:
+            found = getattr(torch.ops.fusedops, self.op)(*self.sample.args)
+            return Result([] if found is None else [found], [])
+        result = run_sample(spec.op, self.sample)
+        tensors = [self.sample.kwargs[name] for name in self.buffers]
+        return Result(result.outputs, result.grads + tensors)
+
+    def plain(self) -> Sample:
+        """Return the same call without buffers, with new leaves: what gives the truth."""
+        kwargs = {k: v for k, v in self.sample.kwargs.items() if k not in self.buffers}
+        return fresh(Sample(self.sample.name, self.sample.args, kwargs, self.sample.random))
+
+
+def ops() -> list[str]:
+    """Return the kernel files that hot samples are derived from, sorted by name."""
+    return sorted(_CALLS)
+
+
+def cases(op: str, capability: int | None = None) -> list[Case]:
+    """Return the configurations of a kernel file that the static report has.
+
+    Args:
+        op: name of the file in ``fusedops/kernels``.
+        capability: only those of a GPU (80, 90 or 100).
+    """
+    module = importlib.import_module(f"fusedops.kernels.{op}")
+    found = (Case(each) for each in module.static_report_cases())
+    return [case for case in found if capability is None or case.runs_on(capability)]
+
+
+def samples(
+    op: str,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | None = None,
+    capability: int | None = None,
+) -> list[HotSample]:
+    """Return the calls that launch a kernel file's configurations, each once.
+
+    Args:
+        op: name of the file in ``fusedops/kernels``, one of ``ops()``.
+        dtype: of the data: bfloat16 or float16 for the configurations of half precision, float32
+            for those that the report has of float32.
+        device: of the tensors, the CPU by default.
+        capability: only what the report has for a GPU (80, 90 or 100); all by default, as a GPU may
+            run the call of another's configuration with its own tiles.
+    """
+    if op not in _CALLS:
+        raise ValueError(f"hot samples of {op!r}: there are some for {', '.join(ops())}")
+    calls: dict[str, HotCall] = {}
+    for case in cases(op, capability):
+        if case.is_float32 == (dtype == torch.float32):
+            call = _CALLS[op](case)
+            calls.setdefault(f"{call.op} {call.name}", call)
+    return [_made(call, device or torch.device("cpu"), dtype) for call in calls.values()]
+
+
+def _made(call: HotCall, device: torch.device, dtype: torch.dtype) -> HotSample:
+    if call.op not in all_specs() and call.op not in multi_tensor_specs():
+        raise ValueError(f"there is no op {call.op!r}")
+    made: Any = call.make(device, dtype)
+    args, kwargs = made if isinstance(made[-1], dict) else (made, {})
+    return HotSample(call.op, Sample(call.name, tuple(args), kwargs, call.random), call.buffers)

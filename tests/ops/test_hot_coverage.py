@@ -1,0 +1,146 @@
+"""Hot samples launch every configuration of the static report, on GPUs of three generations.
+
+What is counted is what Triton would compile: the launchers run on fake tensors, and each launch
+goes through Triton's own ``run`` up to the compiler. A pointer that stands in for an absent tensor
+is another argument's tensor; no kernel reads it, and its type does not count.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import fake_gpu
+import pytest
+import torch
+
+from fusedops._core import env
+from fusedops.specs import hot
+
+pytest.importorskip("triton")
+if env.triton_interpreted():
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+DTYPES = (torch.bfloat16, torch.float32)
+CAPABILITIES = (80, 90, 100)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a launch would compile.
+
+    Attributes:
+        kernel: the ``@triton.jit`` function.
+        types: argument name -> type; "constexpr" for a number that is 1, and for a constant.
+        constants: argument name -> value, a number that is 1 among them.
+        stand_ins: names of pointers that are another argument's tensor.
+        numbers: argument name -> value.
+        options: ``num_warps``, ``num_stages``.
+        grid: number of programs in each direction.
+    """
+
+    kernel: Any
+    types: dict[str, str]
+    constants: dict[str, Any]
+    stand_ins: frozenset[str]
+    numbers: dict[str, int]
+    options: tuple[int, int]
+    grid: tuple[int, ...]
+
+
+class Recorder:
+    """Keeps the launches that are different compilations."""
+
+    def __init__(self) -> None:
+        self.launches: list[Launch] = []
+        self._arguments: dict[str, Any] = {}
+        self._grid: tuple[int, ...] = ()
+
+    def observe(self, kernel: Any, arguments: dict[str, Any], grid: tuple[int, ...]) -> None:
+        self._arguments, self._grid = arguments, grid
+        kernel.device_caches.clear()  # every launch reaches the compiler
+
+    def compile(self, source: Any, *, target: Any, options: dict[str, Any], **_: Any) -> Any:
+        names = source.fn.arg_names
+        given = self._arguments
+        tensors = {n: v for n, v in given.items() if isinstance(v, torch.Tensor)}
+        stand_ins = {
+            name
+            for name, tensor in tensors.items()
+            if any(tensor is other for key, other in tensors.items() if key != name)
+        }
+        self.launches.append(
+            Launch(
+                kernel=source.fn,
+                types=dict(source.signature),
+                constants={names[path[0]]: value for path, value in source.constants.items()},
+                stand_ins=frozenset(stand_ins),
+                numbers={name: value for name, value in given.items() if type(value) is int},
+                options=(options["num_warps"], options["num_stages"]),
+                grid=self._grid,
+            )
+        )
+        return SimpleNamespace()
+
+
+def launches_of(sample: hot.HotSample, capability: int) -> list[Launch]:
+    """Return what a sample launches on a GPU: forward and backward."""
+    recorder = Recorder()
+    with fake_gpu.present(capability, compile=recorder.compile, observe=recorder.observe):
+        if sample.spec is None:
+            fake_gpu.launch([(sample.op, sample.sample.args)], copies=True)
+        else:
+            fake_gpu.launch_everything(sample.spec.op, sample.sample)
+    return recorder.launches
+
+
+def difference(case: hot.Case, launch: Launch) -> list[str]:
+    """Return what of a launch is not as the case says."""
+    described = case.described
+    if launch.kernel is not described["kernel"]:
+        return ["kernel"]
+    wrong = []
+    wanted = (described["num_warps"], described["num_stages"])
+    if launch.options != wanted:
+        wrong.append(f"warps and stages {launch.options}, not {wanted}")
+    for name, value in described["constexprs"].items():
+        got = launch.constants.get(name, launch.numbers.get(name))
+        # The stride of what is absent, or broadcast, is 0.
+        absent = name.startswith("stride_") and value == 1 and got == 0
+        if got != value and not absent:
+            wrong.append(f"{name}={got}, not {value}")
+    for name, kind in described["signature"].items():
+        got = launch.types[name].replace(" ", "")
+        is_one = got == "constexpr" and launch.constants.get(name) == 1 and kind == "i32"
+        if got != kind and not is_one and name not in launch.stand_ins:
+            wrong.append(f"{name} is {got}, not {kind}")
+    return wrong
+
+
+@functools.cache
+def all_launches(op: str, capability: int) -> list[tuple[str, Launch]]:
+    return [
+        (sample.name, launch)
+        for dtype in DTYPES
+        for sample in hot.samples(op, dtype)
+        for launch in launches_of(sample, capability)
+    ]
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("op", hot.ops())
+def test_every_configuration_of_the_report_is_launched(op: str, capability: int) -> None:
+    launches = all_launches(op, capability)
+    missing = []
+    for case in hot.cases(op, capability):
+        closest = min((difference(case, launch) for _, launch in launches), key=len)
+        if closest:
+            label = f"{case.kernel} {case.described['label']}"
+            same = [difference(case, launch) for _, launch in launches]
+            near = min((d for d in same if d != ["kernel"]), key=len, default=["no launch of it"])
+            missing.append(f"{label}: {'; '.join(near)}")
+    total = len(hot.cases(op, capability))
+    assert not missing, f"{len(missing)} of {total} not launched:\n" + "\n".join(missing)
