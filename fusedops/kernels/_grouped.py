@@ -514,36 +514,44 @@ def report_types(name: str) -> dict[str, str]:
     return types | dict.fromkeys((*sizes, *strides, "stride_ok"), "i32")
 
 
+def _product_cases(
+    dtype: torch.dtype, types: dict[str, str], flags: dict[str, Any], label: str = ""
+) -> list[dict[str, Any]]:
+    cases = []
+    matrix = dtype == torch.bfloat16
+    for num_rows in (16, 64, 4096) if matrix else (4096,):
+        blocks, options = blocks_of(dtype, num_rows)
+        case: dict[str, Any] = {"matrix": matrix, "few_rows": num_rows < 64}
+        cases.append(_launch.report_case(_product_kernel, types, flags | blocks, options, **case))
+        if matrix and num_rows == 4096:
+            cases += _descriptors.report_cases(
+                _product_kernel,
+                types,
+                flags | blocks,
+                options,
+                {"weight_ptr": blocks["BLOCK_N"]},
+                leading=1,
+                gathers=flags["GATHERS"],
+            )
+    return [case | {"label": ", ".join(filter(None, (label, case["label"])))} for case in cases]
+
+
 def static_report_cases(*, gathers: bool) -> list[dict[str, Any]]:
     """Return the configurations whose registers, spills and instructions are kept on record."""
     cases = []
     for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
         types, matrix = report_types(name), dtype == torch.bfloat16
         common: dict[str, Any] = {"PRECISION": "ieee", "GROUP_M": GROUP_M, "GROUPS": 128}
-        flags = common | {
-            "GATHERS": gathers,
-            "HAS_BIAS": True,
-            "KEEPS": not gathers,
-            "SCALES": gathers,
-        }
-        flags |= {"ACTIVATION": "identity" if gathers else "gelu", "stride_xk": 1, "stride_wk": 1}
-        flags |= {"DESCRIBED": "no"}
-        for num_rows in (16, 64, 4096) if matrix else (4096,):
-            blocks, options = blocks_of(dtype, num_rows)
-            case: dict[str, Any] = {"matrix": matrix, "few_rows": num_rows < 64}
-            cases.append(
-                _launch.report_case(_product_kernel, types, flags | blocks, options, **case)
-            )
-            if matrix and num_rows == 4096:
-                cases += _descriptors.report_cases(
-                    _product_kernel,
-                    types,
-                    flags | blocks,
-                    options,
-                    {"weight_ptr": blocks["BLOCK_N"]},
-                    leading=1,
-                    gathers=gathers,
-                )
+        plain = common | {"ACTIVATION": "identity", "KEEPS": False, "GATHERS": False}
+        plain |= {"HAS_BIAS": True, "SCALES": False, "stride_xk": 1, "stride_wk": 1}
+        plain |= {"DESCRIBED": "no"}
+        if gathers:
+            # An expert's second product, and the gradient of what that is made of.
+            cases += _product_cases(dtype, types, plain | {"SCALES": True}, "scaled")
+            gathered = plain | {"GATHERS": True, "HAS_BIAS": False}
+            cases += _product_cases(dtype, types | {"y_ptr": "*fp32"}, gathered, "gathered")
+        else:
+            cases += _product_cases(dtype, types, plain | {"KEEPS": True, "ACTIVATION": "gelu"})
         flags = common | {"GATHERS_X": gathers, "GATHERS_Y": False, "ADDS": not gathers}
         flags |= {"stride_xk": 1, "stride_yn": 1, "stride_on": 1}
         out = types if gathers else types | {"out_ptr": "*fp32"}

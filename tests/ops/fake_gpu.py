@@ -16,7 +16,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -240,27 +240,52 @@ class Record(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class _HostIsReal(TorchFunctionMode):
+    """Runs what is on the host as it is, and makes fakes of what goes to a GPU.
+
+    Tables of addresses and sizes are made on the host, where launchers look at them.
+    """
+
+    def __init__(self, fakes: FakeTensorMode) -> None:
+        super().__init__()
+        self.fakes = fakes
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        leaves = pytree.tree_leaves((args, kwargs))
+        faked = any(isinstance(each, FakeTensor) or each == GPU for each in leaves)
+        with self.fakes if faked else contextlib.nullcontext():
+            return func(*args, **kwargs)
+
+
+def calls_of(
+    function: Callable[[], Any], backend: str = "torch"
+) -> list[tuple[str, tuple[Any, ...]]]:
+    """Return the calls of registered operators that a function makes on the CPU."""
+    with Record() as recorded, fusedops.use_backend(backend):
+        function()
+    return recorded.calls
+
+
 def launch_everything(op: Callable[..., Any], sample: Sample) -> None:
     """Launch the forward and the backward of all that a call runs."""
-    with Record() as recorded, fusedops.use_backend("torch"):
-        run(op, sample)
-    launch(recorded.calls)
+    launch(calls_of(lambda: run(op, sample)))
 
 
-def launch(calls: list[tuple[str, tuple[Any, ...]]], *, copies: bool = False) -> None:
-    """Launch what was recorded, where a Triton kernel runs it.
-
-    ``copies``: whether tensors may be brought from the host, as tables of addresses are.
-    """
+def launch(calls: list[tuple[str, tuple[Any, ...]]]) -> None:
+    """Launch what was recorded, where a Triton kernel runs it."""
     for name, args in calls:
         backward = name.endswith("_backward")
         kernels = backends._KERNELS.get(name.removesuffix("_backward"))
         if kernels is None or kernels.triton is None:
             continue
-        with FakeTensorMode():
+        lists = any(isinstance(arg, list) and arg and torch.is_tensor(arg[0]) for arg in args)
+        mode = FakeTensorMode(allow_non_fake_inputs=lists)
+        with mode:
             fakes = pytree.tree_map(_fake, args)
+        with _HostIsReal(mode) if lists else mode:
             if backends._unsupported_triton(kernels, GPU, fakes, backward) is None:
-                with _WithoutGuards(), contextlib.nullcontext() if copies else _NoCopies():
+                with _WithoutGuards(), contextlib.nullcontext() if lists else _NoCopies():
                     backends._implementation(kernels, "triton", backward)(*fakes)
 
 

@@ -86,14 +86,11 @@ class Recorder:
         return SimpleNamespace()
 
 
-def launches_of(sample: hot.HotSample, capability: int) -> list[Launch]:
-    """Return what a sample launches on a GPU: forward and backward."""
+def launches_of(calls: list[Any], capability: int) -> list[Launch]:
+    """Return what calls of registered operators launch on a GPU."""
     recorder = Recorder()
     with fake_gpu.present(capability, compile=recorder.compile, observe=recorder.observe):
-        if sample.spec is None:
-            fake_gpu.launch([(sample.op, sample.sample.args)], copies=True)
-        else:
-            fake_gpu.launch_everything(sample.spec.op, sample.sample)
+        fake_gpu.launch(calls)
     return recorder.launches
 
 
@@ -121,19 +118,21 @@ def difference(case: hot.Case, launch: Launch) -> list[str]:
 
 
 @functools.cache
-def all_launches(op: str, capability: int) -> list[tuple[str, Launch]]:
-    return [
-        (sample.name, launch)
-        for dtype in DTYPES
-        for sample in hot.samples(op, dtype)
-        for launch in launches_of(sample, capability)
-    ]
+def launched(op: str) -> dict[int, list[tuple[str, Launch]]]:
+    """Return the launches of all hot samples of a kernel file by capability."""
+    found: dict[int, list[tuple[str, Launch]]] = {capability: [] for capability in CAPABILITIES}
+    for dtype in DTYPES:
+        for sample in hot.samples(op, dtype):
+            calls = fake_gpu.calls_of(sample.run, "cpp")
+            for capability, launches in found.items():
+                launches += [(sample.name, each) for each in launches_of(calls, capability)]
+    return found
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("op", hot.ops())
 def test_every_configuration_of_the_report_is_launched(op: str, capability: int) -> None:
-    launches = all_launches(op, capability)
+    launches = launched(op)[capability]
     missing = []
     for case in hot.cases(op, capability):
         closest = min((difference(case, launch) for _, launch in launches), key=len)

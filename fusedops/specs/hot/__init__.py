@@ -16,14 +16,14 @@ Importing a kernel file needs Triton, and nothing here launches anything before 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from fusedops.specs import all_specs, multi_tensor_specs
-from fusedops.specs.comparison import Result, fresh
+from fusedops.specs.comparison import Result, fresh, incoming
 from fusedops.specs.comparison import run as run_sample
 from fusedops.specs.hot import attention, elementwise, experts, lists, products, rows
 from fusedops.specs.hot.call import Case, HotCall
@@ -49,12 +49,13 @@ class HotSample:
     Attributes:
         op: the public op, or the operator over lists of tensors, that is called.
         sample: its arguments, on the device and in the dtype asked for.
-        buffers: names of keyword arguments that gradients are added to (``grad_weight_into``).
+        buffers: keyword argument that a gradient is added to (``grad_weight_into``) -> position of
+            the argument that it is the gradient of.
     """
 
     op: str
     sample: Sample
-    buffers: tuple[str, ...] = ()
+    buffers: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -69,16 +70,25 @@ class HotSample:
     def run(self) -> Result:
         """Call the op and differentiate it; the sample's tensors are used as they lie in memory.
 
-        Gradients that were added to buffers follow the others. An operator over lists of tensors
-        writes in place: it is called, and the result is empty where it returns nothing.
+        What was added to a buffer takes the place of the gradient that it is. An operator over
+        lists of tensors is called: its result is empty where it returns nothing.
         """
         spec = self.spec
         if spec is None:
             found = getattr(torch.ops.fusedops, self.op)(*self.sample.args)
             return Result([] if found is None else [found], [])
-        result = run_sample(spec.op, self.sample)
-        tensors = [self.sample.kwargs[name] for name in self.buffers]
-        return Result(result.outputs, result.grads + tensors)
+        if not self.buffers:
+            return run_sample(spec.op, self.sample)
+        output = spec.op(*self.sample.args, **self.sample.kwargs)
+        leaves = self.sample.leaves
+        (given,) = incoming((output,))
+        found = list(torch.autograd.grad(output, leaves, given, allow_unused=True))
+        for name, position in self.buffers.items():
+            leaf = self.sample.args[position]
+            place = next(i for i, each in enumerate(leaves) if each is leaf)
+            assert found[place] is None, f"{name} was given, and the gradient came as well"
+            found[place] = self.sample.kwargs[name].to(leaf.dtype)
+        return Result([output.detach()], found)
 
     def plain(self) -> Sample:
         """Return the same call without buffers, with new leaves: what gives the truth."""

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -61,14 +61,15 @@ class HotCall:
         name: what tells it from others; calls of one name are one call.
         make: ``make(device, dtype)`` returns its arguments.
         random: whether it draws numbers (dropout).
-        buffers: names of keyword arguments that gradients are added to.
+        buffers: keyword argument that a gradient is added to -> position of the argument that it
+            is the gradient of.
     """
 
     op: str
     name: str
     make: Make
     random: bool = False
-    buffers: tuple[str, ...] = ()
+    buffers: Mapping[str, int] = field(default_factory=dict)
 
 
 def deep(block: int, granule: int = 16) -> int:

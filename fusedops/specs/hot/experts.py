@@ -25,7 +25,7 @@ def _mlp(case: Case) -> HotCall:
     average = average_rows(case) if hot else 72
     how = case.get("DESCRIBED", "no")
     if how == "no" and hot and case["BLOCK_M"] >= 128:
-        how = "apart"
+        how = "apart across" if gate == "pairs" else "apart"
     elif how == "no":
         # Which dim of the weights is dense: the experts' own layout in the checkpoints.
         how = "across" if gate == "pairs" or not hot else "along"

@@ -145,7 +145,7 @@ def _grouped_mm(case: Case) -> HotCall:
         return (x, weight, ends, bias), options
 
     name = f"{_GROUPS} groups of {average}, {_DEPTH}x{_COLUMNS} {layout}{' added' * adds}"
-    return HotCall("grouped_mm", name, make, buffers=("grad_weight_into",) * adds)
+    return HotCall("grouped_mm", name, make, buffers={"grad_weight_into": 1} if adds else {})
 
 
 def grouped_weight(
@@ -157,13 +157,16 @@ def grouped_weight(
     device: torch.device,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return ``[groups, rows, columns]``; "across" is dense along the columns, others are not."""
+    """Return ``[groups, rows, columns]``, dense along the columns if "across" is in the layout.
+
+    With "apart" in it no descriptor can read them.
+    """
     new = functools.partial(
         randn, device=device, dtype=dtype, scale=rows**-0.5, grad=False, key=key
     )
-    if layout == "across":
-        return new(groups, rows, columns).requires_grad_()
-    extra = int(layout == "apart")
+    extra = int("apart" in layout)
+    if "across" in layout:
+        return new(groups, rows, columns + extra)[..., :columns].requires_grad_()
     return new(groups, columns, rows + extra)[..., :rows].mT.requires_grad_()
 
 

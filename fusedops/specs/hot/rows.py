@@ -105,7 +105,7 @@ def _loss(
             return (randn(num_rows, count, device=device, dtype=dtype, scale=3.0), target), options
         hidden = randn(num_rows, depth, device=device, dtype=dtype)
         weight = randn(count, depth, device=device, dtype=dtype, scale=0.3, key="weight")
-        return (hidden, weight, target), options | {"chunk_size": classes}
+        return (hidden, weight, target), options | {"chunk_size": classes, "recompute": True}
 
     op = "linear_cross_entropy" if pieces else "cross_entropy"
     parts = [f"{num_rows}x{classes}", "soft-cap" * capped, "smooth" * smooth, "pieces" * pieces]
