@@ -333,7 +333,8 @@ def product(
     kept = input.new_empty((num_rows, num_cols) if keeps else (0,))
     if output.numel() == 0:
         return output, kept
-    blocks, options = blocks_of(input.dtype, num_rows // max(1, num_groups))
+    average = num_rows // max(1, num_groups)
+    blocks, options = _product_blocks(input.dtype, average, gathers=rows is not None)
     row_tiles = row_tiles_of(num_rows, num_groups, blocks["BLOCK_M"])
     how, (x, w) = described(blocks, blocks["BLOCK_N"], input, weight.mT, gathers=rows is not None)
     with _launch.device_of(input):
@@ -366,6 +367,14 @@ def product(
             **options,
         )
     return output, kept
+
+
+def _product_blocks(
+    dtype: torch.dtype, num_rows: int, *, gathers: bool
+) -> tuple[dict[str, int], dict[str, Any]]:
+    """Return tile sizes and launch options; a list of few rows spills in steps of 64."""
+    blocks, options = blocks_of(dtype, num_rows)
+    return blocks | ({"BLOCK_K": 32} if gathers and blocks["BLOCK_M"] == 16 else {}), options
 
 
 def _gradient_blocks(
@@ -520,7 +529,7 @@ def _product_cases(
     cases = []
     matrix = dtype == torch.bfloat16
     for num_rows in (16, 64, 4096) if matrix else (4096,):
-        blocks, options = blocks_of(dtype, num_rows)
+        blocks, options = _product_blocks(dtype, num_rows, gathers=flags["GATHERS"])
         case: dict[str, Any] = {"matrix": matrix, "few_rows": num_rows < 64}
         cases.append(_launch.report_case(_product_kernel, types, flags | blocks, options, **case))
         if matrix and num_rows == 4096:
@@ -546,10 +555,12 @@ def static_report_cases(*, gathers: bool) -> list[dict[str, Any]]:
         plain |= {"HAS_BIAS": True, "SCALES": False, "stride_xk": 1, "stride_wk": 1}
         plain |= {"DESCRIBED": "no"}
         if gathers:
-            # An expert's second product, and the gradient of what that is made of.
+            # An expert's second product, the first once more, the gradient of what the second gets.
+            gathered = plain | {"GATHERS": True}
+            wide = types | {"y_ptr": "*fp32"}
             cases += _product_cases(dtype, types, plain | {"SCALES": True}, "scaled")
-            gathered = plain | {"GATHERS": True, "HAS_BIAS": False}
-            cases += _product_cases(dtype, types | {"y_ptr": "*fp32"}, gathered, "gathered")
+            cases += _product_cases(dtype, types, gathered, "recomputed")
+            cases += _product_cases(dtype, wide, gathered | {"HAS_BIAS": False}, "gathered")
         else:
             cases += _product_cases(dtype, types, plain | {"KEEPS": True, "ACTIVATION": "gelu"})
         flags = common | {"GATHERS_X": gathers, "GATHERS_Y": False, "ADDS": not gathers}

@@ -22,14 +22,14 @@ from typing import Any
 
 import torch
 
-from fusedops.specs import all_specs, multi_tensor_specs
+from fusedops.specs import all_specs
 from fusedops.specs.comparison import Result, fresh, incoming
 from fusedops.specs.comparison import run as run_sample
 from fusedops.specs.hot import attention, elementwise, experts, lists, products, rows
 from fusedops.specs.hot.call import Case, HotCall
 from fusedops.specs.spec import Sample, Spec
 
-__all__ = ["Case", "HotSample", "cases", "ops", "samples"]
+__all__ = ["Case", "HotCall", "HotSample", "calls", "cases", "made", "ops", "samples"]
 
 # Kernel file -> the call that launches one of its cases.
 _CALLS: dict[str, Callable[[Case], HotCall]] = {
@@ -113,35 +113,44 @@ def cases(op: str, capability: int | None = None) -> list[Case]:
     return [case for case in found if capability is None or case.runs_on(capability)]
 
 
+def calls(
+    op: str, dtype: torch.dtype = torch.bfloat16, capability: int | None = None
+) -> list[HotCall]:
+    """Return the calls that launch a kernel file's configurations, each once, not yet made.
+
+    Args:
+        op: name of the file in ``fusedops/kernels``, one of ``ops()``.
+        dtype: of the data: bfloat16 or float16 for the configurations of half precision, float32
+            for those that the report has of float32.
+        capability: only what the report has for a GPU (80, 90 or 100); all by default, as a GPU
+            runs the call of another's configuration with tiles of its own.
+    """
+    if op not in _CALLS:
+        raise ValueError(f"hot samples of {op!r}: there are some for {', '.join(ops())}")
+    found: dict[str, HotCall] = {}
+    for case in cases(op, capability):
+        if case.is_float32 == (dtype == torch.float32):
+            call = _CALLS[op](case)
+            found.setdefault(f"{call.op} {call.name}", call)
+    return list(found.values())
+
+
+def made(call: HotCall, dtype: torch.dtype, device: torch.device) -> HotSample:
+    """Return the sample of a call, with random tensors of a dtype on a device."""
+    args: Any = call.make(device, dtype)
+    kwargs: dict[str, Any] = {}
+    if isinstance(args[-1], dict):
+        args, kwargs = args
+    sample = Sample(call.name, tuple(args), kwargs, call.random)
+    return HotSample(call.op, sample, call.buffers)
+
+
 def samples(
     op: str,
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | None = None,
     capability: int | None = None,
 ) -> list[HotSample]:
-    """Return the calls that launch a kernel file's configurations, each once.
-
-    Args:
-        op: name of the file in ``fusedops/kernels``, one of ``ops()``.
-        dtype: of the data: bfloat16 or float16 for the configurations of half precision, float32
-            for those that the report has of float32.
-        device: of the tensors, the CPU by default.
-        capability: only what the report has for a GPU (80, 90 or 100); all by default, as a GPU may
-            run the call of another's configuration with its own tiles.
-    """
-    if op not in _CALLS:
-        raise ValueError(f"hot samples of {op!r}: there are some for {', '.join(ops())}")
-    calls: dict[str, HotCall] = {}
-    for case in cases(op, capability):
-        if case.is_float32 == (dtype == torch.float32):
-            call = _CALLS[op](case)
-            calls.setdefault(f"{call.op} {call.name}", call)
-    return [_made(call, device or torch.device("cpu"), dtype) for call in calls.values()]
-
-
-def _made(call: HotCall, device: torch.device, dtype: torch.dtype) -> HotSample:
-    if call.op not in all_specs() and call.op not in multi_tensor_specs():
-        raise ValueError(f"there is no op {call.op!r}")
-    made: Any = call.make(device, dtype)
-    args, kwargs = made if isinstance(made[-1], dict) else (made, {})
-    return HotSample(call.op, Sample(call.name, tuple(args), kwargs, call.random), call.buffers)
+    """Return the samples of all ``calls``, on the CPU by default; arguments are theirs."""
+    where = device or torch.device("cpu")
+    return [made(call, dtype, where) for call in calls(op, dtype, capability)]

@@ -30,6 +30,7 @@ def _mlp(case: Case) -> HotCall:
         # Which dim of the weights is dense: the experts' own layout in the checkpoints.
         how = "across" if gate == "pairs" or not hot else "along"
     activation = "swiglu_oai" if gate == "pairs" else "silu"
+    recompute = bool(case.get("GATHERS") and case.get("HAS_BIAS"))
     tokens, hidden, inner = average * _GROUPS // 2, 272, 272
 
     def make(device: torch.device, dtype: torch.dtype) -> Any:
@@ -46,10 +47,11 @@ def _mlp(case: Case) -> HotCall:
             new(_GROUPS, 2 * inner, scale=0.5, key="b1"),
             new(_GROUPS, hidden, scale=0.5, key="b2"),
         )
-        options = {"activation": activation, "interleaved": gate == "pairs", "recompute": False}
-        return args, options
+        options = {"activation": activation, "interleaved": gate == "pairs"}
+        return args, options | {"recompute": recompute}
 
     name = f"{_GROUPS} experts of {average}, {hidden}x{inner} {gate} {how}"
+    name += " recomputed" * recompute
     return HotCall("moe_mlp", name, make)
 
 
