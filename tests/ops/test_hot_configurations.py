@@ -25,7 +25,7 @@ HALF = (torch.bfloat16, torch.float16)
 DTYPES = (*HALF, torch.float32)
 # In the interpreter, which takes a matrix kernel's tile a second: a few of each kind.
 REPRESENTATIVE = {
-    "attention": ("D64 of 4", "D64 of 4, by pointers", "D64 of 4, window, sinks"),
+    "attention": ("D64 of 4", "D128 of 4, by pointers", "D64 of 4, window, sinks"),
     "attention_decode": ("4 rows of D128, 1040 keys",),
     "cross_entropy": ("48x10240",),
     "geglu": ("48x2560 none",),
@@ -35,6 +35,7 @@ REPRESENTATIVE = {
     "rotary_embedding": ("2x32x48x128 of 128 half",),
     "scaled_masked_softmax": ("2x3x48x256, keep",),
 }
+LONG = ("attention", "moe_permute", "rms_norm", "rotary_embedding")
 
 
 def over_lists(call: hot.HotCall) -> bool:
@@ -90,11 +91,10 @@ def chosen(op: str, name: str) -> hot.HotCall:
 
 
 @pytest.mark.interpreter
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("op", "name"),
     [
-        pytest.param(op, name, id=f"{op}-{name}")
+        pytest.param(op, name, id=f"{op}-{name}", marks=[pytest.mark.slow] * (op in LONG))
         for op, names in REPRESENTATIVE.items()
         for name in names
     ],

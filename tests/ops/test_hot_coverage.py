@@ -8,15 +8,17 @@ is another argument's tensor; no kernel reads it, and its type does not count.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import math
 from dataclasses import dataclass
 from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import fake_gpu
 import pytest
 import torch
 
+from fusedops import kernels
 from fusedops._core import env
 from fusedops.specs import hot
 
@@ -127,6 +129,62 @@ def launched(op: str) -> dict[int, list[tuple[str, Launch]]]:
             for capability, launches in found.items():
                 launches += [(sample.name, each) for each in launches_of(calls, capability)]
     return found
+
+
+def matching(op: str, case: hot.Case, capability: int) -> list[Launch]:
+    """Return the launches that compile a case."""
+    return [each for _, each in launched(op)[capability] if not difference(case, each)]
+
+
+def blocks_deep(launch: Launch) -> dict[str, float]:
+    """Return how many blocks a launch takes in each direction whose length it is told."""
+    sizes = launch.numbers
+    lengths = {
+        "BLOCK_K": sizes.get("depth"),
+        "BLOCK_N": sizes.get("num_keys", sizes.get("num_cols", sizes.get("out_size"))),
+        "BLOCK_M": sizes.get("num_rows"),
+    }
+    blocks = {name: launch.constants.get(name) for name in lengths}
+    return {
+        name: length / blocks[name]
+        for name, length in lengths.items()
+        if length is not None and blocks[name]
+    }
+
+
+# A block holds a whole row. (And a product's tile of few rows has all rows in one block.)
+WHOLE_ROWS = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm", "scaled_masked_softmax")
+
+
+@pytest.mark.parametrize("op", hot.ops())
+def test_samples_are_three_blocks_deep(op: str) -> None:
+    shallow = []
+    for case in hot.cases(op, 90):
+        found = [too_few_blocks(op, case, launch) for launch in matching(op, case, 90)]
+        if found and all(found):
+            shallow.append(f"{case.kernel} {case.described['label']}: {min(found, key=len)}")
+    assert not shallow, "\n".join(shallow)
+
+
+def too_few_blocks(op: str, case: hot.Case, launch: Launch) -> list[str]:
+    """Return the directions in which a launch of a case takes less than three blocks."""
+    found = []
+    # One program adds up all the losses of cross_entropy, and walks them.
+    if math.prod(launch.grid) < 3 and case.kernel != "total_kernel":
+        found.append(f"a grid of {launch.grid}")
+    for name, blocks in blocks_deep(launch).items():
+        few = case.described["matrix"] and name == "BLOCK_M" and case[name] < 128
+        whole = op in WHOLE_ROWS and name == "BLOCK_N"
+        if blocks <= 2 and not few and not whole:
+            found.append(f"{blocks:.2f} of {name}")
+    return found
+
+
+def test_every_kernel_file_with_cases_has_hot_samples() -> None:
+    folder = Path(kernels.__file__).parent
+    files = {path.stem for path in folder.glob("[!_]*.py") if path.stem != "__init__"}
+    with_cases = {name for name in files if hot.cases(name)}
+    assert with_cases == set(hot.ops())
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)

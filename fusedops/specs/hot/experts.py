@@ -31,7 +31,11 @@ def _mlp(case: Case) -> HotCall:
         how = "across" if gate == "pairs" or not hot else "along"
     activation = "swiglu_oai" if gate == "pairs" else "silu"
     recompute = bool(case.get("GATHERS") and case.get("HAS_BIAS"))
-    tokens, hidden, inner = average * _GROUPS // 2, 272, 272
+    tokens = average * _GROUPS // 2
+    # Three tiles of columns: twice these in the first product, these in all others.
+    hidden = inner = 272
+    if case.kernel == "product_kernel" and case["BLOCK_N"] > 128 and not recompute:
+        hidden = inner = 528
 
     def make(device: torch.device, dtype: torch.dtype) -> Any:
         plan = _routing.plan(
