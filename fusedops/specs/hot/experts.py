@@ -25,7 +25,9 @@ def _mlp(case: Case) -> HotCall:
     average = average_rows(case) if hot else 72
     how = case.get("DESCRIBED", "no")
     if how == "no" and hot and case["BLOCK_M"] >= 128:
-        how = "apart across" if gate == "pairs" else "apart"
+        # The gradient of the second product's input reads those weights the other way.
+        turned = gate == "pairs" or (case.get("GATHERS") and not case["HAS_BIAS"])
+        how = "apart across" if turned else "apart"
     elif how == "no":
         # Which dim of the weights is dense: the experts' own layout in the checkpoints.
         how = "across" if gate == "pairs" or not hot else "along"
@@ -70,7 +72,8 @@ def _route(case: Case) -> HotCall:
     if case.get("JITTER"):
         options["jitter"] = 0.01
     if every:
-        top_k, options = 2, {"expert_choice": True}
+        # Experts choose among tokens: no two logits may be the same.
+        top_k, tokens, options = 2, 48, {"expert_choice": True}
     elif experts == 128:
         options["capacity_factor"] = 1.0
 
@@ -80,7 +83,8 @@ def _route(case: Case) -> HotCall:
             given["bias"] = randn(
                 experts, device=device, dtype=torch.float32, scale=0.1, grad=False, key="bias"
             )
-        logits = distinct if experts <= 256 else _distinct_of_many
+        wide = every or experts > 256
+        logits = _distinct_of_many if wide else distinct
         return (logits(tokens, experts, device=device, dtype=dtype), top_k), given
 
     name = " ".join([f"{tokens}x{experts}, {top_k}", *sorted(options)])
@@ -90,12 +94,18 @@ def _route(case: Case) -> HotCall:
 def _distinct_of_many(
     tokens: int, experts: int, *, device: torch.device, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return logits without ties in bfloat16, of up to 4096 experts: 16 exponents, both signs."""
-    patterns = torch.arange(experts // 2) + (127 - 9) * 128  # from 2**-9 on, 8 bits each
+    """Return logits without ties in bfloat16: none in a row, and none at all of up to 4096.
+
+    The values are those of bfloat16 from 8 downwards, 128 to a power of two, with both signs.
+    """
+    count = tokens * experts
+    alone = count <= 4096
+    patterns = 130 * 128 - 1 - torch.arange((count if alone else experts) // 2)
     values = patterns.to(torch.int16).view(torch.bfloat16)
     generator = torch.Generator().manual_seed(tokens)
-    order = torch.rand(tokens, experts, generator=generator).argsort(-1)
-    logits = torch.cat([values, -values])[order]
+    shape = (1, count) if alone else (tokens, experts)
+    order = torch.rand(shape, generator=generator).argsort(-1)
+    logits = torch.cat([values, -values])[order].view(tokens, experts)
     return logits.to(device=device, dtype=dtype).requires_grad_()
 
 
