@@ -96,7 +96,7 @@ def turn_around(tensors: Tensors) -> None:
     """Change the values: rows in the opposite order."""
     with torch.no_grad():
         for each in tensors:
-            each.copy_(each.flip(0).flip(-1) if each.dim() == 1 else each.flip(0))
+            each.copy_(each.flip(0))
 
 
 def copies(tensors: Tensors) -> Tensors:

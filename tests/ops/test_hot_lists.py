@@ -8,14 +8,19 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 
 import fusedops
 from fusedops._core import dtypes
 from fusedops.ops.adamw import Batch, Draw, adamw
 from fusedops.ops.square_sums import square_sums
+from fusedops.specs import hot, tensors_in
+
+pytest.importorskip("triton")
 
 each_machine = pytest.mark.parametrize(
     ("backend", "device"),
@@ -138,6 +143,35 @@ def test_a_step_of_many_tensors_matches_float64(
     assert [step.item() for step in batch.steps] == [i % 5 + 1.0 for i in range(count)]
 
 
+def each_hot_call() -> Any:
+    found = [call for op in ("adamw", "square_sums") for call in hot.calls(op, BF16)]
+    return pytest.mark.parametrize("call", found, ids=lambda call: f"{call.op} {call.name}")
+
+
+@each_machine
+@each_hot_call()
+def test_hot_samples_of_lists_match_float64(
+    call: hot.HotCall, backend: str, device: torch.device
+) -> None:
+    """Sizes and addresses that 16 divides: the configurations on record."""
+    made = hot.made(call, BF16, device).sample
+
+    def outcome(name: str, wide: bool) -> list[torch.Tensor]:
+        args = pytree.tree_map_only(
+            torch.Tensor, lambda each: each.double() if wide else each.clone(), list(made.args)
+        )
+        with fusedops.use_backend(name):
+            result = getattr(torch.ops.fusedops, call.op).default(*args)
+        return [*tensors_in(args), *tensors_in(result)]
+
+    results = (outcome(backend, False), outcome("torch", False), outcome("torch", True))
+    for got, eager, want in zip(*results, strict=True):
+        assert got.dtype == eager.dtype
+        # A sum has as many terms as the largest tensor has elements; a step has a few.
+        budget = dtypes.error_budget(eager, want, got.dtype, depth=max(4, got.numel()))
+        assert bool(((got.double() - want).abs() <= budget).all())
+
+
 @each_machine
 def test_a_step_with_found_inf_writes_nothing(backend: str, device: torch.device) -> None:
     sizes = odd_sizes(20)
@@ -172,7 +206,14 @@ def test_stochastic_rounding_is_unbiased_and_of_independent_numbers(
         weight_decays=[(1 - aim / start) / 0.5] * 2,
     )
     with fusedops.use_backend(backend):
-        adamw(batch, lr=0.5, betas=BETAS, eps=1.0)
+        adamw(
+            batch,
+            lr=0.5,
+            betas=BETAS,
+            eps=1.0,
+            grad_factor=torch.ones((), device=device, dtype=torch.float64),
+            found_inf=torch.zeros(1, device=device),
+        )
     up = torch.stack([each == low + spacing for each in params])
     assert bool((up | torch.stack([each == low for each in params])).all()), "no neighbour"
     # Five standard deviations: a correct kernel fails once in two million numbers of keys.
