@@ -209,7 +209,9 @@ class Call:
         if self.softcap > 0.0:
             factor *= 2.0 / self.softcap
         # What stands in for absent tables is never read: any tensor, and no copy of one.
-        ends_q, ends_k = (query, query) if self.ends is None else map(torch.Tensor.contiguous, self.ends)
+        ends_q, ends_k = (
+            (query, query) if self.ends is None else map(torch.Tensor.contiguous, self.ends)
+        )
         result: dict[str, Any] = {
             "q_ptr": query,
             "k_ptr": key,

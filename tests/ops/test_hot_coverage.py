@@ -7,11 +7,13 @@ is another argument's tensor; no kernel reads it, and its type does not count.
 
 from __future__ import annotations
 
+import collections
+import csv
 import functools
 import math
 from dataclasses import dataclass
-from types import SimpleNamespace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fake_gpu
@@ -20,7 +22,7 @@ import torch
 
 from fusedops import kernels
 from fusedops._core import env
-from fusedops.specs import hot
+from fusedops.specs import all_specs, hot, multi_tensor_specs
 
 pytest.importorskip("triton")
 if env.triton_interpreted():
@@ -28,6 +30,7 @@ if env.triton_interpreted():
 
 DTYPES = (torch.bfloat16, torch.float32)
 CAPABILITIES = (80, 90, 100)
+REPORT = Path(__file__).resolve().parents[2] / "docs" / "reports" / "triton_kernels.csv"
 
 
 @dataclass(frozen=True)
@@ -144,12 +147,9 @@ def blocks_deep(launch: Launch) -> dict[str, float]:
         "BLOCK_N": sizes.get("num_keys", sizes.get("num_cols", sizes.get("out_size"))),
         "BLOCK_M": sizes.get("num_rows"),
     }
-    blocks = {name: launch.constants.get(name) for name in lengths}
-    return {
-        name: length / blocks[name]
-        for name, length in lengths.items()
-        if length is not None and blocks[name]
-    }
+    blocks = {name: launch.constants[name] for name in lengths if name in launch.constants}
+    known = ((name, length) for name, length in lengths.items() if name in blocks)
+    return {name: length / blocks[name] for name, length in known if length is not None}
 
 
 # A block holds a whole row. (And a product's tile of few rows has all rows in one block.)
@@ -185,6 +185,28 @@ def test_every_kernel_file_with_cases_has_hot_samples() -> None:
     files = {path.stem for path in folder.glob("[!_]*.py") if path.stem != "__init__"}
     with_cases = {name for name in files if hot.cases(name)}
     assert with_cases == set(hot.ops())
+
+
+def test_every_op_has_a_hot_sample() -> None:
+    called = {call.op for op in hot.ops() for dtype in DTYPES for call in hot.calls(op, dtype)}
+    assert called == {*all_specs(), *multi_tensor_specs()}
+
+
+def test_the_report_has_a_row_for_each_case() -> None:
+    lines = REPORT.read_text().splitlines()
+    rows = csv.DictReader(line for line in lines if not line.startswith("#"))
+    recorded = collections.Counter((row["op"], row["arch"]) for row in rows)
+    known = {
+        (op, f"sm_{capability}"): len(hot.cases(op, capability))
+        for op in hot.ops()
+        for capability in CAPABILITIES
+    }
+    assert recorded == collections.Counter({key: count for key, count in known.items() if count})
+
+
+def test_an_unknown_kernel_file_is_named() -> None:
+    with pytest.raises(ValueError, match=r"'relu': there are some for adamw, add_layer_norm"):
+        hot.samples("relu")
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)

@@ -175,10 +175,16 @@ def test_hot_samples_of_lists_match_float64(
 @each_machine
 def test_a_step_with_found_inf_writes_nothing(backend: str, device: torch.device) -> None:
     sizes = odd_sizes(20)
-    lists = [cut(sizes, F32, device, key)[1] for key in range(4)]
-    lists[3] = [each.abs() for each in lists[3]]
+    params, grads, firsts, squares = (cut(sizes, F32, device, key)[1] for key in range(4))
     steps = [torch.tensor(2.0, device=device) for _ in sizes]
-    batch = Batch(*lists, steps=steps, weight_decays=[0.1] * len(sizes))
+    batch = Batch(
+        params,
+        grads,
+        firsts,
+        [each.abs() for each in squares],
+        steps=steps,
+        weight_decays=[0.1] * len(sizes),
+    )
     written = [*batch.params, *batch.exp_avgs, *batch.exp_avg_sqs, *steps]
     before = [each.clone() for each in written]
     with fusedops.use_backend(backend):
@@ -197,10 +203,12 @@ def test_stochastic_rounding_is_unbiased_and_of_independent_numbers(
     start = 1.0 + 2 * spacing
     aim = low + share * spacing
     params = [torch.full((size,), start, device=device, dtype=BF16) for _ in range(2)]
-    zeros = [[torch.zeros(size, device=device, dtype=BF16) for _ in range(2)] for _ in range(3)]
+    grads, firsts, squares = (torch.zeros_like(params[0]).repeat(2, 1).unbind() for _ in range(3))
     batch = Batch(
         params,
-        *zeros,
+        list(grads),
+        list(firsts),
+        list(squares),
         steps=[torch.zeros((), device=device) for _ in range(2)],
         draws=[Draw(91, 0, size, size), Draw(91, size, size, size)],
         weight_decays=[(1 - aim / start) / 0.5] * 2,

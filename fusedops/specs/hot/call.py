@@ -1,5 +1,4 @@
-"""What hot samples are derived from (a case of the static report), and what derives them (a call).
-"""
+"""A case of the static report, and the call of an op that is derived from it."""
 
 from __future__ import annotations
 

@@ -89,9 +89,7 @@ def _linear_glu(case: Case) -> HotCall:
 
     def make(device: torch.device, dtype: torch.dtype) -> Any:
         x = _input(num_rows, _DEPTH, layout, device, dtype)
-        weights = (
-            _weight(_COLUMNS, _DEPTH, layout, key, device, dtype) for key in ("gate", "up")
-        )
+        weights = (_weight(_COLUMNS, _DEPTH, layout, key, device, dtype) for key in ("gate", "up"))
         return (x, *weights), {"activation": case["ACTIVATION"]}
 
     name = f"{num_rows}x{_DEPTH}x{_COLUMNS} {layout} {case['ACTIVATION']}"
