@@ -149,15 +149,18 @@ def present(
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
-    from fusedops.kernels import _attention_launch, _descriptors, _launch
+    from fusedops.kernels import _attention_launch, _descriptors, _launch, _pointer_table
 
     major, minor = divmod(capability, 10)
     facts = SimpleNamespace(multi_processor_count=132, major=major, minor=minor)
+    stream = SimpleNamespace(cuda_stream=0, wait_event=lambda event: None)
+    event = SimpleNamespace(record=lambda stream: None)
     caches = (
-        _launch.num_programs,
-        _attention_launch._generation,
-        _descriptors.available,
-        architecture.compute_capability,
+        _launch.num_programs.cache_clear,
+        _attention_launch._generation.cache_clear,
+        _descriptors.available.cache_clear,
+        architecture.compute_capability.cache_clear,
+        *_clears(_pointer_table),
     )
     with contextlib.ExitStack() as stack:
         for owner, name, value in (
@@ -165,15 +168,26 @@ def present(
             (torch.cuda, "device", _Guard),
             (torch.cuda, "get_device_properties", lambda device: facts),
             (torch.cuda, "get_device_capability", lambda device: (major, minor)),
+            (torch.cuda, "current_device", lambda: _current.index),
+            (torch.cuda, "current_stream", lambda device=None: stream),
+            (torch.cuda, "is_current_stream_capturing", lambda: False),
+            (torch.cuda, "Event", lambda: event),
             (driver, "_active", _Driver(capability)),
             (triton.compiler, "compile", compile),
             (JITFunction, "run", _checked(JITFunction.run, observe, ones)),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
-        for cache in caches:
-            stack.callback(cache.cache_clear)
-            cache.cache_clear()
+        for clear in caches:
+            stack.callback(clear)
+            clear()
         yield
+
+
+def _clears(module: Any) -> list[Callable[[], None]]:
+    """Return what empties everything that a module keeps: there are fakes in it afterwards."""
+    own = [each for name, each in vars(module).items() if not name.startswith("__")]
+    dicts = [each.clear for each in own if isinstance(each, dict)]
+    return dicts + [each.cache_clear for each in own if hasattr(each, "cache_clear")]
 
 
 class _NoCopies(TorchDispatchMode):
@@ -251,11 +265,15 @@ class _HostIsReal(TorchFunctionMode):
         self.fakes = fakes
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs = {**(kwargs or {})}
+        kwargs.pop("pin_memory", None)
         leaves = pytree.tree_leaves((args, kwargs))
         faked = any(isinstance(each, FakeTensor) or each == GPU for each in leaves)
         with self.fakes if faked else contextlib.nullcontext():
             return func(*args, **kwargs)
+
+
+_OF_LISTS = FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def calls_of(
@@ -280,7 +298,8 @@ def launch(calls: list[tuple[str, tuple[Any, ...]]]) -> None:
         if kernels is None or kernels.triton is None:
             continue
         lists = any(isinstance(arg, list) and arg and torch.is_tensor(arg[0]) for arg in args)
-        mode = FakeTensorMode(allow_non_fake_inputs=lists)
+        # What launchers over lists keep from one call to the next must be of one mode.
+        mode = _OF_LISTS if lists else FakeTensorMode()
         with mode:
             fakes = pytree.tree_map(_fake, args)
         with _HostIsReal(mode) if lists else mode:
