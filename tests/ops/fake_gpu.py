@@ -218,10 +218,13 @@ class _WithoutGuards(TorchFunctionMode):
             return self._item(args[0], args[1])
         if func is torch.Tensor.__iter__:
             return iter(aten.unbind(args[0]))
-        func = {torch.arange: aten.arange, torch.Tensor.__invert__: aten.bitwise_not}.get(
-            func, func
-        )
-        return func(*args, **(kwargs or {}))
+        same = {
+            torch.arange: aten.arange,
+            torch.empty_like: aten.empty_like,
+            torch.Tensor.copy_: aten.copy_,
+            torch.Tensor.__invert__: aten.bitwise_not,
+        }
+        return same.get(func, func)(*args, **(kwargs or {}))
 
     def _item(self, found: torch.Tensor, indices: Any) -> torch.Tensor:
         aten, dim = torch.ops.aten, 0

@@ -11,6 +11,7 @@ import torch
 from fusedops.specs.hot.call import Case, HotCall, deep
 from fusedops.specs.make import randn
 
+_BIASES = 320
 _BLOCK = 1024  # elements of a program
 _DTYPES = {"*bf16": torch.bfloat16, "*fp16": torch.float16, "*fp32": torch.float32}
 # Master weights in float32, of which the model has rounded copies: where a case does not say.
@@ -19,8 +20,8 @@ _NUMBERS = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8}
 
 
 def _shapes(block: int) -> list[tuple[int, ...]]:
-    """Return shapes of three blocks and more, and of less than one."""
-    return [(deep(block),), (48, 3 * block // 32), (16,), (block,)]
+    """Return shapes of three blocks and more, and hundreds of less than one, as biases are."""
+    return [(deep(block),), (48, 3 * block // 32), (block,), *[(16,)] * _BIASES]
 
 
 def _adamw(case: Case) -> HotCall:
