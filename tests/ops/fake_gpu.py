@@ -8,6 +8,7 @@ arguments, up to where the compiler would begin: ``present`` takes what does tha
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -94,20 +95,29 @@ def front_end(source: Any, *, target: Any, options: dict[str, Any], **_: Any) ->
     return SimpleNamespace(module=module)
 
 
+def mocked(value: Any) -> Any:
+    """Return what a launch is given for a tensor: its dtype, shape and alignment."""
+    from triton.runtime.jit import MockTensor
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    class Mock(MockTensor):
+        def data_ptr(self) -> int:
+            return value.storage_offset() * value.element_size()
+
+    if isinstance(value, TensorDescriptor):
+        return dataclasses.replace(value, base=mocked(value.base))
+    if not isinstance(value, torch.Tensor):
+        return value
+    assert value.device == GPU, f"a launch gets a tensor on {value.device}"
+    return Mock(value.dtype, value.shape)
+
+
 def _checked(original: Callable[..., Any], observe: Observe | None, ones: bool) -> Compile:
     def launch(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        from triton.runtime.jit import MockTensor
-
         _current.launches += 1
         assert _current.index == GPU.index, f"{self.__name__} is launched on another GPU"
         for size, limit in itertools.zip_longest(grid, LIMITS, fillvalue=1):
             assert 0 < size <= limit, f"{self.__name__}: grid {grid}"
-
-        def mocked(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor):
-                return value
-            assert value.device == GPU, f"{self.__name__} gets a tensor on {value.device}"
-            return MockTensor(value.dtype, value.shape)
 
         if observe is not None:
             by_name = dict(zip(self.arg_names, args, strict=False)) | kwargs
@@ -314,4 +324,7 @@ def launch(calls: list[tuple[str, tuple[Any, ...]]]) -> None:
 def _fake(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=GPU)
+    last = sum((size - 1) * step for size, step in zip(value.shape, value.stride(), strict=True))
+    offset = value.storage_offset()
+    memory = torch.empty_strided((offset + last + 1,), (1,), dtype=value.dtype, device=GPU)
+    return torch.ops.aten.as_strided(memory, value.shape, value.stride(), offset)

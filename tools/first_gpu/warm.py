@@ -1,0 +1,177 @@
+"""Compiles what the tests will launch, on all processors, and launches nothing.
+
+Launchers run on fake CUDA tensors (``tests/ops/fake_gpu.py``), which have no values, so that no
+index is ever followed. Each launch goes through Triton's own path to its compiler, with the
+specialisations, options and target of the real one: the tests find the machine code in Triton's
+cache on disk. Triton 3.6 compiles a C function per signature at the first launch as well, later
+ones have one for all; both are made here. A kernel that fails here is told and fails in its test.
+
+An item is an op, a dtype, ``hot`` or ``plain``, and the number of a sample. Processes share the
+items and claim each one, and each kernel, by a file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import hashlib
+import importlib
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from first_gpu import order, protocol, stand_in
+
+ROOT = Path(__file__).resolve().parents[2]
+DTYPES = ("bfloat16", "float16", "float32")
+KINDS = ("hot", "plain")
+
+
+@functools.cache
+def known_ops() -> tuple[str, ...]:
+    """Return the ops that have a spec."""
+    from fusedops.specs import all_specs
+
+    return tuple(all_specs())
+
+
+@functools.cache
+def samples(op: str, dtype: str, kind: str) -> Sequence[Any]:
+    """Return the samples of an op whose launches are wanted, on the CPU."""
+    from fusedops.specs import all_specs
+
+    wanted, cpu = getattr(torch, dtype), torch.device("cpu")
+    if kind == "plain":
+        return all_specs()[op].samples(cpu, wanted) if op in all_specs() else []
+    if importlib.util.find_spec("fusedops.specs.hot") is None:
+        return []
+    hot = importlib.import_module("fusedops.specs.hot")
+    return hot.samples(op, wanted, cpu)
+
+
+def items(ops: Sequence[str]) -> list[str]:
+    """Return the names of all items, the hot ones and the first dtype in front."""
+    found = []
+    for kind in KINDS:
+        for op, dtype in order.ordered(ops, DTYPES):
+            count = len(samples(op, dtype, kind))
+            found += [f"{op} {dtype} {kind} {number}" for number in range(count)]
+    return found
+
+
+def compile_item(item: str) -> None:
+    """Compile the kernels of one item."""
+    import fake_gpu
+
+    import fusedops
+    from fusedops.specs import all_specs
+    from fusedops.specs.comparison import fresh
+
+    op, dtype, kind, number = item.split()
+    sample = samples(op, dtype, kind)[int(number)]
+    if kind == "plain":
+        fake_gpu.launch_everything(all_specs()[op].op, fresh(sample))
+        return
+    with fake_gpu.Record() as recorded, fusedops.use_backend("torch"):
+        sample.run()
+    fake_gpu.launch(recorded.calls)
+
+
+@contextlib.contextmanager
+def compiling(
+    capability: int, multiprocessors: int, claims: Path, failed: list[str]
+) -> Iterator[None]:
+    """Let launches compile for a GPU, and do no more.
+
+    Args:
+        capability: of the GPU, 90 for 9.0.
+        multiprocessors: of the GPU.
+        claims: folder where processes claim kernels.
+        failed: gets a line for each kernel that does not compile.
+    """
+    import fake_gpu
+    from triton.compiler import compile as triton_compile
+
+    def compile_once(source: Any, target: Any = None, options: Any = None, **_: Any) -> Any:
+        if not protocol.claim(claims, cache_hash(source, target, options)):
+            return SimpleNamespace(hash="another process has it")
+        try:
+            kernel = triton_compile(source, target=target, options=options)
+            build_launcher(kernel)
+        except Exception as error:
+            first = next((line for line in str(error).split("\n") if line.strip()), "")
+            failed.append(f"{source.name}: {type(error).__name__}: {first}")
+            return SimpleNamespace(hash="failed")
+        return kernel
+
+    major, minor = divmod(capability, 10)
+    facts = SimpleNamespace(multi_processor_count=multiprocessors, major=major, minor=minor)
+    with contextlib.ExitStack() as stack:
+        # Fakes of a GPU that is there would make a context, and the machine may have one GPU.
+        stack.enter_context(mock.patch.object(torch.cuda, "is_available", lambda: False))
+        stack.enter_context(mock.patch.object(fake_gpu, "GPU", torch.device("cuda", 0)))
+        stack.enter_context(fake_gpu.present(capability, compile=compile_once))
+        stack.enter_context(
+            mock.patch.object(torch.cuda, "get_device_properties", lambda device: facts)
+        )
+        yield
+
+
+def cache_hash(source: Any, target: Any, options: Any) -> str:
+    """Return the name of a kernel in Triton's cache."""
+    from triton._C.libtriton import get_cache_invalidating_env_vars
+    from triton.compiler.compiler import make_backend
+    from triton.runtime.cache import get_cache_key
+
+    backend = make_backend(target)
+    parsed = backend.parse_options(dict(options or {}, **source.parse_options()))
+    key = get_cache_key(source, backend, parsed, env_vars=get_cache_invalidating_env_vars())
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def build_launcher(kernel: Any) -> None:
+    """Compile the C function that launches kernels of a signature, where Triton has such ones."""
+    from triton.backends.nvidia import driver
+
+    if hasattr(driver, "make_launcher"):
+        driver.CudaLauncher(kernel.src, kernel.metadata)
+
+
+def main() -> int:
+    """Work through the items that no other process has claimed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--capability", type=int, required=True, help="90 for 9.0")
+    parser.add_argument("--multiprocessors", type=int, required=True)
+    parser.add_argument("--claims", type=Path, required=True, help="folder of the claims")
+    options = protocol.options(parser)
+    stand_in.install_if_asked(driver=False)
+    torch.set_num_threads(1)
+    events = protocol.Events(options.events)
+    failed: list[str] = []
+    with compiling(options.capability, options.multiprocessors, options.claims, failed):
+        for item in json.loads(options.items.read_text()):
+            if not protocol.claim(options.claims, item.replace(" ", ".")):
+                continue
+            events.start(item)
+            failed.clear()
+            try:
+                compile_item(item)
+            except Exception as error:
+                failed.append(f"{type(error).__name__}: {error}")
+            text = protocol.shortened("\n".join(failed))
+            facts = {"error": failed[0].split("\n")[0], "text": text} if failed else {}
+            events.end(item, "failed" if failed else "passed", **facts)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "ops")]
+    sys.exit(main())
