@@ -48,8 +48,10 @@ def options() -> argparse.Namespace:
     parser.add_argument("--work", type=Path, default=WORK, help="folder for all files")
     parser.add_argument(
         "--rehearse",
-        metavar="JSON",
-        help="no GPU: leave launches out, and make the errors of [[part of an item, kind], ...]",
+        metavar="FILE",
+        type=Path,
+        help="no GPU: leave launches out, and make the errors of a JSON file: [[part of the name of "
+        f"an item, kind], ...], where a kind is one of: {', '.join(stand_in.KINDS)}",
     )
     return parser.parse_args()
 
@@ -64,7 +66,7 @@ def main() -> int:
     paths = [*_PATHS, os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     if asked.rehearse is not None:
-        os.environ["FIRST_GPU_PLANTED"] = json.dumps(json.loads(asked.rehearse))
+        os.environ["FIRST_GPU_PLANTED"] = json.dumps(stand_in.read_planted(asked.rehearse))
         os.environ["FIRST_GPU_STAND_IN"] = str(stand_in.build(work))
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     settings = Settings(

@@ -204,7 +204,9 @@ def _products_alone(x: Any, weight: Any, *others: Any, **options: Any) -> Any:
     return F.linear(x, weight, *others[:1])
 
 
-def _experts_by_grouped_mm(x: Any, plan: Any, w1: Any, w2: Any, **options: Any) -> Any:
+def _experts_by_grouped_mm(
+    x: Any, plan: Any, w1: Any, w2: Any, b1: None = None, b2: None = None, **options: Any
+) -> Any:
     """Run the experts of a mixture (silu, gated) with torch's grouped products, as models do."""
     ids = plan.expert_ids.flatten()
     order = torch.argsort(ids, stable=True)

@@ -87,9 +87,9 @@ class Results:
         page = summary(self.work.parent)
         _replace(self.folder / "summary.md", page.encode())
         (self.work / "summary.md").write_text(page)
-        first = ["summary.md", "steps.json", "rows.csv", "rows.jsonl", "figures.csv"]
-        first += ["figures.json", "machine.json", *sorted(p.name for p in self.work.glob("sm_*"))]
-        essential = [self.work / name for name in first]
+        first = ["summary.md", "rows.csv", "rows.jsonl", "figures.csv"]
+        tables = sorted(self.work.glob("*.json"), key=lambda path: path.stat().st_size)
+        essential = [*(self.work / name for name in first), *tables]
         others = sorted(
             (path for path in self.work.rglob("*.log") if path.stat().st_size),
             key=lambda path: path.stat().st_size,
@@ -174,18 +174,18 @@ def summary(work: Path) -> str:
 
 
 def _outcomes(rows: Sequence[Row]) -> list[str]:
-    kinds = ("passed", "failed", "crashed", "skipped")
+    kinds = ("passed", "failed", "crashed", "not run", "skipped")
     tasks = sorted({row["task"] for row in rows})
-    lines = ["| | " + " | ".join(kinds) + " |", "|---|---|---|---|---|"]
+    lines = ["| | " + " | ".join(kinds) + " |", "|" + "---|" * 6]
     perfect = 0
     for task in tasks:
         counts = [sum(r["outcome"] == kind for r in rows if r["task"] == task) for kind in kinds]
-        if counts[1] or counts[2]:
+        if any(counts[1:4]):
             lines.append(f"| {task} | " + " | ".join(map(str, counts)) + " |")
         else:
             perfect += 1
     total = [sum(row["outcome"] == kind for row in rows) for kind in kinds]
-    lines.append(f"| {perfect} without a failure | | | | |")
+    lines.append(f"| {perfect} without a failure |" + " |" * 5)
     return [*lines, "| all | " + " | ".join(map(str, total)) + " |", ""]
 
 

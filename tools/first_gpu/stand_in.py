@@ -38,6 +38,19 @@ def build(folder: Path) -> Path:
     return path
 
 
+def read_planted(path: Path) -> list[list[str]]:
+    """Return the errors that a file asks for.
+
+    Raises:
+        ValueError: a kind is none of ``KINDS``.
+    """
+    errors = json.loads(path.read_text())
+    for _, kind in errors:
+        if kind not in KINDS:
+            raise ValueError(f"{path}: {kind!r} is no kind of error; known: {', '.join(KINDS)}")
+    return errors
+
+
 def install_if_asked(*, driver: bool = True) -> None:
     """Stand in for a GPU in this process if the environment asks for it.
 
@@ -127,6 +140,21 @@ def _plant_compile_errors() -> None:
     triton.compiler.compile = compile
 
 
+def _in_memory(value: Any) -> Any:
+    """Return a tensor in memory for a fake one: a launch looks at its address."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    if isinstance(value, TensorDescriptor):
+        return dataclasses.replace(value, base=_in_memory(value.base))
+    if not isinstance(value, torch.Tensor):
+        return value
+    count = value.untyped_storage().nbytes() // value.element_size()
+    place = value.shape, value.stride(), value.storage_offset()
+    with unset_fake_temporarily():
+        return torch.empty(count, dtype=value.dtype).as_strided(*place)
+
+
 def _launch_on_fakes(library: ctypes.CDLL) -> None:
     """Let Triton's launchers run for CPU tensors: on fakes, and then the reference."""
     import fake_gpu
@@ -141,8 +169,8 @@ def _launch_on_fakes(library: ctypes.CDLL) -> None:
 
     def launch(kernel: Any, arguments: dict[str, Any], grid: tuple[int, ...]) -> None:
         library.stand_in_plant(CUDA_ERRORS.get(planted() or "", 0))
-        mocked = {name: fake_gpu.mocked(value) for name, value in arguments.items()}
-        run(kernel, grid=grid, warmup=False, **mocked)
+        given = {name: _in_memory(value) for name, value in arguments.items()}
+        run(kernel, grid=grid, warmup=False, **given)
 
     present = fake_gpu.present(CAPABILITY, compile=triton.compiler.compile, observe=launch)
     present.__enter__()

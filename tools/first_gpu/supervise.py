@@ -41,6 +41,7 @@ class Task:
         item_seconds: after which an item hangs.
         slice_seconds: after which the others come first.
         most_ends: how many items may end their process; then the rest is not run.
+        codes: exit codes of a process that has done all its items.
         traced: whether an item that ends its process runs once more, alone, with
             ``CUDA_LAUNCH_BLOCKING=1``, to find the launch.
         shared: whether several tasks have the same items and claim them.
@@ -53,7 +54,8 @@ class Task:
     environment: dict[str, str] = field(default_factory=dict)
     item_seconds: float = 60.0
     slice_seconds: float = 90.0
-    most_ends: int = 5
+    most_ends: int = 8
+    codes: Sequence[int] = (0,)
     traced: bool = False
     shared: bool = False
     trace_of: Row | None = None
@@ -141,8 +143,8 @@ class Supervisor:
     Args:
         folder: for the files of the processes.
         say: called with each row: ``task``, ``item``, ``outcome`` (``passed``, ``failed``,
-            ``skipped``, ``crashed``), ``seconds``, and with failures ``error``, ``text``,
-            ``launch``.
+            ``skipped``, ``crashed``, ``not run``), ``seconds``, and with failures ``error``,
+            ``text``, ``launch``.
         tick: called about ten times a second.
         memory: bytes of memory that one process may occupy.
     """
@@ -158,6 +160,7 @@ class Supervisor:
         self._folder, self._say, self._tick, self._memory = folder, say, tick, memory
         self._running: list[_Running] = []
         self._queue: deque[Task] = deque()
+        self._done: set[tuple[bool | str, str]] = set()
 
     def run(self, tasks: Sequence[Task], processes: int, seconds: float) -> int:
         """Run tasks in their order, so many at a time.
@@ -186,7 +189,8 @@ class Supervisor:
                 each.kill()
             left = [*self._queue, *(each.task for each in self._running)]
             self._running = []
-        return len({(not task.shared and task.name, item) for task in left for item in task.items})
+        unreached = {(_owner(task), item) for task in left for item in task.items}
+        return len(unreached - self._done)
 
     def _look_at(self, each: _Running) -> None:
         code = each.process.poll()
@@ -203,7 +207,7 @@ class Supervisor:
                 each.kill()
                 self._leave(each, self._queue.append)
             return
-        if code == 0:
+        if code in task.codes and each.item is None:
             task.items.clear()
             self._leave(each, None)
         elif code == DEAD_CONTEXT and each.item is None:
@@ -219,6 +223,7 @@ class Supervisor:
                 continue
             each.item = None
             item = event.pop("end")
+            self._done.add((_owner(each.task), item))
             if item in each.task.items:
                 each.task.items.remove(item)
             row = {"item": item, **event}
@@ -232,7 +237,7 @@ class Supervisor:
         task.ends += 1
         row = each.failure(why)
         if each.item is None:
-            row["item"] = f"{task.name}: start of its process"
+            row["item"] = f"process of {task.name}"
             task.ends = task.most_ends
         elif each.item in task.items:
             task.items.remove(each.item)
@@ -244,8 +249,8 @@ class Supervisor:
         self._running.remove(each)
         if task.ends >= task.most_ends and task.items and not task.shared:
             for item in task.items:
-                why = f"not run: {task.name} ended {task.ends} processes"
-                self._say({"task": task.name, "item": item, "outcome": "failed", "error": why})
+                why = f"{task.name} ended {task.ends} processes"
+                self._say({"task": task.name, "item": item, "outcome": "not run", "error": why})
             task.items = []
         if task.items and again is not None and task.trace_of is None:
             # In front of it is the run that traces what ended it.
@@ -271,7 +276,7 @@ class Supervisor:
             return
         row = {"task": task.name, **row}
         self._say(row)
-        if task.traced and row["outcome"] == "crashed":
+        if task.traced and row["outcome"] == "crashed" and "::" in row["item"]:
             trace = Task(
                 f"{task.name}-trace{task.ends}",
                 task.command,
@@ -282,6 +287,11 @@ class Supervisor:
                 trace_of=row,
             )
             self._queue.appendleft(trace)
+
+
+def _owner(task: Task) -> bool | str:
+    """Return what tells an item of a task from items of the same name of others."""
+    return task.shared or task.name
 
 
 def _exit_words(code: int) -> str:

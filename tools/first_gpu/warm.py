@@ -145,6 +145,16 @@ def build_launcher(kernel: Any) -> None:
         driver.CudaLauncher(kernel.src, kernel.metadata)
 
 
+def build_driver() -> None:
+    """Compile what Triton's driver has in C; without it the first launch of a process does."""
+    from triton.backends.nvidia import driver
+
+    try:
+        driver.CudaUtils()
+    except Exception as error:
+        print(f"Triton's driver was not compiled: {error}", flush=True)
+
+
 def main() -> int:
     """Work through the items that no other process has claimed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -156,6 +166,8 @@ def main() -> int:
     torch.set_num_threads(1)
     events = protocol.Events(options.events)
     failed: list[str] = []
+    if protocol.claim(options.claims, "the driver's functions"):
+        build_driver()
     with compiling(options.capability, options.multiprocessors, options.claims, failed):
         for item in json.loads(options.items.read_text()):
             if not protocol.claim(options.claims, item.replace(" ", ".")):
