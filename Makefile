@@ -171,7 +171,7 @@ gpu-native:
 CALL ?= all
 first-gpu:
 	@test -n "$(RESULTS)" || { echo "where to? For example: make first-gpu RESULTS=results"; exit 2; }
-	PYTHONPATH=tools:. $(PY) -m first_gpu $(CALL) $(RESULTS) $(FLAGS)
+	@exec env PYTHONPATH=tools:. $(PY) -m first_gpu $(CALL) $(RESULTS) $(FLAGS)
 
 # All tests for a GPU in one process, for a machine that one has at hand.
 test-gpu: $(GPU_SETUP)

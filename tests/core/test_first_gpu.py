@@ -43,9 +43,11 @@ import json
 options = protocol.options(argparse.ArgumentParser())
 events = protocol.Events(options.events)
 blocking = os.environ.get("CUDA_LAUNCH_BLOCKING", "0")
-Path(os.environ["FIRST_GPU_LAUNCH"]).write_text('{"kernel": "blocking %s"}' % blocking)
+launch = Path(os.environ["FIRST_GPU_LAUNCH"])
 for item in json.loads(options.items.read_text()):
     events.start(item)
+    if "launch" in item:
+        launch.write_text(json.dumps({"item": item, "kernel": "blocking " + blocking}))
     if "dead" in item:
         events.end(item, "crashed", error="CUDA error: " + item)
         sys.exit(protocol.DEAD_CONTEXT)
@@ -102,12 +104,17 @@ def test_an_item_that_ends_its_process_costs_itself_alone(supervise: Any) -> Non
 
 
 def test_what_ended_a_process_runs_once_more_alone_with_blocking_launches(supervise: Any) -> None:
-    rows, _ = supervise(task("a", ["1", "dead::2", "3"], traced=True), processes=1)
-    assert [row["item"] for row in rows] == ["1", "dead::2", "dead::2", "3"]
+    rows, _ = supervise(
+        task("a", ["launch::1", "dead launch::2", "3", "dead::4"], traced=True), processes=1
+    )
+    names = ["launch::1", "dead launch::2", "dead launch::2", "3", "dead::4", "dead::4"]
+    assert [row["item"] for row in rows] == names
     traced = rows[2]
     assert traced["task"] == "a" and traced["outcome"] == "crashed"
-    assert traced["blocking"] == "CUDA error: dead::2"
+    assert traced["blocking"] == "CUDA error: dead launch::2"
+    assert rows[1]["launch"] == {"kernel": "blocking 0"}
     assert traced["launch"] == {"kernel": "blocking 1"}
+    assert rows[-1]["launch"] is None, "the last launch was another item's"
 
 
 def test_an_op_that_ends_too_many_processes_is_given_up(supervise: Any) -> None:
@@ -244,6 +251,23 @@ def test_tables_of_single_ops_become_one() -> None:
         tune.merge([])
 
 
+def test_the_op_of_a_test_is_that_of_its_parameters_and_bfloat16_comes_first() -> None:
+    def item(file: str, name: str, **parameters: Any) -> Any:
+        return SimpleNamespace(
+            path=Path(file), name=name, callspec=SimpleNamespace(params=parameters)
+        )
+
+    values = "test_values_and_gradients_match_float64"
+    of_spec = item("test_all_ops.py", f"{values}[triton-cuda-bfloat16-x]", spec=all_specs()["gelu"])
+    assert (worker.op_of(of_spec), worker.stage(of_spec)) == ("gelu", 0)
+    hot = item("test_hot_values.py", "test_values[x]", op="attention")
+    assert (worker.op_of(hot), worker.stage(hot)) == ("attention", 0)
+    other = item("test_timer.py", "test_it")
+    assert (worker.op_of(other), worker.stage(other)) == ("timer", 3)
+    names = [f"{values}[{run}-x]" for run in ("cuda-cuda-float32", "torch-cuda-float32")]
+    assert [worker.stage(item("test_all_ops.py", name)) for name in names] == [1, 2]
+
+
 def test_all_files_with_tests_for_a_gpu_are_found() -> None:
     found = calls.gpu_files()
     assert "tests/ops/test_all_ops.py" in found and "tests/parallel/test_gpu.py" in found
@@ -257,7 +281,7 @@ stand_in.install_if_asked()
 import torch
 from triton import knobs
 import fusedops
-from fusedops.specs import all_specs
+from fusedops.specs import all_specs, hot
 from fusedops.specs.comparison import fresh, run
 
 found = []
@@ -265,7 +289,11 @@ knobs.compilation.listener = lambda *, src, cache_hit, **_: found.append([src.na
 with fusedops.use_backend("triton"):
     for item in json.loads(sys.argv[1]):
         op, dtype, kind, number = item.split()
-        run(all_specs()[op].op, fresh(warm.samples(op, dtype, kind)[int(number)]))
+        if kind == "plain":
+            run(all_specs()[op].op, fresh(warm.plain(op, getattr(torch, dtype))[int(number)]))
+        else:
+            call = warm.hot_calls(op, getattr(torch, dtype), 90)[int(number)]
+            hot.made(call, getattr(torch, dtype), torch.device("cpu")).run()
 print(json.dumps(found))
 """
 
@@ -291,7 +319,11 @@ def test_launches_find_in_the_cache_what_was_compiled_before(
 ) -> None:
     environment["FIRST_GPU_STAND_IN"] = str(stand_in.build(tmp_path))
     items = ["rms_norm bfloat16 plain 0", "swiglu bfloat16 plain 1", "attention float16 plain 1"]
-    items.append("linear_act bfloat16 plain 0")
+    items += [
+        "linear_act bfloat16 plain 0",
+        "attention bfloat16 hot 0",
+        "grouped_mm bfloat16 hot 0",
+    ]
     (tmp_path / "items").write_text(json.dumps(items))
     (tmp_path / "claims").mkdir()
     command = [sys.executable, "-m", "first_gpu.warm", "--capability", "90"]
@@ -352,7 +384,10 @@ def test_a_rehearsal_of_all_calls_tells_each_error_and_goes_on(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:
     planted = [[test, kind] for test, kind in PLANTED.items()]
-    planted += [["moe_sort bfloat16 plain 1", "compile"], ["triton-cuda-float32-moe_sort", "compile"]]
+    planted += [
+        ["moe_sort bfloat16 plain 1", "compile"],
+        ["triton-cuda-float32-moe_sort", "compile"],
+    ]
     planted += [["swiglu 16384x14336", "illegal access"]]
     process = first_gpu(
         tmp_path,
@@ -361,7 +396,7 @@ def test_a_rehearsal_of_all_calls_tells_each_error_and_goes_on(
         planted,
         ops="swiglu,geglu,moe_sort",
         item_seconds=20,
-        memory=1.5,
+        memory=2.5,
     )
     log, _ = process.communicate()
     assert process.returncode != 0, "there are failures"
@@ -417,11 +452,12 @@ def test_a_call_that_is_cut_off_has_told_what_was_done(
         ops="moe_sort",
         item_seconds=500,
     )
+    archive = tmp_path / "out" / "test.tar.gz"
     deadline = time.monotonic() + 300
-    while time.monotonic() < deadline:
-        if (tmp_path / "out" / "test.tar.gz").exists():
-            if f"{VALUES}[triton-cuda-bfloat16-moe_sort" in archived(tmp_path, "test", "rows.csv"):
-                break
+    while time.monotonic() < deadline and process.poll() is None:
+        told = archived(tmp_path, "test", "rows.csv") if archive.exists() else ""
+        if f"{VALUES}[triton-cuda-bfloat16-moe_sort" in told:
+            break
         time.sleep(0.5)
     (caller,) = children(process.pid)
     workers = children(caller)

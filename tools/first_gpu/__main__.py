@@ -50,8 +50,8 @@ def options() -> argparse.Namespace:
         "--rehearse",
         metavar="FILE",
         type=Path,
-        help="no GPU: leave launches out, and make the errors of a JSON file: [[part of the name of "
-        f"an item, kind], ...], where a kind is one of: {', '.join(stand_in.KINDS)}",
+        help="no GPU: leave launches out, and make the errors of a JSON file: [[part of the name "
+        f"of an item, kind], ...], where a kind is one of: {', '.join(stand_in.KINDS)}",
     )
     return parser.parse_args()
 

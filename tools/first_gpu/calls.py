@@ -23,6 +23,7 @@ from typing import Any
 from first_gpu import figure_list, library, order, sanitized, stand_in, warm
 from first_gpu.results import Results
 from first_gpu.supervise import Row, Supervisor, Task
+from fusedops.specs import all_specs
 
 ROOT = library.ROOT
 CALLS = ("test", "figures", "tune")
@@ -156,7 +157,8 @@ class Call:
 
     def _warm(self) -> None:
         wanted = self.settings.ops or warm.known_ops()
-        names = warm.items([op for op in wanted if op in warm.known_ops()])
+        known = [op for op in wanted if op in warm.known_ops()]
+        names = warm.items(known, self.machine["capability"])
         claims = self.results.work / "claims"
         shutil.rmtree(claims, ignore_errors=True)
         claims.mkdir()
@@ -240,7 +242,7 @@ class Call:
 
     def _tune(self) -> None:
         lost = _lost(self.results.work.parent / "figures" / "figures.csv")
-        known = [op for op in warm.known_ops() if not self.settings.ops or op in self.settings.ops]
+        known = [op for op in all_specs() if not self.settings.ops or op in self.settings.ops]
         ops = sorted(known, key=lambda op: (lost.get(op, 1.0), order.rank(op)))
         command = [sys.executable, "-m", "first_gpu.tune", "--tables", str(self.results.work)]
         task = Task(

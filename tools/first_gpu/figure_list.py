@@ -1,7 +1,7 @@
 """The figures that decide whether the kernels are as fast as promised, and the table of them.
 
-A figure is an op at a size that fills the chip, beside the best there is, in bfloat16. Its mark is a
-share of the measured limit of the machine, or how many times faster than a rival it must be.
+A figure is an op at a size that fills the chip, beside the best there is, in bfloat16. Its mark is
+a share of the measured limit of the machine, or how many times faster than a rival it must be.
 """
 
 from __future__ import annotations

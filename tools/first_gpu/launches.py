@@ -21,7 +21,8 @@ def record(path: Path) -> None:
     launch = JITFunction.run
 
     def recorded(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        text = json.dumps(describe(self, args, kwargs, grid)).encode()
+        told = {"item": os.environ.get("FIRST_GPU_ITEM"), **describe(self, args, kwargs, grid)}
+        text = json.dumps(told).encode()
         os.pwrite(file, text, 0)
         os.ftruncate(file, len(text))
         return launch(self, *args, grid=grid, warmup=warmup, **kwargs)
@@ -47,12 +48,13 @@ def describe(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], grid: A
     }
 
 
-def last(path: Path) -> Any:
-    """Return the launch that is in a file, ``None`` where there is none."""
+def last(path: Path, item: str | None) -> Any:
+    """Return the launch that is in a file, ``None`` where there is none of this item."""
     try:
-        return json.loads(path.read_text())
+        launch = json.loads(path.read_text())
     except (OSError, ValueError):
         return None
+    return launch if launch.pop("item") == item else None
 
 
 def _argument(value: Any) -> str:

@@ -61,12 +61,13 @@ def covering(op: str, dtype: str = "bfloat16") -> list[tuple[str, int]]:
 
     chosen = []
     with fake_gpu.present(compile=nothing, observe=launched):
-        for kind in warm.KINDS:
-            for number in range(len(warm.samples(op, dtype, kind))):
-                before = len(kernels)
-                warm.compile_item(f"{op} {dtype} {kind} {number}")
-                if len(kernels) > before:
-                    chosen.append((kind, number))
+        for item in warm.items([op]):
+            if item.split()[1] != dtype:
+                continue
+            before = len(kernels)
+            warm.compile_item(item)
+            if len(kernels) > before:
+                chosen.append((item.split()[2], int(item.split()[3])))
     return chosen
 
 
@@ -74,14 +75,12 @@ def call_on_gpu(op: str, kind: str, number: int) -> Callable[[], object]:
     """Return what runs a sample and its gradients on the GPU."""
     import torch
 
-    from fusedops.specs import all_specs
+    from fusedops.specs import all_specs, hot
     from fusedops.specs.comparison import run
 
     device, dtype = torch.device("cuda"), torch.bfloat16
     if kind == "hot":
-        from fusedops.specs import hot
-
-        return list(hot.samples(op, dtype, device))[number].run
+        return hot.made(warm.hot_calls(op, dtype)[number], dtype, device).run
     sample = all_specs()[op].samples(device, dtype)[number]
     return lambda: run(all_specs()[op].op, sample)
 

@@ -8,6 +8,7 @@ makes room and goes on behind the others.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -114,10 +115,8 @@ class _Running:
 
     def kill(self) -> None:
         """End the process and all that it started."""
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self.process.wait()
 
     def failure(self, why: str) -> Row:
@@ -129,7 +128,7 @@ class _Running:
             "seconds": round(time.monotonic() - self.last_event, 3),
             "error": why,
             "text": shortened(text),
-            "launch": launches.last(self.launch),
+            "launch": launches.last(self.launch, self.item),
         }
 
 
@@ -228,7 +227,7 @@ class Supervisor:
                 each.task.items.remove(item)
             row = {"item": item, **event}
             if row["outcome"] == "crashed":
-                row["launch"] = launches.last(each.launch)
+                row["launch"] = launches.last(each.launch, item)
             self._deliver(each.task, row)
 
     def _ended(self, each: _Running, why: str) -> None:

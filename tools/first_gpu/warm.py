@@ -16,8 +16,6 @@ import argparse
 import contextlib
 import functools
 import hashlib
-import importlib
-import importlib.util
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -37,52 +35,69 @@ KINDS = ("hot", "plain")
 
 @functools.cache
 def known_ops() -> tuple[str, ...]:
-    """Return the ops that have a spec."""
-    from fusedops.specs import all_specs
+    """Return what has samples: ops, and kernel files with configurations of the static report."""
+    from fusedops.specs import all_specs, hot
 
-    return tuple(all_specs())
+    return tuple(sorted({*all_specs(), *hot.ops()}))
 
 
 @functools.cache
-def samples(op: str, dtype: str, kind: str) -> Sequence[Any]:
-    """Return the samples of an op whose launches are wanted, on the CPU."""
+def plain(op: str, dtype: torch.dtype) -> Sequence[Any]:
+    """Return the samples of an op's spec, on the CPU."""
     from fusedops.specs import all_specs
 
-    wanted, cpu = getattr(torch, dtype), torch.device("cpu")
-    if kind == "plain":
-        return all_specs()[op].samples(cpu, wanted) if op in all_specs() else []
-    if importlib.util.find_spec("fusedops.specs.hot") is None:
-        return []
-    hot = importlib.import_module("fusedops.specs.hot")
-    return hot.samples(op, wanted, cpu)
+    return all_specs()[op].samples(torch.device("cpu"), dtype) if op in all_specs() else []
 
 
-def items(ops: Sequence[str]) -> list[str]:
-    """Return the names of all items, the hot ones and the first dtype in front."""
+@functools.cache
+def hot_calls(op: str, dtype: torch.dtype, capability: int | None = None) -> Sequence[Any]:
+    """Return the calls that launch the configurations of the static report.
+
+    Args:
+        op: one of ``known_ops()``.
+        dtype: of the data.
+        capability: only what the report has for this one of 80, 90 and 100.
+    """
+    from fusedops.specs import hot
+
+    return hot.calls(op, dtype, capability) if op in hot.ops() else []
+
+
+def items(ops: Sequence[str], capability: int | None = None) -> list[str]:
+    """Return the names of all items, the hot ones and the first dtype in front.
+
+    Args:
+        ops: some of ``known_ops()``.
+        capability: of the GPU; one that the report does not have gets all configurations.
+    """
+    reported = capability if capability in (80, 90, 100) else None
     found = []
     for kind in KINDS:
-        for op, dtype in order.ordered(ops, DTYPES):
-            count = len(samples(op, dtype, kind))
-            found += [f"{op} {dtype} {kind} {number}" for number in range(count)]
+        for op, name in order.ordered(ops, DTYPES):
+            dtype = getattr(torch, name)
+            count = (
+                len(plain(op, dtype)) if kind == "plain" else len(hot_calls(op, dtype, reported))
+            )
+            found += [f"{op} {name} {kind} {number}" for number in range(count)]
     return found
 
 
-def compile_item(item: str) -> None:
-    """Compile the kernels of one item."""
+def compile_item(item: str, capability: int | None = None) -> None:
+    """Compile the kernels of one item of ``items(ops, capability)``."""
     import fake_gpu
 
-    import fusedops
-    from fusedops.specs import all_specs
+    from fusedops.specs import all_specs, hot
     from fusedops.specs.comparison import fresh
 
-    op, dtype, kind, number = item.split()
-    sample = samples(op, dtype, kind)[int(number)]
+    op, name, kind, number = item.split()
+    dtype = getattr(torch, name)
     if kind == "plain":
-        fake_gpu.launch_everything(all_specs()[op].op, fresh(sample))
+        sample = fresh(plain(op, dtype)[int(number)])
+        fake_gpu.launch_everything(all_specs()[op].op, sample)
         return
-    with fake_gpu.Record() as recorded, fusedops.use_backend("torch"):
-        sample.run()
-    fake_gpu.launch(recorded.calls)
+    reported = capability if capability in (80, 90, 100) else None
+    call = hot_calls(op, dtype, reported)[int(number)]
+    fake_gpu.launch(fake_gpu.calls_of(hot.made(call, dtype, torch.device("cpu")).run))
 
 
 @contextlib.contextmanager
@@ -175,7 +190,7 @@ def main() -> int:
             events.start(item)
             failed.clear()
             try:
-                compile_item(item)
+                compile_item(item, options.capability)
             except Exception as error:
                 failed.append(f"{type(error).__name__}: {error}")
             text = protocol.shortened("\n".join(failed))
