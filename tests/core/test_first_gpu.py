@@ -260,7 +260,10 @@ def test_the_op_of_a_test_is_that_of_its_parameters_and_bfloat16_comes_first() -
     values = "test_values_and_gradients_match_float64"
     of_spec = item("test_all_ops.py", f"{values}[triton-cuda-bfloat16-x]", spec=all_specs()["gelu"])
     assert (worker.op_of(of_spec), worker.stage(of_spec)) == ("gelu", 0)
-    hot = item("test_hot_values.py", "test_values[x]", op="attention")
+    by_name = item("test_gpu_behaviour.py", "test_bits[x]", op="gelu")
+    assert (worker.op_of(by_name), worker.stage(by_name)) == ("gelu", 3)
+    call = SimpleNamespace(op="attention")
+    hot = item("test_hot_configurations.py", "test_values[x]", call=call)
     assert (worker.op_of(hot), worker.stage(hot)) == ("attention", 0)
     other = item("test_timer.py", "test_it")
     assert (worker.op_of(other), worker.stage(other)) == ("timer", 3)

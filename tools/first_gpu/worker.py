@@ -59,6 +59,7 @@ def op_of(item: pytest.Item) -> str:
     callspec = getattr(item, "callspec", None)
     parameters = callspec.params if callspec else {}
     op = getattr(parameters.get("spec"), "name", None) or parameters.get("op")
+    op = op or getattr(parameters.get("call"), "op", None)
     return op if isinstance(op, str) else item.path.stem.removeprefix("test_")
 
 
