@@ -280,7 +280,8 @@ class Supervisor:
                 f"{task.name}-trace{task.ends}",
                 task.command,
                 [row["item"]],
-                {**task.environment, "CUDA_LAUNCH_BLOCKING": "1"},
+                # Without plans each launch goes through Python, where it is recorded.
+                {**task.environment, "CUDA_LAUNCH_BLOCKING": "1", "FUSEDOPS_LAUNCH_PLANS": "0"},
                 item_seconds=task.item_seconds,
                 most_ends=1,
                 trace_of=row,
