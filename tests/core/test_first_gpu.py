@@ -271,6 +271,38 @@ def test_the_op_of_a_test_is_that_of_its_parameters_and_bfloat16_comes_first() -
     assert [worker.stage(item("test_all_ops.py", name)) for name in names] == [1, 2]
 
 
+MISSING = (
+    "click",
+    "expecttest",
+    "hypothesis",
+    "matplotlib",
+    "psutil",
+    "rich",
+    "transformers",
+    "typer",
+)
+IMPORTS = """
+import sys
+for name in {missing}:
+    sys.modules[name] = None
+import first_gpu.__main__, first_gpu.figures, first_gpu.sanitized, first_gpu.tune, first_gpu.warm
+from fusedops.cli.bench import tuner
+from fusedops.cli.progress import steps
+with steps(1) as progress:
+    progress.advance()
+"""
+
+
+def test_torch_triton_and_pytest_are_enough() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTS.format(missing=MISSING)],
+        env={**os.environ, "PYTHONPATH": f"{ROOT / 'tools'}:{ROOT}:{ROOT / 'tests' / 'ops'}"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_all_files_with_tests_for_a_gpu_are_found() -> None:
     found = calls.gpu_files()
     assert "tests/ops/test_all_ops.py" in found and "tests/parallel/test_gpu.py" in found

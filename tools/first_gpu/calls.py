@@ -228,7 +228,7 @@ class Call:
                 command,
                 names,
                 self.settings.environment,
-                item_seconds=self.settings.item_seconds,
+                item_seconds=2 * self.settings.item_seconds,  # torch.compile of several rivals
                 slice_seconds=float("inf"),
             )
             for group, names in figure_list.groups(self.settings.ops).items()
