@@ -238,6 +238,22 @@ def test_ops_that_lost_are_tuned_first(tmp_path: Path) -> None:
     assert calls._lost(tmp_path / "figures.csv") == {"gelu": 0.5}
 
 
+def test_nothing_is_measured_without_the_compiled_libraries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {"gpu": "H200", "missing": {"libfusedops_cuda.so": "it does not exist"}}
+    built: list[float] = []
+    monkeypatch.setattr(calls.library, "describe", lambda: found)
+    monkeypatch.setattr(calls.library, "build", lambda seconds, log: built.append(seconds))
+    settings = calls.Settings(500, 1, 1, [], 1, 1, 1, {})
+    for call in ("figures", "tune"):
+        out = results.Results(call, tmp_path / "out", tmp_path / "work")
+        assert not calls.Call(call, settings, out).run()
+        assert "not built: libfusedops_cuda.so: it does not exist" in out.steps
+        assert "every figure would be wrong" in out.steps[-1]
+    assert len(built) == 2 and min(built) > 400, "each call builds what is missing first"
+
+
 def test_tables_of_single_ops_become_one() -> None:
     def table(op: str, architecture: str = "sm_90") -> tuning.Table:
         entry = SimpleNamespace(op=op)
