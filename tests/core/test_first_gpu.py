@@ -17,11 +17,13 @@ import pytest
 import torch
 from first_gpu import calls, figure_list, order, protocol, results, stand_in, tune, worker
 from first_gpu.supervise import Row, Supervisor, Task
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fusedops._core import tuning
 from fusedops.specs import all_specs
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "tests" / "ops"))  # fake_gpu
 
 
 def test_small_ops_come_first_and_important_ones_among_equals() -> None:
@@ -323,6 +325,20 @@ def test_all_files_with_tests_for_a_gpu_are_found() -> None:
     found = calls.gpu_files()
     assert "tests/ops/test_all_ops.py" in found and "tests/parallel/test_gpu.py" in found
     assert "tests/core/test_tuning.py" not in found
+
+
+def test_a_fake_lies_in_memory_as_its_tensor_does() -> None:
+    """Triton compiles another kernel for an address that 16 bytes do not divide."""
+    pytest.importorskip("triton")
+    import fake_gpu
+
+    memory = torch.empty(12, 42, dtype=torch.bfloat16)
+    parts = (memory, *memory.chunk(2, -1))
+    with FakeTensorMode():
+        fakes = [fake_gpu._fake(part) for part in parts]
+        addresses = [fake_gpu.mocked(fake).data_ptr() % 16 for fake in fakes]
+    assert addresses == [0, 0, 42 % 16]
+    assert [fake.stride() for fake in fakes] == [(42, 1)] * 3
 
 
 HITS = """
