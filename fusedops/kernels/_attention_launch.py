@@ -231,7 +231,10 @@ class Call:
         factor = self.scale * LOG2E.value
         if self.softcap > 0.0:
             factor *= 2.0 / self.softcap
-        tables = self.ends or (query, query)
+        # What stands in for absent tables is never read: any tensor, and no copy of one.
+        ends_q, ends_k = (
+            (query, query) if self.ends is None else map(torch.Tensor.contiguous, self.ends)
+        )
         result: dict[str, Any] = {
             "q_ptr": query,
             "k_ptr": key,
@@ -239,8 +242,8 @@ class Call:
             "mask_ptr": query if mask is None else mask,
             "slopes_ptr": _launch.dense(self.slopes, query),
             "seed_ptr": _launch.dense(self.seed, query),
-            "ends_q_ptr": tables[0].contiguous(),
-            "ends_k_ptr": tables[1].contiguous(),
+            "ends_q_ptr": ends_q,
+            "ends_k_ptr": ends_k,
             "stride_slope": self.query.shape[1] if _has_batch(self.slopes) else 0,
             "num_heads": query.shape[1],
             "num_rows": query.shape[2],

@@ -88,6 +88,9 @@ def case(
     types |= dict.fromkeys(counts, "i32")
     types |= dict.fromkeys(("factor", "bound", "scale", "drop_scale"), "fp32")
     half = dtype != "fp32"
+    if not half:
+        # Float32 keeps no remainder: nothing was rounded. It keeps the parts of the log-sum-exp.
+        flags = flags | {"KEEPS": False, "PARTS": True}
     torch_dtype = torch.bfloat16 if half else torch.float32
     sizes, options = block_table(kernel, capability, torch_dtype, size, size, kind, described)
     if described:

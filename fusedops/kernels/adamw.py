@@ -49,26 +49,6 @@ def _elements(start, size, run, pitch, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _elements(start, size, run, pitch, BLOCK: tl.constexpr):
-    """Return ``i // run * pitch + i % run`` for the ``BLOCK`` elements ``i`` from ``start`` on.
-
-    One 64-bit division for all of them, none where a single run holds the whole tensor.
-    """
-    first_run = tl.cast(0, tl.int64)
-    if run < size:
-        first_run = start // run
-    place = start - first_run * run
-    # Element of the block at which the next run begins; both fit 32 bits once they are cut.
-    boundary = tl.minimum(run - place, BLOCK).to(tl.int32)
-    length = tl.minimum(run, BLOCK).to(tl.int32)
-    e = tl.arange(0, BLOCK)
-    # Exact: half an element is more than the rounding of a quotient of numbers below 2 * BLOCK.
-    quotient = ((e - boundary + length).to(tl.float32) + 0.5) * (1.0 / length.to(tl.float32))
-    runs = tl.maximum(quotient.to(tl.int32), 0)
-    return first_run * pitch + place + e + runs * (pitch - run)
-
-
-@triton.jit
 def _words(element, key, offset):
     """Return a random word for each element of a parameter; ``ops/adamw.py`` specifies it."""
     counter = element >> 2
