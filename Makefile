@@ -31,7 +31,7 @@ INTERPRETED = $(sort $(shell grep -rlw --include="test_*.py" mark.interpreter te
 NATIVE := $(BIN)/python tools/native.py build > /dev/null || test $$? -eq 3
 
 .PHONY: setup native demo test test-tiles test-isas test-asan test-sanitizers fuzz test-all test-torch test-clients \
-        test-gpu bench bench-gpu lint format check-cuda kernel-report-all kernel-report-triton kernel-report-peers docs clean clean-venv
+        first-gpu test-gpu bench bench-gpu lint format check-cuda kernel-report-all kernel-report-versions kernel-report-triton kernel-report-peers docs clean clean-venv
 
 setup: .venv/.editable .venv/.models native
 
@@ -157,7 +157,7 @@ test-clients: $(CLIENTS)/.packages native
 	PYTHONPATH=$(CURDIR) $(CLIENTS_PYTEST)
 	PYTHONPATH=$(CURDIR)/$(CLIENTS_TRANSFORMERS):$(CURDIR) $(CLIENTS_PYTEST)
 
-ifneq ($(filter test-gpu bench-gpu,$(MAKECMDGOALS)),)
+ifneq ($(filter first-gpu test-gpu bench-gpu,$(MAKECMDGOALS)),)
 PY := $(GPU_PYTHON)
 GPU_SETUP := $(if $(filter python3,$(PY)),gpu-native,setup)
 endif
@@ -166,13 +166,16 @@ endif
 gpu-native:
 	python3 setup.py build_ext --inplace
 
-# What matters most first; SHARD=1/4 runs a part; RESULTS=FOLDER gets a JUnit file and times, as they
-# come. Kernels are compiled on all processors before the first launch: one at a time the GPU waits.
-SHARD ?= 1/1
-RECORD = $(if $(RESULTS),--record $(RESULTS))
+# The first hour on a GPU, docs/gpu.md: calls of nine minutes each, test, figures and tune, or one of
+# them: make first-gpu CALL=figures RESULTS=folder. FLAGS: python -m first_gpu --help.
+CALL ?= all
+first-gpu:
+	@test -n "$(RESULTS)" || { echo "where to? For example: make first-gpu RESULTS=results"; exit 2; }
+	@exec env PYTHONPATH=tools:. $(PY) -m first_gpu $(CALL) $(RESULTS) $(FLAGS)
+
+# All tests for a GPU in one process, for a machine that one has at hand.
 test-gpu: $(GPU_SETUP)
-	PYTHONPATH=tools $(PY) tools/warm_kernels.py --shard $(SHARD) $(RECORD)
-	PYTHONPATH=tools $(PY) -m pytest -q -p gpu_session tests -m gpu --shard $(SHARD) $(RECORD)
+	$(PY) -m pytest -q tests -m gpu
 
 bench: setup
 	$(BIN)/python -m fusedops.cli.main bench --results bench/results
@@ -201,8 +204,13 @@ check-cuda: setup
 kernel-report-all: setup
 	$(BIN)/python tools/kernel_report.py --check --all
 
+# Whether the tables of other Tritons have a row for every kernel as it is now; second tier, because
+# who changes a kernel need not have them all.
+kernel-report-versions: setup
+	$(BIN)/python tools/kernel_report.py --versions
+
 # The same of another Triton than the pinned one, in docs/reports/triton-$(TRITON).csv: which rows
-# spill there; second tier, for its download.
+# spill there; second tier, for its download. Only what changed is compiled.
 TRITON := 3.6.0
 kernel-report-triton: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(PIP_FLAGS) \

@@ -33,9 +33,17 @@ bool is_float(at::ScalarType type) {
   return type == at::kHalf || type == at::kBFloat16 || type == at::kFloat || type == at::kDouble;
 }
 
+// One argument while the elements of an index stand in the places of their lists.
+struct Column {
+  bool is_list = false;
+  at::ArrayRef<c10::IValue> elements = {};
+};
+
 // What the arguments looked at so far have told.
 struct Known {
   at::ArrayRef<c10::IValue> arguments;
+  at::ArrayRef<Column> columns = {};  // one for each argument, inside of Elements
+  size_t index = 0;
   std::array<std::optional<int64_t>, kMostNames> sizes = {};
   std::array<std::optional<at::IntArrayRef>, kMostNames> lists = {};
   std::array<at::ScalarType, kMostNames> letters;  // Undefined: not known
@@ -45,6 +53,13 @@ struct Known {
 
   explicit Known(at::ArrayRef<c10::IValue> arguments) : arguments(arguments) {
     letters.fill(at::ScalarType::Undefined);
+  }
+
+  const c10::IValue& argument(int64_t place) const {
+    static const c10::IValue none;
+    if (columns.empty() || !columns[place].is_list) return arguments[place];
+    const auto& elements = columns[place].elements;
+    return elements.empty() ? none : elements[index];
   }
 };
 
@@ -135,19 +150,19 @@ struct Contract::Rules {
           break;
         }
         case Operation::argument:
-          push(integer_of(known.arguments[code[at++]]));
+          push(integer_of(known.argument(code[at++])));
           break;
         case Operation::word: {
-          const auto& value = known.arguments[code[at]];
+          const auto& value = known.argument(code[at]);
           push(value.toStringView() == words[code[at + 1]]);
           at += 2;
           break;
         }
         case Operation::given:
-          push(is_given(known.arguments[code[at++]]));
+          push(is_given(known.argument(code[at++])));
           break;
         case Operation::itemsize:
-          push(static_cast<int64_t>(known.arguments[code[at++]].toTensor().element_size()));
+          push(static_cast<int64_t>(known.argument(code[at++]).toTensor().element_size()));
           break;
         case Operation::len: {
           const auto& list = known.lists[code[at++]];
@@ -166,7 +181,7 @@ struct Contract::Rules {
           break;
         }
         case Operation::count:
-          push(static_cast<int64_t>(known.arguments[code[at++]].toListRef().size()));
+          push(static_cast<int64_t>(known.argument(code[at++]).toListRef().size()));
           break;
         case Operation::select: {
           top -= 2;
@@ -226,7 +241,8 @@ struct Contract::Rules {
     return true;
   }
 
-  // Whether the sizes are as described; known then has the names that they tell.
+  // Whether the sizes are as described; known then has the names that they tell, and if they are
+  // not may have some of them.
   bool match(const Shape& shape, at::IntArrayRef sizes, Known& known) const {
     size_t fixed = 0;
     bool free = false;
@@ -240,13 +256,6 @@ struct Contract::Rules {
       }
     }
     if (sizes.size() < fixed || (sizes.size() > fixed && !free)) return false;
-    const auto names_before = known.sizes;
-    const auto lists_before = known.lists;
-    const auto fail = [&] {
-      known.sizes = names_before;
-      known.lists = lists_before;
-      return false;
-    };
     size_t at = 0;
     for (const auto& each : shape) {
       if (each.kind == SizeKind::list) {
@@ -261,7 +270,7 @@ struct Contract::Rules {
         const size_t left_out =
             each.shorter && list->size() > part.size() ? list->size() - part.size() : 0;
         const auto wanted = list->slice(left_out);
-        if (!(each.broadcast ? broadcasts(part, wanted) : part == wanted)) return fail();
+        if (!(each.broadcast ? broadcasts(part, wanted) : part == wanted)) return false;
         continue;
       }
       const int64_t size = sizes[at++];
@@ -273,21 +282,28 @@ struct Contract::Rules {
       } else {
         wanted = evaluate(each.expression, known);
       }
-      if (wanted.wrong) return fail();
-      if (wanted.known && size != wanted.value && !(each.broadcast && size == 1)) return fail();
+      if (wanted.wrong) return false;
+      if (wanted.known && size != wanted.value && !(each.broadcast && size == 1)) return false;
     }
     return true;
   }
 
   bool allows(const TensorRule& rule, Known& known) const {
-    const auto& value = known.arguments[rule.argument];
+    const auto& value = known.argument(rule.argument);
     if (!is_given(value)) return rule.optional;
     const auto& tensor = value.toTensor();
     if (!fits(rule, tensor.scalar_type(), known)) return false;
+    const auto& last = rule.shapes.back();
     for (const auto& shape : rule.shapes) {
+      if (&shape == &last) break;
+      const auto sizes = known.sizes;
+      const auto lists = known.lists;
       if (match(shape, tensor.sizes(), known)) return !rule.dense || is_laid_out(tensor, known);
+      known.sizes = sizes;
+      known.lists = lists;
     }
-    return false;
+    // Where this one does not fit either the call is refused, whatever is known.
+    return match(last, tensor.sizes(), known) && (!rule.dense || is_laid_out(tensor, known));
   }
 
   static bool is_laid_out(const at::Tensor& tensor, Known& known) {
@@ -299,20 +315,19 @@ struct Contract::Rules {
 
   bool allows(const std::shared_ptr<const Elements>& step, Known& known) const {
     const auto list_of = [&](const List& list) {
-      return known.arguments[list.argument].toListRef();
+      return known.argument(list.argument).toListRef();
     };
     const size_t count = list_of(step->lists[0]).size();
     for (const auto& list : step->lists) {
       const size_t size = list_of(list).size();
       if (size != count && !(list.may_be_empty && size == 0)) return false;
     }
-    c10::SmallVector<c10::IValue, 24> row(known.arguments.begin(), known.arguments.end());
+    c10::SmallVector<Column, 24> columns(known.arguments.size());
+    for (const auto& list : step->lists) columns[list.argument] = {true, list_of(list)};
     for (size_t i = 0; i < count; ++i) {
-      for (const auto& list : step->lists) {
-        const auto elements = list_of(list);
-        row[list.argument] = elements.empty() ? c10::IValue() : elements[i];
-      }
-      Known element(row);
+      Known element(known.arguments);
+      element.columns = columns;
+      element.index = i;
       element.sizes = known.sizes;
       element.lists = known.lists;
       element.letters = known.letters;
@@ -354,23 +369,23 @@ struct Contract::Rules {
   }
 
   static bool allows(const Range& step, Known& known) {
-    const double value = known.arguments[step.argument].toDouble();
+    const double value = known.argument(step.argument).toDouble();
     return (step.low_open ? step.low < value : step.low <= value) &&
            (step.high_open ? value < step.high : value <= step.high);
   }
 
   static bool allows(const Choice& step, Known& known) {
-    const auto word = known.arguments[step.argument].toStringView();
+    const auto word = known.argument(step.argument).toStringView();
     return std::find(step.words.begin(), step.words.end(), word) != step.words.end();
   }
 
   static bool allows(const Gradients& step, Known& known) {
     bool any = false;
-    for (auto place : step.incoming) any |= is_given(known.arguments[place]);
-    const auto mask = known.arguments[step.mask].toListRef();
+    for (auto place : step.incoming) any |= is_given(known.argument(place));
+    const auto mask = known.argument(step.mask).toListRef();
     if (!any || static_cast<int64_t>(mask.size()) != step.count) return false;
     for (const auto& [place, argument] : step.needs) {
-      if (mask[place].toBool() && !is_given(known.arguments[argument])) return false;
+      if (mask[place].toBool() && !is_given(known.argument(argument))) return false;
     }
     return true;
   }

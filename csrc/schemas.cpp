@@ -222,7 +222,8 @@ TORCH_LIBRARY(fusedops_cpp, m) {
   m.def(
       "adamw(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs,"
       " Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] copies, Tensor(f!)[] steps,"
-      " Tensor? grad_factor, Tensor? found_inf, int[] draws, float[] weight_decays, float lr,"
-      " float beta1, float beta2, float eps, bool maximize, bool bias_correction) -> ()");
+      " Tensor? grad_factor, Tensor? found_inf, Tensor? learning_rate, int[] draws,"
+      " float[] weight_decays, float lr, float beta1, float beta2, float eps, bool maximize,"
+      " bool bias_correction) -> ()");
   m.def("square_sums(Tensor[] inputs) -> (Tensor sums)");
 }

@@ -4,11 +4,12 @@
     python tools/kernel_report.py --op gelu   # writes and prints the rows of one op
     python tools/kernel_report.py --check     # compares with it (make check-cuda, CI)
     python tools/kernel_report.py --all       # compiles what did not change as well
+    python tools/kernel_report.py --versions  # whether the tables of other Tritons are complete
 
 Each ``fusedops/kernels/X.py`` names its configurations in ``static_report_cases()``; each is
-compiled for sm_80, sm_90 and sm_100, and registers, stack, shared memory and instructions are read
-from the machine code with the tools that come with Triton. Fixed rules: no stack, that is no
-spilled register; a matrix kernel uses the matrix instructions of its GPU; no tile is computed by
+compiled for sm_80, sm_90, sm_100 and sm_120, and registers, stack, shared memory and instructions
+are read from the machine code with the tools that come with Triton. Fixed rules: no stack, that is
+no spilled register; a matrix kernel uses the matrix instructions of its GPU; no tile is computed by
 several warps; shared memory fits.
 
 For sm_90 a row tells of the main loop (``kernel_report_code.py``) the loads by width (``4x16`` is
@@ -31,6 +32,8 @@ digest says (``make kernel-report-all`` all of them).
 
 Figures are of the Triton that is found first. ``make kernel-report-triton TRITON=3.6.0`` puts
 another one before the pinned one and writes a table of its own (``--table triton-3.6.0``).
+``--check`` reads these tables too, without compiling: a row that spills fails, and it says how many
+kernels changed after their rows were written or have none; ``--versions`` (second tier) fails then.
 """
 
 from __future__ import annotations
@@ -57,8 +60,13 @@ import kernel_report_estimate
 import report_table
 
 ROOT = Path(__file__).resolve().parent.parent
-CAPABILITIES = (80, 90, 100)
-SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}
+CAPABILITIES = (80, 90, 100, 120)
+SHARED_LIMIT = {
+    "sm_80": 163 * 1024,
+    "sm_90": 227 * 1024,
+    "sm_100": 227 * 1024,
+    "sm_120": 99 * 1024,
+}
 # Instruction of the machine code -> what it tells. tcgen05.mma is UTC<type>MMA in the machine code.
 INSTRUCTIONS = {
     "mma": r"\bHMMA",
@@ -283,11 +291,46 @@ def _tool(name: str, *arguments: str) -> str:
     return done.stdout + done.stderr
 
 
+def other_versions(*, strict: bool) -> int:
+    """Say what the committed tables of other Tritons lack; returns the exit code.
+
+    Args:
+        strict: whether a kernel without a row of its present sources fails, not only a spill.
+    """
+    from fusedops.kernels import _triton_version
+
+    failed, pinned = False, _triton_version.TRITON
+    for path in sorted(report_table.REPORTS.glob("triton-*.csv")):
+        version = path.stem.removeprefix("triton-")
+        major, minor = version.split(".")[:2]
+        rows = report_table.rows(path)
+        broken = [
+            f"{row['op']} {row['kernel']} {row['case']} {row['arch']}: {problem}"
+            for row in rows
+            for problem in problems(row)
+        ]
+        # The tables of tiles choose by version.
+        _triton_version.TRITON = (int(major), int(minor))
+        cases.cache_clear()
+        wanted = {digest(cases(op)[index], chip) for op, index, chip in compilations(ops())}
+        _triton_version.TRITON = pinned
+        cases.cache_clear()
+        lacking = len(wanted - {row["digest"] for row in rows})
+        where = f"docs/reports/{path.name}"
+        for line in broken:
+            print(f"{where}: {line}", file=sys.stderr)
+        update = f": make kernel-report-triton TRITON={version}" if lacking else ""
+        print(f"{where}: {len(wanted) - lacking} of {len(wanted)} kernels are current{update}")
+        failed |= bool(broken) or (strict and lacking > 0)
+    return int(failed)
+
+
 def main() -> int:
     """Compile what changed, and write or compare the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="compare, do not write")
     parser.add_argument("--all", action="store_true", help="compile what did not change as well")
+    parser.add_argument("--versions", action="store_true", help="only other Tritons' tables")
     parser.add_argument("--op", action="append", metavar="NAME", help="only the rows of this op")
     parser.add_argument("--table", metavar="NAME", default="triton_kernels", help="another table")
     options = parser.parse_args()
@@ -297,6 +340,8 @@ def main() -> int:
         print("triton is not installed: no report of its kernels")
         return 0
     sys.path.insert(0, str(ROOT))
+    if options.versions:
+        return other_versions(strict=True)
     unknown = sorted(set(options.op or ()) - set(ops()))
     if unknown:
         parser.error(f"--op {', '.join(unknown)}: there is no fusedops/kernels file of this name")
@@ -334,7 +379,8 @@ def main() -> int:
     ]
     print(f"compiled {len(compiled)} of {len(set(marks))} different kernels")
     if not options.op:
-        return report_table.finish(table, rows, check=options.check)
+        others = other_versions(strict=False) if options.check and not own else 0
+        return report_table.finish(table, rows, check=options.check) or others
     report_table.show(rows)
     return report_table.finish(
         table, rows, check=options.check, only=lambda row: row["op"] in options.op

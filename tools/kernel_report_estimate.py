@@ -34,7 +34,7 @@ _SHARED_BANDWIDTH = 128
 _STEPS = 16
 
 # Capability -> bytes of shared memory of a multiprocessor; each block takes one KiB more than told.
-_SHARED = {80: 164 * 1024, 90: 228 * 1024, 100: 228 * 1024}
+_SHARED = {80: 164 * 1024, 90: 228 * 1024, 100: 228 * 1024, 120: 100 * 1024}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Launch:
     """How a kernel is launched, and what it takes.
 
     Attributes:
-        capability: 80, 90 or 100.
+        capability: 80, 90, 100 or 120.
         warps: of a block.
         stages: of its loop: how many steps' operands stand in shared memory.
         registers: of a thread.

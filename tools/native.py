@@ -12,7 +12,7 @@ What is compiled is found by name:
 | ``csrc/*.cpp``, ``csrc/cpu/*.cpp`` | once, for the baseline instruction set |
 | ``csrc/cpu/*.isa.cpp`` | per instruction set: ``-DCPU_CAPABILITY=DEFAULT``, ``AVX2``, ``AVX512`` |
 | ``csrc/host/*.cpp`` | once, a Python module (pybind11) that links the library of the above |
-| ``csrc/cuda/*.cu`` | by nvcc for sm_80, sm_90, and to PTX for later GPUs; no torch header in it |
+| ``csrc/cuda/*.cu`` | by nvcc for four GPUs (``native_flags.py``), to PTX for others; no torch |
 | ``csrc/cuda/*.cpp`` | bindings of the above; linked only where the installed torch has CUDA |
 
 An inline function that an ``*.isa.cpp`` file shares with the rest of the library (``std::vector``,
@@ -58,7 +58,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # setup.py and others load this by path
-from native_flags import CXX_FLAGS, ISA_FLAGS, NVCC_FLAGS
+from native_flags import CXX_FLAGS, ISA_FLAGS, NVCC_FLAGS, gencode
 
 sys.path.pop(0)
 
@@ -144,6 +144,12 @@ def cuda_home() -> Path | None:
         if home and (home / "bin/nvcc").exists() and (home / "include/cuda_runtime.h").exists():
             return home.resolve()
     return None
+
+
+def _gpus(nvcc: str) -> list[str]:
+    """Return the GPUs that an nvcc compiles for: ``["sm_75", "sm_80", ...]``."""
+    done = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True)
+    return done.stdout.split()
 
 
 def compiler() -> str:
@@ -294,9 +300,9 @@ def build(*, verbose: bool = False) -> list[Path]:
 def check_cuda(*, only: Sequence[str] | None = None, verbose: bool = False) -> str:
     """Compile every file under csrc/cuda and return ptxas' resource report.
 
-    The kernels compile for sm_80 and sm_90, and to PTX. The bindings compile against
-    the installed torch, which may have no CUDA: nothing is linked, nothing needs a GPU. ``only``
-    names the files of kernels that are compiled, without the bindings.
+    The kernels compile for the GPUs of ``native_flags.py``, and to PTX. The bindings compile
+    against the installed torch, which may have no CUDA: nothing is linked, nothing needs a GPU.
+    ``only`` names the files of kernels that are compiled, without the bindings.
 
     Raises:
         BuildError: no nvcc, or a file does not compile.
@@ -480,7 +486,8 @@ def _rules() -> dict[str, str]:
         "link": f"{compiler()} {EXTRA_FLAGS} -shared $in -o $out $flags",
     }
     if cuda_home():
-        nvcc = shlex.join([f"{cuda_home()}/bin/nvcc", *NVCC_FLAGS, f"-I{CSRC}"])
+        program = f"{cuda_home()}/bin/nvcc"
+        nvcc = shlex.join([program, *gencode(_gpus(program)), *NVCC_FLAGS, f"-I{CSRC}"])
         # ptxas reports on stderr; it is kept beside the object for tools/cuda_report.py.
         rules["nvcc"] = (
             f"{nvcc} -ccbin {compiler()} -MMD -MF $out.d -c $in -o $out > $out.log 2>&1 "

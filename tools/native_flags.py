@@ -1,5 +1,7 @@
 """What the compilers are told, for tools/native.py."""
 
+from collections.abc import Collection
+
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512dq", "-mavx512vl", "-mavx512bw")
 # ATen's vector headers look at HAVE_*_CPU_DEFINITION and CPU_CAPABILITY_*, as in torch's own build.
@@ -18,12 +20,10 @@ ISA_FLAGS = {
         "-DHAVE_AVX512_CPU_DEFINITION",
     ),
 }
-# Machine code for sm_80 (it runs on 86 and 89 too) and sm_90. A later GPU (sm_100, sm_120) compiles
-# the PTX of compute_90 at its first launch.
-GENCODE = (
-    "-gencode=arch=compute_80,code=sm_80",
-    "-gencode=arch=compute_90,code=[sm_90,compute_90]",
-)
+# Machine code for these (that of sm_80 runs on 86 and 89 too, of 100 on 103, of 120 on 121), as far
+# as nvcc knows them: 12.8 is the first to know the last two. Any other GPU compiles the PTX of
+# compute_90 at its first launch.
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
 # The C++11 ABI is fixed: every torch that we support (2.11 and newer) is built with it.
 CXX_FLAGS = (
     "-std=c++20",
@@ -42,10 +42,20 @@ CXX_FLAGS = (
     "-D_GLIBCXX_USE_CXX11_ABI=1",
 )
 NVCC_FLAGS = (
-    *GENCODE,
     "-std=c++20",
     "-O3",
     "-Xptxas=-v",
     "-Xcompiler=-fPIC,-fvisibility=hidden",
     "-Xcudafe=--diag_suppress=177",
 )
+
+
+def gencode(known: Collection[str]) -> list[str]:
+    """Return what tells nvcc which GPUs to compile for, of those that it knows (``"sm_90"``...)."""
+    flags = []
+    for each in ARCHITECTURES:
+        if each in known:
+            virtual = each.replace("sm", "compute")
+            code = f"[{each},{virtual}]" if each == "sm_90" else each
+            flags.append(f"-gencode=arch={virtual},code={code}")
+    return flags

@@ -145,7 +145,7 @@ def _as_gpu(capability: tuple[int, int]) -> contextlib.ExitStack:
         (checks, "readable", lambda tensor: False),
         (backends, "env", SimpleNamespace(triton_interpreted=lambda: True)),
         (_descriptors, "available", lambda device: generation > 80),
-        (_attention_launch, "_generation", lambda device: generation),
+        (_attention_launch, "generation_of", lambda device: generation),
         (_launch, "num_programs", lambda device: 2 * 132),
     )
     stack = contextlib.ExitStack()

@@ -62,9 +62,10 @@ std::vector<int64_t> first_chunks(const std::vector<Tensor>& tensors) {
 void adamw(at::TensorList params, at::TensorList grads, at::TensorList exp_avgs,
            at::TensorList exp_avg_sqs, at::TensorList max_exp_avg_sqs, at::TensorList copies,
            at::TensorList steps, const Optional& grad_factor, const Optional& found_inf,
-           at::IntArrayRef draws, at::ArrayRef<double> weight_decays, double lr, double beta1,
-           double beta2, double eps, bool maximize, bool bias_correction) {
+           const Optional& learning_rate, at::IntArrayRef draws, at::ArrayRef<double> weight_decays,
+           double lr, double beta1, double beta2, double eps, bool maximize, bool bias_correction) {
   if (found_inf.has_value() && scalar(*found_inf) != 0.0) return;
+  if (learning_rate.has_value()) lr = scalar(*learning_rate);
   const size_t count = params.size();
   std::vector<AdamWTensor> tensors(count);
   for (size_t i = 0; i < count; ++i) {

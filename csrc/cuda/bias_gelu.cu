@@ -8,6 +8,7 @@
 //
 // No figure here is measured yet; registers and spills are in docs/reports/cuda_kernels.csv.
 #include <algorithm>
+#include <type_traits>
 
 #include "activation.cuh"
 #include "gelu.h"
@@ -107,15 +108,17 @@ cudaError_t launch(const BiasGeluForward& a, cudaStream_t stream) {
 
 template <typename T, typename P, Activation kActivation, int kPack>
 cudaError_t launch(const BiasGeluBackward& a, cudaStream_t stream) {
-  const Shape shape(a.columns, kPack);
+  // A thread owns one column of doubles: two spill on sm_100.
+  constexpr int kColumns = std::is_same_v<T, double> ? 1 : kPack;
+  const Shape shape(a.columns, kColumns);
   const int64_t parts = bias_gelu_partials(a.rows, a.columns, a.dtype);
   // As many parts whatever the pack: both heights of a block are powers of two, and parts are a
   // multiple of the larger one.
   const auto blocks = static_cast<unsigned>(parts / shape.block.y);
   auto* partials = a.grad_bias != nullptr ? static_cast<Acc<T>*>(a.partials) : nullptr;
   const auto error = enqueue(
-      bias_gelu_backward_kernel<T, P, kActivation, kPack>, dim3(shape.tiles, blocks), shape.block,
-      0, stream, static_cast<const T*>(a.grad_output), static_cast<const T*>(a.input),
+      bias_gelu_backward_kernel<T, P, kActivation, kColumns>, dim3(shape.tiles, blocks),
+      shape.block, 0, stream, static_cast<const T*>(a.grad_output), static_cast<const T*>(a.input),
       static_cast<const P*>(a.bias), static_cast<T*>(a.grad_input), partials, a.rows, a.columns);
   if (error != cudaSuccess || partials == nullptr) return error;
   return add_partials<Acc<T>, P>(partials, static_cast<P*>(a.grad_bias), nullptr, parts, a.columns,

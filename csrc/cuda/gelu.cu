@@ -4,6 +4,8 @@
 // No figure here is measured yet; registers and spills are in docs/reports/cuda_kernels.csv.
 #include "gelu.h"
 
+#include <type_traits>
+
 #include "activation.cuh"
 #include "launch.cuh"
 
@@ -12,6 +14,9 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kPacksPerThread = 2;
+// Of a thread's packs, those at once: two of doubles spill on sm_100.
+template <typename T>
+constexpr int kUnrolled = std::is_same_v<T, double> ? 1 : kPacksPerThread;
 
 // `grad_output` is null in the forward.
 template <typename T, Activation kActivation, bool kBackward, int kPack>
@@ -24,7 +29,7 @@ __global__ void __launch_bounds__(kThreads)
   };
   const int64_t first =
       (static_cast<int64_t>(blockIdx.x) * kPacksPerThread * kThreads + threadIdx.x) * kPack;
-#pragma unroll
+#pragma unroll kUnrolled < T>
   for (int turn = 0; turn < kPacksPerThread; ++turn) {
     const int64_t offset = first + turn * kThreads * kPack;
     if (offset + kPack <= count) {

@@ -43,6 +43,10 @@ constexpr int kLongThreads = 1024;
 // Values that a thread holds: always in the backward, at least in the forward.
 template <typename T>
 constexpr int kValuesOf = std::is_same_v<T, double> ? 4 : 8;
+// Threads of the forward's blocks at most: with 1024 a thread has 64 registers, and 32 values spill
+// on sm_120.
+template <int kValues>
+constexpr int kForwardThreads = kValues >= 32 ? 512 : 1024;
 // Threads of the backward's blocks at most: what leaves enough registers for no spill.
 template <typename T, int kPack>
 constexpr int kBackwardThreads = kPack == 1 || std::is_same_v<T, double> ? 512 : 1024;
@@ -110,7 +114,7 @@ struct Results {
 };
 
 template <typename Source, int kPack, int kVectors>
-__global__ void __launch_bounds__(1024, 1)
+__global__ void __launch_bounds__(kForwardThreads<kPack * kVectors>, 1)
     forward_kernel(Source source, Parameters<typename Source::Element> parameters,
                    Results<typename Source::Element> results, int64_t rows, int columns,
                    Acc<typename Source::Element> eps) {
@@ -487,7 +491,8 @@ struct ForwardCall {
       if (columns <= kWarp * 8 || (!one_warp && columns <= 4096)) return run<kPack, 8>();
       if (columns <= kWarp * 16 || (!one_warp && columns <= 16384)) return run<kPack, 16>();
       if constexpr (kMost == 32) {
-        if (columns <= 1024 * 32) return run<kPack, 32>();
+        if (one_warp) return run<kPack, 32>();
+        if (columns <= 512 * 64) return run<kPack, 64>();
       }
     }
     return enqueue(forward_long_kernel<Source, kPack>, static_cast<unsigned>(rows), kLongThreads, 0,

@@ -1,4 +1,5 @@
-// The binding of the step queue (step_queue.h): a Python module (pybind11); no torch.
+// The Python module (pybind11) of what optimizers need of the host; no torch. It binds the step
+// queue (step_queue.h), and tells whether an optimizer still has the same objects.
 #include "step_queue.h"
 
 #include <pybind11/pybind11.h>
@@ -58,13 +59,33 @@ int64_t submit(StepQueue& queue, const py::list& given, double beta1, double bet
   return queue.submit(std::move(tensors), {beta1, beta2, eps, grad_factor, stochastic, steps});
 }
 
+// A number that another object changes, in the list, among the values of the dictionary, or among
+// those of a dictionary there: some nanoseconds for each. Two different sets have the same number
+// once in 2^64.
+uint64_t identities(const py::list& objects, const py::dict& dictionaries) {
+  uint64_t number = 0;
+  const auto add = [&](const void* object) {
+    number = (number ^ reinterpret_cast<uintptr_t>(object)) * 0x9e3779b97f4a7c15u;
+    number ^= number >> 32;
+  };
+  for (const auto& object : objects) add(object.ptr());
+  PyObject *key = nullptr, *value = nullptr, *inner_key = nullptr, *inner = nullptr;
+  for (Py_ssize_t at = 0; PyDict_Next(dictionaries.ptr(), &at, &key, &value) != 0;) {
+    add(value);
+    if (PyDict_Check(value) == 0) continue;
+    for (Py_ssize_t place = 0; PyDict_Next(value, &place, &inner_key, &inner) != 0;) add(inner);
+  }
+  return number;
+}
+
 }  // namespace
 }  // namespace fusedops
 
 PYBIND11_MODULE(step_queue, m) {
   namespace py = pybind11;
   using fusedops::StepQueue;
-  m.doc() = "Threads that step the buckets of an offloaded optimizer.";
+  m.doc() = "Threads that step the buckets of an offloaded optimizer, and identities of objects.";
+  m.def("identities", &fusedops::identities, py::arg("objects"), py::arg("dictionaries"));
   m.attr("MOST_THREADS") = py::int_(int{StepQueue::kMostThreads});
   py::class_<StepQueue>(m, "StepQueue")
       .def(py::init<int>(), py::arg("threads"))

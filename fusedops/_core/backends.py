@@ -90,6 +90,7 @@ _KERNELS: dict[str, Kernels] = {}
 _COUNTS: collections.Counter[tuple[str, str]] = collections.Counter()
 _LOGGED: set[tuple[str, str, str]] = set()
 _WARNED: set[str] = set()
+_changes = 0  # of what `resolve` depends on beside the arguments
 _requested: str | None = None
 _mistake: str | None = None  # of the environment: until something else is asked for, no op runs
 _tuned: dict[torch.device, tuning.Loaded] = {}
@@ -274,6 +275,25 @@ def _step_down(
         _LOG.warning("%s: does not run on triton from now on for such calls: %s", op, reason)
 
 
+def changes() -> int:
+    """Return a number that another request or tuning table raises: `resolve` may answer anew."""
+    return _changes
+
+
+def repeat(name: str, launch: Callable[[], Any]) -> Any:
+    """Launch the Triton kernels of an op that ``run`` chose for the same arguments before."""
+    _COUNTS[name, "triton"] += 1
+    try:
+        return launch()
+    except kernel_failures.exceptions() as error:
+        failure = kernel_failures.describe(error)
+        if failure is None:
+            raise
+        raise UnsupportedError(
+            f"{name}: its kernel does not compile for this GPU, or does not fit it ({failure})"
+        ) from error
+
+
 def tuning_in_force(device: torch.device) -> tuning.Loaded:
     """Return the tuning tables that ops on ``device`` obey; read when the device is first used."""
     found = _tuned.get(device)
@@ -366,8 +386,9 @@ def _opened(
 
 
 def _request(name: str | None, mistake: str | None = None) -> None:
-    global _requested, _mistake
+    global _requested, _mistake, _changes
     _requested, _mistake = name, mistake
+    _changes += 1
     if extension.cpu_library() is None:
         in_python = name is not None or mistake is not None
         torch.ops.fusedops_native.set_route_to_python(in_python)
@@ -389,6 +410,8 @@ def _verdict() -> tuple[int, int]:
 
 
 def _put_in_force(device: torch.device, tables: tuning.Loaded) -> None:
+    global _changes
+    _changes += 1
     before = _tuned.get(device, tuning.Loaded())
     _tuned[device] = tables
     _forget_plans()

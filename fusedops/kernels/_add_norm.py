@@ -320,11 +320,13 @@ def static_report_cases(centred: bool) -> list[dict[str, Any]]:
     types |= {"limit": "i32", "scale": "fp32", "weight_offset": "fp32"}
     present = {"CENTRED": centred, "ROUND_FIRST": not centred}
     present |= {"HAS_WEIGHT": True, "HAS_BIAS": centred, "HAS_DSUMMED": True}
-    present |= {f"WANTS_{name}": True for name in ("INPUT", "RESIDUAL", "WEIGHT")}
+    present |= {f"WANTS_{name}": True for name in ("RESIDUAL", "WEIGHT")}
     present |= {"WANTS_BIAS": centred}
     cases = []
     for mode in ("none", "draw"):
         drawn: dict[str, Any] = present | {"DROPOUT": mode, "BLOCK_M": 1}
+        # Without dropout the gradient of input is that of residual.
+        drawn |= {"WANTS_INPUT": mode != "none"}
         of_mode = []
         for cols in (1024, 4096, 8192, 16384):
             sizes, options = drawn | {"BLOCK_N": cols}, _launch.row_options(cols)

@@ -18,6 +18,7 @@ from fusedops.kernels._attention_device import (
     load_lse,
     load_mask,
     load_tile,
+    load_twice,
     scores,
     sequence,
     span,
@@ -89,6 +90,8 @@ def keys_kernel(
     VARLEN: tl.constexpr,
     SPLIT: tl.constexpr,
     CHUNKED: tl.constexpr,
+    HOISTS: tl.constexpr,
+    TWICE: tl.constexpr,
     PRECISION: tl.constexpr,
     DESCRIBED: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -136,11 +139,10 @@ def keys_kernel(
     for part in tl.static_range(0 if SPLIT and RIGHT else 1, 3 if SPLIT and LEFT else 2):
         begin, end = stretch(part, low, full_low, full_high, high, SPLIT)
         # One loop over the queries of all heads: with a loop of heads around it, every size spills.
-        # Heads of 128 and more have no registers for places in shared memory moved out of it.
         blocks = tl.cdiv(tl.maximum(end - begin, 0), BLOCK_M)
         h = kh * GROUP
         at = tl.cast(begin, tl.int32)
-        for _ in tl.range(0, GROUP * blocks, disable_licm=DESCRIBED and BLOCK_D >= 128):
+        for _ in tl.range(0, GROUP * blocks, disable_licm=not HOISTS):
             first = tl.multiple_of(at, BLOCK_M)
             wide_h = h.to(tl.int64)
             if not DESCRIBED:
@@ -189,7 +191,11 @@ def keys_kernel(
                 s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
             distance = place[:, None] - (first + row)[None, :]
             s, tanh = scores(s, distance, mask, slope, factor, bound, SOFTCAP, ALIBI, MASK)
-            top, lse = load_lse(lse_ptr, parts_ptr, statistics + first, row, exists, PARTS)
+            if TWICE and not PARTS:
+                lse = load_twice(lse_ptr + (statistics + first + row), exists)
+                lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+            else:
+                top, lse = load_lse(lse_ptr, parts_ptr, statistics + first, row, exists, PARTS)
             if PARTS:
                 s -= top[None, :]
             p = tl.exp2(s - lse[None, :])
@@ -243,7 +249,10 @@ def keys_kernel(
                     dp = tl.zeros(p.shape, tl.float32)
                 elif DROPOUT != "none":
                     dp = tl.where(keep, dp * drop_scale, 0.0)
-                delta = tl.load(delta_ptr + statistics + first + row, mask=exists, other=0.0)
+                if TWICE:
+                    delta = load_twice(delta_ptr + (statistics + first + row), exists)
+                else:
+                    delta = tl.load(delta_ptr + statistics + first + row, mask=exists, other=0.0)
                 ds = p * (dp - delta[None, :])
                 if SOFTCAP:
                     ds = ds * (1.0 - tanh * tanh)

@@ -13,6 +13,7 @@ from fusedops._core import env
 from fusedops._core.architecture import compute_capability
 from fusedops.kernels import _descriptors, _launch
 from fusedops.kernels._attention_device import LOG2E
+from fusedops.kernels._triton_version import at_least
 
 # Numbers of which a kernel gains nothing by knowing that they are 1 or a multiple of 16: a new
 # sequence length then needs no new compilation.
@@ -45,8 +46,8 @@ WALKED = {
 _Blocks = dict[str, dict[int, tuple[int, int, int, int]]]
 _PLAIN: dict[int, _Blocks] = {
     80: {
-        "forward": {64: (128, 64, 4, 3), 128: (128, 64, 8, 2), 256: (64, 32, 8, 2)},
-        "keys": {64: (64, 64, 4, 2), 128: (64, 64, 8, 2), 256: (32, 32, 8, 2)},
+        "forward": {64: (128, 64, 8, 3), 128: (128, 64, 8, 2), 256: (64, 32, 8, 2)},
+        "keys": {64: (32, 64, 4, 2), 128: (64, 64, 8, 2), 256: (32, 32, 4, 2)},
         "queries": {64: (128, 64, 8, 2), 128: (64, 64, 8, 2), 256: (32, 32, 8, 2)},
     },
     90: {
@@ -55,9 +56,9 @@ _PLAIN: dict[int, _Blocks] = {
         "queries": {64: (64, 64, 4, 2), 128: (64, 64, 4, 2), 256: (128, 32, 8, 2)},
     },
     100: {
-        "forward": {64: (128, 64, 4, 3), 128: (128, 64, 8, 3), 256: (64, 64, 8, 2)},
+        "forward": {64: (128, 64, 8, 3), 128: (128, 64, 8, 3), 256: (64, 64, 8, 2)},
         "keys": {64: (64, 128, 8, 2), 128: (64, 128, 8, 2), 256: (32, 64, 8, 2)},
-        "queries": {64: (128, 64, 8, 2), 128: (128, 64, 8, 2), 256: (64, 32, 8, 2)},
+        "queries": {64: (128, 32, 8, 2), 128: (128, 64, 8, 2), 256: (64, 32, 4, 2)},
     },
 }
 _WITH_OPTIONS: dict[str, _Blocks] = {
@@ -97,14 +98,31 @@ _WITH_OPTIONS_90: dict[str, _Blocks] = {
         "queries": {64: (64, 32, 4, 2), 128: (64, 32, 4, 2), 256: (128, 16, 8, 2)},
     },
 }
-# Where those would spill: GPU, options, kernel, width.
+# Where those would spill under one of the versions of Triton in docs/reports: GPU, options, kernel,
+# width. sm_120 has what sm_80 has, these included.
 _EXCEPTIONS = {
+    (80, "light", "forward", 128): (128, 32, 8, 2),
     (80, "light", "keys", 64): (32, 64, 8, 2),
-    (80, "rich", "keys", 64): (32, 64, 8, 2),
+    (80, "light", "keys", 256): (32, 32, 4, 2),
+    (80, "light", "queries", 256): (32, 32, 4, 2),
+    (80, "rich", "keys", 64): (64, 32, 8, 2),
+    (80, "rich", "keys", 256): (32, 32, 4, 2),
     (80, "rich", "queries", 64): (64, 32, 8, 2),
     (100, "light", "queries", 64): (64, 32, 8, 2),
+    (100, "light", "queries", 256): (32, 32, 4, 2),
     (100, "rich", "keys", 128): (32, 32, 8, 2),
+    (100, "rich", "keys", 256): (16, 32, 4, 2),
+    (100, "rich", "queries", 256): (16, 32, 4, 2),
+    (100, "drop", "queries", 128): (32, 32, 4, 2),
+    (120, "plain", "forward", 128): (128, 32, 8, 2),
+    (120, "plain", "keys", 128): (32, 64, 8, 2),
+    (120, "rich", "keys", 256): (16, 32, 4, 2),
+    (120, "drop", "forward", 128): (64, 32, 4, 2),
+    (120, "drop", "queries", 128): (32, 32, 4, 2),
+    (120, "drop", "queries", 256): (16, 32, 4, 2),
 }
+# Triton 3.6 alone; the others have 128 keys by 64 queries.
+_EXCEPTIONS_BEFORE_37 = {(100, "plain", "keys", 128): (32, 128, 8, 2)}
 # sm_90 without descriptors, whose addresses leave no registers for two blocks: kernel, options,
 # width.
 _BY_POINTERS_90 = {
@@ -118,6 +136,11 @@ _BY_POINTERS_90 = {
     ("keys", "light", 128): (32, 128, 8, 2),
     ("keys", "light", 256): (32, 128, 8, 2),
     ("queries", "light", 128): (64, 32, 4, 2),
+}
+# Triton 3.9 keeps more in registers, and would spill where 3.6 to 3.8 do not.
+_BY_POINTERS_90_FROM_39 = {
+    ("forward", "plain", 128): (128, 64, 8, 2),
+    ("keys", "plain", 128): (32, 128, 8, 2),
 }
 # Exact products of float32 run on the ordinary units, and every one of them is an instruction.
 _FLOAT32: _Blocks = {
@@ -208,7 +231,10 @@ class Call:
         factor = self.scale * LOG2E.value
         if self.softcap > 0.0:
             factor *= 2.0 / self.softcap
-        tables = self.ends or (query, query)
+        # What stands in for absent tables is never read: any tensor, and no copy of one.
+        ends_q, ends_k = (
+            (query, query) if self.ends is None else map(torch.Tensor.contiguous, self.ends)
+        )
         result: dict[str, Any] = {
             "q_ptr": query,
             "k_ptr": key,
@@ -216,8 +242,8 @@ class Call:
             "mask_ptr": query if mask is None else mask,
             "slopes_ptr": _launch.dense(self.slopes, query),
             "seed_ptr": _launch.dense(self.seed, query),
-            "ends_q_ptr": tables[0].contiguous(),
-            "ends_k_ptr": tables[1].contiguous(),
+            "ends_q_ptr": ends_q,
+            "ends_k_ptr": ends_k,
             "stride_slope": self.query.shape[1] if _has_batch(self.slopes) else 0,
             "num_heads": query.shape[1],
             "num_rows": query.shape[2],
@@ -298,7 +324,7 @@ def blocks(
     a kernel walks it reads by descriptors where that is possible: the arguments then hold these.
     """
     shape = (call.query.shape[3], call.value.shape[3])
-    generation = _generation(call.query.device)
+    generation = generation_of(call.query.device)
     walked = WALKED[kernel]
     described = (
         call.ends is None
@@ -374,7 +400,7 @@ def block_table(
     options: str,
     described: bool = False,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return sizes and options from what decides them: GPU (80, 90, 100), dtype, head sizes...
+    """Return sizes and options from what decides them: GPU (80 to 120), dtype, head sizes...
 
     ``described`` is whether descriptors read what the kernel walks.
     """
@@ -384,10 +410,16 @@ def block_table(
         row = _FLOAT32[kernel][width]
     else:
         with_options = _WITH_OPTIONS_90 if generation == 90 else _WITH_OPTIONS
-        table = _PLAIN[generation] if options == "plain" else with_options[options]
-        row = _EXCEPTIONS.get((generation, options, kernel, width), table[kernel][width])
+        base = 80 if generation == 120 else generation
+        table = _PLAIN[base] if options == "plain" else with_options[options]
+        row = _EXCEPTIONS.get((base, options, kernel, width), table[kernel][width])
+        row = _EXCEPTIONS.get((generation, options, kernel, width), row)
+        if not at_least(3, 7):
+            row = _EXCEPTIONS_BEFORE_37.get((generation, options, kernel, width), row)
         if generation == 90 and not described:
             row = _BY_POINTERS_90.get((kernel, options, width), row)
+            if at_least(3, 9):
+                row = _BY_POINTERS_90_FROM_39.get((kernel, options, width), row)
     if env.triton_interpreted():
         row = (16, 16, 4, 1)  # small: tests with few rows then walk several blocks
     names = ("BLOCK_M", "BLOCK_N", "BLOCK_D", "BLOCK_DV")
@@ -395,6 +427,10 @@ def block_table(
     sizes["CHUNKED"] = dtype == torch.float32
     sizes["SPLIT"] = _splits(kernel, generation, max(widths), options, described)
     sizes["DESCRIBED"] = described
+    if kernel == "keys":
+        # Fewer rows than threads, but not fewer than half as many.
+        sizes["TWICE"] = row[0] < 32 * row[2] <= 2 * row[0] or env.triton_interpreted()
+        sizes["HOISTS"] = _hoists(generation, max(widths), options, described)
     return sizes, {"num_warps": row[2], "num_stages": row[3], "enable_fp_fusion": True}
 
 
@@ -410,11 +446,26 @@ def _splits(kernel: str, generation: int, width: int, options: str, described: b
     return options == "plain" and not (kernel == "keys" and generation == 90 and width > widest)
 
 
+def _hoists(generation: int, width: int, options: str, described: bool) -> bool:
+    """Return whether Triton may move what a step of ``keys_kernel`` makes anew out of its loop.
+
+    Mostly places in shared memory, for which some tiles have no registers.
+    """
+    if described:
+        return width < 128
+    if generation != 90 or width > 128:
+        return True
+    spills = (options == "rich" and at_least(3, 8)) or (
+        width == 128 and options in ("plain", "drop") and at_least(3, 9)
+    )
+    return not spills
+
+
 @functools.cache
-def _generation(device: torch.device) -> int:
+def generation_of(device: torch.device) -> int:
     """Return whose block sizes a GPU uses: 90 and 100 have matrix instructions of their own."""
     capability = compute_capability(device)
-    return 80 if capability is None else {9: 90, 10: 100}.get(capability[0], 80)
+    return 80 if capability is None else {9: 90, 10: 100, 12: 120}.get(capability[0], 80)
 
 
 def unsupported(query: torch.Tensor, value: torch.Tensor) -> str | None:

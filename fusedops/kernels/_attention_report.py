@@ -1,7 +1,6 @@
 """Which configurations of the attention kernels are compiled for the static report.
 
-Block sizes differ by GPU, so a case names the one that runs it. Not every option times every size
-and GPU: the plain causal case for each, and each row of the tables of options for sm_90.
+Block sizes differ by GPU, so a case names the one that runs it: each row of the tables of tiles.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from fusedops.kernels._attention_launch import (
     walked_block,
 )
 
+_CHIPS = (80, 90, 100, 120)
 _KERNELS = {"forward": forward_kernel, "keys": keys_kernel, "queries": queries_kernel}
 _PLAIN: dict[str, Any] = {
     "LEFT": False,
@@ -88,6 +88,9 @@ def case(
     types |= dict.fromkeys(counts, "i32")
     types |= dict.fromkeys(("factor", "bound", "scale", "drop_scale"), "fp32")
     half = dtype != "fp32"
+    if not half:
+        # Float32 keeps no remainder: nothing was rounded. It keeps the parts of the log-sum-exp.
+        flags = flags | {"KEEPS": False, "PARTS": True}
     torch_dtype = torch.bfloat16 if half else torch.float32
     sizes, options = block_table(kernel, capability, torch_dtype, size, size, kind, described)
     if described:
@@ -115,22 +118,15 @@ def case(
 def dense_cases() -> list[dict[str, Any]]:
     """Return the cases of dense batches."""
     found = [
-        case(kernel, capability, size, "plain", _PLAIN, dense=True)
+        case(kernel, capability, size, kind, flags, dense=True)
         for kernel in _KERNELS
-        for capability, sizes in ((80, (128,)), (90, (64, 128, 256)), (100, (128,)))
-        for size in sizes
+        for capability in _CHIPS
+        for kind, flags in (("plain", _PLAIN), *_WITH_OPTIONS.items())
+        for size in (64, 128, 256)
     ]
     found += [case(kernel, 90, 128, "plain", _PLAIN) for kernel in _KERNELS]
     grouped = _PLAIN | {"GROUP": 4}
-    found += [
-        case("keys", capability, 128, "plain", grouped, dense=True) for capability in (80, 90, 100)
-    ]
-    for kernel in _KERNELS:
-        found += [
-            case(kernel, 90, size, kind, flags, dense=True)
-            for kind, flags in _WITH_OPTIONS.items()
-            for size in (64, 128, 256)
-        ]
+    found += [case("keys", chip, 128, "plain", grouped, dense=True) for chip in _CHIPS]
     found.append(case("forward", 90, 128, "plain", _PLAIN, "fp32"))
     return [*found, delta_case()]
 

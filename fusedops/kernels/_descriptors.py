@@ -84,7 +84,12 @@ def report_cases(
         for each, columns in weights.items():
             block = [depth, columns] if described == "across" else [columns, depth]
             kinds[each] = type_of(name, [1] * leading + block)
-        values = constexprs | {"DESCRIBED": described}
+        dense, other = "stride_wk", "stride_wn"
+        if described == "across":
+            dense, other = other, dense
+        values = {name: value for name, value in constexprs.items() if name != other}
+        values |= {"DESCRIBED": described, dense: 1}
+        kinds[other] = "i32"
         case = _launch.report_case(
             kernel, kinds, values, options, matrix=True, capabilities=capabilities
         )

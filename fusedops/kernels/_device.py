@@ -167,14 +167,21 @@ def halves(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def split(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr):
-    """Return the columns of a tile in ``PARTS`` (1 or 4) equal parts, left to right."""
+    """Return the columns of a tile in ``PARTS`` (1, 4 or 8) equal parts, left to right."""
     if PARTS == 1:
         return (tile,)
     else:
         left, right = halves(tile, BLOCK_M, BLOCK_N)
-        first, second = halves(left, BLOCK_M, BLOCK_N // 2)
-        third, fourth = halves(right, BLOCK_M, BLOCK_N // 2)
-        return first, second, third, fourth
+        a, b = halves(left, BLOCK_M, BLOCK_N // 2)
+        c, d = halves(right, BLOCK_M, BLOCK_N // 2)
+        if PARTS == 4:
+            return a, b, c, d
+        else:
+            a1, a2 = halves(a, BLOCK_M, BLOCK_N // 4)
+            b1, b2 = halves(b, BLOCK_M, BLOCK_N // 4)
+            c1, c2 = halves(c, BLOCK_M, BLOCK_N // 4)
+            d1, d2 = halves(d, BLOCK_M, BLOCK_N // 4)
+            return a1, a2, b1, b2, c1, c2, d1, d2
 
 
 @triton.jit

@@ -11,6 +11,7 @@ same bits in every run, and it may be added to what is already there.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -24,6 +25,9 @@ from fusedops.kernels.linear_act import (
     bias_tile,
     blocks_of,
     described,
+    older,
+    reads_by_descriptor,
+    report_tiles,
     sum_of_pointers,
     tile_of,
 )
@@ -333,7 +337,12 @@ def product(
     kept = input.new_empty((num_rows, num_cols) if keeps else (0,))
     if output.numel() == 0:
         return output, kept
-    blocks, options = blocks_of(input.dtype, num_rows // max(1, num_groups))
+    blocks, options = _product_blocks(
+        input.dtype,
+        num_rows // max(1, num_groups),
+        older=older(input.device),
+        gathers=rows is not None,
+    )
     row_tiles = row_tiles_of(num_rows, num_groups, blocks["BLOCK_M"])
     how, (x, w) = described(blocks, blocks["BLOCK_N"], input, weight.mT, gathers=rows is not None)
     with _launch.device_of(input):
@@ -368,21 +377,25 @@ def product(
     return output, kept
 
 
+def _product_blocks(
+    dtype: torch.dtype, num_rows: int, *, older: bool, gathers: bool
+) -> tuple[dict[str, int], dict[str, Any]]:
+    """Return tile sizes and launch options; a list of few rows spills in steps of 64."""
+    blocks, options = blocks_of(dtype, num_rows, older=older)
+    return blocks | ({"BLOCK_K": 32} if gathers and blocks["BLOCK_M"] == 16 else {}), options
+
+
 def _gradient_blocks(
     dtype: torch.dtype, *, gathers: bool, older: bool
 ) -> tuple[dict[str, int], dict[str, Any]]:
-    """Return tile sizes and launch options; ``older`` is whether the GPU is of before sm_90.
+    """Return tile sizes and launch options of ``blocks_of``; reading a list ahead takes two stages.
 
-    Reading a list ahead takes two stages. With one, float32 in one part spills under Triton 3.6,
-    and so do the addresses of 64 rows of half precision on an older GPU, which has them beside its
-    sums in registers.
+    With a list float32 in one part spills under Triton 3.6.
     """
-    blocks, options = blocks_of(dtype, 4096)
+    blocks, options = blocks_of(dtype, 4096, older=older)
     if gathers and dtype == torch.float32:
         blocks = blocks | {"EPILOGUE_PARTS": 4}
-    elif gathers and older:
-        blocks = blocks | {"BLOCK_K": 32}
-    return blocks, options | {"num_stages": options["num_stages"] + 2 * gathers}
+    return blocks, options | ({"num_stages": 5} if gathers else {})
 
 
 def add_weight_gradient(
@@ -411,8 +424,7 @@ def add_weight_gradient(
     num_groups, in_size, out_size = out.shape
     lists = [each for each in (x_rows, dy_rows) if each is not None]
     num_rows = lists[0].shape[0] if lists else x.shape[0]
-    older = not _descriptors.available(x.device)
-    blocks, options = _gradient_blocks(x.dtype, gathers=bool(lists), older=older)
+    blocks, options = _gradient_blocks(x.dtype, gathers=bool(lists), older=older(x.device))
     tiles = triton.cdiv(in_size, blocks["BLOCK_M"]) * triton.cdiv(out_size, blocks["BLOCK_N"])
     ends = offsets.contiguous()
     with _launch.device_of(x):
@@ -514,42 +526,51 @@ def report_types(name: str) -> dict[str, str]:
     return types | dict.fromkeys((*sizes, *strides, "stride_ok"), "i32")
 
 
+def _product_cases(
+    dtype: torch.dtype, types: dict[str, str], flags: dict[str, Any], label: str = ""
+) -> list[dict[str, Any]]:
+    """Return the cases of products, with or without a list of rows to gather."""
+    cases = []
+    gathers = flags["GATHERS"]
+    tiles = functools.partial(_product_blocks, gathers=gathers)
+    for num_rows, blocks, options, case in report_tiles(dtype, tiles):
+        cases.append(_launch.report_case(_product_kernel, types, flags | blocks, options, **case))
+        if reads_by_descriptor(case, num_rows):
+            cases += _descriptors.report_cases(
+                _product_kernel,
+                types,
+                flags | blocks,
+                options,
+                {"weight_ptr": blocks["BLOCK_N"]},
+                leading=1,
+                gathers=gathers,
+            )
+    return [case | {"label": ", ".join(filter(None, (label, case["label"])))} for case in cases]
+
+
 def static_report_cases(*, gathers: bool) -> list[dict[str, Any]]:
     """Return the configurations whose registers, spills and instructions are kept on record."""
     cases = []
     for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
         types, matrix = report_types(name), dtype == torch.bfloat16
         common: dict[str, Any] = {"PRECISION": "ieee", "GROUP_M": GROUP_M, "GROUPS": 128}
-        flags = common | {
-            "GATHERS": gathers,
-            "HAS_BIAS": True,
-            "KEEPS": not gathers,
-            "SCALES": gathers,
-        }
-        flags |= {"ACTIVATION": "identity" if gathers else "gelu", "stride_xk": 1, "stride_wk": 1}
-        flags |= {"DESCRIBED": "no"}
-        for num_rows in (16, 64, 4096) if matrix else (4096,):
-            blocks, options = blocks_of(dtype, num_rows)
-            case: dict[str, Any] = {"matrix": matrix, "few_rows": num_rows < 64}
-            cases.append(
-                _launch.report_case(_product_kernel, types, flags | blocks, options, **case)
-            )
-            if matrix and num_rows == 4096:
-                cases += _descriptors.report_cases(
-                    _product_kernel,
-                    types,
-                    flags | blocks,
-                    options,
-                    {"weight_ptr": blocks["BLOCK_N"]},
-                    leading=1,
-                    gathers=gathers,
-                )
+        plain = common | {"ACTIVATION": "identity", "KEEPS": False, "GATHERS": False}
+        plain |= {"HAS_BIAS": True, "SCALES": False, "stride_xk": 1, "stride_wk": 1}
+        plain |= {"DESCRIBED": "no"}
+        if gathers:
+            # An expert's second product, the first once more, the gradient of what the second gets.
+            gathered = plain | {"GATHERS": True}
+            wide = types | {"y_ptr": "*fp32"}
+            cases += _product_cases(dtype, types, plain | {"SCALES": True}, "scaled")
+            cases += _product_cases(dtype, types, gathered, "recomputed")
+            cases += _product_cases(dtype, wide, gathered | {"HAS_BIAS": False}, "gathered")
+        else:
+            cases += _product_cases(dtype, types, plain | {"KEEPS": True, "ACTIVATION": "gelu"})
         flags = common | {"GATHERS_X": gathers, "GATHERS_Y": False, "ADDS": not gathers}
         flags |= {"stride_xk": 1, "stride_yn": 1, "stride_on": 1}
         out = types if gathers else types | {"out_ptr": "*fp32"}
-        for capabilities in ((80,), (90, 100)):
-            older = capabilities == (80,)
-            blocks, options = _gradient_blocks(dtype, gathers=gathers, older=older)
+        for capabilities, old in (((80, 120), True), ((90, 100), False)):
+            blocks, options = _gradient_blocks(dtype, gathers=gathers, older=old)
             cases.append(
                 _launch.report_case(
                     _weight_gradient_kernel,

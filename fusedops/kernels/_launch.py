@@ -20,7 +20,12 @@ def dense(tensor: torch.Tensor | None, stand_in: torch.Tensor) -> torch.Tensor:
 
 def device_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     """Return a guard that makes the tensor's GPU current: Triton launches on the current one."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+    return guard(tensor.device)
+
+
+def guard(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Return a guard that makes a GPU current; of another device one that does nothing."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def dropout_arguments(p: float, num_cols: int, seed: torch.Tensor | None) -> dict[str, Any]:
@@ -127,7 +132,7 @@ def report_case(
         matrix: whether the kernel must use matrix instructions.
         few_rows: whether the call has fewer rows than a warp-group instruction (64).
         resident: programs that the grid gives a multiprocessor, ``None`` for as many as fit.
-        capabilities: GPUs that run this configuration (80, 90, 100), all by default.
+        capabilities: GPUs that run this configuration (80, 90, 100, 120), all by default.
     """
     names = set(kernel.arg_names)
     blocks = [f"{name}={value}" for name, value in constexprs.items() if name.startswith("BLOCK")]

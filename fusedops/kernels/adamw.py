@@ -2,12 +2,15 @@
 
 A program updates one block of one tensor: it reads gradient, moments and parameter once and writes
 moments, parameter and copy once. What all elements of a tensor share (step size, root of the bias
-correction, decay) is computed on the device before, because the number of steps is there.
+correction, decay) is computed on the device before, because the number of steps is there, and the
+learning rate may be. The host reads nothing and copies only tables that changed: a step can be
+captured in a CUDA graph.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,8 +22,30 @@ from fusedops.kernels._device import PHILOX_ROUNDS
 from fusedops.kernels._pointer_table import BLOCK
 
 _OPTIONS: dict[str, Any] = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
-# Columns of the table: six addresses, the size, and what Philox and its counters begin with.
-_COLUMNS = 12
+# Columns of the table: six addresses, the size, what Philox and its counters begin with (4), the
+# address of the number of steps, and the bits of the weight decay in float64.
+_COLUMNS, _DECAY = 13, 12
+_COUNTED = 128  # tensors whose steps one program counts
+
+
+@triton.jit
+def _elements(start, size, run, pitch, BLOCK: tl.constexpr):
+    """Return ``i // run * pitch + i % run`` for the ``BLOCK`` elements ``i`` from ``start`` on.
+
+    One 64-bit division for all of them, none where a single run holds the whole tensor.
+    """
+    first_run = tl.cast(0, tl.int64)
+    if run < size:
+        first_run = start // run
+    place = start - first_run * run
+    # Element of the block at which the next run begins; both fit 32 bits once they are cut.
+    boundary = tl.minimum(run - place, BLOCK).to(tl.int32)
+    length = tl.minimum(run, BLOCK).to(tl.int32)
+    e = tl.arange(0, BLOCK)
+    # Exact: half an element is more than the rounding of a quotient of numbers below 2 * BLOCK.
+    quotient = ((e - boundary + length).to(tl.float32) + 0.5) * (1.0 / length.to(tl.float32))
+    runs = tl.maximum(quotient.to(tl.int32), 0)
+    return first_run * pitch + place + e + runs * (pitch - run)
 
 
 @triton.jit
@@ -97,7 +122,7 @@ def _step_kernel(
     if DRAW_STATE or DRAW_PARAM:
         key, base = tl.load(row + 7), tl.load(row + 8)
         run, pitch = tl.load(row + 9), tl.load(row + 10)
-        element = base + i // run * pitch + i % run
+        element = base + _elements(block * BLOCK, size, run, pitch, BLOCK)
         offset = 2 * tl.load(steps_ptr + tensor).to(tl.int64)
         if DRAW_STATE:
             words = _words(element, key, offset)
@@ -139,9 +164,164 @@ def _step_kernel(
         tl.store(copy + i, p.to(copy_ptr.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _count_kernel(
+    table_ptr,
+    found_inf_ptr,
+    step_ptr,
+    counts_ptr,
+    num_tensors,
+    HAS_FOUND_INF: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Count the step where it is made: on the device, which alone knows ``found_inf``."""
+    tensor = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = tensor < num_tensors
+    address = tl.load(table_ptr + tensor.to(tl.int64) * COLUMNS + 11, mask=mask, other=0)
+    step = address.to(step_ptr.dtype)
+    made = 1.0
+    if HAS_FOUND_INF:
+        made = tl.where(tl.load(found_inf_ptr) == 0.0, 1.0, 0.0)
+    count = (tl.load(step, mask=mask, other=0.0) + made).to(step_ptr.dtype.element_ty)
+    tl.store(step, count, mask=mask)
+    tl.store(counts_ptr + tensor, count.to(tl.float64), mask=mask)
+
+
 # The leading arguments of ``forward`` whose dtypes decide whether the kernel can run: what follows
-# (steps, grad_factor, found_inf) is single numbers, of float64 too.
+# (steps, grad_factor, found_inf, learning_rate) is single numbers, of float64 too.
 DATA_ARGUMENTS = 6
+
+
+@dataclass
+class Launch:
+    """One launch of the step: the tensors of one mixture of dtypes, and what all of them share.
+
+    Attributes:
+        table: a row of each tensor.
+        members: int64, which tensors of the call these are.
+        dtypes: of parameters, gradients, moments, copies and numbers of steps.
+        vectorizes: whether all may be read by vectors to the end.
+        amsgrad: whether the largest second moments are kept.
+        copies: whether parameters are copied.
+        draws: whether float32 becomes bfloat16 by stochastic rounding.
+    """
+
+    table: _pointer_table.Table
+    members: torch.Tensor
+    dtypes: tuple[torch.dtype, ...]
+    vectorizes: bool
+    amsgrad: bool
+    copies: bool
+    draws: bool
+
+    def move_gradients(self, addresses: torch.Tensor) -> None:
+        """Take the addresses of the gradients of all tensors of the call."""
+        self.table.set_column(1, addresses[self.members])
+
+    def run(
+        self,
+        grad_factor: torch.Tensor | None,
+        found_inf: torch.Tensor | None,
+        lr: float | torch.Tensor,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        maximize: bool,
+        bias_correction: bool,
+    ) -> None:
+        """Launch the step."""
+        device, num_tensors = self.table.device, len(self.table.sizes)
+        with _launch.guard(device):
+            table, blocks = self.table.on_device()
+            counts = torch.empty(num_tensors, dtype=torch.float64, device=device)
+            types = [_pointer_table.of_dtype(each, device) for each in self.dtypes]
+            _count_kernel[(triton.cdiv(num_tensors, _COUNTED),)](
+                table,
+                counts if found_inf is None else found_inf,
+                types[4],
+                counts,
+                num_tensors,
+                HAS_FOUND_INF=found_inf is not None,
+                COLUMNS=_COLUMNS,
+                BLOCK=_COUNTED,
+                num_warps=4,
+                num_stages=1,
+            )
+            if len(blocks) == 0:
+                return
+            decays = table.view(torch.float64)[:, _DECAY]
+            scalars = _scalars(counts, decays, lr, beta1, beta2, bias_correction)
+            _step_kernel[(len(blocks),)](
+                table,
+                blocks,
+                scalars,
+                counts,
+                scalars if grad_factor is None else grad_factor,
+                scalars if found_inf is None else found_inf,
+                *types[:4],
+                beta1,
+                beta2,
+                1.0 - beta1,
+                1.0 - beta2,
+                eps,
+                HAS_FACTOR=grad_factor is not None,
+                HAS_FOUND_INF=found_inf is not None,
+                MAXIMIZE=maximize,
+                AMSGRAD=self.amsgrad,
+                COPY=self.copies,
+                DRAW_STATE=self.draws and self.dtypes[2] == torch.bfloat16,
+                DRAW_PARAM=self.draws and self.dtypes[0] == torch.bfloat16,
+                VECTORIZES=self.vectorizes,
+                COLUMNS=_COLUMNS,
+                BLOCK=BLOCK,
+                **_OPTIONS,
+            )
+
+
+def launches(
+    params: list[torch.Tensor],
+    grads: list[torch.Tensor],
+    exp_avgs: list[torch.Tensor],
+    exp_avg_sqs: list[torch.Tensor],
+    max_exp_avg_sqs: list[torch.Tensor],
+    copies: list[torch.Tensor],
+    steps: list[torch.Tensor],
+    draws: Sequence[int],
+    weight_decays: Sequence[float],
+) -> list[Launch]:
+    """Return the launches of a step, whose tensors are those of ``fusedops::adamw``."""
+    lists = (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, copies)
+    kinds: dict[tuple[Any, ...], list[int]] = {}
+    for i, param in enumerate(params):
+        copied = copies[i].dtype if copies else param.dtype
+        vectorizes = _pointer_table.vectorizes(*(each[i] for each in lists if each))
+        dtypes = (param.dtype, grads[i].dtype, exp_avgs[i].dtype, copied, steps[i].dtype)
+        kinds.setdefault((dtypes, vectorizes), []).append(i)
+    made = []
+    for (dtypes, vectorizes), members in kinds.items():
+        chosen = [[each[i] for i in members] if each else [] for each in lists]
+        sizes = tuple(params[i].numel() for i in members)
+        table = torch.zeros(len(members), _COLUMNS, dtype=torch.int64)
+        table[:, :6] = _pointer_table.addresses(*chosen)
+        table[:, 6] = torch.tensor(sizes)
+        numbers = [[*draws[4 * i : 4 * i + 4]] or [0, 0, 1, 1] for i in members]
+        table[:, 7:11] = torch.tensor(numbers)
+        table[:, 11] = torch.tensor([steps[i].data_ptr() for i in members])
+        decays = torch.tensor([weight_decays[i] for i in members], dtype=torch.float64)
+        table[:, _DECAY] = decays.view(torch.int64)
+        made.append(
+            Launch(
+                _pointer_table.Table(table, sizes, params[0].device),
+                torch.tensor(members),
+                dtypes,
+                vectorizes,
+                bool(max_exp_avg_sqs),
+                bool(copies),
+                bool(draws),
+            )
+        )
+    return made
 
 
 def forward(
@@ -154,97 +334,45 @@ def forward(
     steps: list[torch.Tensor],
     grad_factor: torch.Tensor | None,
     found_inf: torch.Tensor | None,
+    learning_rate: torch.Tensor | None,
     draws: Sequence[int],
     weight_decays: Sequence[float],
     lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    maximize: bool,
-    bias_correction: bool,
+    *numbers: Any,
 ) -> None:
     """Launch the step; arguments are those of ``fusedops::adamw``."""
-    device = params[0].device
-    _count_steps(steps, found_inf)
-    lists = (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, copies)
-    kinds: dict[tuple[Any, ...], list[int]] = {}
-    for i, param in enumerate(params):
-        copied = copies[i].dtype if copies else param.dtype
-        vectorizes = _pointer_table.vectorizes(*(each[i] for each in lists if each))
-        kind = (param.dtype, grads[i].dtype, exp_avgs[i].dtype, copied, vectorizes)
-        if param.numel() > 0:
-            kinds.setdefault(kind, []).append(i)
-    for (*_, vectorizes), members in kinds.items():
-        chosen = [[each[i] for i in members] if each else [] for each in lists]
-        numbers = [[*draws[4 * i : 4 * i + 4]] or [0, 0, 1, 1] for i in members]
-        sizes = [params[i].numel() for i in members]
-        table = torch.zeros(len(members), _COLUMNS, dtype=torch.int64)
-        table[:, :6] = _pointer_table.addresses(*chosen)
-        table[:, 6] = torch.tensor(sizes)
-        table[:, 7:11] = torch.tensor(numbers)
-        counts = torch.stack([steps[i].reshape(()) for i in members]).to(device)
-        scalars = _scalars(
-            counts, [weight_decays[i] for i in members], lr, beta1, beta2, bias_correction
-        )
-        blocks = _pointer_table.blocks(tuple(sizes), device)
-        like = [each[0] if each else chosen[0][0] for each in chosen]
-        with _launch.device_of(params[0]):
-            _step_kernel[(len(blocks),)](
-                table.to(device, non_blocking=True),
-                blocks,
-                scalars,
-                counts,
-                scalars if grad_factor is None else grad_factor,
-                scalars if found_inf is None else found_inf,
-                *(like[k] for k in (0, 1, 2, 5)),
-                beta1,
-                beta2,
-                1.0 - beta1,
-                1.0 - beta2,
-                eps,
-                HAS_FACTOR=grad_factor is not None,
-                HAS_FOUND_INF=found_inf is not None,
-                MAXIMIZE=maximize,
-                AMSGRAD=bool(max_exp_avg_sqs),
-                COPY=bool(copies),
-                DRAW_STATE=bool(draws) and like[2].dtype == torch.bfloat16,
-                DRAW_PARAM=bool(draws) and like[0].dtype == torch.bfloat16,
-                VECTORIZES=vectorizes,
-                COLUMNS=_COLUMNS,
-                BLOCK=BLOCK,
-                **_OPTIONS,
-            )
-
-
-def _count_steps(steps: list[torch.Tensor], found_inf: torch.Tensor | None) -> None:
-    """Count the step where it is made: on the device, which alone knows ``found_inf``."""
-    if found_inf is None:
-        torch._foreach_add_(steps, 1.0)
-    else:
-        for step in steps:
-            step += (found_inf.to(step.device) == 0).reshape(step.shape)
+    lists = (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, copies, steps)
+    for each in launches(*lists, draws, weight_decays):
+        each.run(grad_factor, found_inf, lr if learning_rate is None else learning_rate, *numbers)
 
 
 def _scalars(
     counts: torch.Tensor,
-    weight_decays: list[float],
-    lr: float,
+    weight_decays: torch.Tensor,
+    lr: float | torch.Tensor,
     beta1: float,
     beta2: float,
     bias_correction: bool,
 ) -> torch.Tensor:
     """Return float32 ``[tensors, 3]``: step size, inverse root of the bias correction, decay."""
-    t = counts.double()
-    decay = torch.tensor([lr * each for each in weight_decays], dtype=torch.float64)
-    step_size = lr / (1 - beta1**t) if bias_correction else torch.full_like(t, lr)
-    root = (1 - beta2**t).rsqrt() if bias_correction else torch.ones_like(t)
-    return torch.stack([step_size, root, decay.to(t.device, non_blocking=True)], dim=1).float()
+    scalars = torch.empty(len(counts), 3, dtype=torch.float32, device=counts.device)
+    step_size, root, decay = scalars.unbind(1)
+    if isinstance(lr, torch.Tensor):
+        lr = lr.reshape(())
+    torch.mul(weight_decays, lr, out=decay)
+    if bias_correction:
+        torch.mul((1 - beta1**counts).reciprocal(), lr, out=step_size)
+        torch.rsqrt(1 - beta2**counts, out=root)
+    else:
+        step_size.fill_(lr)
+        root.fill_(1.0)
+    return scalars
 
 
 def static_report_cases() -> list[dict[str, Any]]:
     """Return the configurations whose registers, spills and instructions are kept on record."""
     types = {"table_ptr": "*i64", "blocks_ptr": "*i32", "scalars_ptr": "*fp32"}
-    types |= {"steps_ptr": "*fp32", "factor_ptr": "*fp64", "found_inf_ptr": "*fp32"}
+    types |= {"steps_ptr": "*fp64", "factor_ptr": "*fp64", "found_inf_ptr": "*fp32"}
     types |= dict.fromkeys(("beta1", "beta2", "rest1", "rest2", "eps"), "fp32")
     mixed = {"param_ptr": "*fp32", "grad_ptr": "*bf16", "state_ptr": "*fp32", "copy_ptr": "*bf16"}
     usual = {"MAXIMIZE": False, "AMSGRAD": False, "VECTORIZES": True, "COLUMNS": _COLUMNS}
@@ -252,7 +380,10 @@ def static_report_cases() -> list[dict[str, Any]]:
     plain = {"COPY": True, "DRAW_STATE": False, "DRAW_PARAM": False}
     half = dict.fromkeys(("param_ptr", "grad_ptr", "state_ptr", "copy_ptr"), "*bf16")
     drawn = {"COPY": False, "DRAW_STATE": True, "DRAW_PARAM": True}
+    counted = {"table_ptr": "*i64", "found_inf_ptr": "*fp32", "step_ptr": "*fp32"}
+    counted |= {"counts_ptr": "*fp64", "num_tensors": "i32"}
     return [
         _launch.report_case(_step_kernel, types | mixed, usual | plain, _OPTIONS),
         _launch.report_case(_step_kernel, types | half, usual | drawn, _OPTIONS),
+        _launch.report_case(_count_kernel, counted, usual | {"BLOCK": _COUNTED}, _OPTIONS),
     ]

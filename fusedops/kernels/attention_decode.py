@@ -11,6 +11,7 @@ part is written as it is.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ import triton.language as tl
 from fusedops._core import env
 from fusedops.kernels import _launch
 from fusedops.kernels._attention_device import LN2, LOG2E, load_tile, scores
-from fusedops.kernels._attention_launch import readable, unsupported
+from fusedops.kernels._attention_launch import generation_of, readable, unsupported
 
 # Numbers that a kernel need not know: another cache then needs no new compilation.
 NOT_SPECIALIZED = ("num_tiles", "num_parts", "num_heads", "num_rows", "capacity", "left")
@@ -247,7 +248,8 @@ def forward(
     if lse.numel() == 0:
         return out.transpose(1, 2), lse
     group = heads // key_heads
-    sizes, options = _blocks(query.dtype, group * rows, size, value_size)
+    generation = generation_of(query.device)
+    sizes, options = _blocks(query.dtype, group * rows, size, value_size, generation)
     part_size, num_parts = _parts(capacity)
     whole = num_parts == 1
     parts, parts_lse = out, lse
@@ -328,12 +330,14 @@ def _parts(capacity: int) -> tuple[int, int]:
 
 
 def _blocks(
-    dtype: torch.dtype, rows: int, head_dim: int, value_dim: int
+    dtype: torch.dtype, rows: int, head_dim: int, value_dim: int, generation: int
 ) -> tuple[dict[str, int], dict[str, Any]]:
-    """Return block sizes and launch options for tiles of ``rows`` queries."""
+    """Return block sizes and launch options for tiles of ``rows`` queries on a GPU (80 to 120)."""
     widths = [max(16, triton.next_power_of_2(size)) for size in (head_dim, value_dim)]
     block_m = min(64, max(16, triton.next_power_of_2(rows)))
     block_n, stages = 64, 3
+    if generation == 120 and block_m == 64:
+        block_n = 32  # 64 keys would spill there
     if max(widths) > 128:
         block_m, block_n = min(block_m, 32), 32
     if dtype == torch.float32:
@@ -356,11 +360,14 @@ def static_report_cases() -> list[dict[str, Any]]:
     types |= dict.fromkeys(("factor", "bound"), "fp32")
     options = {"LEFT": True, "ALIBI": True, "SINKS": True, "SOFTCAP": True}
     cases = []
-    for rows, size, given in ((4, 128, False), (64, 128, True), (16, 256, False)):
-        sizes, launch = _blocks(torch.bfloat16, rows, size, size)
+    forms = ((4, 128, False), (64, 128, True), (16, 256, False))
+    older, newest = (80, 90, 100), (120,)
+    for (rows, size, given), chips in itertools.product(forms, (older, newest)):
+        sizes, launch = _blocks(torch.bfloat16, rows, size, size, chips[0])
         flags: dict[str, Any] = {"GROUP": rows, "HEAD_DIM": size, "VALUE_DIM": size}
         flags |= dict.fromkeys(options, given) | {"WHOLE": False, "PRECISION": "ieee"}
         case: dict[str, Any] = {"matrix": True, "few_rows": sizes["BLOCK_M"] < 64}
+        case["capabilities"] = chips
         out = types | {"out_ptr": "*fp32"}
         cases.append(_launch.report_case(parts_kernel, out, flags | sizes, launch, **case))
     flags = {"LEFT": True, "SINKS": True, "VALUE_DIM": 256, "BLOCK_DV": 256, "BLOCK_P": _MOST_PARTS}

@@ -10,8 +10,18 @@ from typing import Any
 
 import torch
 
-from fusedops.kernels import _attention_backward, _attention_forward, _attention_report
+from fusedops.kernels import (
+    _attention_backward,
+    _attention_forward,
+    _attention_report,
+    _attention_torch,
+)
 from fusedops.kernels._attention_launch import Call, unsupported
+
+
+def configs() -> tuple[str, ...]:
+    """Return the configurations beside the default, for the tuner: torch's kernel."""
+    return _attention_torch.PACKED
 
 
 def supports(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> str | None:
@@ -41,12 +51,16 @@ def forward(
     sinks: torch.Tensor | None,
     seed: torch.Tensor | None,
     *numbers: Any,
+    config: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Launch the forward; arguments and results are those of ``fusedops::attention_varlen``."""
     tables = (cu_seqlens_q, cu_seqlens_k)
     *sizes, keep_remainder = numbers
     call = _call(query, key, value, alibi_slopes, sinks, seed, tables, *sizes)
-    output, lse, remainder, _ = _attention_forward.forward(call, keep_remainder)
+    if config is not None and _attention_torch.serves(config, call):
+        output, lse, remainder, _ = _attention_torch.forward(config, call, keep_remainder)
+    else:
+        output, lse, remainder, _ = _attention_forward.forward(call, keep_remainder)
     if remainder.dim() == 4:
         remainder = remainder[0].transpose(0, 1)
     return output[0].transpose(0, 1), lse[0], remainder
@@ -67,21 +81,32 @@ def backward(
     lse: torch.Tensor,
     remainder: torch.Tensor,
     *numbers: Any,
+    config: str | None = None,
 ) -> tuple[torch.Tensor | None, ...]:
     """Launch the backward; as ``fusedops::attention_varlen_backward``."""
     *sizes, _, output_mask = numbers
     tables = (cu_seqlens_q, cu_seqlens_k)
     call = _call(query, key, value, alibi_slopes, sinks, seed, tables, *sizes)
-    dq, dk, dv, _, dsinks = _attention_backward.backward(
-        call,
-        None if grad_output is None else _one_batch(grad_output),
-        None if grad_lse is None else grad_lse.unsqueeze(0),
-        _one_batch(output),
-        lse.unsqueeze(0),
-        _one_batch(remainder) if remainder.numel() else remainder,
-        lse.new_empty(0),
-        (*output_mask[:3], False, output_mask[3]),
-    )
+    do = None if grad_output is None else _one_batch(grad_output)
+    if (
+        config is not None
+        and do is not None
+        and _attention_torch.serves_backward(config, call, grad_lse)
+    ):
+        dq, dk, dv, _, dsinks = _attention_torch.backward(
+            config, call, do, _one_batch(output), lse.unsqueeze(0), output_mask
+        )
+    else:
+        dq, dk, dv, _, dsinks = _attention_backward.backward(
+            call,
+            do,
+            None if grad_lse is None else grad_lse.unsqueeze(0),
+            _one_batch(output),
+            lse.unsqueeze(0),
+            _one_batch(remainder) if remainder.numel() else remainder,
+            lse.new_empty(0),
+            (*output_mask[:3], False, output_mask[3]),
+        )
     packed = (None if each is None else each[0].transpose(0, 1) for each in (dq, dk, dv))
     return (*packed, dsinks)
 

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from fusedops.kernels import _launch
-from fusedops.kernels.linear_act import GROUP_M, blocks_of, split, tile_of
+from fusedops.kernels.linear_act import GROUP_M, blocks_of, older, report_tiles, split, tile_of
 
 _BATCH_DIMS = 3
 # Products of a launch: what the second dimension of a grid may be, and a part of 2^31, so that
@@ -131,7 +131,7 @@ def forward(
     missing = _BATCH_DIMS - len(sizes)
     sizes = [1] * missing + sizes
     a, b, addend = operands
-    blocks, options = blocks_of(batch1.dtype, num_rows)
+    blocks, options = blocks_of(batch1.dtype, num_rows, older=older(batch1.device))
     tiles = triton.cdiv(num_rows, blocks["BLOCK_M"]) * triton.cdiv(num_cols, blocks["BLOCK_N"])
     batches = leading.numel()
     with _launch.device_of(batch1):
@@ -242,10 +242,7 @@ def static_report_cases() -> list[dict[str, Any]]:
         types |= {f"stride_{each}{dim}": "i32" for each in "abc" for dim in range(_BATCH_DIMS)}
         flags: dict[str, Any] = {"HAS_ADDEND": True, "GROUP_M": GROUP_M, "PRECISION": "ieee"}
         flags |= {"stride_ak": 1, "stride_bn": 1, "stride_cn": 1}
-        for num_rows in (16, 64, 4096) if dtype == torch.bfloat16 else (4096,):
-            blocks, options = blocks_of(dtype, num_rows)
-            matrix = dtype == torch.bfloat16
-            case: dict[str, Any] = {"matrix": matrix, "few_rows": num_rows < 64}
+        for _, blocks, options, case in report_tiles(dtype):
             cases.append(
                 _launch.report_case(_forward_kernel, types, flags | blocks, options, **case)
             )

@@ -436,11 +436,12 @@ def static_report_cases() -> list[dict[str, Any]]:
         for more in (whole | {"SMOOTH": False}, middle | {"SMOOTH": True}):
             launch = _sums_launch(_BLOCK, smooth=more["SMOOTH"], capped=capped)
             flags = more | {"CAPPED": capped, "BLOCK": launch["BLOCK"]}
-            cases.append(_launch.report_case(_sums_kernel, types, flags, launch))
-        cases.append(
-            _launch.report_case(
-                _backward_kernel, types, {"CAPPED": capped, "BLOCK": _BLOCK}, options
-            )
-        )
+            of_kind = types if more["FIRST"] else types | {"x_ptr": "*fp32"}
+            cases.append(_launch.report_case(_sums_kernel, of_kind, flags, launch))
+        # Pieces are products that linear_cross_entropy made, unrounded.
+        for logits in ("*bf16", "*fp32"):
+            flags = {"CAPPED": capped, "BLOCK": _BLOCK}
+            of_kind = types | {"x_ptr": logits}
+            cases.append(_launch.report_case(_backward_kernel, of_kind, flags, options))
     cases.append(_launch.report_case(_total_kernel, types, {"BLOCK": _SUM_BLOCK}, _OPTIONS))
     return cases

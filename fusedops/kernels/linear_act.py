@@ -11,7 +11,7 @@ plain, without an epilogue to fuse, and go to torch's own matmul (cuBLAS).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -244,7 +244,7 @@ def linear(
     x = rows_of(input)
     num_rows, depth = x.shape
     num_cols = weight.shape[0]
-    blocks, options = blocks_of(x.dtype, num_rows)
+    blocks, options = blocks_of(x.dtype, num_rows, older=older(x.device))
     tiles = triton.cdiv(num_rows, blocks["BLOCK_M"]) * triton.cdiv(num_cols, blocks["BLOCK_N"])
     how, operands = described(blocks, blocks["BLOCK_N"], x, weight)
     with _launch.device_of(x):
@@ -410,15 +410,12 @@ def static_report_cases() -> list[dict[str, Any]]:
         flags: dict[str, Any] = {"HAS_BIAS": True, "KEEPS": True}
         flags |= {"ACTIVATION": "gelu", "PRECISION": "ieee", "stride_xk": 1, "stride_wk": 1}
         flags |= {"DESCRIBED": "no"}
-        for num_rows in (16, 64, 4096) if dtype == torch.bfloat16 else (4096,):
-            blocks, options = blocks_of(dtype, num_rows)
+        for num_rows, blocks, options, case in report_tiles(dtype):
             flags["GROUP_M"] = group_of(num_rows, blocks)
-            matrix = dtype == torch.bfloat16
-            case: dict[str, Any] = {"matrix": matrix, "few_rows": num_rows < 64}
             cases.append(
                 _launch.report_case(_forward_kernel, types, flags | blocks, options, **case)
             )
-            if matrix and num_rows == 4096:
+            if reads_by_descriptor(case, num_rows):
                 weights = {"weight_ptr": blocks["BLOCK_N"]}
                 values = flags | blocks
                 cases += _descriptors.report_cases(_forward_kernel, types, values, options, weights)
@@ -430,8 +427,19 @@ def static_report_cases() -> list[dict[str, Any]]:
     return cases
 
 
-def blocks_of(dtype: torch.dtype, num_rows: int) -> tuple[dict[str, int], dict[str, Any]]:
-    """Return tile sizes and launch options: half precision fills the matrix units of sm_90."""
+def older(device: torch.device) -> bool:
+    """Return whether a GPU multiplies registers: one of before sm_90, and sm_120."""
+    return not _descriptors.available(device)
+
+
+def blocks_of(
+    dtype: torch.dtype, num_rows: int, *, older: bool
+) -> tuple[dict[str, int], dict[str, Any]]:
+    """Return tile sizes and launch options: half precision fills the matrix units of sm_90.
+
+    Steps of 64 would leave an ``older`` GPU too few registers beside 128 x 256 sums: Triton 3.8
+    spills there. Four steps of 32 fit the 99 KB of sm_86, sm_89 and sm_120.
+    """
     options = {"enable_fp_fusion": True}
     if dtype == torch.float32:
         blocks = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32, "EPILOGUE_PARTS": 1}
@@ -440,8 +448,32 @@ def blocks_of(dtype: torch.dtype, num_rows: int) -> tuple[dict[str, int], dict[s
         block_m = 16 if num_rows <= 16 else 64
         blocks = {"BLOCK_M": block_m, "BLOCK_N": 128, "BLOCK_K": 64, "EPILOGUE_PARTS": 1}
         return blocks, options | {"num_warps": 4, "num_stages": 4}
-    blocks = {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "EPILOGUE_PARTS": 4}
-    return blocks, options | {"num_warps": 8, "num_stages": 3}
+    block_k = 32 if older else 64
+    blocks = {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": block_k, "EPILOGUE_PARTS": 8}
+    return blocks, options | {"num_warps": 8, "num_stages": 4}
+
+
+def report_tiles(
+    dtype: torch.dtype, blocks: Callable[..., tuple[dict[str, int], dict[str, Any]]] = blocks_of
+) -> Iterator[tuple[int, dict[str, int], dict[str, Any], dict[str, Any]]]:
+    """Yield rows, tile sizes, launch options and arguments of ``_launch.report_case`` of each tile.
+
+    ``blocks`` gives tile sizes and options as ``blocks_of`` does.
+    """
+    matrix = dtype != torch.float32
+    for num_rows in (16, 64, 4096) if matrix else (4096,):
+        case: dict[str, Any] = {"matrix": matrix, "few_rows": num_rows < 64}
+        new, old = (blocks(dtype, num_rows, older=each) for each in (False, True))
+        if new == old:
+            yield num_rows, *new, case
+        else:
+            yield num_rows, *new, case | {"capabilities": (90, 100)}
+            yield num_rows, *old, case | {"capabilities": (80, 120)}
+
+
+def reads_by_descriptor(case: dict[str, Any], num_rows: int) -> bool:
+    """Return whether a tile of the report is compiled with descriptors too."""
+    return case["matrix"] and num_rows == 4096 and case.get("capabilities") != (80, 120)
 
 
 def group_of(num_rows: int, blocks: dict[str, int]) -> int:

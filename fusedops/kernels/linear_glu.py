@@ -1,9 +1,8 @@
 """linear_glu in Triton: one kernel makes the tiles of both products and multiplies them.
 
 Forward: half of a program's tile is the gate and half the other product, of the same rows and
-columns: the input is read once and one wide matrix instruction serves both; sums are float32.
-Where descriptors load the operands each weight has its own, and its own product of half the width.
-Beside the output only the two pre-activations are written, when they are kept.
+columns, and the input is read once; sums are float32. Beside the output only the two
+pre-activations are written, when they are kept.
 
 Backward: one pass makes the gradients of both pre-activations. The products are then plain and go
 to torch's own matmul (cuBLAS); the second of the input's gradient accumulates on the first.
@@ -19,14 +18,16 @@ import triton
 import triton.language as tl
 
 from fusedops.kernels import _descriptors, _launch
-from fusedops.kernels._device import act_both, act_value, halves, split, with_slope
+from fusedops.kernels._device import act_both, act_value, split, with_slope
 from fusedops.kernels.linear_act import (
     blocks_of,
     described,
     group_of,
     load_weights,
+    older,
+    reads_by_descriptor,
+    report_tiles,
     rows_of,
-    sum_of_pointers,
     tile_of,
     weight_gradient,
 )
@@ -63,24 +64,29 @@ def _forward_kernel(
     HALF: tl.constexpr = BLOCK_N // 2
     row_tile, col_tile = tile_of(tl.program_id(0), num_rows, num_cols, GROUP_M, BLOCK_M, HALF)
     row = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    # Two products of half the width. By pointers one would do, of a tile whose columns are of
+    # either weight, but Triton 3.8 does not know what divides a pointer that was selected: it loads
+    # two bytes at a time, and spills.
+    gate_sum = tl.zeros((BLOCK_M, HALF), tl.float32)
+    up_sum = tl.zeros((BLOCK_M, HALF), tl.float32)
     if DESCRIBED == "no":
-        lane = tl.arange(0, BLOCK_N)
-        col = col_tile * HALF + lane % HALF
+        col = col_tile * HALF + tl.arange(0, HALF)
         k = tl.arange(0, BLOCK_K)
         # Rows past the edge read row 0: loads need a mask along k only.
         row_read = tl.where(row < num_rows, row, 0).to(tl.int64)
         col_read = tl.where(col < num_cols, col, 0).to(tl.int64)
         x_ptrs = x_ptr + row_read[:, None] * stride_xm + k[None, :] * stride_xk
-        weight_ptr = tl.where(lane < HALF, gate_weight_ptr, up_weight_ptr)
-        w_ptrs = weight_ptr[None, :] + col_read[None, :] * stride_wn + k[:, None] * stride_wk
-        total = sum_of_pointers(
-            x_ptrs, w_ptrs, None, depth, stride_xk, stride_wk, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K
-        )
-        gate_sum, up_sum = halves(total, BLOCK_M, BLOCK_N)
+        inside = col_read[None, :] * stride_wn + k[:, None] * stride_wk
+        for first in range(0, depth, BLOCK_K):
+            exists = k < depth - first
+            x = tl.load(x_ptrs, mask=exists[None, :], other=0.0)
+            gate_weight = tl.load(gate_weight_ptr + inside, mask=exists[:, None], other=0.0)
+            up_weight = tl.load(up_weight_ptr + inside, mask=exists[:, None], other=0.0)
+            gate_sum = tl.dot(x, gate_weight, gate_sum, input_precision=PRECISION)
+            up_sum = tl.dot(x, up_weight, up_sum, input_precision=PRECISION)
+            x_ptrs += BLOCK_K * stride_xk
+            inside += BLOCK_K * stride_wk
     else:
-        # Two products of half the width, because a descriptor reads one tensor.
-        gate_sum = tl.zeros((BLOCK_M, HALF), tl.float32)
-        up_sum = tl.zeros((BLOCK_M, HALF), tl.float32)
         for first in range(0, depth, BLOCK_K):
             x = x_ptr.load([row_tile * BLOCK_M, first])
             gate_weight = load_weights(gate_weight_ptr, first, col_tile * HALF, DESCRIBED)
@@ -150,7 +156,7 @@ def forward(
     x = rows_of(input)
     num_rows, depth = x.shape
     num_cols = gate_weight.shape[0]
-    blocks, options = _blocks(x.dtype, num_rows)
+    blocks, options = _blocks(x.dtype, num_rows, older=older(x.device))
     col_tiles = triton.cdiv(2 * num_cols, blocks["BLOCK_N"])
     tiles = triton.cdiv(num_rows, blocks["BLOCK_M"]) * col_tiles
     how, operands = described(blocks, blocks["BLOCK_N"] // 2, x, gate_weight, up_weight)
@@ -231,15 +237,12 @@ def static_report_cases() -> list[dict[str, Any]]:
         types |= dict.fromkeys(("stride_xm", "stride_wn"), "i32")
         flags: dict[str, Any] = {"KEEPS": True, "PRECISION": "ieee"}
         flags |= {"ACTIVATION": "silu", "stride_xk": 1, "stride_wk": 1, "DESCRIBED": "no"}
-        for num_rows in (16, 64, 4096) if dtype == torch.bfloat16 else (4096,):
-            blocks, options = _blocks(dtype, num_rows)
+        for num_rows, blocks, options, case in report_tiles(dtype, _blocks):
             flags["GROUP_M"] = group_of(num_rows, blocks)
-            matrix = dtype == torch.bfloat16
-            case: dict[str, Any] = {"matrix": matrix, "few_rows": num_rows < 64}
             cases.append(
                 _launch.report_case(_forward_kernel, types, flags | blocks, options, **case)
             )
-            if matrix and num_rows == 4096:
+            if reads_by_descriptor(case, num_rows):
                 half = blocks["BLOCK_N"] // 2
                 weights = {"gate_weight_ptr": half, "up_weight_ptr": half}
                 values = flags | blocks
@@ -249,7 +252,17 @@ def static_report_cases() -> list[dict[str, Any]]:
     return cases
 
 
-def _blocks(dtype: torch.dtype, num_rows: int) -> tuple[dict[str, int], dict[str, Any]]:
-    """Return linear_act's tile sizes and options; float32 would spill in steps of 32."""
-    blocks, options = blocks_of(dtype, num_rows)
-    return blocks | ({"BLOCK_K": 16} if dtype == torch.float32 else {}), options
+def _blocks(
+    dtype: torch.dtype, num_rows: int, *, older: bool
+) -> tuple[dict[str, int], dict[str, Any]]:
+    """Return linear_act's tile sizes and options, but where they would spill.
+
+    That is float32 in steps of 32, and on an ``older`` GPU two sums of 128 x 128, and float32 with
+    three stages (Triton 3.8).
+    """
+    blocks, options = blocks_of(dtype, num_rows, older=older)
+    if dtype == torch.float32:
+        return blocks | {"BLOCK_K": 16}, options | ({"num_stages": 2} if older else {})
+    if older and num_rows > 64:
+        return blocks | {"BLOCK_N": 128, "EPILOGUE_PARTS": 1}, options | {"num_warps": 4}
+    return blocks | ({"EPILOGUE_PARTS": 4} if num_rows > 64 else {}), options

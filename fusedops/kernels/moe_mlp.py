@@ -11,6 +11,7 @@ the gradient of the pre-activation, the hidden layer again and that of the row's
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,6 +29,9 @@ from fusedops.kernels.linear_act import (
     bias_tile,
     blocks_of,
     described,
+    older,
+    reads_by_descriptor,
+    report_tiles,
     sum_of_pointers,
     tile_of,
 )
@@ -333,7 +337,8 @@ def forward(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     if num_rows == 0:
         return input.new_zeros(positions.shape[0], w2.shape[2]), kept
     if hidden.numel() > 0:
-        blocks, options = _blocks(input.dtype, num_rows // num_groups, gate)
+        rows_per_group = num_rows // num_groups
+        blocks, options = _blocks(input.dtype, rows_per_group, gate, older=older(input.device))
         row_tiles = _grouped.row_tiles_of(num_rows, num_groups, blocks["BLOCK_M"])
         columns = blocks["BLOCK_N"] // 2 if gate == "halves" else blocks["BLOCK_N"]
         how, (_, weight) = described(blocks, columns, input, w1.mT, gathers=True)
@@ -449,11 +454,20 @@ def _rows_of(probs: torch.Tensor, permutation: torch.Tensor) -> tuple[torch.Tens
     return tokens, probs.flatten().index_select(0, slots)
 
 
-def _blocks(dtype: torch.dtype, num_rows: int, gate: str) -> tuple[dict[str, int], dict[str, Any]]:
-    """Return tile sizes and launch options; taking pairs apart needs registers of its own."""
-    blocks, options = blocks_of(dtype, num_rows)
+def _blocks(
+    dtype: torch.dtype, num_rows: int, gate: str, *, older: bool
+) -> tuple[dict[str, int], dict[str, Any]]:
+    """Return tile sizes and launch options; taking pairs apart needs registers of its own.
+
+    With three stages of 128 x 128 two blocks fit a multiprocessor.
+    """
+    blocks, options = blocks_of(dtype, num_rows, older=older)
+    if blocks["EPILOGUE_PARTS"] > 1 and gate != "none":
+        blocks = blocks | {"EPILOGUE_PARTS": 4}  # of half the columns
     if gate == "pairs" and dtype != torch.float32:
         blocks = blocks | {"BLOCK_N": 128, "EPILOGUE_PARTS": 4}
+        if num_rows > 64 and not older:
+            options = options | {"num_stages": 3}
     return blocks, options
 
 
@@ -467,7 +481,6 @@ def static_report_cases() -> list[dict[str, Any]]:
     """Return the configurations whose registers, spills and instructions are kept on record."""
     cases = _grouped.static_report_cases(gathers=True)
     for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
-        matrix = dtype == torch.bfloat16
         types = _grouped.report_types(name) | {"permutation_ptr": "*i32", "dprobs_ptr": "*fp32"}
         types |= {"d_ptr": "*fp32"} | dict.fromkeys(
             ("z_ptr", "b2_ptr", "dz_ptr", "hidden_ptr"), f"*{name}"
@@ -478,12 +491,12 @@ def static_report_cases() -> list[dict[str, Any]]:
         forms = (("halves", "silu", "stride_wk"), ("pairs", "swiglu_oai", "stride_wn"))
         for gate, activation, dense in forms:
             form = {"GATE": gate, "ACTIVATION": activation}
-            for num_rows in (16, 64, 4096) if matrix else (4096,):
-                blocks, options = _blocks(dtype, num_rows, gate)
+            for num_rows, blocks, options, case in report_tiles(
+                dtype, functools.partial(_blocks, gate=gate)
+            ):
                 values = flags | form | {dense: 1} | blocks
-                case: dict[str, Any] = {"matrix": matrix, "few_rows": num_rows < 64}
                 cases.append(_launch.report_case(_expert_kernel, types, values, options, **case))
-                if matrix and num_rows == 4096:
+                if reads_by_descriptor(case, num_rows):
                     columns = blocks["BLOCK_N"] // 2 if gate == "halves" else blocks["BLOCK_N"]
                     weights = {"weight_ptr": columns}
                     cases += _descriptors.report_cases(

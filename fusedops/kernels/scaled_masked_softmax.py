@@ -388,7 +388,7 @@ def static_report_cases() -> list[dict[str, Any]]:
         blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n}
         for mask, causal in (("none", True), ("keep", False), ("additive", False)):
             kind = types | {"mask_ptr": "*u8" if mask == "keep" else "*bf16"}
-            chosen = {"MASK": mask, "MASK_COL": 1, "CAUSAL": causal} | blocks
+            chosen = {"MASK": mask, "MASK_COL": int(mask != "none"), "CAUSAL": causal} | blocks
             case = _launch.report_case(_forward_kernel, kind, chosen, options)
             cases.append(case | {"label": f"{mask}, {case['label']}"})
         cases.append(_launch.report_case(_backward_kernel, types, blocks, options))

@@ -6,6 +6,8 @@ kernel adds each tensor's parts in an order of their own.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,19 +18,26 @@ from fusedops.kernels import _launch, _pointer_table
 from fusedops.kernels._pointer_table import BLOCK
 
 _OPTIONS: dict[str, Any] = {"num_warps": 4, "num_stages": 1}
+_COLUMNS = 4
 
 
 @triton.jit
 def _parts_kernel(
-    table_ptr, blocks_ptr, parts_ptr, input_ptr, VECTORIZES: tl.constexpr, BLOCK: tl.constexpr
+    table_ptr,
+    blocks_ptr,
+    parts_ptr,
+    input_ptr,
+    VECTORIZES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     program = tl.program_id(0).to(tl.int64)
     tensor = tl.load(blocks_ptr + 2 * program).to(tl.int64)
     block = tl.load(blocks_ptr + 2 * program + 1).to(tl.int64)
-    data = tl.load(table_ptr + 2 * tensor).to(input_ptr.dtype)
+    data = tl.load(table_ptr + COLUMNS * tensor).to(input_ptr.dtype)
     if VECTORIZES:
         data = tl.multiple_of(data, 16)
-    size = tl.load(table_ptr + 2 * tensor + 1)
+    size = tl.load(table_ptr + COLUMNS * tensor + 1)
     if VECTORIZES:
         size = tl.multiple_of(size, 16)
     i = block * BLOCK + tl.arange(0, BLOCK)
@@ -37,56 +46,90 @@ def _parts_kernel(
 
 
 @triton.jit
-def _sums_kernel(parts_ptr, first_ptr, sums_ptr, BLOCK: tl.constexpr):
-    tensor = tl.program_id(0)
-    first, last = tl.load(first_ptr + tensor), tl.load(first_ptr + tensor + 1)
+def _sums_kernel(table_ptr, parts_ptr, sums_ptr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+    row = table_ptr + COLUMNS * tl.program_id(0)
+    size, place = tl.load(row + 1), tl.load(row + 2)
+    first = tl.load(row + 3).to(tl.int32)
+    last = first + tl.cdiv(size, BLOCK).to(tl.int32)
     total = tl.zeros((BLOCK,), tl.float64)
     for start in range(first, last, BLOCK):
         i = start + tl.arange(0, BLOCK)
         total += tl.load(parts_ptr + i, mask=i < last, other=0.0)
-    tl.store(sums_ptr + tensor, tl.sum(total, axis=0))
+    tl.store(sums_ptr + place, tl.sum(total, axis=0))
+
+
+@dataclass
+class Launch:
+    """The two launches for the tensors of one dtype.
+
+    Attributes:
+        table: of each tensor its address, size, place in the result, and the number of its first
+            part.
+        dtype: of all.
+        vectorizes: whether all may be read by vectors to the end.
+    """
+
+    table: _pointer_table.Table
+    dtype: torch.dtype
+    vectorizes: bool
+
+    def move(self, addresses: torch.Tensor) -> None:
+        """Take the addresses of all tensors of the call."""
+        self.table.set_column(0, addresses[self.table.rows[:, 2]])
+
+    def run(self, sums: torch.Tensor) -> None:
+        """Launch; write the sums of these tensors to their places in ``sums``."""
+        with _launch.guard(sums.device):
+            table, blocks = self.table.on_device()
+            parts = torch.empty(len(blocks), dtype=torch.float64, device=sums.device)
+            if len(blocks) > 0:
+                _parts_kernel[(len(blocks),)](
+                    table,
+                    blocks,
+                    parts,
+                    _pointer_table.of_dtype(self.dtype, sums.device),
+                    VECTORIZES=self.vectorizes,
+                    COLUMNS=_COLUMNS,
+                    BLOCK=BLOCK,
+                    **_OPTIONS,
+                )
+            _sums_kernel[(len(table),)](
+                table, parts, sums, COLUMNS=_COLUMNS, BLOCK=BLOCK, **_OPTIONS
+            )
+
+
+def launches(inputs: Sequence[torch.Tensor]) -> list[Launch]:
+    """Return the launches for dense tensors."""
+    kinds: dict[tuple[torch.dtype, bool], list[int]] = {}
+    for i, each in enumerate(inputs):
+        kinds.setdefault((each.dtype, _pointer_table.vectorizes(each)), []).append(i)
+    made = []
+    for (dtype, vectorizes), members in kinds.items():
+        chosen = [inputs[i] for i in members]
+        sizes = tuple(each.numel() for each in chosen)
+        parts = torch.tensor([triton.cdiv(size, BLOCK) for size in sizes])
+        columns = [torch.tensor(sizes), torch.tensor(members), parts.cumsum(0) - parts]
+        rows = torch.stack([_pointer_table.addresses(chosen)[:, 0], *columns], dim=1)
+        table = _pointer_table.Table(rows, sizes, chosen[0].device)
+        made.append(Launch(table, dtype, vectorizes))
+    return made
 
 
 def forward(inputs: list[torch.Tensor]) -> torch.Tensor:
     """Launch it; argument and result are those of ``fusedops::square_sums``."""
-    device = inputs[0].device
-    sums = torch.zeros(len(inputs), dtype=torch.float64, device=device)
     dense = [each.contiguous() for each in inputs]
-    kinds: dict[tuple[torch.dtype, bool], list[int]] = {}
-    for i, each in enumerate(dense):
-        if each.numel() > 0:
-            kinds.setdefault((each.dtype, _pointer_table.vectorizes(each)), []).append(i)
-    for (_, vectorizes), members in kinds.items():
-        chosen = [dense[i] for i in members]
-        sizes = tuple(each.numel() for each in chosen)
-        table = torch.cat(
-            [_pointer_table.addresses(chosen), torch.tensor(sizes).unsqueeze(1)], dim=1
-        )
-        blocks = _pointer_table.blocks(sizes, device)
-        parts = torch.empty(len(blocks), dtype=torch.float64, device=device)
-        counts = torch.tensor([0, *(triton.cdiv(size, BLOCK) for size in sizes)])
-        summed = torch.empty(len(chosen), dtype=torch.float64, device=device)
-        with _launch.device_of(chosen[0]):
-            _parts_kernel[(len(blocks),)](
-                table.to(device, non_blocking=True),
-                blocks,
-                parts,
-                chosen[0],
-                VECTORIZES=vectorizes,
-                BLOCK=BLOCK,
-                **_OPTIONS,
-            )
-            first = counts.cumsum(0).to(torch.int32).to(device, non_blocking=True)
-            _sums_kernel[(len(chosen),)](parts, first, summed, BLOCK=BLOCK, **_OPTIONS)
-        sums[torch.tensor(members, device=device)] = summed
+    sums = torch.empty(len(inputs), dtype=torch.float64, device=inputs[0].device)
+    for each in launches(dense):
+        each.run(sums)
     return sums
 
 
 def static_report_cases() -> list[dict[str, Any]]:
     """Return the configurations whose registers, spills and instructions are kept on record."""
     types = {"table_ptr": "*i64", "blocks_ptr": "*i32", "parts_ptr": "*fp64", "sums_ptr": "*fp64"}
-    types |= {"input_ptr": "*bf16", "first_ptr": "*i32"}
+    types |= {"input_ptr": "*bf16"}
+    usual = {"VECTORIZES": True, "COLUMNS": _COLUMNS, "BLOCK": BLOCK}
     return [
-        _launch.report_case(_parts_kernel, types, {"VECTORIZES": True, "BLOCK": BLOCK}, _OPTIONS),
-        _launch.report_case(_sums_kernel, types, {"BLOCK": BLOCK}, _OPTIONS),
+        _launch.report_case(_parts_kernel, types, usual, _OPTIONS),
+        _launch.report_case(_sums_kernel, types, usual, _OPTIONS),
     ]

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fusedops._core import dtypes, philox
+from fusedops._core import backends, dtypes, philox
 from fusedops._core.library import define_op
 
 _LOW = 0xFFFFFFFF
@@ -77,7 +77,7 @@ class Batch:
 def adamw(
     batch: Batch,
     *,
-    lr: float,
+    lr: float | torch.Tensor,
     betas: tuple[float, float],
     eps: float,
     maximize: bool = False,
@@ -89,7 +89,7 @@ def adamw(
 
     Args:
         batch: the tensors, all on one device.
-        lr: learning rate.
+        lr: learning rate; or one element on that device, which the host does not read on a GPU.
         betas: of the two moments.
         eps: added to the denominator.
         maximize: go up instead of down.
@@ -128,14 +128,69 @@ def adamw(
         batch.steps,
         grad_factor,
         found_inf,
+        lr if isinstance(lr, torch.Tensor) else None,
         draws,
         batch.weight_decays,
-        lr,
+        0.0 if isinstance(lr, torch.Tensor) else lr,
         *betas,
         eps,
         maximize,
         bias_correction,
     )
+
+
+class RepeatedBatch:
+    """A batch that Triton kernels step again and again, with gradients at other addresses.
+
+    The operator holds all tensors of each call to the contract. Here the first call has done so;
+    whoever makes another step knows that the tensors are what they were. The kernels' tables are
+    made once.
+
+    Args:
+        batch: just stepped by ``adamw``; no tensor of it is kept alive.
+    """
+
+    def __init__(self, batch: Batch) -> None:
+        from fusedops.kernels import adamw as kernels
+
+        draws = [number for each in batch.draws for number in _numbers(each)]
+        lists = (batch.exp_avgs, batch.exp_avg_sqs, batch.max_exp_avg_sqs, batch.copies)
+        self._launches = kernels.launches(
+            batch.params, batch.grads, *lists, batch.steps, draws, batch.weight_decays
+        )
+        self.device = batch.params[0].device
+
+    @staticmethod
+    def serves(batch: Batch) -> bool:
+        """Return whether Triton serves the batch."""
+        if batch.params[0].device.type == "cpu" and backends.requested() != "triton":
+            return False  # the everyday case, without a look at the tensors
+        chosen = backends.resolve("adamw", batch.params, batch.grads, batch.exp_avgs, batch.copies)
+        return chosen.backend == "triton"
+
+    def move_gradients(self, addresses: torch.Tensor) -> None:
+        """Take the addresses of the next step's gradients, int64 ``[len(batch.grads)]``."""
+        for each in self._launches:
+            each.move_gradients(addresses)
+
+    def step(
+        self,
+        *,
+        lr: float | torch.Tensor,
+        betas: tuple[float, float],
+        eps: float,
+        maximize: bool,
+        bias_correction: bool,
+        grad_factor: torch.Tensor | None,
+        found_inf: torch.Tensor | None,
+    ) -> None:
+        """Make a step, as ``adamw`` does."""
+
+        def launch() -> None:
+            for each in self._launches:
+                each.run(grad_factor, found_inf, lr, *betas, eps, maximize, bias_correction)
+
+        backends.repeat("adamw", launch)
 
 
 def _numbers(draw: Draw) -> tuple[int, int, int, int]:
@@ -152,6 +207,7 @@ def _reference(
     steps: list[torch.Tensor],
     grad_factor: torch.Tensor | None,
     found_inf: torch.Tensor | None,
+    learning_rate: torch.Tensor | None,
     draws: Sequence[int],
     weight_decays: Sequence[float],
     lr: float,
@@ -163,6 +219,8 @@ def _reference(
 ) -> None:
     if found_inf is not None and bool(found_inf != 0):
         return
+    if learning_rate is not None:
+        lr = learning_rate.item()
     for i, param in enumerate(params):
         wide = dtypes.statistics_dtype(param.dtype)
         steps[i] += 1
@@ -230,12 +288,13 @@ _OP = define_op(
     "adamw",
     "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs,"
     " Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] copies, Tensor(f!)[] steps,"
-    " Tensor? grad_factor, Tensor? found_inf, int[] draws, float[] weight_decays, float lr,"
-    " float beta1, float beta2, float eps, bool maximize, bool bias_correction) -> ()",
+    " Tensor? grad_factor, Tensor? found_inf, Tensor? learning_rate, int[] draws,"
+    " float[] weight_decays, float lr, float beta1, float beta2, float eps, bool maximize,"
+    " bool bias_correction) -> ()",
     contract={
         "weight_decays": "len(weight_decays) == len(params)",
         "draws": "len(draws) == 0 or len(draws) == 4 * len(params)",
-        "grad_factor, found_inf": "float32 | float64 [] | [1]",
+        "grad_factor, found_inf, learning_rate": "float32 | float64 [] | [1]",
         "params": "each T [*shape] dense",
         "grads": "each mixed(T) [*shape] dense",
         "exp_avgs": "each mixed(T) as S [*shape] dense",

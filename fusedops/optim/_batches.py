@@ -17,6 +17,7 @@ class Collected:
 
     tensors: Batch = field(default_factory=Batch)
     write_back: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    copies_gradients: bool = False  # whether one is not read where it lies
 
     def add(
         self, param: Any, state: dict[str, Any], *, decay: float, amsgrad: bool, draw: Draw | None
@@ -32,8 +33,10 @@ class Collected:
             batch.copies.append(dense)
             dense = _shards.local(state["master"])
         batch.params.append(dense)
-        grad = _shards.local(_shards.placed_like(param.grad, param))
+        placed = _shards.placed_like(param.grad, param)
+        grad = _shards.local(placed)
         batch.grads.append(_as(moment, grad))
+        self.copies_gradients |= placed is not param.grad or batch.grads[-1] is not grad
         batch.exp_avgs.append(moment)
         batch.exp_avg_sqs.append(_shards.local(state["exp_avg_sq"]))
         if amsgrad:

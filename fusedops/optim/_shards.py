@@ -30,7 +30,12 @@ def local(tensor: Any) -> torch.Tensor:
         if hasattr(part, "trigger_wait"):  # the result of a collective that may still run
             part = part.trigger_wait()
     # Of the local tensor itself: a DTensor's detach gives one whose version counter is its own.
-    return part.detach()
+    return part.detach() if part.requires_grad else part
+
+
+def stored(tensor: Any) -> Any:
+    """Return the object that holds the part of a tensor that is here, for as long as it does."""
+    return tensor._local_tensor if is_dtensor(tensor) else tensor
 
 
 def version(tensor: Any) -> int:

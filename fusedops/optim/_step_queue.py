@@ -1,4 +1,4 @@
-"""Loads the native step queue (``csrc/host/step_queue.cpp``) and describes jobs to it."""
+"""Loads the optimizers' Python module (``csrc/host``), and describes jobs to its step queue."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import importlib.util
 import math
 from dataclasses import dataclass
 from importlib.machinery import ExtensionFileLoader
+from itertools import chain
 from typing import Any
 
 import torch
@@ -107,6 +108,19 @@ def most_threads() -> int:
 def new_queue(threads: int) -> Any:
     """Start a queue; ``missing`` must not name a reason."""
     return _module().StepQueue(threads)
+
+
+def identities(objects: list[Any], dictionaries: dict[Any, Any]) -> int:
+    """Return a number that another object changes: in the list, or in one of the dictionaries.
+
+    An object that took the place of one that no longer exists may have the same number.
+    """
+    loaded = _module()
+    if isinstance(loaded, str):
+        values = list(dictionaries.values())
+        inner = chain.from_iterable(each.values() for each in values if isinstance(each, dict))
+        return hash(tuple(map(id, chain(objects, values, inner))))
+    return int(loaded.identities(objects, dictionaries))
 
 
 @functools.cache

@@ -13,10 +13,12 @@ import torch
 
 from fusedops._core import checks
 from fusedops._core.checks import UnsupportedError
+from fusedops.kernels import _pointer_table
 from fusedops.ops.adamw import Draw
 from fusedops.ops.adamw import adamw as make_step
 from fusedops.optim import _rounding
 from fusedops.optim._batches import Collected
+from fusedops.optim._repeated import RepeatedStep, scaling_on
 from fusedops.optim._state import (
     Storage,
     check_given,
@@ -29,6 +31,8 @@ from fusedops.optim.norms import clip_coefficient, global_norm
 
 # A parameter that takes part in a step: its group, its index there, and itself.
 Member = tuple[dict[str, Any], int, Any]
+# What one call of the op steps: a group, which members of the step these are, and their tensors.
+GroupBatch = tuple[dict[str, Any], list[int], Collected]
 
 
 class AdamW(torch.optim.AdamW):
@@ -47,7 +51,10 @@ class AdamW(torch.optim.AdamW):
         amsgrad: divide by the largest second moment so far.
         maximize: go up.
         foreach: accepted; there is one implementation.
-        capturable: must be False: what a step launches is made on the host.
+        capturable: allow a step in a CUDA graph, after at least one outside of it. ``lr`` may then
+            be a tensor on the parameters' device, which a step reads where it is: replays obey
+            what is written to it. All other numbers of the groups, and a float ``lr``, are
+            constants of a graph. The optimizer must live as long as its graphs.
         differentiable: must be False.
         fused: accepted; there is one implementation.
         bias_correction: False leaves the moments as they are: early steps are larger, the first by
@@ -71,7 +78,7 @@ class AdamW(torch.optim.AdamW):
     Raises:
         ValueError: a value is out of range, or ``no_decay`` comes without names.
         TypeError: a parameter is no dense floating tensor, or an option has a wrong type.
-        UnsupportedError: ``capturable`` or ``differentiable``; from ``step``, a sparse gradient.
+        UnsupportedError: ``differentiable``; from ``step``, a sparse gradient.
 
     Note:
         Every element is computed alone, in float32 (float64 for float64): the result depends
@@ -89,6 +96,13 @@ class AdamW(torch.optim.AdamW):
         >>> optimizer.state[model.weight]["master"].dtype
         torch.float32
     """
+
+    # Of steps that were made, for later ones: see _forget_steps.
+    _draws: dict[torch.Tensor, Draw]
+    _repeated: RepeatedStep | None
+    _made_in_vain: int  # how many of those in a row fitted no later step
+    _looked: int  # how many steps looked at each tensor
+    _captures: _pointer_table.Captures
 
     def __init__(
         self,
@@ -114,11 +128,12 @@ class AdamW(torch.optim.AdamW):
         seed: int = 0,
     ) -> None:
         op = type(self).__name__
-        for name, value in (("capturable", capturable), ("differentiable", differentiable)):
-            if value:
-                raise UnsupportedError(
-                    f"{op}: {name} must be False, got {value}: torch.optim.AdamW has it"
-                )
+        checks.flag(op, "capturable", capturable)
+        if differentiable:
+            raise UnsupportedError(
+                f"{op}: differentiable must be False, got {differentiable}: "
+                "torch.optim.AdamW has it"
+            )
         self.policy = new_policy(
             op,
             master_weights=master_weights,
@@ -132,7 +147,8 @@ class AdamW(torch.optim.AdamW):
         checks.flag(op, "bias_correction", bias_correction)
         self._bias_correction = bias_correction
         self.grad_norm: torch.Tensor | None = None
-        self._draws: dict[torch.Tensor, Draw] = {}
+        self._capturable = capturable
+        self._forget_steps()
         super().__init__(
             params,
             lr,
@@ -142,6 +158,7 @@ class AdamW(torch.optim.AdamW):
             amsgrad,
             maximize=maximize,
             foreach=foreach,
+            capturable=capturable,
             fused=fused,
         )
         # GradScaler then leaves unscaling, and skipping where it found inf, to the step.
@@ -181,15 +198,43 @@ class AdamW(torch.optim.AdamW):
         Raises:
             UnsupportedError: a gradient is sparse. Nothing was written.
             ValueError: a parameter changed its device, shape or dtype. Nothing was written.
+            RuntimeError: a CUDA graph is captured, and ``capturable`` is False, a parameter has no
+                state yet, or a number lies where a captured step cannot read it.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if not self._capturable:
+            self._require(not self._is_captured(), "capturable=True, got False")
+            self._step()
+            return loss
+        with self._captures.active(self._device_of_first()):
+            self._step()
+        return loss
+
+    def _step(self) -> None:
+        repeated, self._repeated = self._repeated, None
+        if repeated is not None and repeated.take(self):
+            factor, found_inf = self._scaling(repeated.norm)
+            repeated.step(self, self._numbers, factor, found_inf)
+            self._repeated, self._made_in_vain = repeated, 0
+            return
+        self._made_in_vain += repeated is not None
         members = self._with_gradient()
         if members:
             self._step_all(members)
-        return loss
+
+    def _device_of_first(self) -> torch.device:
+        params = (param for group in self.param_groups for param in group["params"])
+        return next((param.device for param in params), torch.device("cpu"))
+
+    def _is_captured(self) -> bool:
+        return _pointer_table.capturing(self._device_of_first())
+
+    def _require(self, holds: bool, wanted: str) -> None:
+        if not holds:
+            raise RuntimeError(f"{type(self).__name__}: a step in a CUDA graph needs {wanted}")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` of this class or of ``torch.optim.AdamW`` returned.
@@ -228,16 +273,29 @@ class AdamW(torch.optim.AdamW):
                 hook.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("policy", "_bias_correction", "_step_supports_amp_scaling", "grad_norm")
+        kept = (
+            "policy",
+            "_bias_correction",
+            "_capturable",
+            "_step_supports_amp_scaling",
+            "grad_norm",
+        )
         return super().__getstate__() | {name: self.__dict__[name] for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for group in self.param_groups:
-            # A checkpoint of torch's may have them: what they ask for, nothing here obeys.
-            group["capturable"] = group["differentiable"] = False
+            # Not of a checkpoint: how this process steps does not depend on how another one did.
+            group["capturable"], group["differentiable"] = self._capturable, False
             group.setdefault("bias_correction", self._bias_correction)
+        self._forget_steps()
+
+    def _forget_steps(self) -> None:
+        """Forget what earlier steps left for later ones, and what graphs of them read."""
         self._draws = {}
+        self._repeated = None
+        self._made_in_vain = self._looked = 0
+        self._captures = _pointer_table.Captures()
 
     def _check_given(self, loaded: dict[str, Any]) -> dict[torch.Tensor, dict[str, Any]]:
         """Return the saved state of each parameter, after a look at all of them."""
@@ -284,8 +342,17 @@ class AdamW(torch.optim.AdamW):
         return None
 
     def _step_all(self, members: list[Member]) -> None:
-        factor, found_inf = self._scaling(lambda: global_norm([each.grad for *_, each in members]))
-        self._step_batches(members, factor, found_inf)
+        grads = [param.grad for *_, param in members]
+        factor, found_inf = self._scaling(lambda: global_norm(grads))
+        batches = self._collect(members)
+        self._step_collected(batches, factor, found_inf)
+        self._looked += 1
+        # Where steps differ, as those of experts without tokens do, only one of some tries again.
+        if self._made_in_vain < 2 or self._looked % 16 == 0:
+            groups = {id(group): index for index, group in enumerate(self.param_groups)}
+            numbered = [(groups[id(group)], places, each) for group, places, each in batches]
+            has_norm = self.policy.max_norm is not None or self.policy.skip_non_finite
+            self._repeated = RepeatedStep.after(self, grads, numbered, has_norm=has_norm)
 
     def _step_batches(
         self,
@@ -293,20 +360,40 @@ class AdamW(torch.optim.AdamW):
         factor: torch.Tensor | None,
         found_inf: torch.Tensor | None,
     ) -> None:
-        for group, collected in self._collect(members):
+        self._step_collected(self._collect(members), factor, found_inf)
+
+    def _step_collected(
+        self,
+        batches: list[GroupBatch],
+        factor: torch.Tensor | None,
+        found_inf: torch.Tensor | None,
+    ) -> None:
+        for group, _, collected in batches:
             device = collected.tensors.params[0].device
-            make_step(
-                collected.tensors,
-                lr=float(group["lr"]),
-                betas=(float(group["betas"][0]), float(group["betas"][1])),
-                eps=group["eps"],
-                maximize=group["maximize"],
-                bias_correction=group["bias_correction"],
-                grad_factor=None if factor is None else factor.to(device, non_blocking=True),
-                found_inf=None if found_inf is None else found_inf.to(device, non_blocking=True),
-            )
+            scaling = scaling_on(device, factor, found_inf)
+            make_step(collected.tensors, **self._numbers(group, device), **scaling)
             for param, dense in collected.write_back:
                 param.copy_(dense)
+
+    def _numbers(self, group: dict[str, Any], device: torch.device) -> dict[str, Any]:
+        """Return the numbers of a step that are those of a group."""
+        lr, betas = group["lr"], group["betas"]
+        if self._capturable and isinstance(lr, torch.Tensor) and lr.device == device:
+            # Numbers of other dtypes would be the only ones in the step.
+            lr = lr if lr.dtype in (torch.float32, torch.float64) else lr.float()
+        else:
+            where = f"lr as a float or on {device}"
+            self._require(not (_is_tensor(lr) and self._is_captured()), where)
+            lr = float(lr)
+        on_gpu = any(_is_tensor(each) and each.is_cuda for each in betas)
+        self._require(not (on_gpu and self._is_captured()), "betas as floats")
+        return {
+            "lr": lr,
+            "betas": (float(betas[0]), float(betas[1])),
+            "eps": group["eps"],
+            "maximize": group["maximize"],
+            "bias_correction": group["bias_correction"],
+        }
 
     def _scaling(
         self, norm_of_gradients: Callable[[], torch.Tensor]
@@ -329,18 +416,20 @@ class AdamW(torch.optim.AdamW):
             factor = coefficient if factor is None else coefficient * factor.to(norm.device)
         return factor, found_inf
 
-    def _collect(self, members: list[Member]) -> list[tuple[dict[str, Any], Collected]]:
+    def _collect(self, members: list[Member]) -> list[GroupBatch]:
         """Return the tensors of the step, by group, device and whether there are masters."""
-        batches: dict[tuple[Any, ...], tuple[dict[str, Any], Collected]] = {}
-        for group, index, param in members:
+        batches: dict[tuple[Any, ...], GroupBatch] = {}
+        for place, (group, index, param) in enumerate(members):
             state, amsgrad = self.state[param], group["amsgrad"]
             if not state:
+                self._require(not self._is_captured(), "a step before it, which makes the states")
                 state.update(new_state(param, self._storage(param), amsgrad=amsgrad))
             draw = self._draw(group, index, param)
             key = (id(group), param.device, "master" in state, draw is None)
-            _, collected = batches.setdefault(key, (group, Collected()))
+            _, places, collected = batches.setdefault(key, (group, [], Collected()))
             decay = self._decay(group, index)
             collected.add(param, state, decay=decay, amsgrad=amsgrad, draw=draw)
+            places.append(place)
         return list(batches.values())
 
     def _storage(self, param: torch.Tensor) -> Storage:
@@ -359,6 +448,10 @@ class AdamW(torch.optim.AdamW):
         if patterns and any(fnmatch.fnmatchcase(_name(group, index), each) for each in patterns):
             return 0.0
         return float(group["weight_decay"])
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
 def _name(group: dict[str, Any], index: int) -> str:

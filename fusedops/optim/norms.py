@@ -57,6 +57,16 @@ def global_norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
         return _added(torch.stack([each.to(totals[0].device) for each in totals])).sqrt()
 
 
+def norm_from(sums: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the 2-norm from the sums of squares of tensors of one device.
+
+    Args:
+        sums: of the local part of each.
+        tensors: those, or none where no tensor is sharded.
+    """
+    return (total(sums, tensors) if tensors else _added(sums)).sqrt()
+
+
 def total(sums: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the sum of the squares of all tensors, from those of the local part of each."""
     return _added(_shards.sum_over_shards(sums, tensors))

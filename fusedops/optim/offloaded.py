@@ -105,6 +105,8 @@ class OffloadedAdamW(AdamW):
         checks.flag(op, "overlap", overlap)
         checks.probability(op, "device_fraction", device_fraction)
         checks.integer(op, "bucket_bytes", bucket_bytes, least=1)
+        if options.get("capturable"):
+            raise UnsupportedError(f"{op}: capturable must be False: steps are made on the host")
         if threads is not None:
             checks.integer(op, "threads", threads, least=1)
         reason = _step_queue.missing()

@@ -36,9 +36,11 @@ def _call(
     lists.append(drawn(state) if amsgrad else [])
     lists.append(drawn(copy) if copy is not None else [])
     lists.append([torch.full((), 3.0, device=device) for _ in _SHAPES])
-    factors: tuple[Any, Any] = (None, None)
+    # grad_factor, found_inf, learning_rate
+    factors: tuple[Any, ...] = (None, None, None)
     if scaled:
-        factors = torch.full((), 0.5, device=device), torch.zeros(1, device=device)
+        made = (torch.full((), 0.5), torch.zeros(1), torch.full((), 2e-2, dtype=torch.float64))
+        factors = tuple(each.to(device) for each in made)
     numbers = [n for i in range(len(_SHAPES)) for n in (-12 + i, 4 * i, 3, 5)] if draws else []
     decays = [0.1 * i for i in range(len(_SHAPES))]
     return Sample(name, (*lists, *factors, numbers, decays, *_NUMBERS, False, True))

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from fusedops._core.activation import ACTIVATIONS
+from fusedops._core.checks import UnsupportedError
 from fusedops.ops import RoutingPlan
 from fusedops.ops.moe_mlp import moe_mlp
 from fusedops.specs import _hf_experts, _routing
@@ -259,8 +260,12 @@ def _peers() -> dict[str, Callable[..., Any]]:
             plan: RoutingPlan,
             w1: torch.Tensor,
             w2: torch.Tensor,
+            b1: torch.Tensor | None = None,
+            b2: torch.Tensor | None = None,
             **options: Any,
         ) -> torch.Tensor:
+            if b1 is not None or b2 is not None:
+                raise UnsupportedError("the peer has no biases")
             weights = plan.probs.to(input.dtype)
             return experts(input, plan.expert_ids.long(), weights, w1.mT, w2.mT)
 

@@ -42,6 +42,7 @@ MISSING = (
     "transformers",
     "typer",
 )
+HOT = ("hot_configurations", "hot_lists", "gpu_behaviour", "hot_coverage")
 
 
 def collected(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -65,6 +66,21 @@ def test_the_tests_of_ops_are_collected_without_any_other_package(tmp_path: Path
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     for backend in ("triton-cuda-bfloat16", "cuda-cuda-float32"):
         assert f"test_values_and_gradients_match_float64[{backend}-rms_norm" in done.stdout
+
+
+def test_gpu_tests_of_hot_configurations_are_collected_without_any_other_package(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("triton")
+    files = [f"tests/ops/test_{name}.py" for name in HOT]
+    done = collected(tmp_path, "-m", "gpu", *files)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    for name in (
+        "test_hot_samples_match_float64[attention-bfloat16-attention D128 of 4]",
+        "test_a_graph_runs_with_changed_inputs[default-rms_norm]",
+        "test_a_step_of_many_tensors_matches_float64",
+    ):
+        assert name in done.stdout, done.stdout[-2000:]
 
 
 @pytest.mark.slow

@@ -95,22 +95,22 @@ def test_an_op_that_writes_in_place_is_not_repeated(launcher, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("hip", "capability", "reason"),
+    ("hip", "capability", "reason", "tiles"),
     [
-        ("6.4", (9, 4), "compiled for NVIDIA GPUs"),
-        (None, (7, 5), "need compute capability 8.0 or newer, this GPU has 7.5"),
-        (None, (12, 0), None),
+        ("6.4", (9, 4), "compiled for NVIDIA GPUs", 80),
+        (None, (7, 5), "need compute capability 8.0 or newer, this GPU has 7.5", 80),
+        (None, (12, 0), None, 120),
     ],
     ids=("MI300", "T4", "RTX 5090"),
 )
-def test_the_cuda_library_is_chosen_where_it_has_code(monkeypatch, hip, capability, reason):
+def test_the_cuda_library_is_chosen_where_it_has_code(monkeypatch, hip, capability, reason, tiles):
     from fusedops.kernels import _attention_launch, _descriptors
 
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     caches = (
         architecture.compute_capability,
-        _attention_launch._generation,
+        _attention_launch.generation_of,
         _descriptors.available,
     )
     device = torch.device("cuda", 0)
@@ -121,7 +121,7 @@ def test_the_cuda_library_is_chosen_where_it_has_code(monkeypatch, hip, capabili
         assert (refusal is None) == (reason is None)
         assert reason is None or reason in refusal
         assert not _descriptors.available(device)
-        assert _attention_launch._generation(device) == 80
+        assert _attention_launch.generation_of(device) == tiles
     finally:
         for cache in caches:
             cache.cache_clear()

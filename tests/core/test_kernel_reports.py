@@ -7,6 +7,7 @@ from pathlib import Path
 
 import cuda_report
 import kernel_report
+import native_flags
 import peer_kernels
 import pytest
 import report_table
@@ -118,6 +119,69 @@ def test_figures_are_kept_by_digest_for_one_compiler(table: report_table.Table) 
     assert report_table.figures(table) == {"1a": {"registers": "32", "shared": "0"}}
     newer = report_table.Table(**{**vars(table), "compiler": "compiler 2"})
     assert report_table.figures(newer) == {}
+
+
+def test_tables_of_other_tritons_tell_what_spills_and_what_they_lack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(report_table, "REPORTS", tmp_path)
+    monkeypatch.setattr(kernel_report, "ops", lambda: ["moe_sort"])
+    kernel_report.cases.cache_clear()
+    marks = sorted(
+        {
+            kernel_report.digest(kernel_report.cases(op)[index], capability)
+            for op, index, capability in kernel_report.compilations(["moe_sort"])
+        }
+    )
+
+    def write(marks: list[str], **changes: str) -> None:
+        usual = {"op": "moe_sort", "kernel": "k", "case": "", "arch": "sm_120", "stack": "0"}
+        usual |= {"shared": "0", "matrix": "0", "repeated": ""} | changes
+        lines = [",".join((*usual, "digest"))]
+        lines += [",".join((*usual.values(), mark)) for mark in marks]
+        (tmp_path / "triton-3.9.0.csv").write_text("\n".join(["# triton 3.9.0", *lines, ""]))
+
+    write(marks)
+    assert kernel_report.other_versions(strict=True) == 0
+    assert f"{len(marks)} of {len(marks)} kernels are current" in capsys.readouterr().out
+    write([*marks[1:], "of an older source"])
+    assert kernel_report.other_versions(strict=False) == 0
+    assert "make kernel-report-triton TRITON=3.9.0" in capsys.readouterr().out
+    assert kernel_report.other_versions(strict=True) == 1
+    write(marks, stack="8")
+    assert kernel_report.other_versions(strict=False) == 1
+    assert "8 bytes of stack" in capsys.readouterr().err
+    write(marks, shared=str(100 * 1024))
+    assert kernel_report.other_versions(strict=False) == 1
+
+
+def test_tiles_are_those_of_the_version_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from fusedops.kernels import _attention_launch, _triton_version
+
+    def tile(version: tuple[int, int]) -> int:
+        monkeypatch.setattr(_triton_version, "TRITON", version)
+        arguments = ("keys", 90, torch.bfloat16, 128, 128, "plain")
+        return _attention_launch.block_table(*arguments)[0]["BLOCK_M"]
+
+    monkeypatch.setattr(_attention_launch.env, "triton_interpreted", lambda: False)
+    assert [tile(each) for each in ((3, 6), (3, 8), (3, 9), (3, 10), (4, 0))] == [
+        64,
+        64,
+        32,
+        32,
+        32,
+    ]
+
+
+def test_nvcc_compiles_for_the_gpus_that_it_knows() -> None:
+    assert native_flags.gencode(["sm_75", "sm_80", "sm_90"]) == [
+        "-gencode=arch=compute_80,code=sm_80",
+        "-gencode=arch=compute_90,code=[sm_90,compute_90]",
+    ]
+    newer = native_flags.gencode(["sm_80", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121"])
+    assert newer[2:] == [f"-gencode=arch=compute_{each},code=sm_{each}" for each in (100, 120)]
 
 
 def test_rows_of_one_op_are_written_and_compared_alone(

@@ -396,7 +396,7 @@ def test_trainer_takes_it(tmp_path: Any) -> None:
 def test_what_it_refuses_is_said_and_nothing_is_written() -> None:
     weight = nn.Parameter(torch.ones(3, 2))
     for arguments, error, words in (
-        ({"capturable": True}, fusedops.UnsupportedError, "capturable"),
+        ({"capturable": 1}, TypeError, "capturable"),
         ({"differentiable": True}, fusedops.UnsupportedError, "differentiable"),
         ({"state_dtype": torch.float16}, ValueError, "state_dtype"),
         ({"max_norm": 0.0}, ValueError, "max_norm"),

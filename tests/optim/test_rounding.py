@@ -142,6 +142,23 @@ def test_every_backend_draws_the_same_numbers(
     assert not torch.equal(both[0].exp_avgs[0], exact.bfloat16()), "nothing was drawn"
 
 
+@each_backend
+@pytest.mark.parametrize(
+    ("run", "pitch"),
+    [(1, 3), (3, 3), (7, 2**40), (16, 64), (1023, 5000), (1024, 1024), (1025, 1026), (2999, 2**33)],
+)
+def test_every_backend_numbers_the_elements_of_strided_parts_alike(
+    run: int, pitch: int, backend: str
+) -> None:
+    moments = []
+    for name in (backend, "torch"):
+        given = drawn(torch.float32, places=[(0, SIZE, run, pitch)], amsgrad=False)
+        given.draws = [Draw(-77, 2**34 + 5, run, pitch)]
+        step(given, name)
+        moments.append(given.exp_avgs + given.exp_avg_sqs)
+    assert_same(*moments)
+
+
 @pytest.mark.parametrize("cuts", [[1000], [1, 2, 3, 1234], [32, 64, 2999]])
 def test_a_part_draws_what_it_draws_in_the_whole(cuts: list[int]) -> None:
     edges = [0, *cuts, SIZE]

@@ -108,7 +108,7 @@ def run_case(
     for direction in _directions(able, call):
         settings.say(direction)
         there = [each for each in able if direction == FORWARD or each.trains]
-        variants = [_variant(each, call, direction) for each in there]
+        variants = [variant_of(each, call, direction) for each in there]
         peaks = {variant.name: _peak(variant, settings.device) for variant in variants}
         timing = measure(variants, clock, settings.plan)
         work = _work(case, direction, dtype, limits)
@@ -154,7 +154,7 @@ def host_overhead(
     overhead = {}
     for direction in _directions(able, call):
         there = [each for each in able if direction == FORWARD or each.trains]
-        variants = [_variant(each, call, direction, synced=settings.device) for each in there]
+        variants = [variant_of(each, call, direction, synced=settings.device) for each in there]
         timing = measure(variants, CpuClock(), _HOST_PLAN)
         for each in there:
             overhead[each.name, direction] = timing.best(each.name)
@@ -245,7 +245,7 @@ def lead(timing: Timing, variant: str) -> dict[str, Any]:
     return {"rival": rival, "lead": ratio.median, "lead_q1": ratio.q1, "lead_q3": ratio.q3}
 
 
-def _variant(
+def variant_of(
     contender: Contender, call: Call, direction: str, synced: torch.device | None = None
 ) -> Variant:
     """Return what the timer runs for a contender in one direction."""

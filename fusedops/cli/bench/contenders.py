@@ -140,11 +140,11 @@ def contenders(
     def admit(candidate: Contender) -> bool:
         if only and candidate.name not in (EAGER, *only):
             return False
-        reason = _fails(candidate, call, backward=False)
+        reason = reason_against(candidate, call, backward=False)
         if reason is not None:
             notes.append(f"no {candidate.name} row: {reason}")
             return False
-        reason = _fails(candidate, call, backward=True) if call.leaves else None
+        reason = reason_against(candidate, call, backward=True) if call.leaves else None
         if reason is not None:
             notes.append(f"{candidate.name} has forward rows only: {reason}")
         able.append(replace(candidate, trains=reason is None))
@@ -195,7 +195,7 @@ def _backends_of(call: Call) -> tuple[str, ...]:
     return ("cpp", "torch") if on_cpu else ("cuda", "triton", "torch")
 
 
-def _fails(contender: Contender, call: Call, *, backward: bool) -> str | None:
+def reason_against(contender: Contender, call: Call, *, backward: bool) -> str | None:
     """Run a contender once (this compiles); return ``None`` or in one line why it cannot run."""
     call = call.given_to(contender)
     try:

@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
-from rich.text import Text
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedops._core import backends, host, tuning
@@ -27,7 +25,6 @@ from fusedops.cli.bench import machine
 from fusedops.cli.bench.cases import tiny_sample
 from fusedops.cli.bench.contenders import Call
 from fusedops.cli.bench.results import now
-from fusedops.cli.console import console, print_table
 from fusedops.cli.progress import steps
 from fusedops.specs import BenchCase, Sample, Spec
 
@@ -167,6 +164,11 @@ def _measure_all(
 
 def deliver(table: tuning.Table, notes: Sequence[str], path: Path) -> None:
     """Write a table; show its entries first: a full disk must not cost them."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from fusedops.cli.console import console, print_table
+
     out = console()
     shown = Table(title=f"{table.architecture}: {table.measured['device']}", title_justify="left")
     for column in ("op", "dtype", "elements", "winner", "x default", "us"):

@@ -1,0 +1,169 @@
+"""A step that is like the one before: the same parameters and states, other gradients.
+
+On a GPU the host must be done with a step before the GPU is, and a look at each of several hundred
+tensors in Python takes milliseconds. After a step that looked at all of them, this one asks the
+compiled library (``csrc/known_tensors.cpp``) whether something has changed, and launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fusedops._core import backends, extension
+from fusedops.ops.adamw import RepeatedBatch
+from fusedops.ops.square_sums import RepeatedSums
+from fusedops.optim import _shards, _step_queue
+from fusedops.optim._batches import Collected
+from fusedops.optim._state import MOMENTS
+from fusedops.optim.norms import norm_from
+
+if TYPE_CHECKING:
+    from fusedops.optim.adamw import AdamW
+
+Numbers = Callable[[dict[str, Any], torch.device], dict[str, Any]]
+
+
+class RepeatedStep:
+    """The launches of a step, for another one of the same tensors.
+
+    It refers to no tensor of the optimizer, so that states can be freed or moved between steps.
+    """
+
+    def __init__(
+        self,
+        optimizer: AdamW,
+        grads: Sequence[torch.Tensor],
+        batches: Sequence[tuple[int, list[int], Collected]],
+        *,
+        has_norm: bool,
+    ) -> None:
+        self._batches = [
+            (group, torch.tensor(places), RepeatedBatch(collected.tensors))
+            for group, places, collected in batches
+        ]
+        self._sums = RepeatedSums([_shards.local(each) for each in grads]) if has_norm else None
+        params = _params(optimizer)
+        self._has_grad = [param.grad is not None for param in params]
+        self._sharded = any(_shards.is_dtensor(param) for param in params)
+        self._identity = self._identities(optimizer, params)
+        self._options = _options(optimizer)
+        self._changes = backends.changes()
+        stepped = [param for param in params if param.grad is not None]
+        states = [optimizer.state[param] for param in stepped]
+        read = ("step", *MOMENTS, "master")
+        tensors = [state[name] for state in states for name in read if name in state]
+        kept = [_shards.stored(each) for each in (*stepped, *tensors)]
+        given = [_shards.local(each) for each in grads]
+        self._known = torch.classes.fusedops_native.KnownTensors(kept, given)
+        self._grads: list[Any] = []
+
+    @classmethod
+    def after(
+        cls,
+        optimizer: AdamW,
+        grads: Sequence[torch.Tensor],
+        batches: Sequence[tuple[int, list[int], Collected]],
+        *,
+        has_norm: bool,
+    ) -> RepeatedStep | None:
+        """Return what repeats the step just made; ``None`` if each must be made anew.
+
+        Args:
+            optimizer: that made it.
+            grads: of all parameters that have one, in their order.
+            batches: of the step: the number of the group, which gradients, and the tensors.
+            has_norm: whether a step takes the norm of the gradients.
+        """
+        for *_, collected in batches:
+            if collected.write_back or collected.copies_gradients:
+                return None
+            if not RepeatedBatch.serves(collected.tensors):
+                return None
+        if extension.cpu_library() is not None:
+            return None
+        if has_norm and len({each.device for each in grads}) > 1:
+            return None
+        if has_norm and not RepeatedSums.serves([_shards.local(each) for each in grads]):
+            return None
+        return cls(optimizer, grads, batches, has_norm=has_norm)
+
+    def take(self, optimizer: AdamW) -> bool:
+        """Take the gradients of now; return whether nothing else has changed since the last step.
+
+        Where something has, nothing was written, and this object is of no more use.
+        """
+        params = _params(optimizer)
+        if self._changes != backends.changes() or self._options != _options(optimizer):
+            return False
+        if self._identity != self._identities(optimizer, params):
+            return False
+        grads = [param.grad for param in params]
+        if [each is not None for each in grads] != self._has_grad:
+            return False
+        if not all(self._has_grad):
+            grads = [each for each in grads if each is not None]
+        self._grads = grads
+        if self._sharded:
+            stepped = (param for param, has in zip(params, self._has_grad, strict=True) if has)
+            pairs = zip(grads, stepped, strict=True)
+            if any(_shards.placed_like(each, param) is not each for each, param in pairs):
+                return False
+            grads = [_shards.local(each) for each in grads]
+        moved = self._known.update(grads)
+        if moved > 0:
+            addresses = self._known.addresses()
+            for _, places, batch in self._batches:
+                batch.move_gradients(addresses[places])
+            if self._sums is not None:
+                self._sums.move(addresses)
+        return bool(moved >= 0)
+
+    def norm(self) -> torch.Tensor:
+        """Return the norm of the gradients that were taken, as ``global_norm`` does."""
+        assert self._sums is not None
+        return norm_from(self._sums(), self._grads if self._sharded else ())
+
+    def step(
+        self,
+        optimizer: AdamW,
+        numbers: Numbers,
+        factor: torch.Tensor | None,
+        found_inf: torch.Tensor | None,
+    ) -> None:
+        """Make the step of the gradients that were taken."""
+        self._grads = []
+        for group, _, batch in self._batches:
+            given = numbers(optimizer.param_groups[group], batch.device)
+            batch.step(**given, **scaling_on(batch.device, factor, found_inf))
+
+    def _identities(self, optimizer: AdamW, params: list[Any]) -> int:
+        # A tensor that is gone is no longer known, so that another of its identity is seen.
+        stored = [_shards.stored(param) for param in params] if self._sharded else []
+        return _step_queue.identities(params + stored, optimizer.state)
+
+
+def scaling_on(
+    device: torch.device, factor: torch.Tensor | None, found_inf: torch.Tensor | None
+) -> dict[str, Any]:
+    """Return the two numbers that gradients are scaled and steps are skipped by, on a device."""
+    return {
+        "grad_factor": None if factor is None else factor.to(device, non_blocking=True),
+        "found_inf": None if found_inf is None else found_inf.to(device, non_blocking=True),
+    }
+
+
+def _params(optimizer: AdamW) -> list[Any]:
+    return list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+
+
+def _options(optimizer: AdamW) -> tuple[Any, ...]:
+    """Return what the launches of a step were made from, beside tensors."""
+    groups = [
+        (len(group["params"]), group["amsgrad"], group["weight_decay"])
+        for group in optimizer.param_groups
+    ]
+    return optimizer.policy, groups

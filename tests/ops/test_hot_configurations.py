@@ -1,0 +1,110 @@
+"""The configurations that users run, against float64: on a GPU all, in the interpreter some.
+
+A hot sample launches the tiles that the static report has on record, with descriptors where these
+are used, three blocks deep in each direction (``fusedops/specs/hot``). The generic tests of an op
+have small and odd calls, which launch other configurations.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from op_testing import assert_within_budget
+
+import fusedops
+from fusedops.specs import hot
+
+pytest.importorskip("triton")
+
+HALF = (torch.bfloat16, torch.float16)
+DTYPES = (*HALF, torch.float32)
+# In the interpreter, which takes a matrix kernel's tile a second: a few of each kind.
+REPRESENTATIVE = {
+    "attention": ("D64 of 4", "D128 of 4, by pointers", "D64 of 4, window, sinks"),
+    "attention_decode": ("4 rows of D128, 1040 keys",),
+    "cross_entropy": ("48x10240",),
+    "geglu": ("48x2560 none",),
+    "linear_act": ("272x272x528 along", "272x272x528 across"),
+    "moe_permute": ("208x2 rows of 2576",),
+    "rms_norm": ("816x1024",),
+    "rotary_embedding": ("2x32x48x128 of 128 half",),
+    "scaled_masked_softmax": ("2x3x48x256, keep",),
+}
+LONG = ("attention", "moe_permute", "rms_norm", "rotary_embedding")
+
+
+def over_lists(call: hot.HotCall) -> bool:
+    return call.op in ("adamw", "square_sums")  # tests/ops/test_hot_lists.py
+
+
+def each_call() -> Any:
+    return pytest.mark.parametrize(
+        ("call", "dtype"),
+        [
+            pytest.param(call, dtype, id=f"{op}-{str(dtype)[6:]}-{call.op} {call.name}")
+            for op in hot.ops()
+            for dtype in DTYPES
+            for call in hot.calls(op, dtype)
+            if not over_lists(call)
+        ],
+    )
+
+
+def check(call: hot.HotCall, dtype: torch.dtype, device: torch.device) -> None:
+    sample = hot.made(call, dtype, device)
+    assert sample.spec is not None
+    fusedops.reset_counters()
+    with fusedops.use_backend("triton"):
+        result = sample.run()
+    used = {backend for _, backend in fusedops.counters()}
+    assert used == {"triton"}, f"ran on {used}"
+    assert_within_budget(result, sample.spec, sample.plain())
+
+
+@pytest.mark.gpu
+@each_call()
+def test_hot_samples_match_float64(call: hot.HotCall, dtype: torch.dtype) -> None:
+    check(call, dtype, torch.device("cuda"))
+
+
+@contextlib.contextmanager
+def real_tiles() -> Iterator[None]:
+    """Give attention in the interpreter the tiles of sm_90, not the small ones for few rows."""
+    from fusedops.kernels import _attention_launch, attention_decode
+
+    compiled = SimpleNamespace(triton_interpreted=lambda: False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_attention_launch, "env", compiled)
+        patch.setattr(_attention_launch, "generation_of", lambda device: 90)
+        patch.setattr(attention_decode, "env", compiled)
+        yield
+
+
+def chosen(op: str, name: str) -> hot.HotCall:
+    (call,) = [each for each in hot.calls(op, torch.bfloat16) if each.name == name]
+    return call
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [
+        pytest.param(op, name, id=f"{op}-{name}", marks=[pytest.mark.slow] * (op in LONG))
+        for op, names in REPRESENTATIVE.items()
+        for name in names
+    ],
+)
+def test_representative_hot_samples_in_the_interpreter(op: str, name: str) -> None:
+    with real_tiles():
+        check(chosen(op, name), torch.bfloat16, torch.device("cpu"))
+
+
+def test_representative_names_are_those_of_hot_samples() -> None:
+    for op, names in REPRESENTATIVE.items():
+        known = {call.name for call in hot.calls(op, torch.bfloat16)}
+        assert known.issuperset(names), f"{op}: {sorted(set(names) - known)} of {sorted(known)}"

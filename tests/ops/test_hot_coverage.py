@@ -1,0 +1,225 @@
+"""Hot samples launch every configuration of the static report, on GPUs of three generations.
+
+What is counted is what Triton would compile: the launchers run on fake tensors, and each launch
+goes through Triton's own ``run`` up to the compiler. A pointer that stands in for an absent tensor
+is another argument's tensor; no kernel reads it, and its type does not count.
+"""
+
+from __future__ import annotations
+
+import collections
+import csv
+import functools
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import fake_gpu
+import pytest
+import torch
+
+from fusedops import kernels
+from fusedops._core import env
+from fusedops.specs import all_specs, hot, multi_tensor_specs
+
+pytest.importorskip("triton")
+if env.triton_interpreted():
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+DTYPES = (torch.bfloat16, torch.float32)
+CAPABILITIES = (80, 90, 100)
+REPORT = Path(__file__).resolve().parents[2] / "docs" / "reports" / "triton_kernels.csv"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a launch would compile.
+
+    Attributes:
+        kernel: the ``@triton.jit`` function.
+        types: argument name -> type; "constexpr" for a number that is 1, and for a constant.
+        constants: argument name -> value, a number that is 1 among them.
+        stand_ins: names of pointers that are another argument's tensor.
+        numbers: argument name -> value.
+        options: ``num_warps``, ``num_stages``.
+        grid: number of programs in each direction.
+    """
+
+    kernel: Any
+    types: dict[str, str]
+    constants: dict[str, Any]
+    stand_ins: frozenset[str]
+    numbers: dict[str, int]
+    options: tuple[int, int]
+    grid: tuple[int, ...]
+
+
+class Recorder:
+    """Keeps the launches that are different compilations."""
+
+    def __init__(self) -> None:
+        self.launches: list[Launch] = []
+        self._arguments: dict[str, Any] = {}
+        self._grid: tuple[int, ...] = ()
+
+    def observe(self, kernel: Any, arguments: dict[str, Any], grid: tuple[int, ...]) -> None:
+        self._arguments, self._grid = arguments, grid
+        kernel.device_caches.clear()  # every launch reaches the compiler
+
+    def compile(self, source: Any, *, target: Any, options: dict[str, Any], **_: Any) -> Any:
+        names = source.fn.arg_names
+        given = self._arguments
+        tensors = {n: v for n, v in given.items() if isinstance(v, torch.Tensor)}
+        stand_ins = {
+            name
+            for name, tensor in tensors.items()
+            if any(tensor is other for key, other in tensors.items() if key != name)
+        }
+        self.launches.append(
+            Launch(
+                kernel=source.fn,
+                types=dict(source.signature),
+                constants={names[path[0]]: value for path, value in source.constants.items()},
+                stand_ins=frozenset(stand_ins),
+                numbers={name: value for name, value in given.items() if type(value) is int},
+                options=(options["num_warps"], options["num_stages"]),
+                grid=self._grid,
+            )
+        )
+        return SimpleNamespace()
+
+
+def launches_of(calls: list[Any], capability: int) -> list[Launch]:
+    """Return what calls of registered operators launch on a GPU."""
+    recorder = Recorder()
+    with fake_gpu.present(capability, compile=recorder.compile, observe=recorder.observe):
+        fake_gpu.launch(calls)
+    return recorder.launches
+
+
+def difference(case: hot.Case, launch: Launch) -> list[str]:
+    """Return what of a launch is not as the case says."""
+    described = case.described
+    if launch.kernel is not described["kernel"]:
+        return ["kernel"]
+    wrong = []
+    wanted = (described["num_warps"], described["num_stages"])
+    if launch.options != wanted:
+        wrong.append(f"warps and stages {launch.options}, not {wanted}")
+    for name, value in described["constexprs"].items():
+        got = launch.constants.get(name, launch.numbers.get(name))
+        # The stride of what is absent, or broadcast, is 0.
+        absent = name.startswith("stride_") and value == 1 and got == 0
+        if got != value and not absent:
+            wrong.append(f"{name}={got}, not {value}")
+    for name, kind in described["signature"].items():
+        got = launch.types[name].replace(" ", "")
+        is_one = got == "constexpr" and launch.constants.get(name) == 1 and kind == "i32"
+        if got != kind and not is_one and name not in launch.stand_ins:
+            wrong.append(f"{name} is {got}, not {kind}")
+    return wrong
+
+
+@functools.cache
+def launched(op: str) -> dict[int, list[tuple[str, Launch]]]:
+    """Return the launches of all hot samples of a kernel file by capability."""
+    found: dict[int, list[tuple[str, Launch]]] = {capability: [] for capability in CAPABILITIES}
+    for dtype in DTYPES:
+        for sample in hot.samples(op, dtype):
+            calls = fake_gpu.calls_of(sample.run, "cpp")
+            for capability, launches in found.items():
+                launches += [(sample.name, each) for each in launches_of(calls, capability)]
+    return found
+
+
+def matching(op: str, case: hot.Case, capability: int) -> list[Launch]:
+    """Return the launches that compile a case."""
+    return [each for _, each in launched(op)[capability] if not difference(case, each)]
+
+
+def blocks_deep(launch: Launch) -> dict[str, float]:
+    """Return how many blocks a launch takes in each direction whose length it is told."""
+    sizes = launch.numbers
+    lengths = {
+        "BLOCK_K": sizes.get("depth"),
+        "BLOCK_N": sizes.get("num_keys", sizes.get("num_cols", sizes.get("out_size"))),
+        "BLOCK_M": sizes.get("num_rows"),
+    }
+    blocks = {name: launch.constants[name] for name in lengths if name in launch.constants}
+    known = ((name, length) for name, length in lengths.items() if name in blocks)
+    return {name: length / blocks[name] for name, length in known if length is not None}
+
+
+# A block holds a whole row. (And a product's tile of few rows has all rows in one block.)
+WHOLE_ROWS = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm", "scaled_masked_softmax")
+
+
+@pytest.mark.parametrize("op", hot.ops())
+def test_samples_are_three_blocks_deep(op: str) -> None:
+    shallow = []
+    for case in hot.cases(op, 90):
+        found = [too_few_blocks(op, case, launch) for launch in matching(op, case, 90)]
+        if found and all(found):
+            shallow.append(f"{case.kernel} {case.described['label']}: {min(found, key=len)}")
+    assert not shallow, "\n".join(shallow)
+
+
+def too_few_blocks(op: str, case: hot.Case, launch: Launch) -> list[str]:
+    """Return the directions in which a launch of a case takes less than three blocks."""
+    found = []
+    # One program adds up all the losses of cross_entropy, and walks them.
+    if math.prod(launch.grid) < 3 and case.kernel != "total_kernel":
+        found.append(f"a grid of {launch.grid}")
+    for name, blocks in blocks_deep(launch).items():
+        few = case.described["matrix"] and name == "BLOCK_M" and case[name] < 128
+        whole = op in WHOLE_ROWS and name == "BLOCK_N"
+        if blocks <= 2 and not few and not whole:
+            found.append(f"{blocks:.2f} of {name}")
+    return found
+
+
+def test_every_kernel_file_with_cases_has_hot_samples() -> None:
+    folder = Path(kernels.__file__).parent
+    files = {path.stem for path in folder.glob("[!_]*.py") if path.stem != "__init__"}
+    with_cases = {name for name in files if hot.cases(name)}
+    assert with_cases == set(hot.ops())
+
+
+def test_every_op_has_a_hot_sample() -> None:
+    called = {call.op for op in hot.ops() for dtype in DTYPES for call in hot.calls(op, dtype)}
+    assert called == {*all_specs(), *multi_tensor_specs()}
+
+
+def test_the_report_has_a_row_for_each_case() -> None:
+    lines = REPORT.read_text().splitlines()
+    rows = csv.DictReader(line for line in lines if not line.startswith("#"))
+    recorded = collections.Counter((row["op"], row["arch"]) for row in rows)
+    known = {
+        (op, f"sm_{capability}"): len(hot.cases(op, capability))
+        for op in hot.ops()
+        for capability in CAPABILITIES
+    }
+    assert recorded == collections.Counter({key: count for key, count in known.items() if count})
+
+
+def test_an_unknown_kernel_file_is_named() -> None:
+    with pytest.raises(ValueError, match=r"'relu': there are some for adamw, add_layer_norm"):
+        hot.samples("relu")
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("op", hot.ops())
+def test_every_configuration_of_the_report_is_launched(op: str, capability: int) -> None:
+    launches = launched(op)[capability]
+    missing = []
+    for case in hot.cases(op, capability):
+        closest = min((difference(case, launch) for _, launch in launches), key=len)
+        if closest:
+            label = f"{case.kernel} {case.described['label']}"
+            same = [difference(case, launch) for _, launch in launches]
+            near = min((d for d in same if d != ["kernel"]), key=len, default=["no launch of it"])
+            missing.append(f"{label}: {'; '.join(near)}")
+    total = len(hot.cases(op, capability))
+    assert not missing, f"{len(missing)} of {total} not launched:\n" + "\n".join(missing)

@@ -1,0 +1,275 @@
+"""Measures the figures of one group: ours beside rivals, with the benchmark's timer.
+
+The limits of the machine, a copy and a product of 8192 x 8192 x 8192, are measured by the first
+process and read by the others. A rival that cannot run a figure is named with its reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from first_gpu import protocol, stand_in
+from first_gpu.figure_list import BACKWARD, FIGURES, FORWARD, Figure
+from fusedops._core.timer import Clock, CpuClock, Plan, Timing, Variant, clock_for, measure
+from fusedops.cli.bench.cases import variant_of
+from fusedops.cli.bench.contenders import Call, Contender, backend_of, reason_against
+from fusedops.cli.bench.limits import Limit, Limits, Work, measure_limits
+from fusedops.optim import AdamW
+from fusedops.specs import BenchCase, Sample, Spec, all_specs
+
+OURS = "fusedops"
+DTYPE = torch.bfloat16
+_PLAN = Plan(least=7, most=40, seconds=0.5)
+Row = dict[str, Any]
+
+
+def main() -> int:
+    """Measure each item."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ceilings", type=Path, required=True, help="file of the limits")
+    options = protocol.options(parser)
+    stand_in.install_if_asked()
+    rehearsed = stand_in.present()
+    device = torch.device("cpu" if rehearsed else "cuda")
+    events = protocol.Events(options.events)
+    clock = clock_for(device)
+    limits = _limits(options.ceilings, device, clock)
+    for item in json.loads(options.items.read_text()):
+        events.start(item)
+        figure = smaller(FIGURES[item]) if rehearsed else FIGURES[item]
+        backend = "triton" if rehearsed else None
+        try:
+            if figure.op == "optimizer":
+                rows = measure_optimizer(figure, device, clock, limits)
+            else:
+                rows = measure_op(figure, device, clock, limits, backend)
+        except Exception as error:
+            text = protocol.shortened(traceback.format_exc())
+            why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            dead = _dead_context()
+            events.end(item, "crashed" if dead else "failed", error=dead or why, text=text)
+            if dead:
+                return protocol.DEAD_CONTEXT
+            continue
+        events.end(item, "passed", rows=[{**row, "figure": item} for row in rows])
+        if not rehearsed:
+            torch.cuda.empty_cache()
+    return 0
+
+
+def _dead_context() -> str | None:
+    from first_gpu.worker import error_of_context
+
+    return error_of_context()
+
+
+def smaller(figure: Figure) -> Figure:
+    """Return the figure at a size for the rehearsal."""
+    small = [
+        max(16, value // 512) if isinstance(value, int) and value > 64 else value
+        for value in figure.sizes
+    ]
+    return replace(figure, sizes=tuple(small))
+
+
+def _limits(path: Path, device: torch.device, clock: Clock) -> Limits:
+    """Return the limits of this machine: read, or measured and written."""
+    if not path.exists():
+        measured = measure_limits(device, [DTYPE], clock)
+        path.write_text(json.dumps(dataclasses.asdict(measured)))
+    known = json.loads(path.read_text())
+    matmul = {name: Limit(**limit) for name, limit in known["matmul"].items()}
+    return Limits(Limit(**known["copy"]), matmul)
+
+
+def measure_op(
+    figure: Figure, device: torch.device, clock: Clock, limits: Limits, backend: str | None = None
+) -> list[Row]:
+    """Return a row for each direction of a figure.
+
+    Args:
+        figure: which.
+        device: where.
+        clock: of the device.
+        limits: of the machine.
+        backend: that runs ours; ``None``: the automatic choice.
+    """
+    spec = all_specs()[figure.op]
+    assert spec.bench_case is not None
+    case = spec.bench_case(*figure.sizes, **figure.options)
+    sample = _with_slopes(case.make(device, DTYPE)) if figure.alibi else case.make(device, DTYPE)
+    call = Call.of(replace(spec, eager=spec.op), sample)
+    able, notes = [], []
+    for each in [Contender(OURS, spec.op, backend), *_rivals(figure, spec)]:
+        reason = reason_against(each, call, backward=False)
+        if reason is None and call.leaves and set(figure.directions) != {FORWARD}:
+            without = reason_against(each, call, backward=True)
+            each = replace(each, trains=without is None)
+            notes += [f"{each.name} is forward only: {without}"] if without else []
+        if reason is None:
+            able.append(each)
+        elif each.name == OURS:
+            raise RuntimeError(f"ours does not run: {reason}")
+        else:
+            notes.append(f"no {each.name}: {reason}")
+    ran = backend_of(able[0], call)
+    rows = []
+    for direction in figure.directions:
+        there = [each for each in able if direction == FORWARD or each.trains]
+        synced = device if figure.host else None
+        variants = [variant_of(each, call, direction, synced=synced) for each in there]
+        timing = measure(variants, CpuClock() if figure.host else clock, _PLAN)
+        work = None if figure.host else _work(case, direction, limits)
+        rows.append(_row(figure, direction, timing, work, ran, "; ".join(notes)))
+    return rows
+
+
+def measure_optimizer(
+    figure: Figure, device: torch.device, clock: Clock, limits: Limits
+) -> list[Row]:
+    """Return the row of a step of AdamW over float32 tensors of one size beside torch's fused."""
+    count, size = (int(value) for value in figure.sizes)
+
+    def made() -> list[torch.nn.Parameter]:
+        params = [torch.nn.Parameter(torch.randn(size, device=device)) for _ in range(count)]
+        for param in params:
+            param.grad = torch.randn_like(param) * 1e-3
+        return params
+
+    steps: dict[str, Callable[[], Any]] = {
+        OURS: AdamW(made(), lr=1e-4).step,
+        "torch fused": torch.optim.AdamW(made(), lr=1e-4, fused=True).step,
+    }
+
+    def waits() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    variants = [
+        Variant(name, lambda _, step=step: step(), waits if figure.host else lambda: None)  # type: ignore[misc]
+        for name, step in steps.items()
+    ]
+    timing = measure(variants, CpuClock() if figure.host else clock, _PLAN)
+    moved = 7 * 4 * count * size  # reads parameter, gradient, two moments; writes all but one
+    work = None if figure.host else Work.of([(moved, 0)], "float32", limits)
+    return [_row(figure, FORWARD, timing, work, "", "")]
+
+
+def _rivals(figure: Figure, spec: Spec) -> list[Contender]:
+    """Return who competes, whether or not they can run here."""
+    known: dict[str, Callable[[], Callable[..., Any]]] = {
+        "eager": lambda: spec.eager,
+        "compile": lambda: torch.compile(spec.eager, dynamic=False),
+        "cudnn": lambda: partial(_sdpa, "CUDNN_ATTENTION"),
+        "flash": lambda: partial(_sdpa, "FLASH_ATTENTION"),
+        "bare": lambda: _products_alone,
+        "grouped_mm": lambda: _experts_by_grouped_mm,
+    }
+    if stand_in.present():
+        del known["compile"]  # minutes of a processor
+    chosen = [Contender(name, known[name]()) for name in figure.rivals if name in known]
+    for name, peer in spec.peers().items():
+        if name != "naive" and (name in figure.rivals or not figure.host):
+            overwrites = getattr(peer, "overwrites", False)
+            chosen.append(Contender(name, peer, overwrites=overwrites))
+    return chosen
+
+
+def _sdpa(
+    backend: str, query: Any, key: Any, value: Any, is_causal: bool = False, **options: Any
+) -> Any:
+    """Run torch's attention on one of its backends."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    with sdpa_kernel(getattr(SDPBackend, backend)):
+        return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, **options)
+
+
+def _products_alone(x: Any, weight: Any, *others: Any, **options: Any) -> Any:
+    """Run the products of a linear layer without anything behind them."""
+    if others and isinstance(others[0], torch.Tensor) and others[0].dim() == 2:
+        return F.linear(x, weight) + F.linear(x, others[0])
+    return F.linear(x, weight, *others[:1])
+
+
+def _experts_by_grouped_mm(
+    x: Any, plan: Any, w1: Any, w2: Any, b1: None = None, b2: None = None, **options: Any
+) -> Any:
+    """Run the experts of a mixture (silu, gated) with torch's grouped products, as models do."""
+    ids = plan.expert_ids.flatten()
+    order = torch.argsort(ids, stable=True)
+    ends = torch.bincount(ids, minlength=w1.shape[0]).cumsum(0).to(torch.int32)
+    rows = order // plan.expert_ids.shape[1]
+    gate, up = F.grouped_mm(x[rows], w1, offs=ends).chunk(2, -1)
+    y = F.grouped_mm(F.silu(gate) * up, w2, offs=ends)
+    weighted = y * plan.probs.to(x.dtype).flatten()[order, None]
+    return torch.zeros_like(x).index_add(0, rows, weighted)
+
+
+def _with_slopes(sample: Sample) -> Sample:
+    """Return a call of attention with ALiBi slopes."""
+    query = sample.args[0]
+    heads = query.shape[1]
+    slopes = 2.0 ** (-8.0 * torch.arange(1, heads + 1, device=query.device) / heads)
+    return replace(sample, kwargs={**sample.kwargs, "alibi_slopes": slopes})
+
+
+def _work(case: BenchCase, direction: str, limits: Limits) -> Work:
+    forward = (case.bytes_forward(DTYPE), case.flops_forward)
+    backward = (case.bytes_backward(DTYPE), case.flops_backward)
+    parts: Sequence[tuple[int, int]] = [forward, backward]
+    if direction == FORWARD:
+        parts = [forward]
+    elif direction == BACKWARD:
+        parts = [backward]
+    return Work.of(parts, str(DTYPE).removeprefix("torch."), limits)
+
+
+def _row(
+    figure: Figure, direction: str, timing: Timing, work: Work | None, backend: str, notes: str
+) -> Row:
+    """Return the row; the rival is the fastest of those that do all the work."""
+    us = {name: timing.spread(name).median * 1e6 for name in timing.rounds}
+    complete = [name for name in us if name not in (OURS, "bare")]
+    rival = min(complete, key=us.__getitem__, default=None)
+    seconds = us[OURS] * 1e-6
+    of_limit = work.least_seconds / seconds if work else None
+    of_mark = None
+    if figure.mark is not None:
+        against, factor = figure.mark
+        if against == "limit":
+            of_mark = of_limit / factor if of_limit is not None else None
+        elif against in us:
+            of_mark = timing.ratio(against, OURS).median / factor
+    return {
+        "op": figure.op,
+        "direction": direction,
+        "backend": backend,
+        "ours_us": us[OURS],
+        "rival": rival or "",
+        "baseline_us": us[rival] if rival else None,
+        "ratio": timing.ratio(rival, OURS).median if rival else None,
+        "others_us": ", ".join(f"{name} {value:.1f}" for name, value in us.items() if name != OURS),
+        "tflop_per_s": work.flops / seconds * 1e-12 if work and work.flops else None,
+        "gb_per_s": work.bytes_moved / seconds * 1e-9 if work else None,
+        "of_limit": of_limit,
+        "mark": "" if figure.mark is None else f"{figure.mark[1]:g} of {figure.mark[0]}",
+        "of_mark": of_mark,
+        "notes": notes,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
