@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from fusedops._core import timer
-from fusedops.cli.bench import machine
+from fusedops.bench import machine
 from fusedops.optim import AdamW, OffloadedAdamW
 
 # The parameters of two layers of a transformer of 1536, with their biases and norms.

@@ -2,9 +2,9 @@
 
     python docs/gen_microbatch_overlap.py
 
-Source: the events that ``fusedops.parallel.communication`` records while a tiny model makes a step
-with ``overlap_microbatches=True`` on two ranks that are threads of this process. Columns are phases
-in their order, not times: what stands side by side ran side by side.
+Source: the events that ``fusedops.parallel.comm.collectives`` records while a tiny model makes a
+step with ``overlap_microbatches=True`` on two ranks that are threads of this process. Columns
+are phases in their order, not times: what stands side by side ran side by side.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
-from fusedops.models import ParallelConfig, Transformer, parallelize, parallelized, preset
-from fusedops.parallel import communication
-from fusedops.parallel.communication import COMPUTE, Log
+from fusedops.models import ParallelConfig, Transformer, parallelize, preset
+from fusedops.models.parallelization.engine import parallelized
+from fusedops.parallel.comm import collectives
+from fusedops.parallel.comm.collectives import COMPUTE, Log
 from fusedops.testing import threads
 
 PICTURE = Path(__file__).resolve().parent / "microbatch_overlap.svg"
@@ -70,9 +71,9 @@ def _recorded(name: str, values: dict[str, Any]) -> dict[str, Log]:
     text = torch.arange(shape[0] * shape[1]).reshape(shape) % model.config.vocab_size
     shard = run.shard_batch(run.rows(text[:, :-1]), run.rows(text[:, 1:]))
     count = run.count(shard.labels)
-    with communication.recorded() as forward:
+    with collectives.recorded() as forward:
         loss = run.loss(model(*shard[:2], positions=shard.positions), count)
-    with communication.recorded() as backward:
+    with collectives.recorded() as backward:
         loss.backward()
     return {"forward": forward, "backward": backward}
 

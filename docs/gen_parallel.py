@@ -2,9 +2,9 @@
 
     python docs/gen_parallel.py
 
-Source: the communications that ``fusedops.parallel.communication`` records while a tiny model makes
-a step on ranks that are threads of this process. The table stands between two markers; the rest of
-the page is written by hand.
+Source: the communications that ``fusedops.parallel.comm.collectives`` records while a tiny model
+makes a step on ranks that are threads of this process. The table stands between two markers; the
+rest of the page is written by hand.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 
-from fusedops.models import ParallelConfig, Transformer, parallelize, parallelized, preset
-from fusedops.parallel import communication
-from fusedops.parallel.communication import Event
+from fusedops.models import ParallelConfig, Transformer, parallelize, preset
+from fusedops.models.parallelization.engine import parallelized
+from fusedops.parallel.comm import collectives
+from fusedops.parallel.comm.collectives import Event
 from fusedops.testing import threads
 
 DOCS = Path(__file__).resolve().parent
@@ -81,10 +82,10 @@ def _recorded(config: ParallelConfig) -> Step:
     text = torch.arange(SEQUENCES * (TOKENS + 1)).reshape(SEQUENCES, -1) % model.config.vocab_size
     shard = run.shard_batch(run.rows(text[:, :-1]), run.rows(text[:, 1:]))
     count = run.count(shard.labels)
-    with communication.recorded() as forward:
+    with collectives.recorded() as forward:
         output = model(*shard[:2], positions=shard.positions)
         loss = run.loss(output, count)
-    with communication.recorded() as backward:
+    with collectives.recorded() as backward:
         loss.backward()
     return Step(forward.calls, backward.calls)
 

@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fusedops.cli.bench import models_report, svg
-from fusedops.cli.bench.model_zoo import FAMILIES
-from fusedops.cli.bench.results import Record, load_json
+from fusedops.bench import models_report, svg
+from fusedops.bench.model_zoo import FAMILIES
+from fusedops.bench.results import Record, load_json
 from fusedops.specs import Spec
 
 RESULTS = Path(__file__).resolve().parent.parent / "bench" / "results"

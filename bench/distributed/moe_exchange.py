@@ -32,7 +32,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import fusedops
-from fusedops.cli.bench import machine
+from fusedops.bench import machine
 from fusedops.parallel import moe_combine, moe_dispatch
 
 # tokens per rank, hidden size, choices, experts

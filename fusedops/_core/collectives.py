@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 # Hear of what ops communicate: kind, label, bytes that this rank sends, ranks. The logs of
-# ``fusedops.parallel.communication``, which stands above the ops.
+# ``fusedops.parallel.comm.collectives``, which stands above the ops.
 listeners: list[Callable[[str, str, int, int], None]] = []
 
 

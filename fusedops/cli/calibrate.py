@@ -20,11 +20,11 @@ from rich.table import Table
 
 from fusedops._core import backends
 from fusedops._core.timer import BriefClock, Clock, Plan, Variant, clock_for, measure
-from fusedops.cli.bench.contenders import AUTOMATIC, EAGER, Call, Contender, backend_of
-from fusedops.cli.console import print_table
-from fusedops.cli.progress import steps
+from fusedops.bench.contenders import AUTOMATIC, EAGER, Call, Contender, backend_of
 from fusedops.ops.linear_act import linear_act
 from fusedops.specs import BenchCase, all_specs
+from fusedops.terminal.console import print_table
+from fusedops.terminal.progress import steps
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Rows, and the layer of 768 -> 3072 of a base model: a batch, and a token of decoding.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import typer
 
-from fusedops.cli import files
+from fusedops.terminal import files
 
 # Options are the script's own, `--help` too.
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fusedops.cli import files
+from fusedops.terminal import files
 
 if TYPE_CHECKING:
     import torch
@@ -83,7 +83,7 @@ def _show_installed(out: Console) -> None:
     import torch
 
     from fusedops._core import backends, env, extension
-    from fusedops.cli.bench import machine
+    from fusedops.bench import machine
 
     versions = machine.versions()
     here = machine.machine(torch.device("cpu"))
@@ -156,9 +156,9 @@ def _show_host(out: Console) -> None:
 
 def _show_ops(out: Console, device: torch.device) -> list[Outcome]:
     """Test every op; print what it runs on and whether it is right. Return those that failed."""
-    from fusedops.cli.progress import steps
     from fusedops.cli.selftest import check_op
     from fusedops.specs import all_specs
+    from fusedops.terminal.progress import steps
 
     specs = all_specs()
     outcomes = []

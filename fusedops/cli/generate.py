@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fusedops._core import env
-from fusedops.cli import files
-from fusedops.cli.told import say, told_once
+from fusedops.cli.errors import say, told_once
+from fusedops.terminal import files
 
 if TYPE_CHECKING:
     from fusedops.generation import Generated, Options
@@ -78,9 +78,9 @@ def generate(
     launched = env.launched()
     with told_once(first=launched is None or launched[0] == 0):
         files.check_environment()
-        from fusedops.train import table
+        from fusedops.launch import config_table
 
-        given = table.override({}, overrides or [])
+        given = config_table.override({}, overrides or [])
         if given.keys() - {"parallel"} or not isinstance(given.get("parallel", {}), dict):
             raise files.UserError("--set must be of [parallel], such as parallel.tp=2")
         if not prompt:
@@ -115,7 +115,7 @@ def generate(
                 cache_size=cache_size,
             )
         from fusedops.generation.load import load
-        from fusedops.train.processes import joined
+        from fusedops.launch.processes import joined
 
         with joined(device) as ranks:
             loaded = load(

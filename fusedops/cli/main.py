@@ -13,7 +13,7 @@ except ImportError:
     raise SystemExit(2) from None
 
 from fusedops.cli import demo, doctor, generate, plan, train
-from fusedops.cli.bench import command as bench
+from fusedops.cli.bench import ops as bench
 
 app = typer.Typer(
     name="fusedops",

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fusedops.cli import files
 from fusedops.cli.bench import options
+from fusedops.terminal import files
 
 if TYPE_CHECKING:
     from fusedops.planner import Layout, Plan, Transformer
@@ -84,7 +84,7 @@ def plan(
     Exits with 1 when nothing fits. The formulas, and how far measured peaks are from them, stand in
     docs/planning.md.
     """
-    from fusedops.cli.console import console
+    from fusedops.terminal.console import console
 
     with files.one_line_errors():
         if model == "list":
@@ -213,7 +213,7 @@ def _measure(out: Any) -> None:
             "the models come from transformers, which is not installed (pip install transformers)"
         ) from None
     from fusedops.cli.plan_measure import cases, measure
-    from fusedops.cli.progress import steps
+    from fusedops.terminal.progress import steps
 
     work = list(cases())
     rows = []
@@ -243,8 +243,8 @@ def _measure(out: Any) -> None:
 def _show_models(out: Any) -> None:
     from rich.table import Table
 
-    from fusedops.cli.console import print_table
     from fusedops.planner import PRESETS, show_count
+    from fusedops.terminal.console import print_table
 
     table = Table(header_style="bold")
     for name in ("model", "parameters", "layers", "hidden", "heads", "experts", "tokens"):
@@ -264,9 +264,9 @@ def _show_models(out: Any) -> None:
 
 def _show(name: str, model: Transformer, devices: int, found: Plan, rows: int, out: Any) -> None:
     """Print the model, the table (what fits, then the nearest of what does not) and the advice."""
-    from fusedops.cli.console import print_table
     from fusedops.planner import show_bytes, show_count
     from fusedops.planner.search import CRITERION
+    from fusedops.terminal.console import print_table
 
     fits, first = found.fitting, found.rows[0].layout
     out.print(

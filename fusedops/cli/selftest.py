@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedops._core import backends
-from fusedops.cli.bench.contenders import Call
+from fusedops.bench.contenders import Call
 from fusedops.specs import Sample, Spec
 from fusedops.specs.comparison import difference_from_truth, fresh, run
 

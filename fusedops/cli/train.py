@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fusedops._core import env
-from fusedops.cli import files, train_memory
-from fusedops.cli.told import say, told_once
+from fusedops.cli import train_memory
+from fusedops.cli.errors import say, told_once
+from fusedops.terminal import files
 
 if TYPE_CHECKING:
     from fusedops.train import Result
-    from fusedops.train.setup import Run
+    from fusedops.train.builder import Run
 
 
 def train(

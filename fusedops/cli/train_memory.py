@@ -11,7 +11,7 @@ from fusedops._core import checks
 from fusedops._core.host_memory import available_bytes
 
 if TYPE_CHECKING:
-    from fusedops.train.setup import Run
+    from fusedops.train.builder import Run
 
 # An estimate can be wrong, but not by this factor: above it a run is refused.
 _IMPOSSIBLE = 2.0

@@ -22,9 +22,10 @@ from fusedops._core import checks
 from fusedops.generation.cache import Cache, Call
 from fusedops.generation.options import Options
 from fusedops.generation.sampling import gathers
-from fusedops.models import Transformer, parallelized
+from fusedops.models import Transformer
+from fusedops.models.parallelization.engine import parallelized
 from fusedops.nn import MoE
-from fusedops.parallel.vocabulary import SplitWords
+from fusedops.parallel.tensor.vocabulary import SplitWords
 
 _OP = "Decoder"
 

@@ -17,16 +17,17 @@ from fusedops.checkpoint import Checkpointer, CheckpointError, newest
 from fusedops.checkpoint.folder import checkpoints
 from fusedops.generation.decoder import check_model
 from fusedops.generation.text import Text
+from fusedops.launch import config_table
+from fusedops.launch.processes import Ranks
 from fusedops.models import (
     ParallelConfig,
     Transformer,
     TransformerConfig,
     load_huggingface,
 )
-from fusedops.train import InputError, precision, table
+from fusedops.train import InputError, precision
+from fusedops.train.builder import layout_of
 from fusedops.train.corpus import lacks_tokenizer
-from fusedops.train.processes import Ranks
-from fusedops.train.setup import layout_of
 
 _CONFIG = "config.json"
 _TOKENIZER = "tokenizer.json"
@@ -135,7 +136,7 @@ def _from_run(
     root = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
     with ranks.together():
         extra = _extra(folder, root, step)
-        sizes = table.fill(TransformerConfig, extra["model"], "model")
+        sizes = config_table.fill(TransformerConfig, extra["model"], "model")
         config = extra["config"]
         data = config["data"]
         if tokenizer is None and lacks_tokenizer(data["train"], data["tokenizer"]):

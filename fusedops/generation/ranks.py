@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from fusedops.models import parallelized
+from fusedops.models.parallelization.engine import parallelized
 
 
 class Shares:
@@ -51,9 +51,9 @@ class Shares:
         """Return what the last stage has chosen; other ranks give something of the same shape."""
         if self._stages is None or not chosen.numel():
             return chosen
-        from fusedops.parallel import communication
+        from fusedops.parallel.comm import collectives
 
-        return communication.broadcast(
+        return collectives.broadcast(
             chosen.contiguous(), self._stages, source=self._last, label="chosen"
         ).wait()
 
@@ -71,22 +71,22 @@ class Shares:
             for number, value in zip(numbers, told, strict=True):
                 found[number] = value
             return found
-        from fusedops.parallel import communication
+        from fusedops.parallel.comm import collectives
 
         first = self._rank * self._each * size
         part = torch.full((self._each * size,), -1, dtype=torch.int64, device=self._device)
         part[[each - first for each in numbers]] = values
-        whole = communication.all_gather(part, self._group, label="tokens").wait()
+        whole = collectives.all_gather(part, self._group, label="tokens").wait()
         return whole.tolist()[: self._count * size]
 
     def any(self, value: bool) -> bool:
         """Whether it is true of a rank."""
         if self._group is None:
             return value
-        from fusedops.parallel import communication
+        from fusedops.parallel.comm import collectives
 
         told = torch.tensor([int(value)], device=self._device)
-        return bool(communication.all_reduce(told, self._group, label="unfinished").wait())
+        return bool(collectives.all_reduce(told, self._group, label="unfinished").wait())
 
     def gather(self, values: list[Any]) -> list[Any]:
         """Return the values of all ranks, in the order of their prompts."""

@@ -19,7 +19,7 @@ import torch
 
 from fusedops._core.philox import philox4x32
 from fusedops.generation.options import Options, Stream
-from fusedops.parallel.vocabulary import SplitWords, largest
+from fusedops.parallel.tensor.vocabulary import SplitWords, largest
 
 _LOW = 0xFFFFFFFF
 # Draws are made for so many places at once: a hundred small operations each time.

@@ -19,7 +19,7 @@ from typing import Any
 
 from fusedops._core import checks, imports
 from fusedops.integrations.hf.patch import patch
-from fusedops.integrations.hf.rules import LEVELS
+from fusedops.integrations.hf.rules.rule import LEVELS
 
 _modeling = imports.needed(
     "transformers.modeling_utils", "transformers", "fusedops.integrations.kernels"

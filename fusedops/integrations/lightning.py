@@ -13,7 +13,7 @@ from typing import Any
 from fusedops._core import checks, imports
 from fusedops.integrations.hf.patch import patch, unpatch
 from fusedops.integrations.hf.report import PatchReport
-from fusedops.integrations.hf.rules import LEVELS
+from fusedops.integrations.hf.rules.rule import LEVELS
 
 _ROOT = "lightning.pytorch" if find_spec("lightning") is not None else "pytorch_lightning"
 _lightning = imports.needed(_ROOT, "lightning", "fusedops.integrations.lightning")

@@ -18,7 +18,7 @@ from fusedops._core import checks, imports
 from fusedops._core.checks import UnsupportedError
 from fusedops.integrations.hf.patch import describe, patch
 from fusedops.integrations.hf.report import PatchReport
-from fusedops.integrations.hf.rules import LEVELS
+from fusedops.integrations.hf.rules.rule import LEVELS
 
 _transformers = imports.needed("transformers", "transformers", "fusedops.integrations.trainer")
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fusedops.models.attend import Documents
+from fusedops.models.attention_core import Documents
 from fusedops.models.config import RopeScaling, TransformerConfig
-from fusedops.models.configurations import from_config, to_config
-from fusedops.models.huggingface import load_huggingface, save_huggingface
+from fusedops.models.huggingface.configs import from_config, to_config
+from fusedops.models.huggingface.weights import load_huggingface, save_huggingface
 from fusedops.models.initialize import initialize
-from fusedops.models.parallel_config import ParallelConfig
-from fusedops.models.parallelized import Parallelized, parallelized
+from fusedops.models.parallelization.config import ParallelConfig
+from fusedops.models.parallelization.engine import Parallelized, parallelized
 from fusedops.models.presets import PRESETS, TINY, preset
 from fusedops.models.transformer import Loss, Transformer
 
 if TYPE_CHECKING:
-    from fusedops.models.parallelization import parallelize
+    from fusedops.models.parallelization.parallelize import parallelize
 
 __all__ = [
     "PRESETS",
@@ -41,7 +41,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     # torch.distributed.tensor, on which it is built, takes a second to import.
     if name == "parallelize":
-        from fusedops.models.parallelization import parallelize
+        from fusedops.models.parallelization.parallelize import parallelize
 
         return parallelize
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -20,13 +20,13 @@ from torch import nn
 
 from fusedops import ops
 from fusedops._core import checks, dtypes, philox
-from fusedops.models.attend import Documents, attend
+from fusedops.models.attention_core import Documents, attend
 from fusedops.models.config import TransformerConfig
-from fusedops.models.draws import ATTENTION, FEED_FORWARD, Draws, draws
-from fusedops.models.ends import Embedding, Head
+from fusedops.models.dropout_seeds import ATTENTION, FEED_FORWARD, Draws, draws
+from fusedops.models.embedding_and_head import Embedding, Head
 from fusedops.models.initialize import initialize
-from fusedops.models.inputs import check_inputs
-from fusedops.models.parts import feed_forward_of, linear, norm_of
+from fusedops.models.input_checks import check_inputs
+from fusedops.models.layer_parts import feed_forward_of, linear, norm_of
 from fusedops.models.positions import alibi_slopes, rotary_tables
 from fusedops.nn import BalancingBias, MoE, RMSNorm
 from fusedops.parallel.dropout import Place

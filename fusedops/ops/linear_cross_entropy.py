@@ -15,7 +15,7 @@ it than the weight, on the CPU those of up to 512 MiB, or as ``recompute`` says.
 ``csrc/cpu/linear_cross_entropy.*``, ``kernels/linear_cross_entropy.py``.
 
 The registered op also takes a part of the classes, ``all_classes`` being the number of all: see
-``_cross_entropy_math.py`` and ``parallel/vocabulary.py``.
+``_cross_entropy_math.py`` and ``parallel/tensor/vocabulary.py``.
 """
 
 from __future__ import annotations

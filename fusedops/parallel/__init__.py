@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from fusedops.parallel.expert import expert_parallel, moe_combine, moe_dispatch
+from fusedops.parallel.expert.api import expert_parallel, moe_combine, moe_dispatch
 from fusedops.parallel.mesh import make_mesh, rank_groups
 from fusedops.parallel.pipeline.timeline import timeline
 from fusedops.parallel.sizes import Sizes
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
         ulysses_attention,
         unshard_sequence,
     )
-    from fusedops.parallel.data import Replicas, shard
+    from fusedops.parallel.data.data_parallel import Replicas, shard
 
 # What needs torch.distributed.tensor, which takes a second to import: its module, by name.
 _LATER = {
-    "Replicas": "data",
+    "Replicas": "data.data_parallel",
     "context_core": "context",
     "ring_attention": "context",
-    "shard": "data",
+    "shard": "data.data_parallel",
     "shard_sequence": "context",
     "ulysses_attention": "context",
     "unshard_sequence": "context",

@@ -28,8 +28,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fusedops.parallel._agreement import NOTE_BYTES, WORD_BYTES
-from fusedops.parallel.communication import Log
+from fusedops.parallel.comm.collectives import Log
+from fusedops.parallel.expert.metadata import NOTE_BYTES, WORD_BYTES
 
 
 @dataclass(frozen=True)

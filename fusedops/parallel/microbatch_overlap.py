@@ -23,9 +23,9 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 import torch.distributed as dist
 
-from fusedops.parallel import communication
-from fusedops.parallel._exchange import begin, end
-from fusedops.parallel.communication import Pending, Span
+from fusedops.parallel.async_exchange import begin, end
+from fusedops.parallel.comm import collectives
+from fusedops.parallel.comm.collectives import Pending, Span
 
 T = TypeVar("T")
 # Yields the name of its next phase, and returns the tensors that its backward starts from.
@@ -89,7 +89,7 @@ class _Trace:
     """
 
     def __init__(self) -> None:
-        self._on = communication.is_recorded()
+        self._on = collectives.is_recorded()
         self._link: torch.Tensor | None = None
         if self._on and torch.is_grad_enabled():
             self._link = torch.zeros((), requires_grad=True)
@@ -199,14 +199,14 @@ def _stay(tensor: torch.Tensor) -> Pending:
 def _sum(group: dist.ProcessGroup) -> _Start:
     def start(tensor: torch.Tensor) -> Pending:
         own = tensor.clone(memory_format=torch.contiguous_format)
-        return communication.all_reduce(own, group)
+        return collectives.all_reduce(own, group)
 
     return start
 
 
 def _gather(group: dist.ProcessGroup) -> _Start:
-    return lambda tensor: communication.all_gather(tensor, group, dim=-2)
+    return lambda tensor: collectives.all_gather(tensor, group, dim=-2)
 
 
 def _scatter(group: dist.ProcessGroup) -> _Start:
-    return lambda tensor: communication.reduce_scatter(tensor, group, dim=-2)
+    return lambda tensor: collectives.reduce_scatter(tensor, group, dim=-2)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from fusedops._core import checks
 from fusedops.models.config import TransformerConfig
-from fusedops.models.parallel_config import RECOMPUTE_FLAGS, check_recompute, check_split
+from fusedops.models.parallelization.config import RECOMPUTE_FLAGS, check_recompute, check_split
 from fusedops.parallel.pipeline.schedules import SCHEDULES, check_schedule
 from fusedops.parallel.sizes import check_divides, check_ranks
 from fusedops.planner.pipelines import Pipelined, pipelined, places

@@ -26,9 +26,9 @@ from functools import lru_cache
 
 from fusedops.models.config import TransformerConfig, Weights
 from fusedops.parallel.pipeline.schedules import SCHEDULES
-from fusedops.planner import saved
+from fusedops.planner import saved_tensors
 from fusedops.planner.layout import Layout, check
-from fusedops.planner.saved import Saved
+from fusedops.planner.saved_tensors import Saved
 
 PARTS = ("weights", "gradients", "states", "activations", "communication", "logits")
 # linear_cross_entropy's logits in memory at a time.
@@ -119,7 +119,7 @@ def kept_bytes(model: TransformerConfig, layout: Layout) -> int:
 
     On one device of the tensor- and context-parallel ones.
     """
-    tensors = [*saved.before(model, layout), *saved.after(model, layout)]
+    tensors = [*saved_tensors.before(model, layout), *saved_tensors.after(model, layout)]
     layers = _kept_by(model, layout, model.kinds(range(model.depth)))
     return math.ceil(layers + _bytes(tensors, layout) * layout.tokens(model))
 
@@ -147,7 +147,7 @@ def _layer_weights(model: TransformerConfig, index: int) -> tuple[Weights, Weigh
 @lru_cache(_CACHED)
 def _layer_token_bytes(model: TransformerConfig, layout: Layout, index: int) -> tuple[float, float]:
     """Return a layer's saved bytes per token, and those of what the backward does not recompute."""
-    tensors = saved.layer(model, layout, index)
+    tensors = saved_tensors.layer(model, layout, index)
     return _bytes(tensors, layout), _bytes(tensors, layout, remade=False)
 
 
@@ -381,8 +381,8 @@ class _Stage:
     def _kept(self) -> float:
         """Return what all micro-batches in flight keep."""
         model, layout = self.model, self.layout
-        ends = saved.before(model, layout) if self.first else []
-        ends = [*ends, *(saved.after(model, layout) if self.last else [])]
+        ends = saved_tensors.before(model, layout) if self.first else []
+        ends = [*ends, *(saved_tensors.after(model, layout) if self.last else [])]
         kept = _bytes(ends, layout) * layout.tokens(model)
         return self._kept_by_layers() + kept * layout.in_flight[self.index]
 

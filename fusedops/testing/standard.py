@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedops.models import ParallelConfig, Transformer, parallelized
-from fusedops.models.parallelization import parallelize
+from fusedops.models import ParallelConfig, Transformer
+from fusedops.models.parallelization.engine import parallelized
+from fusedops.models.parallelization.parallelize import parallelize
 from fusedops.testing.batches import Batch
 from fusedops.testing.case import Case
 from fusedops.testing.trial import Parallel

@@ -1,9 +1,9 @@
 """Training a transformer from a configuration file (``training.md``)."""
 
+from fusedops.launch.config_table import InputError
+from fusedops.launch.processes import launch
 from fusedops.train.config import Config, load_config
 from fusedops.train.loop import train
-from fusedops.train.outcome import Result, Watcher
-from fusedops.train.processes import launch
-from fusedops.train.table import InputError
+from fusedops.train.result import Result, Watcher
 
 __all__ = ["Config", "InputError", "Result", "Watcher", "launch", "load_config", "train"]

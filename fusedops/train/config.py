@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from fusedops._core import checks
+from fusedops.launch import config_table
+from fusedops.launch.config_table import InputError
 from fusedops.models import ParallelConfig
-from fusedops.train import table
-from fusedops.train.table import InputError
 
 SCHEDULES = ("constant", "linear", "cosine", "stable-decay")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -297,7 +297,7 @@ def check_parallel(given: Mapping[str, Any]) -> ParallelConfig:
     ep = given.get("ep")
     if given.get("mode") != "data" and isinstance(ep, int) and ep > 1:
         given = {"dp": ep} | dict(given)
-    return table.fill(ParallelConfig, given, "parallel")
+    return config_table.fill(ParallelConfig, given, "parallel")
 
 
 def load_config(
@@ -322,9 +322,9 @@ def load_config(
     if isinstance(source, Config):
         found: dict[str, Any] = asdict(source)
     else:
-        found = dict(source) if isinstance(source, Mapping) else table.load(source)
+        found = dict(source) if isinstance(source, Mapping) else config_table.load(source)
     try:
-        return table.fill(Config, table.override(found, overrides))
+        return config_table.fill(Config, config_table.override(found, overrides))
     except InputError as error:
         named = f"{source}: " if isinstance(source, (str, Path)) else ""
         raise InputError(f"{named}{error}") from None

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
+from fusedops.launch.config_table import InputError
 from fusedops.train.config import Data
-from fusedops.train.table import InputError
 
 BYTES = "bytes"
 TOKENS = ".bin"

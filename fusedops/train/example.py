@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-from fusedops.train.table import InputError
+from fusedops.launch.config_table import InputError
 
 _TEXT = """\
 # fusedops train NAME                   one process

@@ -11,10 +11,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from fusedops.launch.config_table import InputError
 from fusedops.models import save_huggingface
 from fusedops.train import corpus
 from fusedops.train.config import Config
-from fusedops.train.table import InputError
 
 _CONFIG = "config.json"
 _TOKENIZER = "tokenizer.json"

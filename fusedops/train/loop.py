@@ -14,16 +14,16 @@ from typing import Any
 import torch
 
 from fusedops.checkpoint import CheckpointError, GuardError
-from fusedops.parallel import communication
-from fusedops.parallel.communication import Log
+from fusedops.launch.processes import Stop, joined, outlast
+from fusedops.launch.watchdog import Watch
+from fusedops.parallel.comm import collectives
+from fusedops.parallel.comm.collectives import Log
 from fusedops.train import metrics
+from fusedops.train.builder import Run, prepared
 from fusedops.train.config import Config, load_config
 from fusedops.train.export import export
-from fusedops.train.outcome import Result, Watcher
-from fusedops.train.processes import Stop, joined, outlast
-from fusedops.train.setup import Run, prepared
+from fusedops.train.result import Result, Watcher
 from fusedops.train.step import Taken, backward, evaluate, update
-from fusedops.train.watch import Watch
 
 _log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ def _loop(run: Run, stop: Stop, watch: Watch, watcher: Watcher | None) -> Result
     while run.step < config.steps and not stopped:
         watch.at(run.step + 1, "step")
         began = time.perf_counter()
-        with communication.recorded() as log:
+        with collectives.recorded() as log:
             taken = update(run, backward(run), stop=stop.asked)
         stopped, loss = taken.stop, taken.loss
         if taken.restored is not None:

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from fusedops.launch.config_table import InputError
 from fusedops.models import TransformerConfig
-from fusedops.parallel.communication import COMPUTE, Log
-from fusedops.train.table import InputError
+from fusedops.parallel.comm.collectives import COMPUTE, Log
 
 FILE = "metrics.jsonl"
 _log = logging.getLogger(__name__)

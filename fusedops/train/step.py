@@ -9,12 +9,12 @@ from functools import partial
 import torch
 
 from fusedops.checkpoint import Restored
-from fusedops.models.parallelized import Shard
+from fusedops.models.parallelization.engine import Shard
 from fusedops.optim.norms import clip_coefficient
 from fusedops.train import precision
+from fusedops.train.builder import Run
 from fusedops.train.data import IGNORED, Batch
 from fusedops.train.schedule import learning_rate
-from fusedops.train.setup import Run
 
 
 @dataclass(frozen=True)

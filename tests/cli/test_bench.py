@@ -19,11 +19,11 @@ from typer.testing import CliRunner
 import fusedops
 from fusedops._core.architecture import cpu_slug
 from fusedops._core.peak import peak_bytes
-from fusedops.cli.bench import limits as limits_module
-from fusedops.cli.bench.cases import tiny_sample
-from fusedops.cli.bench.contenders import Call
-from fusedops.cli.bench.limits import Limit, Limits
-from fusedops.cli.bench.results import load_json
+from fusedops.bench import limits as limits_module
+from fusedops.bench.cases import tiny_sample
+from fusedops.bench.contenders import Call
+from fusedops.bench.limits import Limit, Limits
+from fusedops.bench.results import load_json
 from fusedops.cli.main import app
 from fusedops.specs import BenchCase, Sample, Spec, all_specs
 

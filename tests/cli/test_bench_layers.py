@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from fusedops._core import dtypes
-from fusedops.cli.bench.command import _specs
-from fusedops.cli.bench.contenders import Call
-from fusedops.cli.bench.layers import LAYERS, MOE_LAYER
+from fusedops.bench.contenders import Call
+from fusedops.bench.layers import LAYERS, MOE_LAYER
+from fusedops.cli.bench.ops import _specs
 from fusedops.specs import all_specs
 
 CPU = torch.device("cpu")

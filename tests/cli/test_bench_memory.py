@@ -12,8 +12,8 @@ import torch
 from typer.testing import CliRunner
 
 from fusedops._core.timer import CpuClock, Plan
-from fusedops.cli.bench import memory
-from fusedops.cli.bench.model_zoo import FAMILIES, Size
+from fusedops.bench import memory
+from fusedops.bench.model_zoo import FAMILIES, Size
 from fusedops.cli.main import app
 
 pytest.importorskip("transformers")

@@ -18,12 +18,12 @@ from typer.testing import CliRunner
 
 import fusedops
 from fusedops._core.timer import CpuClock, Plan, Timing, Variant
-from fusedops.cli.bench import limits as limits_module
-from fusedops.cli.bench import models
-from fusedops.cli.bench.limits import Limit, Limits
-from fusedops.cli.bench.model_zoo import FAMILIES, HEADLINE, Size
-from fusedops.cli.bench.models import DECODING, FORWARD, MODES, TRAINING, Settings, run_case
-from fusedops.cli.bench.results import load_json
+from fusedops.bench import limits as limits_module
+from fusedops.bench import models
+from fusedops.bench.limits import Limit, Limits
+from fusedops.bench.model_zoo import FAMILIES, HEADLINE, Size
+from fusedops.bench.models import DECODING, FORWARD, MODES, TRAINING, Settings, run_case
+from fusedops.bench.results import load_json
 from fusedops.cli.main import app
 
 pytest.importorskip("transformers")

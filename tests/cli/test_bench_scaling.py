@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fusedops.cli.bench import scaling, scaling_command
-from fusedops.cli.files import UserError
+from fusedops.bench import scaling
+from fusedops.cli.bench import scaling as scaling_command
+from fusedops.terminal.files import UserError
 from fusedops.testing import threads
 
 WORK = scaling.Work("gpt2", 128, 4, 96, 8, 16)

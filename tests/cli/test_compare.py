@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from fusedops.cli.bench.compare import compare, parse_share
-from fusedops.cli.bench.results import Record, Row, load_json, save_json, save_results, to_csv
-from fusedops.cli.files import UserError
+from fusedops.bench.compare import compare, parse_share
+from fusedops.bench.results import Record, Row, load_json, save_json, save_results, to_csv
 from fusedops.cli.main import app
+from fusedops.terminal.files import UserError
 
 
 def row(variant: str = "fusedops", median: float = 100.0, **changes: Any) -> Row:

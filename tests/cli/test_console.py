@@ -12,13 +12,13 @@ from rich.console import Console
 from rich.table import Table
 
 from fusedops._core.timer import Timing
+from fusedops.bench import models_report, table
+from fusedops.bench.cases import lead
+from fusedops.bench.limits import Work
+from fusedops.bench.results import Record, Row
 from fusedops.cli import plan as plan_command
-from fusedops.cli.bench import models_report, table
-from fusedops.cli.bench.cases import lead
-from fusedops.cli.bench.limits import Work
-from fusedops.cli.bench.results import Record, Row
-from fusedops.cli.console import console, print_table
 from fusedops.planner import Layout, plan, preset
+from fusedops.terminal.console import console, print_table
 
 
 def terminal(width: int) -> Console:
@@ -112,7 +112,7 @@ def test_a_disturbed_row_of_a_model_has_no_times_in_table_and_picture() -> None:
 
 
 def test_a_lead_over_a_disturbed_rival_is_no_figure() -> None:
-    from fusedops.cli.bench.cases import _row as row_of
+    from fusedops.bench.cases import _row as row_of
 
     for disturbed in (False, True):
         timing = Timing(

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from fusedops.cli import files
-from fusedops.cli.files import UserError
+from fusedops.terminal import files
+from fusedops.terminal.files import UserError
 
 
 def test_text_takes_the_place_of_the_old_file(tmp_path: Path) -> None:

@@ -9,11 +9,11 @@ import torch
 from typer.testing import CliRunner
 
 import fusedops
-from fusedops.cli.bench.layers import LAYERS
+from fusedops.bench.layers import LAYERS
 from fusedops.cli.bench.shape import case_of, example
-from fusedops.cli.files import UserError
 from fusedops.cli.main import app
 from fusedops.specs import all_specs
+from fusedops.terminal.files import UserError
 
 SPECS = {**all_specs(), **LAYERS}
 # What stands for a word in each op that takes one.

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from fusedops._core import backends, extension, tuning
 from fusedops._core.architecture import architecture
-from fusedops.cli.bench.tuner import Measured, choose
+from fusedops.bench.tuner import Measured, choose
 from fusedops.cli.main import app
 
 CPU = torch.device("cpu")
@@ -85,7 +85,7 @@ def test_without_a_second_backend_there_is_nothing_to_tune(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("fusedops.cli.bench.tuner._compare", lambda *_: None)
+    monkeypatch.setattr("fusedops.bench.tuner._compare", lambda *_: None)
     done = invoke("--allocator", "system", "--ops", "layer_norm", "--quick")
     assert done.exit_code == 2 and "there is nothing to tune" in done.output, done.output
     assert list(tmp_path.iterdir()) == []

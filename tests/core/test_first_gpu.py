@@ -304,8 +304,8 @@ import sys
 for name in {missing}:
     sys.modules[name] = None
 import first_gpu.__main__, first_gpu.figures, first_gpu.sanitized, first_gpu.tune, first_gpu.warm
-from fusedops.cli.bench import tuner
-from fusedops.cli.progress import steps
+from fusedops.bench import tuner
+from fusedops.terminal.progress import steps
 with steps(1) as progress:
     progress.advance()
 """

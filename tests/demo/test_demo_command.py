@@ -18,7 +18,7 @@ from gpt2_demo import report, training
 from gpt2_demo.corpus import Corpus
 from gpt2_demo.training import STOCK, Contender, Settings
 
-from fusedops.cli.files import UserError
+from fusedops.terminal.files import UserError
 
 SCRIPT = Path(train_gpt2.__file__)
 # The limit is none: on a busy machine the default one cuts steps.

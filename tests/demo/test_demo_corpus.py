@@ -20,7 +20,7 @@ from gpt2_demo.corpus import (
     read_files,
 )
 
-from fusedops.cli.files import UserError
+from fusedops.terminal.files import UserError
 
 
 @pytest.fixture

@@ -17,10 +17,10 @@ from typer.testing import CliRunner
 
 from fusedops.cli.main import app
 from fusedops.generation.load import load
+from fusedops.launch.processes import Ranks, joined
 from fusedops.models import Transformer, load_huggingface, preset, save_huggingface
 from fusedops.testing import threads
 from fusedops.train import InputError, train
-from fusedops.train.processes import Ranks, joined
 
 pytestmark = pytest.mark.distributed
 PROMPT = "1 plus 1 "

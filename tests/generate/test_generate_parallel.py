@@ -16,7 +16,7 @@ from fusedops.models import (
     initialize,
     parallelize,
 )
-from fusedops.parallel import communication
+from fusedops.parallel.comm import collectives
 from fusedops.testing import threads
 
 PROMPTS = [[5, 17, 3], [7], [200, 1, 1, 30, 8]]
@@ -86,7 +86,7 @@ def _communicated(rank: int, layout: dict[str, Any], call: dict[str, Any]) -> li
     logs = []
     tokens = fusedops.generation.stream(model, PROMPTS, tokens=4, **call)
     for _ in range(4):
-        with communication.recorded() as log:
+        with collectives.recorded() as log:
             for _ in PROMPTS:
                 next(tokens)
         logs.append(log)

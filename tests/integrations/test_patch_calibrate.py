@@ -19,12 +19,13 @@ import fusedops
 from fusedops._core.architecture import architecture
 from fusedops._core.timer import Timing, Variant
 from fusedops.integrations import describe
-from fusedops.integrations.hf import calibration, calibration_time, torch_modules
 from fusedops.integrations.hf import patch as patch_module
-from fusedops.integrations.hf.calibration import Finding
-from fusedops.integrations.hf.calibration_time import Shares
+from fusedops.integrations.hf.calibration import calibrate, timing
+from fusedops.integrations.hf.calibration.calibrate import Finding
+from fusedops.integrations.hf.calibration.timing import Shares
 from fusedops.integrations.hf.families import gpt2
-from fusedops.integrations.hf.rules import Rule
+from fusedops.integrations.hf.rules import torch_modules
+from fusedops.integrations.hf.rules.rule import Rule
 from fusedops.ops.gelu import gelu as fused_gelu
 
 SLOW = 0.05  # seconds that a planted delay takes
@@ -51,11 +52,11 @@ class PlantedClock:
 @pytest.fixture(autouse=True)
 def planted_clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing is known, time is what was planted, and a busy machine has time for everything."""
-    calibration.clear()
-    monkeypatch.setattr(calibration, "clock_for", lambda device: PlantedClock())
-    monkeypatch.setattr(calibration, "BUDGET", 30.0)
+    calibrate.clear()
+    monkeypatch.setattr(calibrate, "clock_for", lambda device: PlantedClock())
+    monkeypatch.setattr(calibrate, "BUDGET", 30.0)
     yield
-    calibration.clear()
+    calibrate.clear()
 
 
 def work() -> None:
@@ -179,7 +180,7 @@ def test_a_slow_stock_module_is_replaced_with_the_figure(monkeypatch: pytest.Mon
 
 
 def test_without_it_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration, "measure", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(calibrate, "measure", lambda *_: pytest.fail("measured"))
     plant(monkeypatch, torch_modules, "rms_norm")
     assert fusedops.patch(norms()).num_replaced == 2
 
@@ -192,7 +193,7 @@ def test_what_was_measured_is_known_for_the_process(monkeypatch: pytest.MonkeyPa
         rounds = {"stock": [2.0] * 5, "patched": [1.0] * 5}
         return Timing(rounds, {name: [False] * 5 for name in rounds}, least=1)
 
-    monkeypatch.setattr(calibration, "measure", measure)
+    monkeypatch.setattr(calibrate, "measure", measure)
     first = fusedops.patch(norms(), calibrate=True)
     assert len(runs) == 1  # two norms of one shape
     second = fusedops.patch(norms(), calibrate=True)
@@ -259,20 +260,20 @@ def test_what_cannot_be_run_is_listed_and_stays_patched(monkeypatch: pytest.Monk
 
 
 def test_time_that_is_over_leaves_the_rest_patched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration, "BUDGET", 0.0)
+    monkeypatch.setattr(calibrate, "BUDGET", 0.0)
     plant(monkeypatch, torch_modules, "rms_norm")
     model = norms()
     report = fusedops.patch(model, calibrate=True)
     assert report.num_replaced == 2
     assert report["0"].reason == "not measured: the time for calibration was over"
     # Another calibration goes on where this one ended.
-    monkeypatch.setattr(calibration, "BUDGET", 30.0)
+    monkeypatch.setattr(calibrate, "BUDGET", 30.0)
     assert fusedops.patch(model, calibrate=True)["0"].reason.startswith("stock kept: 0.")
 
 
 def test_a_module_too_large_for_its_share_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     # Two variants in five rounds and a warm-up do not fit, a look at the module does.
-    monkeypatch.setattr(calibration, "BUDGET", 10 * SLOW)
+    monkeypatch.setattr(calibrate, "BUDGET", 10 * SLOW)
     plant(monkeypatch, torch_modules, "rms_norm")
     reason = fusedops.patch(nn.Sequential(nn.RMSNorm(32)), calibrate=True)["0"].reason
     assert reason.startswith("not measured: 16 rows take ")
@@ -280,7 +281,7 @@ def test_a_module_too_large_for_its_share_says_so(monkeypatch: pytest.MonkeyPatc
 
 
 def test_time_is_not_kept_for_what_is_hopeless(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration_time.time, "perf_counter", lambda: 7.0)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: 7.0)
     sizes = {"norm": 0, "layer": 10**6, "head": 10**8}
     shares = Shares(2.0, runs=12)
     shares.plan(sizes)
@@ -297,7 +298,7 @@ def test_time_is_not_kept_for_what_is_hopeless(monkeypatch: pytest.MonkeyPatch) 
 def test_what_would_take_too_long_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Shares, "expected", lambda self, size: 9.5 if size > 10**5 else 0.0)
     runs = []
-    monkeypatch.setattr(calibration, "inputs", lambda *_: runs.append(1))
+    monkeypatch.setattr(calibrate, "inputs", lambda *_: runs.append(1))
     report = fusedops.patch(nn.Sequential(nn.Linear(400, 400)), calibrate=True)
     assert runs == [] and report["0"].replaced
     assert report["0"].reason == (
@@ -317,7 +318,7 @@ def test_what_is_left_over_goes_to_those_that_had_too_little(
             return Finding(problem="16 rows take 9.0 ms", for_want_of_time=True)
         return Finding(0.5, True, "float32, 64x32")
 
-    monkeypatch.setattr(calibration, "_measured", measured)
+    monkeypatch.setattr(calibrate, "_measured", measured)
     report = fusedops.patch(nn.Sequential(nn.RMSNorm(32), nn.Linear(32, 32)), calibrate=True)
     assert len(asked) == 3 and asked[2] > asked[0]
     assert all(each.reason.startswith("stock kept: 0.50x") for each in report.modules)
@@ -341,8 +342,8 @@ def test_a_loser_is_heard_twice(monkeypatch: pytest.MonkeyPatch) -> None:
         ([[1.04] * 5, [1.04] * 5], False, "0.96x"),
         ([[0.5] * 5], False, "2.00x"),
     ):
-        calibration.clear()
-        monkeypatch.setattr(calibration, "measure", timings(*heard))
+        calibrate.clear()
+        monkeypatch.setattr(calibrate, "measure", timings(*heard))
         report = fusedops.patch(nn.Sequential(nn.RMSNorm(32)), calibrate=True)
         prefix = "stock kept: " if kept else ""
         assert report["0"].reason.startswith(f"{prefix}{figure} measured")
@@ -409,9 +410,9 @@ def test_whatever_wins_the_model_trains_the_same(
     patched = copy.deepcopy(stock)
     if choice == "all stock":
         lost = Finding(0.5, True, "float32, 1024x32")
-        monkeypatch.setattr(calibration, "_measured", lambda *_: lost)
+        monkeypatch.setattr(calibrate, "_measured", lambda *_: lost)
     report = fusedops.patch(patched, calibrate=True)
-    told = map(calibration.told, patched.modules())
+    told = map(calibrate.told, patched.modules())
     asked = [finding for finding in told if finding is not None]
     assert asked and sum(each.speed_up is not None for each in asked) > len(asked) / 2
     if choice == "all stock":
@@ -431,7 +432,7 @@ def test_an_interrupt_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch
     def interrupted(*_: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(calibration, "measure", interrupted)
+    monkeypatch.setattr(calibrate, "measure", interrupted)
     model = norms()
     with pytest.raises(KeyboardInterrupt):
         fusedops.patch(model, calibrate=True)
@@ -445,13 +446,13 @@ def test_a_file_keeps_what_was_found(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         first = fusedops.patch(norms(), calibrate=path)
     assert first["0"].reason.startswith("stock kept: 0.")
     # Another process, without the slow kernel and without measuring.
-    calibration.clear()
-    measure = calibration.measure
-    monkeypatch.setattr(calibration, "measure", lambda *_: pytest.fail("measured"))
+    calibrate.clear()
+    measure = calibrate.measure
+    monkeypatch.setattr(calibrate, "measure", lambda *_: pytest.fail("measured"))
     second = fusedops.patch(norms(), calibrate=str(path))
     assert second["0"].reason == first["0"].reason
     # What is not in it is measured and added; what the process knows otherwise does not win.
-    monkeypatch.setattr(calibration, "measure", measure)
+    monkeypatch.setattr(calibrate, "measure", measure)
     model = nn.Sequential(nn.RMSNorm(32), nn.RMSNorm(64))
     report = fusedops.patch(model, calibrate=path)
     assert report["0"].reason == first["0"].reason
@@ -467,7 +468,7 @@ def test_a_file_of_another_torch_is_measured_anew(tmp_path: Path) -> None:
     data["torch"] = "1.13"
     data["entries"][0] |= {"speed_up": 0.01, "sure": True}
     path.write_text(json.dumps(data))
-    calibration.clear()
+    calibrate.clear()
     assert "0.01x" not in fusedops.patch(norms(), calibrate=path)["0"].reason
     assert json.loads(path.read_text())["torch"] == ".".join(torch.__version__.split(".")[:2])
 
@@ -498,7 +499,7 @@ def test_a_missing_folder_is_refused_before_anything_is_measured(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     model, measured = norms(), []
-    monkeypatch.setattr(calibration, "calibrate", lambda *args: measured.append(args) or {})
+    monkeypatch.setattr(calibrate, "calibrate", lambda *args: measured.append(args) or {})
     with pytest.raises(FileNotFoundError, match=r"a folder that exists, got .*missing.found\.json"):
         fusedops.patch(model, calibrate=tmp_path / "missing" / "found.json")
     assert not measured

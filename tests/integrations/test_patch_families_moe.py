@@ -17,9 +17,9 @@ from torch import nn
 
 import fusedops
 from fusedops.integrations import describe
-from fusedops.integrations.hf import sparse_blocks
-from fusedops.integrations.hf.experts import experts_forward
 from fusedops.integrations.hf.families import moe_like
+from fusedops.integrations.hf.rules import sparse_blocks
+from fusedops.integrations.hf.rules.experts import experts_forward
 
 of_each_family = pytest.mark.parametrize("family", SPARSE.values(), ids=SPARSE)
 

@@ -17,7 +17,7 @@ from torch import nn
 import fusedops
 from fusedops._core import dtypes
 from fusedops.integrations import describe
-from fusedops.integrations.hf import losses
+from fusedops.integrations.hf.rules import losses
 
 pytest.importorskip("accelerate")
 

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 import fusedops
 from fusedops.integrations import describe
 from fusedops.integrations.hf import originals
-from fusedops.integrations.hf.rules import Rule, subclass
+from fusedops.integrations.hf.rules.rule import Rule, subclass
 
 pytest.importorskip("transformers")
 

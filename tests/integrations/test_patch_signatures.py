@@ -15,12 +15,12 @@ from torch import nn
 from fusedops._core.checks import UnsupportedError
 from fusedops.integrations.hf import signatures
 from fusedops.integrations.hf.originals import Place
-from fusedops.integrations.hf.rules import Rule
+from fusedops.integrations.hf.rules.rule import Rule
 
 pytest.importorskip("transformers")
 
-from fusedops.integrations.hf import attention, experts, losses
 from fusedops.integrations.hf.patch import _TABLES
+from fusedops.integrations.hf.rules import attention, experts, losses
 
 Calls = list[tuple[Any, ...]]
 
@@ -62,7 +62,7 @@ def _instance_of(monkeypatch: pytest.MonkeyPatch, rule: Any, name: str) -> tuple
         called.append((args, kwargs))
 
     # The rule holds its places as they are: a replaced method would run the original anyway.
-    monkeypatch.setattr("fusedops.integrations.hf.rules.replaced", lambda places: None)
+    monkeypatch.setattr("fusedops.integrations.hf.rules.rule.replaced", lambda places: None)
     monkeypatch.setattr(rule.original, name, original)
     return instance, called
 

@@ -12,7 +12,8 @@ import torch
 import fusedops
 from fusedops import memory
 from fusedops.memory.offloading.copy_engine import HostEngine
-from fusedops.models import ParallelConfig, Transformer, parallelize, parallelized, preset
+from fusedops.models import ParallelConfig, Transformer, parallelize, preset
+from fusedops.models.parallelization.engine import parallelized
 from fusedops.ops._weight_gradients import summed
 from fusedops.testing import threads
 

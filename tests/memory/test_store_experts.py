@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 import fusedops
 from fusedops import memory
 from fusedops.memory.offloading.copy_engine import HostEngine
-from fusedops.models import ParallelConfig, Transformer, parallelize, parallelized, preset
+from fusedops.models import ParallelConfig, Transformer, parallelize, preset
+from fusedops.models.parallelization.engine import parallelized
 from fusedops.testing import threads
 
 STEPS = 4

@@ -28,8 +28,8 @@ from fusedops.models import (
     save_huggingface,
     to_config,
 )
-from fusedops.models.families import FAMILIES as FAMILY_ROWS
-from fusedops.models.families import Row
+from fusedops.models.huggingface.families import FAMILIES as FAMILY_ROWS
+from fusedops.models.huggingface.families import Row
 
 transformers = pytest.importorskip("transformers")
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from fusedops import memory
-from fusedops.models import Transformer, TransformerConfig, parallelized, preset
+from fusedops.models import Transformer, TransformerConfig, preset
+from fusedops.models.parallelization.engine import parallelized
 from fusedops.nn import MoE
 
 HASH: dict[str, Any] = {"router": "hash", "balance_loss": 0.0}

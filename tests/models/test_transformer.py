@@ -24,7 +24,7 @@ from fusedops.models import (
     initialize,
     preset,
 )
-from fusedops.models.attend import attend
+from fusedops.models.attention_core import attend
 from fusedops.models.positions import alibi_slopes
 
 

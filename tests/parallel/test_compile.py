@@ -16,8 +16,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from fusedops import RoutingPlan, layer_norm
 from fusedops.nn import MoE
-from fusedops.parallel import communication, expert_parallel, moe_combine, moe_dispatch
-from fusedops.parallel._operators import Arrived, Return, Send
+from fusedops.parallel import expert_parallel, moe_combine, moe_dispatch
+from fusedops.parallel.comm import collectives
+from fusedops.parallel.expert.operators import Arrived, Return, Send
 
 pytestmark = pytest.mark.distributed
 OnRanks = Callable[..., list[Any]]
@@ -118,10 +119,10 @@ def _collectives(world: World, max_rows: int | None) -> list[int]:
     step(x)
     counts = []
     for function in (step, block.routed):
-        with communication.recorded() as log:
+        with collectives.recorded() as log:
             output = function(x)
         counts.append(log.counts()["all_to_all"])
-        with communication.recorded() as log:
+        with collectives.recorded() as log:
             output.sum().backward()
         counts.append(log.counts()["all_to_all"])
     return counts

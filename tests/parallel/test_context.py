@@ -22,13 +22,13 @@ from fusedops import UnsupportedError, memory
 from fusedops._core import dtypes
 from fusedops.models import Transformer, preset
 from fusedops.parallel import (
-    communication,
     context_core,
     ring_attention,
     shard_sequence,
     ulysses_attention,
     unshard_sequence,
 )
+from fusedops.parallel.comm import collectives
 from fusedops.parallel.context import plan
 from fusedops.parallel.context.plan import Pattern
 from fusedops.testing import threads
@@ -139,13 +139,13 @@ def _logged(world: World) -> tuple[Any, ...]:
     if not world.member(4):
         return ()
     case = Case(options={"is_causal": True}, length=32, key_heads=2, value_size=12)
-    with communication.recorded() as log:
+    with collectives.recorded() as log:
         in_shards(ring_attention, world.group(4), case, torch.float32)
     ring = {
         word: sum(each.bytes for each in log.calls if each.label.startswith(word))
         for word in ("keys", "gradients")
     }
-    with communication.recorded() as other:
+    with collectives.recorded() as other:
         in_shards(ulysses_attention, world.group(4), case, torch.float32)
     return ring, log.beside(), other.bytes(), other.counts()
 
@@ -243,7 +243,7 @@ def _recomputed(rank: int) -> tuple[dict[str, int], list[torch.Tensor]]:
         model = nn.Sequential(_Layer(dist.group.WORLD))
         memory.apply(model, memory.Policy(*each))
         x = torch.randn(1, 2, 8, 4, generator=torch.Generator().manual_seed(rank))
-        with communication.recorded() as log:
+        with collectives.recorded() as log:
             model(x.requires_grad_()).square().sum().backward()
         messages[name] = sum(call.label.startswith("keys") for call in log.calls)
         grads.append(x.grad)
@@ -315,7 +315,7 @@ def _core(rank: int, kind: str) -> None:
     inputs = [shard(each, case, group) for each in problem(case, torch.float64)[:3]]
     core = context_core(group, kind)
     options: dict[str, Any] = {"window": None, "alibi_slopes": None, "dropout_p": 0.0}
-    with communication.recorded() as log:
+    with collectives.recorded() as log:
         for _ in range(2):  # two layers
             output = core(*inputs, is_causal=True, documents=documents, **options)
     expected = shard(truth, case, group)

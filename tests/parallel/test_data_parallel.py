@@ -12,8 +12,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fusedops.optim import AdamW, OffloadedAdamW, clip_grad_norm_
-from fusedops.parallel import Replicas, communication
-from fusedops.parallel.data import DataParallel, by_bytes, local_bytes, shard
+from fusedops.parallel import Replicas
+from fusedops.parallel.comm import collectives
+from fusedops.parallel.data.data_parallel import DataParallel, by_bytes, local_bytes, shard
 
 pytestmark = pytest.mark.distributed
 OnRanks = Callable[..., list[Any]]
@@ -62,8 +63,8 @@ def _assert_same_gradients(model: nn.Module, expected: nn.Module) -> None:
             torch.testing.assert_close(_whole(grad), wanted, msg=name)
 
 
-def _train(model: nn.Module, data: DataParallel, rank: int) -> communication.Log:
-    with communication.recorded() as log:
+def _train(model: nn.Module, data: DataParallel, rank: int) -> collectives.Log:
+    with collectives.recorded() as log:
         for i, batch in enumerate(_batches(rank)):
             data.begin(last=i == MICROBATCHES - 1)
             _loss(model, batch).backward()
@@ -99,11 +100,11 @@ def _order(world: World, overlap: bool) -> bool:
     hidden = model[0](_batches(world.rank)[0])
 
     def mark(grad: torch.Tensor) -> None:
-        with communication.computing("first layer"):
+        with collectives.computing("first layer"):
             pass
 
     hidden.register_hook(mark)
-    with communication.recorded() as log:
+    with collectives.recorded() as log:
         model[1:](hidden).sum().backward()
     labels = [each.label for each in log.events if each.phase == "start"]
     return "gradients 1" in labels[: labels.index("first layer")]

@@ -13,7 +13,8 @@ from split_layers import assert_same
 import fusedops
 from fusedops import add_layer_norm, add_rms_norm, attention, attention_varlen, bias_dropout_add
 from fusedops._core import philox
-from fusedops.models import ParallelConfig, Transformer, parallelized, preset
+from fusedops.models import ParallelConfig, Transformer, preset
+from fusedops.models.parallelization.engine import parallelized
 from fusedops.nn import AddLayerNorm, AddRMSNorm, Dropout
 from fusedops.parallel.dropout import Place
 

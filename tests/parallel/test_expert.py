@@ -25,8 +25,10 @@ from torch import distributed as dist
 from fusedops import RoutingPlan, moe_mlp
 from fusedops._core import dtypes
 from fusedops.nn import MoE
-from fusedops.parallel import _hops, communication, expert_parallel, moe_combine, moe_dispatch
-from fusedops.parallel._exchange import Transfer
+from fusedops.parallel import expert_parallel, moe_combine, moe_dispatch
+from fusedops.parallel.async_exchange import Transfer
+from fusedops.parallel.comm import collectives
+from fusedops.parallel.expert import all_to_all
 from fusedops.testing import threads
 
 pytestmark = pytest.mark.distributed
@@ -90,7 +92,7 @@ def _counted(world: World, size: int) -> dict[str, dict[str, int]]:
     group, counts = world.groups[size], {}
 
     def count(name: str, function: Callable[[], Any]) -> Any:
-        with communication.recorded() as log:
+        with collectives.recorded() as log:
             result = function()
         counts[name] = log.counts()
         return result
@@ -405,14 +407,14 @@ class _Compute(torch.autograd.Function):
 def _timeline(world: World) -> list[str]:
     mine = problem("random", 8, torch.float32).part(world.rank, 8)
     _Recorded.events.clear()
-    before, _hops.Transfer = _hops.Transfer, _Recorded
+    before, all_to_all.Transfer = all_to_all.Transfer, _Recorded
     try:
         output = expert_parallel(
             mine.input, mine.plan(), lambda rows, _: _Compute.apply(rows), world.groups[8], chunks=2
         )
         output.sum().backward()
     finally:
-        _hops.Transfer = before
+        all_to_all.Transfer = before
     return list(_Recorded.events)
 
 

@@ -12,17 +12,10 @@ import pytest
 import torch
 from process_pool import World
 
-from fusedops.models import (
-    ParallelConfig,
-    Transformer,
-    initialize,
-    parallelize,
-    parallelized,
-    preset,
-)
-from fusedops.models.parallelized import attach
-from fusedops.parallel import communication
-from fusedops.parallel.communication import ordered_sum
+from fusedops.models import ParallelConfig, Transformer, initialize, parallelize, preset
+from fusedops.models.parallelization.engine import attach, parallelized
+from fusedops.parallel.comm import collectives
+from fusedops.parallel.comm.collectives import ordered_sum
 from fusedops.testing import threads
 
 SEED, STEPS, SEQUENCES, TOKENS = 5, 3, 8, 16
@@ -166,7 +159,7 @@ def _exchanges(rank: int, values: dict[str, Any]) -> list[tuple[str, int]]:
     """Return label and ranks of the exchanges of a forward."""
     config = ParallelConfig(dp=4, ep=4, **values)
     model = parallelize(_new("losses", torch.float32, "meta"), config, seed=SEED)
-    with communication.recorded() as log:
+    with collectives.recorded() as log:
         model(torch.arange(TOKENS)[None])
     return [(each.label, each.ranks) for each in log.calls]
 

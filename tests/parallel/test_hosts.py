@@ -19,9 +19,11 @@ from process_pool import World
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from fusedops.parallel import _flat, _hosts, expert_parallel, moe_combine, moe_dispatch
-from fusedops.parallel._agreement import Verdict
-from fusedops.parallel._departure import groups_of
+from fusedops.parallel import expert_parallel, moe_combine, moe_dispatch
+from fusedops.parallel.comm import host_groups
+from fusedops.parallel.expert import flat
+from fusedops.parallel.expert.dispatcher import groups_of
+from fusedops.parallel.expert.metadata import Verdict
 
 pytestmark = pytest.mark.distributed
 OnRanks = Callable[..., list[Any]]
@@ -37,9 +39,9 @@ def _taking_nothing_from_the_host(shape: Shape) -> Iterator[Any]:
     if len(shape) > 1:
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("node", "local"))
     groups = groups_of("test", mesh)
-    takes = _hosts._takes_cpu
+    takes = host_groups._takes_cpu
     with mock.patch.object(
-        _hosts, "_takes_cpu", lambda group: group not in groups and takes(group)
+        host_groups, "_takes_cpu", lambda group: group not in groups and takes(group)
     ):
         yield mesh
 
@@ -109,7 +111,7 @@ def _words(world: World, shape: Shape) -> list[tuple[str, bool]]:
 
         for _ in range(2):
             rows, _, handle = moe_dispatch(mine.input, mine.plan(), mesh)
-            with mock.patch.object(_flat, "Verdict", told):
+            with mock.patch.object(flat, "Verdict", told):
                 moe_combine(rows, handle)
     return seen
 
@@ -122,15 +124,15 @@ def test_the_word_never_touches_the_device(on_ranks: OnRanks, shape: Shape) -> N
 
 def _one_cannot_connect(world: World, shape: Shape) -> tuple[bool, bool]:
     mine = problem("uneven", RANKS, torch.float32).part(world.rank, RANKS)
-    companion = _hosts._companion
+    companion = host_groups._companion
     if world.rank == 3:
         companion = lambda *_: None  # noqa: E731
-    brief = mock.patch.object(_hosts, "_TIME_TO_CONNECT", timedelta(seconds=2))
-    lame = mock.patch.object(_hosts, "_companion", companion)
+    brief = mock.patch.object(host_groups, "_TIME_TO_CONNECT", timedelta(seconds=2))
+    lame = mock.patch.object(host_groups, "_companion", companion)
     with _taking_nothing_from_the_host(shape) as mesh, brief, lame:
         rows, _, handle = moe_dispatch(mine.input, mine.plan(), mesh)
         output = moe_combine(rows, handle)
-        found = _hosts.hosts_of(groups_of("test", mesh)[::-1])
+        found = host_groups.hosts_of(groups_of("test", mesh)[::-1])
     dist.barrier(world.groups[RANKS])
     return found is None, torch.allclose(output, 3 * mine.input)
 

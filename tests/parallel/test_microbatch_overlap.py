@@ -13,9 +13,10 @@ from split_layers import whole
 from torch import distributed as dist
 
 from fusedops._core.checks import UnsupportedError
-from fusedops.models import ParallelConfig, Transformer, parallelize, parallelized, preset
-from fusedops.parallel import communication
-from fusedops.parallel.communication import COMPUTE, Log
+from fusedops.models import ParallelConfig, Transformer, parallelize, preset
+from fusedops.models.parallelization.engine import parallelized
+from fusedops.parallel.comm import collectives
+from fusedops.parallel.comm.collectives import COMPUTE, Log
 from fusedops.testing import threads
 
 LAYERS, SEQUENCES, TOKENS = 3, 4, 12
@@ -46,9 +47,9 @@ def _step(model: Any) -> tuple[torch.Tensor, Log, Log]:
     count = run.count(shard.labels)
     run.begin(last=True)
     torch.manual_seed(2)
-    with communication.recorded() as forward:
+    with collectives.recorded() as forward:
         loss = run.loss(model(*shard[:2], positions=shard.positions), count)
-    with communication.recorded() as backward:
+    with collectives.recorded() as backward:
         loss.backward()
     return loss.detach(), forward, backward
 

@@ -21,7 +21,8 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fusedops import RoutingPlan
-from fusedops.parallel import communication, expert_parallel, moe_combine, moe_dispatch
+from fusedops.parallel import expert_parallel, moe_combine, moe_dispatch
+from fusedops.parallel.comm import collectives
 from fusedops.testing import threads
 
 pytestmark = pytest.mark.distributed
@@ -112,13 +113,13 @@ def _collectives(world: World) -> dict[str, int]:
     mesh = _mesh(2)
     mine = problem("uneven", RANKS, torch.float32).part(world.rank, RANKS)
     counts = {}
-    with communication.recorded() as log:
+    with collectives.recorded() as log:
         rows, _, handle = moe_dispatch(mine.input, mine.plan(), mesh)
     counts["dispatch"] = len(log.calls)
-    with communication.recorded() as log:
+    with collectives.recorded() as log:
         output = moe_combine(rows, handle, weighted=True)
     counts["combine"] = len(log.calls)
-    with communication.recorded() as log:
+    with collectives.recorded() as log:
         torch.autograd.grad(output, [mine.input], mine.grad)
     counts["backward"] = len(log.calls)
     return counts

@@ -13,8 +13,8 @@ from torch import nn
 
 from fusedops.nn import MLP, GatedMLP, LinearAct
 from fusedops.ops import linear_act
-from fusedops.parallel import communication
-from fusedops.parallel.tensor import (
+from fusedops.parallel.comm import collectives
+from fusedops.parallel.tensor.layers import (
     ColumnLinear,
     ParallelGatedMLP,
     ParallelMLP,
@@ -70,9 +70,9 @@ def _results(world: World, ranks: int, dtype: torch.dtype) -> Any:
         plain, cut = (split(module, mesh, sequence=True, overlap=each) for each in (False, True))
         if name == "mlp":
             plain = _TwoProducts(plain)
-        with communication.recorded() as log:
+        with collectives.recorded() as log:
             expected = run(plain, mine, incoming)
-        with communication.recorded() as blocks:
+        with collectives.recorded() as blocks:
             results = run(cut, mine, incoming)
         assert results.keys() == expected.keys()
         for key, value in results.items():

@@ -17,16 +17,9 @@ import torch
 from process_pool import World
 from torch import nn
 
-from fusedops.models import (
-    ParallelConfig,
-    Transformer,
-    initialize,
-    parallelize,
-    parallelized,
-    preset,
-)
-from fusedops.models.parallelized import attach
-from fusedops.parallel import communication
+from fusedops.models import ParallelConfig, Transformer, initialize, parallelize, preset
+from fusedops.models.parallelization.engine import attach, parallelized
+from fusedops.parallel.comm import collectives
 from fusedops.testing import threads
 
 OnRanks = Callable[..., list[Any]]
@@ -209,9 +202,9 @@ def _counted(rank: int, sequence: bool) -> tuple[dict[str, int], dict[str, int]]
     config = ParallelConfig(tp=2, sp=sequence, overlap=False)
     model = parallelize(Transformer(_config("tiny-llama"), device="meta"), config, seed=SEED)
     tokens = torch.zeros(1, TOKENS, dtype=torch.int64)
-    with communication.recorded() as forward:
+    with collectives.recorded() as forward:
         output = model(tokens, tokens)
-    with communication.recorded() as backward:
+    with collectives.recorded() as backward:
         output.total.backward()
     return forward.counts(), backward.counts()
 

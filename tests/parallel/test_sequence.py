@@ -12,8 +12,8 @@ from split_layers import assert_same, mesh_of, part_of, whole
 from torch import nn
 
 from fusedops.nn import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm
-from fusedops.parallel import communication
-from fusedops.parallel.sequence import SequenceNorm
+from fusedops.parallel.comm import collectives
+from fusedops.parallel.tensor.sequence import SequenceNorm
 
 pytestmark = pytest.mark.distributed
 OnRanks = Callable[..., list[Any]]
@@ -57,7 +57,7 @@ def _norms(world: World, ranks: int, dtype: torch.dtype) -> Any:
         plain.zero_grad()
         truth = _results(plain.to(wide), tuple(each.to(wide) for each in inputs), grad.to(wide))
         mine = tuple(part_of(each, world, ranks, 1) for each in inputs)
-        with communication.recorded() as log:
+        with collectives.recorded() as log:
             found = _results(split, mine, part_of(grad, world, ranks, 1))
         counts[name] = log.counts()
         parts = [

@@ -17,7 +17,7 @@ from process_pool import CONTEXT, World
 from torch import distributed as dist
 
 from fusedops._core import env, extension
-from fusedops.parallel import _shared, communication
+from fusedops.parallel.comm import collectives, shared_memory
 
 needs_channel = pytest.mark.skipif(
     extension.cpu_library() is not None or not hasattr(os, "memfd_create"),
@@ -45,7 +45,7 @@ def _collectives(world: World, ranks: int, dtype: torch.dtype, rows: int) -> lis
     group = world.group(ranks)
     all_given = [_given(each, (rows, 3), dtype) for each in range(ranks)]
     mine = all_given[world.rank]
-    summed = communication.ordered_sum(all_given)
+    summed = collectives.ordered_sum(all_given)
     parts = torch.stack([each.unflatten(0, (ranks, -1)) for each in all_given])
     wanted = {
         "all_reduce": summed,
@@ -56,14 +56,14 @@ def _collectives(world: World, ranks: int, dtype: torch.dtype, rows: int) -> lis
         "shift back": all_given[(world.rank + 1) % ranks],
     }
     found = {
-        "all_reduce": communication.all_reduce(mine.clone(), group),
-        "all_gather": communication.all_gather(mine, group),
-        "reduce_scatter": communication.reduce_scatter(mine, group),
-        "all_to_all": communication.all_to_all(mine, group),
-        "shift": communication.shift(mine, group, by=1),
-        "shift back": communication.shift(mine, group, by=-1),
+        "all_reduce": collectives.all_reduce(mine.clone(), group),
+        "all_gather": collectives.all_gather(mine, group),
+        "reduce_scatter": collectives.reduce_scatter(mine, group),
+        "all_to_all": collectives.all_to_all(mine, group),
+        "shift": collectives.shift(mine, group, by=1),
+        "shift back": collectives.shift(mine, group, by=-1),
     }
-    assert _shared._channels[group] is not None
+    assert shared_memory._channels[group] is not None
     # Asked for in the other order: finishing the last one finishes all.
     results = {name: found[name].wait() for name in reversed(found)}
     return [name for name in wanted if not torch.equal(results[name], wanted[name])]
@@ -92,8 +92,8 @@ def _odd_sizes(world: World) -> list[int]:
                 continue
             given = [_given(each, (size,), torch.float32) for each in range(ranks)]
             mine = given[world.rank].clone()
-            result = communication.all_reduce(mine, world.group(ranks)).wait()
-            if not torch.equal(result, communication.ordered_sum(given)) or result is not mine:
+            result = collectives.all_reduce(mine, world.group(ranks)).wait()
+            if not torch.equal(result, collectives.ordered_sum(given)) or result is not mine:
                 wrong.append(size)
     return wrong
 
@@ -107,8 +107,8 @@ def _many_at_once(world: World) -> bool:
         return True
     group = world.group(2)
     tensors = [torch.full((300_000,), float(each + world.rank)) for each in range(24)]
-    pending = [communication.all_reduce(each, group) for each in tensors]
-    small = communication.all_gather(torch.tensor([world.rank]), group).wait()
+    pending = [collectives.all_reduce(each, group) for each in tensors]
+    small = collectives.all_gather(torch.tensor([world.rank]), group).wait()
     values = [float(each.wait()[-1]) for each in pending]
     return values == [2.0 * each + 1 for each in range(24)] and small.tolist() == [0, 1]
 
@@ -124,13 +124,13 @@ def _unwilling(world: World, why: str) -> tuple[bool, float]:
         return True, 6.0
     unwilling = mock.patch.dict(os.environ, {"FUSEDOPS_SHARED_MEMORY": "0"})
     if why == "_machine":
-        unwilling = mock.patch.object(_shared, "_machine", lambda: 5)
+        unwilling = mock.patch.object(shared_memory, "_machine", lambda: 5)
     if world.rank == 2:
         with unwilling:
-            summed = communication.all_reduce(torch.tensor(2.0), group).wait()
+            summed = collectives.all_reduce(torch.tensor(2.0), group).wait()
     else:
-        summed = communication.all_reduce(torch.tensor(float(world.rank)), group).wait()
-    backend_used = _shared._channels[group] is None
+        summed = collectives.all_reduce(torch.tensor(float(world.rank)), group).wait()
+    backend_used = shared_memory._channels[group] is None
     dist.destroy_process_group(group)
     return backend_used, float(summed)
 
@@ -144,12 +144,12 @@ def _waits_beside_python(world: World) -> bool:
     if not world.member(2):
         return True
     group, word = world.group(2), torch.ones(1)
-    communication.all_reduce(torch.ones(1), group).wait()
+    collectives.all_reduce(torch.ones(1), group).wait()
     if world.rank == 1:
         dist.recv(word, group=group, group_src=0)
-        communication.all_reduce(torch.ones(1), group).wait()
+        collectives.all_reduce(torch.ones(1), group).wait()
         return True
-    thread = threading.Thread(target=communication.all_reduce(torch.ones(1), group).wait)
+    thread = threading.Thread(target=collectives.all_reduce(torch.ones(1), group).wait)
     thread.start()
     thread.join(0.1)
     waited = thread.is_alive()
@@ -167,15 +167,15 @@ def _forks(world: World) -> list[float]:
         return [1.0] * 2
     group = world.group(2)
     # More than a ring holds: the parent has a progress thread, its child has none.
-    for each in [communication.all_reduce(torch.ones(1), group) for _ in range(40)]:
+    for each in [collectives.all_reduce(torch.ones(1), group) for _ in range(40)]:
         each.wait()
     child = os.fork()
     if child == 0:
-        _shared._channels.clear()  # as the interpreter does when it ends
+        shared_memory._channels.clear()  # as the interpreter does when it ends
         os._exit(0)
     os.waitpid(child, 0)
     threading.Event().wait(0.2 * world.rank)  # so that the other looks whether this one has left
-    return [float(communication.all_reduce(torch.full((1,), 0.5), group).wait()) for _ in range(2)]
+    return [float(collectives.all_reduce(torch.full((1,), 0.5), group).wait()) for _ in range(2)]
 
 
 def _alone(rank: int, store: str, how: str, ends: Any) -> None:
@@ -187,7 +187,7 @@ def _alone(rank: int, store: str, how: str, ends: Any) -> None:
         timeout=timedelta(seconds=60),
     )
     group = dist.group.WORLD
-    communication.all_reduce(torch.ones(3), group).wait()
+    collectives.all_reduce(torch.ones(3), group).wait()
     if how == "late":  # than a timeout that was set after they had met
         group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=1))
     if rank == 1:
@@ -196,16 +196,16 @@ def _alone(rank: int, store: str, how: str, ends: Any) -> None:
         if how == "late":
             ends.wait(30)
         if how == "left":
-            _shared._channels.clear()
+            shared_memory._channels.clear()
             ends.wait(30)
         return
     try:
-        communication.all_reduce(torch.ones(3), group).wait()
+        collectives.all_reduce(torch.ones(3), group).wait()
     except dist.DistNetworkError as error:
         ends.set()
         # Later ones fail at once, with no other reason.
         with pytest.raises(dist.DistNetworkError, match="rank 1 of its group"):
-            communication.all_reduce(torch.ones(3), group).wait()
+            collectives.all_reduce(torch.ones(3), group).wait()
         Path(store).with_name("message").write_text(str(error))
 
 
@@ -312,7 +312,7 @@ def test_a_communication_is_waited_for_once(on_ranks: OnRanks) -> None:
 
 
 def _waits_twice(world: World) -> str:
-    pending = communication.all_reduce(torch.ones(1), world.group(8))
+    pending = collectives.all_reduce(torch.ones(1), world.group(8))
     pending.wait()
     with pytest.raises(RuntimeError) as error:
         pending.wait()

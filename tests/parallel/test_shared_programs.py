@@ -15,7 +15,7 @@ from process_pool import World
 from test_shared import needs_channel
 from torch import distributed as dist
 
-from fusedops.parallel import _shared, communication
+from fusedops.parallel.comm import collectives, shared_memory
 
 pytestmark = [pytest.mark.distributed, needs_channel]
 OnRanks = Callable[..., list[Any]]
@@ -77,23 +77,23 @@ def _given(step: Step, rank: int, ranks: int, number: int) -> torch.Tensor:
 
 def _started(
     step: Step, group: dist.ProcessGroup, number: int, dtype: torch.dtype | None = None
-) -> communication.Pending:
+) -> collectives.Pending:
     rank, ranks = group.rank(), group.size()
     mine = _given(step, rank, ranks, number).to(dtype or step.dtype)
     if step.kind == "all_reduce":
-        return communication.all_reduce(mine, group, op=step.op)
+        return collectives.all_reduce(mine, group, op=step.op)
     if step.kind == "all_gather":
-        return communication.all_gather(mine, group, dim=number % 2)
+        return collectives.all_gather(mine, group, dim=number % 2)
     if step.kind == "reduce_scatter":
-        return communication.reduce_scatter(mine, group)
+        return collectives.reduce_scatter(mine, group)
     if step.kind == "broadcast":
-        return communication.broadcast(mine, group, source=step.root)
+        return collectives.broadcast(mine, group, source=step.root)
     if step.kind == "all_to_all":
-        return communication.all_to_all(mine, group)
+        return collectives.all_to_all(mine, group)
     if step.kind == "shift":
-        return communication.shift(mine, group, by=step.root)
+        return collectives.shift(mine, group, by=step.root)
     send = [(rank + peer) % 3 * step.rows // 3 for peer in range(ranks)]  # symmetric
-    return communication.all_to_all(mine[: sum(send)], group, send=send, receive=send)
+    return collectives.all_to_all(mine[: sum(send)], group, send=send, receive=send)
 
 
 def _run(
@@ -101,7 +101,7 @@ def _run(
 ) -> list[torch.Tensor]:
     """Start the steps in order and wait for them in an order of this rank."""
     results: dict[int, torch.Tensor] = {}
-    pending: dict[int, communication.Pending] = {}
+    pending: dict[int, collectives.Pending] = {}
     for number, step in enumerate(steps):
         if groups[step.group] is not None:
             pending[number] = _started(step, groups[step.group], number)
@@ -137,8 +137,8 @@ def _compared(world: World, ranks: int, seed: int) -> list[int]:
         found = _run(steps, shared, barriers, order)
         with mock.patch.dict("os.environ", {"FUSEDOPS_SHARED_MEMORY": "0"}):
             wanted = _run(steps, sockets, barriers, order)
-        assert all(each is None or _shared._channels.get(each) for each in shared)
-        assert not any(_shared._channels.get(each) for each in sockets if each is not None)
+        assert all(each is None or shared_memory._channels.get(each) for each in shared)
+        assert not any(shared_memory._channels.get(each) for each in sockets if each is not None)
         pairs = zip(found, wanted, strict=True)
         wrong = [number for number, pair in enumerate(pairs) if not torch.equal(*pair)]
         dist.barrier(barriers)
@@ -186,7 +186,7 @@ def _disagree(
     group = dist.new_group(list(range(ranks)), timeout=TIMEOUT)
     if not world.member(ranks):
         return 0.0, []
-    good = float(communication.all_reduce(torch.ones(1), group).wait())
+    good = float(collectives.all_reduce(torch.ones(1), group).wait())
     step = other if world.rank == ranks - 1 else common
     steps = [PLAIN, step, PLAIN] if order == "between" else [step, PLAIN]
     errors = []
@@ -197,7 +197,7 @@ def _disagree(
     except ValueError as error:
         errors.append(str(error))
     try:
-        communication.all_reduce(torch.ones(1), group).wait()
+        collectives.all_reduce(torch.ones(1), group).wait()
     except ValueError as error:
         errors.append(str(error))
     dist.barrier(world.group(ranks) if ranks in (2, 4, 8) else group)
@@ -231,8 +231,8 @@ def _waits_in_other_orders(world: World) -> list[float]:
     """Two sums, and a sum and a gather, that every other rank waits for backwards."""
     group = world.group(8)
     tensors = [torch.full((64,), float(each)) for each in (1, 2, 3)]
-    pending = [communication.all_reduce(each, group) for each in tensors]
-    pending.append(communication.all_gather(torch.full((1,), float(world.rank)), group))
+    pending = [collectives.all_reduce(each, group) for each in tensors]
+    pending.append(collectives.all_gather(torch.full((1,), float(world.rank)), group))
     for each in reversed(pending) if world.rank % 2 else pending:
         each.wait()
     return [float(each[-1]) for each in tensors]
@@ -252,8 +252,8 @@ def _blocks_elsewhere(world: World, ranks: int, how: str) -> float:
     store = dist.distributed_c10d._get_default_store()
     key = f"{how} {ranks} {groups[0].group_name}"
     tensors = [torch.full((LARGE,), float(world.rank)) for _ in range(4)]
-    pending = [communication.all_reduce(each, groups[0]) for each in tensors]
-    others = [communication.all_reduce(torch.ones(LARGE), groups[1]) for _ in range(4)]
+    pending = [collectives.all_reduce(each, groups[0]) for each in tensors]
+    others = [collectives.all_reduce(torch.ones(LARGE), groups[1]) for _ in range(4)]
 
     def wait() -> None:
         for each in pending:

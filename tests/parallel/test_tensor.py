@@ -12,8 +12,8 @@ from split_layers import assert_same, mesh_of, one_process, part_of, run
 from torch import nn
 
 from fusedops.nn import MLP, GatedMLP, LinearAct
-from fusedops.parallel import communication
-from fusedops.parallel.tensor import ColumnLinear, ParallelGatedMLP, ParallelMLP, RowLinear
+from fusedops.parallel.comm import collectives
+from fusedops.parallel.tensor.layers import ColumnLinear, ParallelGatedMLP, ParallelMLP, RowLinear
 
 pytestmark = pytest.mark.distributed
 OnRanks = Callable[..., list[Any]]
@@ -100,9 +100,9 @@ def _counts(world: World) -> Any:
         for sequence in (False, True):
             layer = split(make(torch.float32), mesh, sequence=sequence)
             input = torch.ones(B, S // 2 if sequence else S, H, requires_grad=True)
-            with communication.recorded() as forward:
+            with collectives.recorded() as forward:
                 output = layer(input)
-            with communication.recorded() as backward:
+            with collectives.recorded() as backward:
                 output.sum().backward()
             found[name, sequence] = forward, backward
     return found

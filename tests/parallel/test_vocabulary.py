@@ -13,8 +13,8 @@ from torch import nn
 
 from fusedops._core import dtypes
 from fusedops.nn import LinearCrossEntropyLoss
-from fusedops.parallel import communication
-from fusedops.parallel.vocabulary import VocabularyCrossEntropy, VocabularyEmbedding
+from fusedops.parallel.comm import collectives
+from fusedops.parallel.tensor.vocabulary import VocabularyCrossEntropy, VocabularyEmbedding
 
 pytestmark = pytest.mark.distributed
 OnRanks = Callable[..., list[Any]]
@@ -124,9 +124,9 @@ def _loss_traffic(world: World) -> Any:
     head = LinearCrossEntropyLoss(H, V)
     split = VocabularyCrossEntropy.of(head, mesh_of(world, 2))
     hidden = torch.randn(B, S, H, requires_grad=True)
-    with communication.recorded() as forward:
+    with collectives.recorded() as forward:
         loss = split(hidden, torch.zeros(B, S, dtype=torch.int64))
-    with communication.recorded() as backward:
+    with collectives.recorded() as backward:
         loss.backward()
     return forward, backward
 

@@ -13,15 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from fusedops.models import (
-    ParallelConfig,
-    Transformer,
-    initialize,
-    parallelize,
-    parallelized,
-    preset,
-)
-from fusedops.models.parallelized import attach
+from fusedops.models import ParallelConfig, Transformer, initialize, parallelize, preset
+from fusedops.models.parallelization.engine import attach, parallelized
 from fusedops.testing import threads
 
 SEED = 5

@@ -15,16 +15,10 @@ from torch.utils.flop_counter import flop_registry
 
 from fusedops import UnsupportedError
 from fusedops.checkpoint import Checkpointer
-from fusedops.models import (
-    ParallelConfig,
-    Transformer,
-    initialize,
-    parallelize,
-    parallelized,
-    preset,
-)
-from fusedops.models.parallelized import Parallelized
-from fusedops.parallel import communication, timeline
+from fusedops.models import ParallelConfig, Transformer, initialize, parallelize, preset
+from fusedops.models.parallelization.engine import Parallelized, parallelized
+from fusedops.parallel import timeline
+from fusedops.parallel.comm import collectives
 from fusedops.testing import threads
 from fusedops.train import train
 
@@ -68,7 +62,7 @@ def _observed(rank: int, schedule: str, microbatches: int) -> Any:
     run = _spread("tiny-llama", pp=2, microbatches=microbatches, pipeline_schedule=schedule)
     _step(run)
     run.model.zero_grad()
-    with communication.recorded() as log, _Products() as products:
+    with collectives.recorded() as log, _Products() as products:
         _step(run)
     pipeline = run.pipeline
     assert pipeline is not None

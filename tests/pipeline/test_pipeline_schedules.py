@@ -7,9 +7,9 @@ import itertools
 import pytest
 
 from fusedops.models import preset
-from fusedops.models.stage_costs import by_operations, measured
+from fusedops.models.parallelization.stage_costs import by_operations, measured
 from fusedops.parallel import timeline
-from fusedops.parallel.communication import Log
+from fusedops.parallel.comm.collectives import Log
 from fusedops.parallel.pipeline.schedules import SCHEDULES, Action, Table, table
 from fusedops.parallel.pipeline.split import at, balanced, shortest
 

@@ -15,7 +15,8 @@ import torch
 
 import fusedops
 from fusedops import testing
-from fusedops.models import Transformer, parallelized, preset
+from fusedops.models import Transformer, preset
+from fusedops.models.parallelization.engine import parallelized
 from fusedops.parallel.pipeline.schedules import SCHEDULES
 from fusedops.testing.standard import standard
 

@@ -17,7 +17,7 @@ from fusedops.planner import (
     parse_bytes,
     plan,
     preset,
-    saved,
+    saved_tensors,
     search,
     show_bytes,
     show_count,
@@ -285,13 +285,13 @@ def test_a_size_that_no_layout_has_is_noted() -> None:
 
 def test_an_estimate_lists_what_a_layer_saves_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    layer = saved.layer
+    layer = saved_tensors.layer
 
-    def counted(*args: Any) -> list[saved.Saved]:
+    def counted(*args: Any) -> list[saved_tensors.Saved]:
         calls.append(args[2])
         return layer(*args)
 
-    monkeypatch.setattr(saved, "layer", counted)
+    monkeypatch.setattr(saved_tensors, "layer", counted)
     estimate(MIXTRAL, Layout(dp=3, microbatches=5, seq_len=777))
     assert sorted(calls) == [0, 31]  # the first layer and the last one
 

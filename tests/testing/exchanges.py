@@ -15,7 +15,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedops._core.collectives import all_gather_single
-from fusedops.parallel import communication
+from fusedops.parallel.comm import collectives
 
 
 def mine(rank: int, *shape: int) -> torch.Tensor:
@@ -94,12 +94,12 @@ def models(rank: int) -> dict[str, Any]:
     found["partial"] = spread.sum().redistribute(mesh, [Replicate(), Replicate()]).to_local()
     assert Partial in {type(each) for each in spread.sum().placements}
     tp = mesh["tp"].get_group()
-    with communication.recorded() as log:
+    with collectives.recorded() as log:
         found["ours"] = [
-            communication.all_reduce(mine(rank, 2), tp).wait(),
-            communication.all_gather(mine(rank, 2, 2), tp, dim=1).wait(),
-            communication.reduce_scatter(mine(rank, 2, 4), tp, dim=1).wait(),
-            communication.send_receive(
+            collectives.all_reduce(mine(rank, 2), tp).wait(),
+            collectives.all_gather(mine(rank, 2, 2), tp, dim=1).wait(),
+            collectives.reduce_scatter(mine(rank, 2, 4), tp, dim=1).wait(),
+            collectives.send_receive(
                 mine(rank, 2), tp, to=1 - tp.rank(), source=1 - tp.rank()
             ).wait(),
         ]

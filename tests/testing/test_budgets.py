@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from fusedops.ops._moe_payload import PayloadLayout
-from fusedops.parallel import budgets, communication
+from fusedops.parallel import budgets
 from fusedops.parallel.budgets import Budget
+from fusedops.parallel.comm import collectives
 from fusedops.parallel.pipeline.schedules import table
 from fusedops.testing import Case, threads, token_batch
 from fusedops.testing.fuzzer import adamw, token_loss
@@ -24,10 +25,10 @@ ACTIVATION = BATCH * TOKENS * HIDDEN * BYTES
 STATISTICS = BATCH * TOKENS * 2 * BYTES
 
 
-def recorded(rank: int, subject: Subject, case: Case) -> communication.Log:
+def recorded(rank: int, subject: Subject, case: Case) -> collectives.Log:
     parallel = standard(subject.model(case), None, case)
     batch = subject.batch(case, case.generator(0))
-    with communication.recorded() as log:
+    with collectives.recorded() as log:
         parallel.forward_backward(batch)
     return log
 
@@ -56,7 +57,7 @@ def said(ranks: int) -> Budget:
     return budgets.all_reduces(ranks, [BYTES, 2 * BYTES])
 
 
-def check(found: list[communication.Log], budget: Budget, *, exact: bool = True) -> None:
+def check(found: list[collectives.Log], budget: Budget, *, exact: bool = True) -> None:
     for log in found:
         assert not budget.exceeded(log), (budget.exceeded(log), log.counts())
         assert log.counts() == dict(budget.calls)
@@ -115,14 +116,14 @@ def add_up(counts: torch.Tensor, gate: nn.Module, given: Any, made: Any) -> None
     counts += made[1].tokens_per_expert
 
 
-def routed(rank: int, subject: Subject, case: Case) -> tuple[communication.Log, list[int]]:
+def routed(rank: int, subject: Subject, case: Case) -> tuple[collectives.Log, list[int]]:
     """Return also how many rows the router sends to each expert, in all layers."""
     counts = torch.zeros(4, dtype=torch.int64)
     parallel = standard(subject.model(case), None, case)
     for layer in parallel.model.layers.values():
         layer.feed_forward.gate.register_forward_hook(partial(add_up, counts))
     batch = subject.batch(case, case.generator(0))
-    with communication.recorded() as log:
+    with collectives.recorded() as log:
         parallel.forward_backward(batch)
     return log, counts.tolist()
 
@@ -161,12 +162,12 @@ def test_data_parallel(stage: int) -> None:
     check(logs("tiny-gpt2", 3, {"dp": 2}, zero=stage), budget + said(2), exact=stage == 0)
 
 
-def second_step(rank: int, subject: Subject, case: Case) -> communication.Log:
+def second_step(rank: int, subject: Subject, case: Case) -> collectives.Log:
     """Record a step after one that has told of shapes."""
     parallel = standard(subject.model(case), None, case)
     batch = subject.batch(case, case.generator(0))
     parallel.forward_backward(batch)
-    with communication.recorded() as log:
+    with collectives.recorded() as log:
         parallel.forward_backward(batch)
     return log
 

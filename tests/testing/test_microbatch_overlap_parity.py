@@ -92,6 +92,8 @@ def test_verify_finds_a_loss_of_routers_that_is_a_mean_of_halves(
     given: dict[str, Any] = {"options": {"overlap_microbatches": [True], "ep": [2]}, "cases": 1}
     sizes: dict[str, Any] = {"batch_sizes": (4,), "seq_lens": (4,)}
     assert fusedops.verify(factory, [{"dp": 2}], **given, **sizes)
-    monkeypatch.setattr("fusedops.models.microbatch_overlap._loss_of_router", _mean_of_halves)
+    monkeypatch.setattr(
+        "fusedops.models.parallelization.microbatch_overlap._loss_of_router", _mean_of_halves
+    )
     with pytest.raises(testing.ParityError, match=r"gradient layers\.0"):
         fusedops.verify(factory, [{"dp": 2}], **given, **sizes)

@@ -11,7 +11,8 @@ from parity_models import MODELS
 
 import fusedops
 from fusedops import testing
-from fusedops.models import Parallelized, parallelization
+from fusedops.models import Parallelized
+from fusedops.models.parallelization import parallelize
 from fusedops.parallel.dropout import Place
 
 # All of dp, cp, tp in {1, 2} but the single process, the smallest first.
@@ -79,7 +80,7 @@ def test_dropout_draws_what_one_process_does(
     if "dp" in mesh or "pp" in mesh:
         monkeypatch.setattr(Parallelized, "_draws", lambda self, shards, seed: [{}] * len(shards))
     else:
-        monkeypatch.setattr(parallelization, "_place", lambda config, mesh: Place())
+        monkeypatch.setattr(parallelize, "_place", lambda config, mesh: Place())
     with pytest.raises(AssertionError, match="loss is"):
         testing.replay(case, MODELS["llama"])
 

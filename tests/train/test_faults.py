@@ -32,12 +32,12 @@ from fusedops.checkpoint import CheckpointError
 from fusedops.checkpoint import folder as folders
 from fusedops.cli.main import app
 from fusedops.generation import Decoder
+from fusedops.launch.flight_record import Record
+from fusedops.launch.processes import Ranks, joined
+from fusedops.launch.watchdog import Watch, blame
 from fusedops.models import Transformer, preset, save_huggingface
 from fusedops.train import loop, train
-from fusedops.train.flight import Record
-from fusedops.train.processes import Ranks, joined
-from fusedops.train.setup import Run
-from fusedops.train.watch import Watch, blame
+from fusedops.train.builder import Run
 
 HANGING_SECONDS = 15.0
 # What a process that hangs gets to end by itself, after the others have.

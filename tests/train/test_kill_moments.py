@@ -15,7 +15,7 @@ from torch import distributed as dist
 from train_runs import CONTEXT, STEPS, config, digest
 
 from fusedops.train import loop, train
-from fusedops.train.setup import Run
+from fusedops.train.builder import Run
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 PATIENCE_SECONDS = 300.0

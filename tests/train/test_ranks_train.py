@@ -12,8 +12,9 @@ import torch
 from train_runs import STEPS, Watching, config, digest, on_ranks, whole
 
 from fusedops._core import dtypes, env
-from fusedops.train import InputError, loop, processes, setup, train
-from fusedops.train.setup import Run
+from fusedops.launch import processes
+from fusedops.train import InputError, builder, loop, train
+from fusedops.train.builder import Run
 
 pytestmark = pytest.mark.distributed
 PLAIN = {"model": {"preset": "tiny-llama"}, "optimizer": {"lr": 3e-3}, "batch": 8}
@@ -162,12 +163,12 @@ def test_dp_follows_from_the_processes_with_experts_too(tmp_path: Path) -> None:
         ({"ep": 2, "tp": 2, "shard_ranks": 2, "zero": 1}, 8, {"dp": 4, "tp": 2}),
         ({"mode": "data"}, 3, {"dp": 3}),
     ):
-        found = setup.layout_of(parallel, ranks)
+        found = builder.layout_of(parallel, ranks)
         assert {name: getattr(found, name) for name in wanted} == wanted
     with pytest.raises(ValueError, match="= 3 must be the 4 processes"):
-        setup.layout_of({"tp": 3}, 4)
+        builder.layout_of({"tp": 3}, 4)
     with pytest.raises(ValueError, match="ep must be a divisor of dp x cp = 2"):
-        setup.layout_of({"ep": 4}, 2)
+        builder.layout_of({"ep": 4}, 2)
 
 
 def _overflowing(rank: int, folder: str) -> Any:

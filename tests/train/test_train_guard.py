@@ -13,9 +13,9 @@ from train_runs import Watching, config, on_ranks
 from fusedops._core import dtypes
 from fusedops.checkpoint import GuardError
 from fusedops.models import Transformer
-from fusedops.models.parallelized import Parallelized
+from fusedops.models.parallelization.engine import Parallelized
 from fusedops.train import loop, train
-from fusedops.train.setup import Run
+from fusedops.train.builder import Run
 
 SPOILT_STEP = 3
 STEPS = 5

@@ -16,8 +16,9 @@ import torch
 from train_runs import STEPS, Died, Watching, config, die, same_bits, whole
 
 from fusedops._core import dtypes
+from fusedops.launch import processes
 from fusedops.models import Transformer, initialize, preset
-from fusedops.train import InputError, Result, load_config, processes, setup, train
+from fusedops.train import InputError, Result, builder, load_config, train
 from fusedops.train.config import Data, Precision, Schedule
 from fusedops.train.metrics import Metrics, flops_per_token
 from fusedops.train.precision import LossScale
@@ -74,13 +75,13 @@ def test_sigterm_saves_and_ends_after_the_step(tmp_path: Path) -> None:
 def test_sigterm_during_the_preparation_ends_after_the_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = setup.corpora.prepare
+    plain = builder.corpora.prepare
 
     def prepare(data: Data, cache: Path) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         plain(data, cache)
 
-    monkeypatch.setattr(setup.corpora, "prepare", prepare)
+    monkeypatch.setattr(builder.corpora, "prepare", prepare)
     stopped = train(config(tmp_path))
     assert not stopped.finished and stopped.step == 1
     assert [each["step"] for each in lines(tmp_path)] == [1]

@@ -19,7 +19,7 @@ import torch
 
 from fusedops.testing.processes import PRELOADED
 from fusedops.train import train
-from fusedops.train.setup import Run
+from fusedops.train.builder import Run
 
 STEPS = 12
 PATIENCE_SECONDS = 300.0

@@ -23,9 +23,9 @@ import torch.nn.functional as F
 from first_gpu import protocol, stand_in
 from first_gpu.figure_list import BACKWARD, FIGURES, FORWARD, Figure
 from fusedops._core.timer import Clock, CpuClock, Plan, Timing, Variant, clock_for, measure
-from fusedops.cli.bench.cases import variant_of
-from fusedops.cli.bench.contenders import Call, Contender, backend_of, reason_against
-from fusedops.cli.bench.limits import Limit, Limits, Work, measure_limits
+from fusedops.bench.cases import variant_of
+from fusedops.bench.contenders import Call, Contender, backend_of, reason_against
+from fusedops.bench.limits import Limit, Limits, Work, measure_limits
 from fusedops.optim import AdamW
 from fusedops.specs import BenchCase, Sample, Spec, all_specs
 

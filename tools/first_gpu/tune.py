@@ -43,9 +43,9 @@ def main() -> int:
     stand_in.install_if_asked()
     from first_gpu.worker import error_of_context
     from fusedops._core import backends
-    from fusedops.cli.bench import tuner
-    from fusedops.cli.files import UserError
+    from fusedops.bench import tuner
     from fusedops.specs import all_specs
+    from fusedops.terminal.files import UserError
 
     device = torch.device("cpu" if stand_in.present() else "cuda")
     names = [name + suffix for name in all_specs() for suffix in ("", "_backward")]

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from fusedops.cli.files import UserError, replacing
+from fusedops.terminal.files import UserError, replacing
 
 END_OF_TEXT = "<|endoftext|>"
 VALIDATION_PERCENT = 5

@@ -1,171 +1,101 @@
-"""Tokens a second of decoding, beside transformers: ``fusedops bench generate``.
+"""The command line of ``fusedops bench generate``.
 
-One architecture, one set of random weights, three ways to go on from the same prompts: our model,
-that of transformers patched, and as it is. They take turns in one process, and each is compared
-with ours turn by turn, so that what disturbs the machine disturbs all.
+torch is imported inside the functions, as in ``command.py``.
 """
 
 from __future__ import annotations
 
-import statistics
-import tempfile
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
+import typer
 
-from fusedops._core import host
-from fusedops.cli.bench.small_models import small_model
-from fusedops.generation import generate
-from fusedops.models import Transformer, TransformerConfig, save_huggingface
+from fusedops.cli.bench import options
+from fusedops.terminal import files
 
-OURS, PATCHED, STOCK = "fusedops", "patched transformers", "transformers"
-PRESETS = ("gpt2", "llama3-8b", "mixtral-8x7b", "qwen3-8b")
-_LEAST_TURNS = 5
+if TYPE_CHECKING:
+    from fusedops.bench.generation import Row
 
 
-@dataclass(frozen=True)
-class Work:
-    """What is generated.
+def generate(
+    presets: Annotated[
+        str, typer.Option(help="Comma-separated: whose architectures the models have.")
+    ] = "gpt2,llama3-8b",
+    dtype: Annotated[str, typer.Option(help="Comma-separated.")] = "float32,bfloat16",
+    hidden: Annotated[int, typer.Option(min=64, help="Width; heads have 64.")] = 512,
+    layers: Annotated[int, typer.Option(min=1, help="Number of layers.")] = 4,
+    vocabulary: Annotated[int, typer.Option(min=2, help="Number of words.")] = 4096,
+    sequences: Annotated[int, typer.Option(min=1, help="Side by side.")] = 1,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens to go on from.")] = 16,
+    tokens: Annotated[int, typer.Option(min=1, help="New tokens of each.")] = 64,
+    threads: Annotated[int, typer.Option(min=1, help="Of torch.")] = 2,
+    seconds: Annotated[
+        float, typer.Option(callback=options.finite, min=0.01, max=3600, help="Time per row.")
+    ] = 10.0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows.")] = None,
+) -> None:
+    """Generate with our model, with that of transformers patched, and with that as it is.
 
-    Attributes:
-        preset: of the model's other choices.
-        dtype: of its weights.
-        hidden_size: width; heads have 64.
-        num_layers: layers.
-        vocab_size: words.
-        sequences: side by side.
-        prompt: tokens of each to begin with.
-        tokens: new ones of each.
+    Tokens per second, prompt included, and ours as a multiple of theirs, turn by turn:
+    docs/generation.md. Only a machine that does nothing else gives figures worth quoting.
     """
+    with files.one_line_errors():
+        files.check_environment()
+        if json_file is not None:
+            files.check_writable(json_file)
+        from fusedops.bench.generation import PRESETS, Work, measure, works
 
-    preset: str = "llama3-8b"
-    dtype: str = "float32"
-    hidden_size: int = 512
-    num_layers: int = 4
-    vocab_size: int = 4096
-    sequences: int = 1
-    prompt: int = 16
-    tokens: int = 64
-
-    @property
-    def config(self) -> TransformerConfig:
-        """The model."""
-        return small_model(
-            self.preset,
-            hidden_size=self.hidden_size,
-            num_layers=self.num_layers,
-            vocab_size=self.vocab_size,
-            seq_len=self.prompt + self.tokens,
+        names = options.words(presets, PRESETS, "preset")
+        dtypes = options.words(dtype, options.DTYPES, "dtype")
+        base = Work(
+            hidden_size=hidden,
+            num_layers=layers,
+            vocab_size=vocabulary,
+            sequences=sequences,
+            prompt=prompt,
+            tokens=tokens,
         )
+        from fusedops.terminal.console import console
+
+        out = console()
+        rows: list[Row] = []
+        with out.status("starting") as status:
+            for work in works(base, names, dtypes):
+                rows += measure(work, seconds, threads, status.update)
+        _show(rows, out)
+        if json_file is not None:
+            files.write_json(json_file, _record(rows, threads))
 
 
-@dataclass
-class Row:
-    """What a way of generating reached.
+def _show(rows: list[Row], out: Any) -> None:
+    from rich.table import Table
 
-    Attributes:
-        work: what was generated.
-        name: which way.
-        seconds: of each turn, prompt included.
-        ratios: of its seconds to ours, turn by turn: above 1 ours is faster.
-        same: the share of its tokens that are ours.
-    """
+    from fusedops.terminal.console import print_table
 
-    work: Work
-    name: str
-    seconds: list[float] = field(default_factory=list)
-    ratios: list[float] = field(default_factory=list)
-    same: float = 1.0
-
-    @property
-    def tokens_per_second(self) -> float:
-        """The median, of all sequences together."""
-        return self.work.sequences * self.work.tokens / statistics.median(self.seconds)
-
-    @property
-    def ratio(self) -> float:
-        """The median."""
-        return statistics.median(self.ratios)
-
-
-def measure(
-    work: Work, seconds: float, threads: int, told: Callable[[str], None] = print
-) -> list[Row]:
-    """Measure the ways of generating, in turns.
-
-    Args:
-        work: what is generated.
-        seconds: for each way, about.
-        threads: of torch.
-        told: hears what is being done.
-
-    Returns:
-        A row for each; ours is the first.
-    """
-    host.tune_host(threads=threads)
-    told(f"making {work.preset} in {work.dtype}")
-    ways = _ways(work)
-    rows = [Row(work, name) for name in ways]
-    found = {name: run() for name, run in ways.items()}
+    table = Table(title="generating")
+    for name in ("architecture", "dtype", "by", "tokens/s", "ours to it", "same tokens"):
+        table.add_column(name, justify="left" if name in ("architecture", "by") else "right")
     for row in rows:
-        row.same = (found[row.name] == found[OURS]).double().mean().item()
-    until = time.monotonic() + seconds * len(rows)
-    while time.monotonic() < until or len(rows[0].seconds) < _LEAST_TURNS:
-        for row in rows:
-            begin = time.perf_counter()
-            ways[row.name]()
-            row.seconds.append(time.perf_counter() - begin)
-            row.ratios.append(row.seconds[-1] / rows[0].seconds[-1])
-        told(f"{work.preset} in {work.dtype}: {len(rows[0].seconds)} turns")
-    return rows
+        low, high = min(row.ratios), max(row.ratios)
+        table.add_row(
+            row.work.preset,
+            row.work.dtype,
+            row.name,
+            f"{row.tokens_per_second:.0f}",
+            f"{row.ratio:.2f} ({low:.2f}-{high:.2f})",
+            f"{row.same:.0%}",
+        )
+    print_table(out, table)
 
 
-def _ways(work: Work) -> dict[str, Callable[[], torch.Tensor]]:
-    """Return functions that generate and return the new tokens, ``[sequences, tokens]``."""
-    torch.manual_seed(0)
-    dtype: torch.dtype = getattr(torch, work.dtype)
-    model = Transformer(work.config, dtype=dtype)
-    prompts = torch.randint(work.vocab_size, (work.sequences, work.prompt))
+def _record(rows: list[Row], threads: int) -> dict[str, Any]:
+    import torch
 
-    def ours() -> torch.Tensor:
-        found = generate(model, prompts, tokens=work.tokens)
-        return torch.tensor([each.tokens for each in found])
+    from fusedops.bench import machine
 
-    from fusedops.integrations import patch
-
-    with tempfile.TemporaryDirectory() as folder:
-        save_huggingface(model, folder)
-        stock, patched = _transformers(folder, dtype), _transformers(folder, dtype)
-    patch(patched)
-    return {
-        OURS: ours,
-        PATCHED: _theirs(patched, prompts, work),
-        STOCK: _theirs(stock, prompts, work),
-    }
-
-
-def _transformers(folder: str, dtype: torch.dtype) -> Any:
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
-
-
-def _theirs(model: Any, prompts: torch.Tensor, work: Work) -> Callable[[], torch.Tensor]:
-    options = {"min_new_tokens": work.tokens, "max_new_tokens": work.tokens, "do_sample": False}
-    whole = torch.ones_like(prompts)
-
-    def run() -> torch.Tensor:
-        found = model.generate(prompts, attention_mask=whole, pad_token_id=0, **options)
-        return found[:, prompts.shape[1] :]
-
-    return run
-
-
-def works(base: Work, presets: Sequence[str], dtypes: Sequence[str]) -> list[Work]:
-    """Return what is measured: each architecture in each dtype."""
-    return [replace(base, preset=each, dtype=dtype) for each in presets for dtype in dtypes]
+    measured = [
+        asdict(row) | {"tokens_per_second": row.tokens_per_second, "ratio": row.ratio}
+        for row in rows
+    ]
+    return machine.describe(torch.device("cpu")) | {"threads": threads, "rows": measured}

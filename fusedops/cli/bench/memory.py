@@ -1,143 +1,177 @@
-"""One model's step of training under several memory policies: what it holds, and what it takes.
+"""The command line of ``fusedops bench memory``.
 
-All variants are copies of one patched model, take turns in one process, and must give the same
-loss and gradients to the bit.
+torch is imported inside the functions, as in ``command.py``.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
-from torch import nn
+import typer
 
-import fusedops
-from fusedops import memory
-from fusedops._core.timer import Clock, Plan, Variant, measure
-from fusedops.cli.bench.model_zoo import Family, Size
-from fusedops.memory.layers import lists_of
-from fusedops.memory.measurement.measure import MemoryReport, report
+from fusedops.cli.bench import models, options
+from fusedops.terminal import files
 
-PLAIN = "plain"
-_NORMS = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm")
+if TYPE_CHECKING:
+    from fusedops.bench.memory import MemoryRow
+    from fusedops.memory.measurement.measure import MemoryReport
 
 
-def policies(names: list[str]) -> dict[str, memory.Policy]:
-    """Return what is compared, by name, for layers of these names."""
-    recompute, offload = memory.recompute(names), memory.offload(names)
-    return {
-        PLAIN: memory.Policy(),
-        "recompute norms": memory.Policy(memory.recompute(ops=list(_NORMS))),
-        "recompute, keep attention": memory.Policy(recompute, memory.save(ops="attention")),
-        "recompute": memory.Policy(recompute),
-        "offload": memory.Policy(offload),
-        "recompute, offload inputs": memory.Policy(recompute, offload),
-    }
+def memory(
+    family: Annotated[str, typer.Option(help="Comma-separated: gpt2, llama, bert...")] = "gpt2",
+    dtype: Annotated[
+        str, typer.Option(help=f"Comma-separated: {', '.join(options.DTYPES)}; of the weights.")
+    ] = "float32",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    hidden: Annotated[int, typer.Option(min=16, help="Width; heads have 64.")] = 512,
+    layers: Annotated[int, typer.Option(min=2, help="Number of layers.")] = 4,
+    tokens: Annotated[str, typer.Option(help="Sequences x tokens.")] = "4x256",
+    seconds: Annotated[
+        float,
+        typer.Option(callback=options.finite, min=0.01, max=600, help="Time per model and dtype."),
+    ] = 20.0,
+    threads: Annotated[
+        int, typer.Option(min=0, help="CPU threads; 0: one per physical core, on all sides.")
+    ] = 0,
+    allocator: Annotated[
+        str, typer.Option(help="tuned or system: C allocator settings, on all sides.")
+    ] = "tuned",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows.")] = None,
+    svg_file: Annotated[
+        Path | None, typer.Option("--svg", help="Draw plain and recomputed steps of the first row.")
+    ] = None,
+) -> None:
+    """Measure a step of training under memory policies: bytes, and time against the plain step.
 
-
-@dataclass(frozen=True)
-class MemoryRow:
-    """One policy on one model.
-
-    Attributes:
-        family: of the model.
-        case: its size.
-        dtype: of the weights.
-        policy: as ``policies`` names it.
-        activations: bytes that the forward leaves for the backward, on the device.
-        peak: bytes of a step above weights and states.
-        median_ms: time of forward and backward.
-        q1_ms: lower quartile.
-        q3_ms: upper quartile.
-        overhead: that time as a multiple of the plain step's, median of the rounds' ratios.
-        overhead_q1: lower quartile of those ratios.
-        overhead_q3: upper quartile.
-        trusted: whether enough samples were undisturbed.
-        same_bits: whether loss and gradients are those of the plain step.
+    All variants are copies of one patched model and take turns. A policy that changes a bit of the
+    loss or of a gradient is named, and makes the command exit with 1: docs/memory.md.
     """
+    with files.one_line_errors():
+        files.check_environment()
+        for path in (json_file, svg_file):
+            if path is not None:
+                files.check_writable(path)
+        names = options.words(dtype, options.DTYPES, "dtype")
+        options.words(allocator, options.ALLOCATORS, "allocator")
+        size = models.model_size(hidden, layers, tokens, 1)
+        from fusedops.bench.model_zoo import FAMILIES
 
-    family: str
-    case: str
-    dtype: str
-    policy: str
-    activations: int
-    peak: int
-    median_ms: float
-    q1_ms: float
-    q3_ms: float
-    overhead: float
-    overhead_q1: float
-    overhead_q3: float
-    trusted: bool
-    same_bits: bool
-
-
-def run_case(
-    family: Family,
-    size: Size,
-    dtype: torch.dtype,
-    device: torch.device,
-    clock: Clock,
-    plan: Plan,
-    say: Callable[[str], None],
-) -> tuple[list[MemoryRow], dict[str, MemoryReport]]:
-    """Measure one model; return a row per policy, and the reports for a picture."""
-    model = family.build(size).to(device, dtype).train()
-    fusedops.patch(model)
-    batch = family.batch(size, device, dtype, labels=True)
-    chosen = policies(list(lists_of(model)))
-    models: dict[str, nn.Module] = {}
-    reports: dict[str, MemoryReport] = {}
-    results: dict[str, list[torch.Tensor]] = {}
-    for name, policy in chosen.items():
-        say(f"{name}: bytes")
-        models[name] = copy.deepcopy(model)
-        memory.apply(models[name], policy)
-        reports[name] = report(models[name], batch)
-        results[name] = _results(models[name], batch)
-    say("timing")
-    variants = [Variant(name, partial(_step, each, batch)) for name, each in models.items()]
-    timing = measure(variants, clock, plan)
-    rows = []
-    for name in chosen:
-        spread, ratio = timing.spread(name), timing.ratio(name, PLAIN)
-        same = all(torch.equal(a, b) for a, b in zip(results[name], results[PLAIN], strict=True))
-        rows.append(
-            MemoryRow(
-                family.name,
-                size.label,
-                str(dtype).removeprefix("torch."),
-                name,
-                reports[name].activations,
-                reports[name].dynamic,
-                spread.median * 1e3,
-                spread.q1 * 1e3,
-                spread.q3 * 1e3,
-                ratio.median,
-                ratio.q1,
-                ratio.q3,
-                timing.trusted(name),
-                same,
-            )
+        families = options.words(family, FAMILIES, "family")
+        where = options.device(device)
+        rows, reports, record = _measure(
+            [FAMILIES[each] for each in families], size, names, where, seconds, threads, allocator
         )
-    return rows, reports
+        _show(rows, record)
+        writers: list[tuple[Path | None, Callable[[Path], object]]] = [
+            (json_file, lambda path: files.write_json(path, record)),
+            (svg_file, lambda path: files.write_text(path, _picture(reports))),
+        ]
+        from fusedops.terminal.console import console
+
+        options.write_all(writers, console())
+    if not all(row.same_bits for row in rows):
+        raise typer.Exit(1)
 
 
-def _step(model: nn.Module, batch: Any, _: object = None) -> None:
-    model.zero_grad(set_to_none=True)
-    model(**batch).loss.backward()
+def _measure(
+    families: list[Any],
+    size: Any,
+    names: list[str],
+    device: Any,
+    seconds: float,
+    threads: int,
+    allocator: str,
+) -> tuple[list[MemoryRow], dict[str, MemoryReport], dict[str, Any]]:
+    import torch
+
+    from fusedops._core import host
+    from fusedops._core.timer import Plan, clock_for
+    from fusedops.bench import machine
+    from fusedops.bench.memory import run_case
+    from fusedops.bench.results import now
+    from fusedops.terminal.progress import steps
+
+    torch.set_num_threads(threads or host.physical_cores())
+    if allocator == "tuned":
+        host.tune_host(threads=torch.get_num_threads())
+    rows: list[MemoryRow] = []
+    reports: dict[str, MemoryReport] = {}
+    with steps(len(families) * len(names)) as progress, options.sigterm_interrupts():
+        for family in families:
+            for name in names:
+                title = f"{family.name} {name}"
+
+                def say(what: str, title: str = title) -> None:
+                    progress.say(f"{title}: {what}")
+
+                plan = Plan(seconds=seconds)
+                found, drawn = run_case(
+                    family, size, getattr(torch, name), device, clock_for(device), plan, say
+                )
+                rows += found
+                reports = reports or drawn
+                progress.advance()
+    record = {
+        "machine": machine.describe(device),
+        "versions": machine.versions(),
+        "git": machine.git_commit(),
+        "settings": {"allocator": allocator, "seconds": seconds, "device": device.type},
+        "rows": [asdict(row) for row in rows],
+        "created": now(),
+    }
+    return rows, reports, record
 
 
-def _results(model: nn.Module, batch: Any) -> list[torch.Tensor]:
-    """Return the loss and the gradients of a step."""
-    torch.manual_seed(0)
-    model.zero_grad(set_to_none=True)
-    loss = model(**batch).loss
-    loss.backward()
-    found = [each.grad.clone() for each in model.parameters() if each.grad is not None]
-    model.zero_grad(set_to_none=True)
-    return [loss.detach(), *found]
+def _show(rows: list[MemoryRow], record: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    from fusedops.bench.table import DISTURBED
+    from fusedops.terminal.console import console, print_table
+
+    out = console()
+    table = Table(
+        title=f"a step of training under memory policies ({record['machine']['name']}, "
+        f"{record['machine']['threads']} threads, allocator {record['settings']['allocator']})",
+        title_justify="left",
+    )
+    for name in ("model", "size", "dtype", "policy"):
+        table.add_column(name)
+    for name in ("activations MiB", "peak MiB", "ms", "x plain", "quartiles", "bits"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(
+            row.family,
+            row.case,
+            row.dtype,
+            row.policy,
+            f"{row.activations / 2**20:.1f}",
+            f"{row.peak / 2**20:.1f}",
+            *(_times(row) if row.trusted else (DISTURBED, "-", "-")),
+            "same" if row.same_bits else "OTHER",
+        )
+    print_table(out, table)
+    out.print(
+        "activations: what the forward leaves for the backward; peak: of the step above weights; "
+        "x plain: time by the plain step's, median of the rounds",
+        style="dim",
+    )
+    if record["settings"]["device"] == "cpu":
+        out.print(
+            "offload on a CPU moves bytes out of torch's allocator, to the same memory", style="dim"
+        )
+
+
+def _times(row: MemoryRow) -> list[str]:
+    quartiles = f"{row.overhead_q1:.2f}-{row.overhead_q3:.2f}"
+    return [f"{row.median_ms:.1f}", f"{row.overhead:.2f}", quartiles]
+
+
+def _picture(reports: dict[str, MemoryReport]) -> str:
+    from fusedops.memory.measurement import picture
+
+    first = next(iter(reports.values()))
+    lines = {name: reports[name].timeline for name in ("plain", "recompute")}
+    return picture.timeline(f"{first.model}: bytes of one step, as it is and recomputed", lines)

@@ -1,417 +1,307 @@
-"""Whole models: stock, compiled and patched, on the same inputs, in turns, with their values.
+"""The command line of ``fusedops bench models``.
 
-A row of ours counts only if its loss, logits and gradients are right: compared with the same model
-in float64 they may be off by twice what the stock model is off, plus rounding
-(``_core/dtypes.py``). What is wrong has no time.
+torch is imported inside the functions, as in ``command.py``.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
-from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
+import typer
 
-from fusedops._core import backends, dtypes
-from fusedops._core.peak import peak_bytes
-from fusedops._core.timer import Clock, Plan, Timing, Variant, measure
-from fusedops.cli.bench.cases import lead
-from fusedops.cli.bench.contenders import AUTOMATIC, COMPILE, EAGER, is_ours
-from fusedops.cli.bench.limits import Limits, Work
-from fusedops.cli.bench.model_zoo import Decoder, Family, Inputs, Size
-from fusedops.cli.bench.results import Row
-from fusedops.integrations import patch
+from fusedops.cli.bench import options
+from fusedops.terminal import files
 
-TRAINING, FORWARD, DECODING = "training", "forward", "decoding"
-MODES = (TRAINING, FORWARD, DECODING)
+if TYPE_CHECKING:
+    import torch
 
-Patch = Callable[[nn.Module], Any]
+    from fusedops.bench.model_zoo import Family, Size
+    from fusedops.bench.results import Record
+
+# Of our rows to the fastest other: what two runs on a quiet machine differ by is below 3 %.
+RATIO = 0.97
+_JUDGE = "--fail-if-slower"
 
 
-@dataclass(frozen=True)
-class Settings:
-    """How to measure.
+class Command(typer.core.TyperCommand):
+    """The command, whose ``--fail-if-slower`` may stand without its number."""
 
-    Attributes:
-        device: where.
-        plan: how long each row is timed.
-        compiled: include torch.compile of the stock model.
-        memory: measure the peak of a run too.
-        allocator: ``"tuned"`` or ``"system"``: what the process was set to.
-        cache_bytes: size of the last cache.
-        say: told what is being done.
-        patch: what is done to the model that is ours.
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Put the number in where it is left out, and let click do the rest."""
+        filled: list[str] = []
+        for word, following in zip(args, [*args[1:], ""], strict=True):
+            filled.append(word)
+            if word == _JUDGE and (not following or following.startswith("-")):
+                filled.append(str(RATIO))
+        return super().parse_args(ctx, filled)
+
+
+def models(
+    family: Annotated[
+        str, typer.Option(help="Comma-separated: gpt2, bert, llama...; all; default: seven.")
+    ] = "",
+    mode: Annotated[
+        str, typer.Option(help="Comma-separated: training, forward, decoding.")
+    ] = "training,forward,decoding",
+    dtype: Annotated[
+        str, typer.Option(help=f"Comma-separated: {', '.join(options.DTYPES)}; of the weights.")
+    ] = "float32,bfloat16,float16",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    hidden: Annotated[int, typer.Option(min=16, help="Width; heads have 64.")] = 512,
+    layers: Annotated[int, typer.Option(min=1, help="Number of layers.")] = 4,
+    tokens: Annotated[
+        str,
+        typer.Option(
+            help="Sequences x tokens; decoding reads them as its prompt. Default: 4x256, float16 "
+            "on a CPU trains 1x64."
+        ),
+    ] = "",
+    steps: Annotated[int, typer.Option(min=1, help="Tokens that decoding generates.")] = 32,
+    compiled: Annotated[
+        bool | None,
+        typer.Option(
+            "--compile/--no-compile",
+            help="torch.compile of the stock model too; default: not on a CPU, where it takes "
+            "minutes.",
+        ),
+    ] = None,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Patch with calibrate=True.")
+    ] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Few samples, no memory: a first look.")
+    ] = False,
+    seconds: Annotated[
+        float,
+        typer.Option(
+            callback=options.finite, min=0.01, max=600, help="Time per model, mode and dtype."
+        ),
+    ] = 8.0,
+    threads: Annotated[
+        int, typer.Option(min=0, help="CPU threads; 0: one per physical core, on all sides.")
+    ] = 0,
+    allocator: Annotated[
+        str, typer.Option(help="tuned or system: C allocator settings, on all sides.")
+    ] = "tuned",
+    fail_if_slower: Annotated[
+        float | None,
+        typer.Option(
+            _JUDGE,
+            metavar="[RATIO]",
+            min=0.0,
+            help="Exit with 1 when a row of ours is below this ratio of the fastest other; "
+            f"{RATIO} where none is given.",
+        ),
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the record.")] = None,
+    csv_file: Annotated[Path | None, typer.Option("--csv", help="Write the rows.")] = None,
+    svg_file: Annotated[Path | None, typer.Option("--svg", help="Draw the rows.")] = None,
+    results: Annotated[
+        Path | None,
+        typer.Option(help="Write FOLDER/<device>/models-<family>-<dtype>.json."),
+    ] = None,
+) -> None:
+    """Measure whole models: stock, torch.compile of it, and patched, in turns, in one process.
+
+    Values are compared first, with float64: a row of ours that is wrong has no time, is named, and
+    makes the command exit with 1. Weights are random, nothing is downloaded: docs/bench_models.md.
     """
-
-    device: torch.device
-    plan: Plan
-    compiled: bool
-    memory: bool
-    allocator: str
-    cache_bytes: int
-    say: Callable[[str], None] = lambda what: None
-    patch: Patch = patch
-
-
-@dataclass(frozen=True)
-class Values:
-    """What a run computes: of training the loss, the logits and the gradients, else the logits."""
-
-    logits: torch.Tensor
-    loss: torch.Tensor | None = None
-    grads: dict[str, torch.Tensor] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What was found of one family in one mode and dtype.
-
-    Attributes:
-        rows: the figures.
-        notes: what could not be measured and why.
-        wrong: what our model computes wrong; there is no row of ours then.
-    """
-
-    rows: tuple[Row, ...] = ()
-    notes: tuple[str, ...] = ()
-    wrong: tuple[str, ...] = ()
+    with files.one_line_errors():
+        files.check_environment()
+        for path in (json_file, csv_file, svg_file):
+            if path is not None:
+                files.check_writable(path)
+        if results is not None:
+            files.make_folder(results)
+            files.check_writable(results / "probe.json")
+        names = options.words(dtype, options.DTYPES, "dtype")
+        options.words(allocator, options.ALLOCATORS, "allocator")
+        plan = _plan(family, mode, model_size(hidden, layers, tokens, steps), quick)
+        where = options.device(device)
+        wanted = where.type != "cpu" if compiled is None else compiled
+        record, wrong, whole = _measure(
+            plan,
+            names,
+            where,
+            as_asked=bool(tokens),
+            compiled=wanted,
+            calibrate=calibrate,
+            quick=quick,
+            seconds=seconds,
+            threads=threads,
+            allocator=allocator,
+        )
+        _deliver(record, json_file, csv_file, svg_file, results)
+    failed = _judge(record, fail_if_slower)
+    if not whole:
+        raise typer.Exit(130)  # as a shell says of an interrupted command
+    if wrong or failed:
+        raise typer.Exit(1)
 
 
-@dataclass(frozen=True)
-class Contender:
-    """A model in one mode.
+def model_size(hidden: int, layers: int, tokens: str, steps: int) -> Size:
+    """Return the size that the options ask for."""
+    _check_transformers()
+    from fusedops.bench.model_zoo import Size
 
-    Attributes:
-        name: ``"eager"``, ``"compile"`` or ``"fusedops"``.
-        model: whose parameters get gradients.
-        prepare: makes what a run writes on, outside of what is timed.
-        run: one training step without its optimiser, one forward, or all steps of decoding.
-        values: makes a run and returns what it computed.
-    """
-
-    name: str
-    model: nn.Module
-    prepare: Callable[[], Any]
-    run: Callable[[Any], Any]
-    values: Callable[[], Values]
+    if hidden % 16:
+        raise files.UserError(f"--hidden must be a multiple of 16, got {hidden}")
+    if not tokens:
+        return Size(hidden, layers, steps=steps)
+    batch, _, seq_len = tokens.partition("x")
+    if not (batch.isdigit() and seq_len.isdigit() and int(batch) and int(seq_len) > 1):
+        raise files.UserError(f"--tokens must be sequences x tokens such as 4x256, got {tokens!r}")
+    return Size(hidden, layers, int(batch), int(seq_len), steps)
 
 
-def sizes(family: Family, mode: str, size: Size) -> tuple[Size, ...]:
-    """Return the sizes of a mode: decoding is measured for one sequence too, what chats are."""
-    if mode != DECODING:
-        return (size,)
-    if not family.decodes:
-        return ()
-    return tuple(replace(size, batch=batch) for batch in dict.fromkeys((1, size.batch)))
-
-
-def affordable(mode: str, size: Size, dtype: torch.dtype, device: torch.device) -> Size:
-    """Return a smaller size where torch would need minutes for a step in training on a CPU.
-
-    Its products for the gradients of float16 run at 1 GFLOP/s there (Zen 5, torch 2.13), and so do
-    those of bfloat16 on a processor with AVX2 alone.
-    """
-    slow = dtype == torch.float16 or (
-        dtype == torch.bfloat16 and "AVX512" not in torch.backends.cpu.get_cpu_capability()
-    )
-    if mode == TRAINING and slow and device.type == "cpu":
-        return replace(size, batch=1, seq_len=min(size.seq_len, 64))
-    return size
-
-
-def label(mode: str, size: Size) -> str:
-    """Return what a size is called in a mode."""
-    return size.label + (f"+{size.steps}" if mode == DECODING else "")
-
-
-def run_case(
-    family: Family,
-    mode: str,
-    dtype: torch.dtype,
-    size: Size,
-    settings: Settings,
-    limits: Limits,
-    clock: Clock,
-) -> Outcome:
-    """Measure a family in one mode and dtype.
-
-    Args:
-        family: of transformers.
-        mode: one of ``MODES``.
-        dtype: of the weights.
-        size: of the model and of what it reads.
-        settings: how.
-        limits: of this machine.
-        clock: of the device.
-    """
-    title = f"{family.name} {mode} {label(mode, size)} {_short(dtype)}"
+def _check_transformers() -> None:
     try:
-        settings.say("building")
-        stock = family.build(size).to(settings.device, dtype).train(mode == TRAINING)
-        eager = _contender(EAGER, stock, stock, family, mode, size, settings.device)
-        settings.say("values")
-        truth, flops = _truth(stock, family, mode, size, settings.device)
-        known = eager.values()
-    except Exception as error:
-        # Too large for this machine, a dtype that torch lacks here, a transformers without it.
-        return Outcome(notes=(f"{title}: no rows: {_line(error)}",))
-    able, notes, wrong = [eager], [], []
-    errors = {EAGER: _ulps(known, truth)}
-    ours: Contender | None = None
-    backend = ""
-    try:
-        patched = copy.deepcopy(stock)
-        settings.patch(patched)
-        ours = _contender(AUTOMATIC, patched, patched, family, mode, size, settings.device)
-        before = backends.counters()
-        found = ours.values()
-        backend = _backends_since(before)
-        wrong = [f"{title}: {each}" for each in differences(found, known, truth, dtype)]
-        errors[AUTOMATIC] = _ulps(found, truth)
-    except Exception as error:
-        wrong = [f"{title}: the patched model raises {_line(error)}"]
-    if settings.compiled:
-        settings.say("compiling")
-        try:
-            torch._dynamo.reset()
-            compiled = torch.compile(stock)
-            rival = _contender(COMPILE, stock, compiled, family, mode, size, settings.device)
-            errors[COMPILE] = _ulps(rival.values(), truth)
-            able.append(rival)
-        except Exception as error:
-            notes.append(f"{title}: no {COMPILE} row: {_line(error)}")
-    if ours is not None and not wrong:
-        able.append(ours)
-    del truth, known
-    settings.say("memory")
-    work = _work(stock, flops, mode, dtype, size, limits)
-    peaks = {each.name: _peak(each, settings) for each in able}
-    settings.say("timing")
-    timing = measure(
-        [Variant(each.name, each.run, each.prepare) for each in able], clock, settings.plan
-    )
-    rows = [
-        _row(family, mode, dtype, size, each.name, timing, work, settings, errors, peaks, backend)
-        for each in able
+        import transformers  # noqa: F401
+    except ImportError:
+        raise files.UserError(
+            "the models come from transformers, which is not installed (pip install transformers)"
+        ) from None
+
+
+def _plan(family: str, mode: str, size: Size, quick: bool) -> list[tuple[Family, str, Size]]:
+    """Return what to measure, in order."""
+    from fusedops.bench.model_zoo import FAMILIES, HEADLINE
+    from fusedops.bench.models import MODES, sizes
+
+    chosen = list(HEADLINE)
+    if family:
+        found = options.words(family, (*FAMILIES, "all"), "family")
+        chosen = list(FAMILIES) if "all" in found else list(dict.fromkeys(found))
+    modes = options.words(mode, MODES, "mode")
+    if quick:
+        size = replace(size, steps=min(size.steps, 8))
+    plan = [
+        (FAMILIES[name], each, of)
+        for name in chosen
+        for each in modes
+        for of in sizes(FAMILIES[name], each, size)
     ]
-    return Outcome(tuple(rows), tuple(notes), tuple(wrong))
+    if not plan:
+        raise files.UserError(f"{', '.join(chosen)}: no decoder among them, nothing to measure")
+    return plan
 
 
-def differences(ours: Values, stock: Values, truth: Values, dtype: torch.dtype) -> tuple[str, ...]:
-    """Return what of ``ours`` is further from ``truth`` than rounding explains.
-
-    Args:
-        ours: of the patched model.
-        stock: of the same model unpatched.
-        truth: of that model in float64.
-        dtype: of the weights.
-    """
-    found = []
-    depth = truth.logits.shape[-2] if truth.logits.dim() > 1 else 1
-    if ours.logits.shape != truth.logits.shape:
-        return (f"logits have shape {tuple(ours.logits.shape)}",)
-    allowed = dtypes.error_budget(stock.logits, truth.logits, dtype, depth=64)
-    excess = (ours.logits.double() - truth.logits).abs() - allowed
-    if not bool((excess <= 0).all()):  # NaN is not below anything
-        found.append(f"logits are off by {float(excess.max()):.2g} more than rounding explains")
-    found += _off("logits", ours.logits, stock.logits, truth.logits, dtype)
-    if truth.loss is not None and stock.loss is not None and ours.loss is not None:
-        budget = float(dtypes.error_budget(stock.loss, truth.loss, dtype, depth=depth))
-        off = abs(float(ours.loss) - float(truth.loss))
-        if not off <= budget:
-            found.append(f"loss is {float(ours.loss):.6g}, float64 has {float(truth.loss):.6g}")
-    missing = sorted(truth.grads.keys() ^ ours.grads.keys())
-    if missing:
-        found.append(f"gradients are missing, or there are others: {', '.join(missing[:3])}")
-    for name in truth.grads.keys() & ours.grads.keys() & stock.grads.keys():
-        found += _off(
-            f"gradient of {name}", ours.grads[name], stock.grads[name], truth.grads[name], dtype
-        )
-    return tuple(found)
-
-
-def _off(
-    what: str, ours: torch.Tensor, stock: torch.Tensor, truth: torch.Tensor, dtype: torch.dtype
-) -> list[str]:
-    error, allowed = dtypes.rms(ours.double() - truth), dtypes.rms_budget(stock, truth, dtype)
-    if error <= allowed:
-        return []
-    return [f"{what}: root mean square error {error:.2g}, rounding explains {allowed:.2g}"]
-
-
-def _contender(
-    name: str,
-    model: nn.Module,
-    call: Any,
-    family: Family,
-    mode: str,
-    size: Size,
+def _measure(
+    plan: list[tuple[Family, str, Size]],
+    names: list[str],
     device: torch.device,
-) -> Contender:
-    """Return ``call``, the model itself or its compilation, as what the timer runs."""
-    if mode == DECODING:
-        decoder = Decoder(family, model, size, device)
-        decoder.model = call
-        return Contender(
-            name,
-            model,
-            decoder.prepare,
-            decoder.run,
-            lambda: Values(decoder.run(decoder.prepare())),
-        )
-    dtype = next(model.parameters()).dtype
-    inputs = family.batch(size, device, dtype, labels=mode == TRAINING)
-    if mode == FORWARD:
-        return Contender(
-            name,
-            model,
-            lambda: None,
-            lambda _: _forward(call, inputs),
-            lambda: Values(_forward(call, inputs).logits),
-        )
-    return Contender(
-        name,
-        model,
-        lambda: model.zero_grad(set_to_none=True),
-        lambda _: call(**inputs).loss.backward(),
-        lambda: _step(model, call, inputs),
-    )
+    *,
+    as_asked: bool,
+    compiled: bool,
+    calibrate: bool,
+    quick: bool,
+    seconds: float,
+    threads: int,
+    allocator: str,
+) -> tuple[Record, list[str], bool]:
+    """Return what was measured, what is wrong, and whether that is all."""
+    import torch
+
+    from fusedops._core import host
+    from fusedops._core.timer import Plan, clock_for
+    from fusedops.bench import machine
+    from fusedops.bench.limits import measure_limits
+    from fusedops.bench.models import Settings, affordable, label, patch, run_case
+    from fusedops.bench.results import Row, record_of
+    from fusedops.terminal.progress import steps
+
+    torch.set_num_threads(threads or host.physical_cores())
+    if allocator == "tuned":
+        host.tune_host(threads=torch.get_num_threads())
+    dtypes = [getattr(torch, name) for name in names]
+    here, clock = machine.describe(device), clock_for(device)
+    timing = Plan(3, 7, seconds / 4) if quick else Plan(seconds=seconds)
+    rows: list[Row] = []
+    notes: list[str] = []
+    wrong: list[str] = []
+    whole = True
+    with steps(1 + len(plan) * len(dtypes)) as progress, options.sigterm_interrupts():
+        progress.say("limits of this machine")
+        limits = measure_limits(device, dtypes, clock)
+        progress.advance()
+        title = ""
+        try:
+            for family, mode, wanted in plan:
+                for each in dtypes:
+                    size = wanted if as_asked else affordable(mode, wanted, each, device)
+                    short = str(each).removeprefix("torch.")
+                    title = f"{family.name} {mode} {label(mode, size)} {short}"
+
+                    def say(what: str, title: str = title) -> None:
+                        progress.say(f"{title}: {what}")
+
+                    settings = Settings(
+                        device=device,
+                        plan=timing,
+                        compiled=compiled,
+                        memory=not quick,
+                        allocator=allocator,
+                        cache_bytes=here["cache_bytes"],
+                        say=say,
+                        patch=partial(patch, calibrate=calibrate),
+                    )
+                    found = run_case(family, mode, each, size, settings, limits, clock)
+                    rows += found.rows
+                    notes += found.notes
+                    wrong += found.wrong
+                    progress.advance()
+        except KeyboardInterrupt:
+            if not rows:
+                raise
+            whole = False
+            notes.append(f"interrupted at {title}: what was measured before is here")
+    settled = {
+        "allocator": allocator,
+        "dtypes": names,
+        "compile": compiled,
+        "patch": f"fusedops.patch(model{', calibrate=True' * calibrate})",
+    }
+    notes += [f"WRONG: {each}" for each in wrong]
+    record = record_of(here, timing, limits, rows, notes, **settled)
+    return record, wrong, whole
 
 
-@torch.no_grad()
-def _forward(call: Any, inputs: Inputs) -> Any:
-    return call(**inputs)
+def _deliver(
+    record: Record,
+    json_file: Path | None,
+    csv_file: Path | None,
+    svg_file: Path | None,
+    results: Path | None,
+) -> None:
+    """Show the record, then write what was asked for: a full disk must not cost the table."""
+    from fusedops.bench import models_report
+    from fusedops.bench.results import save_json, save_model_results, to_csv
+    from fusedops.terminal.console import console
+
+    out = console()
+    models_report.show(record, out)
+    writers: list[tuple[Path | None, Callable[[Path], object]]] = [
+        (json_file, lambda path: save_json(path, record)),
+        (csv_file, lambda path: files.write_text(path, to_csv(record, record.rows))),
+        (svg_file, lambda path: files.write_text(path, models_report.chart(record))),
+        (results, lambda path: save_model_results(path, record)),
+    ]
+    options.write_all(writers, out)
 
 
-def _step(model: nn.Module, call: Any, inputs: Inputs) -> Values:
-    model.zero_grad(set_to_none=True)
-    output = call(**inputs)
-    output.loss.backward()
-    named = model.named_parameters()
-    grads = {name: each.grad for name, each in named if each.grad is not None}
-    model.zero_grad(set_to_none=True)
-    return Values(output.logits.detach(), output.loss.detach(), grads)
+def _judge(record: Record, ratio: float | None) -> bool:
+    """Print which rows are slower than asked for; return whether one is."""
+    if ratio is None:
+        return False
+    from fusedops.bench import models_report
+    from fusedops.bench.models import slower
 
-
-def _truth(
-    stock: nn.Module, family: Family, mode: str, size: Size, device: torch.device
-) -> tuple[Values, int]:
-    """Return what the stock model computes in float64, and the operations of its products."""
-    model: Any = copy.deepcopy(stock).double()
-    if getattr(model.config, "_experts_implementation", None) is not None:
-        model.set_experts_implementation("eager")  # the one that knows float64
-    exact = _contender("truth", model, model, family, mode, size, device)
-    with FlopCounterMode(display=False) as counter:
-        values = exact.values()
-    return values, counter.get_total_flops()
-
-
-def _backends_since(before: dict[tuple[str, str], int]) -> str:
-    after = backends.counters()
-    ran = {backend for (op, backend), n in after.items() if n > before.get((op, backend), 0)}
-    return "+".join(sorted(ran))
-
-
-def _ulps(values: Values, truth: Values) -> tuple[float, float]:
-    """Return the largest and the mean error of the logits."""
-    error = dtypes.ulps(values.logits, truth.logits)
-    return float(error.max()), float(error.mean())
-
-
-def _peak(contender: Contender, settings: Settings) -> int | None:
-    if not settings.memory:
-        return None
-    value = contender.prepare()
-    peak = peak_bytes(lambda: contender.run(value), settings.device)
-    contender.model.zero_grad(set_to_none=True)
-    return peak
-
-
-def _work(
-    model: nn.Module, flops: int, mode: str, dtype: torch.dtype, size: Size, limits: Limits
-) -> Work:
-    """Return the least that a run has to do: its products, and weights to read and to write."""
-    rows = size.batch * (1 if mode == DECODING else size.seq_len)
-    # In training weights are read twice and their gradients written.
-    passes = {TRAINING: 3, FORWARD: 1, DECODING: size.steps}[mode]
-    moved = int(passes * _weight_bytes(model, rows))
-    return Work.of([(moved, flops)], _short(dtype), limits)
-
-
-def _weight_bytes(model: Any, rows: int) -> float:
-    """Return the bytes of weights that ``rows`` rows need: of experts those that are chosen."""
-    tables = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)}
-    head = model.get_output_embeddings()
-    tables -= {id(head.weight)} if head is not None else set()
-    chosen = getattr(model.config, "num_experts_per_tok", 0)
-    total = 0.0
-    for each in model.parameters():
-        if id(each) in tables:
-            continue
-        experts = each.dim() == 3 and chosen > 0
-        share = min(1.0, rows * chosen / each.shape[0]) if experts else 1.0
-        total += share * each.numel() * each.element_size()
-    return total
-
-
-def _row(
-    family: Family,
-    mode: str,
-    dtype: torch.dtype,
-    size: Size,
-    name: str,
-    timing: Timing,
-    work: Work,
-    settings: Settings,
-    errors: dict[str, tuple[float, float]],
-    peaks: dict[str, int | None],
-    backend: str,
-) -> Row:
-    spread, ratio = timing.spread(name), timing.ratio(EAGER, name)
-    against = lead(timing, name)
-    return Row(
-        op=family.name,
-        case=label(mode, size),
-        dtype=_short(dtype),
-        direction=mode,
-        variant=name,
-        backend=backend if is_ours(name) else "",
-        allocator=settings.allocator,
-        speedup=ratio.median,
-        speedup_q1=ratio.q1,
-        speedup_q3=ratio.q3,
-        median_us=spread.median * 1e6,
-        q1_us=spread.q1 * 1e6,
-        q3_us=spread.q3 * 1e6,
-        samples=spread.count,
-        discarded=timing.discarded(name),
-        trusted=all(map(timing.trusted, {name, EAGER, against.get("rival", EAGER)})),
-        gb_per_s=work.bytes_moved / spread.median * 1e-9,
-        tflop_per_s=work.flops / spread.median * 1e-12,
-        limit_share=work.least_seconds / spread.median,
-        in_cache=work.in_memory and work.bytes_moved < 2 * settings.cache_bytes,
-        host_us=None,
-        peak_bytes=peaks[name],
-        error_max_ulps=errors[name][0],
-        error_mean_ulps=errors[name][1],
-        **against,
-    )
-
-
-def slower(rows: Sequence[Row], ratio: float) -> tuple[list[Row], list[Row]]:
-    """Return our rows below ``ratio`` of the fastest other, apart those that were disturbed."""
-    below = [row for row in rows if row.lead is not None and row.lead < ratio]
-    return [row for row in below if row.trusted], [row for row in below if not row.trusted]
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _line(error: Exception) -> str:
-    first = (str(error).strip().splitlines() or [""])[0]
-    return f"{type(error).__name__}: {first}"
+    below, doubtful = slower(record.rows, ratio)
+    judged = sum(row.lead is not None for row in record.rows) - len(doubtful)
+    for line in models_report.verdict(below, doubtful, ratio, judged):
+        print(line)
+    return bool(below)

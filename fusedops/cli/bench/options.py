@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from fusedops.cli import files
+from fusedops.terminal import files
 
 if TYPE_CHECKING:
     import torch

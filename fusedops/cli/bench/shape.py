@@ -11,9 +11,9 @@ import types
 import typing
 from typing import Any
 
-from fusedops.cli import files
 from fusedops.cli.bench import options
 from fusedops.specs import BenchCase, Spec
+from fusedops.terminal import files
 
 _FLAGS = {"true": True, "false": False}
 

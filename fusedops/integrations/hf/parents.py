@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from fusedops.integrations.hf.rules import rule_of
+from fusedops.integrations.hf.rules.rule import rule_of
 
 
 def only_read(model: nn.Module) -> dict[nn.Module, str]:

@@ -17,11 +17,12 @@ from torch import nn
 
 from fusedops._core import checks
 from fusedops._core.checks import UnsupportedError
-from fusedops.integrations.hf import calibration, calibration_file
+from fusedops.integrations.hf.calibration import calibrate as calibration
+from fusedops.integrations.hf.calibration import file
 from fusedops.integrations.hf.originals import replaced
 from fusedops.integrations.hf.parents import only_read
 from fusedops.integrations.hf.report import ModuleReport, PatchReport
-from fusedops.integrations.hf.rules import LEVELS, Rule, absorbed, resolution, rule_of
+from fusedops.integrations.hf.rules.rule import LEVELS, Rule, absorbed, resolution, rule_of
 
 _FAMILIES = (
     "bert",
@@ -54,8 +55,8 @@ _FAMILIES = (
 )
 # Module with RULES -> the module that must be loaded for its classes to exist.
 _TABLES = {
-    "fusedops.integrations.hf.torch_modules": "torch",
-    "fusedops.integrations.hf.transformers_modules": "transformers.activations",
+    "fusedops.integrations.hf.rules.torch_modules": "torch",
+    "fusedops.integrations.hf.rules.transformers_modules": "transformers.activations",
 } | {
     f"fusedops.integrations.hf.families.{name}": f"transformers.models.{name}.modeling_{name}"
     for name in _FAMILIES
@@ -154,10 +155,10 @@ def _calibrate(model: nn.Module, path: str | os.PathLike[str] | None) -> None:
     if path is None:
         calibration.calibrate(model)
         return
-    known = calibration_file.read(path)
+    known = file.read(path)
     found = calibration.calibrate(model, known)
     if not found.keys() <= known.keys():
-        calibration_file.write(path, known | found)
+        file.write(path, known | found)
 
 
 def _patched(model: nn.Module, level: str) -> PatchReport:
@@ -228,7 +229,7 @@ def register_attention() -> None:
     Raises:
         ImportError: transformers is not installed.
     """
-    importlib.import_module("fusedops.integrations.hf.attention")
+    importlib.import_module("fusedops.integrations.hf.rules.attention")
 
 
 def register_experts() -> None:
@@ -242,7 +243,7 @@ def register_experts() -> None:
     Raises:
         ImportError: transformers is not installed.
     """
-    importlib.import_module("fusedops.integrations.hf.experts")
+    importlib.import_module("fusedops.integrations.hf.rules.experts")
 
 
 def _check_model(op: str, model: Any) -> None:
@@ -271,7 +272,7 @@ def _restore(model: nn.Module) -> None:
 
 def _losses() -> Any:
     """Return the module that knows transformers' losses, which imports them."""
-    return importlib.import_module("fusedops.integrations.hf.losses")
+    return importlib.import_module("fusedops.integrations.hf.rules.losses")
 
 
 def _loss_owners(model: nn.Module) -> list[tuple[str, Any]]:

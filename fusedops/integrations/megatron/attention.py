@@ -15,7 +15,7 @@ from megatron.core.transformer import dot_product_attention
 from megatron.core.transformer.enums import AttnMaskType
 
 from fusedops._core.checks import UnsupportedError
-from fusedops.integrations.hf.rules import runs_here
+from fusedops.integrations.hf.rules.rule import runs_here
 from fusedops.ops.attention import attention
 from fusedops.ops.attention_varlen import attention_varlen
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fusedops._core import checks, philox
 from fusedops._core.library import define_exchange
-from fusedops.parallel import communication
+from fusedops.parallel.comm import collectives
 from fusedops.parallel.context._checks import Request, request
 from fusedops.parallel.context.layout import Layout, order, order_back
 
@@ -235,10 +235,10 @@ def _travel(
     ranks = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
     places = _places(length, ranks.size(), balance, tuple(ends), to_heads, lines.device)
     if to_heads:
-        came = communication.all_to_all(lines.contiguous(), ranks, label="to heads").wait()
+        came = collectives.all_to_all(lines.contiguous(), ranks, label="to heads").wait()
         return came.index_select(0, places)
     lines = lines.index_select(0, places)
-    return communication.all_to_all(lines, ranks, label="to tokens").wait()
+    return collectives.all_to_all(lines, ranks, label="to tokens").wait()
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

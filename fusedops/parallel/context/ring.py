@@ -23,8 +23,8 @@ from torch import Tensor
 from fusedops._core import checks, dtypes, imports, philox
 from fusedops._core.library import define_exchange
 from fusedops.ops import _attention_math as math
-from fusedops.parallel import communication
-from fusedops.parallel.communication import Pending
+from fusedops.parallel.comm import collectives
+from fusedops.parallel.comm.collectives import Pending
 from fusedops.parallel.context import _blocks, _flops, plan
 from fusedops.parallel.context._blocks import Attended, Incoming, Scores, add_to, take
 from fusedops.parallel.context._checks import request
@@ -248,7 +248,7 @@ class _Ring:
     ) -> Pending:
         sent = torch.cat([each.reshape(-1) for each in parts])
         out = sent.new_empty(tokens * self._width)
-        return communication.send_receive(
+        return collectives.send_receive(
             sent,
             self.group,
             to=to if sent.numel() else None,
@@ -276,7 +276,7 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
     ring = _Ring(a)
     attended = Attended(ring.query, ring.value.shape[3])
     for shift, step, key, value in ring.steps():
-        with communication.computing(f"attend {shift}"):
+        with collectives.computing(f"attend {shift}"):
             for call, scores in ring.calls(shift, step):
                 _blocks.forward(call, ring.query, key, value, scores, attended)
     if a.sinks is not None:
@@ -335,7 +335,7 @@ def _backward(
     grads = [torch.zeros_like(each, dtype=parts.dtype) for each in inputs]
     pending = None
     for shift, step, key, value in ring.steps():
-        with communication.computing(f"differentiate {shift}"):
+        with collectives.computing(f"differentiate {shift}"):
             found = _step_gradients(ring, shift, step, key, value, incoming, grads[0])
         if shift == 0:
             _take_home(grads, step.columns, found)

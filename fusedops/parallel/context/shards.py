@@ -92,7 +92,7 @@ def unshard_sequence(
     """
     dim = _check("unshard_sequence", tensor, group, dim)
     layout = _layout("unshard_sequence", tensor, dim, group, group.size(), balance, cu_seqlens)
-    from fusedops.parallel.tensor import gather_from_sequence  # DTensor: a second to import
+    from fusedops.parallel.tensor.layers import gather_from_sequence  # DTensor: a second to import
 
     by_rank = gather_from_sequence(_joined(tensor, dim), group, 0)
     return _parted(by_rank.index_select(0, order_back(layout, tensor.device)), tensor, dim)

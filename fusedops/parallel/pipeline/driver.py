@@ -24,8 +24,8 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from fusedops.parallel import communication
-from fusedops.parallel.communication import Pending
+from fusedops.parallel.comm import collectives
+from fusedops.parallel.comm.collectives import Pending
 from fusedops.parallel.pipeline.schedules import (
     BACKWARD,
     FORWARD,
@@ -174,7 +174,7 @@ class _Step:
             self._backward[place] = self._receive(action, stage + 1)
         else:
             given = self._wait(kind, place)
-            with communication.computing(str(action)):
+            with collectives.computing(str(action)):
                 self._run(kind, place, given)
             if kind in (BACKWARD, WEIGHT):
                 self._ended(stage)
@@ -312,8 +312,8 @@ class _Step:
             header = [tensor.dim(), _DTYPES.index(tensor.dtype), *tensor.shape]
             header += [0] * (_HEADER - len(header))
             said = torch.tensor(header, device=self._device)
-            communication.send_receive(said, self._group, to=to, source=None, label="shape").wait()
-        self._sent[kind] = communication.send_receive(
+            collectives.send_receive(said, self._group, to=to, source=None, label="shape").wait()
+        self._sent[kind] = collectives.send_receive(
             tensor, self._group, to=to, source=None, label=str(action)
         )
 
@@ -337,13 +337,13 @@ class _Step:
         known = self._driver._known
         if key not in known:
             header = torch.empty(_HEADER, dtype=torch.int64, device=self._device)
-            told = communication.send_receive(
+            told = collectives.send_receive(
                 header, self._group, to=None, source=source, out=header, label="shape"
             )
             dims, dtype, *sizes = told.wait().tolist()
             known[key] = torch.Size(sizes[:dims]), _DTYPES[dtype]
         shape, dtype = known[key]
         out = torch.empty(shape, dtype=dtype, device=self._device)
-        return communication.send_receive(
+        return collectives.send_receive(
             out, self._group, to=None, source=source, out=out, label=str(action)
         )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fusedops._core import checks
-from fusedops.parallel.communication import COMPUTE, Log
+from fusedops.parallel.comm.collectives import COMPUTE, Log
 from fusedops.parallel.pipeline.schedules import (
     BACKWARD,
     FORWARD,
@@ -162,7 +162,7 @@ def timeline(
 
     Args:
         source: the name of a schedule or its table, of which the time is computed; or the logs of
-            all ranks, in their order, that ``fusedops.parallel.communication.recorded`` made.
+            all ranks, in their order, that ``fusedops.parallel.comm.collectives.recorded`` made.
         ranks: of the pipeline, with a name.
         microbatches: of a step, with a name.
         virtual: stages of a rank, with a name; the schedule's own number by default.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from transformers.models.bert import modeling_bert
 
 from fusedops.integrations.hf.families import bert_like
-from fusedops.integrations.hf.lm_heads import head_rule
-from fusedops.integrations.hf.rules import by_name
+from fusedops.integrations.hf.rules.lm_heads import head_rule
+from fusedops.integrations.hf.rules.rule import by_name
 
 RULES = (
     *bert_like.rules(modeling_bert, "Bert", __name__),

@@ -12,22 +12,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedops.integrations.hf.attention import attention_rule
-from fusedops.integrations.hf.feed_forward import (
+from fusedops.integrations.hf.rules.attention import attention_rule
+from fusedops.integrations.hf.rules.feed_forward import (
     dense_act,
     dense_act_obstacle,
     probe_dense_act,
 )
-from fusedops.integrations.hf.lm_heads import head_rule
-from fusedops.integrations.hf.residual import (
+from fusedops.integrations.hf.rules.lm_heads import head_rule
+from fusedops.integrations.hf.rules.residual import (
     add_norm,
     dropout_obstacle,
     norm_obstacle,
     probability,
     probe_add_norm,
 )
-from fusedops.integrations.hf.rules import Rule, global_hooks, runs_here, subclass
-from fusedops.integrations.hf.torch_modules import linear_obstacle
+from fusedops.integrations.hf.rules.rule import Rule, global_hooks, runs_here, subclass
+from fusedops.integrations.hf.rules.torch_modules import linear_obstacle
 from fusedops.ops.linear_act import linear_act
 
 

@@ -8,15 +8,15 @@ import torch
 from torch import nn
 from transformers.models.clip import modeling_clip
 
-from fusedops.integrations.hf.attention import attention_rule
-from fusedops.integrations.hf.feed_forward import feed_forward_rule
-from fusedops.integrations.hf.residual import (
+from fusedops.integrations.hf.rules.attention import attention_rule
+from fusedops.integrations.hf.rules.feed_forward import feed_forward_rule
+from fusedops.integrations.hf.rules.residual import (
     add_norm,
     norm_obstacle,
     probe_add_norm,
     unknown_forward,
 )
-from fusedops.integrations.hf.rules import Rule, global_hooks, runs_here
+from fusedops.integrations.hf.rules.rule import Rule, global_hooks, runs_here
 
 
 class CLIPEncoderLayer(modeling_clip.CLIPEncoderLayer):

@@ -8,14 +8,14 @@ import torch
 from torch import nn
 from transformers.models.distilbert import modeling_distilbert
 
-from fusedops.integrations.hf.attention import attention_rule
-from fusedops.integrations.hf.feed_forward import (
+from fusedops.integrations.hf.rules.attention import attention_rule
+from fusedops.integrations.hf.rules.feed_forward import (
     Names,
     feed_forward,
     feed_forward_obstacle,
     probe_feed_forward,
 )
-from fusedops.integrations.hf.residual import (
+from fusedops.integrations.hf.rules.residual import (
     add_norm,
     deferral_obstacle,
     deferred,
@@ -23,7 +23,7 @@ from fusedops.integrations.hf.residual import (
     probe_add_norm,
     unknown_forward,
 )
-from fusedops.integrations.hf.rules import Rule, global_hooks, runs_here
+from fusedops.integrations.hf.rules.rule import Rule, global_hooks, runs_here
 
 _NAMES = Names("lin1", "activation", "lin2")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from transformers.models.electra import modeling_electra
 
 from fusedops.integrations.hf.families import bert_like
-from fusedops.integrations.hf.lm_heads import head_rule
-from fusedops.integrations.hf.rules import by_name
+from fusedops.integrations.hf.rules.lm_heads import head_rule
+from fusedops.integrations.hf.rules.rule import by_name
 
 RULES = (
     *bert_like.rules(modeling_electra, "Electra", __name__),

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from transformers.models.gemma2 import modeling_gemma2
 
-from fusedops.integrations.hf import rms_norms
 from fusedops.integrations.hf.families import llama_like
-from fusedops.integrations.hf.rms_norms import add_norm, norm_obstacle
-from fusedops.integrations.hf.rules import by_name, global_hooks, runs_here
+from fusedops.integrations.hf.rules import rms_norms
+from fusedops.integrations.hf.rules.rms_norms import add_norm, norm_obstacle
+from fusedops.integrations.hf.rules.rule import by_name, global_hooks, runs_here
 
 
 class _DecoderLayer(nn.Module):

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from transformers.models.gpt2 import modeling_gpt2
 
-from fusedops.integrations.hf.attention import attention_rule
-from fusedops.integrations.hf.feed_forward import probe_feed_forward
-from fusedops.integrations.hf.residual import (
+from fusedops.integrations.hf.rules.attention import attention_rule
+from fusedops.integrations.hf.rules.feed_forward import probe_feed_forward
+from fusedops.integrations.hf.rules.residual import (
     add_norm,
     deferral_obstacle,
     deferred,
@@ -22,8 +22,8 @@ from fusedops.integrations.hf.residual import (
     probe_add_norm,
     unknown_forward,
 )
-from fusedops.integrations.hf.rules import Rule, global_hooks, runs_here
-from fusedops.integrations.hf.transformers_modules import (
+from fusedops.integrations.hf.rules.rule import Rule, global_hooks, runs_here
+from fusedops.integrations.hf.rules.transformers_modules import (
     activation_name,
     activation_obstacle,
     conv1d_obstacle,

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from transformers.models.gpt_neox import modeling_gpt_neox
 
-from fusedops.integrations.hf.attention import attention_rule
-from fusedops.integrations.hf.feed_forward import Names, feed_forward_rule
-from fusedops.integrations.hf.residual import (
+from fusedops.integrations.hf.rules.attention import attention_rule
+from fusedops.integrations.hf.rules.feed_forward import Names, feed_forward_rule
+from fusedops.integrations.hf.rules.residual import (
     add_norm,
     dropout_obstacle,
     norm_obstacle,
@@ -19,7 +19,7 @@ from fusedops.integrations.hf.residual import (
     unknown_forward,
     unknown_names,
 )
-from fusedops.integrations.hf.rules import Rule, by_name, global_hooks, runs_here, subclass
+from fusedops.integrations.hf.rules.rule import Rule, by_name, global_hooks, runs_here, subclass
 
 
 class _Layer(nn.Module):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from transformers.models.gpt_oss import modeling_gpt_oss
 
-from fusedops.integrations.hf import rms_norms, routers, sparse_blocks
 from fusedops.integrations.hf.families import moe_like
-from fusedops.integrations.hf.rules import by_name
+from fusedops.integrations.hf.rules import rms_norms, routers, sparse_blocks
+from fusedops.integrations.hf.rules.rule import by_name
 
 RULES = moe_like.rules(
     modeling_gpt_oss,

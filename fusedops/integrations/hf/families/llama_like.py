@@ -13,17 +13,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedops.integrations.hf import rms_norms
-from fusedops.integrations.hf.attention import attention_rule
-from fusedops.integrations.hf.gated_mlp import gated_mlp_rule
-from fusedops.integrations.hf.residual import unknown_forward, unknown_names
-from fusedops.integrations.hf.rms_norms import (
+from fusedops.integrations.hf.rules import rms_norms
+from fusedops.integrations.hf.rules.attention import attention_rule
+from fusedops.integrations.hf.rules.gated_mlp import gated_mlp_rule
+from fusedops.integrations.hf.rules.residual import unknown_forward, unknown_names
+from fusedops.integrations.hf.rules.rms_norms import (
     add_norm,
     norm_obstacle,
     probe_add_norm,
     rms_norm_rule,
 )
-from fusedops.integrations.hf.rules import Rule, global_hooks, runs_here, subclass
+from fusedops.integrations.hf.rules.rule import Rule, global_hooks, runs_here, subclass
 
 
 class _Layer(nn.Module):

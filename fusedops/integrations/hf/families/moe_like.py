@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedops.integrations.hf import rms_norms
-from fusedops.integrations.hf.attention import attention_rule
-from fusedops.integrations.hf.experts import experts_rule
 from fusedops.integrations.hf.families import llama_like
-from fusedops.integrations.hf.gated_mlp import gated_mlp_rule
-from fusedops.integrations.hf.rms_norms import rms_norm_rule
-from fusedops.integrations.hf.routers import Router, router_rule
-from fusedops.integrations.hf.rules import Rule
-from fusedops.integrations.hf.sparse_blocks import Block, block_rule
+from fusedops.integrations.hf.rules import rms_norms
+from fusedops.integrations.hf.rules.attention import attention_rule
+from fusedops.integrations.hf.rules.experts import experts_rule
+from fusedops.integrations.hf.rules.gated_mlp import gated_mlp_rule
+from fusedops.integrations.hf.rules.rms_norms import rms_norm_rule
+from fusedops.integrations.hf.rules.routers import Router, router_rule
+from fusedops.integrations.hf.rules.rule import Rule
+from fusedops.integrations.hf.rules.sparse_blocks import Block, block_rule
 from fusedops.ops._routing_reuse import keep_routing
 
 _CHECKPOINT = "_gradient_checkpointing_func"

@@ -8,20 +8,20 @@ import torch
 from torch import nn
 from transformers.models.opt import modeling_opt
 
-from fusedops.integrations.hf.attention import attention_rule
-from fusedops.integrations.hf.feed_forward import (
+from fusedops.integrations.hf.rules.attention import attention_rule
+from fusedops.integrations.hf.rules.feed_forward import (
     Names,
     feed_forward,
     feed_forward_obstacle,
     probe_feed_forward,
 )
-from fusedops.integrations.hf.residual import (
+from fusedops.integrations.hf.rules.residual import (
     add_norm,
     norm_obstacle,
     unknown_forward,
     unknown_names,
 )
-from fusedops.integrations.hf.rules import Rule, by_name, global_hooks, runs_here, subclass
+from fusedops.integrations.hf.rules.rule import Rule, by_name, global_hooks, runs_here, subclass
 from fusedops.ops.bias_dropout_add import bias_dropout_add
 
 _NAMES = Names()

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from transformers.models.phi import modeling_phi
 
-from fusedops.integrations.hf.attention import attention_rule
-from fusedops.integrations.hf.feed_forward import feed_forward_rule
-from fusedops.integrations.hf.rules import by_name
+from fusedops.integrations.hf.rules.attention import attention_rule
+from fusedops.integrations.hf.rules.feed_forward import feed_forward_rule
+from fusedops.integrations.hf.rules.rule import by_name
 
 RULES = (
     attention_rule(modeling_phi.PhiAttention, __name__, eager=True, rotary=True),

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 from transformers.models.phi3 import modeling_phi3
 
-from fusedops.integrations.hf.attention import attention_rule
 from fusedops.integrations.hf.families import llama_like
-from fusedops.integrations.hf.gated_mlp import packed_gated_mlp_rule
-from fusedops.integrations.hf.rms_norms import add_norm, norm_obstacle, rms_norm_rule
-from fusedops.integrations.hf.rules import by_name, bypass_obstacle, global_hooks, runs_here
+from fusedops.integrations.hf.rules.attention import attention_rule
+from fusedops.integrations.hf.rules.gated_mlp import packed_gated_mlp_rule
+from fusedops.integrations.hf.rules.rms_norms import add_norm, norm_obstacle, rms_norm_rule
+from fusedops.integrations.hf.rules.rule import by_name, bypass_obstacle, global_hooks, runs_here
 
 
 class _DecoderLayer(nn.Module):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
-from fusedops.integrations.hf import routers, sparse_blocks
 from fusedops.integrations.hf.families import moe_like
-from fusedops.integrations.hf.rules import by_name
+from fusedops.integrations.hf.rules import routers, sparse_blocks
+from fusedops.integrations.hf.rules.rule import by_name
 
 RULES = moe_like.rules(
     modeling_qwen3_moe,

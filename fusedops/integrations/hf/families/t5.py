@@ -14,8 +14,9 @@ import torch
 from torch import nn
 from transformers.models.t5 import modeling_t5
 
-from fusedops.integrations.hf.attention import attention_rule
-from fusedops.integrations.hf.feed_forward import (
+from fusedops.integrations.hf.partitioned import whole
+from fusedops.integrations.hf.rules.attention import attention_rule
+from fusedops.integrations.hf.rules.feed_forward import (
     Names,
     dense_act,
     dense_act_obstacle,
@@ -23,12 +24,11 @@ from fusedops.integrations.hf.feed_forward import (
     feed_forward_obstacle,
     probe_feed_forward,
 )
-from fusedops.integrations.hf.lm_heads import Arguments, head_rule
-from fusedops.integrations.hf.partitioned import whole
-from fusedops.integrations.hf.residual import dropout_obstacle, probability, unknown_forward
-from fusedops.integrations.hf.rules import Rule, global_hooks, like, runs_here
-from fusedops.integrations.hf.torch_modules import linear_obstacle
-from fusedops.integrations.hf.transformers_modules import activation_name
+from fusedops.integrations.hf.rules.lm_heads import Arguments, head_rule
+from fusedops.integrations.hf.rules.residual import dropout_obstacle, probability, unknown_forward
+from fusedops.integrations.hf.rules.rule import Rule, global_hooks, like, runs_here
+from fusedops.integrations.hf.rules.torch_modules import linear_obstacle
+from fusedops.integrations.hf.rules.transformers_modules import activation_name
 from fusedops.ops.bias_dropout_add import bias_dropout_add
 from fusedops.ops.linear_glu import linear_glu
 from fusedops.ops.rms_norm import rms_norm

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from transformers.models.vit import modeling_vit
 
-from fusedops.integrations.hf.attention import attention_rule
-from fusedops.integrations.hf.feed_forward import feed_forward_rule
-from fusedops.integrations.hf.residual import (
+from fusedops.integrations.hf.rules.attention import attention_rule
+from fusedops.integrations.hf.rules.feed_forward import feed_forward_rule
+from fusedops.integrations.hf.rules.residual import (
     add_norm,
     dropout_obstacle,
     norm_obstacle,
@@ -18,7 +18,7 @@ from fusedops.integrations.hf.residual import (
     probe_add_norm,
     unknown_forward,
 )
-from fusedops.integrations.hf.rules import Rule, global_hooks, runs_here
+from fusedops.integrations.hf.rules.rule import Rule, global_hooks, runs_here
 from fusedops.ops.bias_dropout_add import bias_dropout_add
 
 

@@ -12,21 +12,21 @@ import torch
 from torch import nn
 from transformers.models.whisper import modeling_whisper
 
-from fusedops.integrations.hf.attention import attention_rule
-from fusedops.integrations.hf.feed_forward import (
+from fusedops.integrations.hf.rules.attention import attention_rule
+from fusedops.integrations.hf.rules.feed_forward import (
     Names,
     dense_act,
     feed_forward,
     feed_forward_obstacle,
 )
-from fusedops.integrations.hf.lm_heads import Arguments, head_rule
-from fusedops.integrations.hf.residual import (
+from fusedops.integrations.hf.rules.lm_heads import Arguments, head_rule
+from fusedops.integrations.hf.rules.residual import (
     add_norm,
     norm_obstacle,
     probe_add_norm,
     unknown_forward,
 )
-from fusedops.integrations.hf.rules import Rule, runs_here
+from fusedops.integrations.hf.rules.rule import Rule, runs_here
 from fusedops.ops.bias_dropout_add import bias_dropout_add
 
 _NAMES = Names()

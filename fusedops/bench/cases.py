@@ -1,0 +1,341 @@
+"""Measures one op at one size: errors, memory, times of all contenders in all directions."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fusedops._core import dtypes
+from fusedops._core.peak import peak_bytes
+from fusedops._core.timer import Clock, CpuClock, Plan, Timing, Variant, measure
+from fusedops.bench.contenders import (
+    COMPILE,
+    EAGER,
+    Call,
+    Contender,
+    backend_of,
+    contenders,
+    is_ours,
+)
+from fusedops.bench.limits import Limits, Work
+from fusedops.bench.results import DIRECTIONS, FORWARD, Row
+from fusedops.specs import BenchCase, Sample, Spec, tensors_in
+
+# Above this many elements a float64 copy of all intermediates would not fit beside the rest.
+_LARGEST_TRUTH = 1 << 28
+# A call on fewer elements than this is all overhead, and too small to be split among threads.
+_TINY = 1 << 13
+_HOST_PLAN = Plan(least=9, most=40, seconds=0.2)
+
+Error = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to measure.
+
+    Attributes:
+        device: where.
+        plan: how long each direction is timed.
+        compiled: include torch.compile.
+        only: contenders to keep beside eager; empty keeps all.
+        all_backends: time the reference and the automatically chosen backend by name too.
+        allocator: ``"tuned"`` or ``"system"``: what the process was set to.
+        cache_bytes: size of the last cache.
+        say: told what is being done.
+    """
+
+    device: torch.device
+    plan: Plan
+    compiled: bool
+    only: Sequence[str]
+    all_backends: bool
+    allocator: str
+    cache_bytes: int
+    say: Callable[[str], None]
+
+
+def run_case(
+    spec: Spec,
+    case: BenchCase,
+    dtype: torch.dtype,
+    settings: Settings,
+    limits: Limits,
+    clock: Clock,
+    host: dict[tuple[str, str], float],
+) -> tuple[list[Row], list[str]]:
+    """Measure all contenders at one size.
+
+    Args:
+        spec: the op.
+        case: the size.
+        dtype: of the inputs.
+        settings: how.
+        limits: of this machine.
+        clock: of this device.
+        host: host overhead in seconds per contender and direction, from ``host_overhead``.
+
+    Returns:
+        The rows, and notes on what could not run.
+    """
+    title = f"{spec.name} {case.label} {_short(dtype)}"
+    try:
+        call = Call.of(spec, case.make(settings.device, dtype))
+    except (RuntimeError, ValueError, LookupError) as error:
+        # Too large for this machine, a dtype that eager does not have on this device, or sizes of
+        # the user's own that do not fit together.
+        told = repr(error) if isinstance(error, LookupError) else str(error)
+        return [], [f"{title}: no rows: {told.strip().splitlines()[0]}"]
+    if settings.compiled:
+        settings.say("compiling")
+    able, notes = contenders(
+        spec,
+        call,
+        compiled=settings.compiled,
+        only=settings.only,
+        all_backends=settings.all_backends,
+    )
+    if not able:
+        return [], [f"{title}: {note}" for note in notes]
+    settings.say("errors")
+    errors, why_no_error = _errors(spec, call, able)
+    ran = {each.name: backend_of(each, call) for each in able if each.ours}
+    rows = []
+    for direction in _directions(able, call):
+        settings.say(direction)
+        there = [each for each in able if direction == FORWARD or each.trains]
+        variants = [variant_of(each, call, direction) for each in there]
+        peaks = {variant.name: _peak(variant, settings.device) for variant in variants}
+        timing = measure(variants, clock, settings.plan)
+        work = _work(case, direction, dtype, limits)
+        for each in there:
+            rows.append(
+                _row(
+                    spec.name,
+                    case.label,
+                    dtype,
+                    direction,
+                    each.name,
+                    timing,
+                    work,
+                    backend=ran.get(each.name, ""),
+                    allocator=settings.allocator,
+                    in_cache=work.in_memory and work.bytes_moved < 2 * settings.cache_bytes,
+                    host=host.get((each.name, direction)),
+                    peak=peaks[each.name],
+                    error=errors.get((each.name, direction)),
+                    note=why_no_error,
+                )
+            )
+    return rows, [f"{title}: {note}" for note in notes]
+
+
+def host_overhead(
+    spec: Spec, dtype: torch.dtype, settings: Settings
+) -> dict[tuple[str, str], float]:
+    """Return the least seconds of a call on a tiny input, per contender and direction.
+
+    On CUDA it is the time until the host may go on. torch.compile is left out: it would compile
+    once more for the size.
+    """
+    sample = tiny_sample(spec, settings.device, dtype)
+    if sample is None:
+        return {}
+    try:
+        call = Call.of(spec, sample)
+    except RuntimeError:
+        return {}
+    only = [name for name in settings.only if name != COMPILE]
+    able, _ = contenders(spec, call, compiled=False, only=only, all_backends=settings.all_backends)
+    overhead = {}
+    for direction in _directions(able, call):
+        there = [each for each in able if direction == FORWARD or each.trains]
+        variants = [variant_of(each, call, direction, synced=settings.device) for each in there]
+        timing = measure(variants, CpuClock(), _HOST_PLAN)
+        for each in there:
+            overhead[each.name, direction] = timing.best(each.name)
+    return overhead
+
+
+def tiny_sample(spec: Spec, device: torch.device, dtype: torch.dtype) -> Sample | None:
+    """Return a call of the op that is all overhead: its first test sample of a tiny size."""
+    for sample in spec.samples(device, dtype):
+        # An empty tensor beside others only tells a dtype or a size.
+        sizes = [each.numel() for each in sample.leaves or sample.tensors if each.numel() > 0]
+        if sizes and min(sizes) > 1 and sum(sizes) < _TINY:
+            return sample
+    return None
+
+
+def _work(case: BenchCase, direction: str, dtype: torch.dtype, limits: Limits) -> Work:
+    """Return what a direction has to do at least."""
+    forward = (case.bytes_forward(dtype), case.flops_forward)
+    backward = (case.bytes_backward(dtype), case.flops_backward)
+    parts = {"forward": [forward], "backward": [backward], "both": [forward, backward]}
+    return Work.of(parts[direction], _short(dtype), limits)
+
+
+def _directions(able: Sequence[Contender], call: Call) -> Sequence[str]:
+    """Return what can be measured: without eager there is nothing to compare a backward with."""
+    return DIRECTIONS if able and able[0].trains and call.leaves else (FORWARD,)
+
+
+def _row(
+    op: str,
+    case: str,
+    dtype: torch.dtype,
+    direction: str,
+    variant: str,
+    timing: Timing,
+    work: Work,
+    *,
+    backend: str,
+    allocator: str,
+    in_cache: bool,
+    host: float | None,
+    peak: int,
+    error: Error | None,
+    note: str,
+) -> Row:
+    spread, ratio = timing.spread(variant), timing.ratio(EAGER, variant)
+    against = lead(timing, variant)
+    if against and not timing.trusted(against["rival"]):
+        against = {}
+    return Row(
+        op=op,
+        case=case,
+        dtype=_short(dtype),
+        direction=direction,
+        variant=variant,
+        backend=backend,
+        allocator=allocator,
+        speedup=ratio.median,
+        speedup_q1=ratio.q1,
+        speedup_q3=ratio.q3,
+        median_us=spread.median * 1e6,
+        q1_us=spread.q1 * 1e6,
+        q3_us=spread.q3 * 1e6,
+        samples=spread.count,
+        discarded=timing.discarded(variant),
+        trusted=timing.trusted(variant) and timing.trusted(EAGER),
+        gb_per_s=work.bytes_moved / spread.median * 1e-9,
+        tflop_per_s=work.flops / spread.median * 1e-12 if work.flops else None,
+        limit_share=work.least_seconds / spread.median,
+        in_cache=in_cache,
+        host_us=None if host is None else host * 1e6,
+        peak_bytes=peak,
+        error_max_ulps=error[0] if error else None,
+        error_mean_ulps=error[1] if error else None,
+        note=note,
+        **against,
+    )
+
+
+def lead(timing: Timing, variant: str) -> dict[str, Any]:
+    """Return the fields of a row that compare it with the fastest of those that are not ours."""
+    if not is_ours(variant):
+        return {}
+    others = [each for each in timing.rounds if not is_ours(each)]
+    rival = min(others, key=lambda each: timing.spread(each).median)
+    ratio = timing.ratio(rival, variant)
+    return {"rival": rival, "lead": ratio.median, "lead_q1": ratio.q1, "lead_q3": ratio.q3}
+
+
+def variant_of(
+    contender: Contender, call: Call, direction: str, synced: torch.device | None = None
+) -> Variant:
+    """Return what the timer runs for a contender in one direction."""
+    function = contender.function
+
+    def context() -> contextlib.AbstractContextManager[Any]:
+        return _synced(contender, synced)
+
+    def given() -> Call:
+        return call.given_to(contender)
+
+    def ran() -> tuple[Call, Any]:
+        mine = given()
+        return mine, mine.forward(function)
+
+    if direction == FORWARD:
+        return Variant(contender.name, lambda mine: mine.forward(function), given, context)
+    if direction == "backward":
+        return Variant(contender.name, lambda both: both[0].backward(both[1]), ran, context)
+    return Variant(
+        contender.name, lambda mine: mine.backward(mine.forward(function)), given, context
+    )
+
+
+@contextlib.contextmanager
+def _synced(contender: Contender, device: torch.device | None) -> Iterator[None]:
+    """Enter the contender's context; on CUDA start with an empty launch queue if asked."""
+    with contender.context():
+        if device is not None and device.type == "cuda":
+            torch.cuda.synchronize(device)
+        yield
+
+
+def _peak(variant: Variant, device: torch.device) -> int:
+    with variant.context():
+        value = variant.prepare()
+        return peak_bytes(lambda: variant.run(value), device)
+
+
+def _errors(
+    spec: Spec, call: Call, able: Sequence[Contender]
+) -> tuple[dict[tuple[str, str], Error], str]:
+    """Return the errors per contender and direction, and why some have none.
+
+    The truth of a random call is the reference in float64 after the same seed; what other
+    libraries draw cannot be predicted.
+    """
+    if sum(leaf.numel() for leaf in call.leaves) > _LARGEST_TRUTH:
+        return {}, "error not measured: float64 would need too much memory"
+    random = call.sample.random
+    reference = Contender("truth", spec.op, "torch") if random else Contender(EAGER, spec.eager)
+    truth, true_grads = _seeded(reference, call.double())
+    found: dict[tuple[str, str], Error] = {}
+    for contender in able:
+        if random and not contender.ours:
+            continue
+        outputs, grads = _seeded(contender, call)
+        forward = _ulps(outputs, truth)
+        found[contender.name, "forward"] = forward
+        if grads:
+            found[contender.name, "backward"] = backward = _ulps(grads, true_grads)
+            found[contender.name, "both"] = max(forward, backward)
+    return found, "error of random results only for fusedops" if random else ""
+
+
+def _seeded(
+    contender: Contender, call: Call
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor | None, ...]]:
+    """Return results and gradients of a call after a fixed seed."""
+    torch.manual_seed(0)
+    call = call.given_to(contender)
+    with contender.context():
+        outputs = call.forward(contender.function)
+        grads = call.backward(outputs) if call.leaves and contender.trains else ()
+    return tuple(output.detach() for output in tensors_in(outputs)), grads
+
+
+def _ulps(actual: Sequence[torch.Tensor | None], truth: Sequence[torch.Tensor | None]) -> Error:
+    """Return the largest and the mean error over some tensors."""
+    largest = total = 0.0
+    count = 0
+    for value, true in zip(actual, truth, strict=True):
+        if value is None or true is None or not value.dtype.is_floating_point or not true.numel():
+            continue
+        error = dtypes.ulps(value.detach(), true)
+        largest = max(largest, float(error.max()))
+        total += float(error.sum())
+        count += error.numel()
+    return largest, total / max(1, count)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,154 @@
+"""Two records against each other: what became slower beyond its spread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fusedops.bench.results import Record, Row
+from fusedops.terminal.files import UserError
+
+# What must agree before two times may be compared: the reader's word -> where it stands.
+_MUST_AGREE = {
+    "machine": ("machine", "name"),
+    "device": ("machine", "device"),
+    "threads": ("machine", "threads"),
+    "allocator": ("settings", "allocator"),
+}
+
+
+@dataclass(frozen=True)
+class Change:
+    """A row that both records have.
+
+    Attributes:
+        before: the row of the first record.
+        after: the row of the second.
+    """
+
+    before: Row
+    after: Row
+
+    @property
+    def slower_by(self) -> float:
+        """How much longer it takes now, as a share; negative when it became faster."""
+        return self.after.median_us / self.before.median_us - 1.0
+
+    @property
+    def beyond_spread(self) -> bool:
+        """Whether the middle halves of the two measurements do not touch."""
+        return (
+            self.after.q1_us > self.before.q3_us
+            if self.slower_by > 0
+            else self.after.q3_us < self.before.q1_us
+        )
+
+    @property
+    def trusted(self) -> bool:
+        """Whether both measurements had enough undisturbed samples."""
+        return self.before.trusted and self.after.trusted
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The outcome of a comparison.
+
+    Attributes:
+        changes: all rows that both records have.
+        slower: those of fusedops that became slower than allowed.
+        faster: those of fusedops that became faster by as much.
+        doubtful: those that moved as much but were disturbed while measured: not judged.
+        missing: keys of rows that only the first record has.
+        drift: median change of the rows that are not ours: of the machine, not of fusedops.
+    """
+
+    changes: tuple[Change, ...]
+    slower: tuple[Change, ...]
+    faster: tuple[Change, ...]
+    doubtful: tuple[Change, ...]
+    missing: tuple[tuple[str, ...], ...]
+    drift: float
+
+
+def parse_share(text: str) -> float:
+    """Return ``"5%"`` or ``"0.05"`` as 0.05.
+
+    Raises:
+        UserError: when it is neither.
+    """
+    percent = text.strip().endswith("%")
+    try:
+        value = float(text.strip().rstrip("%"))
+    except ValueError:
+        value = -1.0
+    if not 0.0 <= value < float("inf"):
+        raise UserError(f"--fail-if-slower must be a share such as 5% or 0.05, got {text!r}")
+    return value / 100 if percent else value
+
+
+def compare(
+    before: Record, after: Record, *, allowed: float, allow_different: bool = False
+) -> Verdict:
+    """Match the rows of two records and judge those of fusedops.
+
+    Args:
+        before: the record to compare with.
+        after: the record that is judged.
+        allowed: share by which a row may be slower.
+        allow_different: compare although machine, settings or dtype differ.
+
+    Raises:
+        UserError: when they must not be compared, or have no row in common.
+    """
+    if not allow_different:
+        _check_alike(before, after)
+    old, new = _by_key(before.rows), _by_key(after.rows)
+    if allow_different and not old.keys() & new.keys():
+        old, new = _by_key(_without_dtype(before)), _by_key(_without_dtype(after))
+    changes = tuple(Change(old[key], new[key]) for key in old if key in new)
+    if not changes:
+        raise UserError("the two records have no row in common")
+    ours = [each for each in changes if each.after.ours and each.beyond_spread]
+    moved = [each for each in ours if abs(each.slower_by) > allowed]
+    theirs = sorted(each.slower_by for each in changes if not each.after.ours)
+    return Verdict(
+        changes,
+        slower=tuple(each for each in moved if each.trusted and each.slower_by > 0),
+        faster=tuple(each for each in moved if each.trusted and each.slower_by < 0),
+        doubtful=tuple(each for each in moved if not each.trusted),
+        missing=tuple(key for key in old if key not in new),
+        drift=theirs[len(theirs) // 2] if theirs else 0.0,
+    )
+
+
+def _check_alike(before: Record, after: Record) -> None:
+    for word, (part, key) in _MUST_AGREE.items():
+        one, two = _look_up(before, part, key), _look_up(after, part, key)
+        if one != two:
+            raise UserError(
+                f"the records differ in {word} ({one} and {two}): their times say nothing about "
+                "the code; --allow-different compares them all the same"
+            )
+    dtypes = [{row.dtype for row in record.rows} for record in (before, after)]
+    if not dtypes[0] & dtypes[1]:
+        one, two = (", ".join(sorted(names)) or "none" for names in dtypes)
+        raise UserError(
+            f"the records differ in dtype ({one} and {two}); "
+            "--allow-different compares them all the same"
+        )
+
+
+def _look_up(record: Record, part: str, key: str) -> Any:
+    return getattr(record, part).get(key)
+
+
+def _by_key(rows: Iterable[Row]) -> dict[tuple[str, ...], Row]:
+    return {row.key: row for row in rows}
+
+
+def _without_dtype(record: Record) -> list[Row]:
+    """Return the rows of a record of one dtype under a common one; others have no match."""
+    if len({row.dtype for row in record.rows}) > 1:
+        return []
+    return [replace(row, dtype="") for row in record.rows]

@@ -1,0 +1,171 @@
+"""Tokens a second of decoding, beside transformers: ``fusedops bench generate``.
+
+One architecture, one set of random weights, three ways to go on from the same prompts: our model,
+that of transformers patched, and as it is. They take turns in one process, and each is compared
+with ours turn by turn, so that what disturbs the machine disturbs all.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from fusedops._core import host
+from fusedops.bench.small_models import small_model
+from fusedops.generation import generate
+from fusedops.models import Transformer, TransformerConfig, save_huggingface
+
+OURS, PATCHED, STOCK = "fusedops", "patched transformers", "transformers"
+PRESETS = ("gpt2", "llama3-8b", "mixtral-8x7b", "qwen3-8b")
+_LEAST_TURNS = 5
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is generated.
+
+    Attributes:
+        preset: of the model's other choices.
+        dtype: of its weights.
+        hidden_size: width; heads have 64.
+        num_layers: layers.
+        vocab_size: words.
+        sequences: side by side.
+        prompt: tokens of each to begin with.
+        tokens: new ones of each.
+    """
+
+    preset: str = "llama3-8b"
+    dtype: str = "float32"
+    hidden_size: int = 512
+    num_layers: int = 4
+    vocab_size: int = 4096
+    sequences: int = 1
+    prompt: int = 16
+    tokens: int = 64
+
+    @property
+    def config(self) -> TransformerConfig:
+        """The model."""
+        return small_model(
+            self.preset,
+            hidden_size=self.hidden_size,
+            num_layers=self.num_layers,
+            vocab_size=self.vocab_size,
+            seq_len=self.prompt + self.tokens,
+        )
+
+
+@dataclass
+class Row:
+    """What a way of generating reached.
+
+    Attributes:
+        work: what was generated.
+        name: which way.
+        seconds: of each turn, prompt included.
+        ratios: of its seconds to ours, turn by turn: above 1 ours is faster.
+        same: the share of its tokens that are ours.
+    """
+
+    work: Work
+    name: str
+    seconds: list[float] = field(default_factory=list)
+    ratios: list[float] = field(default_factory=list)
+    same: float = 1.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """The median, of all sequences together."""
+        return self.work.sequences * self.work.tokens / statistics.median(self.seconds)
+
+    @property
+    def ratio(self) -> float:
+        """The median."""
+        return statistics.median(self.ratios)
+
+
+def measure(
+    work: Work, seconds: float, threads: int, told: Callable[[str], None] = print
+) -> list[Row]:
+    """Measure the ways of generating, in turns.
+
+    Args:
+        work: what is generated.
+        seconds: for each way, about.
+        threads: of torch.
+        told: hears what is being done.
+
+    Returns:
+        A row for each; ours is the first.
+    """
+    host.tune_host(threads=threads)
+    told(f"making {work.preset} in {work.dtype}")
+    ways = _ways(work)
+    rows = [Row(work, name) for name in ways]
+    found = {name: run() for name, run in ways.items()}
+    for row in rows:
+        row.same = (found[row.name] == found[OURS]).double().mean().item()
+    until = time.monotonic() + seconds * len(rows)
+    while time.monotonic() < until or len(rows[0].seconds) < _LEAST_TURNS:
+        for row in rows:
+            begin = time.perf_counter()
+            ways[row.name]()
+            row.seconds.append(time.perf_counter() - begin)
+            row.ratios.append(row.seconds[-1] / rows[0].seconds[-1])
+        told(f"{work.preset} in {work.dtype}: {len(rows[0].seconds)} turns")
+    return rows
+
+
+def _ways(work: Work) -> dict[str, Callable[[], torch.Tensor]]:
+    """Return functions that generate and return the new tokens, ``[sequences, tokens]``."""
+    torch.manual_seed(0)
+    dtype: torch.dtype = getattr(torch, work.dtype)
+    model = Transformer(work.config, dtype=dtype)
+    prompts = torch.randint(work.vocab_size, (work.sequences, work.prompt))
+
+    def ours() -> torch.Tensor:
+        found = generate(model, prompts, tokens=work.tokens)
+        return torch.tensor([each.tokens for each in found])
+
+    from fusedops.integrations import patch
+
+    with tempfile.TemporaryDirectory() as folder:
+        save_huggingface(model, folder)
+        stock, patched = _transformers(folder, dtype), _transformers(folder, dtype)
+    patch(patched)
+    return {
+        OURS: ours,
+        PATCHED: _theirs(patched, prompts, work),
+        STOCK: _theirs(stock, prompts, work),
+    }
+
+
+def _transformers(folder: str, dtype: torch.dtype) -> Any:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+
+
+def _theirs(model: Any, prompts: torch.Tensor, work: Work) -> Callable[[], torch.Tensor]:
+    options = {"min_new_tokens": work.tokens, "max_new_tokens": work.tokens, "do_sample": False}
+    whole = torch.ones_like(prompts)
+
+    def run() -> torch.Tensor:
+        found = model.generate(prompts, attention_mask=whole, pad_token_id=0, **options)
+        return found[:, prompts.shape[1] :]
+
+    return run
+
+
+def works(base: Work, presets: Sequence[str], dtypes: Sequence[str]) -> list[Work]:
+    """Return what is measured: each architecture in each dtype."""
+    return [replace(base, preset=each, dtype=dtype) for each in presets for dtype in dtypes]

@@ -1,0 +1,143 @@
+"""One model's step of training under several memory policies: what it holds, and what it takes.
+
+All variants are copies of one patched model, take turns in one process, and must give the same
+loss and gradients to the bit.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+import fusedops
+from fusedops import memory
+from fusedops._core.timer import Clock, Plan, Variant, measure
+from fusedops.bench.model_zoo import Family, Size
+from fusedops.memory.layers import lists_of
+from fusedops.memory.measurement.measure import MemoryReport, report
+
+PLAIN = "plain"
+_NORMS = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm")
+
+
+def policies(names: list[str]) -> dict[str, memory.Policy]:
+    """Return what is compared, by name, for layers of these names."""
+    recompute, offload = memory.recompute(names), memory.offload(names)
+    return {
+        PLAIN: memory.Policy(),
+        "recompute norms": memory.Policy(memory.recompute(ops=list(_NORMS))),
+        "recompute, keep attention": memory.Policy(recompute, memory.save(ops="attention")),
+        "recompute": memory.Policy(recompute),
+        "offload": memory.Policy(offload),
+        "recompute, offload inputs": memory.Policy(recompute, offload),
+    }
+
+
+@dataclass(frozen=True)
+class MemoryRow:
+    """One policy on one model.
+
+    Attributes:
+        family: of the model.
+        case: its size.
+        dtype: of the weights.
+        policy: as ``policies`` names it.
+        activations: bytes that the forward leaves for the backward, on the device.
+        peak: bytes of a step above weights and states.
+        median_ms: time of forward and backward.
+        q1_ms: lower quartile.
+        q3_ms: upper quartile.
+        overhead: that time as a multiple of the plain step's, median of the rounds' ratios.
+        overhead_q1: lower quartile of those ratios.
+        overhead_q3: upper quartile.
+        trusted: whether enough samples were undisturbed.
+        same_bits: whether loss and gradients are those of the plain step.
+    """
+
+    family: str
+    case: str
+    dtype: str
+    policy: str
+    activations: int
+    peak: int
+    median_ms: float
+    q1_ms: float
+    q3_ms: float
+    overhead: float
+    overhead_q1: float
+    overhead_q3: float
+    trusted: bool
+    same_bits: bool
+
+
+def run_case(
+    family: Family,
+    size: Size,
+    dtype: torch.dtype,
+    device: torch.device,
+    clock: Clock,
+    plan: Plan,
+    say: Callable[[str], None],
+) -> tuple[list[MemoryRow], dict[str, MemoryReport]]:
+    """Measure one model; return a row per policy, and the reports for a picture."""
+    model = family.build(size).to(device, dtype).train()
+    fusedops.patch(model)
+    batch = family.batch(size, device, dtype, labels=True)
+    chosen = policies(list(lists_of(model)))
+    models: dict[str, nn.Module] = {}
+    reports: dict[str, MemoryReport] = {}
+    results: dict[str, list[torch.Tensor]] = {}
+    for name, policy in chosen.items():
+        say(f"{name}: bytes")
+        models[name] = copy.deepcopy(model)
+        memory.apply(models[name], policy)
+        reports[name] = report(models[name], batch)
+        results[name] = _results(models[name], batch)
+    say("timing")
+    variants = [Variant(name, partial(_step, each, batch)) for name, each in models.items()]
+    timing = measure(variants, clock, plan)
+    rows = []
+    for name in chosen:
+        spread, ratio = timing.spread(name), timing.ratio(name, PLAIN)
+        same = all(torch.equal(a, b) for a, b in zip(results[name], results[PLAIN], strict=True))
+        rows.append(
+            MemoryRow(
+                family.name,
+                size.label,
+                str(dtype).removeprefix("torch."),
+                name,
+                reports[name].activations,
+                reports[name].dynamic,
+                spread.median * 1e3,
+                spread.q1 * 1e3,
+                spread.q3 * 1e3,
+                ratio.median,
+                ratio.q1,
+                ratio.q3,
+                timing.trusted(name),
+                same,
+            )
+        )
+    return rows, reports
+
+
+def _step(model: nn.Module, batch: Any, _: object = None) -> None:
+    model.zero_grad(set_to_none=True)
+    model(**batch).loss.backward()
+
+
+def _results(model: nn.Module, batch: Any) -> list[torch.Tensor]:
+    """Return the loss and the gradients of a step."""
+    torch.manual_seed(0)
+    model.zero_grad(set_to_none=True)
+    loss = model(**batch).loss
+    loss.backward()
+    found = [each.grad.clone() for each in model.parameters() if each.grad is not None]
+    model.zero_grad(set_to_none=True)
+    return [loss.detach(), *found]

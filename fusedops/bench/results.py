@@ -1,0 +1,238 @@
+"""The record of a measurement: its rows, and how it goes to JSON and CSV and comes back."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import io
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from fusedops._core.timer import Plan
+from fusedops.bench import machine
+from fusedops.bench.limits import Limits
+from fusedops.terminal import files
+
+FORMAT = 1
+FORWARD, BACKWARD, BOTH = "forward", "backward", "both"
+DIRECTIONS = (FORWARD, BACKWARD, BOTH)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contender at one case in one direction. ``None``: not measured, or without meaning.
+
+    Attributes:
+        op: the op's name, or the family of a whole model.
+        case: the size, as the spec labels it.
+        dtype: ``"float32"`` and so on.
+        direction: ``"forward"`` (recording for the backward), ``"backward"`` or ``"both"``; of a
+            whole model ``"training"``, ``"forward"`` (no gradient) or ``"decoding"``.
+        variant: ``"eager"``, ``"compile"``, ``"fusedops"``, ``"fusedops:<backend>"`` or a peer.
+        backend: the backend that really ran, empty where it is not fusedops.
+        allocator: ``"tuned"`` or ``"system"``, the same for all rows of a record.
+        speedup: time of eager divided by the row's, median of the rounds' ratios.
+        speedup_q1: lower quartile of those ratios.
+        speedup_q3: upper quartile.
+        median_us: median time of one call.
+        q1_us: lower quartile.
+        q3_us: upper quartile.
+        samples: how many samples count.
+        discarded: how many were disturbed and do not count.
+        trusted: whether enough samples of the row, and of eager, were undisturbed.
+        gb_per_s: least bytes to move, divided by the median time.
+        tflop_per_s: operations of the matrix products, divided by the median time.
+        limit_share: the machine's least time for that work, divided by the median time.
+        in_cache: whether memory is the limit and those bytes are below twice the last cache, so
+            that part of them stays there: ``limit_share`` may then exceed 1.
+        host_us: least time of the call on a tiny input: what the host pays whatever the size.
+        peak_bytes: memory held at the peak above what was there before.
+        error_max_ulps: largest error against float64, in units of the last place.
+        error_mean_ulps: mean error.
+        note: why a figure is missing.
+        rival: of a row of fusedops, the fastest of those that are not ours.
+        lead: time of that rival divided by the row's, median of the rounds' ratios.
+        lead_q1: lower quartile of those ratios.
+        lead_q3: upper quartile.
+    """
+
+    op: str
+    case: str
+    dtype: str
+    direction: str
+    variant: str
+    backend: str
+    allocator: str
+    speedup: float
+    speedup_q1: float
+    speedup_q3: float
+    median_us: float
+    q1_us: float
+    q3_us: float
+    samples: int
+    discarded: int
+    trusted: bool
+    gb_per_s: float
+    tflop_per_s: float | None
+    limit_share: float
+    in_cache: bool
+    host_us: float | None
+    peak_bytes: int | None
+    error_max_ulps: float | None
+    error_mean_ulps: float | None
+    note: str = ""
+    rival: str = ""
+    lead: float | None = None
+    lead_q1: float | None = None
+    lead_q3: float | None = None
+
+    @property
+    def key(self) -> tuple[str, str, str, str, str]:
+        """What identifies the row in its record."""
+        return (self.op, self.case, self.dtype, self.direction, self.variant)
+
+    @property
+    def ours(self) -> bool:
+        """Whether fusedops computed it."""
+        return self.variant.split(":")[0] == "fusedops"
+
+
+@dataclass(frozen=True)
+class Record:
+    """A whole measurement.
+
+    Attributes:
+        machine: ``machine.describe``.
+        versions: of everything that ran.
+        git: commit and whether the tree had changes; empty outside of a source tree.
+        settings: how it was measured.
+        limits: the machine's measured limits.
+        rows: the figures.
+        notes: what could not be measured and why.
+        created: UTC time, ISO 8601.
+    """
+
+    machine: dict[str, Any]
+    versions: dict[str, str]
+    git: dict[str, Any]
+    settings: dict[str, Any]
+    limits: dict[str, Any]
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...]
+    created: str
+
+
+def now() -> str:
+    """Return the UTC time as a record has it."""
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
+def record_of(
+    here: dict[str, Any],
+    plan: Plan,
+    limits: Limits,
+    rows: Sequence[Row],
+    notes: Sequence[str],
+    **settings: Any,
+) -> Record:
+    """Return the record of a measurement that ends now.
+
+    Args:
+        here: ``machine.describe``, from before it.
+        plan: of the timer.
+        limits: of the machine.
+        rows: the figures.
+        notes: what could not be measured and why.
+        **settings: further ones.
+    """
+    if here["device"] == "cuda":
+        # The first state is of an idle GPU, this one of a warm one.
+        here = here | {"gpu_state_after": machine.gpu_state()}
+    rounds = {"least_rounds": plan.least, "most_rounds": plan.most}
+    return Record(
+        machine=here,
+        versions=machine.versions(),
+        git=machine.git_commit(),
+        settings=settings | {"seconds": plan.seconds} | rounds,
+        limits=asdict(limits),
+        rows=tuple(rows),
+        notes=tuple(dict.fromkeys(notes)),
+        created=now(),
+    )
+
+
+def save_json(path: str | os.PathLike[str], record: Record) -> None:
+    """Write a record, all or nothing."""
+    files.write_json(path, {"format": FORMAT, **asdict(record)})
+
+
+def load_json(path: str | os.PathLike[str]) -> Record:
+    """Return the record of a file.
+
+    Raises:
+        UserError: when the file cannot be read or does not hold a record of this format.
+    """
+    data = files.read_json(path)
+    if not isinstance(data, dict) or not isinstance(data.get("rows"), list):
+        raise files.UserError(f"{path} is no record of `fusedops bench --json`")
+    if data.get("format") != FORMAT:
+        found = data.get("format")
+        raise files.UserError(f"{path} has format {found!r}, this version reads format {FORMAT}")
+    try:
+        rows = tuple(Row(**row) for row in data["rows"])
+        others = {field.name: data[field.name] for field in fields(Record) if field.name != "rows"}
+        return Record(**{**others, "rows": rows, "notes": tuple(data["notes"])})
+    except (TypeError, KeyError) as error:
+        raise files.UserError(f"{path} is a damaged record: {error}") from None
+
+
+def to_csv(record: Record, rows: Sequence[Row]) -> str:
+    """Return rows as CSV, each with where, when and with what it was measured."""
+    common = {
+        "device": record.machine["slug"],
+        "device_name": record.machine["name"],
+        "threads": record.machine["threads"],
+        "torch": record.versions["torch"],
+        "fusedops": record.versions.get("fusedops", "source tree"),
+        "triton": record.versions.get("triton", ""),
+        "commit": record.git.get("commit", "")[:12] + "+" * bool(record.git.get("changed")),
+        "created": record.created,
+    }
+    out = io.StringIO()
+    writer = csv.DictWriter(
+        out, [field.name for field in fields(Row)] + list(common), lineterminator="\n"
+    )
+    writer.writeheader()
+    for row in rows:
+        writer.writerow({key: _cell(value) for key, value in asdict(row).items()} | common)
+    return out.getvalue()
+
+
+def save_results(folder: str | os.PathLike[str], record: Record) -> list[Path]:
+    """Write ``folder/<device>/<op>-<dtype>.csv`` for each op and dtype measured; return them."""
+    target = files.make_folder(Path(folder) / record.machine["slug"])
+    written = []
+    for op, dtype in dict.fromkeys((row.op, row.dtype) for row in record.rows):
+        rows = [row for row in record.rows if (row.op, row.dtype) == (op, dtype)]
+        written.append(target / f"{op}-{dtype}.csv")
+        files.write_text(written[-1], to_csv(record, rows))
+    return written
+
+
+def save_model_results(folder: str | os.PathLike[str], record: Record) -> list[Path]:
+    """Write ``folder/<device>/models-<family>-<dtype>.json`` for each measured; return them."""
+    target = files.make_folder(Path(folder) / record.machine["slug"])
+    written = []
+    for family, dtype in dict.fromkeys((row.op, row.dtype) for row in record.rows):
+        rows = tuple(row for row in record.rows if (row.op, row.dtype) == (family, dtype))
+        written.append(target / f"models-{family}-{dtype}.json")
+        save_json(written[-1], replace(record, rows=rows))
+    return written
+
+
+def _cell(value: Any) -> Any:
+    """Return a value as a CSV cell: four significant digits say more than seventeen."""
+    return f"{value:.4g}" if isinstance(value, float) else value

@@ -1,0 +1,301 @@
+"""What two processes of one thread reach of one process of two: ``fusedops bench scaling``.
+
+A training step (forward, backward, clipping, AdamW) of one model in several settings, each in
+processes of its own that stay. The settings take turns: while one makes its steps the processes of
+the others wait for a word, and each is compared with the first one turn by turn, so that what
+disturbs the machine disturbs all.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch import nn
+
+from fusedops._core import host
+from fusedops.bench.small_models import small_model
+from fusedops.models import ParallelConfig, Transformer, TransformerConfig, initialize, parallelize
+from fusedops.models.parallelization.engine import parallelized
+from fusedops.optim import AdamW
+
+_SEED = 0
+_PATIENCE = 600.0
+_WARM_UP = 2
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A way of training the same model.
+
+    Attributes:
+        name: as the table shows it.
+        processes: how many.
+        threads: of each.
+        parallel: sizes and options of ``ParallelConfig``; ``None``: the patched model of
+            transformers.
+    """
+
+    name: str
+    processes: int
+    threads: int
+    parallel: dict[str, Any] | None
+
+
+SETTINGS = {
+    each.name: each
+    for each in (
+        Setting("one process", 1, 2, {}),
+        Setting("one process, 8 parts", 1, 2, {"microbatches": 8}),
+        Setting("patched transformers", 1, 2, None),
+        Setting("dp 2", 2, 1, {"dp": 2}),
+        Setting("dp 2, zero 1", 2, 1, {"dp": 2, "zero": 1}),
+        Setting("tp 2", 2, 1, {"tp": 2}),
+        Setting("tp 2, overlap_microbatches", 2, 1, {"tp": 2, "overlap_microbatches": True}),
+        Setting("tp 2, sp", 2, 1, {"tp": 2, "sp": True}),
+        Setting("cp 2", 2, 1, {"cp": 2}),
+        Setting("pp 2", 2, 1, {"pp": 2, "microbatches": 8}),
+        *(
+            Setting(f"pp 2, {name}", 2, 1, {"pp": 2, "microbatches": 8, "pipeline_schedule": name})
+            for name in ("zero_bubble", "zbv")
+        ),
+    )
+}
+FIRST = "one process"
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is trained.
+
+    Attributes:
+        preset: of the model's other choices.
+        hidden_size: width.
+        num_layers: layers.
+        vocab_size: words.
+        sequences: of a step, on all processes together.
+        tokens: of a sequence.
+    """
+
+    preset: str = "gpt2"
+    hidden_size: int = 512
+    num_layers: int = 6
+    vocab_size: int = 4096
+    sequences: int = 8
+    tokens: int = 256
+
+    @property
+    def config(self) -> TransformerConfig:
+        """The model."""
+        return small_model(
+            self.preset,
+            hidden_size=self.hidden_size,
+            num_layers=self.num_layers,
+            vocab_size=self.vocab_size,
+            seq_len=self.tokens,
+        )
+
+
+@dataclass
+class Row:
+    """What a setting reached.
+
+    Attributes:
+        setting: which.
+        seconds: of a step, of each turn.
+        ratios: of the first setting's seconds to these, turn by turn: 1 is its speed.
+        loss: of the first step.
+        tokens: of a step.
+    """
+
+    setting: Setting
+    tokens: int
+    seconds: list[float] = field(default_factory=list)
+    ratios: list[float] = field(default_factory=list)
+    loss: float = 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """The median."""
+        return self.tokens / statistics.median(self.seconds)
+
+    @property
+    def ratio(self) -> float:
+        """The median."""
+        return statistics.median(self.ratios)
+
+
+def measure(
+    work: Work, names: Sequence[str], seconds: float, told: Callable[[str], None] = print
+) -> list[Row]:
+    """Measure settings in turns.
+
+    Args:
+        work: what is trained.
+        names: of ``SETTINGS``; the first one measured is ``FIRST``.
+        seconds: for each setting, about.
+        told: hears what is being done.
+
+    Returns:
+        A row for each setting.
+
+    Raises:
+        RuntimeError: a process failed; with what it said.
+    """
+    chosen = [SETTINGS[each] for each in dict.fromkeys((FIRST, *names))]
+    rows = [Row(each, work.sequences * work.tokens) for each in chosen]
+    with ExitStack() as stack:
+        teams = []
+        for setting in chosen:
+            told(f"starting {setting.name}")
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            team = _Team(setting, work, Path(folder) / "store")
+            stack.callback(team.close)
+            teams.append(team)
+        for team, row in zip(teams, rows, strict=True):
+            row.loss = team.run(_WARM_UP)[1]
+        steps = [max(1, round(1.0 / max(team.run(1)[0], 1e-3))) for team in teams]
+        until = time.monotonic() + seconds * len(teams)
+        while time.monotonic() < until or len(rows[0].seconds) < 3:
+            for team, row, count in zip(teams, rows, steps, strict=True):
+                row.seconds.append(team.run(count)[0])
+                row.ratios.append(rows[0].seconds[-1] / row.seconds[-1])
+            told(f"{len(rows[0].seconds)} turns")
+    return rows
+
+
+class _Team:
+    """The processes of a setting, waiting for a word."""
+
+    def __init__(self, setting: Setting, work: Work, store: Path) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._name = setting.name
+        self._links: list[Connection] = []
+        self._processes = []
+        for rank in range(setting.processes):
+            mine, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(setting, work, rank, str(store), theirs), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._links.append(mine)
+            self._processes.append(process)
+
+    def run(self, steps: int) -> tuple[float, float]:
+        """Make steps; returns the seconds of one, of the slowest process, and the first's loss."""
+        for link in self._links:
+            link.send(steps)
+        answers = [self._answer(link) for link in self._links]
+        return max(each[0] for each in answers) / steps, answers[0][1]
+
+    def _answer(self, link: Connection) -> tuple[float, float]:
+        if not link.poll(_PATIENCE):
+            raise RuntimeError(f"{self._name}: a process gave no answer in {_PATIENCE:.0f} s")
+        try:
+            failed, answer = link.recv()
+        except EOFError:
+            failed, answer = True, "it has ended"
+        if failed:
+            raise RuntimeError(f"{self._name}: a process failed: {answer}")
+        return answer
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+
+def _serve(setting: Setting, work: Work, rank: int, store: str, link: Connection) -> None:
+    """Train for as many steps as the other end says, again and again."""
+    try:
+        host.tune_host(threads=setting.threads)
+        if setting.processes > 1:
+            dist.init_process_group(
+                "gloo",
+                store=dist.FileStore(store, setting.processes),
+                rank=rank,
+                world_size=setting.processes,
+                timeout=timedelta(seconds=_PATIENCE),
+            )
+        step = _step_of(setting, work)
+        while True:
+            steps = link.recv()
+            begin = time.perf_counter()
+            losses = [step() for _ in range(steps)]
+            link.send((False, (time.perf_counter() - begin, losses[0])))
+    except EOFError:
+        return
+    except Exception as error:
+        link.send((True, f"{type(error).__name__}: {error}"))
+
+
+def _step_of(setting: Setting, work: Work) -> Callable[[], float]:
+    """Return a function that makes a step and returns its loss."""
+    config = work.config
+    generator = torch.Generator().manual_seed(_SEED)
+    shape = work.sequences, work.tokens + 1
+    text = torch.randint(config.vocab_size, shape, generator=generator)
+    tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
+    if setting.parallel is None:
+        return _patched_step(config, tokens, labels)
+    model = Transformer(config, device="meta")
+    if setting.processes == 1:
+        model.to_empty(device="cpu")
+        initialize(model, _SEED)
+    else:
+        parallelize(model, ParallelConfig(**setting.parallel), seed=_SEED)
+    run = replace(parallelized(model), config=ParallelConfig(**setting.parallel))
+    optimizer = run.optimizer(lr=1e-4, max_norm=None if run.pipeline else 1.0)
+    parts = [run.rows(each).chunk(run.config.microbatches) for each in (tokens, labels)]
+    shards = [run.shard_batch(*each) for each in zip(*parts, strict=True)]
+    count = run.count(torch.stack([each.labels for each in shards if each.labels is not None]))
+
+    def step() -> float:
+        outputs = run.step(shards, count)
+        if run.pipeline is not None:
+            run.clip(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(run.mean_loss(outputs, count))
+
+    return step
+
+
+def _patched_step(
+    config: TransformerConfig, tokens: torch.Tensor, labels: torch.Tensor
+) -> Callable[[], float]:
+    """Return a step of the model of transformers with this architecture, patched."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from fusedops.integrations import patch
+    from fusedops.models import to_config
+
+    values = to_config(config)
+    made = AutoConfig.for_model(values.pop("model_type"), **values)
+    made.use_cache = False
+    model: nn.Module = AutoModelForCausalLM.from_config(made)
+    patch(model)
+    model.train()
+    optimizer = AdamW(model.parameters(), lr=1e-4, max_norm=1.0)
+
+    def step() -> float:
+        loss = model(input_ids=tokens, shift_labels=labels, labels=labels).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.detach())
+
+    return step

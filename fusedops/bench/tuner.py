@@ -1,0 +1,317 @@
+"""Measures which backend wins, op by op and size by size: ``fusedops bench tune``.
+
+A contender is measured as it would run with the table in force: the tuner puts an entry for it in
+force around each sample, so that what the choice itself costs (on the CPU the way through Python
+instead of the compiled router) is in its time. Timer, inputs and sizes are those of the benchmark.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fusedops._core import backends, host, tuning
+from fusedops._core.architecture import architecture
+from fusedops._core.timer import Clock, Plan, Variant, clock_for, measure
+from fusedops.bench import machine
+from fusedops.bench.cases import tiny_sample
+from fusedops.bench.contenders import Call
+from fusedops.bench.results import now
+from fusedops.specs import BenchCase, Sample, Spec
+from fusedops.terminal import files
+from fusedops.terminal.progress import steps
+
+# By how much another backend has to win: below it the next run could tell the contrary, and rows
+# of different sizes should not change their rounding for nothing.
+MARGIN = 0.05
+TINY = "tiny"
+_VERSIONS = ("torch", "triton", "fusedops", "cuda", "driver")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """All contenders on one call of a registered op.
+
+    Attributes:
+        key: what a table calls it.
+        default: what runs without a table.
+        median_us: per contender.
+        ratio: time of the default divided by the contender's, median of the rounds.
+        sure: whether that contender won in three rounds of four, undisturbed.
+        case: the size, as the spec labels it.
+    """
+
+    key: tuning.Key
+    default: str
+    median_us: Mapping[str, float]
+    ratio: Mapping[str, float]
+    sure: Mapping[str, bool]
+    case: str = ""
+
+
+class _Seen(TorchDispatchMode):
+    """Collects the registered ops that are called, as a table calls them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys: list[tuning.Key] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note an op of fusedops, and run it."""
+        if func.namespace == "fusedops":
+            self.keys.append(tuning.key(func._schema.name.removeprefix("fusedops::"), args))
+        return func(*args, **(kwargs or {}))
+
+
+def measure_table(
+    plan: Sequence[tuple[Spec, BenchCase]],
+    names: Sequence[str],
+    device: torch.device,
+    *,
+    quick: bool,
+    seconds: float,
+    threads: int,
+    allocator: str,
+) -> tuple[tuning.Table, list[str]]:
+    """Measure ops at the sizes of ``plan``, and on a call so small that it is all overhead.
+
+    Args:
+        plan: ops and sizes, in order.
+        names: of dtypes.
+        device: where.
+        quick: take few samples.
+        seconds: per op, size, direction and dtype.
+        threads: of the CPU; 0 for one per physical core.
+        allocator: ``"tuned"`` or ``"system"``.
+
+    Returns:
+        The table, and notes on what is not in it.
+
+    Raises:
+        UserError: when nothing has a choice here.
+    """
+    torch.set_num_threads(threads or host.physical_cores())
+    if allocator == "tuned":
+        host.tune_host(threads=torch.get_num_threads())
+    device = torch.empty(0, device=device).device  # a GPU's index, as tensors have it
+    timing = Plan(least=5, most=15, seconds=seconds / 4) if quick else Plan(seconds=seconds)
+    measured, notes = _measure_all(plan, [getattr(torch, name) for name in names], device, timing)
+    entries = []
+    for key in dict.fromkeys(each.key for each in measured):
+        entry = choose([each for each in measured if each.key == key])
+        if entry is not None:
+            entries.append(entry)
+        else:
+            notes.append(f"{key[0]}: sizes of class {key[2]} differ in their default: left out")
+    if not entries:
+        raise files.UserError(
+            "there is nothing to tune: no op asked for has a second backend that runs these dtypes "
+            "here (fusedops doctor tells why)"
+        )
+    here, versions = machine.machine(device), machine.versions()
+    settings = {
+        "device": here.name,
+        "threads": here.threads,
+        "allocator": allocator,
+        "seconds": timing.seconds,
+        "created": now(),
+    }
+    known = {name: versions[name] for name in _VERSIONS if name in versions}
+    return tuning.Table(architecture(device), known, tuple(entries), settings), notes
+
+
+def _measure_all(
+    plan: Sequence[tuple[Spec, BenchCase]],
+    dtypes: Sequence[torch.dtype],
+    device: torch.device,
+    timing: Plan,
+) -> tuple[list[Measured], list[str]]:
+    clock = clock_for(device)
+    measured: list[Measured] = []
+    notes: list[str] = []
+    work: list[tuple[Spec, str, torch.dtype, Callable[[], Sample | None]]] = []
+    for name in dict.fromkeys(spec.name for spec, _ in plan):
+        cases = [(each, case) for each, case in plan if each.name == name]
+        for dtype in dtypes:
+            first = cases[0][0]
+            work.append((first, TINY, dtype, partial(tiny_sample, first, device, dtype)))
+            work += [(each, c.label, dtype, partial(c.make, device, dtype)) for each, c in cases]
+    with steps(len(work)) as progress:
+        for spec, label, dtype, make in work:
+            title = f"{spec.name} {label} {str(dtype).removeprefix('torch.')}"
+            progress.say(title)
+            found: list[Measured] = []
+            why: list[str] = []
+            try:
+                sample = make()
+                if sample is not None:  # None: no call of this op is tiny
+                    found, why = measure_case(spec, sample, device, clock, timing)
+            except RuntimeError as error:
+                # Too large for this machine, or a dtype that eager does not have on this device.
+                why = [str(error).strip().splitlines()[0]]
+            measured += [replace(each, case=label) for each in found]
+            notes += [f"{title}: {each}" for each in why]
+            progress.advance()
+    return measured, notes
+
+
+def deliver(table: tuning.Table, notes: Sequence[str], path: Path) -> None:
+    """Write a table; show its entries first: a full disk must not cost them."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from fusedops.terminal.console import console, print_table
+
+    out = console()
+    shown = Table(title=f"{table.architecture}: {table.measured['device']}", title_justify="left")
+    for column in ("op", "dtype", "elements", "winner", "x default", "us"):
+        shown.add_column(column, justify="right" if column == "x default" else "left")
+    for entry in sorted(table.entries, key=lambda each: each.sort_key):
+        times = ", ".join(f"{name} {us:.1f}" for name, us in entry.median_us.items())
+        winner = tuning.label(entry.backend, entry.config)
+        size = f"2^{entry.size_class}"
+        shown.add_row(entry.op, entry.dtype, size, winner, f"{entry.ratio:.2f}", times)
+    print_table(out, shown)
+    for note in notes:
+        out.print(Text(f"note: {note}", style="yellow"))
+    files.write_text(path, tuning.dump(table))
+    out.print(f"wrote {path}; put it in force with FUSEDOPS_TUNING={path}", soft_wrap=True)
+
+
+def measure_case(
+    spec: Spec, sample: Sample, device: torch.device, clock: Clock, plan: Plan
+) -> tuple[list[Measured], list[str]]:
+    """Time the backends of an op's forward and backward against each other on one call.
+
+    Returns:
+        Forward and backward, where there is a choice; and notes on what could not be measured.
+    """
+    call = Call.of(spec, sample)
+    found: list[Measured] = []
+    notes: list[str] = []
+
+    def forward() -> Any:
+        return call.forward(spec.op)
+
+    parts: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
+        (lambda: None, lambda _: forward())
+    ]
+    if call.leaves:
+        parts.append((forward, call.backward))
+    for prepare, run in parts:
+        with backends.use_tuning(device, {}), _Seen() as seen:
+            value = prepare()
+            seen.keys.clear()
+            run(value)
+        if len(seen.keys) != 1:
+            ops = ", ".join(op for op, *_ in seen.keys) or "none"
+            notes.append(f"not one op is called but {ops}: left out")
+            continue
+        measured = _compare(spec.name, seen.keys[0], prepare, run, device, clock, plan)
+        if measured is not None:
+            found.append(measured)
+    return found, notes
+
+
+def choose(measured: Sequence[Measured]) -> tuning.Entry | None:
+    """Return the entry of one key: another backend only where it wins every time.
+
+    Of sizes that share a class the one with the least gain stands in the table.
+    """
+    key, default = measured[0].key, measured[0].default
+    if any(each.default != default for each in measured):
+        return None
+    winner = default
+    least = 1 + MARGIN
+    for label in measured[0].ratio:
+        gain = min(each.ratio[label] if each.sure.get(label) else 0.0 for each in measured)
+        if gain > least:
+            winner, least = label, gain
+    shown = min(measured, key=lambda each: each.ratio[winner])
+    backend, _, config = winner.partition(":")
+    return tuning.Entry(
+        op=key[0],
+        dtype=str(key[1]).removeprefix("torch."),
+        size_class=key[2],
+        backend=backend,
+        config=config or None,
+        median_us={name: float(f"{us:.4g}") for name, us in shown.median_us.items()},
+        ratio=round(shown.ratio[winner], 3),
+        cases=tuple(each.case for each in measured),
+    )
+
+
+def _compare(
+    name: str,
+    key: tuning.Key,
+    prepare: Callable[[], Any],
+    run: Callable[[Any], Any],
+    device: torch.device,
+    clock: Clock,
+    plan: Plan,
+) -> Measured | None:
+    """Time all that can run; ``None`` when there is no choice."""
+
+    def force(backend: str, config: str | None) -> AbstractContextManager[None]:
+        entry = tuning.Entry(
+            key[0], str(key[1]).removeprefix("torch."), key[2], backend, config, {}, 1.0
+        )
+        return backends.use_tuning(device, {key: entry})
+
+    def nothing() -> AbstractContextManager[None]:
+        return backends.use_tuning(device, {})
+
+    default = _ran(key[0], nothing, prepare, run)
+    if default is None:
+        return None
+    variants = [Variant(default, run, prepare, nothing)]
+    offered: list[tuple[str, str | None]] = [(each, None) for each in backends.order(device)]
+    offered += [("triton", each) for each in backends.configurations(name)]
+    for backend, config in offered:
+        context = partial(force, backend, config)
+        label = tuning.label(backend, config)
+        if label != default and _ran(key[0], context, prepare, run) == backend:
+            variants.append(Variant(label, run, prepare, context))
+    if len(variants) == 1:
+        return None
+    timing = measure(variants, clock, plan)
+    ratios = {each.name: timing.ratio(default, each.name) for each in variants}
+    return Measured(
+        key=key,
+        default=default,
+        median_us={each.name: timing.spread(each.name).median * 1e6 for each in variants},
+        ratio={each: ratio.median for each, ratio in ratios.items()},
+        sure={
+            each: ratio.q1 > 1 and timing.trusted(each) and timing.trusted(default)
+            for each, ratio in ratios.items()
+        },
+    )
+
+
+def _ran(
+    op: str,
+    context: Callable[[], AbstractContextManager[None]],
+    prepare: Callable[[], Any],
+    run: Callable[[Any], Any],
+) -> str | None:
+    """Return the backend that ``op`` runs on in this context, ``None`` when it cannot."""
+    with context():
+        value = prepare()
+        before = backends.counters()
+        try:
+            run(value)
+        except Exception:
+            # Whatever a kernel or its compiler raises: it is no choice, then.
+            return None
+        after = backends.counters()
+    ran = [
+        each for (name, each), n in after.items() if name == op and n > before.get((name, each), 0)
+    ]
+    return ran[0] if ran else None

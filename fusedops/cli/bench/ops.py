@@ -1,0 +1,435 @@
+"""The command line of ``fusedops bench``, ``fusedops bench compare`` and ``fusedops bench tune``.
+
+torch is imported inside the functions: ``--help`` must not wait for it longer than the package
+itself does.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fusedops.cli.bench import generation, memory, models, options, scaling
+from fusedops.terminal import files
+
+if TYPE_CHECKING:
+    import torch
+
+    from fusedops.bench.compare import Change, Verdict
+    from fusedops.bench.results import Record
+    from fusedops.specs import BenchCase, Spec
+
+
+class _DefaultGroup(typer.core.TyperGroup):
+    """A group whose subcommand may be left out: ``bench gelu`` means ``bench run gelu``."""
+
+    default = "run"
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not args or args[0] not in self.commands:
+            args = [self.default, *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(
+    cls=_DefaultGroup,
+    add_completion=False,
+    help="Measure ops and whole models, compare two measurements, tune.",
+)
+app.command(cls=models.Command)(models.models)
+app.command()(memory.memory)
+app.command()(scaling.scaling)
+app.command()(generation.generate)
+
+
+@app.command(
+    epilog="Also `fusedops bench models` (whole models), `fusedops bench compare BEFORE.json "
+    "AFTER.json` (which rows became slower) and `fusedops bench tune` (a table of the fastest "
+    "backends here); all have --help."
+)
+def run(
+    ops: Annotated[
+        list[str] | None,
+        typer.Argument(help="Ops, moe_layer, or moe for all of both; none: every op."),
+    ] = None,
+    every: Annotated[bool, typer.Option("--all", help="All ops.")] = False,
+    dtype: Annotated[
+        str, typer.Option(help=f"Comma-separated: {', '.join(options.DTYPES)}.")
+    ] = "float32,bfloat16",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    sizes: Annotated[
+        str, typer.Option(help="Comma-separated, such as 4096x1024,16x768; default: headline ones.")
+    ] = "",
+    all_sizes: Annotated[
+        bool, typer.Option("--all-sizes", help="Every size of the specs.")
+    ] = False,
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A size of your own, by the op's dimensions: rows=4096,columns=1024; repeatable."
+        ),
+    ] = None,
+    variants: Annotated[
+        str,
+        typer.Option(
+            help="Comma-separated: compile, fusedops, fusedops:cpp, a peer... eager runs always."
+        ),
+    ] = "",
+    all_backends: Annotated[
+        bool,
+        typer.Option("--all-backends", help="Also the reference, and the chosen backend by name."),
+    ] = False,
+    no_compile: Annotated[
+        bool, typer.Option("--no-compile", help="Leave torch.compile out (it compiles for long).")
+    ] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Few samples, no torch.compile: a first look.")
+    ] = False,
+    seconds: Annotated[
+        float,
+        typer.Option(
+            callback=options.finite, min=0.01, max=600, help="Time per size, direction and dtype."
+        ),
+    ] = 1.5,
+    threads: Annotated[
+        int, typer.Option(min=0, help="CPU threads; 0: one per physical core, on all sides.")
+    ] = 0,
+    allocator: Annotated[
+        str, typer.Option(help="tuned or system: C allocator settings, on all sides.")
+    ] = "tuned",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the record.")] = None,
+    csv_file: Annotated[Path | None, typer.Option("--csv", help="Write the rows.")] = None,
+    png_file: Annotated[Path | None, typer.Option("--png", help="Draw the rows.")] = None,
+    results: Annotated[
+        Path | None,
+        typer.Option(help="Write FOLDER/<device>/<op>-<dtype>.csv, as bench/results has them."),
+    ] = None,
+) -> None:
+    """Measure ops against eager torch, torch.compile and installed peers.
+
+    Forward, backward and both; time, rate, share of this machine's measured limit, host overhead,
+    peak memory and error against float64. Variants take turns, medians count, disturbed samples
+    do not: bench/README.md has the protocol.
+    """
+    with files.one_line_errors():
+        files.check_environment()
+        if every and ops:
+            raise files.UserError("name ops or say --all, not both")
+        for path in (json_file, csv_file, png_file):
+            if path is not None:
+                files.check_writable(path)
+        if results is not None:
+            files.make_folder(results)
+            files.check_writable(results / "probe.csv")
+        if png_file is not None:
+            from fusedops.bench import chart
+
+            chart.check_installed()
+        names = options.words(dtype, options.DTYPES, "dtype")
+        options.words(allocator, options.ALLOCATORS, "allocator")
+        if shape and (not ops or sizes or all_sizes):
+            raise files.UserError(
+                "--shape needs the names of ops, and neither --sizes nor --all-sizes"
+            )
+        specs = _specs(ops or [])
+        plan = _cases(specs, sizes, all_sizes, quick, shape or [])
+        only = _variants(specs, variants)
+        where = options.device(device)
+        record, whole = _measure(
+            plan,
+            names,
+            where,
+            only,
+            all_backends=all_backends,
+            compiled=not (no_compile or quick or (only and "compile" not in only)),
+            quick=quick,
+            seconds=seconds,
+            threads=threads,
+            allocator=allocator,
+            json_file=json_file,
+        )
+        _deliver(record, json_file, csv_file, png_file, results)
+        if not whole:
+            raise typer.Exit(130)  # as a shell says of an interrupted command
+
+
+@app.command()
+def compare(
+    before: Annotated[Path, typer.Argument(help="The record to compare with.")],
+    after: Annotated[Path, typer.Argument(help="The record that is judged.")],
+    fail_if_slower: Annotated[
+        str, typer.Option(help="Share by which a row may be slower, such as 5%.")
+    ] = "5%",
+    allow_different: Annotated[
+        bool, typer.Option("--allow-different", help="Although machine, settings or dtype differ.")
+    ] = False,
+) -> None:
+    """Exit with 1 when a row of fusedops became slower beyond its spread; list those rows."""
+    from fusedops.bench.compare import compare as judge
+    from fusedops.bench.compare import parse_share
+    from fusedops.bench.results import load_json
+
+    with files.one_line_errors():
+        files.check_environment()
+        allowed = parse_share(fail_if_slower)
+        verdict = judge(
+            load_json(before), load_json(after), allowed=allowed, allow_different=allow_different
+        )
+    _show_verdict(verdict, allowed)
+    raise typer.Exit(1 if verdict.slower else 0)
+
+
+@app.command(epilog="docs/tuning.md tells what a table does.")
+def tune(
+    ops: Annotated[str, typer.Option(help="Comma-separated ops to measure; default: all.")] = "",
+    dtype: Annotated[
+        str, typer.Option(help=f"Comma-separated: {', '.join(options.DTYPES)}.")
+    ] = "float32,bfloat16",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    out: Annotated[
+        Path | None, typer.Option(help="File to write; default: ARCHITECTURE.json here.")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Two sizes, few samples: to try the command.")
+    ] = False,
+    seconds: Annotated[
+        float,
+        typer.Option(
+            callback=options.finite, min=0.01, max=600, help="Time per size, direction and dtype."
+        ),
+    ] = 1.5,
+    threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0: one per physical core.")] = 0,
+    allocator: Annotated[
+        str, typer.Option(help="tuned or system: C allocator settings.")
+    ] = "tuned",
+) -> None:
+    """Measure which backend wins per op, dtype and size on this device, and write it to a table.
+
+    FUSEDOPS_TUNING=FILE puts the table in force: those choices then cost a dictionary lookup.
+    """
+    with files.one_line_errors():
+        files.check_environment()
+        names = options.words(dtype, options.DTYPES, "dtype")
+        options.words(allocator, options.ALLOCATORS, "allocator")
+        from fusedops._core.architecture import architecture
+        from fusedops.bench import tuner
+        from fusedops.specs import all_specs
+
+        specs = _specs(options.words(ops, all_specs(), "ops") if ops else [])
+        where = options.device(device)
+        path = out or Path(f"{architecture(where)}.json")
+        files.check_writable(path)
+        table, notes = tuner.measure_table(
+            _cases(specs, "", not quick, quick),
+            names,
+            where,
+            quick=quick,
+            seconds=seconds,
+            threads=threads,
+            allocator=allocator,
+        )
+        tuner.deliver(table, notes, path)
+
+
+def _specs(ops: list[str]) -> list[Spec]:
+    """Return the specs of ops, of layers, and of all in a group, in the order of the names."""
+    from fusedops._core import backends
+    from fusedops.bench.layers import GROUPS, LAYERS, members
+    from fusedops.specs import all_specs
+
+    known = all_specs()
+    for name in ops:
+        if name in backends.op_names() and name not in known:
+            raise files.UserError(f"op {name!r} has no spec: write fusedops/specs/{name}.py")
+        options.check_known(name, (*known, *LAYERS, *GROUPS), "op")
+    chosen = [each for name in ops for each in members(name, known)]
+    return [{**known, **LAYERS}[name] for name in dict.fromkeys(chosen or known)]
+
+
+def _cases(
+    specs: list[Spec], sizes: str, all_sizes: bool, quick: bool, shapes: Sequence[str] = ()
+) -> list[tuple[Spec, BenchCase]]:
+    """Return what to measure, in order."""
+    from fusedops.cli.bench.shape import case_of, example
+
+    if shapes:
+        return [(spec, case_of(spec, text)) for spec in specs for text in shapes]
+    if sizes:
+        every = [(spec, case) for spec in specs for case in spec.bench_cases]
+        exact = [(spec, case) for spec, case in every if case.label == sizes]
+        if exact:
+            return exact
+        try:
+            wanted = options.words(sizes, dict.fromkeys(_size(case) for _, case in every), "sizes")
+        except files.UserError as error:
+            own = (
+                f"; a size of your own is --shape {example(specs[0])}"
+                if specs[0].bench_case
+                else ""
+            )
+            raise files.UserError(f"{error}{own if len(specs) == 1 else ''}") from None
+        return [(spec, case) for spec, case in every if _size(case) in wanted]
+    plan = []
+    for spec in specs:
+        cases = [case for case in spec.bench_cases if case.headline or all_sizes]
+        cases = cases or list(spec.bench_cases[:1])
+        plan += [(spec, case) for case in (cases[:1] if quick and not all_sizes else cases)]
+    return plan
+
+
+def _size(case: BenchCase) -> str:
+    """Return the size alone of a label such as ``4096x1024, dropout 0.1``."""
+    return re.split(r"[ ,]", case.label)[0]
+
+
+def _variants(specs: list[Spec], text: str) -> list[str]:
+    from fusedops.bench.contenders import names
+
+    if not text:
+        return []
+    known = dict.fromkeys(name for spec in specs for name in names(spec))
+    return options.words(text, known, "variants")
+
+
+def _measure(
+    plan: list[tuple[Spec, BenchCase]],
+    names: list[str],
+    device: torch.device,
+    only: list[str],
+    *,
+    all_backends: bool,
+    compiled: bool,
+    quick: bool,
+    seconds: float,
+    threads: int,
+    allocator: str,
+    json_file: Path | None,
+) -> tuple[Record, bool]:
+    """Return what was measured, and whether that is all: an interrupt keeps what there is.
+
+    After each size the file has all rows so far: a process that runs out of memory is not asked.
+    """
+    import torch
+
+    from fusedops._core import host
+    from fusedops._core.timer import Plan, clock_for
+    from fusedops.bench import machine
+    from fusedops.bench.cases import Settings, host_overhead, run_case
+    from fusedops.bench.limits import measure_limits
+    from fusedops.bench.results import Row, record_of, save_json
+    from fusedops.terminal.progress import steps
+
+    torch.set_num_threads(threads or host.physical_cores())
+    if allocator == "tuned":
+        host.tune_host(threads=torch.get_num_threads())
+    dtypes = [getattr(torch, name) for name in names]
+    here = machine.describe(device)
+    clock = clock_for(device)
+    timing = Plan(least=5, most=15, seconds=seconds / 4) if quick else Plan(seconds=seconds)
+    common = Settings(
+        device=device,
+        plan=timing,
+        compiled=compiled,
+        only=only,
+        all_backends=all_backends,
+        allocator=allocator,
+        cache_bytes=here["cache_bytes"],
+        say=lambda what: None,
+    )
+    rows: list[Row] = []
+    notes: list[str] = []
+    whole = True
+    overhead: dict[tuple[str, torch.dtype], dict[tuple[str, str], float]] = {}
+    settled = {"allocator": allocator, "dtypes": names, "compile": compiled}
+    with steps(1 + len(plan) * len(dtypes)) as progress, options.sigterm_interrupts():
+        progress.say("limits of this machine")
+        limits = measure_limits(device, dtypes, clock)
+        progress.advance()
+        try:
+            for spec, case in plan:
+                for each in dtypes:
+                    title = f"{spec.name} {case.label} {str(each).removeprefix('torch.')}"
+
+                    def say(what: str, title: str = title) -> None:
+                        progress.say(f"{title}: {what}")
+
+                    settings = replace(common, say=say)
+                    if (spec.name, each) not in overhead:
+                        say("host overhead")
+                        overhead[spec.name, each] = host_overhead(spec, each, settings)
+                    found, why = run_case(
+                        spec, case, each, settings, limits, clock, overhead[spec.name, each]
+                    )
+                    rows += found
+                    notes += why
+                    if json_file is not None:
+                        with suppress(OSError, files.UserError):  # told when all is written
+                            so_far = record_of(here, timing, limits, rows, notes, **settled)
+                            save_json(json_file, so_far)
+                    progress.advance()
+        except KeyboardInterrupt:
+            if not rows:
+                raise
+            whole = False
+            notes.append(f"interrupted at {title}: what was measured before is here")
+    record = record_of(here, timing, limits, rows, notes, **settled)
+    return record, whole
+
+
+def _deliver(
+    record: Record,
+    json_file: Path | None,
+    csv_file: Path | None,
+    png_file: Path | None,
+    results: Path | None,
+) -> None:
+    """Show the record, then write what was asked for: a full disk must not cost the table."""
+    from fusedops.bench import chart, table
+    from fusedops.bench.results import save_json, save_results, to_csv
+    from fusedops.terminal.console import console
+
+    out = console()
+    table.show(record, out)
+    writers: list[tuple[Path | None, Callable[[Path], object]]] = [
+        (json_file, lambda path: save_json(path, record)),
+        (csv_file, lambda path: files.write_text(path, to_csv(record, record.rows))),
+        (results, lambda path: save_results(path, record)),
+        (png_file, lambda path: chart.save(path, record)),
+    ]
+    options.write_all(writers, out)
+
+
+def _show_verdict(verdict: Verdict, allowed: float) -> None:
+    judged = [each for each in verdict.changes if each.after.ours]
+    print(f"{len(judged)} rows of fusedops compared, {100 * allowed:g}% slower allowed")
+    for word, changes in (
+        ("slower", verdict.slower),
+        ("faster", verdict.faster),
+        ("not judged, disturbed while measured", verdict.doubtful),
+    ):
+        for each in changes:
+            print(f"{word}: {_line(each)}")
+    for key in verdict.missing:
+        print(f"only in the first record: {' '.join(key)}")
+    if abs(verdict.drift) > 0.02:
+        print(
+            f"note: the rows that are not ours moved by {100 * verdict.drift:+.0f}% (median): "
+            "the machine or torch changed too"
+        )
+    if not verdict.slower:
+        print("no row became slower beyond its spread")
+
+
+def _line(change: Change) -> str:
+    before, after = change.before, change.after
+    return (
+        f"{' '.join(after.key)}: {before.median_us:.1f} -> {after.median_us:.1f} us "
+        f"({100 * change.slower_by:+.1f}%; middle halves {before.q1_us:.1f}-{before.q3_us:.1f} and "
+        f"{after.q1_us:.1f}-{after.q3_us:.1f})"
+    )

@@ -1,0 +1,62 @@
+"""How a command ends on several processes: a line of the first one, and an exit code of all.
+
+The codes: 1 when something failed on the way, 2 for what the user can put right.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from fusedops.terminal import files
+
+
+@contextmanager
+def told_once(*, first: bool, lost: str = "") -> Iterator[None]:
+    """Turn errors that a command may end with into a line and an exit code.
+
+    Args:
+        first: whether this process tells; that others are gone each one tells.
+        lost: what can be done when they are.
+    """
+    try:
+        yield
+    except Exception as error:
+        code = _code(error)
+        if code is None and not _is_lost(error):
+            raise
+        if code is None:
+            text = str(error).strip().splitlines()[0]
+            say(f"fusedops: error: the other processes are gone ({text}){lost}")
+        elif first:
+            say(f"fusedops: error: {error}")
+        raise SystemExit(code or 1) from None
+
+
+def say(text: str) -> None:
+    """Print a line beside the output."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def _code(error: Exception) -> int | None:
+    """Return the exit code of an error that has a sentence; ``None``: it is a fault of ours."""
+    if isinstance(error, files.UserError):
+        return 2
+    from fusedops.checkpoint import CheckpointError, GuardError
+    from fusedops.train import InputError
+
+    if isinstance(error, InputError):
+        return 2
+    from fusedops.generation import NonFiniteLogitsError
+
+    failures = CheckpointError, GuardError, NonFiniteLogitsError
+    return 1 if isinstance(error, failures) else None
+
+
+def _is_lost(error: Exception) -> bool:
+    """Whether a communication failed because another process ended."""
+    import torch.distributed as dist
+
+    network = isinstance(error, dist.DistError)
+    return network or (isinstance(error, RuntimeError) and "gloo" in str(error))

@@ -1,0 +1,385 @@
+"""Which wins on this machine, the patched module or the stock one: ``patch(..., calibrate=True)``.
+
+Each class and shape of module is measured once per process, alone, on random rows of the size that
+its weights declare: forward, and backward where the model trains, the two in turns. Where the stock
+module is faster the patched class is taken from it again. What the fused forward of a module does
+for its children counts for the module; they are measured only when it has lost. Children that it
+calls are measured on their own, and only replayed meanwhile (``calibration_replay.py``).
+
+A module whose inputs are not known, or that raises, stays patched and is listed as not measured.
+Weights, their gradients and the state of the random numbers stay as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fusedops._core import backends
+from fusedops._core.architecture import architecture
+from fusedops._core.dtypes import autocast_dtype
+from fusedops._core.timer import (
+    BriefClock,
+    Clock,
+    Plan,
+    Variant,
+    clock_for,
+    measure,
+)
+from fusedops.integrations.hf.calibration.inputs import UnknownError, inputs, width
+from fusedops.integrations.hf.calibration.replay import Recording, called
+from fusedops.integrations.hf.calibration.timing import Shares
+from fusedops.integrations.hf.rules.rule import (
+    Rule,
+    absorbed,
+    global_hooks,
+    hooks_obstacle,
+    like,
+    plain_weight,
+    resolution,
+    rule_of,
+)
+
+# Seconds for one model.
+BUDGET = 2.0
+# The stock module has to win by this much, in three rounds of four and in two measurements: else
+# the next run could tell the contrary.
+MARGIN = 0.05
+ROUNDS = 5
+_RUNS = 2 * (ROUNDS + 1)
+# Fewer rows than the fewest say how weights are read, not how fast the products of a batch are.
+_PROBED_ROWS, _FEWEST_ROWS, _MOST_ROWS = 16, 64, 1024
+_STOCK, _PATCHED = "stock", "patched"
+
+# What tells two modules of one class apart beside the shapes of their parameters.
+_SETTINGS = (int, float, str, bool)
+_PLACE = ("layer_idx", "layer_id", "training")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was found of one class and shape.
+
+    Attributes:
+        speed_up: time of the stock module divided by the patched one's, median of the rounds;
+            ``None`` where it was not measured.
+        sure: whether the stock module won in three rounds of four, measured twice.
+        where: dtype and rows, ``"bfloat16, 1024x512"``.
+        problem: why it was not measured.
+        for_want_of_time: whether another calibration may measure it.
+    """
+
+    speed_up: float | None = None
+    sure: bool = False
+    where: str = ""
+    problem: str = ""
+    for_want_of_time: bool = False
+
+    @property
+    def stock_wins(self) -> bool:
+        """Whether the stock module is to stay."""
+        return self.speed_up is not None and self.sure and self.speed_up * (1 + MARGIN) < 1
+
+    def __str__(self) -> str:
+        if self.speed_up is None:
+            return f"not measured: {self.problem}"
+        kept = "stock kept: " if self.stock_wins else ""
+        return f"{kept}{self.speed_up:.2f}x measured on this machine, {self.where}"
+
+
+# Measured once per process; and what each module of a model was told, for its report.
+_FOUND: dict[str, Finding] = {}
+_NOTHING: Mapping[str, Finding] = {}
+_TOLD: weakref.WeakKeyDictionary[nn.Module, Finding] = weakref.WeakKeyDictionary()
+
+
+def told(module: nn.Module) -> Finding | None:
+    """Return what calibration found of a module, ``None`` where it was not asked."""
+    return _TOLD.get(module)
+
+
+def forget(model: nn.Module) -> None:
+    """Let the modules of a model be as before calibration; what was measured stays known."""
+    for module in model.modules():
+        _TOLD.pop(module, None)
+
+
+def clear() -> None:
+    """Forget all that was measured in this process."""
+    _FOUND.clear()
+
+
+def calibrate(model: nn.Module, known: Mapping[str, Finding] = _NOTHING) -> dict[str, Finding]:
+    """Take the patched class from each module of ``model`` whose stock forward is faster here.
+
+    Args:
+        model: patched.
+        known: what need not be measured.
+
+    Returns:
+        What was found or known of its modules.
+    """
+    time = Shares(BUDGET, _RUNS)
+    found: dict[str, Finding] = {}
+    seen: set[nn.Module] = set()
+    while todo := _to_decide(model, seen):
+        _decide(model, todo, found, {**_FOUND, **known}, time)
+        seen.update(todo)
+    late = [each for each in seen if (told(each) or Finding()).for_want_of_time]
+    if late and time.left() > 0:  # what the others have left over
+        _decide(model, late, found, {}, time)
+    return found
+
+
+def _to_decide(model: nn.Module, seen: set[nn.Module]) -> list[nn.Module]:
+    """Return the patched modules that do work of their own now, and were not asked yet."""
+    inside = {each for module in model.modules() for each in _does_work_of(module)}
+    return [
+        each
+        for each in model.modules()
+        if rule_of(each) is not None and each not in inside and each not in seen
+    ]
+
+
+def _decide(
+    model: nn.Module,
+    modules: list[nn.Module],
+    found: dict[str, Finding],
+    known: Mapping[str, Finding],
+    time: Shares,
+) -> None:
+    """Measure what is not known of some modules, tell each, and let stock ones stay that win."""
+    keys = {each: _key(each) for each in sorted(modules, key=_size)}
+    sizes = {key: _size(each) for each, key in keys.items()}
+    found |= {key: known[key] for key in sizes.keys() & known.keys() - found.keys()}
+    done = {key for key, each in found.items() if not each.for_want_of_time}
+    time.plan({key: size for key, size in sizes.items() if key not in done})
+    for module, key in keys.items():
+        finding = _obstacle(module)
+        if finding is None:
+            if key not in done:
+                done.add(key)
+                found[key] = _measured(module, model, time.take(key), time)
+                if not found[key].for_want_of_time:
+                    _FOUND[key] = found[key]
+            finding = found[key]
+        _TOLD[module] = finding
+        rule = rule_of(module)
+        if finding.stock_wins and rule is not None:
+            module.__class__ = rule.original
+
+
+def _size(module: nn.Module) -> int:
+    """Return the number of weights that ``module`` reads itself, without the children it calls."""
+    apart = {
+        each for child in called(module, set(_does_work_of(module))) for each in child.parameters()
+    }
+    return sum(each.numel() for each in module.parameters() if each not in apart)
+
+
+def _does_work_of(module: nn.Module) -> list[nn.Module]:
+    """Return all modules below ``module`` that its fused forward does not call now."""
+    names = absorbed(module)  # some families of a rule lack a child that others have
+    below = [each for name, each in module.named_modules() if name in names]
+    return [part for each in below for part in each.modules()]
+
+
+def _key(module: nn.Module) -> str:
+    """Return in one line what a finding holds for: class, shapes, settings, dtype and device."""
+    rule = rule_of(module)
+    cls = type(module) if rule is None else rule.original
+    example = like(module)
+    shapes = [f"{name}{list(each.shape)}" for name, each in module.named_parameters()]
+    settings = [
+        f"{name}={value}"
+        for name, value in sorted(vars(module).items())
+        if isinstance(value, _SETTINGS) and not name.startswith("_") and name not in _PLACE
+    ]
+    device = architecture(example.device)
+    if example.device.type == "cpu":
+        device += f", {torch.get_num_threads()} threads"
+    if (asked := backends.requested()) is not None:
+        device += f", {asked} asked for"
+    return "; ".join(
+        (
+            f"{cls.__module__}.{cls.__qualname__}",
+            " ".join(shapes),
+            " ".join(settings),
+            _dtype(example),
+            "training" if _trains(module) else "evaluation",
+            device,
+        )
+    )
+
+
+def _dtype(example: torch.Tensor) -> str:
+    """Return the dtype of the weights, and that of autocast where it is on."""
+    own = str(example.dtype).removeprefix("torch.")
+    lower = autocast_dtype(example.device)
+    return own if lower is None else f"{own} under autocast to {str(lower).removeprefix('torch.')}"
+
+
+def _trains(module: nn.Module) -> bool:
+    return (
+        module.training
+        and torch.is_grad_enabled()
+        and any(each.requires_grad for each in module.parameters())
+    )
+
+
+def _measured(module: nn.Module, model: nn.Module, share: float, time: Shares) -> Finding:
+    """Return what is found of a module in about ``share`` seconds; whatever it raises is told."""
+    if share <= 0:
+        return Finding(problem="the time for calibration was over", for_want_of_time=True)
+    rule = rule_of(module)
+    assert rule is not None
+    if resolution(rule.ops[0], rule.probe, module) is None:
+        return Finding(problem="torch's own kernel runs either way")
+    devices = [like(module).device] if like(module).is_cuda else []
+    try:
+        with torch.random.fork_rng(devices):
+            return _Pair(module, rule, model).compare(share, time)
+    except UnknownError as error:
+        return Finding(problem=str(error))
+    except Exception as error:  # whatever a module wants that was not thought of
+        first = (str(error).strip().splitlines() or [""])[0]
+        return Finding(problem=f"{type(error).__name__}: {first}")
+
+
+def _obstacle(module: nn.Module) -> Finding | None:
+    """Return why this module, whatever others of its class may, must not be run, or ``None``."""
+    rule = rule_of(module)
+    problem = None if rule is None else _problem(module, rule)
+    return None if problem is None else Finding(problem=problem)
+
+
+def _problem(module: nn.Module, rule: Rule) -> str | None:
+    if type(module) is not rule.patched:
+        return "another class lies on top of the patched one"
+    if rule.aside(module) is not None:
+        return "it steps aside"
+    parameters = list(module.parameters())
+    if any(each.is_meta for each in parameters):
+        return "its parameters are on no device"
+    if not all(map(plain_weight, parameters)) or any(hasattr(p, "ds_shape") for p in parameters):
+        return "its parameters are not plain tensors"
+    if any(_drops(module, name) for name in absorbed(module) if "." in name):
+        # At the end of a child, which would be replayed with it.
+        return "it does the dropout of its children"
+    for name, each in module.named_modules():
+        reason = hooks_obstacle(name or "it", each)
+        if reason is not None:
+            return reason
+    return global_hooks()
+
+
+def _drops(module: nn.Module, name: str) -> bool:
+    child = module.get_submodule(name)
+    return isinstance(child, nn.Dropout) and child.training and child.p > 0
+
+
+def _too_long(rows: int, seconds: float, take: str) -> Finding:
+    took = f"{rows} rows {take} {1e3 * seconds:.1f} ms"
+    return Finding(problem=f"{took}, more than there was time for", for_want_of_time=True)
+
+
+class _Pair:
+    """A module as it is patched, and with the classes that it had before."""
+
+    def __init__(self, module: nn.Module, rule: Rule, model: nn.Module) -> None:
+        self.module, self.rule, self.model = module, rule, model
+        self.trains = _trains(module)
+        inside = _does_work_of(module)
+        parts = [module, *inside]
+        self.patched = {each: type(each) for each in parts}
+        rules = {each: rule_of(each) for each in parts}
+        self.stock = {
+            each: type(each) if found is None else found.original for each, found in rules.items()
+        }
+        self.children = Recording(called(module, set(inside)))
+        self.leaves: list[torch.Tensor] = []
+        self.args: list[Any] = []
+        self.kwargs: dict[str, Any] = {}
+        self.grad: torch.Tensor | None = None
+
+    def compare(self, share: float, time: Shares) -> Finding:
+        """Time both in turns, on as many rows as fit into ``share`` seconds."""
+        clock = clock_for(like(self.module).device)
+        affordable, size = share / time.runs, _size(self.module)
+        if time.expected(size) > affordable:
+            return _too_long(_FEWEST_ROWS, time.expected(size), "would take about")
+        for rows in (_PROBED_ROWS, _FEWEST_ROWS):
+            self._give(rows)
+            seconds = max(self._once(clock, name) for name in (_STOCK, _PATCHED))
+            time.learn(size, seconds)
+            if seconds > affordable:
+                return _too_long(rows, seconds, "take")
+        while 2 * rows <= _MOST_ROWS and 2 * seconds <= affordable:
+            rows, seconds = 2 * rows, 2 * seconds
+        self._give(rows)
+        speed_up, lost = self._measure(clock)
+        if lost:  # it is heard twice
+            again, lost = self._measure(clock)
+            speed_up = max(speed_up, again)
+        where = f"{_dtype(like(self.module))}, {rows}x{width(self.module, self.model)}"
+        return Finding(speed_up, lost, where)
+
+    def _measure(self, clock: Clock) -> tuple[float, bool]:
+        """Return time of stock divided by patched, and whether stock won in most rounds."""
+        variants = [self._variant(name) for name in (_STOCK, _PATCHED)]
+        timing = measure(variants, BriefClock(clock), Plan(ROUNDS, ROUNDS, 0.0))
+        ratio = timing.ratio(_STOCK, _PATCHED)
+        return ratio.median, ratio.q3 < 1
+
+    def _give(self, rows: int) -> None:
+        """Make the arguments for so many rows, and the gradient of what comes out."""
+        self.leaves, self.args, self.kwargs = inputs(self.module, self.rule, self.model, rows)
+        for leaf in self.leaves:
+            leaf.requires_grad_(self.trains)
+        with self._classes(_STOCK), self.children.recording(), torch.no_grad():
+            self.grad = torch.randn_like(self._forward())
+
+    def _forward(self) -> torch.Tensor:
+        output = self.module(*self.args, **self.kwargs)
+        while not isinstance(output, torch.Tensor):
+            output = output[0]
+        return output
+
+    def _run(self) -> None:
+        with torch.set_grad_enabled(self.trains):
+            output = self._forward()
+        if self.trains:
+            wanted = [*self.leaves, *self.module.parameters()]
+            wanted = [each for each in wanted if each.requires_grad]
+            torch.autograd.grad(output, wanted, self.grad, allow_unused=True)
+
+    def _variant(self, name: str) -> Variant:
+        return Variant(name, lambda _: self._run(), context=lambda: self._as(name))
+
+    @contextlib.contextmanager
+    def _as(self, name: str) -> Iterator[None]:
+        with self._classes(name), self.children.replaying():
+            yield
+
+    def _once(self, clock: Clock, name: str) -> float:
+        """Return the seconds of a second run: the first finds caches and libraries cold."""
+        variant = self._variant(name)
+        clock.sample(variant, 1)
+        return clock.sample(variant, 1)[0]
+
+    @contextlib.contextmanager
+    def _classes(self, name: str) -> Iterator[None]:
+        wanted = self.stock if name == _STOCK else self.patched
+        for each, cls in wanted.items():
+            each.__class__ = cls
+        try:
+            yield
+        finally:
+            for each, cls in self.patched.items():
+                each.__class__ = cls

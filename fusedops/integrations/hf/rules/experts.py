@@ -1,0 +1,250 @@
+"""The experts of transformers' families, through ``ExpertsInterface`` and by rule.
+
+An experts module is decorated by ``use_experts_implementation``, which tells how its weights lie
+(``is_transposed``, ``has_bias``, ``has_gate``) and whether a norm ends each expert
+(``has_post_expert_norm``), and calls the function that is registered under the name in its
+configuration. ``experts_forward`` is registered as ``"fusedops"``; a patched module
+calls it whatever the configuration says, since the known implementations compute the same.
+
+Where the gate is a known formula the whole layer is ``moe_mlp``, else the two products are
+``grouped_mm`` and the module's own ``_apply_gate`` stands between them; its own norm follows them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers.integrations import moe
+
+from fusedops._core import dtypes
+from fusedops.integrations.hf.originals import context_obstacle, name_of
+from fusedops.integrations.hf.rules.rule import (
+    Rule,
+    bypass_obstacle,
+    global_hooks,
+    like,
+    plain_weight,
+    runs_here,
+    subclass,
+)
+from fusedops.integrations.hf.rules.transformers_modules import activation_name, activation_obstacle
+from fusedops.ops._routing_plan import RoutingPlan
+from fusedops.ops.grouped_mm import grouped_mm
+from fusedops.ops.moe_mlp import moe_mlp
+from fusedops.ops.moe_permute import moe_permute
+from fusedops.ops.moe_unpermute import moe_unpermute
+
+NAME = "fusedops"
+
+
+class Gate(NamedTuple):
+    """What stands between the two products, in the words of ``moe_mlp``."""
+
+    activation: str
+    gated: bool = True
+    interleaved: bool = False
+
+
+class Weights(NamedTuple):
+    """The weights of all experts as the ops take them, ``[num_experts, in, out]``, and biases."""
+
+    w1: torch.Tensor
+    w2: torch.Tensor
+    b1: torch.Tensor | None
+    b2: torch.Tensor | None
+
+
+def experts_forward(
+    module: Any,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Compute what transformers' own experts functions do, with the fused ops.
+
+    Args:
+        module: an experts module.
+        hidden_states: ``[tokens, hidden_size]``.
+        top_k_index: ``[tokens, k]``; an index of ``module.num_experts`` means an expert of another
+            process, whose share is left out.
+        top_k_weights: ``[tokens, k]``.
+        **kwargs: what a later transformers may add.
+
+    Returns:
+        ``[tokens, hidden_size]``, the weighted sum of each token's experts, in the dtype of
+        ``hidden_states``. Weights that no op can read (quantised ones), other devices, transforms
+        that no op serves and further arguments go to transformers' ``grouped_mm``.
+    """
+    given = (module, hidden_states, top_k_index, top_k_weights)
+    if kwargs or not runs_here(hidden_states) or _weights_obstacle(module) is not None:
+        return moe.grouped_mm_experts_forward(*given, **kwargs)
+    if context_obstacle() is not None:
+        return moe.grouped_mm_experts_forward(*given)
+    plan = RoutingPlan.from_choices(top_k_index, top_k_weights, module.num_experts)
+    return compute(module, hidden_states, plan)
+
+
+def compute(module: Any, hidden_states: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
+    """Return the weighted sum of each token's experts for choices that are made.
+
+    Args:
+        module: an experts module for which ``obstacle`` is ``None``.
+        hidden_states: ``[tokens, hidden_size]``.
+        plan: of these tokens.
+    """
+    w1, w2, b1, b2 = _weights(module)
+    rows = hidden_states
+    if rows.dtype != w1.dtype and dtypes.autocast_dtype(rows.device) is None:
+        rows = rows.to(w1.dtype)
+    gate = known_gate(module)
+    if gate is not None:
+        output = moe_mlp(
+            rows,
+            plan,
+            w1,
+            w2,
+            b1,
+            b2,
+            activation=gate.activation,
+            gated=gate.gated,
+            interleaved=gate.interleaved,
+            recompute=False,  # less than transformers keeps
+        )
+        return output.to(hidden_states.dtype)
+    hidden = grouped_mm(moe_permute(rows, plan), w1, plan.offsets, b1)
+    hidden = module._apply_gate(hidden) if module.has_gate else module.act_fn(hidden)
+    output = grouped_mm(hidden.to(w2.dtype), w2, plan.offsets, b2)
+    if _ends_in_a_norm(module):
+        output = module.post_expert_norm(output)
+    return moe_unpermute(output, plan).to(hidden_states.dtype)
+
+
+moe.ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+
+# Implementations of one formula, as they are registered, eager as none; the others quantise or are
+# chosen for a device.
+_KNOWN: dict[str, Any] = {
+    "eager": None,
+    "grouped_mm": moe.grouped_mm_experts_forward,
+    "batched_mm": moe.batched_mm_experts_forward,
+    NAME: experts_forward,
+}
+
+
+def _ends_in_a_norm(module: Any) -> bool:
+    # An attribute of transformers 5.23 (Muse Spark); its eager loop applies it before the weights.
+    return getattr(module, "has_post_expert_norm", False)
+
+
+def known_gate(module: Any) -> Gate | None:
+    """Return the formula between the products, ``None`` where the module's own must be called."""
+    if _ends_in_a_norm(module):
+        return None
+    if module.has_gate and _gate_function(module) is not moe._default_apply_gate:
+        return _clamped_gate(module)
+    if activation_obstacle("act_fn", module.act_fn) is not None or global_hooks() is not None:
+        return None
+    name = activation_name(module.act_fn)
+    assert name is not None
+    return Gate(name, gated=bool(module.has_gate))
+
+
+def _gate_function(module: Any) -> Any:
+    # Of the class: Dynamo of torch 2.15 does not know a bound method's function again.
+    own = module.__dict__.get("_apply_gate")
+    return type(module)._apply_gate if own is None else own
+
+
+def _clamped_gate(module: Any) -> Gate | None:
+    """Return the gate of GPT-OSS, if it is that one with the numbers that it was trained with."""
+    function = _gate_function(module)
+    name = f"{function.__module__}.{getattr(function, '__qualname__', '')}"
+    if name != "transformers.models.gpt_oss.modeling_gpt_oss.GptOssExperts._apply_gate":
+        return None
+    if (module.alpha, module.limit) != (1.702, 7.0):
+        return None
+    return Gate("swiglu_oai", interleaved=True)
+
+
+def _weights(module: Any) -> Weights:
+    """Return the weights as ``[num_experts, in, out]``: views, whichever way they are stored."""
+    name = "gate_up_proj" if module.has_gate else "up_proj"
+    w1, w2 = getattr(module, name), module.down_proj
+    b1 = b2 = None
+    if module.has_bias:
+        b1, b2 = getattr(module, f"{name}_bias"), module.down_proj_bias
+    if not module.is_transposed:
+        w1, w2 = w1.transpose(1, 2), w2.transpose(1, 2)
+    return Weights(w1, w2, b1, b2)
+
+
+def _weights_obstacle(module: Any) -> str | None:
+    for name, weight in module.named_parameters(recurse=False):
+        if not plain_weight(weight):
+            return f"{name} is a {type(weight).__name__}"
+    return None
+
+
+def obstacle(module: Any) -> str | None:
+    """Return why an experts module must stay as it is configured, or ``None``."""
+    configured = module.config._experts_implementation
+    if configured not in _KNOWN:
+        return f"its experts are configured as {configured!r}"
+    found = moe.ALL_EXPERTS_FUNCTIONS.get(configured)
+    if found is not _KNOWN[configured]:
+        return f"the experts function {configured!r} was replaced by {name_of(found)}"
+    return _weights_obstacle(module)
+
+
+class Experts(nn.Module):
+    """The forward of every patched experts module."""
+
+    fused_rule: Rule
+
+    def forward(self, *args: torch.Tensor) -> torch.Tensor:
+        """Return the weighted sum of each token's experts; families name the arguments apart."""
+        if len(args) != 3 or obstacle(self) is not None:
+            return super().forward(*args)
+        return experts_forward(self, *args)
+
+
+def experts_obstacle(name: str, experts: Any) -> str | None:
+    """Return why a layer must not do the work of ``experts`` itself, or ``None``."""
+    if not isinstance(experts, Experts):
+        return f"{name} is a {type(experts).__name__}"
+    return bypass_obstacle(name, experts, (experts.fused_rule.patched,)) or obstacle(experts)
+
+
+def experts_rule(original: type[nn.Module], module_name: str) -> Rule:
+    """Return the rule for an experts class that ``use_experts_implementation`` has decorated.
+
+    Args:
+        original: the class.
+        module_name: name of the module that will hold the patched class under the same name.
+    """
+    return Rule(
+        original,
+        subclass(original, Experts, module_name),
+        ("moe_mlp",),
+        "O2",
+        _probe,
+        obstacle,
+        absorbs=("act_fn",),
+        calls=lambda module: () if known_gate(module) is not None else ("act_fn",),
+        note=gate_note,
+    )
+
+
+def gate_note(module: Any) -> str | None:
+    """Return what a reader of the report should know about an experts module, or ``None``."""
+    return None if known_gate(module) is not None else "its own gate between two grouped_mm"
+
+
+def _probe(module: Any) -> None:
+    row = like(module).new_zeros(1, 8)
+    ids = torch.zeros(1, 1, dtype=torch.int32, device=row.device)
+    plan = RoutingPlan.from_choices(ids, row.new_ones(1, 1).float(), 1)
+    moe_mlp(row, plan, row.new_zeros(1, 8, 16), row.new_zeros(1, 8, 8))

@@ -1,0 +1,106 @@
+"""Feed-forward layers of two linear children and an activation, as one op; for several families."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fusedops.integrations.hf.rules.rule import Rule, global_hooks, like, runs_here, subclass
+from fusedops.integrations.hf.rules.torch_modules import linear_obstacle
+from fusedops.integrations.hf.rules.transformers_modules import activation_name, activation_obstacle
+from fusedops.ops.linear_act import linear_act
+from fusedops.ops.mlp import mlp
+
+
+@dataclass(frozen=True)
+class Names:
+    """Names of the children, in the order in which they run."""
+
+    first: str = "fc1"
+    activation: str = "activation_fn"
+    second: str = "fc2"
+
+
+def feed_forward(module: Any, names: Names, hidden_states: torch.Tensor) -> torch.Tensor:
+    """Return ``second(activation(first(hidden_states)))`` as one op."""
+    first, second = getattr(module, names.first), getattr(module, names.second)
+    activation = _known(getattr(module, names.activation))
+    return mlp(
+        hidden_states, first.weight, first.bias, second.weight, second.bias, activation=activation
+    )
+
+
+def dense_act(linear: Any, activation: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    """Return ``activation(linear(hidden_states))`` as one op."""
+    return linear_act(hidden_states, linear.weight, linear.bias, activation=_known(activation))
+
+
+def _known(activation: Any) -> str:
+    name = activation_name(activation)
+    assert name is not None
+    return name
+
+
+def feed_forward_obstacle(module: Any, names: Names) -> str | None:
+    """Return why ``feed_forward`` must not run now, or ``None``."""
+    return linear_obstacle(names.second, getattr(module, names.second)) or dense_act_obstacle(
+        module, names.first, names.activation
+    )
+
+
+def dense_act_obstacle(module: Any, linear: str, activation: str) -> str | None:
+    """Return why ``dense_act`` must not do the work of these two children now, or ``None``."""
+    return (
+        linear_obstacle(linear, getattr(module, linear))
+        or activation_obstacle(activation, getattr(module, activation))
+        or global_hooks()
+    )
+
+
+def probe_feed_forward(module: Any) -> None:
+    """Call ``mlp`` on one row, as ``Rule.probe`` does."""
+    row = like(module).new_zeros(1, 2)
+    mlp(row, row, None, row.t(), None, activation="gelu")
+
+
+def probe_dense_act(module: Any) -> None:
+    """Call ``linear_act`` on one row, as ``Rule.probe`` does."""
+    row = like(module).new_zeros(1, 2)
+    linear_act(row, row, activation="gelu")
+
+
+class _FeedForward(nn.Module):
+    """The forward of modules that are nothing but a feed-forward layer."""
+
+    names: Names
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return the layer's output."""
+        if not runs_here(hidden_states) or feed_forward_obstacle(self, self.names) is not None:
+            return super().forward(hidden_states)
+        return feed_forward(self, self.names, hidden_states)
+
+
+_DEFAULT = Names()
+
+
+def feed_forward_rule(original: type[nn.Module], module_name: str, names: Names = _DEFAULT) -> Rule:
+    """Return the rule for a class of ``second(activation(first(hidden_states)))``.
+
+    Args:
+        original: the class.
+        module_name: name of the module that will hold the patched class under the same name.
+        names: of its children.
+    """
+    return Rule(
+        original,
+        subclass(original, _FeedForward, module_name, names=names),
+        ("mlp",),
+        "O2",
+        probe_feed_forward,
+        lambda module: feed_forward_obstacle(module, names),
+        absorbs=(names.first, names.activation, names.second),
+    )

@@ -1,0 +1,146 @@
+"""Gated feed-forward layers of transformers' families: ``down(act(gate(x)) * up(x))``.
+
+With two projections they are one op with what follows them; with one for both, or where they must
+be called, activation and product are one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from fusedops.integrations.hf.rules.rule import Rule, global_hooks, like, runs_here, subclass
+from fusedops.integrations.hf.rules.torch_modules import linear_obstacle
+from fusedops.integrations.hf.rules.transformers_modules import activation_name, activation_obstacle
+from fusedops.ops.geglu import geglu
+from fusedops.ops.linear_glu import linear_glu
+from fusedops.ops.swiglu import swiglu
+
+
+class _GatedMLP(nn.Module):
+    """The forward of every patched gated feed-forward layer."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``."""
+        module: Any = self
+        if not runs_here(x) or _obstacle(self) is not None:
+            return super().forward(x)
+        name = activation_name(module.act_fn)
+        assert name is not None
+        if _projections_obstacle(self) is None:
+            gate, up = module.gate_proj.weight, module.up_proj.weight
+            hidden = linear_glu(x, gate, up, activation=name)
+        else:
+            hidden = _gated(module.gate_proj(x), module.up_proj(x), name)
+        return module.down_proj(hidden)
+
+
+_GATES = ("silu", "gelu", "gelu_tanh")
+
+
+def _gated(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    """Return ``activation(gate) * up``, for an activation of ``_GATES``."""
+    if activation == "silu":
+        return swiglu(gate, up)
+    return geglu(gate, up, "tanh" if activation == "gelu_tanh" else "none")
+
+
+def _obstacle(module: Any) -> str | None:
+    """Return why the layer must stay as it is now, or ``None``."""
+    reason = activation_obstacle("act_fn", module.act_fn) or global_hooks()
+    if reason is None and activation_name(module.act_fn) not in _GATES:
+        reason = _projections_obstacle(module)
+    return reason
+
+
+def _projections_obstacle(module: Any) -> str | None:
+    """Return why the two projections must be called on their own, or ``None``."""
+    for name in _PROJECTIONS:
+        projection = getattr(module, name)
+        reason = linear_obstacle(name, projection)
+        if reason is None and projection.bias is not None:
+            reason = f"{name} has a bias"
+        if reason is not None:
+            return reason
+    return None
+
+
+_PROJECTIONS = ("gate_proj", "up_proj")
+
+
+def gated_mlp_rule(original: type[nn.Module], module_name: str) -> Rule:
+    """Return the rule for a family's gated feed-forward layer.
+
+    Where a projection must be called, because it has a bias or an adapter took its place,
+    activation and product are still one op.
+
+    Args:
+        original: the class; its children are ``gate_proj``, ``up_proj``, ``down_proj`` and
+            ``act_fn``.
+        module_name: name of the module that will hold the patched class under the same name.
+    """
+    return Rule(
+        original,
+        subclass(original, _GatedMLP, module_name),
+        ("linear_glu",),
+        "O2",
+        _probe,
+        _obstacle,
+        absorbs=(*_PROJECTIONS, "act_fn"),
+        calls=_called_projections,
+        note=_note,
+    )
+
+
+def _called_projections(module: Any) -> tuple[str, ...]:
+    return () if _projections_obstacle(module) is None else _PROJECTIONS
+
+
+def _note(module: Any) -> str | None:
+    reason = _projections_obstacle(module)
+    return None if reason is None else f"swiglu or geglu after the products: {reason}"
+
+
+def _probe(module: Any) -> None:
+    row = like(module).new_zeros(1, 2)
+    linear_glu(row, row, row)
+
+
+class _PackedGatedMLP(nn.Module):
+    """The forward of a gated feed-forward layer whose two projections are one linear layer."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return ``down_proj(up * activation_fn(gate))`` of the halves of ``gate_up_proj``."""
+        module: Any = self
+        if not runs_here(hidden_states) or _packed_obstacle(self) is not None:
+            return super().forward(hidden_states)
+        name = activation_name(module.activation_fn)
+        assert name is not None
+        gate, up = module.gate_up_proj(hidden_states).chunk(2, dim=-1)
+        return module.down_proj(_gated(gate, up, name))
+
+
+def _packed_obstacle(module: Any) -> str | None:
+    reason = activation_obstacle("activation_fn", module.activation_fn) or global_hooks()
+    if reason is None and activation_name(module.activation_fn) not in _GATES:
+        reason = f"activation_fn is a {type(module.activation_fn).__name__}"
+    return reason
+
+
+def packed_gated_mlp_rule(original: type[nn.Module], module_name: str) -> Rule:
+    """Return the rule for a gated feed-forward layer with one projection, as Phi-3 has it.
+
+    Args:
+        original: the class; its children are ``gate_up_proj``, ``down_proj``, ``activation_fn``.
+        module_name: name of the module that will hold the patched class under the same name.
+    """
+    patched = subclass(original, _PackedGatedMLP, module_name)
+    ops, absorbs = ("swiglu",), ("activation_fn",)
+    return Rule(original, patched, ops, "O1", _probe_packed, _packed_obstacle, absorbs=absorbs)
+
+
+def _probe_packed(module: Any) -> None:
+    row = like(module).new_zeros(1, 2)
+    swiglu(row, row)

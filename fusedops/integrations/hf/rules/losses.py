@@ -1,0 +1,249 @@
+"""The losses of transformers' language models on ``cross_entropy``, as an attribute of the model.
+
+A model asks ``self.loss_function`` for its loss, and whoever wants another sets that attribute:
+``patch`` does nothing else. Only the library's own two losses of logits and labels are taken, for
+the causal and for the masked language model; whatever somebody has put there stays. Theirs make a
+float32 copy of the logits and of their log-softmax, these read the logits as they are.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.loss import loss_utils
+from transformers.modeling_utils import PreTrainedModel
+
+from fusedops.integrations.hf.originals import (
+    context_obstacle,
+    global_function,
+    name_of,
+    replaced,
+)
+from fusedops.integrations.hf.rules.rule import like, runs_here
+from fusedops.ops.cross_entropy import cross_entropy
+
+LEVEL = "O2"
+OP = "cross_entropy"
+NOTE = "no float32 copy of the logits, no softmax in memory"
+
+_STOCK_CAUSAL = loss_utils.ForCausalLMLoss
+_STOCK_MASKED = loss_utils.ForMaskedLMLoss
+
+
+def causal_lm_loss(
+    logits: torch.Tensor,
+    labels: torch.Tensor | None,
+    vocab_size: int,
+    num_items_in_batch: torch.Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Return the loss of the next tokens, as transformers' ``ForCausalLMLoss``.
+
+    Args:
+        logits: ``[..., seq_len, vocab_size]``.
+        labels: ``[..., seq_len]``, not shifted; not looked at beside ``shift_labels``.
+        vocab_size: number of classes.
+        num_items_in_batch: divisor of the sum, for the mean over several batches.
+        ignore_index: label of what does not count.
+        shift_labels: labels that are shifted already.
+        **kwargs: not looked at.
+    """
+    wanted: Any = labels if shift_labels is None else shift_labels
+    if not served(logits, wanted) or aside(causal_lm_loss) is not None:
+        return loss_utils.LOSS_MAPPING["ForCausalLM"](
+            logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs
+        )
+    if shift_labels is None:
+        wanted = nn.functional.pad(wanted, (0, 1), value=ignore_index)[..., 1:]
+    return _loss(logits, wanted, vocab_size, num_items_in_batch, ignore_index)
+
+
+def masked_lm_loss(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    vocab_size: int,
+    num_items_in_batch: torch.Tensor | int | None = None,
+    ignore_index: int = -100,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Return the loss of the tokens in place, as transformers' ``ForMaskedLMLoss``.
+
+    Args:
+        logits: ``[..., vocab_size]``.
+        labels: ``[...]``.
+        vocab_size: number of classes.
+        num_items_in_batch: divisor of the sum, for the mean over several batches.
+        ignore_index: label of what does not count.
+        **kwargs: not looked at.
+    """
+    if not served(logits, labels) or aside(masked_lm_loss) is not None:
+        return loss_utils.LOSS_MAPPING["ForMaskedLM"](
+            logits, labels, vocab_size, num_items_in_batch, ignore_index, **kwargs
+        )
+    return _loss(logits, labels, vocab_size, num_items_in_batch, ignore_index)
+
+
+def served(logits: Any, labels: Any) -> bool:
+    """Return whether the op takes these; sharded logits keep torch's loss, which knows them."""
+    if type(logits) is not torch.Tensor or type(labels) is not torch.Tensor:
+        return False
+    return runs_here(logits) and labels.dtype == torch.int64
+
+
+def _loss(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    vocab_size: int,
+    num_items_in_batch: torch.Tensor | int | None,
+    ignore_index: int,
+) -> torch.Tensor:
+    if logits.dtype == torch.float64:  # theirs is float32 for any logits
+        logits = logits.float()
+    loss = cross_entropy(
+        logits.reshape(-1, vocab_size),
+        labels.reshape(-1).to(logits.device),
+        ignore_index=ignore_index,
+        reduction="mean" if num_items_in_batch is None else "sum",
+        dtype=torch.float32,
+    )
+    if num_items_in_batch is None:
+        return loss
+    if isinstance(num_items_in_batch, torch.Tensor):
+        num_items_in_batch = num_items_in_batch.to(loss.device)
+    return loss / num_items_in_batch
+
+
+# (theirs, ours)
+_PAIRS: tuple[tuple[Any, Any], ...] = (
+    (_STOCK_CAUSAL, causal_lm_loss),
+    (_STOCK_MASKED, masked_lm_loss),
+)
+_TASKS = {causal_lm_loss: "ForCausalLM", masked_lm_loss: "ForMaskedLM"}
+_PLACES = global_function(loss_utils.__name__, "fixed_cross_entropy")
+
+
+def aside(loss: Any) -> str | None:
+    """Return why one of our losses leaves the work to transformers' now, or ``None``."""
+    return _replaced(loss) or context_obstacle()
+
+
+def _replaced(loss: Any) -> str | None:
+    task = _TASKS[loss]
+    found = loss_utils.LOSS_MAPPING[task]
+    if found is not _stock(loss):
+        return f"the loss {task!r} was replaced by {name_of(found)}"
+    return replaced(_PLACES)
+
+
+# What the known versions of their losses are made of. Another name is another computation.
+_SHARED_NAMES = {"nn", "functional", "to", "device"}
+_NAMES = {"float", "pad", "contiguous", "view", "fixed_cross_entropy"} | _SHARED_NAMES
+_REDUCTION_NAMES = {"cross_entropy", "torch", "is_tensor"} | _SHARED_NAMES
+
+
+def owners(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield name and model of all in ``model`` that ask for a loss of which there is one of ours.
+
+    Also those to which somebody has given another loss.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, PreTrainedModel):
+            code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+            asks = code is not None and "loss_function" in code.co_names
+            if asks and (_set_loss(module) is not None or _ours(_loss_of(module)) is not None):
+                yield name, module
+
+
+def is_taken(owner: Any) -> bool:
+    """Return whether the loss of ``owner`` is one of ours."""
+    return _stock(_set_loss(owner)) is not None
+
+
+def title(owner: Any) -> str:
+    """Return the name of the loss that ``owner`` computes; of ours, transformers' name for it."""
+    loss = _loss_of(owner)
+    return str(getattr(_stock(loss) or loss, "__name__", type(loss).__name__))
+
+
+def obstacle(owner: Any) -> str | None:
+    """Return why the loss of ``owner`` is not taken, or ``None``."""
+    loss = _loss_of(owner)
+    return "a loss of its own" if _ours(loss) is None else _unknown(loss)
+
+
+def refuses(owner: Any) -> bool:
+    """Return whether the loss of ``owner`` is one to take, but not in this transformers."""
+    loss = _loss_of(owner)
+    return _ours(loss) is not None and _unknown(loss) is not None
+
+
+def take(owner: Any) -> None:
+    """Let ``owner`` compute its loss by ``cross_entropy``, if there is no obstacle."""
+    if obstacle(owner) is None:
+        owner.loss_function = _ours(_loss_of(owner))
+
+
+def restore(owner: Any) -> None:
+    """Give ``owner`` the loss back that it had before ``take``; one set since then stays."""
+    stock = _stock(_set_loss(owner))
+    if stock is None:
+        return
+    del owner._loss_function
+    if _loss_of(owner) is not stock:  # somebody had chosen it
+        owner.loss_function = stock
+
+
+def note(owner: Any) -> str:
+    """Return what a reader of the report should know about the loss taken from ``owner``."""
+    reason = aside(_set_loss(owner))
+    return NOTE if reason is None else f"steps aside now: {reason}"
+
+
+def probe(owner: Any) -> None:
+    """Call ``cross_entropy`` on one row, as ``Rule.probe`` does."""
+    row = like(owner).new_zeros(1, 2)
+    cross_entropy(row, row.new_zeros(1, dtype=torch.int64))
+
+
+def _ours(loss: Any) -> Any:
+    return next((fused for stock, fused in _PAIRS if stock is loss), None)
+
+
+def _stock(loss: Any) -> Any:
+    return next((stock for stock, fused in _PAIRS if fused is loss), None)
+
+
+def _set_loss(owner: Any) -> Any:
+    """Return the loss that somebody has given to ``owner``, or ``None``."""
+    return getattr(owner, "_loss_function", None)
+
+
+def _loss_of(owner: Any) -> Any:
+    """Return ``owner.loss_function`` without the warning for models whose name says no task."""
+    loss = _set_loss(owner)
+    if loss is not None:
+        return loss
+    if type(owner).loss_function is not PreTrainedModel.loss_function:
+        return None
+    mapping = loss_utils.LOSS_MAPPING
+    return mapping.get(getattr(owner, "loss_type", None), mapping["ForCausalLM"])
+
+
+def _unknown(stock: Any) -> str | None:
+    """Return why ``stock`` is not the loss that ours was written for, or ``None``."""
+    reason = _replaced(_ours(stock))
+    if reason is not None:
+        return reason
+    reduction: Any = loss_utils.fixed_cross_entropy
+    known = list(inspect.signature(_ours(stock)).parameters)
+    used = set(stock.__code__.co_names) - _NAMES
+    used |= set(reduction.__code__.co_names) - _REDUCTION_NAMES
+    if used or list(inspect.signature(stock).parameters) != known:
+        return f"this transformers has another {stock.__name__}"
+    return None

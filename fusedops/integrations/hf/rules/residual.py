@@ -1,0 +1,125 @@
+"""What rules share about the residual stream: dropout, sum and the norm after it in one pass.
+
+Models write ``norm(residual + dropout(branch))`` in many ways; the dropout may even sit at the end
+of the branch's own forward (``deferred``).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from fusedops.integrations.hf.originals import remember
+from fusedops.integrations.hf.partitioned import whole
+from fusedops.integrations.hf.rules.rule import bypass_obstacle
+from fusedops.integrations.hf.rules.torch_modules import LayerNorm
+from fusedops.ops.add_layer_norm import add_layer_norm
+
+_NORMS = (nn.LayerNorm, LayerNorm)
+remember(nn.Dropout)
+
+# What a forward calls torch's functions by, and these.
+_TORCH = {"torch", "nn", "functional", "F", "linear", *dir(torch)}
+
+
+def add_norm(
+    branch: torch.Tensor, residual: torch.Tensor, norm: Any, dropout_p: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``norm(residual + dropout(branch))`` and the sum, for a norm that may be bypassed."""
+    return add_layer_norm(
+        branch,
+        residual,
+        norm.normalized_shape,
+        norm.weight,
+        norm.bias,
+        norm.eps,
+        dropout_p=dropout_p,
+    )
+
+
+def norm_obstacle(name: str, norm: Any) -> str | None:
+    """Return why ``add_norm`` must not do the work of ``norm``, or ``None``."""
+    return bypass_obstacle(name, norm, _NORMS)
+
+
+def dropout_obstacle(name: str, dropout: Any) -> str | None:
+    """Return why the work of ``dropout`` must not be done without calling it, or ``None``."""
+    return bypass_obstacle(name, dropout, (nn.Dropout,))
+
+
+def probability(dropout: Any) -> float:
+    """Return the probability with which an ``nn.Dropout`` drops now."""
+    return dropout.p if dropout.training else 0.0
+
+
+def probe_add_norm(norm: Any) -> None:
+    """Call ``add_layer_norm`` on one row, as ``Rule.probe`` does."""
+    weight = whole(norm.weight)
+    row = weight.new_zeros((1, *norm.normalized_shape))
+    add_layer_norm(row, row, norm.normalized_shape, weight)
+
+
+@contextmanager
+def deferred(branch: Any, name: str, classes: Iterable[type]) -> Iterator[float]:
+    """Let ``branch`` run without the dropout at its end; yield the probability left to do.
+
+    Where somebody would see the difference (hooks on either), the dropout stays where it is and
+    the probability is 0. The flag belongs to the module: two threads must not run one model in
+    training at the same time.
+
+    Args:
+        branch: the module whose forward ends with ``self.<name>(...)``.
+        name: the dropout's name in it.
+        classes: the classes of branches for which that is known.
+    """
+    if not branch.training or deferral_obstacle(branch, name, classes) is not None:
+        yield 0.0
+        return
+    dropout = getattr(branch, name)
+    if not dropout.training or dropout.p == 0.0:
+        yield 0.0
+        return
+    dropout.training = False
+    try:
+        yield dropout.p
+    finally:
+        dropout.training = True
+
+
+def deferral_obstacle(branch: Any, name: str, classes: Iterable[type]) -> str | None:
+    """Return why the dropout at the end of ``branch`` must stay there, or ``None``."""
+    return bypass_obstacle(type(branch).__name__, branch, classes) or dropout_obstacle(
+        name, getattr(branch, name)
+    )
+
+
+def unknown_forward(patched: type[nn.Module], original: type[nn.Module]) -> str | None:
+    """Return why ``original.forward`` is not the one that ``patched`` was written for."""
+    known = list(inspect.signature(patched.forward).parameters)
+    found = list(inspect.signature(original.forward).parameters)
+    if found == known:
+        return None
+    return f"this transformers has another {original.__name__}.forward({', '.join(found[1:])})"
+
+
+def unknown_names(
+    patched: type[nn.Module], original: type[nn.Module], also: Iterable[str] = ()
+) -> str | None:
+    """Return which names ``original.forward`` uses that no method of ``patched`` does, as a reason.
+
+    Where the fused forward uses every child and attribute that the original does, a later
+    transformers that does more than this one is known by it. Tensors' methods do not count.
+    """
+    ours = patched.__mro__[: patched.__mro__.index(nn.Module)]
+    methods = [each for cls in ours for each in vars(cls).values() if inspect.isfunction(each)]
+    known = {name for method in methods for name in method.__code__.co_names}
+    used = set(inspect.unwrap(original.forward).__code__.co_names)
+    unknown = used - known - set(also) - set(dir(torch.Tensor)) - _TORCH
+    if unknown:
+        return f"{original.__name__}.forward of this transformers uses {', '.join(sorted(unknown))}"
+    return None

@@ -1,0 +1,132 @@
+"""Root-mean-square norms of transformers' families: alone, and with the residual sum before them.
+
+Their code is the same under a name for each family, in three kinds: Llama's rounds the normalised
+row before it scales, Gemma's after, and keeps the weight minus one, GPT-OSS's after as well.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fusedops.integrations.hf.partitioned import whole
+from fusedops.integrations.hf.rules.rule import Rule, bypass_obstacle, runs_here, subclass
+from fusedops.ops.add_rms_norm import add_rms_norm
+from fusedops.ops.rms_norm import rms_norm
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a class of norm computes.
+
+    Attributes:
+        eps_name: the attribute that is added to the mean square.
+        weight_offset: as in ``rms_norm``.
+        rounding: as in ``rms_norm``.
+    """
+
+    eps_name: str
+    weight_offset: float
+    rounding: str
+
+    def options(self, norm: Any) -> dict[str, Any]:
+        """Return the arguments of ``rms_norm`` beside the weight."""
+        return {
+            "eps": getattr(norm, self.eps_name),
+            "weight_offset": self.weight_offset,
+            "rounding": self.rounding,
+        }
+
+
+LLAMA = Kind("variance_epsilon", 0.0, "hf")
+GEMMA = Kind("eps", 1.0, "torch")
+GPT_OSS = Kind("variance_epsilon", 0.0, "torch")
+
+# Every class that has a rule and every patched one: those that ``add_norm`` may bypass.
+_KINDS: dict[type, Kind] = {}
+
+
+class _RMSNorm(nn.Module):
+    """The forward of every patched root-mean-square norm."""
+
+    kind: Kind
+    weight: torch.Tensor
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return the normalised and scaled input."""
+        if not runs_here(hidden_states) or not _fits(self.weight, hidden_states.dtype):
+            return super().forward(hidden_states)
+        options = self.kind.options(self)
+        normed = rms_norm(hidden_states, self.weight.shape, self.weight, **options)
+        return _as_model(normed, self.kind, hidden_states.dtype)
+
+
+def add_norm(
+    branch: torch.Tensor, residual: torch.Tensor, norm: Any, dropout_p: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``norm(residual + dropout(branch))`` and the sum, in one pass where that is the same.
+
+    Args:
+        branch: ``[..., hidden_size]``.
+        residual: the residual stream, of the same shape.
+        norm: a norm for which ``norm_obstacle`` is ``None``.
+        dropout_p: probability, 0 in evaluation.
+    """
+    dtype = torch.promote_types(branch.dtype, residual.dtype)
+    if not _fits(norm.weight, dtype):
+        summed = residual + nn.functional.dropout(branch, dropout_p)
+        return norm(summed), summed
+    kind = _KINDS[type(norm)]
+    shape, options = norm.weight.shape, kind.options(norm)
+    normed, summed = add_rms_norm(
+        branch, residual, shape, norm.weight, dropout_p=dropout_p, **options
+    )
+    return _as_model(normed, kind, dtype), summed.to(dtype)
+
+
+def norm_obstacle(name: str, norm: Any) -> str | None:
+    """Return why ``add_norm`` must not do the work of ``norm``, or ``None``."""
+    return bypass_obstacle(name, norm, _KINDS)
+
+
+def _fits(weight: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Return whether the op computes for these dtypes what the models do.
+
+    They normalise in float32 whatever the input is, the op float64 in float64.
+    """
+    if dtype in (torch.float16, torch.bfloat16):
+        return weight.dtype in (dtype, torch.float32)
+    return dtype == weight.dtype == torch.float32
+
+
+def _as_model(normed: torch.Tensor, kind: Kind, dtype: torch.dtype) -> torch.Tensor:
+    """Return the norm in the model's dtype: CUDA's autocast makes torch's kind float32."""
+    return normed.to(dtype) if kind.rounding == "torch" else normed
+
+
+def rms_norm_rule(original: type[nn.Module], module_name: str, kind: Kind = LLAMA) -> Rule:
+    """Return the rule for a family's root-mean-square norm.
+
+    Args:
+        original: the class.
+        module_name: name of the module that will hold the patched class under the same name.
+        kind: what the class computes.
+    """
+    patched = subclass(original, _RMSNorm, module_name, kind=kind)
+    _KINDS[original] = _KINDS[patched] = kind
+    return Rule(original, patched, ("rms_norm",), "O1", _probe_norm)
+
+
+def _probe_norm(norm: Any) -> None:
+    weight = whole(norm.weight)
+    rms_norm(weight.new_zeros(1, *weight.shape), weight.shape, weight)
+
+
+def probe_add_norm(norm: Any) -> None:
+    """Call ``add_rms_norm`` on one row, as ``Rule.probe`` does."""
+    weight = whole(norm.weight)
+    row = weight.new_zeros(1, *weight.shape)
+    add_rms_norm(row, row, weight.shape, weight)

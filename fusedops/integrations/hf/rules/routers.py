@@ -1,0 +1,151 @@
+"""Routers of transformers' families: scores, choice and normalisation as one op.
+
+The logits are computed as the families do, so that the same experts are chosen. What is returned
+stays what the families' layers take: logits, weights and indices (int64).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fusedops.integrations.hf.rules.residual import unknown_forward, unknown_names
+from fusedops.integrations.hf.rules.rule import Rule, bypass_obstacle, runs_here, subclass
+from fusedops.ops._routing_plan import RoutingPlan
+from fusedops.ops.moe_route import moe_route
+
+Routed = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class Router(nn.Module):
+    """The forward of every patched router, around the family's own ``_route``."""
+
+    fused_rule: Rule
+
+    def forward(self, hidden_states: torch.Tensor) -> Routed:
+        """Return logits ``[tokens, num_experts]``, weights and indices ``[tokens, k]``."""
+        if not runs_here(hidden_states) or self._obstacle() is not None:
+            return super().forward(hidden_states)
+        logits, plan = self._route(hidden_states)
+        return logits, self._rounded(plan.probs, logits), plan.expert_ids.long()
+
+    def _route(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, RoutingPlan]:
+        raise NotImplementedError
+
+    def _rounded(self, probs: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Return the weights in the dtype in which the family has them."""
+        return probs.to(logits.dtype)
+
+    def _obstacle(self) -> str | None:
+        """Return why this router's settings are not computed as the family does, or ``None``."""
+        return None
+
+
+class Softmax(Router):
+    """Mixtral's router: the weights of the chosen add up to 1, and stay float32."""
+
+    def _route(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, RoutingPlan]:
+        module: Any = self
+        logits = F.linear(hidden_states.reshape(-1, module.hidden_dim), module.weight)
+        return logits, moe_route(logits, module.top_k, normalize=True)
+
+    def _rounded(self, probs: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        return probs
+
+
+class SoftmaxAsConfigured(Router):
+    """The router of Qwen and OLMoE: the weights add up to 1 if ``norm_topk_prob``."""
+
+    def _route(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, RoutingPlan]:
+        module: Any = self
+        logits = F.linear(hidden_states.reshape(-1, module.hidden_dim), module.weight)
+        return logits, moe_route(logits, module.top_k, normalize=bool(module.norm_topk_prob))
+
+
+class GroupedSigmoid(Router):
+    """DeepSeek-V3's router: float32 sigmoids, the best groups by two each, a balancing bias.
+
+    A token that takes more experts than its best groups have gets others, whose scores stand at
+    minus infinity there. If it takes all experts, groups mean nothing; if not, which others it
+    gets is up to the order in which ``torch.topk`` happens to meet them.
+    """
+
+    def _route(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, RoutingPlan]:
+        module: Any = self
+        rows = hidden_states.reshape(-1, module.hidden_dim).float()
+        logits = F.linear(rows, module.weight.float()).view(-1, module.num_experts)
+        grouped = module.top_k <= _experts_of_best_groups(module)
+        plan = moe_route(
+            logits,
+            module.top_k,
+            score="sigmoid",
+            normalize=bool(module.norm_topk_prob),
+            bias=module.e_score_correction_bias,
+            num_groups=module.num_group if grouped else None,
+            topk_groups=module.topk_group if grouped else None,
+            group_score="top2_sum",
+            scaling=float(module.routed_scaling_factor),
+        )
+        return logits, plan
+
+    def _rounded(self, probs: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        return probs
+
+    def _obstacle(self) -> str | None:
+        module: Any = self
+        within = _experts_of_best_groups(module)
+        if module.top_k <= within or module.top_k == module.num_experts:
+            return None
+        return (
+            f"a token takes {module.top_k} experts, its best groups have {within}, and which of "
+            "the others it gets is not defined"
+        )
+
+
+def _experts_of_best_groups(router: Any) -> int:
+    return int(router.num_experts // router.num_group * router.topk_group)
+
+
+class SoftmaxOfChosen(Router):
+    """GPT-OSS's router: softmax over the logits of the chosen."""
+
+    def _route(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, RoutingPlan]:
+        module: Any = self
+        logits = F.linear(hidden_states, module.weight, module.bias)
+        return logits, moe_route(logits, module.top_k, softmax_after=True)
+
+
+def router_obstacle(name: str, router: Any) -> str | None:
+    """Return why a layer must not ask ``router`` for its plan, or ``None``."""
+    if not isinstance(router, Router):
+        return f"{name} is a {type(router).__name__}"
+    settings = router._obstacle()
+    if settings is not None:
+        return f"{name}: {settings}"
+    return bypass_obstacle(name, router, (router.fused_rule.patched,))
+
+
+def router_rule(original: type[nn.Module], forward: type[Router], module_name: str) -> Rule:
+    """Return the rule for a family's router, which refuses where this transformers has another.
+
+    Args:
+        original: the class.
+        forward: what it computes: a class of this file.
+        module_name: name of the module that will hold the patched class under the same name.
+    """
+    unknown = unknown_forward(forward, original) or unknown_names(forward, original)
+    return Rule(
+        original,
+        subclass(original, forward, module_name),
+        ("moe_route",),
+        "O2",
+        _probe,
+        lambda module: unknown or forward._obstacle(module),
+    )
+
+
+def _probe(module: Any) -> None:
+    moe_route(module.weight.new_zeros(1, 2), 1)

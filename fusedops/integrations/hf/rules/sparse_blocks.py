@@ -1,0 +1,122 @@
+"""Sparse layers of transformers' families: router, experts, and what every token visits.
+
+A layer asks its router for a plan and lets the experts compute by it, where the families hand
+indices over that would be sorted once more. Where router or experts must be called (somebody
+records the logits, expert parallelism has wrapped them) the family's own forward calls them; each
+is fused on its own then.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from fusedops.integrations.hf.rules.experts import compute, experts_obstacle, gate_note
+from fusedops.integrations.hf.rules.residual import unknown_forward, unknown_names
+from fusedops.integrations.hf.rules.routers import router_obstacle
+from fusedops.integrations.hf.rules.rule import Rule, global_hooks, like, runs_here, subclass
+from fusedops.ops._routing_plan import RoutingPlan
+from fusedops.ops.moe_route import moe_route
+
+
+class Block(nn.Module):
+    """Router and experts alone, as in Qwen3-MoE and OLMoE."""
+
+    router_name = "gate"
+
+    def forward(self, hidden_states: torch.Tensor) -> Any:
+        """Return the weighted sum of each token's experts, ``[batch, seq_len, hidden_size]``."""
+        module: Any = self
+        if not runs_here(hidden_states) or self._obstacle() is not None:
+            return super().forward(hidden_states)
+        _, plan = getattr(module, self.router_name)._route(_rows(hidden_states))
+        output = compute(module.experts, _rows(hidden_states), plan)
+        return self._finished(output.view_as(hidden_states), hidden_states, plan)
+
+    def _obstacle(self) -> str | None:
+        """Return why the layer must call its children now, or ``None``."""
+        module: Any = self
+        router = getattr(module, self.router_name)
+        return (
+            router_obstacle(self.router_name, router)
+            or experts_obstacle("experts", module.experts)
+            or global_hooks()
+        )
+
+    def _finished(self, output: torch.Tensor, input: torch.Tensor, plan: RoutingPlan) -> Any:
+        """Return what the family's layer returns, given the sum over the chosen experts."""
+        return output
+
+
+def _rows(hidden_states: torch.Tensor) -> torch.Tensor:
+    return hidden_states.reshape(-1, hidden_states.shape[-1])
+
+
+class NoisyBlock(Block):
+    """Mixtral's layer, which may scale its input by noise in training."""
+
+    def _obstacle(self) -> str | None:
+        module: Any = self
+        if self.training and module.jitter_noise > 0:
+            return "its input is scaled by noise"
+        return super()._obstacle()
+
+
+class GatedSharedBlock(Block):
+    """Qwen2-MoE's layer: a gate weighs the expert that every token visits."""
+
+    def _finished(self, output: torch.Tensor, input: torch.Tensor, plan: RoutingPlan) -> Any:
+        module: Any = self
+        shared = module.shared_expert(input)
+        return output + torch.sigmoid(module.shared_expert_gate(input)) * shared
+
+
+class SharedBlock(Block):
+    """DeepSeek-V3's layer: every token visits the shared experts too."""
+
+    def _finished(self, output: torch.Tensor, input: torch.Tensor, plan: RoutingPlan) -> Any:
+        module: Any = self
+        return output + module.shared_experts(input)
+
+
+class ScoredBlock(Block):
+    """GPT-OSS's layer, which also returns the weights."""
+
+    router_name = "router"
+
+    def _finished(self, output: torch.Tensor, input: torch.Tensor, plan: RoutingPlan) -> Any:
+        return output, plan.probs.to(input.dtype)
+
+
+def block_rule(original: type[nn.Module], forward: type[Block], module_name: str) -> Rule:
+    """Return the rule for a family's sparse layer, which refuses where this transformers differs.
+
+    Args:
+        original: the class.
+        forward: what it computes: a class of this file.
+        module_name: name of the module that will hold the patched class under the same name.
+    """
+    children = (forward.router_name, "experts")
+    unknown = unknown_forward(forward, original) or unknown_names(forward, original, children)
+    return Rule(
+        original,
+        subclass(original, forward, module_name),
+        ("moe_route", "moe_mlp"),
+        "O2",
+        _probe,
+        lambda module: unknown,
+        absorbs=children,
+        calls=lambda module: () if module._obstacle() is None else children,
+        note=_note,
+    )
+
+
+def _note(module: Any) -> str | None:
+    reason = module._obstacle()
+    return gate_note(module.experts) if reason is None else f"router and experts apart: {reason}"
+
+
+def _probe(module: Any) -> None:
+    moe_route(like(module).new_zeros(1, 2), 1)

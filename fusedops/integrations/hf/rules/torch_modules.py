@@ -1,0 +1,297 @@
+"""Rules for torch's own modules, by exact type.
+
+A linear layer on its own is only worth replacing where the own product is faster than torch's:
+``own_product`` says where. With an activation behind it, in an ``nn.Sequential``, it always is.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fusedops import nn as fused
+from fusedops.integrations.hf.originals import remember
+from fusedops.integrations.hf.partitioned import whole
+from fusedops.integrations.hf.rules.rule import (
+    Rule,
+    bypass_obstacle,
+    global_hooks,
+    like,
+    plain_weight,
+    runs_here,
+)
+from fusedops.ops.cross_entropy import cross_entropy
+from fusedops.ops.gelu import gelu
+from fusedops.ops.layer_norm import layer_norm
+from fusedops.ops.linear_act import linear_act
+from fusedops.ops.mlp import mlp
+from fusedops.ops.rms_norm import rms_norm
+
+
+def own_product(input: torch.Tensor) -> bool:
+    """Return whether a linear layer without activation is computed by the own product.
+
+    On the CPU it is the faster one, in all three dtypes and for any number of rows where weights
+    come from memory (``docs/performance_notes.md``, "Decoding"). On a GPU it is torch's.
+    """
+    return input.is_cpu and runs_here(input) and _product_dtype(input) in _SERVED
+
+
+_SERVED = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _product_dtype(input: torch.Tensor) -> torch.dtype:
+    if torch.is_autocast_enabled("cpu"):
+        return torch.get_autocast_dtype("cpu")
+    return input.dtype
+
+
+class _Qconfig:
+    """What ``torch.ao.quantization`` sets on each module; it passes the patched ones by: a warning.
+
+    It looks for exact classes, and finds none of these.
+    """
+
+    def __get__(self, module: nn.Module | None, owner: type) -> Any:
+        if module is not None and "qconfig" in module.__dict__:
+            return module.__dict__["qconfig"]
+        raise AttributeError(f"{owner.__name__!r} object has no attribute 'qconfig'")
+
+    def __set__(self, module: nn.Module, value: Any) -> None:
+        if value is not None or isinstance(module, nn.Linear):
+            warnings.warn(
+                f"torch.ao.quantization looks for exact classes and leaves patched "
+                f"{type(module).__name__} modules as they are: call fusedops.unpatch(model) "
+                "before it and fusedops.patch(model) after it",
+                stacklevel=3,
+            )
+        module.__dict__["qconfig"] = value
+
+    def __delete__(self, module: nn.Module) -> None:
+        del module.__dict__["qconfig"]
+
+
+class LayerNorm(fused.LayerNorm):
+    """``nn.LayerNorm`` with the fused op."""
+
+    qconfig = _Qconfig()
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return the normalised input."""
+        if not runs_here(input):
+            return nn.LayerNorm.forward(self, input)
+        return super().forward(input)
+
+
+class RMSNorm(nn.RMSNorm):
+    """``nn.RMSNorm`` with the fused op."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the normalised input."""
+        # Of two dtypes torch makes a third way of computing it, with the sums of neither.
+        if not runs_here(x) or (self.weight is not None and self.weight.dtype != x.dtype):
+            return super().forward(x)
+        return rms_norm(x, self.normalized_shape, self.weight, self.eps)
+
+
+class GELU(nn.GELU):
+    """``nn.GELU`` with the fused op."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return GELU of the input."""
+        if not runs_here(input):
+            return super().forward(input)
+        return gelu(input, self.approximate)
+
+
+class Linear(nn.Linear):
+    """``nn.Linear`` with the own product where that is faster."""
+
+    qconfig = _Qconfig()
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return ``input @ weight.T + bias``."""
+        weight = self.weight
+        if not own_product(input) or not plain_weight(weight):
+            return F.linear(input, weight, self.bias)
+        return linear_act(input, weight, self.bias, activation="identity")
+
+
+class Sequential(nn.Sequential):
+    """``nn.Sequential`` that runs linear, activation (and linear) as one op where they follow."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return the last module's output."""
+        modules = list(self._modules.values())
+        fusable = global_hooks() is None
+        position = 0
+        while position < len(modules):
+            count = _fusable(modules, position) if fusable and _is_input(input) else 1
+            if count == 1:
+                input = modules[position](input)
+            else:
+                input = _run(modules[position : position + count], input)
+            position += count
+        return input
+
+
+class CrossEntropyLoss(fused.CrossEntropyLoss):
+    """``nn.CrossEntropyLoss`` of logits and class indices with the fused op."""
+
+    z_loss = 0.0
+    softcap = None
+
+    def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """Return the loss; sharded logits keep torch's, which knows them."""
+        if type(input) is not torch.Tensor or not runs_here(input):
+            return nn.CrossEntropyLoss.forward(self, input, target)
+        return super().forward(input, target)
+
+
+LINEARS = (nn.Linear, Linear)
+_GELU_NAMES = {"none": "gelu", "tanh": "gelu_tanh"}
+_OTHERS: dict[type[nn.Module], str] = {nn.SiLU: "silu", nn.ReLU: "relu"}
+for _activation in _OTHERS:
+    remember(_activation)
+
+
+def activation_name(module: Any) -> str | None:
+    """Return the name of the activation that a torch module computes, ``None`` if unknown."""
+    if type(module) in (nn.GELU, GELU):
+        return _GELU_NAMES.get(module.approximate)
+    return _OTHERS.get(type(module))
+
+
+def linear_obstacle(name: str, module: Any) -> str | None:
+    """Return why the product of ``module`` must not be done without calling it, or ``None``."""
+    reason = bypass_obstacle(name, module, LINEARS)
+    if reason is None and not plain_weight(module.weight):
+        reason = f"{name}.weight is a {type(module.weight).__name__}"
+    return reason
+
+
+def _is_input(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and runs_here(value)
+
+
+def _is_pair(modules: list[Any], position: int) -> bool:
+    """Return whether a linear layer and a known activation stand at ``position``."""
+    return (
+        position + 1 < len(modules)
+        and type(modules[position]) in LINEARS
+        and activation_name(modules[position + 1]) is not None
+    )
+
+
+def _pair_obstacle(modules: list[Any], position: int) -> str | None:
+    activation = modules[position + 1]
+    return linear_obstacle(str(position), modules[position]) or bypass_obstacle(
+        str(position + 1), activation, (type(activation),)
+    )
+
+
+def _fusable(modules: list[Any], position: int) -> int:
+    """Return how many modules from ``position`` on run as one: 1, 2 or 3."""
+    if not _is_pair(modules, position) or _pair_obstacle(modules, position) is not None:
+        return 1
+    last = position + 2
+    return 2 if last == len(modules) or linear_obstacle(str(last), modules[last]) else 3
+
+
+def _run(modules: list[Any], input: torch.Tensor) -> torch.Tensor:
+    first, activation = modules[0], activation_name(modules[1])
+    assert activation is not None
+    if len(modules) == 2:
+        return linear_act(input, first.weight, first.bias, activation=activation)
+    second = modules[2]
+    return mlp(input, first.weight, first.bias, second.weight, second.bias, activation=activation)
+
+
+def _sequence_inside(module: nn.Sequential) -> tuple[str, ...]:
+    """Return the names of the children that run as one with others."""
+    names, children = list(module._modules), list(module)
+    inside: list[str] = []
+    position = 0
+    while position < len(children):
+        count = _fusable(children, position)
+        if count > 1:
+            inside += names[position : position + count]
+        position += count
+    return tuple(inside)
+
+
+def _sequence_applies(module: nn.Sequential) -> bool:
+    children = list(module)
+    return any(_is_pair(children, position) for position in range(len(children)))
+
+
+def _sequence_obstacle(module: nn.Sequential) -> str | None:
+    children = list(module)
+    pairs = [position for position in range(len(children)) if _is_pair(children, position)]
+    reasons = [_pair_obstacle(children, position) for position in pairs]
+    if None in reasons:
+        return global_hooks()
+    return "; ".join(reason for reason in reasons if reason is not None)
+
+
+def _linear_plain(module: nn.Linear) -> str | None:
+    if plain_weight(module.weight):
+        return None
+    return f"its weight is a {type(module.weight).__name__}"
+
+
+def _probe_layer_norm(module: nn.LayerNorm) -> None:
+    shape = module.normalized_shape
+    weight = None if module.weight is None else whole(module.weight)
+    layer_norm(like(module).new_zeros((1, *shape)), shape, weight, None, module.eps)
+
+
+def _probe_rms_norm(module: nn.RMSNorm) -> None:
+    shape = module.normalized_shape
+    weight = None if module.weight is None else whole(module.weight)
+    rms_norm(like(module).new_zeros((1, *shape)), shape, weight, module.eps)
+
+
+def _probe_linear(module: nn.Linear) -> None:
+    weight = whole(module.weight)
+    rows = like(module).new_zeros(16, module.in_features)
+    if plain_weight(weight) and own_product(rows):
+        linear_act(rows, weight, None, activation="identity")
+
+
+def _probe_sequence(module: nn.Sequential) -> None:
+    row = like(module).new_zeros(1, 2)
+    linear_act(row, row, activation="relu")
+
+
+def _loss_obstacle(module: nn.CrossEntropyLoss) -> str | None:
+    return None if module.weight is None else "it has class weights"
+
+
+def _probe_loss(module: nn.CrossEntropyLoss) -> None:
+    cross_entropy(torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64))
+
+
+RULES = (
+    Rule(nn.LayerNorm, LayerNorm, ("layer_norm",), "O1", _probe_layer_norm),
+    Rule(nn.RMSNorm, RMSNorm, ("rms_norm",), "O1", _probe_rms_norm),
+    Rule(nn.GELU, GELU, ("gelu",), "O1", lambda module: gelu(torch.zeros(1), module.approximate)),
+    Rule(nn.Linear, Linear, ("linear_act",), "O2", _probe_linear, _linear_plain),
+    Rule(
+        nn.Sequential,
+        Sequential,
+        ("linear_act", "mlp"),
+        "O2",
+        _probe_sequence,
+        _sequence_obstacle,
+        _sequence_applies,
+        inside=_sequence_inside,
+    ),
+    Rule(
+        nn.CrossEntropyLoss, CrossEntropyLoss, ("cross_entropy",), "O2", _probe_loss, _loss_obstacle
+    ),
+)

@@ -1,0 +1,145 @@
+"""Rules for the modules that transformers' families share: ``Conv1D`` and the activations.
+
+The names mislead: transformers' ``gelu`` is the erf form, ``gelu_new``, ``gelu_fast``,
+``gelu_accurate`` and ``gelu_pytorch_tanh`` are the tanh form, ``quick_gelu`` is FastGelu. An
+activation is known by its class here, never by its name in a configuration.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import activations, pytorch_utils
+
+from fusedops.integrations.hf.originals import remember
+from fusedops.integrations.hf.partitioned import gathers_on_access, whole
+from fusedops.integrations.hf.rules import torch_modules
+from fusedops.integrations.hf.rules.rule import Rule, bypass_obstacle, like, plain_weight, runs_here
+from fusedops.integrations.hf.rules.torch_modules import own_product
+from fusedops.ops.gelu import gelu
+from fusedops.ops.linear_act import linear_act
+
+# Class in transformers.activations -> (argument of gelu, name of the activation in linear_act).
+_GELUS = {
+    "GELUActivation": ("none", "gelu"),
+    "NewGELUActivation": ("tanh", "gelu_tanh"),
+    "FastGELUActivation": ("tanh", "gelu_tanh"),
+    "AccurateGELUActivation": ("tanh", "gelu_tanh"),
+    "GELUTanh": ("tanh", "gelu_tanh"),
+    "QuickGELUActivation": ("fast", "fast_gelu"),
+}
+_OTHERS = {
+    "SiLUActivation": "silu",
+    "ReLUSquaredActivation": "relu2",
+    "LinearActivation": "identity",
+}
+
+# Formulae that contain pow: CUDA's autocast computes it in float32, so that all of it is.
+_WITH_POW = {"NewGELUActivation", "AccurateGELUActivation"}
+
+
+class _Gelu(nn.Module):
+    """The forward of every patched GELU."""
+
+    approximate: str
+    widens: bool
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return GELU of the input."""
+        if not runs_here(input):
+            return super().forward(input)
+        if self.widens and input.is_cuda and torch.is_autocast_enabled("cuda"):
+            input = input.float()
+        return gelu(input, self.approximate)
+
+
+def _patched_gelu(name: str, original: type[nn.Module]) -> type[nn.Module]:
+    body = {
+        "__module__": __name__,
+        "__doc__": f"``transformers.activations.{name}`` with the fused op.",
+        "approximate": _GELUS[name][0],
+        "widens": name in _WITH_POW,
+    }
+    return type(name, (_Gelu, original), body)
+
+
+_NAMES: dict[type, str] = {}
+_GELU_RULES: list[Rule] = []
+for _name, (_, _activation) in _GELUS.items():
+    _original = getattr(activations, _name, None)
+    if _original is None:  # added or removed by a later transformers
+        continue
+    globals()[_name] = _patched_gelu(_name, _original)
+    _NAMES.update({_original: _activation, globals()[_name]: _activation})
+    _GELU_RULES.append(
+        Rule(
+            _original,
+            globals()[_name],
+            ("gelu",),
+            "O1",
+            lambda module: gelu(torch.zeros(1), "tanh"),
+        )
+    )
+for _name, _activation in _OTHERS.items():
+    if hasattr(activations, _name):
+        _NAMES[getattr(activations, _name)] = _activation
+        remember(getattr(activations, _name))
+
+
+def activation_obstacle(name: str, module: Any) -> str | None:
+    """Return why the activation ``module`` cannot be part of a fused op, or ``None``."""
+    if activation_name(module) is None:
+        return f"{name} is a {type(module).__name__}, which is no activation of linear_act"
+    if not isinstance(module, nn.Module):
+        return None
+    return bypass_obstacle(name, module, (type(module),))
+
+
+def activation_name(module: Any) -> str | None:
+    """Return the name of the activation that a module computes, ``None`` if unknown."""
+    return _NAMES.get(type(module)) or torch_modules.activation_name(module)
+
+
+class Conv1D(pytorch_utils.Conv1D):
+    """GPT-2's linear layer, whose weight is ``[in, out]``, with the own product."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``x @ weight + bias``."""
+        weight = self.weight
+        if not own_product(x) or not plain_weight(weight) or gathers_on_access(self):
+            return super().forward(x)
+        return linear_act(x, weight.t(), self.bias, activation="identity")
+
+
+CONV1DS = (pytorch_utils.Conv1D, Conv1D)
+
+
+def conv1d_obstacle(name: str, module: Any) -> str | None:
+    """Return why the product of ``module`` must not be done without calling it, or ``None``."""
+    reason = bypass_obstacle(name, module, CONV1DS)
+    if reason is None and gathers_on_access(module):
+        reason = f"{name} is partitioned: its transpose, kept for backward, would stay gathered"
+    if reason is None and not plain_weight(module.weight):
+        reason = f"{name}.weight is a {type(module.weight).__name__}"
+    return reason
+
+
+def _conv1d_plain(module: Any) -> str | None:
+    if plain_weight(module.weight):
+        return None
+    return f"its weight is a {type(module.weight).__name__}"
+
+
+def _probe_conv1d(module: Any) -> None:
+    weight = whole(module.weight)
+    rows = like(module).new_zeros(16, weight.shape[0])
+    if plain_weight(weight) and own_product(rows):
+        linear_act(rows, weight.t(), None, activation="identity")
+
+
+RULES = (
+    Rule(pytorch_utils.Conv1D, Conv1D, ("linear_act",), "O2", _probe_conv1d, _conv1d_plain),
+    *_GELU_RULES,
+)

@@ -1,0 +1,125 @@
+"""What this process communicated last, and where it stands: the record that a fault leaves behind.
+
+Torch's flight recorder keeps the last collectives of every backend, gloo's too, in a ring of memory
+that costs nothing to speak of; point-to-point communications of gloo are not in it. Those through
+shared memory are kept beside it (``parallel/comm/shared_memory.py``).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import traceback
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch._C import _distributed_c10d
+
+from fusedops.parallel.comm import shared_memory
+
+# Torch's stubs do not know the recorder.
+_c10d: Any = _distributed_c10d
+# In the frames of a thread that waits for another process.
+_WAITING = (os.path.join("torch", "distributed", ""), os.path.join("parallel", "communication.py"))
+
+
+@dataclass(frozen=True)
+class Record:
+    """Where a rank stands.
+
+    Attributes:
+        rank: of all.
+        host: its machine.
+        pid: its process there.
+        step: of the run.
+        what: it does in it: a step, validation, a checkpoint.
+        waits: the communication that it is in, in words; ``None``: it waits for nobody.
+        groups: by name of the group, the number of the last collective that it has begun.
+        stack: of its main thread, the innermost call last.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    step: int
+    what: str
+    waits: str | None
+    groups: dict[str, int]
+    stack: str
+
+    def text(self) -> str:
+        """Return it as JSON."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def of(text: str | bytes) -> Record:
+        """Return what ``text`` gave."""
+        return Record(**json.loads(text))
+
+
+def taken(rank: int, step: int, what: str) -> Record:
+    """Return where this process stands now; any thread may ask."""
+    frame: Any = sys._current_frames().get(threading.main_thread().ident or 0)
+    calls = traceback.extract_stack(frame) if frame is not None else []
+    stack = "".join(traceback.format_list(calls))
+    entries = collectives()
+    groups: dict[str, int] = {}
+    for each in entries:
+        name = each["process_group"][0]
+        groups[name] = max(groups.get(name, 0), each["collective_seq_id"])
+    # What is only posted waits for nobody yet.
+    pending = (each for each in entries if not each["retired"] and each["state"] != "posted")
+    waits = next(map(_words, pending), None)
+    if waits is None and calls and any(part in calls[-1].filename for part in _WAITING):
+        waits = calls[-1].name.strip("_")
+    here = socket.gethostname(), os.getpid()
+    return Record(rank, *here, step, what, waits, groups, stack)
+
+
+def collectives() -> list[dict[str, Any]]:
+    """Return the last collectives of this process, the oldest first, as torch's recorder has them.
+
+    Of torch's none where it is switched off (``TORCH_FR_BUFFER_SIZE``).
+    """
+    found = [each for found in _dumps() for each in found.get("entries", [])]
+    found += map(_entry, tuple(shared_memory.calls))
+    return sorted(found, key=lambda each: each["time_created_ns"])
+
+
+def count() -> int:
+    """Return a number that changes when this process begins or ends a collective."""
+    groups = [found.get("pg_status", {}) for found in _dumps(includeCollectives=False)]
+    numbers = ("last_enqueued_collective", "last_completed_collective")
+    torchs = sum(int(each[name]) for some in groups for each in some.values() for name in numbers)
+    return torchs + shared_memory.count()
+
+
+def _dumps(**options: bool) -> list[dict[str, Any]]:
+    """Return what torch has recorded: NCCL's has a recorder of its own."""
+    names = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+    return [json.loads(getattr(_c10d, name)(**options)) for name in names if hasattr(_c10d, name)]
+
+
+def _entry(call: shared_memory.Call) -> dict[str, Any]:
+    """Return it as torch's recorder tells its own."""
+    name, told = call.group
+    return {
+        "process_group": [f"{name} in shared memory", told],
+        "collective_seq_id": call.number,
+        "profiling_name": f"shared:{call.kind}",
+        "input_sizes": [list(call.shape)],
+        "input_dtypes": [str(call.dtype).removeprefix("torch.")],
+        "state": call.state,
+        "retired": call.state == "completed",
+        "time_created_ns": call.created_ns,
+    }
+
+
+def _words(entry: dict[str, Any]) -> str:
+    kind = entry["profiling_name"].partition(":")[2] or entry["profiling_name"]
+    name, told = entry["process_group"]
+    group = name if told in ("", "undefined") else told
+    return f"{kind} {entry['collective_seq_id']} of the group {group}"

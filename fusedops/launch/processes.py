@@ -1,0 +1,279 @@
+"""The processes of a run: joining them, failing together, stopping together, starting them.
+
+Torch's elastic agent (``torchrun``) starts the processes and ends all when one fails. What is added
+is that a mistake of the user is told once and ends all processes in the same way, and that SIGTERM
+lets every process finish the same step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from fusedops._core import env, host
+from fusedops._core.checks import UnsupportedError
+from fusedops.launch.config_table import InputError
+from fusedops.parallel.comm import collectives
+
+# What the other processes get to end by themselves when one has ended badly after a signal: as
+# torchrun's.
+_GRACE_SECONDS = 30.0
+# Collectives that a process remembers, for the record that a fault leaves (``flight.py``).
+_REMEMBERED = 1000
+# Ctrl-C reaches a process from its terminal and from its parent: that is one wish.
+_SAME_WISH_SECONDS = 2.0
+_FOR_EVER = timedelta(days=365)
+_MISTAKES = (ValueError, TypeError, UnsupportedError, OSError)
+
+
+class Ranks:
+    """The processes that train together.
+
+    Attributes:
+        rank: of this one.
+        size: how many there are.
+        device: that this one computes on.
+        store: by which they found each other.
+    """
+
+    def __init__(self, rank: int, size: int, device: torch.device, store: dist.Store) -> None:
+        self.rank, self.size, self.device, self.store = rank, size, device, store
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Raise on all ranks, as an ``InputError``, the first mistake that one of them raises.
+
+        What is inside must not communicate.
+        """
+        problem = None
+        try:
+            yield
+        except _MISTAKES as error:
+            problem = str(error)
+        first = next((each for each in self.gathered(problem) if each is not None), None)
+        if first is not None:
+            raise InputError(first)
+
+    def gathered(self, value: Any) -> list[Any]:
+        """Return what each rank gave, on all ranks."""
+        found = [value]
+        if self.size > 1:
+            found = [None] * self.size
+            dist.all_gather_object(found, value)
+        return found
+
+    def total(self, *values: float) -> list[float]:
+        """Return the sums of numbers over all ranks, in float64; waits for a GPU."""
+        if self.size == 1:
+            return list(values)
+        world = dist.group.WORLD
+        assert world is not None
+        sums = torch.tensor(values, dtype=torch.float64, device=self.device)
+        return collectives.all_reduce(sums, world, label="losses").wait().tolist()
+
+
+@contextlib.contextmanager
+def joined(device: str) -> Iterator[Ranks]:
+    """Join the processes that ``torchrun`` started; alone where it did not.
+
+    Args:
+        device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
+
+    Raises:
+        InputError: there is no such device.
+    """
+    rank, size, local = env.launched() or (0, 1, 0)
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    kind = "cuda" if count and device != "cpu" else "cpu"
+    here = torch.device(kind, local) if kind == "cuda" else torch.device(kind)
+    if kind == "cuda" and local < count:
+        torch.cuda.set_device(here)
+    made = not dist.is_initialized()
+    if made:
+        env.set_flight_records(_REMEMBERED)
+        backend, store = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo", _store()
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        ranks = Ranks(dist.get_rank(), dist.get_world_size(), here, store)
+        with ranks.together():  # one machine may have less than another
+            _check_device(device, kind, local, count)
+        yield ranks
+    finally:
+        if made:
+            dist.destroy_process_group()
+
+
+def _check_device(device: str, kind: str, local: int, count: int) -> None:
+    if device == "cuda" and not count:
+        raise InputError("config: device must be 'cpu' here, got 'cuda': torch sees no GPU")
+    if kind == "cuda" and local >= count:
+        raise InputError(
+            f"{local + 1} processes on a machine need as many GPUs there, and torch sees {count}"
+        )
+
+
+def outlast(seconds: float) -> None:
+    """Let every communication wait for twice as long as the watch, which says who hangs.
+
+    Torch's own patience (30 minutes of gloo, 10 of NCCL) ends a run without a word of that. It is
+    never made less.
+
+    Args:
+        seconds: of the watch; 0: there is none, and what is waited for may take a year.
+    """
+    wanted = timedelta(seconds=2 * seconds) if seconds else _FOR_EVER
+    for group in dist.distributed_c10d._world.pg_map:
+        for kind in group._device_types:
+            backend: Any = group._get_backend(kind)
+            if backend.options._timeout < wanted:
+                backend._set_default_timeout(wanted)
+
+
+def _store() -> dist.Store:
+    """Return where the processes find each other.
+
+    The agent's store outlives them: without a prefix, processes that it started anew would look for
+    the addresses of dead ones.
+    """
+    if env.launched() is None:
+        return dist.HashStore()
+    store, *_ = next(rendezvous("env://"))
+    return dist.PrefixStore(f"fusedops-{env.restarts()}", store)
+
+
+class Stop:
+    """Notes SIGTERM and Ctrl-C instead of dying: the loop saves and ends after its step.
+
+    A second signal, later than two seconds, ends the process as ever.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._since = 0.0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Stop:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            # Only the main thread may; elsewhere a run is stopped by its caller.
+            with contextlib.suppress(ValueError):
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.asked and now - self._since > _SAME_WISH_SECONDS:
+            signal.signal(number, self._before[number])
+            os.kill(os.getpid(), number)
+        elif not self.asked:
+            self.asked, self._since = True, now
+
+
+def launch(processes: int, arguments: Sequence[str], *, restarts: int = 0) -> int:
+    """Run ``fusedops`` with these arguments on several processes of this machine.
+
+    What ``torchrun --nproc-per-node N -m fusedops ARGUMENTS`` does; SIGTERM and Ctrl-C are passed
+    on, and this process waits until the others have saved, however long that takes.
+
+    Args:
+        processes: how many.
+        arguments: of the command.
+        restarts: how often all are started anew when one fails.
+
+    Returns:
+        The exit code: 0, or the first one of a process that failed.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
+    env.set_threads(max(1, len(host.allowed_cpus()) // processes))
+    # A failed process has told why; the agent's tables of tracebacks would bury it.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    options = ["--standalone", f"--nproc-per-node={processes}", f"--max-restarts={restarts}"]
+    # The agent would give processes thirty seconds to write a checkpoint.
+    options += ["--signals-to-handle=SIGQUIT", "-m", "fusedops", *arguments]
+    passing = _Passing()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, passing)
+    try:
+        run(parse_args(options))
+    except _Stopped as stopped:
+        return passing.code(stopped.codes)
+    except ChildFailedError as error:
+        codes = {rank: each.exitcode for rank, each in error.failures.items()}
+        # The agent ends the others by SIGTERM; who was killed otherwise could not tell by itself.
+        killed = {rank: -code for rank, code in codes.items() if code < 0}
+        causes = {rank: code for rank, code in killed.items() if code != signal.SIGTERM}
+        # Where one has told its reason, those that only were ended have none.
+        told = any(code > 0 for code in codes.values())
+        for rank, code in (causes if causes or told else killed).items():
+            name = signal.Signals(code).name
+            print(f"fusedops: error: process {rank} was killed: {name}", file=sys.stderr)
+        return next((code for code in codes.values() if code > 0), 1)
+    return 0
+
+
+class _Stopped(BaseException):
+    """The processes were asked to stop, and have ended with these codes."""
+
+    def __init__(self, codes: list[int]) -> None:
+        self.codes = codes
+
+
+class _Passing:
+    """Passes signals on to the processes, waits until they have ended, and leaves.
+
+    The agent must not see them end: it would take that for a failure, and start them anew.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal: the first, or one that comes while another is handled."""
+        import psutil
+
+        self.count += 1
+        codes: list[int] = []
+        alive, since = psutil.Process().children(), None
+        for child in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.send_signal(number)
+        while alive:
+            gone, alive = psutil.wait_procs(alive, timeout=1.0)
+            codes += [each.returncode or 0 for each in gone]
+            # One that had not come as far as to note the signal leaves the others without it.
+            if any(codes) and since is None:
+                since = time.monotonic()
+            if since is not None and time.monotonic() - since > _GRACE_SECONDS:
+                for each in alive:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        each.kill()
+        raise _Stopped(codes)
+
+    def code(self, codes: list[int]) -> int:
+        """Return the exit code of processes that were asked to stop; tell what they could not."""
+        failed = [each for each in codes if each > 0]
+        killed = any(codes) or not codes
+        if failed or (killed and self.count > 1):
+            return failed[0] if failed else 1
+        if killed:
+            told = "stopped before the first step; the same command begins again, or goes on"
+            print(f"fusedops: {told}", file=sys.stderr)
+        return 0

@@ -1,0 +1,130 @@
+"""The two ends of a transformer: from words to hidden states, and from these to logits or a loss.
+
+Letters of shapes as in ``transformer.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from fusedops import ops
+from fusedops.models.config import TransformerConfig
+from fusedops.models.layer_parts import kernel_name, linear, norm_of
+from fusedops.nn import Dropout
+
+
+class Embedding(nn.Module):
+    """Words, and what is added to them before the first layer."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        hidden = config.hidden_size
+
+        def table(rows: int) -> nn.Embedding | None:
+            return nn.Embedding(rows, hidden) if rows else None
+
+        self.tokens = nn.Embedding(config.vocab_size, hidden, config.pad_token_id)
+        self.positions = table(config.seq_len if config.position_tables else 0)
+        self.token_types = table(config.token_types)
+        self.norm = norm_of(config) if config.post_norm else None
+        self.dropout = Dropout(config.dropout)
+
+    def forward(
+        self,
+        tokens_BS: torch.Tensor,
+        positions: torch.Tensor,
+        token_types_BS: torch.Tensor | None = None,
+        *,
+        seed: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return ``[B, S, H]``; positions are ``[S]`` or ``[B, S]``, ``seed`` is dropout's."""
+        x_BSH = self.tokens(tokens_BS)
+        if self.positions is not None:
+            x_BSH = x_BSH + self.positions(positions)
+        if self.token_types is not None:
+            types = torch.zeros_like(tokens_BS) if token_types_BS is None else token_types_BS
+            x_BSH = x_BSH + self.token_types(types)
+        if self.norm is not None:
+            x_BSH = self.norm(x_BSH)
+        return self.dropout(x_BSH, seed=seed)
+
+
+class Head(nn.Module):
+    """From the last hidden states to logits, or to the loss.
+
+    For the loss the backward makes logits again, chunk by chunk, unless they are small beside what
+    the layers keep: then they are kept, and a product is saved.
+
+    Attributes:
+        weight: of the projection on the vocabulary, ``[V, H]``; ``None`` where it is the
+            embedding's.
+        bias: of it, ``[V]``, or ``None``.
+        project: ``(x_BSH, weight, bias)`` to logits ``[B, S, V]``.
+        loss: ``(x_BSH, weight, bias, labels_BS)`` to the sum of the cross-entropies, float32.
+        recompute: whether the backward makes the logits again: set it where layers keep nothing.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        hidden, words = config.hidden_size, config.vocab_size
+        masked = config.head == "masked"
+        self.transform = linear(hidden, hidden, True, kernel_name(config)) if masked else None
+        self.norm = norm_of(config) if masked else None
+        self.weight = None if config.tied else nn.Parameter(torch.empty(words, hidden))
+        self.bias = nn.Parameter(torch.empty(words)) if masked else None
+        self.project: Callable[..., torch.Tensor] = project
+        # What a layer keeps at least for a token, in half precision, in numbers of float32.
+        layer = (8 * hidden + 2 * config.intermediate_size) // 2
+        self.recompute = words > config.num_layers * layer
+        self.loss: Callable[..., torch.Tensor] = self._summed_loss
+
+    def forward(
+        self,
+        x_BSH: torch.Tensor,
+        labels_BS: torch.Tensor | None = None,
+        *,
+        weight: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return logits ``[B, S, V]``, or with labels the sum of the targets' losses.
+
+        Args:
+            x_BSH: of the last layer.
+            labels_BS: the target of each token; -100 where there is none.
+            weight: the embedding's, where it is tied.
+        """
+        if self.transform is not None and self.norm is not None:
+            x_BSH = self.norm(self.transform(x_BSH))
+        weight = self.weight if weight is None else weight
+        if labels_BS is None:
+            return self.project(x_BSH, weight, self.bias)
+        return self.loss(x_BSH, weight, self.bias, labels_BS)
+
+    def _summed_loss(self, *given: Any) -> torch.Tensor:
+        return summed_loss(*given, recompute=self.recompute)
+
+
+def project(x_BSH: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return logits, ``[B, S, V]``."""
+    return ops.linear_act(x_BSH, weight, bias, activation="identity")
+
+
+def summed_loss(
+    x_BSH: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    labels_BS: torch.Tensor,
+    *,
+    recompute: bool | None = None,
+) -> torch.Tensor:
+    """Return the sum of the targets' cross-entropies; ``recompute`` as the operator has it."""
+    # A sum in bfloat16 has three digits; under autocast the operator's own float32 comes out.
+    half = x_BSH.dtype in (torch.bfloat16, torch.float16)
+    with torch.autocast(x_BSH.device.type, dtype=x_BSH.dtype) if half else nullcontext():
+        return ops.linear_cross_entropy(
+            x_BSH, weight, labels_BS, bias, reduction="sum", recompute=recompute
+        )

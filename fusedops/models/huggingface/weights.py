@@ -1,0 +1,382 @@
+"""Weights of Hugging Face's models, read and written: folders of safetensors, or a model itself.
+
+Nothing is downloaded, and transformers is not needed: a folder has ``config.json`` and
+``*.safetensors``, one file or several with an index. Tensors are read one row of the family's table
+(``families.py``) at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fusedops._core import checks
+from fusedops.models.huggingface.configs import from_config, to_config
+from fusedops.models.huggingface.families import FAMILIES, TIED_HEADS, Family, Row
+from fusedops.models.parallelization.engine import parallelized
+from fusedops.models.transformer import Transformer
+
+_WHOLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+
+
+def load_huggingface(
+    source: str | os.PathLike[str] | nn.Module,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Transformer:
+    """Return the ``Transformer`` that computes what a model of Hugging Face computes.
+
+    Args:
+        source: a folder with ``config.json`` and safetensors, or a model of transformers, patched
+            or not: GPT-2, BERT (masked language model), Llama, Mistral, Qwen3, Qwen3-MoE, Mixtral.
+        device: of the parameters.
+        dtype: of the parameters; ``None``: the checkpoint's.
+
+    Returns:
+        A model of its own: no memory is shared.
+
+    Raises:
+        ValueError: the folder has no configuration or no weights, a parameter is missing, has
+            another shape, or has no place in the model; or the configuration asks for what
+            ``Transformer`` does not compute.
+        TypeError: ``source`` is neither.
+        UnsupportedError: the package safetensors is missing.
+
+    Example:
+        >>> import tempfile
+        >>> from fusedops.models import Transformer, load_huggingface, preset, save_huggingface
+        >>> model = Transformer(preset("tiny-qwen3"))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_huggingface(model, folder)
+        ...     again = load_huggingface(folder)
+        >>> again.config == model.config
+        True
+    """
+    with ExitStack() as stack:
+        if isinstance(source, nn.Module):
+            if not hasattr(source, "config"):
+                checks.fail("load_huggingface", "source", "a model with a config", "one without")
+            config: Any = source.config
+            weights: _Held | _Files = _Held(source)
+        else:
+            folder = _folder(source)
+            config, weights = folder / "config.json", _Files(folder, stack)
+        ours = from_config(config)
+        family = FAMILIES[_model_type(config)]
+        found = _Checkpoint(weights, family)
+        if dtype is None:
+            dtype = found.read(next(family.rows(ours)))[0].dtype
+        with torch.device("meta"):
+            model = Transformer(ours, dtype=dtype)
+        place = torch.get_default_device() if device is None else torch.device(device)
+        model.to_empty(device=place)
+        _fill(model, found, family)
+    return model
+
+
+def save_huggingface(
+    model: Transformer,
+    folder: str | os.PathLike[str],
+    *,
+    max_file_bytes: int = 5 * 10**9,
+) -> None:
+    """Write a model as transformers and other programs read it.
+
+    Args:
+        model: a ``Transformer``; one that is spread over processes is gathered row by row, by all
+            of them together, and rank 0 writes.
+        folder: where ``config.json`` and the weights go; made if it does not exist. Files of these
+            names are replaced, each in one step when it is whole.
+        max_file_bytes: above it the weights go into several files, with an index. One tensor is
+            never divided.
+
+    Raises:
+        UnsupportedError: no family computes the same as this model (PanGu's query layer, ALiBi), or
+            the package safetensors is missing.
+        TypeError: ``model`` is no ``Transformer``.
+        ValueError: ``max_file_bytes`` is not positive.
+    """
+    if not isinstance(model, Transformer):
+        got = checks.type_name(model)
+        raise TypeError(f"save_huggingface: model must be a Transformer, got {got}")
+    checks.integer("save_huggingface", "max_file_bytes", max_file_bytes, least=1)
+    values = to_config(model.config)
+    values["dtype"] = str(next(model.parameters()).dtype).removeprefix("torch.")
+    parameters = _Stages(model) if parallelized(model).pipeline else _Whole(model)
+    rows = FAMILIES[values["model_type"]].rows(model.config)
+    writer = _Writer(Path(folder), max_file_bytes) if _is_first() else None
+    for row in rows:
+        found = [parameters.read(name) for name in row.ours]
+        if writer is not None:
+            whole = [each for each in found if each is not None]
+            for name, tensor in zip(row.theirs, row.write(whole), strict=True):
+                writer.add(name, tensor)
+                if row.twin is not None:
+                    writer.add(row.twin, tensor.clone())  # safetensors refuses shared memory
+    if writer is not None:
+        writer.finish(values)
+
+
+def _model_type(config: Any) -> str:
+    if isinstance(config, Path):
+        return json.loads(config.read_bytes())["model_type"]
+    return config.model_type
+
+
+def _folder(source: Any) -> Path:
+    if not isinstance(source, (str, os.PathLike)):
+        got = checks.type_name(source)
+        raise TypeError(f"load_huggingface: source must be a folder or a model, got {got}")
+    folder = Path(source)
+    if not folder.is_dir():
+        wanted = "a folder with config.json and safetensors (nothing is downloaded)"
+        checks.fail("load_huggingface", "source", wanted, repr(str(source)))
+    return folder
+
+
+class _Held:
+    """The tensors of a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.tensors = model.state_dict()
+
+    def names(self) -> set[str]:
+        return set(self.tensors)
+
+    def read(self, name: str) -> torch.Tensor:
+        return self.tensors[name]
+
+
+class _Files:
+    """The tensors of a folder, read when they are asked for."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self.folder, self.stack = folder, stack
+        self.opened: dict[str, Any] = {}
+        self.files = self._names_by_file()
+
+    def _names_by_file(self) -> dict[str, str]:
+        if (self.folder / _INDEX).exists():
+            try:
+                return json.loads((self.folder / _INDEX).read_bytes())["weight_map"]
+            except (ValueError, KeyError, TypeError):
+                raise ValueError(f"{self.folder / _INDEX} is no index of weights") from None
+        if (self.folder / _WHOLE).exists():
+            return dict.fromkeys(self._open(_WHOLE).keys(), _WHOLE)
+        raise ValueError(
+            f"load_huggingface: {self.folder} has neither {_WHOLE} nor {_INDEX}; convert other "
+            "files first, with from_pretrained and save_pretrained of transformers"
+        )
+
+    def _open(self, file: str) -> Any:
+        if file not in self.opened:
+            path = self.folder / file
+            try:
+                opened = _safetensors().safe_open(path, framework="pt")
+            except OSError as error:
+                raise ValueError(f"cannot read {path}: {error.strerror or error}") from None
+            except Exception as error:  # what the package raises for a damaged file is its own
+                raise ValueError(f"{path} is no safetensors file: {error}") from None
+            self.opened[file] = self.stack.enter_context(opened)
+        return self.opened[file]
+
+    def names(self) -> set[str]:
+        return set(self.files)
+
+    def read(self, name: str) -> torch.Tensor:
+        opened = self._open(self.files[name])
+        try:
+            return opened.get_tensor(name)
+        except Exception as error:  # as above: the index and the file do not agree, for example
+            path = self.folder / self.files[name]
+            raise ValueError(f"cannot read {name} from {path}: {error}") from None
+
+
+def _modern(name: str, prefix: str) -> str:
+    """Return the name that older checkpoints have without base prefix, or with gamma and beta."""
+    for old, new in ((".gamma", ".weight"), (".beta", ".bias")):
+        if name.endswith(old):
+            name = name.removesuffix(old) + new
+    return name if name in TIED_HEADS else f"{prefix}{name}"
+
+
+class _Checkpoint:
+    """A checkpoint's tensors by the names of the family's table, however old it is."""
+
+    def __init__(self, weights: _Held | _Files, family: Family) -> None:
+        self.weights = weights
+        known = weights.names()
+        prefix = "" if any(each.startswith(family.base) for each in known) else family.base
+        self.names = {_modern(each, prefix): each for each in known}
+        self.unread = set(self.names)
+
+    def read(self, row: Row) -> list[torch.Tensor]:
+        """Return the tensors of a row of our parameters."""
+        for name in (row.held, row.twin):
+            if name is not None and name in self.names:
+                return [self._tensor(name)]
+        missing = [name for name in row.theirs if name not in self.names]
+        if missing:
+            others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise ValueError(f"load_huggingface: the checkpoint has no {missing[0]}{others}")
+        return row.read([self._tensor(name) for name in row.theirs])
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        self.unread.discard(name)
+        return self.weights.read(self.names[name])
+
+
+def _fill(model: Transformer, found: _Checkpoint, family: Family) -> None:
+    parameters = dict(model.named_parameters())
+    for row in family.rows(model.config):
+        for name, tensor in zip(row.ours, found.read(row), strict=True):
+            parameter = parameters.pop(name)
+            if parameter.shape != tensor.shape:
+                wanted = f"{list(parameter.shape)} for {name}"
+                checks.fail("load_huggingface", row.theirs[0], wanted, list(tensor.shape))
+            with torch.no_grad():
+                parameter.copy_(tensor)
+    assert not parameters, f"no row of the family's table for {sorted(parameters)}"
+    tied = TIED_HEADS if model.config.tied else ()
+    left = [name for name in found.unread if not name.endswith((*family.unused, *tied))]
+    if left:
+        others = f" and {len(left) - 1} more" if len(left) > 1 else ""
+        wanted = "a checkpoint of this model alone"
+        checks.fail("load_huggingface", "source", wanted, f"also {min(left)}{others}")
+
+
+class _Writer:
+    """Files of weights, none larger than asked; what is not whole has another name."""
+
+    def __init__(self, folder: Path, limit: int) -> None:
+        self.folder, self.limit = folder, limit
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.size = 0
+        self.files: list[list[str]] = []
+        self.total = 0
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        size = tensor.numel() * tensor.element_size()
+        if self.tensors and self.size + size > self.limit:
+            self._flush()
+        self.tensors[name] = tensor.contiguous()
+        self.size += size
+        self.total += size
+
+    def _part(self, index: int) -> Path:
+        return self.folder / f"{_WHOLE}.part{index}"
+
+    def _flush(self) -> None:
+        path = self._part(len(self.files))
+        _safetensors_torch().save_file(self.tensors, path, metadata={"format": "pt"})
+        self.files.append(list(self.tensors))
+        self.tensors, self.size = {}, 0
+
+    def finish(self, values: dict[str, Any]) -> None:
+        """Give the files their names, the configuration the last."""
+        self._flush()
+        count = len(self.files)
+        names = [_WHOLE] if count == 1 else list(_shard_names(count))
+        for index, name in enumerate(names):
+            os.replace(self._part(index), self.folder / name)
+        if count > 1:
+            places: dict[str, str] = {}
+            for name, held in zip(names, self.files, strict=True):
+                places |= dict.fromkeys(held, name)
+            sizes = {"total_size": self.total}
+            self._write(_INDEX, {"metadata": sizes, "weight_map": places})
+        # An older checkpoint here may have had the other form.
+        (self.folder / (_INDEX if count == 1 else _WHOLE)).unlink(missing_ok=True)
+        self._write("config.json", values)
+
+    def _write(self, name: str, values: dict[str, Any]) -> None:
+        part = self.folder / f"{name}.part"
+        part.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        os.replace(part, self.folder / name)
+
+
+def _shard_names(count: int) -> Iterator[str]:
+    for each in range(1, count + 1):
+        yield f"model-{each:05d}-of-{count:05d}.safetensors"
+
+
+class _Whole:
+    """The parameters of a model that this process, or all of its processes, have parts of."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters = dict(model.named_parameters())
+
+    def read(self, name: str) -> torch.Tensor | None:
+        """Return a parameter, whole; ``None`` where this process has no part of it."""
+        if name not in self.parameters:
+            return None
+        found: Any = self.parameters[name].detach()
+        return found.full_tensor() if hasattr(found, "full_tensor") else found
+
+
+class _Stages(_Whole):
+    """The parameters of a model whose stages send theirs to the process that writes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        pipeline = parallelized(model).pipeline
+        assert pipeline is not None
+        self.group = pipeline.driver.group
+        self.device = next(model.parameters()).device
+        mine = {name: (each.shape, each.dtype) for name, each in self.parameters.items()}
+        every: list[dict[str, Any]] = [{} for _ in range(self.group.size())]
+        torch.distributed.all_gather_object(every, mine, group=self.group)
+        self.known = {name: kind for stage in every for name, kind in stage.items()}
+        # Words that both ends have come from the first.
+        self.owners = {
+            name: rank for rank, stage in reversed(list(enumerate(every))) for name in stage
+        }
+        # Other copies of the pipeline have nobody who writes.
+        self.sends = 0 in torch.distributed.get_process_group_ranks(self.group)
+
+    def read(self, name: str) -> torch.Tensor | None:
+        """Return a parameter, whole, where it is and on the process that writes."""
+        from fusedops.parallel.comm import collectives
+
+        found, owner, rank = super().read(name), self.owners[name], self.group.rank()
+        if owner == 0 or rank not in (0, owner) or not self.sends:
+            return found
+        to, source = (0, None) if rank == owner else (None, owner)
+        if found is None:
+            shape, dtype = self.known[name]
+            found = torch.empty(shape, dtype=dtype, device=self.device)
+        return collectives.send_receive(
+            found, self.group, to=to, source=source, label="weights"
+        ).wait()
+
+
+def _is_first() -> bool:
+    dist = torch.distributed
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors
+    except ImportError:
+        raise checks.UnsupportedError(
+            "weights of Hugging Face need the package safetensors: pip install safetensors"
+        ) from None
+    return safetensors
+
+
+def _safetensors_torch() -> Any:
+    _safetensors()
+    import safetensors.torch
+
+    return safetensors.torch

@@ -1,0 +1,129 @@
+"""An all-to-all of rows as a differentiable step in two halves, to run beside computation.
+
+``begin`` starts the exchange and returns a ticket, ``end`` takes the ticket, waits and returns what
+arrived. Backwards the halves change roles: the gradient of ``end`` starts the exchange of
+gradients, the gradient of ``begin`` waits for it. What is exchanged, and how, is the business of an
+``Exchange``.
+
+The ticket is a scalar in the graph. ``end`` also returns an anchor, another scalar: whoever sends
+something back hands it to the next ``begin``, so that the graph runs through every exchange on
+every rank, also on one that has no rows or whose experts ignored them. Otherwise that rank would
+leave the others alone in their collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from fusedops.parallel.comm.collectives import Pending, all_to_all
+
+
+class Exchange(Protocol):
+    """What is sent, forwards and backwards. Each method is called once per pass, in this order."""
+
+    def start(self, *tensors: torch.Tensor) -> None:
+        """Begin to send ``tensors``."""
+
+    def finish(self) -> tuple[torch.Tensor, ...]:
+        """Wait, and return what arrived."""
+
+    def start_backward(self, *grads: torch.Tensor) -> None:
+        """Begin to send the gradients of what ``finish`` returned."""
+
+    def finish_backward(self) -> tuple[torch.Tensor | None, ...]:
+        """Wait, and return the gradients of what ``start`` took."""
+
+
+def begin(exchange: Exchange, *tensors: torch.Tensor, anchor: torch.Tensor | None = None) -> Any:
+    """Start the exchange of ``tensors``; returns the ticket for ``end``."""
+    return _Begin.apply(exchange, anchor, *tensors)
+
+
+def end(exchange: Exchange, ticket: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Wait for the exchange; returns what arrived, and the anchor."""
+    return _End.apply(exchange, ticket)
+
+
+class _Begin(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: Exchange, anchor: Any, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.exchange = exchange
+        ctx.anchored = anchor is not None
+        exchange.start(*tensors)
+        return tensors[0].new_zeros((), dtype=torch.float32)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (ticket,) = grads
+        return None, ticket if ctx.anchored else None, *ctx.exchange.finish_backward()
+
+
+class _End(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: Exchange, ticket: torch.Tensor) -> Any:
+        ctx.exchange = exchange
+        return *exchange.finish(), torch.zeros_like(ticket)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.exchange.start_backward(*grads[:-1])
+        return None, grads[-1]
+
+
+class Transfer:
+    """Rows on their way: an all-to-all that was started.
+
+    Args:
+        rows: ``[sum(send), ...]``, rows for each rank of the group one after the other.
+        send: rows for each rank.
+        receive: rows from each rank.
+        group: the process group.
+        room: rows of the result, at least ``sum(receive)``; those behind are left as they are.
+        label: for the log of communications.
+    """
+
+    def __init__(
+        self,
+        rows: torch.Tensor,
+        send: Sequence[int],
+        receive: Sequence[int],
+        group: dist.ProcessGroup,
+        room: int | None = None,
+        *,
+        label: str,
+    ) -> None:
+        arriving = sum(receive)
+        rows = rows.contiguous()
+        self._result = rows.new_empty((arriving if room is None else room, *rows.shape[1:]))
+        self._arriving: Pending | None = all_to_all(
+            _as_words(rows),
+            group,
+            send=send,
+            receive=receive,
+            out=_as_words(self._result[:arriving]),
+            label=label,
+        )
+
+    def wait(self) -> torch.Tensor:
+        """Return the received rows; raises when a rank or a link failed."""
+        arriving, self._arriving = self._arriving, None
+        if arriving is not None:
+            arriving.wait()
+        return self._result
+
+
+def _as_words(rows: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of 2-d ``rows`` as the widest integers: backends count elements in int32."""
+    width = rows.shape[1] * rows.element_size()
+    for dtype in (torch.int64, torch.int32, torch.uint8):
+        if width % dtype.itemsize == 0:
+            break
+    if rows.numel() == 0:
+        return rows.new_empty((rows.shape[0], width // dtype.itemsize), dtype=dtype)
+    return rows.view(torch.uint8).view(dtype)

@@ -1,0 +1,527 @@
+"""Every communication of the stack: one function per kind, which counts it and marks its place.
+
+Each function starts the communication and returns a ``Pending``; ``wait()`` gives the result. What
+runs between the two runs beside it. Inside ``with recorded() as log`` every start and every wait is
+an event, and so is what ``computing()`` encloses: budgets are sums over events, and that something
+ran beside a communication is seen from their order, not from a clock.
+
+Processes of one machine communicate through their memory where they can (``_shared.py``).
+
+A sum over ranks is ordered where we make it ourselves (``reduce_scatter``, ``all_reduce_ordered``,
+``all_reduce`` through shared memory): neighbours first, then pairs of them, in the accumulation
+dtype, rounded once. Its bits then depend neither on the backend nor on how a tensor is cut into
+pieces. Here are no gradients; those are in ``tensor.py``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fusedops._core import checks, collectives, dtypes
+from fusedops._core.collectives import all_gather_single
+from fusedops.parallel.comm import shared_memory
+
+KINDS = (
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "broadcast",
+    "all_to_all",
+    "send_receive",
+)
+OPS = ("sum", "avg", "max", "min", "product")
+COMPUTE = "compute"
+
+
+@dataclass(frozen=True)
+class Event:
+    """A start or an end, in the order in which they happened on this rank.
+
+    Attributes:
+        kind: one of ``KINDS``, or ``COMPUTE``.
+        phase: ``"start"`` or ``"end"``.
+        number: the same for the start and the end of one thing.
+        label: what the caller called it.
+        bytes: that this rank sends to others, by the algorithm that sends the fewest: of ``n``
+            ranks an all-reduce of ``b`` bytes sends ``2 b (n - 1) / n``, an all-gather to ``b`` or
+            a reduce-scatter of ``b`` half of that; a broadcast ``b`` on its source.
+        ranks: size of the group.
+        seconds: the clock, for drawings.
+    """
+
+    kind: str
+    phase: str
+    number: int
+    label: str
+    bytes: int
+    ranks: int
+    seconds: float
+
+
+@dataclass
+class Log:
+    """What one rank communicated while it was open."""
+
+    rank: int
+    events: list[Event] = field(default_factory=list)
+
+    @property
+    def calls(self) -> list[Event]:
+        """The communications, each by its start."""
+        return [each for each in self.events if each.phase == "start" and each.kind != COMPUTE]
+
+    def counts(self) -> dict[str, int]:
+        """Return how many communications there were of each kind."""
+        return dict(Counter(each.kind for each in self.calls))
+
+    def bytes(self, kind: str | None = None) -> int:
+        """Return the bytes that this rank sent, of one kind or of all."""
+        return sum(each.bytes for each in self.calls if kind in (None, each.kind))
+
+    def beside(self) -> list[tuple[str, str]]:
+        """Return the labels of communications and of the computations that lie wholly in them."""
+        place = {(each.number, each.phase): at for at, each in enumerate(self.events)}
+        starts = [each for each in self.events if each.phase == "start"]
+        spans = [
+            (each, place[each.number, "start"], place.get((each.number, "end"))) for each in starts
+        ]
+        return [
+            (outer.label, inner.label)
+            for outer, begin, end in spans
+            if outer.kind != COMPUTE and end is not None
+            for inner, first, last in spans
+            if inner.kind == COMPUTE and last is not None and begin < first and last < end
+        ]
+
+
+# Logs that are open in this process, not in this thread: autograd's threads run backward nodes of
+# GPUs. Where threads are ranks (tests), each log hears its own rank.
+_LOGS: list[Log] = []
+_NUMBERS = itertools.count()
+
+
+@contextmanager
+def recorded() -> Iterator[Log]:
+    """Record this rank's communications; gives the log, which stays readable afterwards."""
+    log = Log(_rank())
+    _LOGS.append(log)
+    try:
+        yield log
+    finally:
+        _LOGS.remove(log)
+
+
+@contextmanager
+def computing(label: str) -> Iterator[None]:
+    """Mark what it encloses as a computation, for the timeline."""
+    if not is_recorded():
+        yield
+        return
+    span = Span(label)
+    span.start()
+    yield
+    span.end()
+
+
+class Span:
+    """A computation whose start and end are marked from two places."""
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._number = next(_NUMBERS)
+
+    def start(self) -> None:
+        """Mark the start."""
+        self._note("start")
+
+    def end(self) -> None:
+        """Mark the end."""
+        self._note("end")
+
+    def _note(self, phase: str) -> None:
+        _mark(Event(COMPUTE, phase, self._number, self._label, 0, 1, time.perf_counter()))
+
+
+def is_recorded() -> bool:
+    """Whether a log is open in this process."""
+    return bool(_LOGS)
+
+
+class Pending:
+    """A communication under way. Wait for it once; its buffers must be left alone until then."""
+
+    def __init__(self, finish: Callable[[], torch.Tensor], started: Event | None = None) -> None:
+        self._finish: Callable[[], torch.Tensor] | None = finish
+        self._started = started
+
+    def wait(self) -> torch.Tensor:
+        """Return the result; raises when a rank or a link failed."""
+        finish, started = self._finish, self._started
+        if finish is None:
+            raise RuntimeError("wait was called twice for one communication")
+        self._finish = None
+        result = finish()
+        if started is not None:
+            fields = started.kind, "end", started.number, started.label, 0, started.ranks
+            _mark(Event(*fields, time.perf_counter()))
+        return result
+
+
+def all_reduce(
+    tensor: torch.Tensor, group: dist.ProcessGroup, *, op: str = "sum", label: str = ""
+) -> Pending:
+    """Reduce ``tensor`` over the ranks, in place.
+
+    Args:
+        tensor: of the same size and dtype on all ranks, with any strides.
+        group: the process group.
+        op: ``"sum"``, ``"avg"``, ``"max"``, ``"min"`` or ``"product"``.
+        label: for the log.
+
+    Raises:
+        ValueError: the ranks called different collectives, where they share memory.
+    """
+    if op not in OPS:
+        checks.fail("all_reduce", "op", f"one of {', '.join(OPS)}", op)
+    ranks = group.size()
+    if ranks == 1:
+        return Pending(lambda: tensor)
+    buffer = _dense(tensor)
+    started = _start("all_reduce", label, 2 * _bytes(tensor) * (ranks - 1) // ranks, ranks)
+    finish = shared_memory.all_reduce(buffer, group, op)
+    if finish is None and tensor.numel() > 0:
+        kind = getattr(dist.ReduceOp, op.upper())
+        finish = _wait_for(dist.all_reduce(buffer, kind, group, async_op=True), buffer)
+    return Pending(_copied_back(tensor, buffer, finish), started)
+
+
+def all_reduce_ordered(
+    tensor: torch.Tensor, group: dist.ProcessGroup, *, label: str = ""
+) -> Pending:
+    """Return the sum over the ranks, the same bits for any backend, as ``reduce_scatter`` adds.
+
+    Sent as a reduce-scatter and an all-gather: the bytes of a ring.
+
+    Args:
+        tensor: ``[N]``, contiguous; the result is another tensor.
+        group: the process group.
+        label: for the log.
+    """
+    ranks, size = group.size(), tensor.numel()
+    if ranks == 1:
+        return Pending(lambda: tensor)
+    padded = torch.nn.functional.pad(tensor, (0, -size % ranks))
+    scattered = reduce_scatter(padded, group, label=label)
+    return Pending(lambda: all_gather(scattered.wait(), group, label=label).wait()[:size])
+
+
+def all_gather(
+    tensor: torch.Tensor,
+    group: dist.ProcessGroup,
+    *,
+    dim: int = 0,
+    out: torch.Tensor | None = None,
+    label: str = "",
+) -> Pending:
+    """Join the ranks' tensors, all of one shape, along ``dim`` in the order of the ranks.
+
+    Args:
+        tensor: this rank's.
+        group: the process group.
+        dim: along which they are joined.
+        out: with ``dim`` 0: receives them; made if not given. ``tensor`` may be its part of it.
+        label: for the log.
+    """
+    ranks = group.size()
+    if ranks == 1:
+        return Pending(lambda: tensor if out is None else out.copy_(tensor))
+    dim, rows = dim % tensor.dim(), tensor.shape[0]
+    tensor = _dense(tensor)
+    started = _start("all_gather", label, _bytes(tensor) * (ranks - 1), ranks)
+    parts = tensor.new_empty((ranks * rows, *tensor.shape[1:])) if out is None else out
+    buffer = _dense(parts)
+    gather = shared_memory.all_gather(buffer, tensor, group)
+    if gather is None and tensor.numel() > 0:
+        work = all_gather_single(buffer, tensor, group=group, async_op=True)
+        gather = _wait_for(work, tensor)
+    finish_parts = _copied_back(parts, buffer, gather)
+
+    def finish() -> torch.Tensor:
+        finish_parts()
+        if dim == 0:
+            return parts
+        return parts.unflatten(0, (ranks, rows)).movedim(0, dim).flatten(dim, dim + 1)
+
+    return Pending(finish, started)
+
+
+def reduce_scatter(
+    tensor: torch.Tensor, group: dist.ProcessGroup, *, dim: int = 0, label: str = ""
+) -> Pending:
+    """Sum the ranks' tensors and give each rank its part of ``dim``, in the order of the ranks.
+
+    Sent as an all-to-all and added up here, as ``ordered_sum`` does: the same bits for any backend
+    and however the rest of the tensor is cut. The bytes sent are those of a ring; gloo's own would
+    send a whole all-reduce's.
+
+    Raises:
+        ValueError: the group does not divide the size of ``dim``.
+    """
+    ranks = group.size()
+    if ranks == 1:
+        return Pending(lambda: tensor)
+    dim = dim % tensor.dim()
+    check_divides("reduce_scatter", tensor, dim, ranks)
+    parts = _dense(tensor.unflatten(dim, (ranks, tensor.shape[dim] // ranks)).movedim(dim, 0))
+    started = _start("reduce_scatter", label, _bytes(parts) * (ranks - 1) // ranks, ranks)
+    summed = shared_memory.reduce_scatter(parts, group)
+    if summed is not None:
+        return Pending(summed, started)
+    if tensor.numel() == 0:
+        return Pending(lambda: parts[0], started)
+    received = torch.empty_like(parts)
+    work = dist.all_to_all_single(received, parts, group=group, async_op=True)
+
+    def finish() -> torch.Tensor:
+        _waited(work, parts)
+        return ordered_sum(received.unbind(0))
+
+    return Pending(finish, started)
+
+
+def broadcast(
+    tensor: torch.Tensor, group: dist.ProcessGroup, *, source: int = 0, label: str = ""
+) -> Pending:
+    """Overwrite ``tensor`` by that of rank ``source`` of the group."""
+    ranks = group.size()
+    if ranks == 1:
+        return Pending(lambda: tensor)
+    if not 0 <= source < ranks:
+        checks.fail("broadcast", "source", f"a rank of the group of {ranks}", source)
+    sent = _bytes(tensor) if group.rank() == source else 0
+    started = _start("broadcast", label, sent, ranks)
+    buffer = _dense(tensor)
+    finish = shared_memory.broadcast(buffer, source, group)
+    if finish is None and tensor.numel() > 0:
+        work = dist.broadcast(buffer, group=group, group_src=source, async_op=True)
+        finish = _wait_for(work, buffer)
+    return Pending(_copied_back(tensor, buffer, finish), started)
+
+
+def all_to_all(
+    rows: torch.Tensor,
+    group: dist.ProcessGroup,
+    *,
+    send: Sequence[int] | None = None,
+    receive: Sequence[int] | None = None,
+    out: torch.Tensor | None = None,
+    label: str = "",
+) -> Pending:
+    """Send each rank its rows; returns those that came, in the order of the ranks.
+
+    Args:
+        rows: ``[sum(send), ...]``, those for rank 0 first.
+        group: the process group.
+        send: rows for each rank; the same for all if not given.
+        receive: rows from each rank; as many as are sent if not given.
+        out: ``[sum(receive), ...]`` to receive in; made if not given.
+        label: for the log.
+
+    Raises:
+        ValueError: the group does not divide the rows, and ``send`` is not given.
+    """
+    ranks, equal = group.size(), send is None and receive is None
+    if send is None:
+        check_divides("all_to_all", rows, 0, ranks)
+        send = [rows.shape[0] // ranks] * ranks
+    receive = send if receive is None else receive
+    if out is None:
+        out = rows.new_empty((sum(receive), *rows.shape[1:]))
+    result, rows = out, _dense(rows)
+    buffer = _dense(result)
+    row_bytes = rows[:1].numel() * rows.element_size() if rows.shape[0] else 0
+    started = _start("all_to_all", label, (sum(send) - send[group.rank()]) * row_bytes, ranks)
+    exchanged = shared_memory.all_to_all(buffer, rows, group) if equal else None
+    if exchanged is not None:
+        return Pending(_copied_back(result, buffer, exchanged), started)
+    announced = (
+        None if equal else shared_memory.announce("all_to_all of unequal parts", rows, group)
+    )
+    work = dist.all_to_all_single(
+        buffer, rows, list(receive), list(send), group=group, async_op=True
+    )
+
+    def finish() -> torch.Tensor:
+        if announced is not None:
+            announced()
+        return _waited(work, rows)
+
+    return Pending(_copied_back(result, buffer, finish), started)
+
+
+def send_receive(
+    tensor: torch.Tensor,
+    group: dist.ProcessGroup,
+    *,
+    to: int | None,
+    source: int | None,
+    out: torch.Tensor | None = None,
+    label: str = "",
+) -> Pending:
+    """Send ``tensor`` to one rank of the group and receive one from another.
+
+    Args:
+        tensor: what is sent; with ``to=None`` it says only shape, dtype and device.
+        group: the process group.
+        to: the rank in the group that gets it, or ``None``: nothing is sent.
+        source: the rank whose tensor comes, or ``None``: the result is ``out``, or ``tensor``.
+        out: to receive in; of the shape of ``tensor`` and made if not given.
+        label: for the log.
+    """
+    tensor = tensor.contiguous()
+    received, batch = tensor if out is None else out, []
+    if to is not None:
+        batch.append(dist.P2POp(dist.isend, tensor, group=group, group_peer=to))
+    if source is not None:
+        received = torch.empty_like(tensor) if out is None else out
+        batch.append(dist.P2POp(dist.irecv, received, group=group, group_peer=source))
+    if not batch:
+        return Pending(lambda: received)
+    started = _start("send_receive", label, _bytes(tensor) if to is not None else 0, group.size())
+    works = dist.batch_isend_irecv(batch)
+
+    def finish() -> torch.Tensor:
+        for work in works:
+            _waited(work, tensor)
+        return received
+
+    return Pending(finish, started)
+
+
+def shift(tensor: torch.Tensor, group: dist.ProcessGroup, *, by: int, label: str = "") -> Pending:
+    """Send ``tensor`` to the rank ``by`` ahead in the circle and receive from the one behind.
+
+    All ranks of the group call it together, with tensors of one shape and one ``by``.
+
+    Args:
+        tensor: what is sent; what comes is another tensor.
+        group: the process group.
+        by: not a multiple of its size.
+        label: for the log.
+    """
+    ranks, tensor = group.size(), tensor.contiguous()
+    to, source = (group.rank() + by) % ranks, (group.rank() - by) % ranks
+    received = torch.empty_like(tensor)
+    finish = shared_memory.shift(received, tensor, source, group)
+    if finish is None:
+        return send_receive(tensor, group, to=to, source=source, out=received, label=label)
+    return Pending(finish, _start("send_receive", label, _bytes(tensor), ranks))
+
+
+def ordered_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of tensors in the accumulation dtype, rounded once.
+
+    Neighbours are added first, then pairs of them, and so on: whoever has added 2, 4 or 8
+    neighbours beforehand has a part of this sum, and the same bits come out.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    dtype = parts[0].dtype
+    wide = dtypes.statistics_dtype(dtype)
+    sums: list[tuple[int, torch.Tensor]] = []  # of so many neighbours each, ever fewer
+    for part in parts:
+        size = 1
+        while sums and sums[-1][0] == size:
+            before = sums.pop()[1]
+            part = before.to(wide) + part if size == 1 else before.add_(part)
+            size *= 2
+        sums.append((size, part))
+    total = sums[0][1]
+    for _, each in sums[1:]:
+        total += each
+    return total.to(dtype)
+
+
+def check_divides(op: str, tensor: torch.Tensor, dim: int, ranks: int) -> None:
+    """Raise unless a dim can be cut into one part per rank."""
+    size = tensor.shape[dim]
+    if size % ranks:
+        checks.fail(op, f"size of dim {dim}", f"a multiple of the {ranks} ranks of the group", size)
+
+
+def _start(kind: str, label: str, sent: int, ranks: int) -> Event | None:
+    if not _LOGS:
+        return None
+    event = Event(kind, "start", next(_NUMBERS), label, sent, ranks, time.perf_counter())
+    _mark(event)
+    return event
+
+
+def _heard(kind: str, label: str, sent: int, ranks: int) -> None:
+    """Note what an op communicates by itself; compiled code has no moment to note."""
+    if not _LOGS or ranks == 1:
+        return
+    started = _start(kind, label, sent, ranks)
+    assert started is not None
+    fields = kind, "end", started.number, label, 0, ranks
+    _mark(Event(*fields, time.perf_counter()))
+
+
+collectives.listeners.append(_heard)
+
+
+def _mark(event: Event) -> None:
+    rank = _rank()
+    for log in _LOGS:
+        if log.rank == rank:
+            log.events.append(event)
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor if its memory is that of a contiguous one, else such a copy."""
+    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        return tensor
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def _copied_back(
+    tensor: torch.Tensor, buffer: torch.Tensor, finish: Callable[[], Any] | None
+) -> Callable[[], torch.Tensor]:
+    """Return what waits by ``finish`` and gives ``tensor`` what ``buffer`` received for it."""
+
+    def finished() -> torch.Tensor:
+        if finish is not None:
+            finish()
+        if buffer is not tensor:
+            tensor.detach().copy_(buffer)
+        return tensor
+
+    return finished
+
+
+def _wait_for(work: Any, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    return lambda: _waited(work, tensor)
+
+
+def _waited(work: Any, tensor: torch.Tensor) -> torch.Tensor:
+    """Wait; ``tensor``, which the communication reads or writes, is alive until then."""
+    if work is not None:  # groups of threads give none: they have finished
+        work.wait()
+    return tensor

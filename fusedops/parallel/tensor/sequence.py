@@ -1,0 +1,158 @@
+"""Norms between the regions of split features, where each rank has a part of the sequence.
+
+They communicate nothing forward. Their parameters are whole on every rank and meet other tokens on
+each, so that the gradients are parts of a sum: one all-reduce per norm adds up those of weight and
+bias together. The same holds of norms of queries and keys, whose heads are split: there ``of`` is
+right without a split sequence too.
+
+Reference: Korthikanti et al.: Reducing Activation Recomputation in Large Transformer Models,
+arXiv:2205.05198.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fusedops._core import checks, dtypes
+from fusedops.nn import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm
+from fusedops.ops import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from fusedops.parallel.comm import collectives
+from fusedops.parallel.tensor.layers import ParallelLayer, distribute, local
+
+
+def shared_together(
+    parameters: list[torch.Tensor | None], group: dist.ProcessGroup
+) -> list[torch.Tensor | None]:
+    """Return parameters that are whole on every rank, for a forward on split tokens or heads.
+
+    ``copy_to`` of each, with one all-reduce of all their gradients, summed in float32 at least.
+    """
+    given = [each for each in parameters if each is not None]
+    if group.size() == 1 or not given:
+        return parameters
+    results = iter(_Together.apply(group, *given))
+    return [None if each is None else next(results) for each in parameters]
+
+
+class _Together(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: dist.ProcessGroup, *parameters: torch.Tensor) -> Any:
+        ctx.group = group
+        ctx.like = [(each.shape, each.dtype, each.device) for each in parameters]
+        return tuple(each.view_as(each) for each in parameters)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        # A parameter that no token met has no gradient here, and may have one on other ranks.
+        wide = dtypes.statistics_dtype(ctx.like[0][1])
+        flat = torch.cat(
+            [
+                torch.zeros(shape, dtype=wide, device=device).flatten()
+                if grad is None
+                else grad.flatten().to(wide)
+                for grad, (shape, _, device) in zip(grads, ctx.like, strict=True)
+            ]
+        )
+        flat = collectives.all_reduce(flat, ctx.group).wait()
+        parts = flat.split([shape.numel() for shape, _, _ in ctx.like])
+        sums = (
+            part.view(shape).to(dtype)
+            for part, (shape, dtype, _) in zip(parts, ctx.like, strict=True)
+        )
+        return None, *sums
+
+
+# How each norm computes: from the module, its parameters and its arguments.
+_FORWARDS: dict[type, Callable[..., Any]] = {
+    LayerNorm: lambda norm, weight, bias, x: layer_norm(
+        x, norm.normalized_shape, weight, bias, norm.eps
+    ),
+    RMSNorm: lambda norm, weight, bias, x: rms_norm(
+        x,
+        norm.normalized_shape,
+        weight,
+        norm.eps,
+        weight_offset=norm.weight_offset,
+        rounding=norm.rounding,
+    ),
+    AddLayerNorm: lambda norm, weight, bias, x, residual, seed=None: add_layer_norm(
+        x,
+        residual,
+        norm.normalized_shape,
+        weight,
+        bias,
+        norm.eps,
+        dropout_p=norm.dropout_p,
+        training=norm.training,
+        seed=seed,
+    ),
+    AddRMSNorm: lambda norm, weight, bias, x, residual, seed=None: add_rms_norm(
+        x,
+        residual,
+        norm.normalized_shape,
+        weight,
+        norm.eps,
+        weight_offset=norm.weight_offset,
+        rounding=norm.rounding,
+        dropout_p=norm.dropout_p,
+        training=norm.training,
+        seed=seed,
+    ),
+}
+_OPTIONS = ("normalized_shape", "eps", "weight_offset", "rounding", "dropout_p")
+
+
+class SequenceNorm(ParallelLayer):
+    """A norm of tokens, or heads, that are split over the ranks.
+
+    Made by ``SequenceNorm.of``. ``weight`` and ``bias`` are ``Replicate``.
+    """
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+    compute: Callable[..., Any]
+
+    @classmethod
+    def of(
+        cls,
+        module: LayerNorm | RMSNorm | AddLayerNorm | AddRMSNorm,
+        mesh: DeviceMesh,
+    ) -> SequenceNorm:
+        """Return ``module`` with the gradients of its parameters summed over the ranks.
+
+        Args:
+            module: has the same parameters on every rank. Hooks stay behind.
+            mesh: the ranks.
+
+        Raises:
+            TypeError: ``module`` is none of these norms of ``fusedops.nn``.
+        """
+        self = cls(mesh, sequence=True)
+        op = cls.__name__
+        if type(module) not in _FORWARDS:
+            names = ", ".join(each.__name__ for each in _FORWARDS)
+            wanted = f"module must be one of fusedops.nn's {names}"
+            raise TypeError(f"{op}: {wanted}, got {checks.type_name(module)}")
+        self.compute = _FORWARDS[type(module)]
+        for name in _OPTIONS:
+            if hasattr(module, name):
+                setattr(self, name, getattr(module, name))
+        for name in ("weight", "bias"):
+            whole = distribute(op, name, getattr(module, name, None), mesh, None)
+            self.register_parameter(name, whole)
+        return self.train(module.training)
+
+    def forward(self, *inputs: torch.Tensor, **options: Any) -> Any:
+        """Return what the plain norm returns of this rank's tokens or heads."""
+        weight, bias = self.once("norm", self._shared)
+        return self.compute(self, weight, bias, *inputs, **options)
+
+    def _shared(self) -> list[torch.Tensor | None]:
+        return shared_together([local(self.weight), local(self.bias)], self.group)

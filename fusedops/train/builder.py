@@ -1,0 +1,361 @@
+"""Everything that a run is made of, built from its configuration in the order of dependence."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import fnmatch
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fusedops._core import checks, host
+from fusedops.checkpoint import Checkpointer, Guard, Restored
+from fusedops.launch import config_table
+from fusedops.launch.config_table import InputError
+from fusedops.launch.processes import Ranks
+from fusedops.launch.run_folder import claimed
+from fusedops.models import (
+    ParallelConfig,
+    Parallelized,
+    Transformer,
+    TransformerConfig,
+    from_config,
+    load_huggingface,
+    preset,
+    to_config,
+)
+from fusedops.models.parallelization.engine import parallelized
+from fusedops.models.parallelization.parallelize import parallelize
+from fusedops.optim import AdamW, OffloadedAdamW
+from fusedops.parallel import make_mesh
+from fusedops.parallel.sizes import check_divides
+from fusedops.train import corpus as corpora
+from fusedops.train import metrics, precision
+from fusedops.train.config import Config, Optimizer, check_parallel
+from fusedops.train.data import Sequences
+from fusedops.train.metrics import Metrics
+from fusedops.train.precision import LossScale
+
+# Vocabularies are rounded up, so that tensor parallelism can divide them.
+_ROWS = 64
+
+
+@dataclass
+class Run:
+    """A training run between two steps.
+
+    Attributes:
+        config: what was asked for.
+        ranks: the processes.
+        parallel: the model, and how the processes share its training.
+        optimizer: of its parameters.
+        scale: of the loss.
+        train: the sequences.
+        validation: those that are only looked at; ``None``: there are none.
+        keeper: of checkpoints.
+        guard: against steps that would spoil the model.
+        metrics: where figures go; ``None`` on all ranks but the first.
+        flops: of a token, forward and backward.
+        peak: operations a second that all devices reach.
+        corpus: identity of the tokens.
+        step: steps that were done.
+        position: sequences that were trained on.
+        finite: whether loss and weights were finite at the last checkpoint.
+        notes: what the user should know before the first step.
+    """
+
+    config: Config
+    ranks: Ranks
+    parallel: Parallelized
+    optimizer: AdamW
+    scale: LossScale
+    train: Sequences
+    validation: Sequences | None
+    keeper: Checkpointer
+    guard: Guard
+    metrics: Metrics | None
+    flops: float
+    peak: float
+    corpus: str
+    step: int = 0
+    position: int = 0
+    finite: bool = True
+    notes: tuple[str, ...] = ()
+
+    def place(self, restored: Restored) -> None:
+        """Go on from what a checkpoint restored."""
+        self.step, self.position = restored.step, restored.data["sequences"]
+        self.finite = restored.extra.get("finite", True)  # older checkpoints do not say
+        # The checkpoint's options came back with its states; those of this configuration hold.
+        for group in self.optimizer.param_groups:
+            group.update(_options(self.config))
+
+
+@contextlib.contextmanager
+def prepared(config: Config, ranks: Ranks) -> Iterator[Run]:
+    """Build a run, restore its last checkpoint if there is one, and close its files at the end.
+
+    Raises:
+        InputError: something that was asked for cannot be; on all ranks.
+        CheckpointError: there are checkpoints, and none is good.
+    """
+    out = Path(config.out)
+    cache = Path(config.data.cache) if config.data.cache else out / "cache"
+    if config.tune_host and ranks.device.type == "cpu":
+        host.tune_host()
+    with contextlib.ExitStack() as held:
+        with ranks.together():
+            if ranks.rank == 0:
+                if config.log.tensorboard:
+                    metrics.check_tensorboard()
+                _make_export(config)
+                held.enter_context(claimed(out))
+                corpora.prepare(config.data, cache)
+        with _built(config, ranks, out, cache) as run:
+            yield run
+
+
+@contextlib.contextmanager
+def _built(config: Config, ranks: Ranks, out: Path, cache: Path) -> Iterator[Run]:
+    with ranks.together():
+        corpus = corpora.open_corpus(config.data, cache)
+        sizes = model_config(config, corpus)
+        corpora.check_ids(corpus, sizes.vocab_size, ranks.rank, ranks.size)
+    parallel = spread(config, sizes, ranks)
+    _check_no_decay(config.optimizer.no_decay, parallel.model, ranks)
+    try:  # all ranks find the same mistakes
+        optimizer = parallel.optimizer(
+            **_options(config),
+            no_decay=config.optimizer.no_decay,
+            master_weights=config.precision.parameters != "float32",
+            state_dtype=precision.dtype(config.optimizer.state_dtype),
+            seed=config.seed,
+        )
+    except (ValueError, TypeError, checks.UnsupportedError) as error:
+        raise InputError(str(error)) from None
+    scale = LossScale(config.precision)
+    with Checkpointer(
+        out / "checkpoints",
+        parallel.model,
+        optimizer,
+        keep=config.checkpoint.keep,
+        scale=scale,
+    ) as keeper:
+        guard = Guard(keeper, **asdict(config.guard))
+        keeper.add(guard=guard)
+        run = Run(
+            config=config,
+            ranks=ranks,
+            parallel=parallel,
+            optimizer=optimizer,
+            scale=scale,
+            train=_sequences(corpus, config),
+            validation=_validation(corpus, config),
+            keeper=keeper,
+            guard=guard,
+            metrics=None,
+            flops=metrics.flops_per_token(sizes, config.data.seq_len),
+            peak=_peak(config, ranks),
+            corpus=corpus.identity,
+        )
+        if config.validation.sequences and run.validation is None:
+            kept = len(corpus.validation)
+            run.notes = (f"no validation: the {kept} tokens that are kept for it are no sequence",)
+        _resume(run)
+        with ranks.together():
+            if ranks.rank == 0:
+                run.metrics = Metrics(out, step=run.step, tensorboard=config.log.tensorboard)
+        try:
+            yield run
+        finally:
+            if isinstance(optimizer, OffloadedAdamW):
+                optimizer.close()
+            if run.metrics is not None:
+                run.metrics.close()
+
+
+def _make_export(config: Config) -> None:
+    """Make the folder that the weights go to: not to be told at the end that it cannot be."""
+    try:
+        if config.export:
+            Path(config.export).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        why = error.strerror or error
+        raise InputError(f"config: export cannot be made: {config.export}: {why}") from None
+
+
+def model_config(config: Config, corpus: corpora.Corpus) -> TransformerConfig:
+    """Return the sizes of the model: a preset's, with those that the configuration gives.
+
+    Raises:
+        InputError: a size is unknown, or does not fit another or the corpus.
+    """
+    given = dict(config.model)
+    load, name = given.pop("load", None), given.pop("preset", None)
+    for key, value in (("load", load), ("preset", name)):
+        if value is not None and not isinstance(value, str):
+            raise InputError(f"model.{key} must be a text, got {checks.shown(value)}")
+    if load is not None:
+        if given or name is not None:
+            others = ", ".join([*given, *(["preset"] if name is not None else [])])
+            raise InputError(f"[model] must have nothing beside load, whose sizes hold: {others}")
+        return _fitting(from_config(Path(load) / "config.json"), config, corpus)
+    known = [each.name for each in fields(TransformerConfig)]
+    for key in given:
+        if key not in known:
+            raise InputError(config_table.unknown(key, ["preset", "load", *known], "model"))
+    given.setdefault("seq_len", config.data.seq_len)
+    if corpus.vocab_size is not None:
+        given.setdefault("vocab_size", -(-corpus.vocab_size // _ROWS) * _ROWS)
+    if name is None:
+        sizes = config_table.fill(TransformerConfig, given, "model")
+    else:
+        # Through the table, for its checks of types.
+        base = {each: getattr(preset(name), each) for each in known}
+        sizes = config_table.fill(TransformerConfig, base | given, "model")
+    return _fitting(sizes, config, corpus)
+
+
+def _fitting(sizes: TransformerConfig, config: Config, corpus: corpora.Corpus) -> TransformerConfig:
+    """Return the sizes; raise unless the corpus fits into them."""
+    words = corpus.vocab_size
+    if words is not None and sizes.vocab_size < words:
+        checks.fail("model", "vocab_size", f"at least {words}, the tokenizer's", sizes.vocab_size)
+    if sizes.seq_len < config.data.seq_len:
+        wanted = f"at least data.seq_len, {config.data.seq_len}"
+        checks.fail("model", "seq_len", wanted, sizes.seq_len)
+    entries = len(config.data.train) if config.data.domains else 0
+    if len(sizes.domain_experts) != entries:
+        wanted = "empty without data.domains"
+        if entries:
+            wanted = f"of {entries} numbers, one for each entry of data.train"
+        checks.fail("model", "domain_experts", wanted, sizes.domain_experts)
+    if config.export:
+        to_config(sizes)  # raises where no family of Hugging Face computes the same
+    return sizes
+
+
+def layout(config: Config, ranks: Ranks) -> ParallelConfig:
+    """Return how the processes share the work; ``dp`` is what they leave for it.
+
+    Raises:
+        ValueError: the sizes do not make that many processes, or do not divide the batch.
+    """
+    found = layout_of(config.parallel, ranks.size)
+    parts = found.dp * found.microbatches
+    check_divides("config", "dp x microbatches", parts, config.batch, "batch")
+    return found
+
+
+def layout_of(given: dict[str, Any], ranks: int) -> ParallelConfig:
+    """Return a table of ``ParallelConfig`` as one; ``dp`` is what the ranks leave for it.
+
+    Raises:
+        ValueError: the sizes do not make that many processes.
+    """
+    if given.get("mode") != "data" and "dp" not in given:
+        smallest = check_parallel(given)
+        others = smallest.tp * smallest.cp * smallest.pp
+        if ranks % others:
+            smallest.for_ranks(ranks)  # raises
+        given = given | {"dp": ranks // others}
+    return config_table.fill(ParallelConfig, given, "parallel").for_ranks(ranks)
+
+
+def spread(config: Config, sizes: TransformerConfig, ranks: Ranks) -> Parallelized:
+    """Return the model with its first weights, which the seed alone decides, on all processes.
+
+    Raises:
+        InputError: the sizes do not fit the model, the processes or the data.
+    """
+    dtype = precision.dtype(config.precision.parameters)
+    try:  # all ranks find the same mistakes
+        found = layout(config, ranks)
+        device = ranks.device
+        if "load" in config.model:
+            model = load_huggingface(config.model["load"], device=device, dtype=dtype)
+        else:
+            model = Transformer(sizes, device="meta", dtype=dtype)
+        mesh = make_mesh(found.sizes, device_type=device.type)
+        model = parallelize(model, found, mesh, device=device, seed=config.seed)
+        parallel = parallelized(model)
+        probe = torch.zeros(1, config.data.seq_len, dtype=torch.int64)
+        parallel.shard_batch(probe)
+    except (ValueError, TypeError, checks.UnsupportedError) as error:
+        raise InputError(str(error)) from None
+    return parallel
+
+
+def _check_no_decay(patterns: tuple[str, ...], model: Any, ranks: Ranks) -> None:
+    """Raise where a pattern that was asked for matches no parameter of any process."""
+    mine = [name for name, _ in model.named_parameters()]
+    names = sorted({name for of_rank in ranks.gathered(mine) for name in of_rank})
+    for pattern in patterns:
+        # The defaults are for all models: some have no biases.
+        if pattern in Optimizer.no_decay or fnmatch.filter(names, pattern):
+            continue
+        near = difflib.get_close_matches(pattern.strip("*"), names, cutoff=0.0)
+        raise InputError(
+            f"optimizer.no_decay: {pattern!r} must match a parameter; the nearest names are "
+            f"{', '.join(near)}"
+        )
+
+
+def _options(config: Config) -> dict[str, Any]:
+    """Return what groups of the optimizer have; the learning rate is set at each step."""
+    chosen = config.optimizer
+    return {
+        "lr": chosen.lr,
+        "betas": chosen.betas,
+        "eps": chosen.eps,
+        "weight_decay": chosen.weight_decay,
+    }
+
+
+def _sequences(corpus: corpora.Corpus, config: Config) -> Sequences:
+    length, shuffle, end = config.data.seq_len, config.data.shuffle, _end(corpus, config)
+    domains = None if corpus.domains is None else corpus.domains[0].at
+    given: dict[str, Any] = {"seed": config.seed, "shuffle": shuffle, "end": end}
+    return Sequences(corpus.train, length, **given, domains=domains)
+
+
+def _validation(corpus: corpora.Corpus, config: Config) -> Sequences | None:
+    length = config.data.seq_len
+    if not config.validation.sequences or (
+        not config.data.validation and len(corpus.validation) <= length
+    ):
+        return None
+    domains = None if corpus.domains is None else corpus.domains[1].at
+    end = _end(corpus, config)
+    return Sequences(corpus.validation, length, seed=0, end=end, domains=domains)
+
+
+def _end(corpus: corpora.Corpus, config: Config) -> int | None:
+    return corpus.end if config.data.documents else None
+
+
+def _peak(config: Config, ranks: Ranks) -> float:
+    """Return the operations a second of all devices together."""
+    given = config.log.peak_tflops * 1e12
+    mine = given or metrics.peak_flops(ranks.device, precision.dtype(config.precision.compute))
+    return ranks.total(mine)[0]
+
+
+def _resume(run: Run) -> None:
+    try:
+        restored = run.keeper.load()
+    except ValueError as error:
+        raise InputError(f"{error}; a new run needs another out") from None
+    if restored is None:
+        return
+    run.place(restored)
+    notes = [*run.notes, f"goes on from step {restored.step}"]
+    notes += [f"passed over {path.name}: {why}" for path, why in restored.passed_over]
+    saved = restored.extra["corpus"]
+    if saved.startswith(corpora.CONTENT) and saved != run.corpus:
+        notes.append("the corpus is not the one that the run was saved with")
+    run.notes = tuple(notes)
