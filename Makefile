@@ -5,7 +5,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # For example an index that has CPU builds of torch: make setup PIP_FLAGS="--extra-index-url URL"
 PIP_FLAGS ?=
 BIN := .venv/bin
-CPP := $(wildcard $(foreach each,csrc csrc/* tests/core tests/sanitizers tools tools/cuda_on_host tools/cuda_on_host/c10/*, \
+CPP := $(wildcard $(foreach each,csrc csrc/* csrc/cpu/* tests/core tests/sanitizers tools tools/cuda_on_host tools/cuda_on_host/c10/*, \
          $(addprefix $(each)/*.,h cpp cu cuh)))
 
 # A machine whose own Python sees a GPU may have neither network nor virtual environment: the GPU
@@ -78,7 +78,7 @@ test-all: setup
 	TRITON_INTERPRET=1 $(PYTEST) $(INTERPRETED) -m interpreter
 
 # The kernels of AMX on a processor without it, every op that multiplies: their instructions replaced
-# by C++ (csrc/cpu/tile_registers.h), and the instructions themselves, each of which is trapped
+# by C++ (csrc/cpu/gemm/tile_registers.h), and the instructions themselves, each of which is trapped
 # (tools/tile_trap.cpp; Python's faulthandler would take its signal).
 PRODUCTS := $(addprefix tests/ops/test_,$(addsuffix .py,linear_act linear_glu mlp baddbmm grouped_mm \
               moe_mlp linear_cross_entropy attention))

@@ -99,9 +99,9 @@ def _files(name: str) -> list[str]:
         "fusedops/kernels/{}.py",
         "fusedops/specs/{}.py",
         "fusedops/nn/{}.py",
-        "csrc/cpu/{}.*",
+        "csrc/cpu/*/{}.*",
         "csrc/cuda/{}.*",
-        *(f"csrc/{device}/{stem}.*" for stem in shared for device in ("cpu", "cuda")),
+        *(f"csrc/{device}/{stem}.*" for stem in shared for device in ("cpu/*", "cuda")),
         "tests/ops/test_{}.py",
     )
     found = (path for each in patterns for path in sorted(ROOT.glob(each.format(name))))

@@ -9,8 +9,8 @@ What is compiled is found by name:
 
 | sources | how |
 |---|---|
-| ``csrc/*.cpp``, ``csrc/cpu/*.cpp`` | once, for the baseline instruction set |
-| ``csrc/cpu/*.isa.cpp`` | per instruction set: ``-DCPU_CAPABILITY=DEFAULT``, ``AVX2``, ``AVX512`` |
+| ``csrc/*.cpp``, ``csrc/cpu/*/*.cpp`` | once, for the baseline instruction set |
+| ``csrc/cpu/*/*.isa.cpp`` | per instruction set: ``-DCPU_CAPABILITY=DEFAULT``, ``AVX2``... |
 | ``csrc/host/*.cpp`` | once, a Python module (pybind11) that links the library of the above |
 | ``csrc/cuda/*.cu`` | by nvcc for four GPUs (``native_flags.py``), to PTX for others; no torch |
 | ``csrc/cuda/*.cpp`` | bindings of the above; linked only where the installed torch has CUDA |
@@ -236,7 +236,7 @@ def _tile_flags() -> list[str]:
 def sources(name: str = "cpu") -> list[Path]:
     """Return the files that library ``name`` is compiled from."""
     patterns = {
-        "cpu": ("*.cpp", "cpu/*.cpp"),
+        "cpu": ("*.cpp", "cpu/*/*.cpp"),
         "host": ("host/*.cpp",),
         "cuda": ("cuda/*.cu", "cuda/*.cpp"),
     }[name]

@@ -4,9 +4,10 @@
 //
 // What it does, and what it refuses, is written from the manual (Intel's software developer's
 // manual, volume 2, "AMX instruction exception classes" E1 to E6 and the operation of each
-// instruction) and shares nothing with csrc/cpu/tile_registers.h. Each thread has its own tiles. A
-// fault prints the instruction and the rule, and ends the process as the processor would: #UD by
-// SIGILL, #GP by SIGSEGV. Not here: a start_row other than zero, and instructions of other dtypes.
+// instruction) and shares nothing with csrc/cpu/gemm/tile_registers.h. Each thread has its own
+// tiles. A fault prints the instruction and the rule, and ends the process as the processor would:
+// #UD by SIGILL, #GP by SIGSEGV. Not here: a start_row other than zero, and instructions of other
+// dtypes.
 //
 // Load it before the kernels (LD_PRELOAD; tools/trapped_tiles.py does) with
 // FUSEDOPS_MAX_ISA=amx_trapped. They call fusedops_trap_tiles where they would ask the system for

@@ -1,5 +1,6 @@
 // The activations by name: the enum that kernels are templated on and the parser of the schema's
-// `str activation`. The formulae are in fusedops/_core/activation.py and csrc/cpu/activation.h.
+// `str activation`. The formulae are in fusedops/_core/activation.py and
+// csrc/cpu/elementwise/activation.h.
 #pragma once
 
 #include <string_view>

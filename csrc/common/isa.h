@@ -19,7 +19,7 @@ Isa current_isa();
 extern const bool kHasAvx512Bf16;
 
 // How the AVX512 kernels multiply tiles of bfloat16: not at all, by AMX, or by its emulation in C++
-// (cpu/tile_registers.h).
+// (cpu/gemm/tile_registers.h).
 enum class TileForm { none, hardware, emulated };
 
 // The form that runs here. The first call asks the system for the registers. From then on the

@@ -1,5 +1,5 @@
 // The bindings of the norms, once for CPU and CUDA: what the four operators make of their
-// arguments. What is theirs alone is run_norm and run_norm_backward (csrc/cpu/norm.cpp,
+// arguments. What is theirs alone is run_norm and run_norm_backward (csrc/cpu/norm/norm.cpp,
 // csrc/cuda/norm.cpp). Arguments were checked by fusedops/ops.
 #pragma once
 

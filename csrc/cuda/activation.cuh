@@ -1,5 +1,5 @@
 // The variants of GELU and their derivatives on float and double: device functions, the formulae of
-// csrc/cpu/activation.h, with what is not finite as there.
+// csrc/cpu/elementwise/activation.h, with what is not finite as there.
 #pragma once
 
 #include <cuda_runtime.h>

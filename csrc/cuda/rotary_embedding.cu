@@ -1,4 +1,4 @@
-// rotary_embedding on CUDA. The formula is that of csrc/cpu/rotary_embedding.isa.cpp:
+// rotary_embedding on CUDA. The formula is that of csrc/cpu/attention/rotary_embedding.isa.cpp:
 // y[j] = x[j] * cos[j] + x[j'] * f[j], j' the partner of j in its pair.
 //
 // A block works at one position of one batch entry. A thread keeps the cos and f of its pairs in

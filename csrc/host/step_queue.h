@@ -2,10 +2,11 @@
 // chunks of jobs. No Python and no torch, so that a thread sanitizer can watch it
 // (tests/sanitizers/test_step_queue.py).
 //
-// A job is the tensors of one bucket. Its chunks (../cpu/adamw.h) are taken one at a time by all
-// threads: each sums the squares of the chunk's gradients, then steps the chunk while they are in
-// the cache. A job is finished when all its chunks are; jobs begin in the order of submission. Sums
-// are added in the order of the chunks: the same bits as those of fusedops::square_sums.
+// A job is the tensors of one bucket. Its chunks (../cpu/optimizer/adamw.h) are taken one at a time
+// by all threads: each sums the squares of the chunk's gradients, then steps the chunk while they
+// are in the cache. A job is finished when all its chunks are; jobs begin in the order of
+// submission. Sums are added in the order of the chunks: the same bits as those of
+// fusedops::square_sums.
 //
 // The pointers belong to tensors that the submitter keeps alive until the job is finished.
 #pragma once
@@ -24,8 +25,8 @@
 #include <unordered_map>
 #include <vector>
 
-#include "../cpu/adamw.h"
-#include "../cpu/adamw_chunks.h"
+#include "../cpu/optimizer/adamw.h"
+#include "../cpu/optimizer/adamw_chunks.h"
 
 namespace fusedops {
 

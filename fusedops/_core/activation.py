@@ -1,8 +1,9 @@
 """The names and formulae of the activations, once.
 
-The order of ``ACTIVATIONS`` is that of ``enum class Activation`` in ``csrc/cpu/activation.h``:
-kernels find it by name. Every formula is made of differentiable torch operations, so that it
-is also the specification of the first and second derivative.
+The order of ``ACTIVATIONS`` is that of ``enum class Activation`` in
+``csrc/cpu/elementwise/activation.h``: kernels find it by name. Every formula is made of
+differentiable torch operations, so that it is also the specification of the first and second
+derivative.
 
 The field's names disagree: what Hugging Face calls ``gelu`` is the erf form, its ``gelu_new``,
 ``gelu_pytorch_tanh`` and ``gelu_fast`` are the tanh form, and its ``quick_gelu`` is FastGelu.

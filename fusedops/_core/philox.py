@@ -6,9 +6,9 @@ Element ``i`` (row-major, int64) draws ``r_i``, word ``i % 4`` of Philox4x32-7 w
     counter = (lo32(c), hi32(c), lo32(offset), hi32(offset)),  c = i // 4
 
 and is kept if and only if ``r_i >= round(p * 2**32)``. Forward, backward and recomputation draw the
-same numbers from the same ``(seed, offset)``; so do ``csrc/cpu/dropout.h``, the CUDA and the Triton
-kernels (``tl.philox(seed, *counter, ROUNDS)``). Here is the specification, in int64 torch
-operations.
+same numbers from the same ``(seed, offset)``; so do ``csrc/cpu/elementwise/dropout.h``, the CUDA
+and the Triton kernels (``tl.philox(seed, *counter, ROUNDS)``). Here is the specification, in int64
+torch operations.
 
 A tensor that is a part of a larger one draws what the larger one would: its seed has more numbers
 than two, which say where in that one its elements stand.

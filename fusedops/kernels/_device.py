@@ -1,6 +1,6 @@
 """Device functions of several Triton kernels: activations and derivatives, dropout, parts of tiles.
 
-The formulae are those of ``csrc/cpu/activation.h``. No libdevice: the normal law is
+The formulae are those of ``csrc/cpu/elementwise/activation.h``. No libdevice: the normal law is
 ``exp(-x^2/2)`` times a polynomial in ``1 / (1 + 0.3 |x|)``, which unlike ``1 + erf(x)`` does not
 cancel in the tail, and ``(1 + tanh u) / 2`` is ``sigmoid(2 u)``. As in torch an activation of inf
 is inf, and what multiplies an infinity by a factor that vanishes is NaN.

@@ -1,7 +1,7 @@
 """What a capacity drops, by sorts on the device: the specification, and what a GPU runs.
 
 No kernel of ours: stable sorts and gathers of torch, which wait for nothing on the host. The C++
-kernel (``csrc/cpu/moe_route.cpp``) counts instead.
+kernel (``csrc/cpu/moe/moe_route.cpp``) counts instead.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 
 Of the hidden layer only ``z`` is kept for the backward, or with ``recompute=True`` nothing: the
 backward then makes ``z`` again, 7 matrix products in all, where a checkpoint around the block
-takes 8. Kernels: those of ``linear_act`` (``csrc/cpu/mlp.cpp``, ``kernels/mlp.py``); here are the
-public function, the specification and the registration.
+takes 8. Kernels: those of ``linear_act`` (``csrc/cpu/product/mlp.cpp``, ``kernels/mlp.py``); here
+are the public function, the specification and the registration.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The slots ``token * top_k + choice`` are sorted by expert; within one expert they keep their order
 (token-major). What nobody computes, a dropped slot or a sentinel, comes last, also in order. A
 stable sort has one result: no backend, thread count or chunk size shows in it. Kernels:
-``csrc/cpu/moe_sort.cpp`` and ``kernels/moe_sort.py``.
+``csrc/cpu/moe/moe_sort.cpp`` and ``kernels/moe_sort.py``.
 """
 
 from __future__ import annotations

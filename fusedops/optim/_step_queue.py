@@ -60,7 +60,7 @@ def describe(
 ) -> TensorStep:
     """Describe the step number ``step`` of a tensor, which reads ``current``, writes ``shadow``.
 
-    Scalars are computed as ``csrc/cpu/adamw.cpp`` does, to the bit.
+    Scalars are computed as ``csrc/cpu/optimizer/adamw.cpp`` does, to the bit.
     """
 
     def at(tensors: dict[str, torch.Tensor], name: str) -> int:

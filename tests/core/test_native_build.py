@@ -235,9 +235,9 @@ def small_project(folder: Path) -> Path:
         shutil.copy(native.ROOT / name, folder)
     shutil.copytree(native.ROOT / "tools", folder / "tools")
     (folder / "README.md").write_text("fusedops\n")
-    (folder / "csrc" / "cpu").mkdir(parents=True)
+    (folder / "csrc" / "cpu" / "numbers").mkdir(parents=True)
     (folder / "csrc" / "one.cpp").write_text("int one() { return 1; }\n")
-    (folder / "csrc" / "cpu" / "two.isa.cpp").write_text(
+    (folder / "csrc" / "cpu" / "numbers" / "two.isa.cpp").write_text(
         "namespace CPU_CAPABILITY { int two() { return 2; } }\n"
     )
     (folder / "fusedops").mkdir()
@@ -286,7 +286,7 @@ exec /usr/bin/as "$@"
 @pytest.mark.parametrize("knows_tiles", [True, False])
 def test_an_assembler_without_tiles_leaves_them_out(tmp_path: Path, knows_tiles: bool) -> None:
     folder = small_project(tmp_path)
-    (folder / "csrc" / "cpu" / "two.isa.cpp").write_text(
+    (folder / "csrc" / "cpu" / "numbers" / "two.isa.cpp").write_text(
         "#if !defined(FUSEDOPS_WITHOUT_TILES)\n"
         'void release() { asm volatile("tilerelease"); }\n'
         "#endif\n"

@@ -30,7 +30,7 @@ def _kernels(device: str) -> dict[str, str]:
     """Return op name -> the file that registers a kernel for it."""
     found = {}
     shared = (CSRC / "common").glob("*.h")  # bindings that both devices instantiate
-    for path in sorted((*(CSRC / device).glob("*.cpp"), *shared)):
+    for path in sorted((*(CSRC / device).rglob("*.cpp"), *shared)):
         for name in re.findall(r'm\.impl\("(\w+)"', path.read_text()):
             found[name] = str(path.relative_to(CSRC.parent))
     return found

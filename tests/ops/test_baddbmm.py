@@ -43,8 +43,8 @@ def test_gradient_of_transposed_keys_has_their_layout() -> None:
     assert grad.is_contiguous()
 
 
-# Shapes whose gradient takes every way of csrc/cpu/baddbmm.isa.cpp: the innermost dimension summed
-# or kept, longer than a piece, in parts or not, everything summed.
+# Shapes whose gradient takes every way of csrc/cpu/product/baddbmm.isa.cpp: the innermost dimension
+# summed or kept, longer than a piece, in parts or not, everything summed.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize(
     "shape",

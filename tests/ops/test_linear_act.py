@@ -68,7 +68,7 @@ def test_gradient_of_a_transposed_weight_has_its_layout() -> None:
     assert torch.equal(grad, want.t())
 
 
-# Rows on both sides of every blocking decision of csrc/cpu/gemm.isa.cpp; sums longer than one
+# Rows on both sides of every blocking decision of csrc/cpu/gemm/gemm.isa.cpp; sums longer than one
 # packed stretch (6144 elements in float32 and float16, 12288 in bfloat16).
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("sizes", [(57, 385, 65), (113, 769, 70), (3, 12400, 33), (60, 12400, 40)])

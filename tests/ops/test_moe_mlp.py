@@ -176,7 +176,7 @@ def test_a_token_has_the_same_bits_in_every_batch(dtype: torch.dtype) -> None:
         assert torch.equal(fusedops.moe_mlp(x[:count], part, *weights), whole[:count])
 
 
-# Both sides of the blocking decisions of the batch in csrc/cpu/gemm.isa.cpp.
+# Both sides of the blocking decisions of the batch in csrc/cpu/gemm/gemm.isa.cpp.
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("routing", "sizes"),

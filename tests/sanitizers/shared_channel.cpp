@@ -1,5 +1,5 @@
-// Drawn programs of collectives through shared memory (csrc/cpu/shared_collectives.h), whose ranks
-// are threads over one mapping: a thread sanitizer sees all of their accesses.
+// Drawn programs of collectives through shared memory (csrc/cpu/shared_memory/collectives.h), whose
+// ranks are threads over one mapping: a thread sanitizer sees all of their accesses.
 //
 //   shared_channel PROGRAMS FIRST_SEED
 //
@@ -15,7 +15,7 @@
 #include <thread>
 #include <vector>
 
-#include "cpu/shared_collectives.h"
+#include "cpu/shared_memory/collectives.h"
 
 namespace {
 

@@ -1,0 +1,96 @@
+// Kernels of cross_entropy, and what linear_cross_entropy shares with it. Formulae are in
+// fusedops/ops/_cross_entropy_math.py.
+//
+// `rows` are tokens, `columns` classes. A row may come in pieces, `first` being the class of column
+// 0: its sums are carried from piece to piece in a RowSums.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <limits>
+
+#include "../../common/dtype.h"
+#include "../../common/isa.h"
+
+namespace fusedops {
+
+struct LossOptions {
+  int64_t ignore_index;
+  double label_smoothing;
+  double z_loss;
+  double softcap;  // 0: none
+};
+
+// What is known of a row so far: sum_j exp(y_j - base), sum_j y_j, and y of the target.
+//
+// The term of the largest y stands beside the sum, rounded as it is there: what the others add to
+// it is then right also where it is next to nothing, and a loss is never below zero.
+struct RowSums {
+  double base = 0;
+  double exponentials = 0;
+  double values = 0;
+  double largest = -std::numeric_limits<double>::infinity();
+  double own = 0;  // the term of `largest`; 0 while there is no finite y
+  double label = 0;
+
+  double log_sum() const {
+    if (!(own > 0)) return base + std::log(exponentials);
+    const double others = exponentials - own;
+    return largest + std::log1p((others < 0 ? 0 : others) / own);
+  }
+
+  double loss(const LossOptions& o, int64_t classes) const {
+    const double lse = log_sum();
+    double loss = lse - (1 - o.label_smoothing) * label;
+    // Kept apart: without smoothing a class of logit -inf costs nothing.
+    if (o.label_smoothing > 0) loss -= o.label_smoothing * values / static_cast<double>(classes);
+    if (o.z_loss > 0) loss += o.z_loss * lse * lse;
+    return loss;
+  }
+};
+
+// The numbers of a row's gradient: dy_j = softmax(y)_j * scale + shift, plus `label` at the target.
+struct RowGradient {
+  double lse;
+  double scale;
+  double shift;
+  double label;
+
+  RowGradient(double grad, double lse, const LossOptions& o, int64_t classes)
+      : lse(lse),
+        scale(grad * (1 + 2 * o.z_loss * lse)),
+        shift(o.label_smoothing > 0 ? -grad * o.label_smoothing / static_cast<double>(classes) : 0),
+        label(-grad * (1 - o.label_smoothing)) {}
+};
+
+// Adds `columns` classes of each row that is not ignored to its sums.
+struct CrossEntropySums {
+  const void* logits;  // [rows, columns]
+  int64_t row_stride;
+  const int64_t* index;   // [rows], where in logits each row stands, or null: in order
+  const int64_t* target;  // [rows]
+  RowSums* sums;          // [rows]
+  int64_t rows;
+  int64_t columns;
+  int64_t first;
+  LossOptions options;
+  DType dtype;
+};
+
+struct CrossEntropyBackward {
+  const void* logits;        // [rows, columns]
+  const int64_t* target;     // [rows]
+  const void* lse;           // [rows], accumulation dtype
+  const void* grad_loss;     // [rows] or one number, accumulation dtype
+  int64_t grad_loss_stride;  // 1 or 0
+  void* grad_logits;         // [rows, columns]
+  int64_t rows;
+  int64_t columns;
+  LossOptions options;
+  DType dtype;
+};
+
+}  // namespace fusedops
+
+FUSEDOPS_DECLARE_ISA(cross_entropy_sums, const CrossEntropySums&)
+FUSEDOPS_DECLARE_ISA(cross_entropy_backward, const CrossEntropyBackward&)

@@ -1,0 +1,89 @@
+// What the bindings of cross_entropy and linear_cross_entropy share: looking through the targets,
+// and the loss of rows whose sums are known.
+#pragma once
+
+#include <numeric>
+#include <string_view>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+
+#include "../../common/binding.h"
+#include "../../common/parallel.h"
+#include "cross_entropy.h"
+
+namespace fusedops {
+
+// How many targets are not ignored; throws for one that is no class, nor at least `least`.
+inline int64_t count_targets(const char* op, const int64_t* target, int64_t rows, int64_t classes,
+                             int64_t ignore_index, int64_t least = 0) {
+  int64_t count = 0;
+  for (int64_t row = 0; row < rows; ++row) {
+    if (target[row] == ignore_index) continue;
+    TORCH_CHECK_VALUE(target[row] >= least && target[row] < classes, op, ": target must be in [0, ",
+                      classes, ") or ignore_index ", ignore_index, ", got ", target[row],
+                      " at row ", row);
+    ++count;
+  }
+  return count;
+}
+
+// Loss and log-sum-exp of each row from its sums, 0 where ignored. Without `loss` the losses are
+// added in order, in double, and their sum is returned.
+template <typename A>
+inline double finish_rows(const RowSums* sums, const int64_t* target, int64_t rows, int64_t classes,
+                          const LossOptions& options, A* loss, A* lse) {
+  std::vector<double> kept(loss == nullptr ? rows : 0);
+  parallel_rows(rows, 512, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const bool ignored = target[row] == options.ignore_index;
+      const double value = ignored ? 0.0 : sums[row].loss(options, classes);
+      lse[row] = ignored ? A(0) : static_cast<A>(sums[row].log_sum());
+      if (loss == nullptr)
+        kept[row] = value;
+      else
+        loss[row] = static_cast<A>(value);
+    }
+  });
+  return std::accumulate(kept.begin(), kept.end(), 0.0);
+}
+
+inline at::Tensor number(double value, at::ScalarType type) {
+  auto result = at::empty({}, at::TensorOptions(type));
+  switch_dtype(dtype_of(type), [&](auto t) {
+    using T = decltype(t);
+    using Wide = std::conditional_t<std::is_same_v<T, double>, double, float>;
+    *result.mutable_data_ptr<T>() = static_cast<T>(static_cast<Wide>(value));
+  });
+  return result;
+}
+
+enum class Reduction { none, sum, mean };
+
+inline Reduction reduction_of(std::string_view name) {
+  TORCH_CHECK_VALUE(name == "none" || name == "sum" || name == "mean",
+                    "reduction must be 'none', 'sum' or 'mean', got ", std::string(name));
+  return name == "none" ? Reduction::none : name == "sum" ? Reduction::sum : Reduction::mean;
+}
+
+// The loss in dtype `type`: [rows], their sum, or that divided by `count`. Each step is rounded as
+// torch operations would; `lse` [rows] is written.
+inline at::Tensor finish_loss(const RowSums* sums, const at::Tensor& target, int64_t classes,
+                              int64_t count, const LossOptions& options, Reduction reduction,
+                              at::ScalarType type, const at::Tensor& lse) {
+  const auto finish = [&]<typename A>(A* lse_data) {
+    const auto rows =
+        reduction == Reduction::none ? at::empty(lse.sizes(), lse.options()) : at::Tensor();
+    auto total = static_cast<A>(
+        finish_rows(sums, target.const_data_ptr<int64_t>(), lse.numel(), classes, options,
+                    rows.defined() ? rows.mutable_data_ptr<A>() : nullptr, lse_data));
+    if (rows.defined()) return rows.to(type);
+    if (reduction == Reduction::mean) total /= static_cast<A>(count);
+    return number(total, type);
+  };
+  return lse.scalar_type() == at::kDouble ? finish(lse.mutable_data_ptr<double>())
+                                          : finish(lse.mutable_data_ptr<float>());
+}
+
+}  // namespace fusedops

@@ -1,0 +1,38 @@
+// Kernels of linear_glu: the epilogue of its two products, and the pass over the gradient.
+//
+// `rows` are tokens, `columns` the features of the pre-activations gate = input * gate_weight^T and
+// up = input * up_weight^T.
+#pragma once
+
+#include <cstdint>
+
+#include "../../common/activation.h"
+#include "../gemm/gemm.h"
+
+namespace fusedops {
+
+// output = act(gate) * up. Row-major results.
+struct LinearGluForward {
+  GemmCall product;  // m = rows, n = columns, up_weight beside; store and context are filled in
+  void* gate;        // [rows, columns] or null
+  void* up;          // [rows, columns] or null
+  void* output;      // [rows, columns] or null
+  Activation activation;
+};
+
+// grad_gate = grad_output * up * act'(gate), grad_up = grad_output * act(gate); dense, flat.
+struct GluGradient {
+  const void* grad_output;
+  const void* gate;
+  const void* up;
+  void* grad_gate;  // or null
+  void* grad_up;    // or null
+  int64_t numel;
+  Activation activation;
+  DType dtype;
+};
+
+}  // namespace fusedops
+
+FUSEDOPS_DECLARE_ISA(linear_glu_forward, const LinearGluForward&)
+FUSEDOPS_DECLARE_ISA(glu_gradient, const GluGradient&)

@@ -1,0 +1,1 @@
+"""Timing of patched modules against stock ones, to keep what is faster."""

@@ -1,0 +1,1 @@
+"""Processes of a job: start, failure, watchdog, and configuration tables in TOML."""

@@ -1,0 +1,1 @@
+"""Configurations and weights of Hugging Face: reading and writing."""

@@ -1,0 +1,1 @@
+"""Communication: one function for each collective, counted; shared memory within a machine."""

@@ -1,0 +1,1 @@
+"""Data parallelism: gradient reduction (DDP) and sharded parameters (FSDP2)."""

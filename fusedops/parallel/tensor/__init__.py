@@ -1,0 +1,1 @@
+"""Tensor and sequence parallelism: layers, vocabulary, products that overlap communication."""

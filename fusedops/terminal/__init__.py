@@ -1,0 +1,1 @@
+"""What commands share: the console, progress, files that are written whole or not at all."""
