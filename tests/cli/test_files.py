@@ -46,7 +46,7 @@ def test_write_past_the_allowed_size_leaves_the_old_file(tmp_path: Path) -> None
     (tmp_path / "a.json").write_text("old")
     limit = 10_000
     program = (
-        "from fusedops.cli import files\n"
+        "from fusedops.terminal import files\n"
         "with files.one_line_errors():\n"
         f"    files.write_text({str(tmp_path / 'a.json')!r}, 'x' * {10 * limit})\n"
     )

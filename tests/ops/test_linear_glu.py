@@ -67,8 +67,9 @@ def test_preactivations_have_the_bits_of_linear_act(dtype: torch.dtype, rows: in
 
 # Both sides of every blocking decision of csrc/cpu/gemm/gemm.isa.cpp; in the last two sizes the
 # sums of the forward (features) and those of grad_input (outputs, of two products) do not fit one
-stretch. @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16,
-torch.float64]) @pytest.mark.parametrize(
+# stretch.
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize(
     "sizes", [(57, 385, 65), (113, 769, 70), (3, 12400, 33), (60, 12400, 40), (60, 40, 6200)]
 )
 def test_blocked_sizes_match_float64(dtype: torch.dtype, sizes: tuple[int, int, int]) -> None:
