@@ -168,13 +168,14 @@ class _Run:
         *,
         first: bool,
     ) -> None:
-        self._model, self._text = loaded.model, loaded.text
+        self._engine, self._text = loaded.engine, loaded.text
         self._texts, self._stops, self._first = prompts, stops, first
         self._prompts = [loaded.text.encode(each) for each in prompts]
         for text, each in zip(prompts, self._prompts, strict=True):
             if not each:
                 raise files.UserError(f"the prompt {text!r} has no token")
-        words = loaded.model.config.vocab_size
+        self._config = loaded.engine.model.config
+        words = self._config.vocab_size
         ends = tuple(each for each in loaded.text.stop if each < words)
         self._options = replace(options, stop=ends)
         self._seconds = 0.0
@@ -190,14 +191,14 @@ class _Run:
         from fusedops.generation.sequences import check
 
         rooms = [_TOKENS]
-        longest, config = max(len(each) for each in self._prompts), self._model.config
+        longest, config = max(len(each) for each in self._prompts), self._config
         if config.position_tables:
             rooms.append(config.seq_len - longest)
         if self._options.cache_size is not None:
             rooms.append(self._options.cache_size + 1 - longest)
         if not exact:
             self._options = replace(self._options, tokens=max(1, min(rooms)))
-        check(self._model, self._prompts, self._options)
+        check(self._engine, self._prompts, self._options)
 
     def say(self, text: str) -> None:
         """Print a line beside the text, on the first rank."""
@@ -231,7 +232,7 @@ class _Run:
         samples, count = self._options.samples, len(whole)
         begin = time.perf_counter()
         if self._options.beams > 1:
-            self._found = generate(self._model, self._prompts, self._options)
+            self._found = generate(self._engine, self._prompts, self._options)
             for words, each in zip(self._words, self._found, strict=True):
                 for token in each.tokens[: -1 if each.reason == "stop" else None]:
                     words.feed(token)
@@ -239,7 +240,7 @@ class _Run:
             until = replace(self._options, until=lambda n, made: self._words[n].feed(made[-1]))
             made: list[list[int]] = [[] for _ in range(count)]
             reasons = [""] * count
-            for number, token, reason in stream(self._model, self._prompts, until):
+            for number, token, reason in stream(self._engine, self._prompts, until):
                 made[number].append(token)
                 reasons[number] = reason or ""
                 whole[number] += self._told(number, alone)
@@ -278,7 +279,7 @@ class _Run:
             # beam is the best depends on how many tokens there may be.
             again = replace(again, tokens=max(lengths))
         begin = time.perf_counter()
-        others = generate(self._model, self._prompts, again)
+        others = generate(self._engine, self._prompts, again)
         seconds = time.perf_counter() - begin
         same = sum(
             mine == other

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -18,6 +17,7 @@ from fusedops.generation.decoder import decoder_for, device_of
 from fusedops.generation.options import Generated, NonFiniteLogitsError, Options
 from fusedops.generation.ranks import Shares
 from fusedops.generation.sampling import penalised, seen_by
+from fusedops.models import TrainEngine
 
 
 @dataclass
@@ -83,14 +83,15 @@ class _Prompt:
 
 
 @torch.no_grad()
-def search(model: Any, prompts: list[torch.Tensor], options: Options) -> list[Generated]:
+def search(engine: TrainEngine, prompts: list[torch.Tensor], options: Options) -> list[Generated]:
     """Return the best sequence of each prompt."""
+    model = engine.model
     size, words = options.beams, model.config.vocab_size
     device = device_of(model)
-    shares = Shares(model, len(prompts), device)
+    shares = Shares(engine, len(prompts), device)
     mine = [prompts[each] for each in shares.mine]
     most = max(len(each) for each in prompts) + options.tokens
-    decoder = decoder_for(model, most, options)
+    decoder = decoder_for(engine, most, options)
     logits_RV = decoder.prefill(mine)
     rows = torch.arange(len(mine), device=device).repeat_interleave(size)
     decoder.select(rows)

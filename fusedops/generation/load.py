@@ -21,6 +21,7 @@ from fusedops.launch import config_table
 from fusedops.launch.processes import Ranks
 from fusedops.models import (
     ParallelConfig,
+    TrainEngine,
     Transformer,
     TransformerConfig,
     load_huggingface,
@@ -38,12 +39,12 @@ class Loaded:
     """A model, and what its tokens mean.
 
     Attributes:
-        model: spread over the processes.
+        engine: of the model, in its layout.
         text: between text and its tokens.
         description: where it is from.
     """
 
-    model: Transformer
+    engine: TrainEngine
     text: Text
     description: str
 
@@ -92,7 +93,7 @@ def _from_huggingface(
     with ranks.together():
         model = load_huggingface(folder, device=ranks.device, dtype=kind)
         text = Text.of(_tokenizer(folder, tokenizer), _ends(folder))
-    return Loaded(_spread(model, layout, ranks), text, str(folder))
+    return Loaded(_parallelized(model, layout, ranks), text, str(folder))
 
 
 def _tokenizer(folder: Path, given: str | None) -> str:
@@ -149,13 +150,14 @@ def _from_run(
             data["tokenizer"] if tokenizer is None else tokenizer,
             end_of_text=data["end_of_text"],
         )
-    model = _spread(Transformer(sizes, device="meta", dtype=held), layout, ranks)
+    engine = _parallelized(Transformer(sizes, device="meta", dtype=held), layout, ranks)
+    model = engine.model
     with Checkpointer(root, model) as keeper:
         restored = keeper.load(step)
     assert restored is not None
     if dtype is not None:
         model.to(precision.dtype(dtype))
-    return Loaded(model, text, f"{folder}, step {restored.step}")
+    return Loaded(engine, text, f"{folder}, step {restored.step}")
 
 
 def _extra(folder: Path, root: Path, step: int | None) -> dict[str, Any]:
@@ -177,14 +179,12 @@ def _extra(folder: Path, root: Path, step: int | None) -> dict[str, Any]:
     return extra
 
 
-def _spread(model: Transformer, layout: ParallelConfig, ranks: Ranks) -> Transformer:
-    """Return the model on this process or on all; without values, ``meta``'s stay to be loaded."""
+def _parallelized(model: Transformer, layout: ParallelConfig, ranks: Ranks) -> TrainEngine:
+    """Return the engine of the model; parameters on ``meta`` get memory, to be loaded later."""
     if ranks.size == 1:
         if next(model.parameters()).is_meta:
             model.to_empty(device=ranks.device)
-    else:
-        from fusedops.models import parallelize
+        return check_model("generate", model)
+    from fusedops.models import parallelize
 
-        model = parallelize(model, layout, device=ranks.device)
-    check_model("generate", model)
-    return model
+    return check_model("generate", parallelize(model, layout, device=ranks.device))

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from fusedops.models.parallelization.engine import parallelized
+from fusedops.models.parallelization.engine import TrainEngine
 
 
 class Shares:
     """Which prompts are whose, and who tells what to whom.
 
     Args:
-        model: ``parallelize`` made it, or one process has it alone.
+        engine: of the model.
         count: of the prompts.
         device: of the model.
 
@@ -27,17 +27,16 @@ class Shares:
         chooses: whether this rank gets logits: with a pipeline, the last stage's.
     """
 
-    def __init__(self, model: Any, count: int, device: torch.device) -> None:
-        found = parallelized(model)
-        ranks = found.config.sizes.data if found.mesh is not None else 1
-        self._group = found.group("data") if ranks > 1 else None
+    def __init__(self, engine: TrainEngine, count: int, device: torch.device) -> None:
+        ranks = engine.config.sizes.data if engine.mesh is not None else 1
+        self._group = engine.group("data") if ranks > 1 else None
         self._each = -(-count // ranks)
         self._count, self._device = count, device
-        self._rank = 0 if found.mesh is None else found.mesh.rank("data")
-        self._stages = found.group("pp") if found.pipeline is not None else None
+        self._rank = 0 if engine.mesh is None else engine.mesh.rank("data")
+        self._stages = engine.group("pp") if engine.pipeline is not None else None
         self._last = 0
-        if found.pipeline is not None:
-            order = found.pipeline.driver.table
+        if engine.pipeline is not None:
+            order = engine.pipeline.driver.table
             self._last = order.rank_of(order.stages - 1)
         self.chooses = self._stages is None or self._stages.rank() == self._last
 

@@ -16,20 +16,20 @@ from fusedops.generation.decoder import check_model, decoder_for, device_of
 from fusedops.generation.options import Generated, NonFiniteLogitsError, Options, Token
 from fusedops.generation.ranks import Shares
 from fusedops.generation.sampling import NO_TOKEN, Chooser
-from fusedops.models import Transformer, TransformerConfig
+from fusedops.models import TrainEngine, Transformer, TransformerConfig
 
 _OP = "generate"
 
 
 def generate(
-    model: Transformer, prompts: Any, options: Options | None = None, **more: Any
+    model: Transformer | TrainEngine, prompts: Any, options: Options | None = None, **more: Any
 ) -> list[Generated]:
     """Let a model go on from prompts.
 
     Args:
-        model: a causal ``fusedops.models.Transformer``, in any dtype; or what ``parallelize`` made
-            of one: then all processes call this with the same arguments, and each gets all
-            sequences. Dropout is off meanwhile.
+        model: a causal ``fusedops.models.Transformer``, in any dtype; or the engine of one that
+            ``parallelize`` returned: all processes call this with the same arguments, and each
+            gets all sequences. Dropout is off meanwhile.
         prompts: tokens, int64: ``[S]`` of one prompt, ``[B, S]``, or a list with the tokens of each
             (tensors or lists of numbers), which may have different lengths.
         options: how.
@@ -60,12 +60,13 @@ def generate(
     """
     options = _options(options, more)
     rows = check(model, prompts, options)
+    engine = check_model(_OP, model)
     if options.beams > 1:
-        with _evaluating(model):
-            return search(model, rows, options)
+        with _evaluating(engine.model):
+            return search(engine, rows, options)
     found: list[list[int]] = [[] for _ in range(len(rows) * options.samples)]
     reasons = [""] * len(found)
-    for token in _stream(model, rows, options):
+    for token in _stream(engine, rows, options):
         found[token.sequence].append(token.token)
         reasons[token.sequence] = token.reason or ""
     return [
@@ -75,7 +76,7 @@ def generate(
 
 
 def stream(
-    model: Transformer, prompts: Any, options: Options | None = None, **more: Any
+    model: Transformer | TrainEngine, prompts: Any, options: Options | None = None, **more: Any
 ) -> Iterator[Token]:
     """Do as ``generate``, and give each token as soon as it is known.
 
@@ -106,20 +107,22 @@ def stream(
     options = _options(options, more)
     if options.beams > 1:
         checks.fail("stream", "beams", "1: the best is known at the end only", options.beams)
-    return _stream(model, check(model, prompts, options), options)
+    rows = check(model, prompts, options)
+    return _stream(check_model(_OP, model), rows, options)
 
 
-def _stream(model: Transformer, prompts: list[torch.Tensor], options: Options) -> Iterator[Token]:
+def _stream(engine: TrainEngine, prompts: list[torch.Tensor], options: Options) -> Iterator[Token]:
+    model = engine.model
     size = options.samples
     device = device_of(model)
-    shares = Shares(model, len(prompts), device)
+    shares = Shares(engine, len(prompts), device)
     mine = [prompts[each] for each in shares.mine]
     numbers = [each * size + sample for each in shares.mine for sample in range(size)]
     told: list[list[int]] = [[] for _ in range(len(prompts) * size)]
     open_ = set(range(len(told)))
     with _evaluating(model):
         most = max(len(each) for each in prompts) + options.tokens
-        decoder = decoder_for(model, most, options)
+        decoder = decoder_for(engine, most, options)
         logits = decoder.prefill(mine)
         if size > 1:
             rows = torch.arange(len(mine), device=device).repeat_interleave(size)
@@ -230,9 +233,9 @@ def _check_tokens(name: str, given: Any) -> None:
 
 def check(model: Any, prompts: Any, options: Options) -> list[torch.Tensor]:
     """Return the tokens of each prompt; raise what ``generate`` would."""
-    check_model(_OP, model)
+    engine = check_model(_OP, model)
     rows = _prompts(prompts, options)
-    config: TransformerConfig = model.config
+    config: TransformerConfig = engine.model.config
     longest = max(len(each) for each in rows)
     if config.position_tables:
         _check_room("the model's positions", config.seq_len, longest, options)

@@ -189,7 +189,7 @@ class TransformerConfig:
         balance_loss: factor of the routers' balance loss (1.0 times it where routing is uniform).
         z_loss: factor of the mean square of the routers' log-sum-exp.
         balance_rate: step of the bias that balances without a loss (arXiv:2408.15664): once per
-            optimizer step, by ``parallelized(model).balance()``; 0: there is no bias.
+            optimizer step, by ``TrainEngine.balance``; 0: there is no bias.
         initializer_range: standard deviation of new weights.
         pad_token_id: row of the embedding that starts as zeros and gets no gradient from the
             lookup (``padding_idx`` of ``torch.nn.Embedding``); a tied head still gives it one.

@@ -354,7 +354,7 @@ class Transformer(nn.Module):
         if len(self.layers) < self.config.num_layers:
             raise checks.UnsupportedError(
                 f"Transformer: this process has {len(self.layers)} of the "
-                f"{self.config.num_layers} layers: use parallelized(model).step or .forward"
+                f"{self.config.num_layers} layers: call step or forward of the TrainEngine"
             )
         check_inputs(self.config, tokens, labels, positions, document_ids, token_types, domains)
         if positions is None:

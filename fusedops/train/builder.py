@@ -20,7 +20,6 @@ from fusedops.launch.processes import Ranks
 from fusedops.launch.run_folder import claimed
 from fusedops.models import (
     ParallelConfig,
-    Parallelized,
     Transformer,
     TransformerConfig,
     from_config,
@@ -28,7 +27,7 @@ from fusedops.models import (
     preset,
     to_config,
 )
-from fusedops.models.parallelization.engine import parallelized
+from fusedops.models.parallelization.engine import TrainEngine
 from fusedops.models.parallelization.parallelize import parallelize
 from fusedops.optim import AdamW, OffloadedAdamW
 from fusedops.parallel import make_mesh
@@ -70,7 +69,7 @@ class Run:
 
     config: Config
     ranks: Ranks
-    parallel: Parallelized
+    parallel: TrainEngine
     optimizer: AdamW
     scale: LossScale
     train: Sequences
@@ -266,7 +265,7 @@ def layout_of(given: dict[str, Any], ranks: int) -> ParallelConfig:
     return config_table.fill(ParallelConfig, given, "parallel").for_ranks(ranks)
 
 
-def spread(config: Config, sizes: TransformerConfig, ranks: Ranks) -> Parallelized:
+def spread(config: Config, sizes: TransformerConfig, ranks: Ranks) -> TrainEngine:
     """Return the model with its first weights, which the seed alone decides, on all processes.
 
     Raises:
@@ -281,8 +280,7 @@ def spread(config: Config, sizes: TransformerConfig, ranks: Ranks) -> Paralleliz
         else:
             model = Transformer(sizes, device="meta", dtype=dtype)
         mesh = make_mesh(found.sizes, device_type=device.type)
-        model = parallelize(model, found, mesh, device=device, seed=config.seed)
-        parallel = parallelized(model)
+        parallel = parallelize(model, found, mesh, device=device, seed=config.seed)
         probe = torch.zeros(1, config.data.seq_len, dtype=torch.int64)
         parallel.shard_batch(probe)
     except (ValueError, TypeError, checks.UnsupportedError) as error:

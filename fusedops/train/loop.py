@@ -108,7 +108,7 @@ def _loop(run: Run, stop: Stop, watch: Watch, watcher: Watcher | None) -> Result
         )
     if finished and config.export:
         watch.at(run.step, "the export after step")
-        export(run.parallel.model, config, first=run.ranks.rank == 0)
+        export(run.parallel, config, first=run.ranks.rank == 0)
     return Result(run.step, finished, loss, validation, Path(config.out))
 
 

@@ -14,7 +14,7 @@ import fusedops
 from fusedops import add_layer_norm, add_rms_norm, attention, attention_varlen, bias_dropout_add
 from fusedops._core import philox
 from fusedops.models import ParallelConfig, Transformer, preset
-from fusedops.models.parallelization.engine import parallelized
+from fusedops.models.parallelization.engine import TrainEngine
 from fusedops.nn import AddLayerNorm, AddRMSNorm, Dropout
 from fusedops.parallel.dropout import Place
 
@@ -195,7 +195,7 @@ def test_micro_batches_draw_what_the_whole_step_does() -> None:
     found = []
     for parts in (1, 2):
         model = _dropping(num_layers=2)
-        run = dataclasses.replace(parallelized(model), config=ParallelConfig(microbatches=parts))
+        run = TrainEngine(model, ParallelConfig(microbatches=parts))
         shards = [run.shard_batch(each, each) for each in tokens.chunk(parts)]
         torch.manual_seed(5)
         run.step(shards, torch.tensor(40))

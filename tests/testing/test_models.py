@@ -11,7 +11,7 @@ from parity_models import MODELS
 
 import fusedops
 from fusedops import testing
-from fusedops.models import Parallelized
+from fusedops.models import TrainEngine
 from fusedops.models.parallelization import parallelize
 from fusedops.parallel.dropout import Place
 
@@ -78,7 +78,7 @@ def test_dropout_draws_what_one_process_does(
     case = testing.Case(mesh=mesh, options=given, workload="documents", **size)
     testing.replay(case, MODELS["llama"])
     if "dp" in mesh or "pp" in mesh:
-        monkeypatch.setattr(Parallelized, "_draws", lambda self, shards, seed: [{}] * len(shards))
+        monkeypatch.setattr(TrainEngine, "_draws", lambda self, shards, seed: [{}] * len(shards))
     else:
         monkeypatch.setattr(parallelize, "_place", lambda config, mesh: Place())
     with pytest.raises(AssertionError, match="loss is"):

@@ -28,9 +28,9 @@ from fusedops.models.parallelization.config import (
     check_stages,
     check_stored,
 )
-from fusedops.models.parallelization.engine import Parallelized, attach
+from fusedops.models.parallelization.engine import TrainEngine
 from fusedops.models.parallelization.microbatch_overlap import overlap_microbatches
-from fusedops.models.parallelization.pipeline import WORDS, Pipeline
+from fusedops.models.parallelization.pipeline import WORDS, PipelineEngine
 from fusedops.models.parallelization.stage_costs import Costs, by_operations, measured
 from fusedops.models.parallelization.stages import Stage, cut
 from fusedops.models.transformer import Transformer
@@ -74,8 +74,8 @@ def parallelize(
     *,
     device: torch.device | str | None = None,
     seed: int | None = None,
-) -> Any:
-    """Spread a model over the processes of the job; every process calls this.
+) -> TrainEngine:
+    """Shard a model over the processes of the job; every process calls this.
 
     Args:
         model: a ``Transformer``, the same on every process: on ``meta``, to be initialised here
@@ -87,23 +87,29 @@ def parallelize(
         seed: of the first weights of a model on ``meta``, as of ``initialize``.
 
     Returns:
-        ``model``, changed in place. ``parallelized(model)`` shards batches, makes the loss, clips.
+        The engine that trains it: it shards batches, runs steps, reduces losses and norms. Its
+        ``model`` is the one that was given, changed in place.
 
     Raises:
         ValueError: sizes do not fit the model or the number of processes; the message has those
             that would.
         TypeError: an argument has the wrong type.
         UnsupportedError: two modes do not go together.
+        RuntimeError: the configuration has several processes, and torch.distributed is not
+            initialised.
 
     Note:
-        Gradients are those of one process that sees the whole batch, up to the order of sums.
-        Parameters' names and shapes (of the DTensors) stay, so that a checkpoint of any layout
-        loads into any other. Optimizers are made afterwards: parameters are new objects.
+        Without torch.distributed a configuration of one process trains the model alone. Gradients
+        are those of one process that sees the whole batch, up to the order of sums. Parameters'
+        names and shapes (of the DTensors) stay, so that a checkpoint of any layout loads into any
+        other. Optimizers are made afterwards: parameters are new objects.
     """
     config, mesh = _validated(model, config, mesh)
+    if device is None:
+        device = _device_type(model) if mesh is None else mesh.dense.device_type
     if config.sizes.ranks > 1:
         _same_everywhere(model)
-    if isinstance(model, Transformer) and config.mode != "manual":
+    if isinstance(model, Transformer) and config.mode != "manual" and mesh is not None:
         if model.config.sparse_layers:
             _divide_experts(model, config, mesh)
         if config.tp > 1:
@@ -112,7 +118,7 @@ def parallelize(
             _share_sequences(model, mesh.group("cp"), config.context)
         model.place = _place(config, mesh)
     stages: dict[int, Stage] = {}
-    if isinstance(model, Transformer) and config.pp > 1:
+    if isinstance(model, Transformer) and mesh is not None and config.pp > 1:
         stages = _stages(model, config, mesh)
     parts: list[nn.Module] = [*stages.values()] or [model]
     for part in parts:
@@ -127,19 +133,19 @@ def parallelize(
         taken |= {name for name, _ in part.named_parameters()}
     if any(each.is_meta for each in model.parameters()):
         for part in parts:
-            _make(part, mesh.dense.device_type if device is None else device, config)
+            _make(part, device, config)
         initialize(model, seed)
     # A stage may have no layer with experts.
     if "experts" in config.offload and any(isinstance(each, MoE) for each in model.modules()):
-        memory.store_experts(model, mesh.dense.device_type if device is None else device)
+        memory.store_experts(model, device)
     taken = set()
     for part, each in zip(parts, data, strict=True):
         each.replicas = _replicas(part, whole - taken, config, mesh)
         taken |= {name for name, _ in part.named_parameters()}
-    if not isinstance(model, Transformer) or not stages:
-        return attach(model, Parallelized(model, config, mesh, data[0]))
-    pipeline = Pipeline.of(model, config, mesh, stages, dict(zip(stages, data, strict=True)))
-    return attach(model, Parallelized(model, config, mesh, pipeline=pipeline))
+    if not isinstance(model, Transformer) or mesh is None or not stages:
+        return TrainEngine(model, config, mesh, data[0])
+    pipeline = PipelineEngine.of(model, config, mesh, stages, dict(zip(stages, data, strict=True)))
+    return TrainEngine(model, config, mesh, pipeline=pipeline)
 
 
 def _make(part: nn.Module, device: torch.device | str, config: ParallelConfig) -> None:
@@ -150,7 +156,13 @@ def _make(part: nn.Module, device: torch.device | str, config: ParallelConfig) -
         module.to_empty(device="cpu" if host else device, recurse=False)
 
 
-def _validated(model: Any, config: Any, mesh: Any) -> tuple[ParallelConfig, Mesh]:
+def _device_type(model: nn.Module) -> str:
+    """Return the type of the device of a model; ``"cpu"`` for one on ``meta``."""
+    device = next((parameter.device.type for parameter in model.parameters()), "cpu")
+    return "cpu" if device == "meta" else device
+
+
+def _validated(model: Any, config: Any, mesh: Any) -> tuple[ParallelConfig, Mesh | None]:
     if not isinstance(model, nn.Module):
         raise TypeError(f"{_OP}: model must be a torch.nn.Module, got {checks.type_name(model)}")
     if not isinstance(config, ParallelConfig):
@@ -159,24 +171,25 @@ def _validated(model: Any, config: Any, mesh: Any) -> tuple[ParallelConfig, Mesh
     if not isinstance(model, Transformer) and config.mode != "manual":
         wanted = "a fusedops.models.Transformer, or any module with mode 'manual'"
         raise TypeError(f"{_OP}: model must be {wanted}, got {checks.type_name(model)}")
-    if not (dist.is_available() and dist.is_initialized()):
+    if dist.is_available() and dist.is_initialized():
+        config = config.for_ranks(dist.get_world_size())
+    elif config.sizes.ranks > 1 or config.mode == "data" or mesh is not None:
         raise RuntimeError(
             f"{_OP}: torch.distributed is not initialised: start with torchrun and call "
             "torch.distributed.init_process_group() first"
         )
-    config = config.for_ranks(dist.get_world_size())
     if isinstance(model, Transformer):
         _check_model(model.config, config)
     if config.shard_ranks is not None and config.sizes.data % config.shard_ranks:
         wanted = f"a divisor of dp x cp = {config.sizes.data}"
         checks.fail(_OP, "shard_ranks", wanted, config.shard_ranks)
-    if mesh is None:
-        device = next((each.device.type for each in model.parameters()), "cpu")
-        mesh = make_mesh(config.sizes, device_type="cpu" if device == "meta" else device)
-    elif mesh.sizes != config.sizes:
+    if mesh is not None and mesh.sizes != config.sizes:
         checks.fail(_OP, "mesh", f"one of {config.sizes}", mesh.sizes)
+    if mesh is None and dist.is_available() and dist.is_initialized():
+        mesh = make_mesh(config.sizes, device_type=_device_type(model))
     if isinstance(model, Transformer):
-        check_stored(_OP, model.config, config, mesh.dense.device_type)
+        device = _device_type(model) if mesh is None else mesh.dense.device_type
+        check_stored(_OP, model.config, config, device)
     return config, mesh
 
 
@@ -386,7 +399,7 @@ def _share_sequences(model: Transformer, group: dist.ProcessGroup, kind: str) ->
         layer.attention.core = core
 
 
-def _keep_less(model: Transformer, config: ParallelConfig, mesh: Mesh) -> None:
+def _keep_less(model: Transformer, config: ParallelConfig, mesh: Mesh | None) -> None:
     """Let layers keep less for their backward."""
     rules = []
     head: Any = model.head  # of the last stage
@@ -402,7 +415,7 @@ def _keep_less(model: Transformer, config: ParallelConfig, mesh: Mesh) -> None:
                 "layers.*",
                 mp_comm_recompute=config.mp_comm_recompute,
                 recompute_slice_activation=slices,
-                group=mesh.group("tp") if slices else None,
+                group=mesh.group("tp") if slices and mesh is not None else None,
             )
         )
     if "norm" in config.remade:
@@ -430,14 +443,14 @@ def _expert_modules(model: nn.Module, config: ParallelConfig) -> list[nn.Module]
     return [each.experts for each in model.modules() if isinstance(each, MoE)]
 
 
-def _left_whole(model: nn.Module, config: ParallelConfig, mesh: Mesh) -> set[str]:
+def _left_whole(model: nn.Module, config: ParallelConfig, mesh: Mesh | None) -> set[str]:
     """Return the names of parameters that ``zero`` does not divide.
 
     All with stage 0; those that are small, that cannot be, or whose name has a pattern; experts
     that nobody shares.
     """
     named = dict(model.named_parameters())
-    if config.zero == 0 or config.sizes.data == 1:
+    if mesh is None or config.zero == 0 or config.sizes.data == 1:
         return set(named)
     experts = _expert_modules(model, config) if mesh.expert_data.size() == 1 else []
     alone = {each for module in experts for each in module.parameters()}
@@ -456,10 +469,10 @@ def _left_whole(model: nn.Module, config: ParallelConfig, mesh: Mesh) -> set[str
 
 
 def _divide_parameters(
-    model: nn.Module, whole: set[str], config: ParallelConfig, mesh: Mesh
+    model: nn.Module, whole: set[str], config: ParallelConfig, mesh: Mesh | None
 ) -> DataParallel:
     """Divide what ``zero`` divides over the ranks that see other tokens."""
-    if config.zero == 0 or config.sizes.data == 1:
+    if mesh is None or config.zero == 0 or config.sizes.data == 1:
         return DataParallel()
     left = {each for name, each in model.named_parameters() if name in whole}
     again = config.parallel_optimizer_comm_recompute
@@ -474,9 +487,11 @@ def _divide_parameters(
 
 
 def _replicas(
-    model: nn.Module, whole: set[str], config: ParallelConfig, mesh: Mesh
+    model: nn.Module, whole: set[str], config: ParallelConfig, mesh: Mesh | None
 ) -> list[Replicas]:
     """Sum the gradients of whole parameters over the ranks that see other tokens."""
+    if mesh is None:
+        return []
     experts = {e for module in _expert_modules(model, config) for e in module.parameters()}
     members = {each for name, each in model.named_parameters() if name in whole}
     found = []

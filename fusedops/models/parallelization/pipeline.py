@@ -13,12 +13,13 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from fusedops._core import dtypes
 from fusedops.models.parallelization.config import ParallelConfig
+from fusedops.models.parallelization.microbatch import MicroBatch
 from fusedops.models.parallelization.stages import Stage
 from fusedops.models.transformer import Loss, Transformer
 from fusedops.optim import global_norm
@@ -29,9 +30,6 @@ from fusedops.parallel.pipeline.driver import Driver
 from fusedops.parallel.pipeline.schedules import table
 from fusedops.parallel.tensor.layers import local
 
-if TYPE_CHECKING:
-    from fusedops.models.parallelization.engine import Parallelized, Shard
-
 # What embedding and head share.
 WORDS = "embedding.tokens.weight"
 
@@ -39,7 +37,7 @@ Computing = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True, eq=False)
-class Pipeline:
+class PipelineEngine:
     """The stages of a process and what runs them.
 
     Attributes:
@@ -63,7 +61,7 @@ class Pipeline:
         mesh: Mesh,
         stages: Mapping[int, Stage],
         data: Mapping[int, DataParallel],
-    ) -> Pipeline:
+    ) -> PipelineEngine:
         """Return the pipeline of a model that was cut."""
         for each in data.values():
             for replicas in each.replicas:
@@ -77,14 +75,12 @@ class Pipeline:
 
     def step(
         self,
-        run: Parallelized,
-        shards: Sequence[Shard],
-        num_tokens: torch.Tensor,
-        scale: float,
+        shards: Sequence[MicroBatch],
+        loss_fn: Callable[[Loss], torch.Tensor],
         computing: Computing,
         draws: Sequence[Mapping[str, Any]],
     ) -> list[Loss]:
-        """Run the schedule; as ``Parallelized.step``."""
+        """Run the schedule; ``loss_fn`` returns the scalar whose gradients a stage computes."""
         found = [self._nothing(each) for each in shards]
 
         def compute(
@@ -92,7 +88,7 @@ class Pipeline:
         ) -> tuple[torch.Tensor | None, torch.Tensor]:
             with computing():
                 x_BSH, loss = self._run(stage, shards[microbatch], given, draws[microbatch])
-            share = run.loss(loss, num_tokens) * scale
+            share = loss_fn(loss)
             found[microbatch] = _added(found[microbatch], loss)
             return x_BSH, share
 
@@ -100,8 +96,8 @@ class Pipeline:
         self._share_words()
         return found
 
-    def forward(self, shards: Sequence[Shard], computing: Computing) -> list[Loss]:
-        """Run the forwards alone; as ``Parallelized.forward``."""
+    def forward(self, shards: Sequence[MicroBatch], computing: Computing) -> list[Loss]:
+        """Run the forwards alone; as ``TrainEngine.forward``."""
         found = [self._nothing(each) for each in shards]
 
         def compute(
@@ -149,7 +145,7 @@ class Pipeline:
     def _run(
         self,
         stage: int,
-        shard: Shard,
+        shard: MicroBatch,
         given: torch.Tensor | None,
         draws: Mapping[str, Any],
     ) -> tuple[torch.Tensor | None, Loss]:
@@ -164,7 +160,7 @@ class Pipeline:
             **draws,
         )
 
-    def _nothing(self, shard: Shard) -> Loss:
+    def _nothing(self, shard: MicroBatch) -> Loss:
         """Return the parts of a loss to which stages add theirs, in the dtype that all have."""
         dtype = dtypes.statistics_dtype(next(self.model.parameters()).dtype)
         zero = torch.zeros((), dtype=dtype, device=shard.tokens.device)
@@ -209,7 +205,7 @@ def _added(one: Loss, other: Loss) -> Loss:
     return Loss(*(a + b.detach() for a, b in zip(one, other, strict=True)))
 
 
-def _tokens(shards: Sequence[Shard]) -> list[torch.Tensor]:
+def _tokens(shards: Sequence[MicroBatch]) -> list[torch.Tensor]:
     return [each.tokens for each in shards]
 
 
