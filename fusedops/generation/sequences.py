@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -134,7 +136,7 @@ def _stream(engine: TrainEngine, prompts: list[torch.Tensor], options: Options) 
             [options.stream(*divmod(each, size)) for each in numbers],
             model.config.vocab_size,
             device,
-            decoder.words,
+            decoder.vocab_projection,
         )
         while True:
             if shares.chooses:
@@ -175,16 +177,30 @@ def _ends(number: int, tokens: list[int], options: Options) -> str | None:
     return "length" if len(tokens) == options.tokens else None
 
 
+# Models that generate, with the number of calls under way and the modules to set back to training.
+_LOCK = threading.Lock()
+_EVALUATED: WeakKeyDictionary[nn.Module, tuple[int, list[nn.Module]]] = WeakKeyDictionary()
+
+
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch dropout off; each module is again what it was afterwards."""
-    training = [each for each in model.modules() if each.training]
-    model.eval()
+    """Set a model to evaluation; the last of several threads sets it back to what it was."""
+    with _LOCK:
+        calls, training = _EVALUATED.get(model, (0, []))
+        if not calls:
+            training = [module for module in model.modules() if module.training]
+            model.eval()
+        _EVALUATED[model] = calls + 1, training
     try:
         yield
     finally:
-        for each in training:
-            each.training = True
+        with _LOCK:
+            calls, training = _EVALUATED.pop(model)
+            if calls > 1:
+                _EVALUATED[model] = calls - 1, training
+            else:
+                for module in training:
+                    module.training = True
 
 
 def _options(options: Any, more: dict[str, Any]) -> Options:

@@ -13,8 +13,8 @@ def check_inputs(
     tokens: torch.Tensor,
     labels: torch.Tensor | None,
     positions: torch.Tensor | None,
-    document_ids: torch.Tensor | None,
-    token_types: torch.Tensor | None,
+    document_ids: torch.Tensor | None = None,
+    token_types: torch.Tensor | None = None,
     domains: torch.Tensor | None = None,
 ) -> None:
     """Raise unless these are tokens of the model and what belongs to them."""

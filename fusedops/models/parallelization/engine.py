@@ -18,6 +18,7 @@ from torch import distributed as dist
 from torch import nn
 
 from fusedops._core import checks, philox
+from fusedops._core.labels import IGNORE_INDEX
 from fusedops.models.config import TransformerConfig
 from fusedops.models.parallelization import balancing
 from fusedops.models.parallelization.config import ParallelConfig
@@ -30,9 +31,6 @@ if TYPE_CHECKING:
     from fusedops.models.parallelization.pipeline import PipelineEngine
     from fusedops.parallel.data.data_parallel import DataParallel
     from fusedops.parallel.mesh import Mesh
-
-# Labels of tokens that have no target.
-_IGNORED = -100
 
 
 @dataclass(frozen=True, eq=False)
@@ -239,7 +237,7 @@ class TrainEngine:
         Args:
             labels: of this process, ``[..., S]``: of one micro-batch or of all of a step.
         """
-        return self._sum((labels != _IGNORED).sum())
+        return self._sum((labels != IGNORE_INDEX).sum())
 
     def loss(self, output: Loss, num_tokens: torch.Tensor) -> torch.Tensor:
         """Return this process's share of the mean loss: call ``backward`` on it.

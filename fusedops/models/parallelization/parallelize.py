@@ -1,8 +1,8 @@
-"""From a plain ``Transformer`` to one that is spread over processes, in the order of its steps.
+"""``parallelize``: shards a plain ``Transformer`` over processes, in the order of its steps.
 
-The model knows nothing of it: here its linear layers, its core of attention and its loss are
-replaced by those of ``fusedops.parallel``. Tensors between layers stay plain tensors of this
-process; parameters become DTensors.
+The model contains no communication: here its linear layers, its embedding and its head are replaced
+by parallel ones, and ``ProcessPartition`` says which part of a batch a process computes. Tensors
+between layers stay plain tensors of this process; parameters become DTensors.
 
 Letters of shapes: B sequences, S tokens of each on the ranks of ``tp`` together, s a tp rank's of
 them (with sequence parallelism), H hidden size.
@@ -18,10 +18,11 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from fusedops import memory, ops
+from fusedops import memory
 from fusedops._core import checks
 from fusedops.models.config import TransformerConfig
 from fusedops.models.initialize import initialize
+from fusedops.models.parallelization.batch_partition import ProcessPartition
 from fusedops.models.parallelization.config import (
     ParallelConfig,
     check_split,
@@ -33,9 +34,9 @@ from fusedops.models.parallelization.microbatch_overlap import overlap_microbatc
 from fusedops.models.parallelization.pipeline import WORDS, PipelineEngine
 from fusedops.models.parallelization.stage_costs import Costs, by_operations, measured
 from fusedops.models.parallelization.stages import Stage, cut
+from fusedops.models.parallelization.vocab_parallel_head import VocabParallelHead
 from fusedops.models.transformer import Transformer
 from fusedops.nn import MLP, GatedMLP, MoE
-from fusedops.parallel import context
 from fusedops.parallel.comm import collectives
 from fusedops.parallel.data.data_parallel import (
     DataParallel,
@@ -45,7 +46,6 @@ from fusedops.parallel.data.data_parallel import (
     local_bytes,
     shard,
 )
-from fusedops.parallel.dropout import Place
 from fusedops.parallel.expert.layer import split_experts
 from fusedops.parallel.mesh import Mesh, make_mesh
 from fusedops.parallel.pipeline.schedules import table
@@ -55,13 +55,11 @@ from fusedops.parallel.tensor.layers import (
     ParallelGatedMLP,
     ParallelMLP,
     RowLinear,
-    distribute,
     enter,
-    local,
 )
-from fusedops.parallel.tensor.replicated import join_tokens, part_of, sum_gradients, take_tokens
+from fusedops.parallel.tensor.replicated import part_of, sum_gradients
 from fusedops.parallel.tensor.sequence import SequenceNorm
-from fusedops.parallel.tensor.vocabulary import SplitWords, VocabularyEmbedding, split_cross_entropy
+from fusedops.parallel.tensor.vocabulary import VocabularyEmbedding
 
 _OP = "parallelize"
 _NORMS = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm")
@@ -110,13 +108,11 @@ def parallelize(
     if config.sizes.ranks > 1:
         _same_everywhere(model)
     if isinstance(model, Transformer) and config.mode != "manual" and mesh is not None:
-        if model.config.sparse_layers:
+        if model.config.sparse_layers and config.ep > 1:
             _divide_experts(model, config, mesh)
         if config.tp > 1:
             _split_tensors(model, mesh["tp"], config)
-        if config.cp > 1:
-            _share_sequences(model, mesh.group("cp"), config.context)
-        model.place = _place(config, mesh)
+        model.partition = ProcessPartition.of(config, mesh)
     stages: dict[int, Stage] = {}
     if isinstance(model, Transformer) and mesh is not None and config.pp > 1:
         stages = _stages(model, config, mesh)
@@ -252,7 +248,7 @@ def _costs(model: Transformer, config: ParallelConfig, mesh: Mesh) -> Costs:
 
 
 def _divide_experts(model: Transformer, config: ParallelConfig, mesh: Mesh) -> None:
-    """Give each rank of ``ep`` its experts, and each rank of ``tp`` its share of the tokens."""
+    """Shard the experts of all layers over the ranks of ``ep``."""
     nodes, count = None, config.ep_nodes
     if count > 1:
         nodes = mesh["ep"]._unflatten(0, (count, config.ep // count), ("ep_nodes", "ep_ranks"))
@@ -260,10 +256,8 @@ def _divide_experts(model: Transformer, config: ParallelConfig, mesh: Mesh) -> N
         moe = layer.feed_forward
         if not isinstance(moe, MoE):
             continue
-        layer.router_loss = partial(ops.moe_router_loss, group=mesh.group("stage"))
-        if config.ep > 1:
-            chunks, ordered = config.ep_chunks, config.ep_deterministic
-            split_experts(moe, mesh["ep"], chunks=chunks, nodes=nodes, ordered=ordered)
+        chunks, ordered = config.ep_chunks, config.ep_deterministic
+        split_experts(moe, mesh["ep"], chunks=chunks, nodes=nodes, ordered=ordered)
 
 
 def _split_tensors(model: Transformer, mesh: Any, config: ParallelConfig) -> None:
@@ -277,7 +271,9 @@ def _split_tensors(model: Transformer, mesh: Any, config: ParallelConfig) -> Non
         _split_attention(layer.attention, mesh, sequence=sequence, overlap=beside)
         part = layer.feed_forward
         if isinstance(part, MoE):
-            _split_tokens(layer, mesh, sequence=sequence)
+            for module in (part.gate, part.shared_experts, part.shared_expert_gate):
+                if module is not None:
+                    sum_gradients(module, mesh)
         elif isinstance(part, GatedMLP):
             plain = part.gate_proj.bias is None
             layer.feed_forward = ParallelGatedMLP.of(
@@ -313,20 +309,7 @@ def _split_ends(model: Transformer, mesh: Any, *, sequence: bool) -> None:
         _split_norms(head, ("norm",), mesh)
         if head.transform is not None:
             sum_gradients(head.transform, mesh)
-    for name in ("weight", "bias"):
-        parameter = getattr(head, name)
-        if parameter is not None:
-            setattr(head, name, distribute(_OP, f"head.{name}", parameter, mesh, 0, uneven=True))
-
-    def loss(x_BSH: torch.Tensor, weight: Any, bias: Any, labels_BS: torch.Tensor) -> torch.Tensor:
-        x_BSH = enter(x_BSH, group, sequence=sequence)
-        given = local(weight), labels_BS, group, local(bias)
-        again = head.recompute
-        return split_cross_entropy(
-            x_BSH, *given, vocab_size=words, reduction="sum", recompute=again
-        )
-
-    head.project, head.loss = SplitWords(group, words, sequence=sequence), loss
+    model.head = VocabParallelHead.of(head, mesh, words, sequence=sequence)
 
 
 def _split_norms(owner: nn.Module, names: tuple[str, ...], mesh: Any) -> None:
@@ -357,46 +340,12 @@ def _split_attention(attention: Any, mesh: Any, *, sequence: bool, overlap: bool
     _split_norms(attention, ("query_norm", "key_norm"), mesh)
 
     def come_in(module: nn.Module, args: Any) -> Any:
-        x_BSH, places, asking_BSH = args
-        if asking_BSH is not None:
-            asking_BSH = enter(asking_BSH, group, sequence=sequence)
-        return enter(x_BSH, group, sequence=sequence), places, asking_BSH
+        x_BSH, context, query_input_BSH = args
+        if query_input_BSH is not None:
+            query_input_BSH = enter(query_input_BSH, group, sequence=sequence)
+        return enter(x_BSH, group, sequence=sequence), context, query_input_BSH
 
     attention.register_forward_pre_hook(come_in)
-
-
-def _split_tokens(layer: Any, mesh: Any, *, sequence: bool) -> None:
-    """Let each rank of ``tp`` route and compute its share of the tokens, by whole experts."""
-    moe, group = layer.feed_forward, mesh.get_group()
-    for module in (moe.gate, moe.shared_experts, moe.shared_expert_gate):
-        if module is not None:
-            sum_gradients(module, mesh)
-
-    if not sequence:
-        layer.take_tokens = partial(take_tokens, group=group)
-        layer.join_tokens = partial(join_tokens, group=group)
-    layer.take_ids = partial(part_of, group=group)
-
-
-def _place(config: ParallelConfig, mesh: Mesh) -> Place:
-    """Return where this rank's tokens and heads stand, for dropout as on one process."""
-    tp = mesh.rank("tp")
-    return Place(
-        batch_part=mesh.rank("dp"),
-        sequence_part=tp if config.sp else 0,
-        sequence_parts=config.tp if config.sp else 1,
-        head_part=tp,
-        head_parts=config.tp,
-        context_part=mesh.rank("cp"),
-        context_parts=config.cp,
-    )
-
-
-def _share_sequences(model: Transformer, group: dist.ProcessGroup, kind: str) -> None:
-    """Let the ranks of ``cp`` attend to each other's tokens."""
-    core = context.context_core(group, kind)
-    for layer in _layers(model):
-        layer.attention.core = core
 
 
 def _keep_less(model: Transformer, config: ParallelConfig, mesh: Mesh | None) -> None:

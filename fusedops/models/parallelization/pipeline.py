@@ -111,23 +111,23 @@ class PipelineEngine:
         self.driver.forward(compute, shards[0].tokens.device, _keys(_tokens(shards), computing))
         return found
 
-    def logits(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
-        """Return what may follow tokens that pass the stages one after the other.
+    def logits(self, tokens: torch.Tensor, **inputs: Any) -> torch.Tensor | None:
+        """Return the logits of tokens that pass the stages one after the other.
 
         Args:
             tokens: ``[B, S]``, the same on all ranks of the pipeline.
-            positions: ``[S]`` or ``[B, S]``.
+            **inputs: of ``Transformer.make_context``.
 
         Returns:
-            What ``Head.project`` gives, on the rank of the last stage; ``None`` on the others.
+            Logits on the rank of the last stage; ``None`` on the others.
         """
         found: list[torch.Tensor] = []
 
         def compute(
             stage: int, microbatch: int, given: torch.Tensor | None
         ) -> tuple[torch.Tensor | None, None]:
-            given = tokens if given is None else given
-            x_BSH, _ = self.stages[stage](given, positions=positions, tokens=tokens)
+            context = self.stages[stage].make_context(tokens, **inputs)
+            x_BSH, _ = self.stages[stage](tokens if given is None else given, None, context)
             if not self.stages[stage].is_last:
                 return x_BSH, None
             assert x_BSH is not None
@@ -150,15 +150,10 @@ class PipelineEngine:
         draws: Mapping[str, Any],
     ) -> tuple[torch.Tensor | None, Loss]:
         tokens, labels, positions, document_ids, domains = shard
-        return self.stages[stage](
-            tokens if given is None else given,
-            labels,
-            positions=positions,
-            document_ids=document_ids,
-            tokens=tokens,
-            domains=domains,
-            **draws,
+        context = self.stages[stage].make_context(
+            tokens, positions=positions, document_ids=document_ids, domains=domains, **draws
         )
+        return self.stages[stage](tokens if given is None else given, labels, context)
 
     def _nothing(self, shard: MicroBatch) -> Loss:
         """Return the parts of a loss to which stages add theirs, in the dtype that all have."""

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from fusedops.models.config import TransformerConfig
+from fusedops.models.forward_context import ForwardContext
 from fusedops.models.initialize import initialize
 from fusedops.models.transformer import Transformer
 
@@ -81,21 +82,21 @@ def measured(
     with torch.random.fork_rng():
         x_BSH = whole.embedding(tokens, positions).detach()
         first = _seconds(lambda _: whole.embedding(tokens, positions), x_BSH)
-        last = _seconds(lambda given: whole.leave(given, tokens), x_BSH)
+        context = whole.make_context(tokens)
+        last = _seconds(lambda hidden: whole.output(hidden, tokens, context), x_BSH)
         of_kind = {}
         for index in kinds:
             layer: nn.Module = whole.layers[str(index)]
-            places = whole._places(x_BSH, positions, None)
-            asking = x_BSH if index == model.num_layers - 1 and model.query_layer else None
-            run = _layer(layer, places, asking)
+            is_query_layer = index == model.num_layers - 1 and model.query_layer
+            run = _layer(layer, context, x_BSH if is_query_layer else None)
             of_kind[model.is_sparse(index)] = _seconds(run, x_BSH)
     return Costs([of_kind[model.is_sparse(each)] for each in range(model.num_layers)], first, last)
 
 
 def _layer(
-    layer: nn.Module, places: object, asking: torch.Tensor | None
+    layer: nn.Module, context: ForwardContext, query_input: torch.Tensor | None
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda given: layer(given, places, asking)[0]
+    return lambda hidden: layer(hidden, context, query_input)[0]
 
 
 def _seconds(run: Callable[[torch.Tensor], torch.Tensor], x_BSH: torch.Tensor) -> float:
