@@ -100,3 +100,21 @@ def _refused_stage(rank: int) -> None:
 def test_a_sharded_model_without_its_engine_is_refused() -> None:
     threads.run(_refused, 2)
     threads.run(_refused_stage, 2)
+
+
+def test_each_step_of_a_layout_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """The plan of tensor parallelism names every kind of module that it changes."""
+
+    def on_rank(rank: int) -> None:
+        parallelize(_model(), ParallelConfig(tp=2, sp=True), seed=0)
+
+    with caplog.at_level("DEBUG", logger="fusedops"):
+        threads.run(on_rank, 2)
+    lines = [each for each in caplog.messages if each.startswith("parallelize: tp: ")]
+    assert "parallelize: tp: 2 modules layers.*.attention.query: Column(sequence=True, " in str(
+        lines
+    )
+    assert "parallelize: tp: 1 modules norm: SharedNorm()" in lines
+    assert any(
+        each.startswith("parallelize: ParallelConfig(dp=1, tp=2") for each in caplog.messages
+    )
