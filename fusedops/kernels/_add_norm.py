@@ -22,7 +22,7 @@ import triton.language as tl
 from fusedops._core import philox
 from fusedops.kernels import _launch, _norm, bias_dropout_add
 from fusedops.kernels._device import dropout
-from fusedops.kernels._norm import MAX_FUSED, Kind
+from fusedops.kernels._norm import MAX_FUSED, NormVariant
 from fusedops.kernels._norm_rows import (
     affine,
     load_row,
@@ -163,7 +163,7 @@ def _backward_kernel(
 
 
 def forward(
-    kind: Kind,
+    kind: NormVariant,
     input: torch.Tensor,
     residual: torch.Tensor,
     normalized_shape: Sequence[int],
@@ -219,7 +219,7 @@ def forward(
 
 
 def backward(
-    kind: Kind,
+    kind: NormVariant,
     grad_normed: torch.Tensor | None,
     grad_summed: torch.Tensor | None,
     summed: torch.Tensor,

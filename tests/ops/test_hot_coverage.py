@@ -99,7 +99,7 @@ def launches_of(calls: list[Any], capability: int) -> list[Launch]:
     return recorder.launches
 
 
-def difference(case: hot.Case, launch: Launch) -> list[str]:
+def difference(case: hot.ReportCase, launch: Launch) -> list[str]:
     """Return what of a launch is not as the case says."""
     described = case.described
     if launch.kernel is not described["kernel"]:
@@ -134,7 +134,7 @@ def launched(op: str) -> dict[int, list[tuple[str, Launch]]]:
     return found
 
 
-def matching(op: str, case: hot.Case, capability: int) -> list[Launch]:
+def matching(op: str, case: hot.ReportCase, capability: int) -> list[Launch]:
     """Return the launches that compile a case."""
     return [each for _, each in launched(op)[capability] if not difference(case, each)]
 
@@ -166,7 +166,7 @@ def test_samples_are_three_blocks_deep(op: str) -> None:
     assert not shallow, "\n".join(shallow)
 
 
-def too_few_blocks(op: str, case: hot.Case, launch: Launch) -> list[str]:
+def too_few_blocks(op: str, case: hot.ReportCase, launch: Launch) -> list[str]:
     """Return the directions in which a launch of a case takes less than three blocks."""
     found = []
     # One program adds up all the losses of cross_entropy, and walks them.

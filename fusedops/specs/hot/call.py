@@ -13,7 +13,7 @@ Make = Callable[[torch.device, torch.dtype], Any]
 
 
 @dataclass(frozen=True)
-class Case:
+class ReportCase:
     """A configuration of the static report, as ``_launch.report_case`` describes it."""
 
     described: dict[str, Any]
