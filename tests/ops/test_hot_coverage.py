@@ -1,4 +1,4 @@
-"""Hot samples launch every configuration of the static report, on GPUs of three generations.
+"""Hot samples launch every configuration of the static report, on GPUs of four generations.
 
 What is counted is what Triton would compile: the launchers run on fake tensors, and each launch
 goes through Triton's own ``run`` up to the compiler. A pointer that stands in for an absent tensor
@@ -29,7 +29,7 @@ if env.triton_interpreted():
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
 DTYPES = (torch.bfloat16, torch.float32)
-CAPABILITIES = (80, 90, 100)
+CAPABILITIES = (80, 90, 100, 120)
 REPORT = Path(__file__).resolve().parents[2] / "docs" / "reports" / "triton_kernels.csv"
 
 

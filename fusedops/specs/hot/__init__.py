@@ -106,7 +106,7 @@ def cases(op: str, capability: int | None = None) -> list[ReportCase]:
 
     Args:
         op: name of the file in ``fusedops/kernels``.
-        capability: only those of a GPU (80, 90 or 100).
+        capability: only those of a GPU (80, 90, 100 or 120).
     """
     module = importlib.import_module(f"fusedops.kernels.{op}")
     found = (ReportCase(each) for each in module.static_report_cases())
@@ -122,8 +122,8 @@ def calls(
         op: name of the file in ``fusedops/kernels``, one of ``ops()``.
         dtype: of the data: bfloat16 or float16 for the configurations of half precision, float32
             for those that the report has of float32.
-        capability: only what the report has for a GPU (80, 90 or 100); all by default, as a GPU
-            runs the call of another's configuration with tiles of its own.
+        capability: only what the report has for a GPU (80, 90, 100 or 120); all by default, as a
+            GPU runs the call of another's configuration with tiles of its own.
     """
     if op not in _CALLS:
         raise ValueError(f"hot samples of {op!r}: there are some for {', '.join(ops())}")

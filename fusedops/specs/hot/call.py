@@ -37,7 +37,7 @@ class ReportCase:
 
     def runs_on(self, capability: int) -> bool:
         """Return whether the report compiles it for a GPU."""
-        return capability in (self.described["capabilities"] or (80, 90, 100))
+        return capability in (self.described["capabilities"] or (80, 90, 100, 120))
 
     def __getitem__(self, name: str) -> Any:
         return self.described["constexprs"][name]
