@@ -1,7 +1,7 @@
 """The public names of the packages that other projects import, with their signatures.
 
-``public_api.txt`` is the record. A change of it is a decision: whoever removes or renames a name, or
-an argument, breaks users, and deprecates it first (``fusedops/_core/deprecation.py``). After an
+``public_api.txt`` is the record. A change of it is a decision: whoever removes or renames a name,
+or an argument, breaks users, and deprecates it first (``fusedops/_core/deprecation.py``). After an
 addition write the record anew: ``python tests/core/test_public_api.py``.
 """
 
