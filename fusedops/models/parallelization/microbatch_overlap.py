@@ -36,7 +36,7 @@ from fusedops.models.dropout_seeds import ATTENTION, FEED_FORWARD, Draws, behind
 from fusedops.models.transformer import Layer, Places, Transformer
 from fusedops.nn import MoE
 from fusedops.ops._weight_gradients import summed
-from fusedops.parallel.expert.layer import Exchange
+from fusedops.parallel.expert.layer import ExpertExchange
 from fusedops.parallel.microbatch_overlap import Phases, entering, leaving, run_interleaved
 from fusedops.parallel.tensor.layers import ParallelGatedMLP, ParallelLayer, ParallelMLP, RowLinear
 from fusedops.parallel.tensor.replicated import Around
@@ -312,7 +312,7 @@ def _experts(layer: Layer, part: MoE, x_BSH: torch.Tensor, places: Places, late:
     exchange = _exchange_of(part)
     trip = None
     if exchange is not None:
-        trip = exchange.trip(_forward_of(part.experts), rows, plan)
+        trip = exchange.start(_forward_of(part.experts), rows, plan)
     meanwhile = "nothing" if part.shared_experts is None else "shared expert"
     shared_BSH, output = None, torch.empty(())
     for place in ("first", "second"):
@@ -321,13 +321,13 @@ def _experts(layer: Layer, part: MoE, x_BSH: torch.Tensor, places: Places, late:
         if not computes:
             shared_BSH = part.shared(x_BSH)
             if trip is not None:
-                trip.relay()
+                trip.second_hop()
         elif trip is not None:
             trip.compute()
         else:
             output = _forward_of(part.experts)(rows, plan)
     yield "norm"
-    output = output if trip is None else trip.come_home()
+    output = output if trip is None else trip.combine_wait()
     branch_BSH = output.view_as(x_BSH)
     branch_BSH = branch_BSH if shared_BSH is None else branch_BSH + shared_BSH
     routed = None if logits is None else Routed(logits, plan.expert_ids)
@@ -347,8 +347,8 @@ def _forward_of(experts: nn.Module) -> Callable[..., Any]:
     return partial(type(experts).forward, experts)
 
 
-def _exchange_of(part: MoE) -> Exchange | None:
+def _exchange_of(part: MoE) -> ExpertExchange | None:
     """Return how experts are reached that lie on other ranks."""
     around = _around(part.experts)
     found = around.call if isinstance(around, Around) else None
-    return found if isinstance(found, Exchange) else None
+    return found if isinstance(found, ExpertExchange) else None

@@ -17,12 +17,12 @@ from fusedops.ops.moe_sort import moe_sort
 from fusedops.parallel.comm.collectives import ordered_sum
 from fusedops.parallel.expert.api import (
     Experts,
-    Group,
-    Trip,
+    StagedExpertParallel,
     expert_parallel,
     moe_combine,
     moe_dispatch,
 )
+from fusedops.parallel.expert.arguments import DispatchOptions, Group, groups_of
 from fusedops.parallel.tensor.layers import check_type, distribute, local
 from fusedops.parallel.tensor.replicated import parameters_of, put_around, standing_in
 
@@ -70,7 +70,9 @@ def split_experts(
         experts.forward = _ByRank(experts, group)
         return
     over: Any = group if nodes is None else nodes
-    put_around(experts, lambda each: [_Own.apply(local(p)) for p in each], Exchange(over, chunks))
+    put_around(
+        experts, lambda each: [_Own.apply(local(p)) for p in each], ExpertExchange(over, chunks)
+    )
 
 
 class _Own(torch.autograd.Function):
@@ -86,11 +88,11 @@ class _Own(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class Exchange:
-    """Calls the experts of a layer that are divided over a group.
+class ExpertExchange:
+    """Calls the experts of a layer, sharded over a group.
 
-    Rows leave in the dtype of the experts' products, autocast's where it is enabled: that is the
-    one in which results come home.
+    Rows are sent in the dtype of the experts' products (under autocast its dtype), which is also
+    that of the results.
     """
 
     group: Group
@@ -101,10 +103,14 @@ class Exchange:
         (rows,) = lowered(input)
         return expert_parallel(rows, plan, forward, self.group, chunks=self.chunks)
 
-    def trip(self, forward: Experts, input: torch.Tensor, plan: RoutingPlan) -> Trip:
-        """Return the same in steps; the tokens are on their way."""
+    def start(
+        self, forward: Experts, input: torch.Tensor, plan: RoutingPlan
+    ) -> StagedExpertParallel:
+        """Start to send the tokens, and return the call whose steps the caller runs."""
         (rows,) = lowered(input)
-        return Trip(rows, plan, forward, self.group, chunks=self.chunks)
+        op = "expert_parallel"
+        options = DispatchOptions(op, groups_of(op, self.group), chunks=self.chunks)
+        return StagedExpertParallel(options, rows, plan, forward)
 
 
 def _check_ordered(op: str, experts: nn.Module, chunks: int, nodes: DeviceMesh | None) -> None:
