@@ -26,7 +26,7 @@ VOTE_BYTES = 8
 def raise_on_all(
     kinds: type[Exception] | tuple[type[Exception], ...],
     make: Callable[[dict[int, str]], Exception],
-    group: dist.ProcessGroup | None = None,
+    group: dist.ProcessGroup | None,
 ) -> Iterator[None]:
     """Raise on every rank of a group if the block raises on one of them.
 
@@ -35,7 +35,7 @@ def raise_on_all(
     Args:
         kinds: the exceptions of the block that are exchanged; others are raised on this rank alone.
         make: makes the exception that all ranks raise, from the messages by rank.
-        group: the ranks; ``None``: all there are, or this process alone.
+        group: the ranks; ``None``: this process alone.
     """
     message = None
     try:
@@ -46,11 +46,16 @@ def raise_on_all(
         raise make(messages)
 
 
-def gather_errors(message: str | None, group: dist.ProcessGroup | None = None) -> dict[int, str]:
-    """Return the error messages of the ranks that have one, by rank; the same on every rank."""
+def gather_errors(message: str | None, group: dist.ProcessGroup | None) -> dict[int, str]:
+    """Return the error messages of the ranks that have one, by rank; the same on every rank.
+
+    Args:
+        message: of this rank, or ``None``.
+        group: the ranks; ``None``: this process alone.
+    """
     messages = [message]
-    if dist.is_initialized() and dist.get_world_size(group) > 1:
-        messages = [None] * dist.get_world_size(group)
+    if group is not None and group.size() > 1:
+        messages = [None] * group.size()
         dist.all_gather_object(messages, message, group=group)
     return {rank: text for rank, text in enumerate(messages) if text is not None}
 
