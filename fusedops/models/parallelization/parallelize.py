@@ -37,14 +37,9 @@ from fusedops.models.transformer import Transformer
 from fusedops.nn import MLP, GatedMLP, MoE
 from fusedops.parallel import context
 from fusedops.parallel.comm import collectives
-from fusedops.parallel.data.data_parallel import (
-    DataParallel,
-    Replicas,
-    by_bytes,
-    divides,
-    local_bytes,
-    shard,
-)
+from fusedops.parallel.data.ddp import BucketedAllReduce, by_bytes, local_bytes
+from fusedops.parallel.data.fsdp import divides, shard
+from fusedops.parallel.data.grad_sync import GradientSync
 from fusedops.parallel.dropout import Place
 from fusedops.parallel.expert.layer import split_experts
 from fusedops.parallel.mesh import Mesh, make_mesh
@@ -134,7 +129,7 @@ def parallelize(
         memory.store_experts(model, mesh.dense.device_type if device is None else device)
     taken = set()
     for part, each in zip(parts, data, strict=True):
-        each.replicas = _replicas(part, whole - taken, config, mesh)
+        each.reducers = _replicas(part, whole - taken, config, mesh)
         taken |= {name for name, _ in part.named_parameters()}
     if not isinstance(model, Transformer) or not stages:
         return attach(model, Parallelized(model, config, mesh, data[0]))
@@ -457,10 +452,10 @@ def _left_whole(model: nn.Module, config: ParallelConfig, mesh: Mesh) -> set[str
 
 def _divide_parameters(
     model: nn.Module, whole: set[str], config: ParallelConfig, mesh: Mesh
-) -> DataParallel:
+) -> GradientSync:
     """Divide what ``zero`` divides over the ranks that see other tokens."""
     if config.zero == 0 or config.sizes.data == 1:
-        return DataParallel()
+        return GradientSync()
     left = {each for name, each in model.named_parameters() if name in whole}
     again = config.parallel_optimizer_comm_recompute
     share = partial(shard, stage=config.zero, whole=left, gather_again=again)
@@ -470,12 +465,12 @@ def _divide_parameters(
     share([*_blocks(model, config), model], mesh.shards(config.shard_ranks))
     # Stage 1 would add up micro-batches first, before ranks that hold other experts can.
     stage = 2 if config.ep_deterministic and config.zero == 1 else config.zero
-    return DataParallel(sharded=[*experts, model], stage=stage)
+    return GradientSync(sharded=[*experts, model], stage=stage)
 
 
 def _replicas(
     model: nn.Module, whole: set[str], config: ParallelConfig, mesh: Mesh
-) -> list[Replicas]:
+) -> list[BucketedAllReduce]:
     """Sum the gradients of whole parameters over the ranks that see other tokens."""
     experts = {e for module in _expert_modules(model, config) for e in module.parameters()}
     members = {each for name, each in model.named_parameters() if name in whole}
@@ -485,7 +480,7 @@ def _replicas(
             buckets = _buckets(model, some, config)
             ordered = config.ep_deterministic and name == "expert_data"
             group = mesh.group(name)
-            found.append(Replicas(buckets, group, overlap=config.overlap, ordered=ordered))
+            found.append(BucketedAllReduce(buckets, group, overlap=config.overlap, ordered=ordered))
     return found
 
 
