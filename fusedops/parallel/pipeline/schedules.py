@@ -17,7 +17,7 @@ from __future__ import annotations
 import importlib
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -60,6 +60,7 @@ class Schedule:
 
     name: str
     title: str
+    _: KW_ONLY
     virtual: int = 1
     fixed: bool = False
     splits: bool = False
@@ -68,17 +69,33 @@ class Schedule:
 
 
 SCHEDULES = {
-    each.name: each
-    for each in (
+    schedule.name: schedule
+    for schedule in (
         Schedule("gpipe", "GPipe", fixed=True),
         Schedule("1f1b", "1F1B", fixed=True),
-        Schedule("interleaved", "interleaved 1F1B", 2, torch="Interleaved1F1B"),
-        Schedule("looped_bfs", "looped, breadth first", 2, torch="LoopedBFS"),
+        Schedule("interleaved", "interleaved 1F1B", virtual=2, torch="Interleaved1F1B"),
+        Schedule("looped_bfs", "looped, breadth first", virtual=2, torch="LoopedBFS"),
         Schedule("zero_bubble", "zero bubble", splits=True, torch="InterleavedZeroBubble"),
-        Schedule("zbv", "zero bubble V", 2, True, True, True, "ZBVZeroBubble"),
-        Schedule("dualpipev", "DualPipeV", 2, True, True, True, "DualPipeV"),
+        Schedule(
+            "zbv",
+            "zero bubble V",
+            virtual=2,
+            fixed=True,
+            splits=True,
+            is_v=True,
+            torch="ZBVZeroBubble",
+        ),
+        Schedule(
+            "dualpipev",
+            "DualPipeV",
+            virtual=2,
+            fixed=True,
+            splits=True,
+            is_v=True,
+            torch="DualPipeV",
+        ),
     )
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
