@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from fusedops.parallel.async_exchange import begin, end
 from fusedops.parallel.comm import collectives
-from fusedops.parallel.comm.collectives import Pending, Span
+from fusedops.parallel.comm.collectives import ComputeSpan, Pending
 
 T = TypeVar("T")
 # Yields the name of its next phase, and returns the tensors that its backward starts from.
@@ -95,18 +95,18 @@ class _Trace:
         if self._on and torch.is_grad_enabled():
             self._link = torch.zeros((), requires_grad=True)
 
-    def begin(self, label: str) -> Span | None:
+    def begin(self, label: str) -> ComputeSpan | None:
         """Mark the start of a phase."""
         if not self._on:
             return None
-        span, back = Span(label), Span(f"{label}, backward")
+        span, back = ComputeSpan(label), ComputeSpan(f"{label}, backward")
         self._back = back
         if self._link is not None:
             self._link = _Tick.apply(self._link, back.end)
         span.start()
         return span
 
-    def end(self, span: Span | None) -> None:
+    def end(self, span: ComputeSpan | None) -> None:
         """Mark the end of a phase."""
         if span is None:
             return

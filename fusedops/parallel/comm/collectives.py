@@ -134,13 +134,13 @@ def computing(label: str) -> Iterator[None]:
     if not is_recorded():
         yield
         return
-    span = Span(label)
+    span = ComputeSpan(label)
     span.start()
     yield
     span.end()
 
 
-class Span:
+class ComputeSpan:
     """A computation whose start and end are marked from two places."""
 
     def __init__(self, label: str) -> None:
