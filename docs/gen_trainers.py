@@ -143,6 +143,7 @@ def _page(rows: list[dict[str, Any]]) -> str:
             f"{_list({row['transformers'] for row in rows})}.",
             119,
         ),
+        "<!-- not run: needs a trainer -->\n"
         "```python\nfusedops.patch(model)  # the sections say where to call it\n```",
         "\n".join(
             ["| column | meaning |", "|---|---|"]
