@@ -1,4 +1,4 @@
-"""The code of the pages under ``docs`` runs.
+"""The code of README.md and of the pages under ``docs`` runs, and their links lead somewhere.
 
 The Python blocks of a page run in order, in one namespace, in an empty folder, on the CPU. A block
 that begins with ``# torchrun --nproc-per-node N`` runs, with those after it, on N gloo processes.
@@ -32,7 +32,8 @@ from process_pool import CONTEXT
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-PAGES = sorted(page for page in DOCS.rglob("*.md") if page.parent != DOCS / "ops")
+ALL_PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+PAGES = [page for page in ALL_PAGES if page.parent != DOCS / "ops"]
 PACKAGES = ("transformers", "triton", "typer")  # a block that imports one is skipped without it
 TIMEOUT = 300.0  # seconds; a page takes a few
 # A comment of one of the two kinds, or a block: its indentation and its code.
@@ -158,7 +159,7 @@ def _as_torchrun(rank: int, ranks: int, store: str) -> None:
     dist.init_process_group = init
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_code_of_the_page_runs(page: Path, tmp_path: Path) -> None:
     blocks = blocks_of(page.read_text())
     for package in PACKAGES:
@@ -227,6 +228,31 @@ def test_a_block_for_torchrun_runs_on_its_processes(tmp_path: Path) -> None:
         "```",
     )
     run_page(Path("page.md"), blocks, tmp_path)
+
+
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_FENCED = re.compile(r"^ *```.*?^ *```|<!--.*?-->", re.MULTILINE | re.DOTALL)
+
+
+def _anchors(page: Path) -> set[str]:
+    """Return the anchors that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", _FENCED.sub("", page.read_text()), re.MULTILINE)
+    texts = (re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading) for heading in headings)
+    return {re.sub(r"[^\w\- ]", "", text.strip().lower()).replace(" ", "-") for text in texts}
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    broken = []
+    for page in ALL_PAGES:
+        for link in _LINK.findall(_FENCED.sub("", page.read_text())):
+            if re.match(r"\w+:", link):
+                continue
+            name, _, anchor = link.partition("#")
+            target = (page.parent / name).resolve() if name else page
+            known = target.exists() and (not anchor or anchor in _anchors(target))
+            if not known:
+                broken.append(f"{page.relative_to(ROOT)}: {link}")
+    assert not broken, "\n".join(broken)
 
 
 @pytest.mark.slow
