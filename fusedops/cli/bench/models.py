@@ -94,7 +94,7 @@ def models(
             metavar="[RATIO]",
             min=0.0,
             help="Exit with 1 when a row of ours is below this ratio of the fastest other; "
-            f"{RATIO} where none is given.",
+            f"{RATIO} by default.",
         ),
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the record.")] = None,
@@ -105,10 +105,10 @@ def models(
         typer.Option(help="Write FOLDER/<device>/models-<family>-<dtype>.json."),
     ] = None,
 ) -> None:
-    """Measure whole models: stock, torch.compile of it, and patched, in turns, in one process.
+    """Measure whole models, interleaved in one process: stock, torch.compile of it, and patched.
 
-    Values are compared first, with float64: a row of ours that is wrong has no time, is named, and
-    makes the command exit with 1. Weights are random, nothing is downloaded: docs/bench_models.md.
+    Values are compared first, with float64: a wrong row of ours is named without a time, and the
+    command exits with 1. Weights are random, nothing is downloaded: docs/bench_models.md.
     """
     with files.one_line_errors():
         files.check_environment()

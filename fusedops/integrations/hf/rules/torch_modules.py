@@ -36,7 +36,7 @@ def own_product(input: torch.Tensor) -> bool:
     """Return whether a linear layer without activation is computed by the own product.
 
     On the CPU it is the faster one, in all three dtypes and for any number of rows where weights
-    come from memory (``docs/performance_notes.md``, "Decoding"). On a GPU it is torch's.
+    come from memory (``docs/dev/performance_notes.md``, "Decoding"). On a GPU it is torch's.
     """
     return input.is_cpu and runs_here(input) and _product_dtype(input) in _SERVED
 
