@@ -4,8 +4,13 @@
 // host's, so that addresses are those of CPU tensors. A launch is kept as bytes: function, grid,
 // threads, shared memory, stream, and every parameter with the size that `stand_in_describe` gave,
 // filled up to 8 bytes.
+//
+// An error that `stand_in_plant` asks for comes as a GPU's does: with the launch that causes it
+// under CUDA_LAUNCH_BLOCKING=1, otherwise with the next call, and then with all calls that follow.
 #include <cuda.h>
+#include <unistd.h>
 
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -22,6 +27,14 @@ std::vector<std::string> launches;
 bool notes = true;
 uint64_t last_handle = 0x1000;
 const CUresult* planned_failure = nullptr;
+constexpr int kHang = -1;
+int planted = 0;  // error of the next launch
+int pending = 0;  // error of a launch that nobody has waited for
+
+CUresult status() {
+  while (pending == kHang) sleep(1);
+  return static_cast<CUresult>(pending);
+}
 
 template <typename Value>
 void append(std::string& text, const Value& value) {
@@ -31,6 +44,11 @@ void append(std::string& text, const Value& value) {
 CUresult note(uint64_t function, const uint32_t (&grid)[3], uint32_t threads, uint32_t shared,
               void* stream, void** parameters) {
   if (planned_failure != nullptr) return *planned_failure;
+  if (const CUresult before = status(); before != CUDA_SUCCESS) return before;
+  pending = planted;
+  planted = 0;
+  const char* blocking = std::getenv("CUDA_LAUNCH_BLOCKING");
+  if (blocking != nullptr && std::strcmp(blocking, "1") == 0 && pending != 0) return status();
   if (!notes) return CUDA_SUCCESS;
   const std::lock_guard lock(mutex);
   std::string text;
@@ -80,8 +98,14 @@ CUresult cuCtxGetLimit(size_t* value, CUlimit) {
 CUresult cuCtxSetLimit(CUlimit, size_t) {
   return CUDA_SUCCESS;
 }
-CUresult cuGetErrorString(CUresult, const char** text) {
-  return *text = "an error of the stand-in", CUDA_SUCCESS;
+CUresult cuGetErrorString(CUresult error, const char** text) {
+  *text = error == CUDA_ERROR_ILLEGAL_ADDRESS ? "an illegal memory access was encountered"
+          : error == CUDA_ERROR_ASSERT        ? "device-side assert triggered"
+                                              : "an error of the stand-in";
+  return CUDA_SUCCESS;
+}
+CUresult cuCtxSynchronize() {
+  return status();
 }
 CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice) {
   const bool shared = attribute == CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
@@ -89,7 +113,7 @@ CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice
 }
 CUresult cuModuleLoadData(CUmodule* module, const void*) {
   const std::lock_guard lock(mutex);
-  return *module = reinterpret_cast<CUmodule>(last_handle += 16), CUDA_SUCCESS;
+  return *module = reinterpret_cast<CUmodule>(last_handle += 16), status();
 }
 CUresult cuStreamIsCapturing(CUstream, CUstreamCaptureStatus* status) {
   return *status = CU_STREAM_CAPTURE_STATUS_NONE, CUDA_SUCCESS;
@@ -98,7 +122,7 @@ CUresult cuModuleUnload(CUmodule) {
   return CUDA_SUCCESS;
 }
 CUresult cuModuleGetFunction(CUfunction* function, CUmodule module, const char*) {
-  return *function = reinterpret_cast<CUfunction>(module), CUDA_SUCCESS;
+  return *function = reinterpret_cast<CUfunction>(module), status();
 }
 CUresult cuFuncGetAttribute(int* value, CUfunction_attribute attribute, CUfunction) {
   const bool threads = attribute == CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK;
@@ -112,6 +136,9 @@ CUresult cuFuncSetCacheConfig(CUfunction, CUfunc_cache) {
 }
 CUresult cuOccupancyMaxActiveClusters(int* count, CUfunction, const CUlaunchConfig*) {
   return *count = 1, CUDA_SUCCESS;
+}
+CUresult cuPointerGetAttributes(unsigned, CUpointer_attribute*, void**, CUdeviceptr) {
+  return CUDA_SUCCESS;
 }
 CUresult cuPointerGetAttribute(void* value, CUpointer_attribute, CUdeviceptr pointer) {
   return std::memcpy(value, &pointer, sizeof pointer), CUDA_SUCCESS;
@@ -162,6 +189,9 @@ void stand_in_fail(int code) {
   static CUresult failure;
   failure = static_cast<CUresult>(code);
   planned_failure = code == 0 ? nullptr : &failure;
+}
+void stand_in_plant(int error) {
+  planted = error;
 }
 int stand_in_launches() {
   return static_cast<int>(launches.size());

@@ -82,17 +82,22 @@ class Gpu:
         )
 
 
-@functools.cache
-def _library(folder: str) -> ctypes.CDLL:
-    """Compile the stand-in, and load it as the libcuda.so.1 that others link to."""
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    path = Path(folder) / "libcuda.so.1"
+def build(folder: Path) -> Path:
+    """Compile the stand-in into a folder, as ``libcuda.so.1``; return its path."""
     import triton.backends.nvidia.driver as nvidia
 
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "libcuda.so.1"
     include = f"-I{nvidia.include_dirs[0]}"
     command = [native.compiler(), "-std=c++20", "-O1", "-shared", "-fPIC", include, str(_SOURCE)]
     subprocess.run([*command, "-Wl,-soname,libcuda.so.1", "-o", str(path)], check=True)
-    return ctypes.CDLL(str(path), mode=os.RTLD_GLOBAL | os.RTLD_NOW)
+    return path
+
+
+@functools.cache
+def _library(folder: str) -> ctypes.CDLL:
+    """Compile the stand-in, and load it as the libcuda.so.1 that others link to."""
+    return ctypes.CDLL(str(build(Path(folder))), mode=os.RTLD_GLOBAL | os.RTLD_NOW)
 
 
 @contextlib.contextmanager
@@ -139,12 +144,12 @@ def _as_gpu(capability: tuple[int, int]) -> contextlib.ExitStack:
     from fusedops._core import backends, checks, extension
     from fusedops.kernels import _attention_launch, _descriptors, _launch
 
-    generation = {9: 90, 10: 100}.get(capability[0], 80)
+    generation = {9: 90, 10: 100, 12: 120}.get(capability[0], 80)
     replaced = (
         (extension, "triton_missing", lambda: None),
         (checks, "readable", lambda tensor: False),
         (backends, "env", SimpleNamespace(triton_interpreted=lambda: True)),
-        (_descriptors, "available", lambda device: generation > 80),
+        (_descriptors, "available", lambda device: generation in (90, 100)),
         (_attention_launch, "generation_of", lambda device: generation),
         (_launch, "num_programs", lambda device: 2 * 132),
     )

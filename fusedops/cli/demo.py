@@ -15,7 +15,7 @@ PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
 def demo(context: typer.Context) -> None:
-    """Train a small GPT-2, stock and fused, side by side (`fusedops demo --help`)."""
+    """Train a small GPT-2, stock and fused, and compare them (`fusedops demo --help`)."""
     script = Path(__file__).resolve().parents[2] / "bench" / "models" / "train_gpt2.py"
     with files.one_line_errors():
         files.check_environment()

@@ -25,16 +25,16 @@ _SECONDS = 24.0
 
 
 def doctor(
-    device: Annotated[str, typer.Option(help="cpu or cuda; default: every one that is here.")] = "",
+    device: Annotated[str, typer.Option(help="cpu or cuda; default: all available.")] = "",
     calibrate: Annotated[
-        bool, typer.Option("--calibrate", help="Also measure products and ops beside torch's.")
+        bool, typer.Option("--calibrate", help="Also time products and ops against torch.")
     ] = False,
 ) -> None:
-    """Tell what is installed, what each op runs on, whether it is right, and what costs speed.
+    """Show what is installed, the backend and test result of each op, and what costs speed.
 
-    Runs every op on small inputs against float64 (under 30 s; --calibrate adds two to five).
-    Exits with 1 when an op fails, with 2 when the environment asks for what does not exist; ops
-    then run as if it asked for nothing.
+    Every op runs on small inputs against float64 (under 30 s; --calibrate adds two to five).
+    The command exits with 1 if an op fails, and with 2 if an environment variable requests
+    something that does not exist; ops then ignore the request.
     """
     from fusedops._core import backends, env
 

@@ -1,4 +1,4 @@
-"""``fusedops generate``: text that goes on from a prompt, by a trained model.
+"""``fusedops generate``: text that continues a prompt, by a trained model.
 
 The work is ``fusedops.generation``; here are the command line, the terminal and the exit codes: 0
 when the text is there, 1 when no checkpoint is good, 2 for what the user can put right.
@@ -34,44 +34,51 @@ def generate(
         str, typer.Argument(help="Folder of a run of fusedops train, or of a Hugging Face model.")
     ],
     prompt: Annotated[
-        list[str] | None, typer.Option(help="Text to go on from; may be given several times.")
+        list[str] | None, typer.Option(help="Text to continue; may be given several times.")
     ] = None,
     tokens: Annotated[
-        int | None, typer.Option(help="New ones, at most; 100, or what there are positions for.")
+        int | None,
+        typer.Option(help="Most new tokens; default: 100, or as many as the positions allow."),
     ] = None,
-    temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Draw from so many tokens; 0: all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Draw from those with so much probability.")] = 1.0,
-    repetition_penalty: Annotated[
-        float, typer.Option(help="Above 1: tokens that have come are less likely.")
+    temperature: Annotated[float, typer.Option(help="0: always the most probable token.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Sample from this many tokens; 0: all.")] = 0,
+    top_p: Annotated[
+        float, typer.Option(help="Sample from the smallest set with this probability.")
     ] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
-    samples: Annotated[int, typer.Option(help="Texts of each prompt.")] = 1,
-    beams: Annotated[int, typer.Option(help="Keep so many texts, return the likeliest.")] = 1,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Above 1: earlier tokens become less probable.")
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    samples: Annotated[int, typer.Option(help="Number of texts per prompt.")] = 1,
+    beams: Annotated[int, typer.Option(help="Beam search with this many beams.")] = 1,
     length_penalty: Annotated[float, typer.Option(help="Above 0: longer beams score more.")] = 1.0,
     stop: Annotated[
-        list[str] | None, typer.Option(help="Text that ends it; may be given several times.")
+        list[str] | None,
+        typer.Option(help="Text that ends generation; may be given several times."),
     ] = None,
     cache_size: Annotated[
-        int | None, typer.Option(help="Tokens that the cache has room for; it grows by default.")
+        int | None, typer.Option(help="Capacity of the cache in tokens; by default it grows.")
     ] = None,
     tokenizer: Annotated[
-        str | None, typer.Option(help="bytes, or a tokenizer.json; by default the checkpoint's.")
+        str | None, typer.Option(help="bytes, or a tokenizer.json; default: the checkpoint's.")
     ] = None,
-    step: Annotated[int | None, typer.Option(help="Which checkpoint of a run; the last.")] = None,
+    step: Annotated[
+        int | None, typer.Option(help="Checkpoint of a run by its step; default: the last.")
+    ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help=f"{', '.join(_DTYPES)}; by default as saved.")
+        str | None, typer.Option(help=f"{', '.join(_DTYPES)}; default: the saved dtype.")
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     processes: Annotated[int, typer.Option(min=1, help="Processes on this machine.")] = 1,
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", help="parallel.tp=2 and the like; all tp.")
+        list[str] | None,
+        typer.Option("--set", help="Layout, such as parallel.tp=2; default: all in tp."),
     ] = None,
     compare: Annotated[
-        bool, typer.Option("--compare", help="Do it again without the cache and compare.")
+        bool, typer.Option("--compare", help="Generate again without the cache, and compare.")
     ] = False,
 ) -> None:
-    """Go on from a prompt with a trained model; text comes as it is made.
+    """Continue a prompt with a trained model; text is printed while it is generated.
 
     A checkpoint of any number of processes is loaded by any other: docs/generation.md.
     """

@@ -25,7 +25,7 @@ app = typer.Typer(
 
 
 def _show_version(wanted: bool) -> None:
-    """Print the version, and those on which results depend, and leave."""
+    """Print the version, and the versions on which results depend, and exit."""
     if not wanted:
         return
     import torch
@@ -42,7 +42,7 @@ def _options(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_show_version, is_eager=True, help="Print the version and leave."
+            "--version", callback=_show_version, is_eager=True, help="Print the version and exit."
         ),
     ] = False,
 ) -> None:

@@ -29,9 +29,9 @@ def plan(
         str,
         typer.Option(help="A published model (--model list shows them), or a config.json."),
     ] = "",
-    devices: Annotated[int, typer.Option(min=1, max=_MOST_DEVICES, help="How many.")] = 8,
+    devices: Annotated[int, typer.Option(min=1, max=_MOST_DEVICES, help="Number of devices.")] = 8,
     memory: Annotated[
-        str, typer.Option(help="Of each device, with its unit: 32GiB, 80GB.")
+        str, typer.Option(help="Memory of each device, with unit: 32GiB, 80GB.")
     ] = "80GiB",
     micro_batch: Annotated[
         int, typer.Option(min=1, help="Sequences of a micro-batch on each data-parallel rank.")
@@ -47,19 +47,19 @@ def plan(
         typer.Option(help="float32, autocast, mixed, half-gradients, half: docs/planning.md."),
     ] = "mixed",
     kernels: Annotated[
-        str, typer.Option(help="fused (these ops), stock (eager torch) or eager (scores kept).")
+        str, typer.Option(help="fused (these ops), stock (eager torch) or eager (saves scores).")
     ] = "fused",
     tp: Annotated[str, typer.Option(help="Comma-separated sizes to try; default: 1,2,4,8.")] = "",
-    pp: Annotated[str, typer.Option(help="The same; default: what divides the layers.")] = "",
-    ep: Annotated[str, typer.Option(help="The same; default: what divides the experts.")] = "",
-    cp: Annotated[int, typer.Option(min=1, help="Shares of each sequence.")] = 1,
+    pp: Annotated[str, typer.Option(help="The same; default: divisors of the layers.")] = "",
+    ep: Annotated[str, typer.Option(help="The same; default: divisors of the experts.")] = "",
+    cp: Annotated[int, typer.Option(min=1, help="Context-parallel ranks.")] = 1,
     schedule: Annotated[
-        str, typer.Option(help="Comma-separated orders of pipelines to try: docs/pipeline.md.")
+        str, typer.Option(help="Comma-separated pipeline schedules: docs/pipeline.md.")
     ] = "1f1b,interleaved,zero_bubble,zbv",
     virtual: Annotated[
-        int, typer.Option(min=0, help="Stages of a rank of a pipeline; 0: the order's own number.")
+        int, typer.Option(min=0, help="Stages of a pipeline rank; 0: the schedule's default.")
     ] = 0,
-    zero: Annotated[str, typer.Option(help="Comma-separated stages to try.")] = "0,1,2,3",
+    zero: Annotated[str, typer.Option(help="Comma-separated ZeRO stages to try.")] = "0,1,2,3",
     recompute: Annotated[
         str,
         typer.Option(help="Comma-separated: none, selective, full; or scores+norm+activation."),
@@ -68,20 +68,22 @@ def plan(
         str, typer.Option(help="Comma-separated: none, optimizer, optimizer+activations.")
     ] = "none,optimizer,optimizer+activations",
     chunked_loss: Annotated[
-        bool, typer.Option("--chunked-loss", help="linear_cross_entropy: logits never whole.")
+        bool, typer.Option("--chunked-loss", help="linear_cross_entropy: logits in chunks.")
     ] = False,
-    rows: Annotated[int, typer.Option(min=1, help="Rows to show of what fits, and beside.")] = 12,
+    rows: Annotated[
+        int, typer.Option(min=1, help="Rows to show that fit, and closest misses.")
+    ] = 12,
     measure: Annotated[
         bool,
-        typer.Option("--measure", help="Train small models here, and compare (two minutes)."),
+        typer.Option("--measure", help="Compare with small models trained here (two minutes)."),
     ] = False,
     json_file: Annotated[
         str, typer.Option("--json", help="Write all rows to a file; -: print them instead.")
     ] = "",
 ) -> None:
-    """Print which layouts of a model fit on the devices, and what each part takes.
+    """Print which layouts of a model fit on the devices, and the memory of each part.
 
-    Exits with 1 when nothing fits. The formulas, and how far measured peaks are from them, stand in
+    The command exits with 1 if nothing fits. The formulas, and how far measured peaks are from them, are in
     docs/planning.md.
     """
     from fusedops.terminal.console import console

@@ -1,4 +1,4 @@
-"""``fusedops train``: trains what a configuration file describes, on one process or several.
+"""``fusedops train``: trains the model of a configuration file, on one process or several.
 
 The work is ``fusedops.train``; here are the command line, the progress bar and the exit codes: 0
 when the run is done or was stopped and saved, 1 when it failed on the way, 2 for what the user can
@@ -32,16 +32,15 @@ def train(
         int, typer.Option(min=1, help="Processes on this machine; torchrun can start more.")
     ] = 1,
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", help="key=value, such as optimizer.lr=3e-4.")
+        list[str] | None,
+        typer.Option("--set", help="Override a key: optimizer.lr=3e-4; repeatable."),
     ] = None,
-    restarts: Annotated[
-        int, typer.Option(min=0, help="Start anew so often when a process fails.")
-    ] = 0,
+    restarts: Annotated[int, typer.Option(min=0, help="Most restarts after a process failed.")] = 0,
     example: Annotated[
         bool, typer.Option("--example", help="Write a commented configuration (train.toml).")
     ] = False,
 ) -> None:
-    """Train a transformer; started again, it goes on from its last checkpoint.
+    """Train a transformer; a second start resumes from the last checkpoint.
 
     A configuration has the keys that docs/training.md explains.
     """

@@ -26,7 +26,7 @@ from fusedops.models import Transformer
 from fusedops.models.parallelization.engine import TrainEngine
 from fusedops.models.parallelization.vocab_parallel_head import VocabParallelHead
 from fusedops.nn import MoE
-from fusedops.parallel.tensor.vocabulary import SplitWords
+from fusedops.parallel.tensor.vocabulary import VocabParallelProjection
 
 _OP = "Decoder"
 
@@ -247,7 +247,7 @@ def device_of(model: nn.Module) -> torch.device:
     return next(model.parameters()).device
 
 
-def vocab_projection(model: Any) -> SplitWords | None:
+def vocab_projection(model: Any) -> VocabParallelProjection | None:
     """Return how ``tp`` shards the logits; ``None``: it does not, or another stage has the head."""
     return model.head.projection if isinstance(model.head, VocabParallelHead) else None
 

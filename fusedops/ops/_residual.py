@@ -48,7 +48,7 @@ def is_plain(
         and isinstance(input, torch.Tensor)
         and isinstance(residual, torch.Tensor)
         and input.dtype == residual.dtype
-        and not input.is_cuda
+        and not (input.is_cuda and torch.is_autocast_enabled("cuda"))
     )
 
 

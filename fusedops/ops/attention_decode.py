@@ -15,7 +15,7 @@ from fusedops._core import checks, dtypes
 from fusedops._core.library import define_op
 from fusedops._core.sharding import REPLICATE, Placement
 from fusedops.ops import _attention_math as math
-from fusedops.ops._attention_math import Pattern
+from fusedops.ops._attention_math import AttentionPattern
 
 
 def attention_decode(
@@ -83,7 +83,7 @@ def attention_decode(
     if one:
         query = query.unsqueeze(2)
     _check(query, key_cache, value_cache, cache_seqlens)
-    batch, heads = query.shape[:2]
+    batch, heads = query.size(0), query.size(1)
     left, right, cap, factor = math.check_options(
         op, query, heads, batch, window, softcap, alibi_slopes, sinks, scale
     )
@@ -144,20 +144,24 @@ def _fits(query: Any, key_cache: Any, value_cache: Any, cache_seqlens: Any) -> b
     if not isinstance(query, torch.Tensor) or torch.is_grad_enabled():
         return False
     dtype, device = query.dtype, query.device
-    tensors = ((query, dtype), (key_cache, dtype), (value_cache, dtype))
-    for tensor, wanted in (*tensors, (cache_seqlens, torch.int64)):
-        if not checks.alike(tensor, wanted, device):
-            return False
-    keys = key_cache.shape
-    if not query.is_floating_point() or query.dim() != 4 or len(keys) != 4 or keys[1] == 0:
+    alike = checks.alike
+    if not (alike(query, dtype, device) and alike(key_cache, dtype, device)):
         return False
+    if not (alike(value_cache, dtype, device) and alike(cache_seqlens, torch.int64, device)):
+        return False
+    queries, keys, values = query.shape, key_cache.shape, value_cache.shape
+    if not dtype.is_floating_point or len(queries) != 4 or len(keys) != 4 or len(values) != 4:
+        return False
+    batch, heads, capacity, size = keys
     return bool(
-        query.shape[0] == keys[0]
-        and query.shape[3] == keys[3]
-        and query.shape[1] % keys[1] == 0
-        and value_cache.dim() == 4
-        and value_cache.shape[:3] == keys[:3]
-        and cache_seqlens.shape == keys[:1]
+        heads != 0
+        and queries[0] == batch
+        and queries[1] % heads == 0
+        and queries[3] == size
+        and values[0] == batch
+        and values[1] == heads
+        and values[2] == capacity
+        and cache_seqlens.shape == (batch,)
     )
 
 
@@ -189,7 +193,7 @@ def _reference(
         slopes = alibi_slopes
         if slopes is not None and slopes.dim() == 2:
             slopes = slopes[n]
-        pattern = Pattern(scale, window_left, 0, softcap, length - query.shape[2])
+        pattern = AttentionPattern(scale, window_left, 0, softcap, length - query.shape[2])
         here = slice(n, n + 1)
         k, v = key_cache[here, :, :length], value_cache[here, :, :length]
         wide, lse[here], _ = math.forward(query[here], k, v, None, slopes, sinks, None, pattern)

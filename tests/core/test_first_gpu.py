@@ -14,8 +14,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import stand_in_cuda
 import torch
-from first_gpu import calls, figure_list, order, protocol, results, stand_in, tune, worker
+from first_gpu import calls, figure_list, order, protocol, results, tune, worker
 from first_gpu.supervise import Row, Supervisor, Task
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -257,9 +258,9 @@ def test_nothing_is_measured_without_the_compiled_libraries(
 
 
 def test_tables_of_single_ops_become_one() -> None:
-    def table(op: str, architecture: str = "sm_90") -> tuning.Table:
+    def table(op: str, architecture: str = "sm_90") -> tuning.TuningTable:
         entry = SimpleNamespace(op=op)
-        return tuning.Table(architecture, {"torch": "2"}, (entry,))  # type: ignore[arg-type]
+        return tuning.TuningTable(architecture, {"torch": "2"}, (entry,))  # type: ignore[arg-type]
 
     merged = tune.merge([table("gelu"), table("swiglu")])
     assert [entry.op for entry in merged.entries] == ["gelu", "swiglu"]
@@ -384,7 +385,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 def test_launches_find_in_the_cache_what_was_compiled_before(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:
-    environment["FIRST_GPU_STAND_IN"] = str(stand_in.build(tmp_path))
+    environment["FIRST_GPU_STAND_IN"] = str(stand_in_cuda.build(tmp_path))
     items = ["rms_norm bfloat16 plain 0", "swiglu bfloat16 plain 1", "attention float16 plain 1"]
     items += [
         "linear_act bfloat16 plain 0",

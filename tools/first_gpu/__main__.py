@@ -66,8 +66,10 @@ def main() -> int:
     paths = [*_PATHS, os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     if asked.rehearse is not None:
+        import stand_in_cuda  # Triton, which only a rehearsal needs here
+
         os.environ["FIRST_GPU_PLANTED"] = json.dumps(stand_in.read_planted(asked.rehearse))
-        os.environ["FIRST_GPU_STAND_IN"] = str(stand_in.build(work))
+        os.environ["FIRST_GPU_STAND_IN"] = str(stand_in_cuda.build(work))
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     settings = Settings(
         seconds=asked.seconds,

@@ -1,9 +1,10 @@
 """A GPU that leaves launches out, for the rehearsal: all else is the code that a GPU runs.
 
-``FIRST_GPU_STAND_IN`` names a library that stands for ``libcuda.so.1`` (``stand_in.c``); Triton's
-own driver and launcher load it. Tensors lie on the CPU. A Triton kernel's launcher gets fakes of
-them on a GPU, compiles, and launches through Triton to that library; the values then are the
-reference's. ``FIRST_GPU_PLANTED`` has errors to make: ``[[part of an item's name, kind], ...]``.
+``FIRST_GPU_STAND_IN`` names a library that stands for ``libcuda.so.1`` (``stand_in_cuda.cpp``);
+Triton's own driver and launcher load it. Tensors lie on the CPU. A Triton kernel's launcher gets
+fakes of them on a GPU, compiles, and launches through Triton to that library; the values then are
+the reference's. ``FIRST_GPU_PLANTED`` has errors to make: ``[[part of an item's name, kind],
+...]``.
 """
 
 from __future__ import annotations
@@ -12,31 +13,17 @@ import ctypes
 import dataclasses
 import json
 import os
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-SOURCE = Path(__file__).with_suffix(".c")
-LIBRARY = "libcuda.so.1"
 # Kinds that the library makes of the next launch, as CUDA numbers them; -1 never ends.
 CUDA_ERRORS = {"illegal access": 700, "assert": 710, "hang": -1}
 KINDS = (*CUDA_ERRORS, "compile", "python", "memory", "signal")
 CAPABILITY = 90
 TESTS = ("tests/ops/test_all_ops.py", "tests/ops/test_hot_configurations.py")
-
-
-def build(folder: Path) -> Path:
-    """Compile the library into a folder; return its path."""
-    import triton
-
-    headers = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
-    path = folder / LIBRARY
-    command = ["gcc", "-shared", "-fPIC", "-O1", f"-I{headers}", f"-Wl,-soname,{LIBRARY}"]
-    subprocess.run([*command, "-o", str(path), str(SOURCE)], check=True)
-    return path
 
 
 def read_planted(path: Path) -> list[list[str]]:
@@ -91,6 +78,7 @@ def fail_on_the_host() -> None:
 def _install(path: Path, driver: bool) -> None:
     os.environ["TRITON_LIBCUDA_PATH"] = str(path.parent)
     library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    library.stand_in_note(ctypes.c_bool(False))
     _present_torch(library)
     _plant_compile_errors()
     if driver:

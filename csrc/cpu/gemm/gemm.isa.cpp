@@ -1,4 +1,4 @@
-// The matrix product (interface: gemm.h).
+// The matrix product (interface: gemm.h; which of the paths below a product takes: gemm_path.h).
 //
 // Blocking. B is packed in chunks of columns that stay in the shared cache; a thread packs a block
 // of rows of A into its own L2 and multiplies it by every panel of the chunk, k block by k block,
@@ -27,11 +27,12 @@
 namespace fusedops::CPU_CAPABILITY {
 void gemm(const GemmCall& call) {
   with_policy(call.dtype, [&](auto policy) {
-    Gemm<decltype(policy)> product(call);
-    if (product.shares_rows()) {
-      Batch<decltype(policy)>(&call, 1).run();
+    using Policy = decltype(policy);
+    const Path path = choose_path<Policy>(call, false);
+    if (path == Path::shared_rows) {
+      Batch<Policy>(&call, 1).run();
     } else {
-      product.run();
+      Gemm<Policy>(call).run(path);
     }
   });
 }

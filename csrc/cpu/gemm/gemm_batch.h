@@ -23,14 +23,14 @@ class Batch {
     const int64_t room = kSharedBytes / sizeof(Packed);
     for (int64_t i = 0; i < count; ++i) {
       Product product(calls[i]);
-      if (product.m_ == 0 || product.n_ == 0) continue;
-      if (product.all_blocks_ > Product::kOuterBlocks) {
-        product.run_packed();
+      const Path path = choose_path<Policy>(calls[i], true);
+      const bool in_one_pass = Blocks<Policy>(calls[i]).in_one_pass();
+      if (path != Path::shared_rows && !(path == Path::lines && in_one_pass)) {
+        product.run(path);
         continue;
       }
       product.blocks_ = product.all_blocks_;
-      if (product.run_lines_as_tiles()) continue;
-      if (product.reads_in_place()) {
+      if (path == Path::lines) {
         few_rows_.push_back(product);
         continue;
       }

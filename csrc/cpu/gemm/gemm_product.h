@@ -15,15 +15,13 @@
 #include "gemm_direct.h"
 #include "gemm_kernel.h"
 #include "gemm_pack.h"
+#include "gemm_path.h"
 
 namespace fusedops::CPU_CAPABILITY {
 namespace {
 
-constexpr int64_t kOuterDepth = 16 * kBlockSteps;      // steps along k that are packed at a time
-constexpr int64_t kSharedBytes = int64_t{12} << 20;    // packed B
 constexpr int64_t kPrivateBytes = int64_t{512} << 10;  // packed A of one thread
 constexpr int64_t kMaxTiles = 8;                       // tiles of C that share a panel of B
-constexpr int64_t kFewTerms = 4;                       // up to here along k nothing is packed
 constexpr int64_t kWorkOfTask = int64_t{1} << 21;      // multiply-adds that are worth a thread
 constexpr int64_t kBlockBytes = int64_t{256} << 10;    // packed A that meets B at a time in a batch
 
@@ -47,9 +45,7 @@ class Gemm {
   static constexpr int kColumns = kTileColumns<Sum>;
   static constexpr int64_t kPanelA = kPanelSize<Policy, kRows>;
   static constexpr int64_t kPanelB = kPanelSize<Policy, kColumns>;
-  static constexpr int64_t kBlock = Policy::kSteps * Policy::kPair;
-  static constexpr int64_t kOuterBlocks = kOuterDepth / Policy::kSteps;
-  static constexpr int64_t kFewRows = 4 * kRows;  // up to here B is not packed ahead
+  static constexpr int64_t kBlock = Blocks<Policy>::kBlock;
 
  public:
   explicit Gemm(const GemmCall& call)
@@ -57,57 +53,41 @@ class Gemm {
         n_(call.n),
         k_(call.k),
         sides_(call.beside == nullptr ? 1 : 2),
-        blocks_of_product_(ceil_div(call.k, kBlock)),
-        all_blocks_(blocks_of_product_ * (1 + call.num_further)),
+        blocks_of_product_(Blocks<Policy>(call).of_product),
+        all_blocks_(Blocks<Policy>(call).all),
         call_(call) {}
 
-  // Whether a single product goes the way of a batch: A is smaller than B and fits the shared
-  // cache. Then B, the larger one, is never written to memory and read again.
-  bool shares_rows() const {
-    const int64_t bytes = ceil_div(m_, kRows) * all_blocks_ * kPanelA * sizeof(Packed);
-    return m_ > kFewRows && m_ < sides_ * n_ && all_blocks_ > 0 && all_blocks_ <= kOuterBlocks &&
-           k_ > kFewTerms && bytes <= kSharedBytes;
-  }
-
-  void run() {
-    if (m_ == 0 || n_ == 0) return;
+  // Takes a path of choose_path; shared_rows is one of Batch.
+  void run(Path path) {
     if constexpr (Policy::kPair == 1) {
-      const bool short_sums = m_ == 1 || k_ <= kFewTerms;
-      const bool plain = has_no_lists() && sides_ == 1 && all_blocks_ > 0;
-      if (short_sums && plain && call_.b.column_stride == 1 && call_.num_further == 0) {
-        return run_direct();
-      }
+      if (path == Path::direct) return run_direct();
     }
 #if defined(CPU_CAPABILITY_AVX512)
     if constexpr (std::is_same_v<Policy, Bf16Dot>) {
-      if (m_ == 1 && has_no_lists() && call_.b.column_stride == 1 && sides_ == 1 &&
-          all_blocks_ > 0 && all_blocks_ == blocks_of_product_) {
-        return run_direct_pairs();
-      }
+      if (path == Path::direct_pairs) return run_direct_pairs();
+    }
+    if constexpr (kTiled<Policy>) {
+      if (path == Path::lines_as_tiles) return run_lines_as_tiles();
     }
 #endif
-    run_packed();
+    if (path != Path::nothing) run_packed(path);
   }
 
  private:
-  void run_packed() {
-    if (all_blocks_ > kOuterBlocks) {
+  void run_packed(Path path) {
+    constexpr int64_t most = Blocks<Policy>::kMostAtOnce;
+    if (all_blocks_ > most) {
       carried_ =
           static_cast<Sum*>(workspace(Workspace::partial_sums, sides_ * m_ * n_ * sizeof(Sum)));
     }
-    for (first_block_ = 0; first_block_ == 0 || first_block_ < all_blocks_;
-         first_block_ += kOuterBlocks) {
-      blocks_ = std::min(kOuterBlocks, all_blocks_ - first_block_);
-      if (m_ <= kFewRows) {
-        run_few_rows();
-      } else {
+    for (first_block_ = 0; first_block_ == 0 || first_block_ < all_blocks_; first_block_ += most) {
+      blocks_ = std::min(most, all_blocks_ - first_block_);
+      if (path == Path::chunks) {
         run_chunks();
+      } else {
+        run_few_rows(path == Path::lines);
       }
     }
-  }
-
-  bool has_no_lists() const {
-    return call_.b.columns == nullptr && call_.b.rows == nullptr && call_.a.columns == nullptr;
   }
 
   // Block `block` of those packed now: of which product, from where along k, how much.
@@ -265,16 +245,6 @@ class Gemm {
     }
   }
 
-  // Whether all of B lies along the sum.
-  bool lies_along_sum() const {
-    const auto along = [](const Matrix& b) {
-      return b.row_stride == 1 && b.rows == nullptr && b.columns == nullptr;
-    };
-    bool all = along(call_.b) && (sides_ == 1 || along(*call_.beside));
-    for (int64_t i = 0; i < call_.num_further; ++i) all &= along(call_.further[i].b);
-    return all;
-  }
-
   // Packs `rows` rows of A into this thread's buffer: [blocks][panels][steps][kRows].
   Packed* pack_rows(int64_t row, int64_t rows) const {
     const int64_t panels = ceil_div(rows, kRows);
@@ -299,10 +269,9 @@ class Gemm {
         workspace(Workspace::tiles, sides_ * panels * kRows * kColumns * sizeof(Sum)));
   }
 
-  void run_few_rows() const {
-    if (run_lines_as_tiles()) return;
+  // `in_place`: B is read where it lies (gemm_direct.h), by all rows at once.
+  void run_few_rows(bool in_place) const {
     Packed* a = pack_rows(0, m_);
-    const bool in_place = reads_in_place();
     if (in_place) compact_rows<kPanelA>(a, blocks_, padded_rows(m_));
     const int64_t panels = ceil_div(n_, kColumns);
     const int64_t together = panels_per_task(in_place);
@@ -330,25 +299,6 @@ class Gemm {
     });
   }
 
-  // With tiles, where lines of B are tiles as they lie in memory: does the product; else false.
-  bool run_lines_as_tiles() const {
-#if defined(CPU_CAPABILITY_AVX512)
-    if constexpr (kTiled<Policy>) {
-      if (m_ <= kFewRows && n_ >= kColumns && is_first() && is_last() && blocks_ > 0 &&
-          lies_along_sum()) {
-        run_few_rows_in_place();
-        return true;
-      }
-    }
-#endif
-    return false;
-  }
-
-  // Whether B is read where it lies (gemm_direct.h), by all rows at once.
-  bool reads_in_place() const {
-    return !kTiled<Policy> && m_ <= kMaxLinesRows && blocks_ > 0 && lies_along_sum();
-  }
-
   // Panels [first, last) of the columns, of packed rows that are compact.
   void compute_in_place(const Packed* a, int64_t first, int64_t last) const {
     Sum* tiles = tile_buffer(1);
@@ -371,7 +321,8 @@ class Gemm {
   // Few rows, and B along the sum: the lines of B are tiles as they lie in memory. So B is the
   // left operand, the packed rows of A the right one, and tiles of C come out transposed: 128
   // shuffles for 32 x 32 elements, where packing B takes 96 for every 32 x 32 of it.
-  void run_few_rows_in_place() const {
+  void run_lines_as_tiles() {
+    blocks_ = all_blocks_;
     constexpr int64_t kWide = kColumns;  // rows of A in a panel
     const int64_t row_panels = ceil_div(m_, kWide), panels = ceil_div(n_, kColumns);
     const int64_t block_size = row_panels * kPanelB;

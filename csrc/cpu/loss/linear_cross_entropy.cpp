@@ -10,7 +10,7 @@
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
-#include "../product/linear.h"
+#include "../product/linear_binding.h"
 #include "cross_entropy_binding.h"
 
 namespace fusedops {

@@ -15,7 +15,7 @@
 
 #include <torch/library.h>
 
-#include "../product/grouped.h"
+#include "../product/grouped_binding.h"
 #include "moe_rows.h"
 
 namespace fusedops {

@@ -11,7 +11,7 @@
 
 #include <torch/library.h>
 
-#include "grouped.h"
+#include "grouped_binding.h"
 
 namespace fusedops {
 namespace {

@@ -4,7 +4,7 @@
 
 #include <torch/library.h>
 
-#include "linear.h"
+#include "linear_binding.h"
 
 namespace fusedops {
 namespace {

@@ -20,25 +20,25 @@ if TYPE_CHECKING:
 
 def generate(
     presets: Annotated[
-        str, typer.Option(help="Comma-separated: whose architectures the models have.")
+        str, typer.Option(help="Comma-separated presets with the architectures.")
     ] = "gpt2,llama3-8b",
-    dtype: Annotated[str, typer.Option(help="Comma-separated.")] = "float32,bfloat16",
+    dtype: Annotated[str, typer.Option(help="Comma-separated dtypes.")] = "float32,bfloat16",
     hidden: Annotated[int, typer.Option(min=64, help="Width; heads have 64.")] = 512,
     layers: Annotated[int, typer.Option(min=1, help="Number of layers.")] = 4,
-    vocabulary: Annotated[int, typer.Option(min=2, help="Number of words.")] = 4096,
-    sequences: Annotated[int, typer.Option(min=1, help="Side by side.")] = 1,
-    prompt: Annotated[int, typer.Option(min=1, help="Tokens to go on from.")] = 16,
-    tokens: Annotated[int, typer.Option(min=1, help="New tokens of each.")] = 64,
-    threads: Annotated[int, typer.Option(min=1, help="Of torch.")] = 2,
+    vocabulary: Annotated[int, typer.Option(min=2, help="Size of the vocabulary.")] = 4096,
+    sequences: Annotated[int, typer.Option(min=1, help="Sequences in a batch.")] = 1,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 16,
+    tokens: Annotated[int, typer.Option(min=1, help="New tokens per sequence.")] = 64,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of torch.")] = 2,
     seconds: Annotated[
         float, typer.Option(callback=options.finite, min=0.01, max=3600, help="Time per row.")
     ] = 10.0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows.")] = None,
 ) -> None:
-    """Generate with our model, with that of transformers patched, and with that as it is.
+    """Generate with our model, with the patched and with the stock model of transformers.
 
-    Tokens per second, prompt included, and ours as a multiple of theirs, turn by turn:
-    docs/generation.md. Only a machine that does nothing else gives figures worth quoting.
+    Tokens per second, prompt included, and ours as a multiple of theirs, interleaved:
+    docs/generation.md. Use an idle machine.
     """
     with files.one_line_errors():
         files.check_environment()

@@ -94,7 +94,7 @@ def models(
             metavar="[RATIO]",
             min=0.0,
             help="Exit with 1 when a row of ours is below this ratio of the fastest other; "
-            f"{RATIO} where none is given.",
+            f"{RATIO} by default.",
         ),
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the record.")] = None,
@@ -105,10 +105,10 @@ def models(
         typer.Option(help="Write FOLDER/<device>/models-<family>-<dtype>.json."),
     ] = None,
 ) -> None:
-    """Measure whole models: stock, torch.compile of it, and patched, in turns, in one process.
+    """Measure whole models, interleaved in one process: stock, torch.compile of it, and patched.
 
-    Values are compared first, with float64: a row of ours that is wrong has no time, is named, and
-    makes the command exit with 1. Weights are random, nothing is downloaded: docs/bench_models.md.
+    Values are compared first, with float64: a wrong row of ours is named without a time, and the
+    command exits with 1. Weights are random, nothing is downloaded: docs/bench_models.md.
     """
     with files.one_line_errors():
         files.check_environment()
@@ -207,7 +207,7 @@ def _measure(
     import torch
 
     from fusedops._core import host
-    from fusedops._core.timer import Plan, clock_for
+    from fusedops._core.timer import TimingPlan, clock_for
     from fusedops.bench import machine
     from fusedops.bench.limits import measure_limits
     from fusedops.bench.models import Settings, affordable, label, patch, run_case
@@ -219,7 +219,7 @@ def _measure(
         host.tune_host(threads=torch.get_num_threads())
     dtypes = [getattr(torch, name) for name in names]
     here, clock = machine.describe(device), clock_for(device)
-    timing = Plan(3, 7, seconds / 4) if quick else Plan(seconds=seconds)
+    timing = TimingPlan(3, 7, seconds / 4) if quick else TimingPlan(seconds=seconds)
     rows: list[Row] = []
     notes: list[str] = []
     wrong: list[str] = []

@@ -114,8 +114,8 @@ def run(
     """Measure ops against eager torch, torch.compile and installed peers.
 
     Forward, backward and both; time, rate, share of this machine's measured limit, host overhead,
-    peak memory and error against float64. Variants take turns, medians count, disturbed samples
-    do not: bench/README.md has the protocol.
+    peak memory and error against float64. Variants are interleaved; results are medians without
+    disturbed samples: bench/README.md has the protocol.
     """
     with files.one_line_errors():
         files.check_environment()
@@ -164,13 +164,16 @@ def compare(
     before: Annotated[Path, typer.Argument(help="The record to compare with.")],
     after: Annotated[Path, typer.Argument(help="The record that is judged.")],
     fail_if_slower: Annotated[
-        str, typer.Option(help="Share by which a row may be slower, such as 5%.")
+        str, typer.Option(help="Allowed slowdown of a row, such as 5%.")
     ] = "5%",
     allow_different: Annotated[
-        bool, typer.Option("--allow-different", help="Although machine, settings or dtype differ.")
+        bool,
+        typer.Option(
+            "--allow-different", help="Compare even if machine, settings or dtype differ."
+        ),
     ] = False,
 ) -> None:
-    """Exit with 1 when a row of fusedops became slower beyond its spread; list those rows."""
+    """List the rows of fusedops that became slower beyond their spread; exit with 1 if any did."""
     from fusedops.bench.compare import compare as judge
     from fusedops.bench.compare import parse_share
     from fusedops.bench.results import load_json
@@ -185,7 +188,7 @@ def compare(
     raise typer.Exit(1 if verdict.slower else 0)
 
 
-@app.command(epilog="docs/tuning.md tells what a table does.")
+@app.command(epilog="docs/tuning.md explains tables.")
 def tune(
     ops: Annotated[str, typer.Option(help="Comma-separated ops to measure; default: all.")] = "",
     dtype: Annotated[
@@ -211,7 +214,7 @@ def tune(
 ) -> None:
     """Measure which backend wins per op, dtype and size on this device, and write it to a table.
 
-    FUSEDOPS_TUNING=FILE puts the table in force: those choices then cost a dictionary lookup.
+    FUSEDOPS_TUNING=FILE uses the table: a choice then costs a dictionary lookup.
     """
     with files.one_line_errors():
         files.check_environment()
@@ -318,7 +321,7 @@ def _measure(
     import torch
 
     from fusedops._core import host
-    from fusedops._core.timer import Plan, clock_for
+    from fusedops._core.timer import TimingPlan, clock_for
     from fusedops.bench import machine
     from fusedops.bench.cases import Settings, host_overhead, run_case
     from fusedops.bench.limits import measure_limits
@@ -331,7 +334,9 @@ def _measure(
     dtypes = [getattr(torch, name) for name in names]
     here = machine.describe(device)
     clock = clock_for(device)
-    timing = Plan(least=5, most=15, seconds=seconds / 4) if quick else Plan(seconds=seconds)
+    timing = (
+        TimingPlan(least=5, most=15, seconds=seconds / 4) if quick else TimingPlan(seconds=seconds)
+    )
     common = Settings(
         device=device,
         plan=timing,

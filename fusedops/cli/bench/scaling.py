@@ -21,22 +21,26 @@ if TYPE_CHECKING:
 def scaling(
     settings: Annotated[
         str,
-        typer.Option(help="Comma-separated names of the table's rows, without blanks; all."),
+        typer.Option(
+            help="Comma-separated names of the table's rows, without blanks; default: all."
+        ),
     ] = "",
-    preset: Annotated[str, typer.Option(help="Whose architecture the model has.")] = "gpt2",
+    preset: Annotated[
+        str, typer.Option(help="Preset with the architecture of the model.")
+    ] = "gpt2",
     hidden: Annotated[int, typer.Option(min=64, help="Width; heads have 64.")] = 512,
     layers: Annotated[int, typer.Option(min=1, help="Number of layers.")] = 6,
-    vocabulary: Annotated[int, typer.Option(min=2, help="Number of words.")] = 4096,
+    vocabulary: Annotated[int, typer.Option(min=2, help="Size of the vocabulary.")] = 4096,
     tokens: Annotated[str, typer.Option(help="Sequences x tokens of a step.")] = "8x256",
     seconds: Annotated[
         float, typer.Option(callback=options.finite, min=0.01, max=3600, help="Time per setting.")
     ] = 30.0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows.")] = None,
 ) -> None:
-    """Train one model on one process of two threads and on two processes of one.
+    """Train one model on one process of two threads and on two processes of one thread.
 
-    Tokens per second, and as a share of the first row's, turn by turn: docs/parallel.md. Only a
-    machine that does nothing else gives figures worth quoting.
+    Tokens per second, and as a fraction of the first row's, interleaved: docs/parallel.md. Use an
+    idle machine.
     """
     with files.one_line_errors():
         files.check_environment()

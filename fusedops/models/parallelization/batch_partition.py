@@ -14,7 +14,7 @@ from fusedops.models.parallelization.config import ParallelConfig
 from fusedops.parallel.context import ContextCore, context_core
 from fusedops.parallel.dropout import Place
 from fusedops.parallel.mesh import Mesh
-from fusedops.parallel.tensor.replicated import join_tokens, part_of, take_tokens
+from fusedops.parallel.tensor.replicated import gather_tokens, local_chunk, scatter_tokens
 
 
 class ProcessPartition(BatchPartition):
@@ -70,17 +70,17 @@ class ProcessPartition(BatchPartition):
         """
         if self._tp_group is None or self._is_sequence_parallel:
             return x_BSH
-        return take_tokens(x_BSH, group=self._tp_group)
+        return scatter_tokens(x_BSH, group=self._tp_group)
 
     def shard_ids(self, ids_BS: torch.Tensor) -> torch.Tensor:
         """Return the ids of this rank's tokens."""
-        return ids_BS if self._tp_group is None else part_of(ids_BS, group=self._tp_group)
+        return ids_BS if self._tp_group is None else local_chunk(ids_BS, group=self._tp_group)
 
     def gather_tokens(self, x_BSH: torch.Tensor) -> torch.Tensor:
         """Return the tokens of all ranks of ``tp``, of the shards that ``shard_tokens`` made."""
         if self._tp_group is None or self._is_sequence_parallel:
             return x_BSH
-        return join_tokens(x_BSH, group=self._tp_group)
+        return gather_tokens(x_BSH, group=self._tp_group)
 
     def dropout_seeds(
         self,

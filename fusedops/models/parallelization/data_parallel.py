@@ -13,20 +13,15 @@ from fusedops.models.parallelization.config import ParallelConfig
 from fusedops.models.parallelization.pipeline import WORDS
 from fusedops.models.transformer import Transformer
 from fusedops.nn import MoE
-from fusedops.parallel.data.data_parallel import (
-    DataParallel,
-    Replicas,
-    by_bytes,
-    divides,
-    local_bytes,
-    shard,
-)
+from fusedops.parallel.data.ddp import BucketedAllReduce, by_bytes, local_bytes
+from fusedops.parallel.data.fsdp import divides, shard
+from fusedops.parallel.data.grad_sync import GradientSync
 from fusedops.parallel.mesh import Mesh
 
 
 def shard_parameters(
     parts: Sequence[nn.Module], unsharded: set[str], config: ParallelConfig, mesh: Mesh | None
-) -> list[DataParallel]:
+) -> list[GradientSync]:
     """Shard what ``zero`` shards over the ranks that see other tokens; of each stage.
 
     Args:
@@ -43,7 +38,7 @@ def shard_parameters(
 
 
 def reduce_gradients(
-    data: Sequence[DataParallel],
+    data: Sequence[GradientSync],
     parts: Sequence[nn.Module],
     unsharded: set[str],
     config: ParallelConfig,
@@ -52,7 +47,7 @@ def reduce_gradients(
     """Reduce the gradients of unsharded parameters, in buckets; arguments as above."""
     done: set[str] = set()
     for part, part_data in zip(parts, data, strict=True):
-        part_data.replicas = _replicas(part, unsharded - done, config, mesh)
+        part_data.reducers = _reducers(part, unsharded - done, config, mesh)
         done |= {name for name, _ in part.named_parameters()}
 
 
@@ -91,10 +86,10 @@ def unsharded_names(model: nn.Module, config: ParallelConfig, mesh: Mesh | None)
 
 def _shard_part(
     model: nn.Module, unsharded: set[str], config: ParallelConfig, mesh: Mesh | None
-) -> DataParallel:
+) -> GradientSync:
     """Shard what ``zero`` shards of one stage."""
     if mesh is None or config.zero == 0 or config.sizes.data == 1:
-        return DataParallel()
+        return GradientSync()
     left = {parameter for name, parameter in model.named_parameters() if name in unsharded}
     again = config.parallel_optimizer_comm_recompute
     share = partial(shard, stage=config.zero, whole=left, gather_again=again)
@@ -104,25 +99,27 @@ def _shard_part(
     share([*_blocks(model, config), model], mesh.shards(config.shard_ranks))
     # Stage 1 would add up micro-batches first, before ranks that hold other experts can.
     stage = 2 if config.ep_deterministic and config.zero == 1 else config.zero
-    return DataParallel(sharded=[*experts, model], stage=stage)
+    return GradientSync(sharded=[*experts, model], stage=stage)
 
 
-def _replicas(
+def _reducers(
     model: nn.Module, unsharded: set[str], config: ParallelConfig, mesh: Mesh | None
-) -> list[Replicas]:
+) -> list[BucketedAllReduce]:
     """Return the buckets of unsharded parameters, over the ranks that see other tokens."""
     if mesh is None:
         return []
     experts = {e for module in _expert_modules(model, config) for e in module.parameters()}
     members = {p for name, p in model.named_parameters() if name in unsharded}
-    replicas = []
+    reducers = []
     for some, name in ((members - experts, "data"), (members & experts, "expert_data")):
         if some and mesh[name].size() > 1:
             buckets = _buckets(model, some, config)
             ordered = config.ep_deterministic and name == "expert_data"
             group = mesh.group(name)
-            replicas.append(Replicas(buckets, group, overlap=config.overlap, ordered=ordered))
-    return replicas
+            reducers.append(
+                BucketedAllReduce(buckets, group, overlap=config.overlap, ordered=ordered)
+            )
+    return reducers
 
 
 def _buckets(

@@ -29,7 +29,7 @@ from fusedops.optim.norms import clip_coefficient, scale_gradients
 
 if TYPE_CHECKING:
     from fusedops.models.parallelization.pipeline import PipelineEngine
-    from fusedops.parallel.data.data_parallel import DataParallel
+    from fusedops.parallel.data.grad_sync import GradientSync
     from fusedops.parallel.mesh import Mesh
 
 
@@ -62,7 +62,7 @@ class TrainEngine:
     model: Any
     config: ParallelConfig = field(default_factory=ParallelConfig)
     mesh: Mesh | None = None
-    data: DataParallel | None = None
+    data: GradientSync | None = None
     pipeline: PipelineEngine | None = None
 
     @property

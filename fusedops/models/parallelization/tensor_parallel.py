@@ -28,9 +28,9 @@ from fusedops.parallel.tensor.layers import (
     ParallelGatedMLP,
     ParallelMLP,
     RowLinear,
-    enter,
+    to_tensor_parallel,
 )
-from fusedops.parallel.tensor.replicated import part_of, sum_gradients
+from fusedops.parallel.tensor.replicated import allreduce_gradients, local_chunk
 from fusedops.parallel.tensor.sequence import SequenceNorm
 from fusedops.parallel.tensor.vocabulary import VocabularyEmbedding
 
@@ -118,8 +118,12 @@ class Heads:
         def enter_region(module: nn.Module, args: Any) -> Any:
             x_BSH, context, query_input_BSH = args
             if query_input_BSH is not None:
-                query_input_BSH = enter(query_input_BSH, group, sequence=self.sequence)
-            return enter(x_BSH, group, sequence=self.sequence), context, query_input_BSH
+                query_input_BSH = to_tensor_parallel(query_input_BSH, group, sequence=self.sequence)
+            return (
+                to_tensor_parallel(x_BSH, group, sequence=self.sequence),
+                context,
+                query_input_BSH,
+            )
 
         module.register_forward_pre_hook(enter_region)
         return module
@@ -166,7 +170,7 @@ class SummedGradients:
 
     def apply(self, module: Any, mesh: DeviceMesh) -> nn.Module:
         """Return the module itself."""
-        sum_gradients(module, mesh)
+        allreduce_gradients(module, mesh)
         return module
 
 
@@ -176,14 +180,14 @@ class PositionTable:
 
     def apply(self, module: Any, mesh: DeviceMesh) -> nn.Module:
         """Return the table itself, with a hook that shards its indices."""
-        sum_gradients(module, mesh)
+        allreduce_gradients(module, mesh)
         module.register_forward_pre_hook(partial(_shard_indices, mesh.get_group()))
         return module
 
 
 def _shard_indices(group: dist.ProcessGroup, module: nn.Module, args: Any) -> Any:
     """Return the indices of this rank's tokens: ``[..., S]`` to ``[..., s]``."""
-    return (part_of(args[0], group, -1),)
+    return (local_chunk(args[0], group, -1),)
 
 
 @dataclass(frozen=True)

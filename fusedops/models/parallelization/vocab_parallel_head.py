@@ -9,8 +9,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fusedops.models.embedding_and_head import Head
-from fusedops.parallel.tensor.layers import distribute, enter, local
-from fusedops.parallel.tensor.vocabulary import SplitWords, split_cross_entropy
+from fusedops.parallel.tensor.layers import distribute, local, to_tensor_parallel
+from fusedops.parallel.tensor.vocabulary import (
+    VocabParallelProjection,
+    vocab_parallel_cross_entropy,
+)
 
 
 class VocabParallelHead(Head):
@@ -20,7 +23,7 @@ class VocabParallelHead(Head):
         projection: computes the logits of this rank's shard of the vocabulary, and gathers them.
     """
 
-    projection: SplitWords
+    projection: VocabParallelProjection
     _group: Any
     _sequence: bool
 
@@ -46,7 +49,7 @@ class VocabParallelHead(Head):
                     "parallelize", f"head.{name}", parameter, mesh, 0, uneven=True
                 )
             self.register_parameter(name, parameter)
-        self.projection = SplitWords(mesh.get_group(), vocab_size, sequence=sequence)
+        self.projection = VocabParallelProjection(mesh.get_group(), vocab_size, sequence=sequence)
         self._group, self._sequence = mesh.get_group(), sequence
         return self.train(head.training)
 
@@ -59,16 +62,16 @@ class VocabParallelHead(Head):
         gather_logits: bool,
     ) -> torch.Tensor:
         """Return logits of the whole vocabulary, or of this rank's shard."""
-        x_BSH = self.projection.enter(x_BSH)
+        x_BSH = self.projection.gather_hidden(x_BSH)
         if logits_to_keep is not None:
             x_BSH = x_BSH[:, logits_to_keep]
-        shard = self.projection.part(x_BSH, weight, self.bias)
-        return self.projection.joined(shard) if gather_logits else shard
+        shard = self.projection.local_logits(x_BSH, weight, self.bias)
+        return self.projection.gather_logits(shard) if gather_logits else shard
 
     def loss(self, x_BSH: torch.Tensor, weight: Any, labels_BS: torch.Tensor) -> torch.Tensor:
         """Return the sum of the targets' cross-entropies, the same on every rank."""
-        return split_cross_entropy(
-            enter(x_BSH, self._group, sequence=self._sequence),
+        return vocab_parallel_cross_entropy(
+            to_tensor_parallel(x_BSH, self._group, sequence=self._sequence),
             local(weight),
             labels_BS,
             self._group,

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "grouped_mm.h"
-#include "linear.h"
+#include "linear_binding.h"
 
 namespace fusedops {
 

@@ -1,0 +1,281 @@
+"""The code of README.md and of the pages under ``docs`` runs, and their links lead somewhere.
+
+The Python blocks of a page run in order, in one namespace, in an empty folder, on the CPU. A block
+that begins with ``# torchrun --nproc-per-node N`` runs, with those after it, on N gloo processes.
+Two comments, which a reader of the rendered page does not see, change that:
+
+    <!-- not run: needs a GPU -->       right before a block that cannot run here, and why
+    <!-- run first:                     code that a block needs and that the page leaves out
+    model = torch.nn.Linear(2, 2)
+    -->
+
+The pages in ``docs/ops`` are made of docstrings: ``test_docstrings.py`` runs their examples.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+from process_pool import CONTEXT
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+ALL_PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+PAGES = [page for page in ALL_PAGES if page.parent != DOCS / "ops"]
+PACKAGES = ("transformers", "triton", "typer")  # a block that imports one is skipped without it
+TIMEOUT = 300.0  # seconds; a page takes a few
+# A comment of one of the two kinds, or a block: its indentation and its code.
+_PARTS = re.compile(
+    r"<!-- not run:(?P<reason>[^\n]*?)-->\n(?=(?P<follows> *```python\n)?)"
+    r"|<!-- run first:\n(?P<setup>.*?)\n *-->"
+    r"|^ *```python\n(?P<code>.*?)^ *```",
+    re.MULTILINE | re.DOTALL,
+)
+_TORCHRUN = re.compile(r"# torchrun --nproc-per-node (\d+) ")
+
+
+@dataclass(frozen=True)
+class Block:
+    """Code of a page.
+
+    Attributes:
+        line: the number of its first line in the page.
+        code: what runs.
+        not_run: why it does not run, or ``None``.
+        processes: how many run it, and what follows.
+    """
+
+    line: int
+    code: str
+    not_run: str | None = None
+    processes: int = 1
+
+
+def blocks_of(text: str) -> list[Block]:
+    """Return the Python blocks of a page, and the code that comments put in front of them."""
+    blocks, reason, processes = [], None, 1
+    for part in _PARTS.finditer(text):
+        if part["reason"] is not None:
+            reason = part["reason"].strip()
+            where = f"line {text.count(chr(10), 0, part.start()) + 1}"
+            assert reason, f"{where}: 'not run' needs a reason"
+            assert part["follows"], f"{where}: 'not run' must stand right before a Python block"
+            continue
+        name = "setup" if part["setup"] is not None else "code"
+        line = text.count("\n", 0, part.start(name)) + 1
+        code = textwrap.dedent(part[name])
+        started = _TORCHRUN.match(code)
+        if started and reason is None:
+            processes = int(started[1])
+        blocks.append(Block(line, code, reason if name == "code" else None, processes))
+        reason = None if name == "code" else reason
+    return blocks
+
+
+def run_page(page: Path, blocks: Sequence[Block], folder: Path) -> None:
+    """Run the blocks of a page; raise with the traceback of the first one that fails."""
+    code = [block for block in blocks if block.not_run is None]
+    if not code:
+        return
+    ranks = max(block.processes for block in code)
+    connections, processes = [], []
+    for rank in range(ranks):
+        mine, theirs = CONTEXT.Pipe()
+        own = folder / str(rank)
+        own.mkdir()
+        arguments = (theirs, str(page), code, str(own), rank, ranks, str(folder / "store"))
+        processes.append(CONTEXT.Process(target=_run, args=arguments, daemon=True))
+        processes[-1].start()
+        theirs.close()
+        connections.append(mine)
+    deadline = time.monotonic() + TIMEOUT
+    try:
+        for rank, connection in enumerate(connections):
+            if not connection.poll(max(0.0, deadline - time.monotonic())):
+                raise AssertionError(f"{page.name}: rank {rank} gave no answer in {TIMEOUT} s")
+            try:
+                failure = connection.recv()
+            except EOFError:
+                failure = "the process has ended"
+            assert failure is None, f"rank {rank} of {ranks}: {failure}"
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _run(
+    connection: Connection,
+    page: str,
+    blocks: Sequence[Block],
+    folder: str,
+    rank: int,
+    ranks: int,
+    store: str,
+) -> None:
+    os.chdir(folder)
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    import torch
+
+    torch.set_num_threads(1)
+    torch.manual_seed(rank)
+    namespace: dict[str, Any] = {"__name__": "page"}
+    try:
+        with open(os.devnull, "w") as silence:
+            sys.stdout = silence
+            if ranks > 1:
+                _as_torchrun(rank, ranks, store)
+            for block in blocks:
+                # Lines before it are empty: a traceback has the numbers of the page.
+                code = compile("\n" * (block.line - 1) + block.code, page, "exec")
+                exec(code, namespace)
+        connection.send(None)
+    except BaseException:
+        connection.send(traceback.format_exc())
+
+
+def _as_torchrun(rank: int, ranks: int, store: str) -> None:
+    """Let ``init_process_group("gloo")`` find what torchrun would have said."""
+    from torch import distributed as dist
+
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)}
+    original = dist.init_process_group
+
+    def init(backend: str) -> None:
+        original(backend, store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+
+    dist.init_process_group = init
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_code_of_the_page_runs(page: Path, tmp_path: Path) -> None:
+    blocks = blocks_of(page.read_text())
+    for package in PACKAGES:
+        if any(block.not_run is None and package in block.code for block in blocks):
+            pytest.importorskip(package)
+    run_page(page, blocks, tmp_path)
+
+
+def _page(*lines: str) -> list[Block]:
+    return blocks_of("\n".join(lines) + "\n")
+
+
+def test_blocks_share_a_namespace_and_hidden_code_comes_first(tmp_path: Path) -> None:
+    blocks = _page(
+        "<!-- run first:",
+        "number = 3",
+        "-->",
+        "```python",
+        "double = 2 * number",
+        "```",
+        "* In a list:",
+        "",
+        "  ```python",
+        "  assert double == 6",
+        "  ```",
+    )
+    assert [block.line for block in blocks] == [2, 5, 10]
+    run_page(Path("page.md"), blocks, tmp_path)
+
+
+def test_a_block_that_does_not_run_fails_with_its_line(tmp_path: Path) -> None:
+    blocks = _page("# Title", "", "```python", "x = 1", "y = x / 0", "```")
+    with pytest.raises(AssertionError, match='page.md", line 5(?s:.*)ZeroDivisionError'):
+        run_page(Path("page.md"), blocks, tmp_path)
+
+
+def test_a_marked_block_is_left_out(tmp_path: Path) -> None:
+    blocks = _page("<!-- not run: needs a GPU -->", "```python", "1 / 0", "```")
+    assert [block.not_run for block in blocks] == ["needs a GPU"]
+    run_page(Path("page.md"), blocks, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        (("<!-- not run: -->", "```python", "1", "```"), "line 1: 'not run' needs a reason"),
+        (("<!-- not run: why -->", "", "```python", "1", "```"), "right before a Python block"),
+    ],
+    ids=["no reason", "apart"],
+)
+def test_a_marker_needs_a_reason_and_a_block(lines: tuple[str, ...], says: str) -> None:
+    with pytest.raises(AssertionError, match=says):
+        _page(*lines)
+
+
+def test_a_block_for_torchrun_runs_on_its_processes(tmp_path: Path) -> None:
+    blocks = _page(
+        "```python",
+        "# torchrun --nproc-per-node 2 sum.py",
+        "import torch",
+        "import torch.distributed as dist",
+        'dist.init_process_group("gloo")',
+        "ranks = torch.tensor(dist.get_rank())",
+        "dist.all_reduce(ranks)",
+        "assert (int(ranks), dist.get_world_size()) == (1, 2)",
+        "```",
+    )
+    run_page(Path("page.md"), blocks, tmp_path)
+
+
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_FENCED = re.compile(r"^ *```.*?^ *```|<!--.*?-->", re.MULTILINE | re.DOTALL)
+
+
+def _anchors(page: Path) -> set[str]:
+    """Return the anchors that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", _FENCED.sub("", page.read_text()), re.MULTILINE)
+    texts = (re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading) for heading in headings)
+    return {re.sub(r"[^\w\- ]", "", text.strip().lower()).replace(" ", "-") for text in texts}
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    broken = []
+    for page in ALL_PAGES:
+        for link in _LINK.findall(_FENCED.sub("", page.read_text())):
+            if re.match(r"\w+:", link):
+                continue
+            name, _, anchor = link.partition("#")
+            target = (page.parent / name).resolve() if name else page
+            known = target.exists() and (not anchor or anchor in _anchors(target))
+            if not known:
+                broken.append(f"{page.relative_to(ROOT)}: {link}")
+    assert not broken, "\n".join(broken)
+
+
+@pytest.mark.slow
+def test_the_tutorial_runs(tmp_path: Path) -> None:
+    """The shell blocks of start.md, one after the other, and the losses that they promise."""
+    text = (DOCS / "start.md").read_text()
+    script = "\n".join(re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)}
+    environment.pop("FUSEDOPS_BACKEND", None)
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", script],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    promised = re.search(r"the loss falls from ([\d.]+) to ([\d.]+)", text)
+    assert promised is not None
+    first, last = map(float, promised.groups())
+    losses = [float(each) for each in re.findall(r"^step [15]  loss ([\d.]+)$", done.stdout, re.M)]
+    assert losses == pytest.approx([first, last] * 4, abs=2e-4), "one, dp 2, tp 2, dp 2 x tp 2"
+    assert (tmp_path / "runs" / "start").is_dir()
