@@ -12,6 +12,7 @@ from process_pool import World
 from split_layers import whole
 from torch import distributed as dist
 
+from fusedops import memory
 from fusedops._core.checks import UnsupportedError
 from fusedops.models import ParallelConfig, Transformer, parallelize, preset
 from fusedops.models.parallelization.engine import TrainEngine
@@ -291,6 +292,18 @@ def test_compiled_code_takes_the_batch_whole(name: str) -> None:
         loss.backward()
         found.append((loss.detach(), model.embedding.tokens.weight.grad))
     assert all(map(torch.equal, *found))
+
+
+def test_a_policy_for_a_module_that_runs_in_phases_is_refused() -> None:
+    """Its recomputation would be left out without a word."""
+    for name in ("attention", "feed_forward"):
+        engine = parallelize(
+            Transformer(preset("tiny-mixtral")), ParallelConfig(overlap_microbatches=True)
+        )
+        memory.apply(engine.model, memory.Policy(memory.recompute(f"layers.*.{name}")))
+        with pytest.raises(UnsupportedError, match=f"layers.0.{name} must not be named by a mem"):
+            engine.model(torch.arange(8).reshape(2, 4))
+        engine.model(torch.arange(4)[None])  # one sequence is not split
 
 
 def test_what_has_no_halves_is_refused() -> None:

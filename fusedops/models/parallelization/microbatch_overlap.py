@@ -1,5 +1,8 @@
 """Micro-batch overlap: layers run on two halves of a batch (``overlap_microbatches``).
 
+The phases call the layer's own methods (``attention_input``, ``project_qkv``, ``attend``, ``route``
+and so on), between which a module that communicates starts and waits for its communication.
+
 Each half goes through a layer in phases, three for attention and three for the feed-forward part,
 and the second half is two phases behind the first. Communication between two phases of one half
 overlaps a phase of the other half, which always contains matrix products:
@@ -31,6 +34,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from fusedops._core.checks import UnsupportedError
 from fusedops.memory.wrap import Wrapped
 from fusedops.models.attention_core import Documents
 from fusedops.models.forward_context import ForwardContext
@@ -203,6 +207,8 @@ class _LayerRun:
         query_inputs: Sequence[torch.Tensor | None],
     ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
         """Return the halves after the layers, and the sum of the auxiliary losses."""
+        for layer in self._layers:
+            _check_not_wrapped(layer)
         halves = [_Half(*half) for half in zip(xs, contexts, query_inputs, strict=True)]
         with _shared_once(self._layers), summed(True):
             phases = [self._phases(half, late=i == 0) for i, half in enumerate(halves)]
@@ -221,6 +227,27 @@ class _LayerRun:
             x_BSH, of_layer = yield from _layer(layer, half._replace(x_BSH=x_BSH), late)
             routed.append(of_layer)
         return x_BSH, routed
+
+
+def _check_not_wrapped(layer: Layer) -> None:
+    """Raise if a memory policy wraps a module of which the phases call the parts.
+
+    Raises:
+        UnsupportedError: the policy would have no effect.
+    """
+    part: Any = layer.feed_forward
+    modules: dict[str, nn.Module] = {"attention": layer.attention}
+    if isinstance(part, (MoE, ParallelMLP, ParallelGatedMLP)):
+        modules["feed_forward"] = part
+    if isinstance(part, MoE):
+        modules["feed_forward.experts"] = part.experts
+    for name, module in modules.items():
+        if isinstance(module.__dict__.get("forward"), Wrapped):
+            raise UnsupportedError(
+                f"overlap_microbatches: layers.{layer.index}.{name} must not be named by a memory "
+                "policy, because its parts run in phases of their own: name 'layers.*', norms or "
+                "operators"
+            )
 
 
 class _OverlappedLayer:
