@@ -21,7 +21,7 @@ from fusedops._core import checks
 from fusedops._core.deprecation import Renamed, renamed
 from fusedops.generation.cache import KVCache, KVCacheCall
 from fusedops.generation.options import Options
-from fusedops.generation.sampling import gathers
+from fusedops.generation.sampling import gathers_logits
 from fusedops.models import Transformer
 from fusedops.models.parallelization.engine import TrainEngine
 from fusedops.models.parallelization.vocab_parallel_head import VocabParallelHead
@@ -236,7 +236,7 @@ def decoder_for(
 ) -> Decoder | RecomputingDecoder:
     """Return the decoder that ``options`` ask for."""
     projection = vocab_projection(engine.model)
-    shard_logits = projection is not None and not gathers(options, projection)
+    shard_logits = projection is not None and not gathers_logits(options, projection)
     if options.cache:
         return Decoder(engine, max_seq_len, options.cache_size, shard_logits=shard_logits)
     return RecomputingDecoder(engine, max_seq_len, shard_logits=shard_logits)
