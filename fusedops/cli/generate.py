@@ -22,7 +22,7 @@ from fusedops.terminal import files
 if TYPE_CHECKING:
     from fusedops.generation import Generated, Options
     from fusedops.generation.load import Loaded
-    from fusedops.generation.text import Words
+    from fusedops.generation.text import TextStream
 
 _TOKENS = 100
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -187,7 +187,7 @@ class _Run:
         self._options = replace(options, stop=ends)
         self._seconds = 0.0
         self._found: list[Generated] = []
-        self._words: list[Words] = []
+        self._words: list[TextStream] = []
 
     def fit(self, *, exact: bool) -> None:
         """Ask for no more tokens than there is room for, where no number was given.
@@ -214,12 +214,12 @@ class _Run:
 
     def generate(self) -> list[str]:
         """Return the texts; a single one is written as it comes."""
-        from fusedops.generation.text import Words
+        from fusedops.generation.text import TextStream
 
         samples = self._options.samples
         count = len(self._prompts) * samples
         self._words = [
-            Words(self._text, self._stops, self._prompts[number // samples])
+            TextStream(self._text, self._stops, self._prompts[number // samples])
             for number in range(count)
         ]
         whole = [""] * count

@@ -1,6 +1,6 @@
-"""Beam search: of each prompt the likeliest sequences are gone on with, side by side.
+"""Beam search: the most probable sequences of each prompt continue, side by side.
 
-Each step ranks all words after all beams of a prompt by the log-probability of the whole. What ends
+Each step ranks all tokens after all beams of a prompt by the log-probability of it all. What ends
 among the best of them is finished, with that number divided by ``length ** length_penalty`` as its
 score; the best that do not end are the next beams. A prompt is done when as many are finished as
 there are beams and the best beam, were it to end here, would not score more than the worst of them.
@@ -63,7 +63,7 @@ class _Prompt:
                 self.finished.append((score / length**options.length_penalty, tokens, reason))
             elif not ends and len(chosen) < size:
                 chosen.append((score, beam, token))
-        self.finished.sort(key=lambda each: -each[0])
+        self.finished.sort(key=lambda beam: -beam[0])
         del self.finished[size:]
         if last or not chosen:  # every word may be one that ends
             self.done = True

@@ -167,16 +167,14 @@ class Decoder:
         """Return how many tokens are missing for all ranks to have as many, and one at least."""
         return -tokens % self._token_multiple if tokens else self._token_multiple
 
-    def _run(
-        self, tokens_T: torch.Tensor, call: KVCacheCall, wanted_R: torch.Tensor
-    ) -> torch.Tensor:
-        """Return the logits of the wanted tokens."""
+    def _run(self, tokens_T: torch.Tensor, call: KVCacheCall, last_R: torch.Tensor) -> torch.Tensor:
+        """Return the logits of the tokens whose indices in the call are ``last_R``."""
         positions_T = call.positions
         padding = self._padding(len(tokens_T))
         if padding:
             tokens_T, positions_T = (F.pad(x, (0, padding)) for x in (tokens_T, positions_T))
         # A rank without rows computes the padding's logits, so that no communication is empty.
-        indices_R = wanted_R if len(wanted_R) else self._new([0])
+        indices_R = last_R if len(last_R) else self._new([0])
         inputs: dict[str, Any] = {
             "positions": positions_T,
             "kv_cache": call,
@@ -191,8 +189,8 @@ class Decoder:
             else:
                 logits_1RV = self._pipeline.logits(tokens_1T, **inputs)
             if logits_1RV is None:
-                return torch.empty(len(wanted_R), 0, device=self._device)
-            return logits_1RV[0, : len(wanted_R)]
+                return torch.empty(len(last_R), 0, device=self._device)
+            return logits_1RV[0, : len(last_R)]
 
 
 class RecomputingDecoder:

@@ -31,12 +31,12 @@ from fusedops.models.parallelization.pipeline import PipelineEngine
 from fusedops.models.parallelization.stage_split import split_into_stages
 from fusedops.models.parallelization.stages import Stage
 from fusedops.models.parallelization.tensor_parallel import (
-    Column,
+    ColumnParallel,
     FeedForward,
     Heads,
     ParallelStyle,
     PositionTable,
-    Row,
+    RowParallel,
     SharedNorm,
     SummedGradients,
     VocabEmbedding,
@@ -141,10 +141,10 @@ def tensor_parallel_plan(
     plan: dict[str, ParallelStyle] = {
         "embedding.tokens": VocabEmbedding(sp),
         "layers.*.attention": Heads(sp),
-        "layers.*.attention.query": Column(sp),
-        "layers.*.attention.key": Column(sp, model.kv_heads),
-        "layers.*.attention.value": Column(sp, model.kv_heads),
-        "layers.*.attention.output": Row(sp, overlap),
+        "layers.*.attention.query": ColumnParallel(sp),
+        "layers.*.attention.key": ColumnParallel(sp, model.kv_heads),
+        "layers.*.attention.value": ColumnParallel(sp, model.kv_heads),
+        "layers.*.attention.output": RowParallel(sp, overlap),
         "layers.*.attention.query_norm": SharedNorm(),
         "layers.*.attention.key_norm": SharedNorm(),
         "layers.*.feed_forward": FeedForward(sp, overlap, recompute),

@@ -63,7 +63,7 @@ def apply_plan(model: nn.Module, plan: Mapping[str, ParallelStyle], mesh: Device
 
 
 @dataclass(frozen=True)
-class Column:
+class ColumnParallel:
     """Shard the outputs of a linear layer, whose input is in the tensor-parallel region.
 
     Attributes:
@@ -82,7 +82,7 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Row:
+class RowParallel:
     """Shard the inputs of a linear layer, and reduce its output.
 
     Attributes:
