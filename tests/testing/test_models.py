@@ -78,7 +78,9 @@ def test_dropout_draws_what_one_process_does(
     case = testing.Case(mesh=mesh, options=given, workload="documents", **size)
     testing.replay(case, MODELS["llama"])
     if "dp" in mesh or "pp" in mesh:
-        monkeypatch.setattr(TrainEngine, "_draws", lambda self, shards, seed: [{}] * len(shards))
+        monkeypatch.setattr(
+            TrainEngine, "_dropout_inputs", lambda self, shards, seed: [{}] * len(shards)
+        )
     else:
         monkeypatch.setattr(batch_partition, "place_of", lambda config, mesh: Place())
     with pytest.raises(AssertionError, match="loss is"):

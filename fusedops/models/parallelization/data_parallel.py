@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from fusedops.models.parallelization.config import ParallelConfig
-from fusedops.models.parallelization.pipeline import WORDS
+from fusedops.models.parallelization.pipeline import EMBEDDING
 from fusedops.models.transformer import Transformer
 from fusedops.nn import MoE
 from fusedops.parallel.data.ddp import BucketedAllReduce, by_bytes, local_bytes
@@ -72,7 +72,7 @@ def unsharded_names(model: nn.Module, config: ParallelConfig, mesh: Mesh | None)
     alone = {parameter for module in experts for parameter in module.parameters()}
     # Stages that share the embedding add its gradients, which must not be sharded.
     tied = config.pp > 1 and isinstance(model, Transformer) and model.config.tied
-    shared = {WORDS} if tied else set()
+    shared = {EMBEDDING} if tied else set()
     return {
         name
         for name, parameter in named.items()

@@ -67,12 +67,12 @@ class TrainEngine:
 
     @property
     def data_rank(self) -> int:
-        """Which sequences this process gets: its place of ``data_ranks``."""
+        """Which sequences this process gets: its index among ``data_ranks``."""
         return 0 if self.mesh is None else self.mesh.rank("dp")
 
     @property
     def data_ranks(self) -> int:
-        """How many processes get different sequences."""
+        """The number of processes that get different sequences."""
         return self.config.dp
 
     def group(self, name: str) -> Any:
@@ -143,18 +143,18 @@ class TrainEngine:
         computing: Callable[[], AbstractContextManager[Any]] = nullcontext,
         seed: torch.Tensor | None = None,
     ) -> list[Loss]:
-        """Leave the gradients of a step in the parameters: all its forwards and backwards.
+        """Run all forwards and backwards of a step; parameters have its gradients afterwards.
 
-        The way to train that every layout has; a pipeline orders the micro-batches by its schedule.
+        It works for every layout; a pipeline orders the micro-batches by its schedule.
 
         Args:
             shards: the micro-batches of this process, of ``shard_batch``.
             num_tokens: targets of the whole step on all processes (``count``).
             scale: factor of the loss.
             computing: what forwards run in, such as ``lambda: torch.autocast("cpu")``.
-            seed: what dropout of the step draws from, int64 ``[2]``, the same on all processes; by
-                default two numbers of torch's generator. Each element draws by its place among all
-                sequences of the step: neither layout nor cut into micro-batches changes a number.
+            seed: of the dropout of the step, int64 ``[2]``, the same on all processes; by default
+                two numbers of torch's generator. The number of an element follows from its index
+                among all sequences of the step: neither layout nor micro-batches change it.
 
         Returns:
             For each micro-batch the loss's parts of this process, without a graph; where layers are
@@ -163,19 +163,19 @@ class TrainEngine:
         Raises:
             ValueError: these are not as many micro-batches as the configuration says.
         """
-        self._check_parts(shards)
-        draws = self._draws(shards, seed)
+        self._check_microbatches(shards)
+        dropout = self._dropout_inputs(shards, seed)
         if self.pipeline is not None:
             return self.pipeline.step(
-                shards, lambda output: self.loss(output, num_tokens) * scale, computing, draws
+                shards, lambda output: self.loss(output, num_tokens) * scale, computing, dropout
             )
         outputs = []
         for number, shard in enumerate(shards):
             self.begin(last=number == len(shards) - 1)
             with computing():
-                output = self._run(shard, **draws[number])
+                output = self._run(shard, **dropout[number])
             (self.loss(output, num_tokens) * scale).backward()
-            outputs.append(Loss(*(each.detach() for each in output)))
+            outputs.append(Loss(*(part.detach() for part in output)))
         return outputs
 
     @torch.no_grad()
@@ -193,20 +193,20 @@ class TrainEngine:
         """
         with balancing.uncounted(self.model):
             if self.pipeline is not None:
-                self._check_parts(shards)
+                self._check_microbatches(shards)
                 return self.pipeline.forward(shards, computing)
             with computing():
-                return [self._run(each) for each in shards]
+                return [self._run(shard) for shard in shards]
 
-    def _run(self, shard: MicroBatch, **draws: Any) -> Loss:
+    def _run(self, shard: MicroBatch, **dropout: Any) -> Loss:
         tokens, labels, *others = shard
-        given = dict(zip(shard._fields[2:], others, strict=True))
-        return self.model(tokens, labels, **given, **draws)
+        inputs = dict(zip(shard._fields[2:], others, strict=True))
+        return self.model(tokens, labels, **inputs, **dropout)
 
-    def _draws(
+    def _dropout_inputs(
         self, shards: Sequence[MicroBatch], seed: torch.Tensor | None
     ) -> list[dict[str, Any]]:
-        """Return what each micro-batch of a step tells the model for its dropout."""
+        """Return the model's arguments ``seed`` and ``first_sequence`` of each micro-batch."""
         config = getattr(self.model, "config", None)
         if not isinstance(config, TransformerConfig) or not self.model.training:
             return [{} for _ in shards]
@@ -214,25 +214,25 @@ class TrainEngine:
             return [{} for _ in shards]
         if seed is None:
             seed = philox.new_seed(shards[0].tokens.device)
-        sizes = [len(each.tokens) for each in shards]
-        before = [self.data_ranks * each for each in accumulate(sizes, initial=0)]
+        sizes = [len(shard.tokens) for shard in shards]
+        before = [self.data_ranks * size for size in accumulate(sizes, initial=0)]
         return [
             {"seed": seed, "first_sequence": first + self.data_rank * size}
             for first, size in zip(before, sizes, strict=False)
         ]
 
-    def _check_parts(self, shards: Sequence[MicroBatch]) -> None:
+    def _check_microbatches(self, shards: Sequence[MicroBatch]) -> None:
         if len(shards) != self.config.microbatches:
             wanted = f"microbatches = {self.config.microbatches} of them, the configuration's"
             checks.fail("TrainEngine", "shards", wanted, len(shards))
 
     def begin(self, *, last: bool) -> None:
-        """Say, before its forward, whether a micro-batch is the last one of a step."""
+        """Prepare for a forward: gradients are reduced after the ``last`` micro-batch of a step."""
         if self.data is not None:
             self.data.begin(last=last)
 
     def count(self, labels: torch.Tensor) -> torch.Tensor:
-        """Return how many targets all processes have together; int64.
+        """Return the number of targets on all processes, int64.
 
         Args:
             labels: of this process, ``[..., S]``: of one micro-batch or of all of a step.
@@ -261,15 +261,15 @@ class TrainEngine:
             outputs: of the model, for each micro-batch.
             num_tokens: as in ``loss``.
         """
-        total = torch.stack([each.total.detach() for each in outputs]).sum()
-        extra = torch.stack([each.auxiliary.detach() for each in outputs]).mean()
-        found = self._sum(torch.stack([total, extra.to(total.dtype)]))
+        total = torch.stack([output.total.detach() for output in outputs]).sum()
+        extra = torch.stack([output.auxiliary.detach() for output in outputs]).mean()
+        sums = self._sum(torch.stack([total, extra.to(total.dtype)]))
         if self.config.pp > 1:
-            found = self._sum(found, "pp")
-        extra = found[1] / self.config.sizes.data
+            sums = self._sum(sums, "pp")
+        extra = sums[1] / self.config.sizes.data
         if self.mesh is not None and self.config.tp > 1 and _routes(self.model):
             extra = self._sum(extra.clone(), "tp") / self.config.tp
-        return found[0] / num_tokens.clamp_min(1) + extra
+        return sums[0] / num_tokens.clamp_min(1) + extra
 
     def clip(self, max_norm: float) -> torch.Tensor:
         """Scale all gradients so that their norm is at most ``max_norm``; returns the norm.
@@ -277,7 +277,7 @@ class TrainEngine:
         Every process must call this; each gets the same norm, that of one process.
         """
         norm = self.norm()
-        grads = [each.grad for each in self.model.parameters() if each.grad is not None]
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
         scale_gradients(grads, clip_coefficient(norm, max_norm))
         return norm
 
@@ -288,7 +288,7 @@ class TrainEngine:
         return global_norm([p.grad for p in self.model.parameters() if p.grad is not None])
 
     def balance(self, *, taken: bool = True) -> None:
-        """Move the biases of routers that balance without a loss; beside the optimizer's step.
+        """Update the biases of routers that balance without a loss; with the optimizer's step.
 
         By the choices of all processes since the last call, which every process must make. Models
         without ``balance_rate`` are left alone.

@@ -375,9 +375,9 @@ def _experts(
     logits, plan = layer.route(x_BSH, context)
     rows = x_BSH.flatten(0, 1)
     exchange = _exchange_of(part)
-    trip = None
+    dispatch = None
     if exchange is not None:
-        trip = exchange.start(_forward_of(part.experts), rows, plan)
+        dispatch = exchange.start(_forward_of(part.experts), rows, plan)
     other_phase = "nothing" if part.shared_experts is None else "shared expert"
     shared_BSH, output = None, torch.empty(())
     for phase in ("first", "second"):
@@ -385,14 +385,14 @@ def _experts(
         yield "experts" if computes else other_phase
         if not computes:
             shared_BSH = part.shared(x_BSH)
-            if trip is not None:
-                trip.second_hop()
-        elif trip is not None:
-            trip.compute()
+            if dispatch is not None:
+                dispatch.second_hop()
+        elif dispatch is not None:
+            dispatch.compute()
         else:
             output = _forward_of(part.experts)(rows, plan)
     yield "norm"
-    output = output if trip is None else trip.combine_wait()
+    output = output if dispatch is None else dispatch.combine_wait()
     branch_BSH = output.view_as(x_BSH)
     branch_BSH = branch_BSH if shared_BSH is None else branch_BSH + shared_BSH
     routed = None if logits is None else Routed(logits, plan.expert_ids)
@@ -401,10 +401,10 @@ def _experts(
 
 def _around(module: nn.Module) -> Any:
     """Return what stands as a module's forward, below policies and micro-batch overlap."""
-    found = module.__dict__.get("forward")
-    while isinstance(found, Wrapped):
-        found = found.before
-    return found.around if isinstance(found, _OverlappedExperts) else found
+    forward = module.__dict__.get("forward")
+    while isinstance(forward, Wrapped):
+        forward = forward.before
+    return forward.around if isinstance(forward, _OverlappedExperts) else forward
 
 
 def _forward_of(experts: nn.Module) -> Callable[..., Any]:
@@ -415,5 +415,5 @@ def _forward_of(experts: nn.Module) -> Callable[..., Any]:
 def _exchange_of(part: MoE) -> ExpertExchange | None:
     """Return how experts are reached that lie on other ranks."""
     around = _around(part.experts)
-    found = around.call if isinstance(around, ParameterSubstitution) else None
-    return found if isinstance(found, ExpertExchange) else None
+    call = around.call if isinstance(around, ParameterSubstitution) else None
+    return call if isinstance(call, ExpertExchange) else None

@@ -117,7 +117,7 @@ def parallelize(
         _allocate(parts, device, config)
         initialize(model, seed)
     # A stage may have no layer with experts.
-    if "experts" in config.offload and any(isinstance(each, MoE) for each in model.modules()):
+    if "experts" in config.offload and any(isinstance(module, MoE) for module in model.modules()):
         memory.store_experts(model, device)
     reduce_gradients(data, parts, unsharded, config, mesh)
     if not stages or mesh is None or not isinstance(model, Transformer):

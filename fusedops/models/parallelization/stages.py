@@ -1,9 +1,9 @@
-"""A transformer cut into stages of a pipeline: which parts of it a process keeps.
+"""A transformer split into the stages of a pipeline: which modules a process keeps.
 
-A process keeps one ``Transformer`` of which parts are missing, and a ``Stage`` for each run of
-layers in it, made of the same modules: parameters have the names that they have in the whole model,
-so that checkpoints do not know where a model was cut. Embedding and head go with the first and the
-last stage; where they share a weight the last one has the table of words as well.
+A process keeps one ``Transformer`` without the modules of other stages, and a ``Stage`` for each
+run of its layers, made of the same modules: parameters have the names of the unsplit model, so that
+checkpoints do not depend on the stages. Embedding and head belong to the first and the last stage;
+with a tied head the last one has the embedding of tokens as well.
 
 Letters of shapes as in ``transformer.py``.
 """
@@ -34,9 +34,9 @@ class Stage(Transformer):
         self.config, self.partition = model.config, model.partition
         self.is_first, self.is_last = 0 in layers, model.config.num_layers - 1 in layers
         absent: Any = None
-        keeps_words = self.is_first or (self.is_last and model.config.tied)
-        self.embedding = model.embedding if keeps_words else absent
-        self.layers = TransformerLayers({str(each): model.layers[str(each)] for each in layers})
+        has_embedding = self.is_first or (self.is_last and model.config.tied)
+        self.embedding = model.embedding if has_embedding else absent
+        self.layers = TransformerLayers({str(index): model.layers[str(index)] for index in layers})
         self.norm = model.norm if self.is_last else absent
         self.query_positions = model.query_positions if self.is_last else None
         self.head = model.head if self.is_last else absent
@@ -71,18 +71,18 @@ class Stage(Transformer):
 
 
 def cut(model: Transformer, layers: Sequence[range]) -> list[Stage]:
-    """Take from a model what is of no stage here; return the stages.
+    """Remove the modules of other stages from a model; return the stages of this process.
 
     Args:
-        model: whole; changed in place.
+        model: the unsplit model, changed in place.
         layers: of each stage of this process, in their order.
     """
     last = model.config.num_layers - 1
-    here = {str(each) for some in layers for each in some}
-    is_first = any(0 in each for each in layers)
-    is_last = any(last in each for each in layers)
+    kept = {str(index) for run in layers for index in run}
+    is_first = any(0 in run for run in layers)
+    is_last = any(last in run for run in layers)
     part: Any = model
-    for name in [each for each in model.layers if each not in here]:
+    for name in [name for name in model.layers if name not in kept]:
         del part.layers[name]
     if not is_first and is_last and model.config.tied:
         for name in ("positions", "token_types", "norm"):
@@ -91,4 +91,4 @@ def cut(model: Transformer, layers: Sequence[range]) -> list[Stage]:
         part.embedding = None
     if not is_last:
         part.norm = part.query_positions = part.head = None
-    return [Stage(model, each) for each in layers]
+    return [Stage(model, run) for run in layers]
