@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from fusedops._core import checks
 from fusedops.ops import RoutingPlan, moe_sort, moe_unpermute
-from fusedops.parallel.async_exchange import begin, end
+from fusedops.parallel.async_exchange import RowCounts, begin, end
 from fusedops.parallel.collective_errors import ErrorCode, ErrorVote
 from fusedops.parallel.comm.host_groups import connect, hosts_of
 from fusedops.parallel.expert.all_to_all import (
@@ -42,7 +42,6 @@ from fusedops.parallel.expert.metadata import (
     CallSignature,
     Metadata,
     MetadataExchange,
-    RowCounts,
     bad_plan,
     send_error,
 )

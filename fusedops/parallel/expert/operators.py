@@ -22,7 +22,7 @@ from torch import Tensor
 from fusedops._core.library import define_exchange
 from fusedops.ops import RoutingPlan
 from fusedops.ops._moe_payload import PayloadLayout
-from fusedops.parallel.async_exchange import begin
+from fusedops.parallel.async_exchange import RowCounts, begin
 from fusedops.parallel.expert.all_to_all import CombineAllToAll, DispatchAllToAll, SendOrder
 from fusedops.parallel.expert.arguments import DispatchOptions
 from fusedops.parallel.expert.dispatcher import (
@@ -37,7 +37,6 @@ from fusedops.parallel.expert.dispatcher import (
     wants_gradient,
 )
 from fusedops.parallel.expert.hierarchical import order_to_nodes, slots_by_node
-from fusedops.parallel.expert.metadata import RowCounts
 
 _SCHEMA_TYPES = {
     Tensor: "Tensor",
