@@ -38,7 +38,7 @@ class MoE(nn.Module):
     ``shared_experts.*``. Keys with their other names (``router.*``, ``shared_expert.*``) are loaded
     as well.
 
-    | Hugging Face | arguments beside the sizes |
+    | Hugging Face | arguments in addition to the sizes |
     |---|---|
     | Mixtral | |
     | Qwen2-MoE | ``normalize=norm_topk_prob, shared_intermediate_size=..., shared_gate=True`` |

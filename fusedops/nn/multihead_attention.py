@@ -14,7 +14,7 @@ from fusedops.ops.linear_act import linear_act
 
 
 class MultiheadAttention(nn.MultiheadAttention):
-    """Attend with several heads: ``torch.nn.MultiheadAttention``, arguments and state_dict alike.
+    """Attend with several heads; arguments and state_dict of ``torch.nn.MultiheadAttention``.
 
     ``need_weights=False`` runs on the fused ops. With ``need_weights=True`` (torch's default),
     which needs all scores in memory, torch's own forward runs, as it does with ``add_bias_kv``,

@@ -147,7 +147,7 @@ class RepeatedBatch:
     made once.
 
     Args:
-        batch: just stepped by ``adamw``; no tensor of it is kept alive.
+        batch: the batch that ``adamw`` has just updated; no reference to its tensors is stored.
     """
 
     def __init__(self, batch: Batch) -> None:

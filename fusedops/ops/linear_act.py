@@ -100,8 +100,8 @@ def check_parameter(op: str, name: str, value: Any, input: torch.Tensor) -> None
 def wants_gradient(*tensors: torch.Tensor | None) -> bool:
     """Return whether a graph is being recorded through one of ``tensors``.
 
-    Not while ``torch.jit.trace`` runs, whose graph serves both ways: with a gradient in view and,
-    as its own check runs it, without. What is not kept a backward makes again.
+    Not while ``torch.jit.trace`` runs, whose graph is used both with gradients and, in its own
+    check, without. The backward recomputes tensors that are not saved.
     """
     if is_traced():
         return False
@@ -163,9 +163,9 @@ def preactivation_of(
     bias: torch.Tensor | None,
     kept: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the kept pre-activation, or make it again.
+    """Return the saved pre-activation, or recompute it.
 
-    Under a second derivative it is always made again: it is then a function of the inputs.
+    For a second derivative it is always recomputed, as a function of the inputs.
     """
     if torch.is_grad_enabled() or kept.numel() == 0:
         return F.linear(input, weight, bias)

@@ -46,7 +46,7 @@ class RepeatedSums:
     Whoever calls this knows that the tensors are of the same form.
 
     Args:
-        inputs: of the first call, contiguous; none is kept alive.
+        inputs: tensors of the first call, contiguous; no reference to them is stored.
     """
 
     def __init__(self, inputs: Sequence[torch.Tensor]) -> None:

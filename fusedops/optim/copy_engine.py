@@ -154,7 +154,7 @@ class CudaEngine:
         return _CudaTicket(event)
 
     def new_buffer(self, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return pinned memory: only from there copies run beside kernels."""
+        """Return pinned memory, which copies need to overlap kernels."""
         return torch.empty_like(like, dtype=dtype, device="cpu", pin_memory=True)
 
 
