@@ -149,7 +149,7 @@ def main() -> None:
     arguments.add_argument("--csv", type=Path)
     arguments.add_argument("--seconds", type=float, default=20.0, help="per row")
     given = arguments.parse_args()
-    plan = timer.Plan(least=15, most=200, seconds=given.seconds)
+    plan = timer.TimingPlan(least=15, most=200, seconds=given.seconds)
     here = {
         "processor": machine.machine(torch.device("cpu")).name,
         "torch": torch.__version__,

@@ -31,9 +31,10 @@ While digest and Triton's version are the same the figures are, and only what ch
 digest says (``make kernel-report-all`` all of them).
 
 Figures are of the Triton that is found first. ``make kernel-report-triton TRITON=3.6.0`` puts
-another one before the pinned one and writes a table of its own (``--table triton-3.6.0``).
-``--check`` reads these tables too, without compiling: a row that spills fails, and it says how many
-kernels changed after their rows were written or have none; ``--versions`` (second tier) fails then.
+another one before the pinned one and writes a table of its own (``--table triton-3.6.0``), of fewer
+columns. ``--check`` reads these tables too, without compiling: a row that spills fails, and it says
+how many kernels changed after their rows were written or have none; ``--versions`` (second tier)
+fails then.
 """
 
 from __future__ import annotations
@@ -79,6 +80,11 @@ INSTRUCTIONS = {
     "stores_16_bytes": r"\bSTG\.E\.(?:\w+\.)*128",
     "stores_global": r"\bSTG\b",
 }
+# Columns of another Triton's table: what the fixed rules read, and what versions are compared by.
+OTHER_VERSION_COLUMNS = (
+    *("op", "kernel", "case", "arch", "matrix", "registers", "stack", "shared"),
+    *("mma", "wgmma", "tcgen05", "others", "repeated", "estimate", "digest"),
+)
 
 
 def ops() -> list[str]:
@@ -377,6 +383,8 @@ def main() -> int:
         | {"digest": mark}
         for (op, index, capability), mark in zip(todo, marks, strict=True)
     ]
+    if own:
+        rows = [{column: row[column] for column in OTHER_VERSION_COLUMNS} for row in rows]
     print(f"compiled {len(compiled)} of {len(set(marks))} different kernels")
     if not options.op:
         others = other_versions(strict=False) if options.check and not own else 0

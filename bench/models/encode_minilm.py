@@ -146,7 +146,7 @@ def compare(batches: Sequence[Batch], dtype: torch.dtype, seconds: float) -> dic
         timer.Variant(name, lambda _, model=model: embed(model, batches))
         for name, model in models.items()
     ]
-    timing = timer.measure(variants, timer.CpuClock(), timer.Plan(7, 200, seconds))
+    timing = timer.measure(variants, timer.CpuClock(), timer.TimingPlan(7, 200, seconds))
     count = sum(len(batch["input_ids"]) for batch in batches)
     rows = {
         name: {

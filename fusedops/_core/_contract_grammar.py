@@ -20,7 +20,7 @@ from fusedops._core.contract import (
     Range,
     Requirement,
     Rules,
-    Size,
+    SizeRule,
     Step,
     TensorRule,
 )
@@ -181,17 +181,17 @@ class _Builder:
 
     def _shape(
         self, text: str, places: Mapping[str, int], kinds: Mapping[str, str]
-    ) -> tuple[Size, ...]:
+    ) -> tuple[SizeRule, ...]:
         sizes = []
         for part in (each.strip() for each in text.split(",") if each.strip()):
             broadcast, rest = part.startswith("~"), part.removeprefix("~")
             if rest.startswith(("*", "...")):
-                sizes.append(Size(rest.lstrip("*."), True, broadcast, rest[0] == ".", part))
+                sizes.append(SizeRule(rest.lstrip("*."), True, broadcast, rest[0] == ".", part))
                 continue
             expression = self._expression(rest, places, kinds)
             if expression is None:
                 expression = ("unknown",)
-            sizes.append(Size(expression, False, broadcast, False, part))
+            sizes.append(SizeRule(expression, False, broadcast, False, part))
         return tuple(sizes)
 
     def _range(self, name: str, place: int, rule: str) -> Range:

@@ -93,7 +93,7 @@ _WARNED: set[str] = set()
 _changes = 0  # of what `resolve` depends on beside the arguments
 _requested: str | None = None
 _mistake: str | None = None  # of the environment: until something else is asked for, no op runs
-_tuned: dict[torch.device, tuning.Loaded] = {}
+_tuned: dict[torch.device, tuning.LoadedTable] = {}
 # Blocks of use_backend and use_tuning that are open, oldest first: those of several threads, tasks
 # or generators end in any order. Reentrant: a generator may be collected, and end, at any time.
 _BLOCKS_LOCK = threading.RLock()
@@ -294,7 +294,7 @@ def repeat(name: str, launch: Callable[[], Any]) -> Any:
         ) from error
 
 
-def tuning_in_force(device: torch.device) -> tuning.Loaded:
+def tuning_in_force(device: torch.device) -> tuning.LoadedTable:
     """Return the tuning tables that ops on ``device`` obey; read when the device is first used."""
     found = _tuned.get(device)
     if found is None:
@@ -317,7 +317,7 @@ def use_tuning(device: torch.device, entries: Mapping[tuning.Key, tuning.Entry])
         entries: by op, dtype and size class.
     """
     present, obey = partial(tuning_in_force, device), partial(_put_in_force, device)
-    with _opened(_tunings[device], tuning.Loaded(entries), present, obey):
+    with _opened(_tunings[device], tuning.LoadedTable(entries), present, obey):
         yield
 
 
@@ -409,10 +409,10 @@ def _verdict() -> tuple[int, int]:
     return word & 3, word >> 2
 
 
-def _put_in_force(device: torch.device, tables: tuning.Loaded) -> None:
+def _put_in_force(device: torch.device, tables: tuning.LoadedTable) -> None:
     global _changes
     _changes += 1
-    before = _tuned.get(device, tuning.Loaded())
+    before = _tuned.get(device, tuning.LoadedTable())
     _tuned[device] = tables
     _forget_plans()
     if device.type != "cpu" or extension.cpu_library() is not None:

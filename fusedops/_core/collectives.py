@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Hear of what ops communicate: kind, label, bytes that this rank sends, ranks. The logs of
-# ``fusedops.parallel.comm.collectives``, which stands above the ops.
+# Called for what ops communicate: kind, label, bytes that this rank sends, ranks. The logs of
+# ``fusedops.parallel.comm.collectives``, which is above the ops, while one is open.
 listeners: list[Callable[[str, str, int, int], None]] = []
 
 

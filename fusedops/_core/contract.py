@@ -104,7 +104,7 @@ class Atom:
 
 
 @dataclass(frozen=True)
-class Size:
+class SizeRule:
     """One entry of a shape: an expression, or a named list of sizes; exact, or broadcast."""
 
     expression: Expression
@@ -128,7 +128,7 @@ class TensorRule:
     optional: bool
     binds: str | None
     atoms: tuple[Atom, ...]
-    shapes: tuple[tuple[Size, ...], ...]
+    shapes: tuple[tuple[SizeRule, ...], ...]
     dense: bool = False
 
 
@@ -419,7 +419,7 @@ def _fits(sizes: Sequence[Any], wanted: Sequence[Any], broadcast: bool = True) -
     )
 
 
-def _match(sizes: tuple[Size, ...], shape: Sequence[Any], known: _Known) -> bool:
+def _match(sizes: tuple[SizeRule, ...], shape: Sequence[Any], known: _Known) -> bool:
     """Return whether a shape is as described, and learn the names that it tells if so."""
     found, lists = dict(known.sizes), dict(known.lists)
     open_ended = [each.is_list and (each.shorter or each.expression not in lists) for each in sizes]
@@ -509,7 +509,7 @@ _COMPUTE: dict[str, Any] = {
 }
 
 
-def _rendered(sizes: tuple[Size, ...], known: _Known) -> str:
+def _rendered(sizes: tuple[SizeRule, ...], known: _Known) -> str:
     """Return a shape for a message: numbers where they are known."""
     parts = []
     for each in sizes:

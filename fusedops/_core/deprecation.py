@@ -1,7 +1,8 @@
-"""Former names of a dataclass's fields: accepted for one release, with a warning that says more.
+"""Former names: accepted for one release, with a warning that names the new one.
 
 ``@renamed(old=Renamed("new", convert))`` above a dataclass lets its constructor, ``fill`` of a TOML
-table and the options of ``verify`` take the former name.
+table and the options of ``verify`` take the former name of a field. ``present_name`` does the same
+for the attributes of a module.
 """
 
 from __future__ import annotations
@@ -75,3 +76,21 @@ def present(kind: type, values: Mapping[str, Any], stacklevel: int = 3) -> dict[
             stacklevel=stacklevel,
         )
     return result
+
+
+def present_name(module: str, name: str, **renamed: str) -> str:
+    """Return the present name of a module's attribute; a former one is a ``DeprecationWarning``.
+
+    Args:
+        module: the module, whose ``__getattr__`` calls this.
+        name: of the attribute.
+        renamed: present names by former names.
+    """
+    if name not in renamed:
+        return name
+    warnings.warn(
+        f"{module}.{name} is now {renamed[name]}; the former name goes with the next release",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    return renamed[name]

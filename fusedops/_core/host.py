@@ -30,7 +30,7 @@ _THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 @dataclass(frozen=True)
-class Change:
+class SettingChange:
     """One setting that ``tune_host`` looked at.
 
     Attributes:
@@ -48,7 +48,7 @@ class Change:
 class HostTuning:
     """What ``tune_host`` did; printing it shows one line per setting."""
 
-    changes: tuple[Change, ...]
+    changes: tuple[SettingChange, ...]
 
     @property
     def allocator_tuned(self) -> bool:
@@ -63,7 +63,7 @@ class HostTuning:
 
 
 @dataclass(frozen=True)
-class Finding:
+class HostFinding:
     """One host setting as ``inspect_host`` found it.
 
     Attributes:
@@ -119,9 +119,9 @@ def tune_host(*, threads: int | None = None) -> HostTuning:
     return HostTuning(tuple(change for change in changes if change is not None))
 
 
-def inspect_host() -> list[Finding]:
+def inspect_host() -> list[HostFinding]:
     """Return what this machine's settings cost, changing nothing (takes about 50 ms)."""
-    findings: list[Finding | None] = [
+    findings: list[HostFinding | None] = [
         _look_at_allocator(),
         _look_at_huge_pages(),
         _look_at_threads(),
@@ -174,28 +174,28 @@ def maps_large_blocks(size: int = 64 << 20) -> bool | None:
     return after is not None and after > before
 
 
-def _tune_huge_pages() -> Change | None:
+def _tune_huge_pages() -> SettingChange | None:
     mode = _huge_page_mode()
     if mode is None:
         return None
     if mode == "never":
-        return Change("huge pages", False, "switched off in the kernel")
+        return SettingChange("huge pages", False, "switched off in the kernel")
     was_set_here = env.set_huge_pages()
     if mode == "always" or _gets_huge_pages():
-        return Change("huge pages", True, "tensors of 2 MiB and more sit on them")
+        return SettingChange("huge pages", True, "tensors of 2 MiB and more sit on them")
     if was_set_here:
         env.unset_huge_pages()
     note = f"torch had allocated before; start with {env.HUGE_PAGES}=1"
-    return Change("huge pages", False, note)
+    return SettingChange("huge pages", False, note)
 
 
-def _tune_allocator() -> Change:
+def _tune_allocator() -> SettingChange:
     other = other_allocator()
     if other is not None:
-        return Change("allocator", True, f"{other} is loaded, which keeps memory by itself")
+        return SettingChange("allocator", True, f"{other} is loaded, which keeps memory by itself")
     libc = _glibc()
     if libc is None:
-        return Change("allocator", False, "the C library is not glibc, it has no mallopt")
+        return SettingChange("allocator", False, "the C library is not glibc, it has no mallopt")
     threshold = _MMAP_THRESHOLD
     if not libc.mallopt(_M_MMAP_THRESHOLD, threshold):
         threshold = _OLD_MMAP_THRESHOLD
@@ -203,10 +203,10 @@ def _tune_allocator() -> Change:
     libc.mallopt(_M_TRIM_THRESHOLD, _NEVER_TRIM)
     libc.mallopt(_M_TOP_PAD, _TOP_PAD)
     note = f"glibc keeps blocks below {threshold >> 20} MiB on the heap and never trims it"
-    return Change("allocator", True, note)
+    return SettingChange("allocator", True, note)
 
 
-def _tune_threads(threads: int | None) -> Change:
+def _tune_threads(threads: int | None) -> SettingChange:
     before = torch.get_num_threads()
     wanted = threads if threads is not None else physical_cores()
     if threads is None and env.threads_are_set():
@@ -214,19 +214,21 @@ def _tune_threads(threads: int | None) -> Change:
     if before != wanted:
         torch.set_num_threads(wanted)
     was = "" if before == wanted else f" (was {before})"
-    return Change("threads", True, f"{wanted}{was} for {physical_cores()} usable physical cores")
+    return SettingChange(
+        "threads", True, f"{wanted}{was} for {physical_cores()} usable physical cores"
+    )
 
 
-def _look_at_allocator() -> Finding:
+def _look_at_allocator() -> HostFinding:
     other = other_allocator()
     if other is not None:
-        return Finding("allocator", True, f"{other} is loaded")
+        return HostFinding("allocator", True, f"{other} is loaded")
     mapped = maps_large_blocks()
     if mapped is None:
-        return Finding("allocator", True, "not glibc: not inspected")
+        return HostFinding("allocator", True, "not glibc: not inspected")
     if not mapped:
-        return Finding("allocator", True, "glibc keeps large blocks on the heap")
-    return Finding(
+        return HostFinding("allocator", True, "glibc keeps large blocks on the heap")
+    return HostFinding(
         "allocator",
         False,
         "glibc maps each large block afresh",
@@ -236,12 +238,12 @@ def _look_at_allocator() -> Finding:
     )
 
 
-def _look_at_huge_pages() -> Finding | None:
+def _look_at_huge_pages() -> HostFinding | None:
     mode = _huge_page_mode()
     if mode is None:
         return None
     if mode == "never":
-        return Finding(
+        return HostFinding(
             "huge pages",
             False,
             "switched off in the kernel",
@@ -249,8 +251,8 @@ def _look_at_huge_pages() -> Finding | None:
             f"echo madvise | sudo tee {_THP}",
         )
     if mode == "always" or _gets_huge_pages():
-        return Finding("huge pages", True, f"{mode}, and tensors get them")
-    return Finding(
+        return HostFinding("huge pages", True, f"{mode}, and tensors get them")
+    return HostFinding(
         "huge pages",
         False,
         f"{mode}, and tensors do not ask for them",
@@ -259,22 +261,22 @@ def _look_at_huge_pages() -> Finding | None:
     )
 
 
-def _look_at_threads() -> Finding:
+def _look_at_threads() -> HostFinding:
     threads, cores = torch.get_num_threads(), physical_cores()
     state = f"{threads} torch threads, {cores} usable physical cores"
     if threads == cores:
-        return Finding("threads", True, state)
+        return HostFinding("threads", True, state)
     cost = "cores stand idle" if threads < cores else "threads wait for each other at barriers"
     cure = f"fusedops.tune_host(threads={cores}), or start with OMP_NUM_THREADS={cores}"
-    return Finding("threads", False, state, cost, cure)
+    return HostFinding("threads", False, state, cost, cure)
 
 
-def _look_at_quota() -> Finding | None:
+def _look_at_quota() -> HostFinding | None:
     quota = _cpu_quota()
     allowed = len(allowed_cpus())
     if quota is None or quota >= allowed:
         return None
-    return Finding(
+    return HostFinding(
         "CPU quota",
         False,
         f"the container may use {quota:g} of {allowed} CPUs' time",
@@ -283,13 +285,13 @@ def _look_at_quota() -> Finding | None:
     )
 
 
-def _look_at_instruction_set() -> Finding:
+def _look_at_instruction_set() -> HostFinding:
     used = torch.backends.cpu.get_cpu_capability()
     flags = _cpu_flags()
     if not flags or "AVX512" in used or platform.machine() not in ("x86_64", "AMD64"):
-        return Finding("instruction set", True, f"torch uses {used}")
+        return HostFinding("instruction set", True, f"torch uses {used}")
     if "avx512f" in flags and "avx512bw" in flags and "avx512vl" in flags:
-        return Finding(
+        return HostFinding(
             "instruction set",
             False,
             f"torch uses {used} although the CPU has AVX-512",
@@ -297,14 +299,14 @@ def _look_at_instruction_set() -> Finding:
             "unset ATEN_CPU_CAPABILITY",
         )
     if "avx2" in flags and "AVX2" not in used:
-        return Finding(
+        return HostFinding(
             "instruction set",
             False,
             f"torch uses {used} although the CPU has AVX2",
             "CPU kernels run 6 to 12 times slower",
             "unset ATEN_CPU_CAPABILITY",
         )
-    return Finding(
+    return HostFinding(
         "instruction set",
         False,
         f"torch uses {used}; the CPU has no AVX-512",
@@ -312,7 +314,7 @@ def _look_at_instruction_set() -> Finding:
     )
 
 
-def _look_at_load() -> Finding | None:
+def _look_at_load() -> HostFinding | None:
     try:
         load = os.getloadavg()[0]
     except OSError:
@@ -320,8 +322,8 @@ def _look_at_load() -> Finding | None:
     cores = len(allowed_cpus())
     state = f"load {load:.1f} on {cores} CPUs"
     if load < 0.5 * cores:
-        return Finding("other processes", True, state)
-    return Finding(
+        return HostFinding("other processes", True, state)
+    return HostFinding(
         "other processes",
         False,
         state,
@@ -330,14 +332,14 @@ def _look_at_load() -> Finding | None:
     )
 
 
-def _look_at_governor() -> Finding | None:
+def _look_at_governor() -> HostFinding | None:
     try:
         governor = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor").read_text().strip()
     except OSError:
         return None
     if governor in ("performance", "schedutil"):
-        return Finding("frequency governor", True, governor)
-    return Finding(
+        return HostFinding("frequency governor", True, governor)
+    return HostFinding(
         "frequency governor",
         False,
         governor,
@@ -346,7 +348,7 @@ def _look_at_governor() -> Finding | None:
     )
 
 
-def _look_at_numa() -> Finding | None:
+def _look_at_numa() -> HostFinding | None:
     nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))
     if nodes < 2:
         return None
@@ -356,8 +358,8 @@ def _look_at_numa() -> Finding | None:
         for path in Path("/sys/devices/system/node").glob("node[0-9]*/cpulist")
     )
     if spanned < 2:
-        return Finding("memory nodes", True, f"this process is bound to one of {nodes}")
-    return Finding(
+        return HostFinding("memory nodes", True, f"this process is bound to one of {nodes}")
+    return HostFinding(
         "memory nodes",
         False,
         f"this process spans {spanned} memory nodes",

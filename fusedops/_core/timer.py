@@ -79,7 +79,7 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TimingPlan:
     """How long to measure.
 
     Attributes:
@@ -275,7 +275,7 @@ def clock_for(device: torch.device) -> Clock:
 def measure(
     variants: Sequence[Variant],
     clock: Clock,
-    plan: Plan,
+    plan: TimingPlan,
     *,
     seed: int = 0,
     on_round: Callable[[], None] = _nothing,

@@ -84,7 +84,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Table:
+class TuningTable:
     """A whole table.
 
     Attributes:
@@ -108,7 +108,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedTable:
     """What is in force on a device.
 
     Attributes:
@@ -119,7 +119,7 @@ class Loaded:
     """
 
     entries: Mapping[Key, Entry] = field(default_factory=dict)
-    tables: tuple[Table, ...] = ()
+    tables: tuple[TuningTable, ...] = ()
     ignored: tuple[tuple[str, bool], ...] = ()
 
 
@@ -160,7 +160,7 @@ def label(backend: str, config: str | None) -> str:
     return backend if config is None else f"{backend}:{config}"
 
 
-def load(device: torch.device, ops: Collection[str], order: Order) -> Loaded:
+def load(device: torch.device, ops: Collection[str], order: Order) -> LoadedTable:
     """Read the tables for a device, the shipped and the user's own.
 
     Args:
@@ -170,8 +170,8 @@ def load(device: torch.device, ops: Collection[str], order: Order) -> Loaded:
     """
     asked = env.tuning()
     if asked == "off" or device.type not in order:
-        return Loaded()
-    tables: list[Table] = []
+        return LoadedTable()
+    tables: list[TuningTable] = []
     ignored: list[tuple[str, bool]] = []
     for path, own in _paths(device, asked):
         try:
@@ -187,10 +187,10 @@ def load(device: torch.device, ops: Collection[str], order: Order) -> Loaded:
         merged |= _by_key(table.entries)
     usual = (order[device.type][0], None)
     entries = {key: each for key, each in merged.items() if (each.backend, each.config) != usual}
-    return Loaded(entries, tuple(tables), tuple(ignored))
+    return LoadedTable(entries, tuple(tables), tuple(ignored))
 
 
-def parse(data: Any, ops: Collection[str], order: Order) -> Table:
+def parse(data: Any, ops: Collection[str], order: Order) -> TuningTable:
     """Return the table that decoded JSON holds.
 
     Raises:
@@ -208,16 +208,16 @@ def parse(data: Any, ops: Collection[str], order: Order) -> Table:
     if not isinstance(rows, list):
         raise TableError("it has no list of entries")
     measured = data.get("measured", {})
-    table = Table(name, versions, (), measured if isinstance(measured, dict) else {})
+    table = TuningTable(name, versions, (), measured if isinstance(measured, dict) else {})
     backends = order[table.device_type]
     entries = tuple(_entry(number, row, backends) for number, row in enumerate(rows, start=1))
     unknown = sorted({entry.op for entry in entries} - set(ops))
     if unknown:
         raise TableError(f"this fusedops has no op {', '.join(unknown)}")
-    return Table(name, versions, entries, table.measured)
+    return TuningTable(name, versions, entries, table.measured)
 
 
-def dump(table: Table) -> str:
+def dump(table: TuningTable) -> str:
     """Return the text of a table's file: sorted, a line per entry, so that a diff can be read."""
     head = {
         "schema": SCHEMA,
@@ -256,7 +256,7 @@ def _paths(device: torch.device, asked: str | None) -> Iterable[tuple[Path, bool
             yield path / f"{architecture(device)}.json", own
 
 
-def _read(path: Path, ops: Collection[str], order: Order) -> Table:
+def _read(path: Path, ops: Collection[str], order: Order) -> TuningTable:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -264,10 +264,10 @@ def _read(path: Path, ops: Collection[str], order: Order) -> Table:
     except ValueError as error:
         raise TableError(f"it is not valid JSON ({error})") from None
     table = parse(data, ops, order)
-    return Table(table.architecture, table.versions, table.entries, table.measured, path)
+    return TuningTable(table.architecture, table.versions, table.entries, table.measured, path)
 
 
-def _applies(table: Table, device: torch.device) -> bool:
+def _applies(table: TuningTable, device: torch.device) -> bool:
     """Return whether a table is for this type of device.
 
     A GPU's table is judged when a GPU is first used: asking for one at import would start CUDA.

@@ -11,7 +11,7 @@ import torch
 
 from fusedops._core import dtypes
 from fusedops._core.peak import peak_bytes
-from fusedops._core.timer import Clock, CpuClock, Plan, Timing, Variant, measure
+from fusedops._core.timer import Clock, CpuClock, Timing, TimingPlan, Variant, measure
 from fusedops.bench.contenders import (
     COMPILE,
     EAGER,
@@ -29,7 +29,7 @@ from fusedops.specs import BenchCase, Sample, Spec, tensors_in
 _LARGEST_TRUTH = 1 << 28
 # A call on fewer elements than this is all overhead, and too small to be split among threads.
 _TINY = 1 << 13
-_HOST_PLAN = Plan(least=9, most=40, seconds=0.2)
+_HOST_PLAN = TimingPlan(least=9, most=40, seconds=0.2)
 
 Error = tuple[float, float]
 
@@ -50,7 +50,7 @@ class Settings:
     """
 
     device: torch.device
-    plan: Plan
+    plan: TimingPlan
     compiled: bool
     only: Sequence[str]
     all_backends: bool

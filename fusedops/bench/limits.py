@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import torch
 
-from fusedops._core.timer import Clock, Plan, Variant, measure
+from fusedops._core.timer import Clock, TimingPlan, Variant, measure
 
-_PLAN = Plan(least=5, most=15, seconds=0.4)
+_PLAN = TimingPlan(least=5, most=15, seconds=0.4)
 
 
 @dataclass(frozen=True)

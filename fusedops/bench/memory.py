@@ -17,7 +17,7 @@ from torch import nn
 
 import fusedops
 from fusedops import memory
-from fusedops._core.timer import Clock, Plan, Variant, measure
+from fusedops._core.timer import Clock, TimingPlan, Variant, measure
 from fusedops.bench.model_zoo import Family, Size
 from fusedops.memory.layers import lists_of
 from fusedops.memory.measurement.measure import MemoryReport, report
@@ -82,7 +82,7 @@ def run_case(
     dtype: torch.dtype,
     device: torch.device,
     clock: Clock,
-    plan: Plan,
+    plan: TimingPlan,
     say: Callable[[str], None],
 ) -> tuple[list[MemoryRow], dict[str, MemoryReport]]:
     """Measure one model; return a row per policy, and the reports for a picture."""

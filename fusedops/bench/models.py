@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fusedops._core import backends, dtypes
 from fusedops._core.peak import peak_bytes
-from fusedops._core.timer import Clock, Plan, Timing, Variant, measure
+from fusedops._core.timer import Clock, Timing, TimingPlan, Variant, measure
 from fusedops.bench.cases import lead
 from fusedops.bench.contenders import AUTOMATIC, COMPILE, EAGER, is_ours
 from fusedops.bench.limits import Limits, Work
@@ -48,7 +48,7 @@ class Settings:
     """
 
     device: torch.device
-    plan: Plan
+    plan: TimingPlan
     compiled: bool
     memory: bool
     allocator: str

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from fusedops._core.timer import Plan
+from fusedops._core.timer import TimingPlan
 from fusedops.bench import machine
 from fusedops.bench.limits import Limits
 from fusedops.terminal import files
@@ -132,7 +132,7 @@ def now() -> str:
 
 def record_of(
     here: dict[str, Any],
-    plan: Plan,
+    plan: TimingPlan,
     limits: Limits,
     rows: Sequence[Row],
     notes: Sequence[str],

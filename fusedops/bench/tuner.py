@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedops._core import backends, host, tuning
 from fusedops._core.architecture import architecture
-from fusedops._core.timer import Clock, Plan, Variant, clock_for, measure
+from fusedops._core.timer import Clock, TimingPlan, Variant, clock_for, measure
 from fusedops.bench import machine
 from fusedops.bench.cases import tiny_sample
 from fusedops.bench.contenders import Call
@@ -79,7 +79,7 @@ def measure_table(
     seconds: float,
     threads: int,
     allocator: str,
-) -> tuple[tuning.Table, list[str]]:
+) -> tuple[tuning.TuningTable, list[str]]:
     """Measure ops at the sizes of ``plan``, and on a call so small that it is all overhead.
 
     Args:
@@ -101,7 +101,9 @@ def measure_table(
     if allocator == "tuned":
         host.tune_host(threads=torch.get_num_threads())
     device = torch.empty(0, device=device).device  # a GPU's index, as tensors have it
-    timing = Plan(least=5, most=15, seconds=seconds / 4) if quick else Plan(seconds=seconds)
+    timing = (
+        TimingPlan(least=5, most=15, seconds=seconds / 4) if quick else TimingPlan(seconds=seconds)
+    )
     measured, notes = _measure_all(plan, [getattr(torch, name) for name in names], device, timing)
     entries = []
     for key in dict.fromkeys(each.key for each in measured):
@@ -124,14 +126,14 @@ def measure_table(
         "created": now(),
     }
     known = {name: versions[name] for name in _VERSIONS if name in versions}
-    return tuning.Table(architecture(device), known, tuple(entries), settings), notes
+    return tuning.TuningTable(architecture(device), known, tuple(entries), settings), notes
 
 
 def _measure_all(
     plan: Sequence[tuple[Spec, BenchCase]],
     dtypes: Sequence[torch.dtype],
     device: torch.device,
-    timing: Plan,
+    timing: TimingPlan,
 ) -> tuple[list[Measured], list[str]]:
     clock = clock_for(device)
     measured: list[Measured] = []
@@ -162,7 +164,7 @@ def _measure_all(
     return measured, notes
 
 
-def deliver(table: tuning.Table, notes: Sequence[str], path: Path) -> None:
+def deliver(table: tuning.TuningTable, notes: Sequence[str], path: Path) -> None:
     """Write a table; show its entries first: a full disk must not cost them."""
     from rich.table import Table
     from rich.text import Text
@@ -186,7 +188,7 @@ def deliver(table: tuning.Table, notes: Sequence[str], path: Path) -> None:
 
 
 def measure_case(
-    spec: Spec, sample: Sample, device: torch.device, clock: Clock, plan: Plan
+    spec: Spec, sample: Sample, device: torch.device, clock: Clock, plan: TimingPlan
 ) -> tuple[list[Measured], list[str]]:
     """Time the backends of an op's forward and backward against each other on one call.
 
@@ -255,7 +257,7 @@ def _compare(
     run: Callable[[Any], Any],
     device: torch.device,
     clock: Clock,
-    plan: Plan,
+    plan: TimingPlan,
 ) -> Measured | None:
     """Time all that can run; ``None`` when there is no choice."""
 

@@ -23,6 +23,7 @@ from torch import nn
 from fusedops._core import checks
 from fusedops.checkpoint import folder as folders
 from fusedops.checkpoint import generators, reasons, tensors
+from fusedops.parallel.collective_errors import gather_errors, raise_on_all
 
 _log = logging.getLogger(__name__)
 _OP = "Checkpointer"
@@ -205,12 +206,8 @@ class Checkpointer:
         checks.integer(_OP, "step", step, least=0)
         checks.flag(_OP, "block", block)
         self.wait()
-        mine, problem = b"", None
-        try:
+        with raise_on_all(TypeError, lambda errors: TypeError(self._joined(errors)), self._group):
             mine = self._of_rank(step, data, extra)
-        except TypeError as error:
-            problem = str(error)
-        self._raise_together(TypeError, problem)
         problem = None
         places = None
         if self._rank == 0:
@@ -463,19 +460,15 @@ class Checkpointer:
         parts = [_unpacked((each / _file_of(rank)).read_bytes()) for rank in range(saved)]
         mine = parts[self._rank] if self._rank < saved else parts[0]
         missing = sorted(self._stateful.keys() - mine["stateful"].keys())
-        problem = None
-        if missing:
-            has = ", ".join(sorted(mine["stateful"])) or "none"
-            problem = f"{each} has no state of {', '.join(missing)}; beside model and optimizer "
-            problem += f"it has {has}"
         names = {name for of_rank in self._gather(self._state.names()) for name in of_rank}
-        loading = None
-        try:
+        with raise_on_all(ValueError, lambda errors: ValueError(self._joined(errors)), self._group):
             loading = self._state.prepare(each, names, mine["groups"], flat=record["flat"])
-        except ValueError as error:
-            problem = problem or str(error)
-        self._raise_together(ValueError, problem)
-        assert loading is not None
+            if missing:
+                has = ", ".join(sorted(mine["stateful"])) or "none"
+                raise ValueError(
+                    f"{each} has no state of {', '.join(missing)}; beside model and optimizer it "
+                    f"has {has}"
+                )
         self._state.load(loading, self._group)
         for name, target in self._stateful.items():
             target.load_state_dict(mine["stateful"][name])
@@ -511,12 +504,6 @@ class Checkpointer:
         if problem is not None:
             raise self._failed(step, problem)
 
-    def _raise_together(self, kind: type[Exception], problem: str | None) -> None:
-        """Raise on all ranks if one has a problem: none may wait for another that has left."""
-        told = self._agree(problem)
-        if told is not None:
-            raise kind(told)
-
     def _raise_failure(self) -> None:
         failure, self._failure = self._failure, None
         if failure is not None:
@@ -524,13 +511,11 @@ class Checkpointer:
 
     def _agree(self, problem: str | None) -> str | None:
         """Return the problems of all ranks, ``None`` where no rank has one."""
-        told = self._gather(problem)
-        found = [
-            f"rank {rank}: {each}" if self._ranks > 1 else each
-            for rank, each in enumerate(told)
-            if each is not None
-        ]
-        return "; ".join(found) or None
+        return self._joined(gather_errors(problem, self._group)) or None
+
+    def _joined(self, errors: dict[int, str]) -> str:
+        named = self._ranks > 1
+        return "; ".join(f"rank {rank}: {text}" if named else text for rank, text in errors.items())
 
     def _differs(self, names: Any) -> bool:
         """Whether ranks have parameters of other names, as the stages of a pipeline do."""

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fusedops._core import backends
-from fusedops._core.timer import BriefClock, Clock, Plan, Variant, clock_for, measure
+from fusedops._core.timer import BriefClock, Clock, TimingPlan, Variant, clock_for, measure
 from fusedops.bench.contenders import AUTOMATIC, EAGER, Call, Contender, backend_of
 from fusedops.ops.linear_act import linear_act
 from fusedops.specs import BenchCase, all_specs
@@ -214,7 +214,7 @@ def _rate(
         after = backends.counters()
         variants = [Variant(EAGER, lambda _: theirs()), Variant(AUTOMATIC, lambda _: ours())]
         rounds = max(0.0, seconds - (time.perf_counter() - start))
-        timing = measure(variants, clock, Plan(1, _MOST_ROUNDS, rounds))
+        timing = measure(variants, clock, TimingPlan(1, _MOST_ROUNDS, rounds))
     except RuntimeError as error:
         return Rate(what, _short(dtype), problem=_line(error))
     ran = {backend for (op, backend), n in after.items() if n > before.get((op, backend), 0)}

@@ -25,7 +25,7 @@ from fusedops.generation.sampling import gathers
 from fusedops.models import Transformer
 from fusedops.models.parallelization.engine import parallelized
 from fusedops.nn import MoE
-from fusedops.parallel.tensor.vocabulary import SplitWords
+from fusedops.parallel.tensor.vocabulary import VocabParallelProjection
 
 _OP = "Decoder"
 
@@ -178,12 +178,12 @@ class Decoder:
 
         def project(x_1TH: torch.Tensor, *parameters: Any) -> torch.Tensor:
             split = self._split
-            x_1TH = x_1TH if split is None else split.enter(x_1TH)
+            x_1TH = x_1TH if split is None else split.gather_hidden(x_1TH)
             x_1RH = x_1TH if all_are else x_1TH[:, asked_R]
             if split is None:
                 return before(x_1RH, *parameters)
-            part_1RW = split.part(x_1RH, *parameters)
-            return part_1RW if self.words is not None else split.joined(part_1RW)
+            part_1RW = split.local_logits(x_1RH, *parameters)
+            return part_1RW if self.words is not None else split.gather_logits(part_1RW)
 
         before: Any = None if self.model.head is None else self.model.head.project
         with self._mode(), self._standing_in(call, project):
@@ -270,10 +270,10 @@ def device_of(model: nn.Module) -> torch.device:
     return next(model.parameters()).device
 
 
-def split_words(model: Any) -> SplitWords | None:
+def split_words(model: Any) -> VocabParallelProjection | None:
     """Return how ``tp`` divides the words; ``None``: they are whole, or of another stage."""
     project = None if model.head is None else model.head.project
-    return project if isinstance(project, SplitWords) else None
+    return project if isinstance(project, VocabParallelProjection) else None
 
 
 def check_model(op: str, model: Any) -> None:

@@ -19,7 +19,7 @@ import torch
 
 from fusedops._core.philox import philox4x32
 from fusedops.generation.options import Options, Stream
-from fusedops.parallel.tensor.vocabulary import SplitWords, largest
+from fusedops.parallel.tensor.vocabulary import VocabParallelProjection, largest
 
 _LOW = 0xFFFFFFFF
 # Draws are made for so many places at once: a hundred small operations each time.
@@ -48,7 +48,7 @@ class Chooser:
         streams: Sequence[Stream],
         words: int,
         device: torch.device,
-        split: SplitWords | None = None,
+        split: VocabParallelProjection | None = None,
     ) -> None:
         self._options, self._split = options, split
         self._lengths = [len(each) for each in prompts]
@@ -82,7 +82,7 @@ class Chooser:
         options, seen_RV = self._options, self._seen
         if seen_RV is not None:
             if self._split is not None:
-                words = self._split.words
+                words = self._split.vocab
                 seen_RV = seen_RV[:, words.start : words.stop]
             logits_RV = penalised(logits_RV.float(), seen_RV, options.repetition_penalty)
         if options.temperature == 0.0:
@@ -128,20 +128,20 @@ def uniforms(
     return ((high << 21) | (low >> 11)).double() * 2.0**-53
 
 
-def gathers(options: Options, split: SplitWords) -> bool:
+def gathers(options: Options, split: VocabParallelProjection) -> bool:
     """Whether tokens are chosen from the logits of all words, rather than from the best of each."""
     if options.beams > 1:
         return True
     count = 1 if options.temperature == 0.0 else options.top_k or split.vocab_size
     # What is sent of a candidate is as large as four logits.
-    return 4 * count >= split.widest
+    return 4 * count >= split.max_local_size
 
 
 def likeliest(
-    values_RV: torch.Tensor, count: int, split: SplitWords | None
+    values_RV: torch.Tensor, count: int, split: VocabParallelProjection | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the largest values of each row, the largest first, and the words that have them."""
-    return largest(values_RV, count) if split is None else split.best(values_RV, count)
+    return largest(values_RV, count) if split is None else split.topk(values_RV, count)
 
 
 def checked(largest_R1: torch.Tensor, tokens_R1: torch.Tensor) -> torch.Tensor:
@@ -153,7 +153,7 @@ def draw(
     logits_RV: torch.Tensor,
     draws_R: torch.Tensor,
     options: Options,
-    split: SplitWords | None = None,
+    split: VocabParallelProjection | None = None,
 ) -> torch.Tensor:
     """Return the token that each row's draw picks, ``[R]`` int64, as ``Chooser.choose`` does."""
     words = logits_RV.shape[-1] if split is None else split.vocab_size

@@ -20,9 +20,10 @@ import triton
 import triton.language as tl
 
 from fusedops._core import philox
+from fusedops._core.architecture import compute_capability
 from fusedops.kernels import _launch, _norm, bias_dropout_add
 from fusedops.kernels._device import dropout
-from fusedops.kernels._norm import MAX_FUSED, Kind
+from fusedops.kernels._norm import MAX_FUSED, NormVariant
 from fusedops.kernels._norm_rows import (
     affine,
     load_row,
@@ -163,7 +164,7 @@ def _backward_kernel(
 
 
 def forward(
-    kind: Kind,
+    kind: NormVariant,
     input: torch.Tensor,
     residual: torch.Tensor,
     normalized_shape: Sequence[int],
@@ -219,7 +220,7 @@ def forward(
 
 
 def backward(
-    kind: Kind,
+    kind: NormVariant,
     grad_normed: torch.Tensor | None,
     grad_summed: torch.Tensor | None,
     summed: torch.Tensor,
@@ -274,7 +275,7 @@ def backward(
     dx = torch.empty_like(x, dtype=input_dtype) if wants_input else None
     dresidual = torch.empty_like(x) if wants_residual else None
     block_n = triton.next_power_of_2(num_cols)
-    options = _launch.row_options(2 * block_n)
+    options = _backward_options(block_n, newest=(compute_capability(x.device) or (0,))[0] == 12)
     programs = _launch.row_programs(x.device, num_rows, options["num_warps"])
     parts = [
         x.new_empty((programs, num_cols), dtype=torch.float32) if wanted else None
@@ -311,6 +312,12 @@ def backward(
     return dx, dresidual, dweight, dbias
 
 
+def _backward_options(block_n: int, *, newest: bool) -> dict[str, Any]:
+    """Return launch options; 16 warps spill rows of 8192 on sm_120 (``newest``), Triton 3.6."""
+    options = _launch.row_options(2 * block_n)
+    return options | ({"num_warps": 32} if newest and block_n > 4096 else {})
+
+
 def static_report_cases(centred: bool) -> list[dict[str, Any]]:
     """Return the configurations whose registers, spills and instructions are kept on record."""
     half = ("x", "residual", "weight", "bias", "y", "summed", "dy", "dsummed", "dx", "dresidual")
@@ -331,10 +338,19 @@ def static_report_cases(centred: bool) -> list[dict[str, Any]]:
         for cols in (1024, 4096, 8192, 16384):
             sizes, options = drawn | {"BLOCK_N": cols}, _launch.row_options(cols)
             of_mode.append(_launch.report_case(_forward_kernel, types, sizes, options))
-        for cols in (1024, 4096, 8192):
-            sizes, options = drawn | {"BLOCK_N": cols}, _launch.row_options(2 * cols)
-            walk = _launch.resident(options["num_warps"])
-            case = _launch.report_case(_backward_kernel, types, sizes, options, resident=walk)
+        # Rows of 8192 have launch options of their own on sm_120.
+        of_chips = ((1024, None), (4096, None), (8192, (80, 90, 100)), (8192, (120,)))
+        for cols, chips in of_chips:
+            sizes = drawn | {"BLOCK_N": cols}
+            options = _backward_options(cols, newest=chips == (120,))
+            case = _launch.report_case(
+                _backward_kernel,
+                types,
+                sizes,
+                options,
+                resident=_launch.resident(options["num_warps"]),
+                capabilities=chips,
+            )
             of_mode.append(case)
         label = f"{'centred' if centred else 'not centred'}, dropout {mode}"
         cases += [case | {"label": f"{case['label']}, {label}"} for case in of_mode]

@@ -23,7 +23,7 @@ from fusedops.kernels import _launch
 from fusedops.kernels._attention_backward_keys import keys_kernel
 from fusedops.kernels._attention_backward_queries import queries_kernel
 from fusedops.kernels._attention_device import load_tile
-from fusedops.kernels._attention_launch import Call, blocks, heads_inside, readable
+from fusedops.kernels._attention_launch import AttentionCall, blocks, heads_inside, readable
 
 _DELTA_OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
 
@@ -80,7 +80,7 @@ def delta_kernel(
 
 
 def backward(
-    call: Call,
+    call: AttentionCall,
     grad_output: torch.Tensor | None,
     grad_lse: torch.Tensor | None,
     output: torch.Tensor,
@@ -91,7 +91,8 @@ def backward(
 ) -> tuple[torch.Tensor | None, ...]:
     """Launch the backward; returns the gradients of query, key, value, mask and sinks.
 
-    Tensors as in ``Call``: ``[B, H, Sq, ...]``; gradients lie in memory as ``[B, S, H, D]``.
+    Tensors as in ``AttentionCall``: ``[B, H, Sq, ...]``; gradients lie in memory as ``[B, S, H,
+    D]``.
     """
     query, key, value = call.query, call.key, call.value
     wants_query, wants_key, wants_value, wants_mask, wants_sinks = output_mask
@@ -168,7 +169,7 @@ def new_heads_inside(like: torch.Tensor) -> torch.Tensor:
     return like.new_empty(batch, rows, heads, size).transpose(1, 2)
 
 
-def _new_scores(call: Call) -> torch.Tensor:
+def _new_scores(call: AttentionCall) -> torch.Tensor:
     """Return where the gradient of the scores is written; zero where no program writes.
 
     Float32, for the sum over the dims that the mask does not have; a whole mask takes it as it is.

@@ -30,7 +30,7 @@ from fusedops.kernels._attention_device import (
     stretch,
     within,
 )
-from fusedops.kernels._attention_launch import NOT_SPECIALIZED, Call, blocks
+from fusedops.kernels._attention_launch import NOT_SPECIALIZED, AttentionCall, blocks
 from fusedops.kernels._device import split
 
 
@@ -290,7 +290,7 @@ def forward_kernel(
         tl.store(parts + 1, tl.log2(divisor), mask=row < rows - start)
 
 
-def forward(call: Call, keep_remainder: bool) -> tuple[torch.Tensor, ...]:
+def forward(call: AttentionCall, keep_remainder: bool) -> tuple[torch.Tensor, ...]:
     """Launch the forward.
 
     Returns output ``[B, H, Sq, Dv]`` (heads inside), log-sum-exp, what the output's rounding took,

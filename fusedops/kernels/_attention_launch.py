@@ -151,7 +151,7 @@ _FLOAT32: _Blocks = {
 
 
 @dataclass(frozen=True)
-class Call:
+class AttentionCall:
     """One attention over dense batches or packed sequences, as the kernels see it.
 
     Attributes:
@@ -316,7 +316,7 @@ def broadcast_strides(tensor: torch.Tensor) -> list[int]:
 
 
 def blocks(
-    kernel: str, call: Call, arguments: dict[str, Any]
+    kernel: str, call: AttentionCall, arguments: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """Return arguments, block sizes and launch options of "forward", "keys" or "queries".
 

@@ -14,13 +14,13 @@ from collections.abc import Sequence
 import torch
 
 from fusedops._core import launch_plans
-from fusedops.kernels._attention_launch import Call, heads_inside, readable
+from fusedops.kernels._attention_launch import AttentionCall, heads_inside, readable
 
 DENSE = ("cudnn", "flash")
 PACKED = ("flash",)
 
 
-def serves(config: str | None, call: Call) -> bool:
+def serves(config: str | None, call: AttentionCall) -> bool:
     """Return whether a configuration runs this call by torch's kernel.
 
     Plain is: no mask, ALiBi, sinks, dropout, soft-cap or window, half precision, one head size, a
@@ -42,7 +42,7 @@ def serves(config: str | None, call: Call) -> bool:
     return query.numel() > 0 and key.numel() > 0 and _takes(config, call)
 
 
-def _takes(config: str, call: Call) -> bool:
+def _takes(config: str, call: AttentionCall) -> bool:
     """Return whether this torch, on this GPU, has the kernel for these tensors."""
     launch_plans.depends_on("which of its kernels torch may use")
     if not call.query.is_cuda:
@@ -56,7 +56,7 @@ def _takes(config: str, call: Call) -> bool:
 
 
 def forward(
-    config: str, call: Call, keep_remainder: bool
+    config: str, call: AttentionCall, keep_remainder: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Run the forward; results are those of ``_attention_forward.forward``."""
     causal = call.right == 0
@@ -84,7 +84,7 @@ def forward(
     return output, lse.contiguous(), remainder, lse.new_empty(0)
 
 
-def serves_backward(config: str | None, call: Call, grad_lse: torch.Tensor | None) -> bool:
+def serves_backward(config: str | None, call: AttentionCall, grad_lse: torch.Tensor | None) -> bool:
     """Return whether a configuration runs this backward by torch's kernel.
 
     Not where the log-sum-exp has a gradient, which torch's takes none for, nor where deterministic
@@ -98,7 +98,7 @@ def serves_backward(config: str | None, call: Call, grad_lse: torch.Tensor | Non
 
 def backward(
     config: str,
-    call: Call,
+    call: AttentionCall,
     grad_output: torch.Tensor,
     output: torch.Tensor,
     lse: torch.Tensor,
@@ -142,7 +142,7 @@ def _packed(tensor: torch.Tensor) -> torch.Tensor:
     return packed if packed.stride(2) == 1 else packed.contiguous()
 
 
-def _tables(call: Call) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+def _tables(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor, int, int]:
     """Return where packed sequences end, in int32, and the longest lengths."""
     assert call.ends is not None
     ends_q, ends_k = (each.to(torch.int32) for each in call.ends)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 
-class Options(NamedTuple):
+class LossOptions(NamedTuple):
     """The numbers of the loss as the registered ops take them; ``softcap`` 0 is none."""
 
     ignore_index: int
@@ -35,9 +35,9 @@ class CrossEntropy(NamedTuple):
     dtype: torch.dtype
 
     @property
-    def options(self) -> Options:
+    def options(self) -> LossOptions:
         """Return the numbers of the loss."""
-        return Options(self.ignore_index, self.label_smoothing, self.z_loss, self.softcap)
+        return LossOptions(self.ignore_index, self.label_smoothing, self.z_loss, self.softcap)
 
 
 class LinearCrossEntropy(NamedTuple):
@@ -66,9 +66,9 @@ class LinearCrossEntropy(NamedTuple):
         return self.all_classes or self.weight.shape[0]
 
     @property
-    def options(self) -> Options:
+    def options(self) -> LossOptions:
         """Return the numbers of the loss."""
-        return Options(self.ignore_index, self.label_smoothing, self.z_loss, self.softcap)
+        return LossOptions(self.ignore_index, self.label_smoothing, self.z_loss, self.softcap)
 
 
 Arguments = TypeVar("Arguments", CrossEntropy, LinearCrossEntropy)

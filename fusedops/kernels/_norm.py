@@ -252,7 +252,7 @@ def _backward_parameters_long_kernel(
 
 
 @dataclass(frozen=True)
-class Kind:
+class NormVariant:
     """How a norm differs from its neighbours."""
 
     centred: bool
@@ -266,16 +266,16 @@ class Kind:
         return torch.promote_types(dtype, weight.dtype)
 
 
-LAYER_NORM = Kind(centred=True)
+LAYER_NORM = NormVariant(centred=True)
 
 
-def rms_kind(weight_offset: float, rounding: str) -> Kind:
+def rms_kind(weight_offset: float, rounding: str) -> NormVariant:
     """Return the kind of an RMS norm."""
-    return Kind(centred=False, weight_offset=weight_offset, round_first=rounding == "hf")
+    return NormVariant(centred=False, weight_offset=weight_offset, round_first=rounding == "hf")
 
 
 def forward(
-    kind: Kind,
+    kind: NormVariant,
     input: torch.Tensor,
     normalized_shape: Sequence[int],
     weight: torch.Tensor | None,
@@ -324,7 +324,7 @@ def forward(
 
 
 def backward(
-    kind: Kind,
+    kind: NormVariant,
     grad_output: torch.Tensor,
     input: torch.Tensor,
     weight: torch.Tensor | None,

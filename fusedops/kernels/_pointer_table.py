@@ -84,7 +84,7 @@ _OF_PROCESS = Captures()
 _ACTIVE: contextvars.ContextVar[Captures | None] = contextvars.ContextVar("captures", default=None)
 
 
-class Table:
+class PointerTable:
     """The table of the tensors of one launch, for one call or for many.
 
     Attributes:

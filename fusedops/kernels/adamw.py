@@ -194,7 +194,7 @@ DATA_ARGUMENTS = 6
 
 
 @dataclass
-class Launch:
+class StepLaunch:
     """One launch of the step: the tensors of one mixture of dtypes, and what all of them share.
 
     Attributes:
@@ -207,7 +207,7 @@ class Launch:
         draws: whether float32 becomes bfloat16 by stochastic rounding.
     """
 
-    table: _pointer_table.Table
+    table: _pointer_table.PointerTable
     members: torch.Tensor
     dtypes: tuple[torch.dtype, ...]
     vectorizes: bool
@@ -289,7 +289,7 @@ def launches(
     steps: list[torch.Tensor],
     draws: Sequence[int],
     weight_decays: Sequence[float],
-) -> list[Launch]:
+) -> list[StepLaunch]:
     """Return the launches of a step, whose tensors are those of ``fusedops::adamw``."""
     lists = (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, copies)
     kinds: dict[tuple[Any, ...], list[int]] = {}
@@ -311,8 +311,8 @@ def launches(
         decays = torch.tensor([weight_decays[i] for i in members], dtype=torch.float64)
         table[:, _DECAY] = decays.view(torch.int64)
         made.append(
-            Launch(
-                _pointer_table.Table(table, sizes, params[0].device),
+            StepLaunch(
+                _pointer_table.PointerTable(table, sizes, params[0].device),
                 torch.tensor(members),
                 dtypes,
                 vectorizes,

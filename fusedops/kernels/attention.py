@@ -17,7 +17,7 @@ from fusedops.kernels import (
     _attention_report,
     _attention_torch,
 )
-from fusedops.kernels._attention_launch import Call, unsupported
+from fusedops.kernels._attention_launch import AttentionCall, unsupported
 
 
 def configs() -> tuple[str, ...]:
@@ -138,10 +138,10 @@ def _call(
     sinks: torch.Tensor | None,
     seed: torch.Tensor | None,
     *numbers: Any,
-) -> Call:
+) -> AttentionCall:
     rows, keys = query.shape[2], key.shape[2]
     tensors = (query, key, value, attn_mask, alibi_slopes, sinks, seed)
-    return Call(*tensors, None, rows, keys, *numbers)
+    return AttentionCall(*tensors, None, rows, keys, *numbers)
 
 
 def static_report_cases() -> list[dict[str, Any]]:

@@ -339,7 +339,8 @@ def _blocks(
     if generation == 120 and block_m == 64:
         block_n = 32  # 64 keys would spill there
     if max(widths) > 128:
-        block_m, block_n = min(block_m, 32), 32
+        # 32 keys would spill on sm_120 under Triton 3.8 and 3.9.
+        block_m, block_n = min(block_m, 32), 16 if generation == 120 else 32
     if dtype == torch.float32:
         block_m, block_n, stages = 16, 32 if max(widths) <= 128 else 16, 2
     sizes = {

@@ -16,7 +16,7 @@ from fusedops.kernels import (
     _attention_report,
     _attention_torch,
 )
-from fusedops.kernels._attention_launch import Call, unsupported
+from fusedops.kernels._attention_launch import AttentionCall, unsupported
 
 
 def configs() -> tuple[str, ...]:
@@ -120,9 +120,9 @@ def _call(
     seed: torch.Tensor | None,
     tables: tuple[torch.Tensor, torch.Tensor],
     *numbers: Any,
-) -> Call:
+) -> AttentionCall:
     tensors = (_one_batch(query), _one_batch(key), _one_batch(value))
-    return Call(*tensors, None, alibi_slopes, sinks, seed, tables, *numbers)
+    return AttentionCall(*tensors, None, alibi_slopes, sinks, seed, tables, *numbers)
 
 
 def _one_batch(tensor: torch.Tensor) -> torch.Tensor:

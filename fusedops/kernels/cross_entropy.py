@@ -23,7 +23,7 @@ import triton.language as tl
 
 from fusedops.kernels import _launch
 from fusedops.kernels._device import LOG2E, exp, reciprocal
-from fusedops.kernels._loss_arguments import CrossEntropy, Options, of_backward
+from fusedops.kernels._loss_arguments import CrossEntropy, LossOptions, of_backward
 
 _BLOCK = 4096
 _OPTIONS = {"num_warps": 8, "num_stages": 1, "enable_fp_fusion": True}
@@ -246,7 +246,7 @@ class Pieces:
         self,
         target: torch.Tensor,
         num_classes: int,
-        options: Options,
+        options: LossOptions,
         *,
         several: bool,
         all_classes: int,
@@ -314,7 +314,7 @@ def logits_gradient(
     first_class: int,
     num_classes: int,
     all_classes: int,
-    options: Options,
+    options: LossOptions,
 ) -> None:
     """Write the gradient of a piece of logits ``[rows, classes of the piece]`` to ``out``.
 

@@ -59,7 +59,7 @@ def _sums_kernel(table_ptr, parts_ptr, sums_ptr, COLUMNS: tl.constexpr, BLOCK: t
 
 
 @dataclass
-class Launch:
+class SumsLaunch:
     """The two launches for the tensors of one dtype.
 
     Attributes:
@@ -69,7 +69,7 @@ class Launch:
         vectorizes: whether all may be read by vectors to the end.
     """
 
-    table: _pointer_table.Table
+    table: _pointer_table.PointerTable
     dtype: torch.dtype
     vectorizes: bool
 
@@ -98,7 +98,7 @@ class Launch:
             )
 
 
-def launches(inputs: Sequence[torch.Tensor]) -> list[Launch]:
+def launches(inputs: Sequence[torch.Tensor]) -> list[SumsLaunch]:
     """Return the launches for dense tensors."""
     kinds: dict[tuple[torch.dtype, bool], list[int]] = {}
     for i, each in enumerate(inputs):
@@ -110,8 +110,8 @@ def launches(inputs: Sequence[torch.Tensor]) -> list[Launch]:
         parts = torch.tensor([triton.cdiv(size, BLOCK) for size in sizes])
         columns = [torch.tensor(sizes), torch.tensor(members), parts.cumsum(0) - parts]
         rows = torch.stack([_pointer_table.addresses(chosen)[:, 0], *columns], dim=1)
-        table = _pointer_table.Table(rows, sizes, chosen[0].device)
-        made.append(Launch(table, dtype, vectorizes))
+        table = _pointer_table.PointerTable(rows, sizes, chosen[0].device)
+        made.append(SumsLaunch(table, dtype, vectorizes))
     return made
 
 

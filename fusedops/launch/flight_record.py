@@ -103,7 +103,7 @@ def _dumps(**options: bool) -> list[dict[str, Any]]:
     return [json.loads(getattr(_c10d, name)(**options)) for name in names if hasattr(_c10d, name)]
 
 
-def _entry(call: shared_memory.Call) -> dict[str, Any]:
+def _entry(call: shared_memory.CollectiveCall) -> dict[str, Any]:
     """Return it as torch's recorder tells its own."""
     name, told = call.group
     return {

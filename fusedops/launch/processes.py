@@ -25,6 +25,7 @@ from torch.distributed.rendezvous import rendezvous
 from fusedops._core import env, host
 from fusedops._core.checks import UnsupportedError
 from fusedops.launch.config_table import InputError
+from fusedops.parallel.collective_errors import raise_on_all
 from fusedops.parallel.comm import collectives
 
 # What the other processes get to end by themselves when one has ended badly after a signal: as
@@ -57,14 +58,9 @@ class Ranks:
 
         What is inside must not communicate.
         """
-        problem = None
-        try:
+        group = dist.group.WORLD if self.size > 1 else None
+        with raise_on_all(_MISTAKES, lambda errors: InputError(next(iter(errors.values()))), group):
             yield
-        except _MISTAKES as error:
-            problem = str(error)
-        first = next((each for each in self.gathered(problem) if each is not None), None)
-        if first is not None:
-            raise InputError(first)
 
     def gathered(self, value: Any) -> list[Any]:
         """Return what each rank gave, on all ranks."""

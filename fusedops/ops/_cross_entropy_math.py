@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from fusedops._core import checks, dtypes
-from fusedops.kernels._loss_arguments import Options
+from fusedops.kernels._loss_arguments import LossOptions
 
 REDUCTIONS = ("none", "mean", "sum")
 
@@ -114,7 +114,7 @@ def capped(logits: torch.Tensor, softcap: float) -> torch.Tensor:
 
 
 def row_losses(
-    y: torch.Tensor, target: torch.Tensor, options: Options, all_classes: int = 0
+    y: torch.Tensor, target: torch.Tensor, options: LossOptions, all_classes: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return loss and log-sum-exp per row (0 where ignored) and the count of rows not ignored.
 
@@ -137,7 +137,7 @@ def row_losses(
 
 
 def _part_loss(
-    y: torch.Tensor, lse: torch.Tensor, target: torch.Tensor, options: Options, all_classes: int
+    y: torch.Tensor, lse: torch.Tensor, target: torch.Tensor, options: LossOptions, all_classes: int
 ) -> torch.Tensor:
     """Return the loss of rows whose classes are a part of all."""
     here = (target >= 0) & (target < y.shape[-1])
@@ -152,7 +152,7 @@ def logits_gradient(
     grad_loss: torch.Tensor,
     logits: torch.Tensor,
     target: torch.Tensor,
-    options: Options,
+    options: LossOptions,
     all_classes: int = 0,
     lse: torch.Tensor | None = None,
 ) -> torch.Tensor:

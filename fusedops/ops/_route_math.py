@@ -13,7 +13,7 @@ import torch
 from fusedops._core import dtypes, philox
 
 
-class Rule(NamedTuple):
+class SelectionRule(NamedTuple):
     """How one token chooses, in the order of the arguments of ``fusedops::moe_route``."""
 
     score: str
@@ -55,7 +55,9 @@ def scores(x: torch.Tensor, score: str) -> torch.Tensor:
     return torch.sigmoid(x) if score == "sigmoid" else softmax(x)
 
 
-def choose(x: torch.Tensor, bias: torch.Tensor | None, top_k: int, rule: Rule) -> torch.Tensor:
+def choose(
+    x: torch.Tensor, bias: torch.Tensor | None, top_k: int, rule: SelectionRule
+) -> torch.Tensor:
     """Return the int32 ids ``[T, top_k]`` of the best experts, best first.
 
     Scores rise with the logits: unless something is added to them the logits decide, which makes
@@ -75,13 +77,13 @@ def choose(x: torch.Tensor, bias: torch.Tensor | None, top_k: int, rule: Rule) -
     return order[:, :top_k].to(torch.int32).contiguous()
 
 
-def by_score(has_bias: bool, rule: Rule) -> bool:
+def by_score(has_bias: bool, rule: SelectionRule) -> bool:
     """Return whether scores decide, not logits."""
     sums = rule.topk_groups < rule.num_groups and rule.group_score == "top2_sum"
     return has_bias or sums
 
 
-def _allowed(keys: torch.Tensor, rule: Rule) -> torch.Tensor:
+def _allowed(keys: torch.Tensor, rule: SelectionRule) -> torch.Tensor:
     """Return which experts stand in the best groups, ``[T, E]`` bool."""
     tokens, experts = keys.shape
     groups = keys.view(tokens, rule.num_groups, experts // rule.num_groups)
@@ -95,7 +97,7 @@ def _allowed(keys: torch.Tensor, rule: Rule) -> torch.Tensor:
     return allowed.repeat_interleave(groups.shape[-1], dim=1)
 
 
-def probabilities(x: torch.Tensor, expert_ids: torch.Tensor, rule: Rule) -> torch.Tensor:
+def probabilities(x: torch.Tensor, expert_ids: torch.Tensor, rule: SelectionRule) -> torch.Tensor:
     """Return the weight of each choice before dropping."""
     ids = expert_ids.long()
     if rule.score == "sigmoid":
@@ -111,7 +113,7 @@ def probabilities(x: torch.Tensor, expert_ids: torch.Tensor, rule: Rule) -> torc
 
 
 def gradient(
-    grad_probs: torch.Tensor, x: torch.Tensor, expert_ids: torch.Tensor, rule: Rule
+    grad_probs: torch.Tensor, x: torch.Tensor, expert_ids: torch.Tensor, rule: SelectionRule
 ) -> torch.Tensor:
     """Return the gradient of the prepared logits ``x`` from that of undropped weights.
 

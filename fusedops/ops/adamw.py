@@ -46,7 +46,7 @@ class Draw:
 
 
 @dataclass
-class Batch:
+class TensorLists:
     """The tensors of a step. A list is empty, or as long as ``params``.
 
     All tensors of a parameter have its shape and its strides, without gaps.
@@ -75,7 +75,7 @@ class Batch:
 
 
 def adamw(
-    batch: Batch,
+    batch: TensorLists,
     *,
     lr: float | torch.Tensor,
     betas: tuple[float, float],
@@ -150,7 +150,7 @@ class RepeatedBatch:
         batch: the batch that ``adamw`` has just updated; no reference to its tensors is stored.
     """
 
-    def __init__(self, batch: Batch) -> None:
+    def __init__(self, batch: TensorLists) -> None:
         from fusedops.kernels import adamw as kernels
 
         draws = [number for each in batch.draws for number in _numbers(each)]
@@ -161,7 +161,7 @@ class RepeatedBatch:
         self.device = batch.params[0].device
 
     @staticmethod
-    def serves(batch: Batch) -> bool:
+    def serves(batch: TensorLists) -> bool:
         """Return whether Triton serves the batch."""
         if batch.params[0].device.type == "cpu" and backends.requested() != "triton":
             return False  # the everyday case, without a look at the tensors

@@ -19,7 +19,7 @@ from fusedops._core.tracing import plain_size
 from fusedops.kernels._moe_drop import drop
 from fusedops.ops import _route_math as math
 from fusedops.ops import _routing_reuse
-from fusedops.ops._route_math import Rule
+from fusedops.ops._route_math import SelectionRule
 from fusedops.ops._routing_plan import RoutingPlan
 from fusedops.ops.moe_sort import moe_sort
 
@@ -198,7 +198,7 @@ def _check(
     jitter: Any,
     softmax_after: Any,
     expert_choice: Any,
-) -> tuple[Rule, bool]:
+) -> tuple[SelectionRule, bool]:
     """Raise unless the arguments fit; return the rule, and whether it draws random numbers."""
     checks.tensor(op, "logits", logits)
     if logits.dim() != 2:
@@ -248,7 +248,7 @@ def _check(
             checks.fail(op, "capacity_factor", f"at most {_MOST_FACTOR:.0e}", capacity_factor)
         capacity = plain_size(moe_capacity(top_k, tokens, capacity_factor, experts))
     normalize = normalize or softmax_after
-    rule = Rule(
+    rule = SelectionRule(
         score,
         normalize,
         float(scaling),
@@ -293,7 +293,7 @@ def _reference(
     top_k: int,
     *options: Any,
 ) -> Outputs:
-    rule = Rule(*options)
+    rule = SelectionRule(*options)
     tokens, experts = logits.shape
     x = math.prepare(logits, seed, rule.jitter)
     if chosen is not None:
@@ -326,7 +326,7 @@ def _fake(
     top_k: int,
     *options: Any,
 ) -> Outputs:
-    rule = Rule(*options)
+    rule = SelectionRule(*options)
     tokens, experts = logits.shape
     slots = experts if rule.drop_policy == "expert_choice" else top_k
     ids = logits.new_empty((tokens, slots), dtype=torch.int32)
@@ -347,7 +347,7 @@ def _backward_reference(
     *given, output_mask = options
     if not output_mask[0]:
         return None
-    rule = Rule(*given)
+    rule = SelectionRule(*given)
     if rule.capacity >= 0:
         grad_probs = torch.where(kept, grad_probs, 0.0)
     x = math.prepare(logits, seed, rule.jitter)
@@ -369,7 +369,7 @@ def _backward_fake(
     return logits.new_empty(logits.shape) if options[-1][0] else None
 
 
-def _splits(seed: Any, rule: Rule) -> list[Placement]:
+def _splits(seed: Any, rule: SelectionRule) -> list[Placement]:
     """Tokens are independent, unless jitter counts them or a capacity is shared among them."""
     return [REPLICATE] if seed is not None or rule.capacity >= 0 else [REPLICATE, 0]
 
@@ -377,7 +377,7 @@ def _splits(seed: Any, rule: Rule) -> list[Placement]:
 def _shard(
     logits: Any, bias: Any, seed: Any, chosen: Any, chosen_kept: Any, top_k: int, *options: Any
 ) -> list[tuple[list[Placement], list[Placement]]]:
-    rule = Rule(*options)
+    rule = SelectionRule(*options)
     rules: list[tuple[list[Placement], list[Placement]]] = []
     for word in _splits(seed, rule):
         inputs: list[Placement] = [
@@ -403,7 +403,7 @@ def _shard_backward(
     *options: Any,
 ) -> list[tuple[list[Placement], list[Placement]]]:
     *given, output_mask = options
-    rule = Rule(*given)
+    rule = SelectionRule(*given)
     return [
         (
             [word if output_mask[0] else None],

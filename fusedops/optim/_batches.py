@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fusedops.ops.adamw import Batch, Draw
+from fusedops.ops.adamw import Draw, TensorLists
 from fusedops.optim import _shards
 
 
@@ -15,7 +15,7 @@ from fusedops.optim import _shards
 class Collected:
     """A batch, and where the results of parameters go whose memory has gaps."""
 
-    tensors: Batch = field(default_factory=Batch)
+    tensors: TensorLists = field(default_factory=TensorLists)
     write_back: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     copies_gradients: bool = False  # whether one is not read where it lies
 

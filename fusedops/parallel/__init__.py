@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from fusedops._core import deprecation
 from fusedops.parallel.expert.api import expert_parallel, moe_combine, moe_dispatch
 from fusedops.parallel.mesh import make_mesh, rank_groups
 from fusedops.parallel.pipeline.timeline import timeline
@@ -18,21 +19,22 @@ if TYPE_CHECKING:
         ulysses_attention,
         unshard_sequence,
     )
-    from fusedops.parallel.data.data_parallel import Replicas, shard
+    from fusedops.parallel.data.ddp import BucketedAllReduce
+    from fusedops.parallel.data.fsdp import shard
 
 # What needs torch.distributed.tensor, which takes a second to import: its module, by name.
 _LATER = {
-    "Replicas": "data.data_parallel",
+    "BucketedAllReduce": "data.ddp",
     "context_core": "context",
     "ring_attention": "context",
-    "shard": "data.data_parallel",
+    "shard": "data.fsdp",
     "shard_sequence": "context",
     "ulysses_attention": "context",
     "unshard_sequence": "context",
 }
 
 __all__ = [
-    "Replicas",
+    "BucketedAllReduce",
     "Sizes",
     "context_core",
     "expert_parallel",
@@ -50,6 +52,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    name = deprecation.present_name(__name__, name, Replicas="BucketedAllReduce")
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_LATER[name]}"), name)

@@ -1,14 +1,13 @@
-"""An all-to-all of rows as a differentiable step in two halves, to run beside computation.
+"""An all-to-all of rows as a differentiable step in two halves, to overlap with computation.
 
 ``begin`` starts the exchange and returns a ticket, ``end`` takes the ticket, waits and returns what
-arrived. Backwards the halves change roles: the gradient of ``end`` starts the exchange of
-gradients, the gradient of ``begin`` waits for it. What is exchanged, and how, is the business of an
-``Exchange``.
+arrived. In the backward the halves change roles: the gradient of ``end`` starts the exchange of
+gradients, the gradient of ``begin`` waits for it. An ``AsyncExchange`` defines what is exchanged.
 
-The ticket is a scalar in the graph. ``end`` also returns an anchor, another scalar: whoever sends
-something back hands it to the next ``begin``, so that the graph runs through every exchange on
+The ticket is a scalar in the graph. ``end`` also returns an anchor, another scalar: an exchange in
+the reverse direction passes it to its ``begin``, so that the graph runs through every exchange on
 every rank, also on one that has no rows or whose experts ignored them. Otherwise that rank would
-leave the others alone in their collective.
+not take part in the collectives of the backward.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import torch.distributed as dist
 from fusedops.parallel.comm.collectives import Pending, all_to_all
 
 
-class Exchange(Protocol):
+class AsyncExchange(Protocol):
     """What is sent, forwards and backwards. Each method is called once per pass, in this order."""
 
     def start(self, *tensors: torch.Tensor) -> None:
@@ -38,19 +37,23 @@ class Exchange(Protocol):
         """Wait, and return the gradients of what ``start`` took."""
 
 
-def begin(exchange: Exchange, *tensors: torch.Tensor, anchor: torch.Tensor | None = None) -> Any:
+def begin(
+    exchange: AsyncExchange, *tensors: torch.Tensor, anchor: torch.Tensor | None = None
+) -> Any:
     """Start the exchange of ``tensors``; returns the ticket for ``end``."""
     return _Begin.apply(exchange, anchor, *tensors)
 
 
-def end(exchange: Exchange, ticket: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def end(exchange: AsyncExchange, ticket: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Wait for the exchange; returns what arrived, and the anchor."""
     return _End.apply(exchange, ticket)
 
 
 class _Begin(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, exchange: Exchange, anchor: Any, *tensors: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, exchange: AsyncExchange, anchor: Any, *tensors: torch.Tensor
+    ) -> torch.Tensor:
         ctx.exchange = exchange
         ctx.anchored = anchor is not None
         exchange.start(*tensors)
@@ -65,7 +68,7 @@ class _Begin(torch.autograd.Function):
 
 class _End(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, exchange: Exchange, ticket: torch.Tensor) -> Any:
+    def forward(ctx: Any, exchange: AsyncExchange, ticket: torch.Tensor) -> Any:
         ctx.exchange = exchange
         return *exchange.finish(), torch.zeros_like(ticket)
 
@@ -77,14 +80,14 @@ class _End(torch.autograd.Function):
 
 
 class Transfer:
-    """Rows on their way: an all-to-all that was started.
+    """An all-to-all of rows, started by the constructor.
 
     Args:
         rows: ``[sum(send), ...]``, rows for each rank of the group one after the other.
         send: rows for each rank.
         receive: rows from each rank.
         group: the process group.
-        room: rows of the result, at least ``sum(receive)``; those behind are left as they are.
+        num_rows: rows of the result, at least ``sum(receive)``; those after are not written.
         label: for the log of communications.
     """
 
@@ -94,13 +97,13 @@ class Transfer:
         send: Sequence[int],
         receive: Sequence[int],
         group: dist.ProcessGroup,
-        room: int | None = None,
+        num_rows: int | None = None,
         *,
         label: str,
     ) -> None:
         arriving = sum(receive)
         rows = rows.contiguous()
-        self._result = rows.new_empty((arriving if room is None else room, *rows.shape[1:]))
+        self._result = rows.new_empty((arriving if num_rows is None else num_rows, *rows.shape[1:]))
         self._arriving: Pending | None = all_to_all(
             _as_words(rows),
             group,

@@ -28,8 +28,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from fusedops.parallel.collective_errors import VOTE_BYTES
 from fusedops.parallel.comm.collectives import Log
-from fusedops.parallel.expert.metadata import NOTE_BYTES, WORD_BYTES
+from fusedops.parallel.expert.metadata import METADATA_BYTES
 
 
 @dataclass(frozen=True)
@@ -163,12 +164,12 @@ def expert_layer(
         ranks: of ``ep``.
         leaving: rows of this rank for experts of others, of which a token has at most ``top_k``.
         arriving: rows of other ranks for the experts here.
-        row: bytes of a packed row: activation, probability, id; ``Dispatched.row_bytes``.
+        row: bytes of a packed row: activation, probability, id; ``DispatchHandle.row_bytes``.
         result: bytes of an expert's result for a row.
         chunks: of the tokens.
         halves: 2 with micro-batch overlap, each with such chunks.
     """
-    words = halves * (NOTE_BYTES + chunks * WORD_BYTES) * (ranks - 1)
+    words = halves * (METADATA_BYTES + chunks * VOTE_BYTES) * (ranks - 1)
     calls = {"all_to_all": halves * (1 + 5 * chunks)}
     return Budget(calls, (leaving + arriving) * (row + result) + words)
 

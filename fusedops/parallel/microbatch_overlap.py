@@ -2,8 +2,9 @@
 
 A computation is a generator. It starts a communication, yields, and waits for the result in its
 next phase; the phase that the other computation runs in between overlaps the communication.
-``entering`` and ``leaving`` are the communications around a tensor-parallel region (``tensor.py``)
-in such halves; ``Trip`` of ``expert.py`` is the all-to-all of experts.
+``start_to_tensor_parallel`` and ``start_from_tensor_parallel`` start the communications around a
+tensor-parallel region (``tensor/layers.py``); ``StagedExpertParallel`` of ``expert/api.py`` is
+expert parallelism in such steps.
 
 The order of the backward follows from the autograd engine, which runs the most recently created
 node that is ready. The two computations do not depend on each other, so one of them always has a
@@ -25,7 +26,7 @@ import torch.distributed as dist
 
 from fusedops.parallel.async_exchange import begin, end
 from fusedops.parallel.comm import collectives
-from fusedops.parallel.comm.collectives import Pending, Span
+from fusedops.parallel.comm.collectives import ComputeSpan, Pending
 
 T = TypeVar("T")
 # Yields the name of its next phase, and returns the tensors that its backward starts from.
@@ -94,18 +95,18 @@ class _Trace:
         if self._on and torch.is_grad_enabled():
             self._link = torch.zeros((), requires_grad=True)
 
-    def begin(self, label: str) -> Span | None:
+    def begin(self, label: str) -> ComputeSpan | None:
         """Mark the start of a phase."""
         if not self._on:
             return None
-        span, back = Span(label), Span(f"{label}, backward")
+        span, back = ComputeSpan(label), ComputeSpan(f"{label}, backward")
         self._back = back
         if self._link is not None:
             self._link = _Tick.apply(self._link, back.end)
         span.start()
         return span
 
-    def end(self, span: Span | None) -> None:
+    def end(self, span: ComputeSpan | None) -> None:
         """Mark the end of a phase."""
         if span is None:
             return
@@ -141,72 +142,72 @@ class _Tie(torch.autograd.Function):
         return grads[0], torch.zeros_like(ctx.link)
 
 
-class Underway:
-    """A tensor that is communicated, forward or backward, until it is waited for."""
+class PendingTensor:
+    """A tensor that is being communicated, in the forward or in the backward."""
 
     def __init__(self, tensor: torch.Tensor, forward: _Start, backward: _Start) -> None:
-        self._crossing = _Crossing(forward, backward)
-        self._ticket = begin(self._crossing, tensor)
+        self._exchange = _TensorExchange(forward, backward)
+        self._ticket = begin(self._exchange, tensor)
 
     def wait(self) -> torch.Tensor:
-        """Return the result; backward its gradient begins to travel here."""
-        return end(self._crossing, self._ticket)[0]
+        """Return the result; its backward starts to communicate the gradient."""
+        return end(self._exchange, self._ticket)[0]
 
 
-def entering(input: torch.Tensor, group: dist.ProcessGroup, *, sequence: bool) -> Underway:
-    """Begin ``tensor.enter``."""
+def start_to_tensor_parallel(
+    input: torch.Tensor, group: dist.ProcessGroup, *, sequence: bool
+) -> PendingTensor:
+    """Start ``to_tensor_parallel`` of ``tensor/layers.py``."""
     if sequence:
-        return Underway(input, _gather(group), _scatter(group))
-    return Underway(input, _stay, _sum(group))
+        return PendingTensor(input, _all_gather(group), _reduce_scatter(group))
+    return PendingTensor(input, _nothing, _all_reduce(group))
 
 
-def leaving(partial: torch.Tensor, group: dist.ProcessGroup, *, sequence: bool) -> Underway:
-    """Begin ``tensor.leave``."""
+def start_from_tensor_parallel(
+    partial: torch.Tensor, group: dist.ProcessGroup, *, sequence: bool
+) -> PendingTensor:
+    """Start ``from_tensor_parallel`` of ``tensor/layers.py``."""
     if sequence:
-        return Underway(partial, _scatter(group), _gather(group))
-    return Underway(partial, _sum(group), _stay)
+        return PendingTensor(partial, _reduce_scatter(group), _all_gather(group))
+    return PendingTensor(partial, _all_reduce(group), _nothing)
 
 
-class _Crossing:
-    """An ``Exchange`` of one tensor, by a communication forward and another backward."""
+class _TensorExchange:
+    """An ``AsyncExchange`` of one tensor: a collective in the forward, another in the backward."""
 
     def __init__(self, forward: _Start, backward: _Start) -> None:
         self._forward, self._backward = forward, backward
         self._pending: Any = None
 
     def start(self, *tensors: torch.Tensor) -> None:
-        # Cut off: what ``finish`` returns is no tensor that stands in the graph already.
+        # Detached: the result of ``finish`` must not be a tensor of the graph already.
         self._pending = self._forward(tensors[0].detach())
 
     def finish(self) -> tuple[torch.Tensor, ...]:
-        return self._taken()
+        pending, self._pending = self._pending, None
+        return (pending.wait(),)
 
     def start_backward(self, *grads: torch.Tensor) -> None:
         self._pending = self._backward(grads[0])
 
-    def finish_backward(self) -> tuple[torch.Tensor, ...]:
-        return self._taken()
-
-    def _taken(self) -> tuple[torch.Tensor]:
-        pending, self._pending = self._pending, None
-        return (pending.wait(),)
+    finish_backward = finish
 
 
-def _stay(tensor: torch.Tensor) -> Pending:
+def _nothing(tensor: torch.Tensor) -> Pending:
     return Pending(lambda: tensor)
 
 
-def _sum(group: dist.ProcessGroup) -> _Start:
+def _all_reduce(group: dist.ProcessGroup) -> _Start:
     def start(tensor: torch.Tensor) -> Pending:
-        own = tensor.clone(memory_format=torch.contiguous_format)
-        return collectives.all_reduce(own, group)
+        summed = tensor.clone(memory_format=torch.contiguous_format)
+        return collectives.all_reduce(summed, group)
 
     return start
 
 
-def _gather(group: dist.ProcessGroup) -> _Start:
+def _all_gather(group: dist.ProcessGroup) -> _Start:
     return lambda tensor: collectives.all_gather(tensor, group, dim=-2)
 
 
-def _scatter(group: dist.ProcessGroup) -> _Start:
+def _reduce_scatter(group: dist.ProcessGroup) -> _Start:
     return lambda tensor: collectives.reduce_scatter(tensor, group, dim=-2)

@@ -21,7 +21,7 @@ from fusedops.specs.spec import Sample, Spec, tensors_in
 
 
 @dataclass
-class Result:
+class ComparisonResult:
     """Outputs of a call, the tensors of a plan among them, and the gradients of its leaves."""
 
     outputs: list[torch.Tensor]
@@ -57,7 +57,7 @@ def run(
     function: Callable[..., Any],
     sample: Sample,
     incoming: Callable[[tuple[torch.Tensor, ...]], list[torch.Tensor]] = incoming,
-) -> Result:
+) -> ComparisonResult:
     """Call ``function`` on the sample and differentiate all outputs with respect to all leaves.
 
     Outputs that have no gradient, where only some tensors of the sample require one, are left out.
@@ -75,15 +75,15 @@ def run(
     if leaves:
         differentiable, given = zip(*pairs, strict=True)
         grads = torch.autograd.grad(differentiable, leaves, given)
-    return Result([output.detach() for output in outputs], list(grads))
+    return ComparisonResult([output.detach() for output in outputs], list(grads))
 
 
-def truth(spec: Spec, sample: Sample) -> Result:
+def truth(spec: Spec, sample: Sample) -> ComparisonResult:
     """Run the sample in float64: eager torch, or the reference for a random call."""
     return baseline(spec, fresh(sample, torch.float64))
 
 
-def baseline(spec: Spec, sample: Sample) -> Result:
+def baseline(spec: Spec, sample: Sample) -> ComparisonResult:
     """Run the sample in eager torch in its own dtype; a random call on the reference."""
     if not sample.random:
         return run(spec.eager, sample)
@@ -91,7 +91,7 @@ def baseline(spec: Spec, sample: Sample) -> Result:
         return run(spec.op, sample)
 
 
-def difference_from_truth(actual: Result, spec: Spec, sample: Sample) -> str | None:
+def difference_from_truth(actual: ComparisonResult, spec: Spec, sample: Sample) -> str | None:
     """Return the first output or gradient of a call that is over its error budget, and where.
 
     Args:
@@ -127,7 +127,7 @@ def difference_of_mixture(spec: Spec, sample: Sample, *, loose: bool = False) ->
         least = baseline(spec, fresh(sample, sample.least_dtype))
     except TypeError:  # some tensor must have the dtype that it has
         least = reference
-    base = Result(
+    base = ComparisonResult(
         [each.to(like.dtype) for each, like in zip(least.outputs, reference.outputs, strict=True)],
         [each.to(like.dtype) for each, like in zip(least.grads, reference.grads, strict=True)],
     )
@@ -137,9 +137,9 @@ def difference_of_mixture(spec: Spec, sample: Sample, *, loose: bool = False) ->
 
 
 def difference_from_exact(
-    actual: Result,
-    exact: Result,
-    eager: Result,
+    actual: ComparisonResult,
+    exact: ComparisonResult,
+    eager: ComparisonResult,
     spec: Spec,
     sample: Sample,
     inside: torch.dtype | None = None,
@@ -176,7 +176,7 @@ def difference_from_exact(
 
 
 def differences_where_not_finite(
-    results: dict[str, Result],
+    results: dict[str, ComparisonResult],
     spec: Spec,
     sample: Sample,
     incoming: Callable[[tuple[torch.Tensor, ...]], list[torch.Tensor]],
@@ -205,7 +205,10 @@ def differences_where_not_finite(
 
 
 def _unlike_eager(
-    actual: Result, pairs: list[tuple[Result, Result]], spec: Spec, sample: Sample
+    actual: ComparisonResult,
+    pairs: list[tuple[ComparisonResult, ComparisonResult]],
+    spec: Spec,
+    sample: Sample,
 ) -> str | None:
     depth, inside = spec.depth(sample), spec.inner_dtype(sample)
     for index, got in enumerate(actual.outputs):

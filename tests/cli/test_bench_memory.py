@@ -11,7 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from fusedops._core.timer import CpuClock, Plan
+from fusedops._core.timer import CpuClock, TimingPlan
 from fusedops.bench import memory
 from fusedops.bench.model_zoo import FAMILIES, Size
 from fusedops.cli.main import app
@@ -32,7 +32,13 @@ def _threads() -> Iterator[None]:
 def test_rows_hold_less_where_less_is_kept_and_keep_every_bit(family: str) -> None:
     size = Size(hidden=64, layers=4, batch=4, seq_len=64)
     rows, reports = memory.run_case(
-        FAMILIES[family], size, torch.float32, CPU, CpuClock(), Plan(2, 2, 0.0), lambda what: None
+        FAMILIES[family],
+        size,
+        torch.float32,
+        CPU,
+        CpuClock(),
+        TimingPlan(2, 2, 0.0),
+        lambda what: None,
     )
     by_name = {row.policy: row for row in rows}
     assert all(row.same_bits for row in rows)

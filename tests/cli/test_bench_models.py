@@ -17,7 +17,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import fusedops
-from fusedops._core.timer import CpuClock, Plan, Timing, Variant
+from fusedops._core.timer import CpuClock, Timing, TimingPlan, Variant
 from fusedops.bench import limits as limits_module
 from fusedops.bench import models
 from fusedops.bench.limits import Limit, Limits
@@ -31,7 +31,7 @@ pytest.importorskip("transformers")
 CPU = torch.device("cpu")
 TINY = Size(hidden=32, layers=2, batch=2, seq_len=16, steps=3)
 LIMITS = Limits(Limit(1e9, "copy_", {}), {"float32": Limit(1e12, "torch.mm", {})})
-SETTINGS = Settings(CPU, Plan(1, 1, 0.0), False, False, "system", 1 << 20)
+SETTINGS = Settings(CPU, TimingPlan(1, 1, 0.0), False, False, "system", 1 << 20)
 
 
 @pytest.fixture

@@ -201,10 +201,10 @@ def test_it_tells_which_tuning_table_is_in_force(
 
     versions = {"torch": torch.__version__}
     entry = tuning.Entry("gelu", "float64", 40, "torch", None, {"cpp": 2.0, "torch": 1.0}, 2.0)
-    path.write_text(tuning.dump(tuning.Table(found, versions, (entry,))))
+    path.write_text(tuning.dump(tuning.TuningTable(found, versions, (entry,))))
     output = doctor()
     assert f"{path}, 1 entries" in output and "other than the default: 1" in output
-    path.write_text(tuning.dump(tuning.Table("cpu-other", versions, (entry,))))
+    path.write_text(tuning.dump(tuning.TuningTable("cpu-other", versions, (entry,))))
     output = doctor()
     assert f"no table for {found}" in output and f"{path} is ignored: it is for cpu-other" in output
     backends._put_in_force(CPU, before)

@@ -21,7 +21,14 @@ import torch
 import fusedops
 from fusedops._core import backends
 from fusedops.specs import Sample, Spec, all_specs
-from fusedops.specs.comparison import Result, difference_from_truth, floating, fresh, incoming, run
+from fusedops.specs.comparison import (
+    ComparisonResult,
+    difference_from_truth,
+    floating,
+    fresh,
+    incoming,
+    run,
+)
 from fusedops.specs.make import randn
 
 SCHEMAS = (native.CSRC / "cuda" / "schemas.cpp").read_text()
@@ -50,7 +57,9 @@ class Host:
 
     library: ctypes.CDLL
 
-    def run(self, spec: Spec, sample: Sample, order: int = FORWARD, processors: int = 2) -> Result:
+    def run(
+        self, spec: Spec, sample: Sample, order: int = FORWARD, processors: int = 2
+    ) -> ComparisonResult:
         """Run the op and its gradients, on tensors made under watch; it must not change them."""
         self.library.cuda_on_host_configure(order, processors)
         before = [tensor.detach().clone() for tensor in sample.tensors]
@@ -219,7 +228,7 @@ def test_addresses_that_do_not_fit_packs(host: Host, op: str, dtype: torch.dtype
             if position < len(moved):
                 grads = incoming(outputs)
             results = torch.autograd.grad(outputs, call.leaves, grads)
-        actual = Result([output.detach() for output in outputs], list(results))
+        actual = ComparisonResult([output.detach() for output in outputs], list(results))
         found = difference_from_truth(actual, spec, sample)
         assert found is None, f"tensor {position}: {found}"
 

@@ -258,9 +258,9 @@ def test_nothing_is_measured_without_the_compiled_libraries(
 
 
 def test_tables_of_single_ops_become_one() -> None:
-    def table(op: str, architecture: str = "sm_90") -> tuning.Table:
+    def table(op: str, architecture: str = "sm_90") -> tuning.TuningTable:
         entry = SimpleNamespace(op=op)
-        return tuning.Table(architecture, {"torch": "2"}, (entry,))  # type: ignore[arg-type]
+        return tuning.TuningTable(architecture, {"torch": "2"}, (entry,))  # type: ignore[arg-type]
 
     merged = tune.merge([table("gelu"), table("swiglu")])
     assert [entry.op for entry in merged.entries] == ["gelu", "swiglu"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import cuda_report
@@ -154,6 +156,26 @@ def test_tables_of_other_tritons_tell_what_spills_and_what_they_lack(
     assert "8 bytes of stack" in capsys.readouterr().err
     write(marks, shared=str(100 * 1024))
     assert kernel_report.other_versions(strict=False) == 1
+
+
+def test_the_table_of_another_triton_keeps_few_columns_and_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("triton")
+    columns = kernel_report.OTHER_VERSION_COLUMNS
+    figures = {"warps": "4", "loads": "4x16"} | dict.fromkeys(columns[4:-1], "0")
+    monkeypatch.setattr(report_table, "REPORTS", tmp_path / "docs" / "reports")
+    monkeypatch.setattr(kernel_report, "ops", lambda: ["moe_sort"])
+    monkeypatch.setattr(kernel_report, "ProcessPoolExecutor", ThreadPoolExecutor)
+    monkeypatch.setattr(kernel_report, "report", lambda op, index, capability: dict(figures))
+    monkeypatch.setattr(sys, "argv", ["kernel_report.py", "--table", "triton-3.9.0"])
+    assert kernel_report.main() == 0
+    rows = report_table.rows(tmp_path / "docs" / "reports" / "triton-3.9.0.csv")
+    assert tuple(rows[0]) == columns
+    assert capsys.readouterr().out.startswith(f"compiled {len(rows)} of {len(rows)} ")
+    assert kernel_report.main() == 0
+    assert capsys.readouterr().out.startswith(f"compiled 0 of {len(rows)} ")
+    assert kernel_report.other_versions(strict=True) == 0
 
 
 def test_tiles_are_those_of_the_version_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from fusedops._core import timer
-from fusedops._core.timer import CpuClock, CudaClock, Plan, Spread, Timing, Variant, measure
+from fusedops._core.timer import CpuClock, CudaClock, Spread, Timing, TimingPlan, Variant, measure
 
 
 class ScriptedClock:
@@ -52,7 +52,7 @@ def test_drift_that_both_meet_cancels_out_of_the_ratio() -> None:
             "b": ((1.0 * 1.02**i, False) for i in itertools.count()),
         }
     )
-    timing = measure(variants("a", "b"), clock, Plan(least=5, most=30, seconds=60))
+    timing = measure(variants("a", "b"), clock, TimingPlan(least=5, most=30, seconds=60))
     assert timing.ratio("a", "b").median == pytest.approx(3.0)
     assert timing.spread("a").count == 30
 
@@ -60,7 +60,7 @@ def test_drift_that_both_meet_cancels_out_of_the_ratio() -> None:
 def test_contended_samples_and_outliers_do_not_count() -> None:
     times = itertools.cycle([(1.0, False), (9.0, True), (1.2, False), (50.0, False), (1.1, False)])
     clock = ScriptedClock({"a": times, "b": ((2.0, False) for _ in itertools.count())})
-    timing = measure(variants("a", "b"), clock, Plan(least=5, most=20, seconds=60))
+    timing = measure(variants("a", "b"), clock, TimingPlan(least=5, most=20, seconds=60))
     taken = len(timing.rounds["a"])
     assert set(timing.samples("a")) == {1.0, 1.1, 1.2}
     assert timing.discarded("a") == taken - len(timing.samples("a")) >= taken // 3
@@ -76,7 +76,7 @@ def test_only_contended_samples_are_reported_as_not_trusted() -> None:
             "busy": itertools.cycle([(12.0, True), (4.0, True)]),
         }
     )
-    timing = measure(variants("quiet", "busy"), clock, Plan(least=3, most=8, seconds=0.001))
+    timing = measure(variants("quiet", "busy"), clock, TimingPlan(least=3, most=8, seconds=0.001))
     assert timing.trusted("quiet") and not timing.trusted("busy")
     # Not 12: the shortest sample is the nearest to an undisturbed one.
     assert timing.ratio("busy", "quiet").median == 4.0
@@ -89,7 +89,7 @@ def test_two_that_are_always_disturbed_are_compared_round_by_round() -> None:
             "b": itertools.cycle([(4.0, True), (2.0, True), (2.0, True)]),
         }
     )
-    timing = measure(variants("a", "b"), clock, Plan(least=3, most=8, seconds=0.001))
+    timing = measure(variants("a", "b"), clock, TimingPlan(least=3, most=8, seconds=0.001))
     assert timing.ratio("a", "b").median == 2.0
     assert not timing.trusted("a")
 
@@ -97,7 +97,7 @@ def test_two_that_are_always_disturbed_are_compared_round_by_round() -> None:
 def test_order_changes_from_round_to_round() -> None:
     names = ("a", "b", "c")
     clock = ScriptedClock({name: ((1.0, False) for _ in itertools.count()) for name in names})
-    measure(variants(*names), clock, Plan(least=20, most=20, seconds=60))
+    measure(variants(*names), clock, TimingPlan(least=20, most=20, seconds=60))
     rounds = [tuple(clock.order[i : i + 3]) for i in range(0, len(clock.order), 3)]
     assert all(sorted(each) == list(names) for each in rounds)
     assert len(set(rounds)) > 3
@@ -125,7 +125,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
 
 
 def test_measuring_ends_when_time_is_over(fake: FakeTime) -> None:
-    plan = Plan(least=3, most=10**6, seconds=1.0)
+    plan = TimingPlan(least=3, most=10**6, seconds=1.0)
     timing = measure([Variant("a", fake.takes(0.25))], CpuClock(), plan)
     assert len(timing.rounds["a"]) == 5
     disturbed = measure([Variant("a", fake.takes(0.25, waiting=0.2))], CpuClock(), plan)
@@ -170,7 +170,7 @@ def test_short_calls_are_repeated_within_a_sample(fake: FakeTime) -> None:
 
 def test_known_ratio_is_found(fake: FakeTime) -> None:
     variants = [Variant("slow", fake.takes(0.03)), Variant("fast", fake.takes(0.01))]
-    timing = measure(variants, CpuClock(), Plan(least=5, most=20, seconds=60))
+    timing = measure(variants, CpuClock(), TimingPlan(least=5, most=20, seconds=60))
     assert timing.ratio("slow", "fast").median == pytest.approx(3.0)
     assert timing.spread("fast").median == pytest.approx(0.01)
 
@@ -238,7 +238,7 @@ def test_gpu_clock_finds_a_known_ratio_and_not_the_launches() -> None:
         Variant("large", lambda _: large.copy_(x)),
         Variant("tiny", lambda _: [small[:64].copy_(x[:64]) for _ in range(4)]),
     ]
-    timing = measure(variants, CudaClock(device), Plan(least=10, most=30, seconds=1))
+    timing = measure(variants, CudaClock(device), TimingPlan(least=10, most=30, seconds=1))
     assert 3 < timing.ratio("large", "small").median < 5
     # Four empty kernels back to back; waiting for the host would take several times as long.
     assert timing.spread("tiny").median < 30e-6

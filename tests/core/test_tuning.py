@@ -73,7 +73,7 @@ def tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[SimpleNa
     monkeypatch.delenv("FUSEDOPS_TUNING", raising=False)
     monkeypatch.setattr(backends, "_WARNED", set())
 
-    def load(asked: Path | str | None = None) -> tuning.Loaded:
+    def load(asked: Path | str | None = None) -> tuning.LoadedTable:
         if asked is not None:
             monkeypatch.setenv("FUSEDOPS_TUNING", str(asked))
         backends._tuned.pop(CPU, None)
@@ -100,7 +100,9 @@ def test_what_is_written_is_read_again() -> None:
     assert again.entries == first.entries[::-1]  # sorted
     assert (again.architecture, again.versions) == (first.architecture, first.versions)
     assert sum('"op"' in line for line in text.splitlines()) == 2
-    assert json.loads(tuning.dump(tuning.Table("sm_90", {"torch": "2.13"}, ())))["entries"] == []
+    assert (
+        json.loads(tuning.dump(tuning.TuningTable("sm_90", {"torch": "2.13"}, ())))["entries"] == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -216,7 +218,7 @@ def test_a_folder_is_searched_for_this_architecture(tables: SimpleNamespace) -> 
     folder = tables.own.parent / "mine"
     folder.mkdir()
     write(folder / "sm_90.json", "not looked at")
-    assert tables.load(folder) == tuning.Loaded()
+    assert tables.load(folder) == tuning.LoadedTable()
     write(folder / f"{architecture(CPU)}.json", table())
     assert set(tables.load(folder).entries) == {KEY}
 
@@ -224,7 +226,7 @@ def test_a_folder_is_searched_for_this_architecture(tables: SimpleNamespace) -> 
 def test_off_means_no_table(tables: SimpleNamespace) -> None:
     write(tables.shipped, table())
     assert set(tables.load().entries) == {KEY}
-    assert tables.load("off") == tuning.Loaded()
+    assert tables.load("off") == tuning.LoadedTable()
 
 
 def test_classes_between_two_alike_follow_them(tables: SimpleNamespace) -> None:
@@ -339,7 +341,7 @@ def test_compiled_code_obeys_a_table_that_comes_later(backend: str) -> None:
 def test_what_the_table_names_but_cannot_run_steps_down(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "_ORDER", {"cpu": ("torch", "cpp")})
     monkeypatch.setattr(extension, "cpu_library", lambda: "it is gone")
-    monkeypatch.setitem(backends._tuned, CPU, tuning.Loaded(prefer("cpp")))
+    monkeypatch.setitem(backends._tuned, CPU, tuning.LoadedTable(prefer("cpp")))
     resolution = resolved()
     assert resolution.backend == "torch"
     assert dict(resolution.passed_over)["cpp"] == "the tuning table names it, but it is gone"
@@ -365,7 +367,7 @@ def test_a_triton_configuration_reaches_the_launcher(monkeypatch: pytest.MonkeyP
         medians = {tuning.label("triton", config): 1.0}
         row = entry(backend="triton", config=config, median_us=medians)
         parsed = tuning.parse(table(row), OPS, backends._ORDER)
-        monkeypatch.setitem(backends._tuned, CPU, tuning.Loaded({KEY: parsed.entries[0]}))
+        monkeypatch.setitem(backends._tuned, CPU, tuning.LoadedTable({KEY: parsed.entries[0]}))
         resolution = fusedops.resolve("layer_norm", *arguments)
         backends.run("layer_norm", arguments)
         return str(resolution)

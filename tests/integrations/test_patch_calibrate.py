@@ -21,11 +21,11 @@ from fusedops._core.timer import Timing, Variant
 from fusedops.integrations import describe
 from fusedops.integrations.hf import patch as patch_module
 from fusedops.integrations.hf.calibration import calibrate, timing
-from fusedops.integrations.hf.calibration.calibrate import Finding
-from fusedops.integrations.hf.calibration.timing import Shares
+from fusedops.integrations.hf.calibration.calibrate import CalibrationFinding
+from fusedops.integrations.hf.calibration.timing import TimeShares
 from fusedops.integrations.hf.families import gpt2
 from fusedops.integrations.hf.rules import torch_modules
-from fusedops.integrations.hf.rules.rule import Rule
+from fusedops.integrations.hf.rules.rule import PatchRule
 from fusedops.ops.gelu import gelu as fused_gelu
 
 SLOW = 0.05  # seconds that a planted delay takes
@@ -141,7 +141,7 @@ class FusedPicky(Picky):
 def add_rules(monkeypatch: pytest.MonkeyPatch, *pairs: tuple[type, type]) -> None:
     known = patch_module._rules
     rules = {
-        original: Rule(
+        original: PatchRule(
             original, patched, ("gelu",), "O1", lambda module: fused_gelu(torch.zeros(1))
         )
         for original, patched in pairs
@@ -283,7 +283,7 @@ def test_a_module_too_large_for_its_share_says_so(monkeypatch: pytest.MonkeyPatc
 def test_time_is_not_kept_for_what_is_hopeless(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing.time, "perf_counter", lambda: 7.0)
     sizes = {"norm": 0, "layer": 10**6, "head": 10**8}
-    shares = Shares(2.0, runs=12)
+    shares = TimeShares(2.0, runs=12)
     shares.plan(sizes)
     norm, layer, head = (1000 + size**0.5 for size in sizes.values())
     assert shares.take("norm") == pytest.approx(2 * norm / (norm + layer + head))
@@ -296,7 +296,7 @@ def test_time_is_not_kept_for_what_is_hopeless(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_what_would_take_too_long_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Shares, "expected", lambda self, size: 9.5 if size > 10**5 else 0.0)
+    monkeypatch.setattr(TimeShares, "expected", lambda self, size: 9.5 if size > 10**5 else 0.0)
     runs = []
     monkeypatch.setattr(calibrate, "inputs", lambda *_: runs.append(1))
     report = fusedops.patch(nn.Sequential(nn.Linear(400, 400)), calibrate=True)
@@ -312,11 +312,11 @@ def test_what_is_left_over_goes_to_those_that_had_too_little(
 ) -> None:
     asked: list[float] = []
 
-    def measured(module: Any, model: Any, share: float, time: Any) -> Finding:
+    def measured(module: Any, model: Any, share: float, time: Any) -> CalibrationFinding:
         asked.append(share)
         if len(asked) == 1:
-            return Finding(problem="16 rows take 9.0 ms", for_want_of_time=True)
-        return Finding(0.5, True, "float32, 64x32")
+            return CalibrationFinding(problem="16 rows take 9.0 ms", for_want_of_time=True)
+        return CalibrationFinding(0.5, True, "float32, 64x32")
 
     monkeypatch.setattr(calibrate, "_measured", measured)
     report = fusedops.patch(nn.Sequential(nn.RMSNorm(32), nn.Linear(32, 32)), calibrate=True)
@@ -409,7 +409,7 @@ def test_whatever_wins_the_model_trains_the_same(
     stock = build()
     patched = copy.deepcopy(stock)
     if choice == "all stock":
-        lost = Finding(0.5, True, "float32, 1024x32")
+        lost = CalibrationFinding(0.5, True, "float32, 1024x32")
         monkeypatch.setattr(calibrate, "_measured", lambda *_: lost)
     report = fusedops.patch(patched, calibrate=True)
     told = map(calibrate.told, patched.modules())

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 import fusedops
 from fusedops.integrations import describe
 from fusedops.integrations.hf import originals
-from fusedops.integrations.hf.rules.rule import Rule, subclass
+from fusedops.integrations.hf.rules.rule import PatchRule, subclass
 
 pytest.importorskip("transformers")
 
@@ -97,7 +97,7 @@ def places() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("rule", "place"), places())
 def test_every_rule_asks_for_every_place(
-    monkeypatch: pytest.MonkeyPatch, rule: Any, place: originals.Place
+    monkeypatch: pytest.MonkeyPatch, rule: Any, place: originals.CodePlace
 ) -> None:
     """The original's method is called, whatever the patched class would do."""
     assert place.known is not None
@@ -342,7 +342,7 @@ def test_what_a_base_puts_around_each_forward_stays_around_the_fused_one() -> No
         def forward(self, x: int) -> int:
             return x + 1
 
-    rule = Rule(Layer, subclass(Layer, Fused, __name__), ("gelu",), "O1", lambda module: None)
+    rule = PatchRule(Layer, subclass(Layer, Fused, __name__), ("gelu",), "O1", lambda module: None)
     module = Layer()
     assert module(1) == 1
     module.__class__ = rule.patched

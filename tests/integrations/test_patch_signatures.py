@@ -14,8 +14,8 @@ from torch import nn
 
 from fusedops._core.checks import UnsupportedError
 from fusedops.integrations.hf import signatures
-from fusedops.integrations.hf.originals import Place
-from fusedops.integrations.hf.rules.rule import Rule
+from fusedops.integrations.hf.originals import CodePlace
+from fusedops.integrations.hf.rules.rule import PatchRule
 
 pytest.importorskip("transformers")
 
@@ -67,9 +67,9 @@ def _instance_of(monkeypatch: pytest.MonkeyPatch, rule: Any, name: str) -> tuple
     return instance, called
 
 
-def _rule(original: type[nn.Module], forward: Callable[..., Any]) -> Rule:
+def _rule(original: type[nn.Module], forward: Callable[..., Any]) -> PatchRule:
     patched = type(original.__name__, (original,), {"forward": forward})
-    return Rule(original, patched, ("gelu",), "O1", lambda module: None)
+    return PatchRule(original, patched, ("gelu",), "O1", lambda module: None)
 
 
 class Later(nn.Module):
@@ -138,7 +138,7 @@ def _eager_with_cache(
 
 
 def test_eager_attention_hands_what_only_the_original_knows_to_it() -> None:
-    place = Place(None, "eager_attention_forward", _eager_with_cache)
+    place = CodePlace(None, "eager_attention_forward", _eager_with_cache)
     known = signatures.known_arguments(attention.attend_as_eager, _eager_with_cache)
     module: Any = SimpleNamespace(
         implementations=attention.Implementations({}, (place,), known), training=False

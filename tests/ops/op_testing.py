@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from fusedops.specs import Sample, Spec
-from fusedops.specs.comparison import Result, difference, difference_from_truth
+from fusedops.specs.comparison import ComparisonResult, difference, difference_from_truth
 
 
-def assert_within_budget(actual: Result, spec: Spec, sample: Sample) -> None:
+def assert_within_budget(actual: ComparisonResult, spec: Spec, sample: Sample) -> None:
     """Compare every output and gradient with the truth, within the error budget."""
     found = difference_from_truth(actual, spec, sample)
     assert found is None, found

@@ -11,19 +11,19 @@ import torch
 from op_testing import assert_close
 
 import fusedops
-from fusedops.specs.comparison import Result
+from fusedops.specs.comparison import ComparisonResult
 
 pytestmark = pytest.mark.interpreter
 
 
-def run(backend: str, call: Any, leaves: list[torch.Tensor], wanted: list[int]) -> Result:
+def run(backend: str, call: Any, leaves: list[torch.Tensor], wanted: list[int]) -> ComparisonResult:
     torch.manual_seed(3)
     with fusedops.use_backend(backend):
         outputs = call()
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         grads = [torch.randn_like(output.float()).to(output) for output in outputs]
         found = torch.autograd.grad(outputs, [leaves[i] for i in wanted], grads)
-    return Result([output.detach() for output in outputs], list(found))
+    return ComparisonResult([output.detach() for output in outputs], list(found))
 
 
 def layout(tensor: torch.Tensor) -> list[int]:

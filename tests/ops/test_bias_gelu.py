@@ -12,7 +12,7 @@ from op_testing import assert_close
 import fusedops
 from fusedops._core.activation import ACTIVATIONS, GELU_VARIANTS
 from fusedops.specs import Sample
-from fusedops.specs.comparison import Result, run
+from fusedops.specs.comparison import ComparisonResult, run
 
 BACKENDS = ["cpp", "torch", pytest.param("triton", marks=pytest.mark.interpreter)]
 
@@ -43,7 +43,7 @@ def test_a_float32_bias_beside_half_precision(
         assert_close(*tensors, f"result {index}", depth=45)
 
 
-def _all(result: Result) -> list[torch.Tensor]:
+def _all(result: ComparisonResult) -> list[torch.Tensor]:
     return result.outputs + result.grads
 
 

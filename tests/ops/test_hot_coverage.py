@@ -1,4 +1,4 @@
-"""Hot samples launch every configuration of the static report, on GPUs of three generations.
+"""Hot samples launch every configuration of the static report, on GPUs of four generations.
 
 What is counted is what Triton would compile: the launchers run on fake tensors, and each launch
 goes through Triton's own ``run`` up to the compiler. A pointer that stands in for an absent tensor
@@ -29,7 +29,7 @@ if env.triton_interpreted():
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
 DTYPES = (torch.bfloat16, torch.float32)
-CAPABILITIES = (80, 90, 100)
+CAPABILITIES = (80, 90, 100, 120)
 REPORT = Path(__file__).resolve().parents[2] / "docs" / "reports" / "triton_kernels.csv"
 
 
@@ -99,7 +99,7 @@ def launches_of(calls: list[Any], capability: int) -> list[Launch]:
     return recorder.launches
 
 
-def difference(case: hot.Case, launch: Launch) -> list[str]:
+def difference(case: hot.ReportCase, launch: Launch) -> list[str]:
     """Return what of a launch is not as the case says."""
     described = case.described
     if launch.kernel is not described["kernel"]:
@@ -134,7 +134,7 @@ def launched(op: str) -> dict[int, list[tuple[str, Launch]]]:
     return found
 
 
-def matching(op: str, case: hot.Case, capability: int) -> list[Launch]:
+def matching(op: str, case: hot.ReportCase, capability: int) -> list[Launch]:
     """Return the launches that compile a case."""
     return [each for _, each in launched(op)[capability] if not difference(case, each)]
 
@@ -166,7 +166,7 @@ def test_samples_are_three_blocks_deep(op: str) -> None:
     assert not shallow, "\n".join(shallow)
 
 
-def too_few_blocks(op: str, case: hot.Case, launch: Launch) -> list[str]:
+def too_few_blocks(op: str, case: hot.ReportCase, launch: Launch) -> list[str]:
     """Return the directions in which a launch of a case takes less than three blocks."""
     found = []
     # One program adds up all the losses of cross_entropy, and walks them.

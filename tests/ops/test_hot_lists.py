@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 import fusedops
 from fusedops._core import dtypes
-from fusedops.ops.adamw import Batch, Draw, adamw
+from fusedops.ops.adamw import Draw, TensorLists, adamw
 from fusedops.ops.square_sums import square_sums
 from fusedops.specs import hot, tensors_in
 
@@ -68,7 +68,7 @@ def nothing_outside(*memory: tuple[torch.Tensor, list[torch.Tensor]]):  # type: 
         assert torch.equal(outside(whole, parts), left), "written between tensors"
 
 
-def expected(batch: Batch, factor: float) -> list[list[torch.Tensor]]:
+def expected(batch: TensorLists, factor: float) -> list[list[torch.Tensor]]:
     """Return params and moments after a step, in float64; steps count from 1."""
     rows = zip(
         batch.params,
@@ -114,7 +114,7 @@ def test_a_step_of_many_tensors_matches_float64(
     params, firsts = cut(sizes, param, device, 1), cut(sizes, state, device, 3)
     squares, copies = cut(sizes, state, device, 4), cut(sizes, copied or param, device, 5)
     squares[0].abs_()
-    batch = Batch(
+    batch = TensorLists(
         params[1],
         cut(sizes, grad, device, 2)[1],
         firsts[1],
@@ -177,7 +177,7 @@ def test_a_step_with_found_inf_writes_nothing(backend: str, device: torch.device
     sizes = odd_sizes(20)
     params, grads, firsts, squares = (cut(sizes, F32, device, key)[1] for key in range(4))
     steps = [torch.tensor(2.0, device=device) for _ in sizes]
-    batch = Batch(
+    batch = TensorLists(
         params,
         grads,
         firsts,
@@ -204,7 +204,7 @@ def test_stochastic_rounding_is_unbiased_and_of_independent_numbers(
     aim = low + share * spacing
     params = [torch.full((size,), start, device=device, dtype=BF16) for _ in range(2)]
     grads, firsts, squares = (torch.zeros_like(params[0]).repeat(2, 1).unbind() for _ in range(3))
-    batch = Batch(
+    batch = TensorLists(
         params,
         list(grads),
         list(firsts),

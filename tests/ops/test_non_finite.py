@@ -21,7 +21,7 @@ import torch
 import fusedops
 from fusedops.specs import Sample, Spec, all_specs
 from fusedops.specs.comparison import (
-    Result,
+    ComparisonResult,
     baseline,
     differences_where_not_finite,
     fresh,
@@ -173,11 +173,11 @@ def test_a_difference_is_named() -> None:
         (1, -math.inf, "is -inf"),
         (0, 0.75, "is 0.75"),
     ):
-        wrong = Result([right.outputs[0].clone()], right.grads)
+        wrong = ComparisonResult([right.outputs[0].clone()], right.grads)
         wrong.outputs[0][index] = value
         found = differences_where_not_finite({"": wrong}, spec, sample, incoming)[""]
         assert found is not None and "output 0: 1 of 4" in found and words in found
-    wrong = Result(right.outputs, [right.grads[0].clone()])
+    wrong = ComparisonResult(right.outputs, [right.grads[0].clone()])
     wrong.grads[0][1] = 1.0
     found = differences_where_not_finite({"": wrong}, spec, sample, incoming)[""]
     assert found is not None and "gradient 0: 1 of 4" in found

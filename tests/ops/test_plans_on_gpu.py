@@ -6,12 +6,12 @@ import torch
 import fusedops
 from fusedops._core import backends, extension
 from fusedops.specs import all_specs
-from fusedops.specs.comparison import Result, fresh, run
+from fusedops.specs.comparison import ComparisonResult, fresh, run
 
 pytestmark = pytest.mark.gpu
 
 
-def tensors(result: Result) -> list[torch.Tensor]:
+def tensors(result: ComparisonResult) -> list[torch.Tensor]:
     return [each for each in (*result.outputs, *result.grads) if each is not None]
 
 

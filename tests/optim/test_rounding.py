@@ -11,7 +11,7 @@ from torch import nn
 
 import fusedops
 from fusedops._core import dtypes
-from fusedops.ops.adamw import Batch, Draw, adamw
+from fusedops.ops.adamw import Draw, TensorLists, adamw
 from fusedops.optim import AdamW
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16)
@@ -32,7 +32,7 @@ def batch(
     *,
     amsgrad: bool = False,
     sizes: tuple[int, ...] = (SIZE, 5, 0),
-) -> Batch:
+) -> TensorLists:
     """Return tensors in the middle of a training."""
     made = torch.Generator().manual_seed(3)
 
@@ -40,7 +40,7 @@ def batch(
         drawn = [torch.randn(size, generator=made) * scale for size in sizes]
         return [(each.square() if square else each).to(dtype) for each in drawn]
 
-    return Batch(
+    return TensorLists(
         params=new(param),
         grads=new(grad, 0.1),
         exp_avgs=new(state, 0.05),
@@ -52,12 +52,12 @@ def batch(
     )
 
 
-def results(given: Batch) -> list[torch.Tensor]:
+def results(given: TensorLists) -> list[torch.Tensor]:
     lists = (given.params, given.exp_avgs, given.exp_avg_sqs, given.max_exp_avg_sqs, given.copies)
     return [each for tensors in lists for each in tensors]
 
 
-def step(given: Batch, backend: str, **options: object) -> list[torch.Tensor]:
+def step(given: TensorLists, backend: str, **options: object) -> list[torch.Tensor]:
     tables = [*results(given), *given.grads, *given.steps]
     with reachable(tables), fusedops.use_backend(backend):
         adamw(given, lr=0.05, betas=(0.8, 0.95), eps=1e-6, **options)  # type: ignore[arg-type]
@@ -97,14 +97,16 @@ def test_found_inf_leaves_all_as_it_was(backend: str) -> None:
     assert [each.item() for each in given.steps] == [5.0] * 3
 
 
-def drawn(param: torch.dtype, *, places: list[tuple[int, int, int, int]], amsgrad: bool) -> Batch:
+def drawn(
+    param: torch.dtype, *, places: list[tuple[int, int, int, int]], amsgrad: bool
+) -> TensorLists:
     """Return a batch whose arithmetic is exact, so that all backends round the same numbers."""
     sizes = [stop - start for start, stop, _, _ in places]
     made = torch.Generator().manual_seed(5)
     whole = torch.randint(1, 2**20, (SIZE,), generator=made).float() / 2**18
     cut = [whole[start:stop].clone() for start, stop, _, _ in places]
     moments = [[torch.zeros(size, dtype=torch.bfloat16) for size in sizes] for _ in range(3)]
-    return Batch(
+    return TensorLists(
         params=[(4 * each).to(param) for each in cut],
         grads=cut,
         exp_avgs=moments[0],
@@ -173,7 +175,7 @@ def test_a_part_draws_what_it_draws_in_the_whole(cuts: list[int]) -> None:
 def test_columns_of_a_matrix_draw_what_they_draw_in_the_whole() -> None:
     rows, columns, begin, width = 50, 60, 13, 21
     whole = drawn(torch.bfloat16, places=WHOLE, amsgrad=False)
-    part = Batch(**{name: list(value) for name, value in vars(whole).items()})
+    part = TensorLists(**{name: list(value) for name, value in vars(whole).items()})
     for name in ("params", "grads", "exp_avgs", "exp_avg_sqs"):
         tensor = getattr(whole, name)[0].view(rows, columns)[:, begin : begin + width]
         setattr(part, name, [tensor.clone()])

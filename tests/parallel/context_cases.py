@@ -11,7 +11,7 @@ from torch import distributed as dist
 
 import fusedops
 from fusedops._core import dtypes
-from fusedops.parallel.context.layout import Layout, layout_of, ranges
+from fusedops.parallel.context.layout import SequenceLayout, layout_of, ranges
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Case:
     alibi: bool = False
     sinks: bool = False
 
-    def layout(self, ranks: int) -> Layout:
+    def layout(self, ranks: int) -> SequenceLayout:
         return layout_of("test", self.length, ranks, self.balance, self.ends, self.batch)
 
 

@@ -18,7 +18,7 @@ from fusedops import RoutingPlan, layer_norm
 from fusedops.nn import MoE
 from fusedops.parallel import expert_parallel, moe_combine, moe_dispatch
 from fusedops.parallel.comm import collectives
-from fusedops.parallel.expert.operators import Arrived, Return, Send
+from fusedops.parallel.expert.operators import CombineArguments, DispatchArguments, DispatchResults
 
 pytestmark = pytest.mark.distributed
 OnRanks = Callable[..., list[Any]]
@@ -385,7 +385,7 @@ def _operators(world: World) -> None:
         (None, nodes, 0),
         (slots, nodes, 1),
     ):
-        send = Send(
+        send = DispatchArguments(
             mine.input,
             plan.probs,
             plan.expert_ids,
@@ -402,24 +402,24 @@ def _operators(world: World) -> None:
             groups=groups,
             level=level,
         )
-        torch.library.opcheck(ops.moe_send.default, tuple(send))
-        came = Arrived(*(each.detach() for each in ops.moe_send(*send)))
+        torch.library.opcheck(ops.moe_dispatch_rows.default, tuple(send))
+        came = DispatchResults(*(each.detach() for each in ops.moe_dispatch_rows(*send)))
         to_nodes = groups is nodes and level == 0
-        back = Return(
+        back = CombineArguments(
             # To a node goes a row per token; a result for each of its slots comes back.
             torch.randn(slots, HIDDEN, requires_grad=True),
             came.anchor,
             came.counts,
             like=mine.input.detach()[:0],
             order=backwards if to_nodes else None,
-            room=slots,
+            num_slots=slots,
             max_rows=bound,
             groups=groups,
             level=level,
         )
-        torch.library.opcheck(ops.moe_return.default, tuple(back))
+        torch.library.opcheck(ops.moe_combine_rows.default, tuple(back))
         if to_nodes:
-            assert torch.equal(ops.moe_return(*back), back.output.flip(0))
+            assert torch.equal(ops.moe_combine_rows(*back), back.output.flip(0))
 
 
 def test_operators_are_what_they_say(on_ranks: OnRanks) -> None:

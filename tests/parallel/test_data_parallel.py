@@ -11,10 +11,13 @@ from process_pool import World
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from fusedops import parallel
 from fusedops.optim import AdamW, OffloadedAdamW, clip_grad_norm_
-from fusedops.parallel import Replicas
+from fusedops.parallel import BucketedAllReduce
 from fusedops.parallel.comm import collectives
-from fusedops.parallel.data.data_parallel import DataParallel, by_bytes, local_bytes, shard
+from fusedops.parallel.data.ddp import by_bytes, local_bytes
+from fusedops.parallel.data.fsdp import shard
+from fusedops.parallel.data.grad_sync import GradientSync
 
 pytestmark = pytest.mark.distributed
 OnRanks = Callable[..., list[Any]]
@@ -63,7 +66,7 @@ def _assert_same_gradients(model: nn.Module, expected: nn.Module) -> None:
             torch.testing.assert_close(_whole(grad), wanted, msg=name)
 
 
-def _train(model: nn.Module, data: DataParallel, rank: int) -> collectives.Log:
+def _train(model: nn.Module, data: GradientSync, rank: int) -> collectives.Log:
     with collectives.recorded() as log:
         for i, batch in enumerate(_batches(rank)):
             data.begin(last=i == MICROBATCHES - 1)
@@ -74,7 +77,7 @@ def _train(model: nn.Module, data: DataParallel, rank: int) -> collectives.Log:
 def _replicas(world: World, limit: int, overlap: bool) -> dict[str, int]:
     model = _model()
     buckets = by_bytes(model.parameters(), limit)
-    data = DataParallel([Replicas(buckets, world.group(RANKS), overlap=overlap)])
+    data = GradientSync([BucketedAllReduce(buckets, world.group(RANKS), overlap=overlap)])
     log = _train(model, data, world.rank)
     _assert_same_gradients(model, _alone())
     return log.counts() | {"bytes": log.bytes()}
@@ -96,7 +99,7 @@ def test_replicas_sum_once_a_step_in_so_many_buckets(
 def _order(world: World, overlap: bool) -> bool:
     """Return whether the last layer's sum began before the first layer's backward."""
     model = _model()
-    Replicas(by_bytes(model.parameters(), 1), world.group(RANKS), overlap=overlap)
+    BucketedAllReduce(by_bytes(model.parameters(), 1), world.group(RANKS), overlap=overlap)
     hidden = model[0](_batches(world.rank)[0])
 
     def mark(grad: torch.Tensor) -> None:
@@ -118,7 +121,7 @@ def test_sums_run_beside_the_backward_if_asked(on_ranks: OnRanks, overlap: bool)
 def _uneven(world: World) -> list[bool]:
     """Ranks use other layers: what one has a gradient of, all have; what none has, none."""
     layers = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(3))
-    Replicas([[each.weight for each in layers]], world.group(RANKS))
+    BucketedAllReduce([[each.weight for each in layers]], world.group(RANKS))
     used = layers[0] if world.rank < 3 else layers[1]
     for each in layers:
         nn.init.eye_(each.weight)
@@ -136,7 +139,7 @@ def test_a_gradient_that_one_rank_has_all_have(on_ranks: OnRanks) -> None:
 def _half(world: World) -> bool:
     """Gradients 1, 2^-9, ... of bfloat16: their sum in bfloat16 would lose all but the first."""
     weight = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
-    Replicas([[weight]], world.group(RANKS))
+    BucketedAllReduce([[weight]], world.group(RANKS))
     factor = 1.0 if world.rank == 0 else 2.0**-9
     (weight * factor).sum().backward()
     expected = torch.tensor(1 + 7 * 2.0**-9).bfloat16()
@@ -154,8 +157,8 @@ def _sharded(world: World, stage: int) -> dict[str, int]:
     whole = {model[4].bias, model.unused}
     blocks = [[model[0], model[2]], model]
     shard(blocks, mesh, stage=stage, whole=whole)
-    replicas = Replicas([list(whole)], world.group(RANKS))
-    data = DataParallel([replicas], [model], stage)
+    reducer = BucketedAllReduce([list(whole)], world.group(RANKS))
+    data = GradientSync([reducer], [model], stage)
     log = _train(model, data, world.rank)
     _assert_same_gradients(model, _alone())
     assert local_bytes(model[0].weight) == 8 * 16 * 7 // RANKS
@@ -178,13 +181,15 @@ def _offloaded(world: World, stage: int) -> None:
     weights = []
     for kind in (AdamW, OffloadedAdamW):
         model = _model(torch.float32)
-        data = DataParallel(stage=stage)
+        data = GradientSync(stage=stage)
         if stage:
             mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("data",))
             shard([model], mesh, stage=stage)
             data.sharded = [model]
         else:
-            data.replicas = [Replicas(by_bytes(model.parameters(), 1000), world.group(RANKS))]
+            data.reducers = [
+                BucketedAllReduce(by_bytes(model.parameters(), 1000), world.group(RANKS))
+            ]
         optimizer = kind(model.parameters(), lr=0.1, eps=1e-3, master_weights=True)
         for _ in range(2):
             for i, batch in enumerate(_batches(world.rank, torch.float32)):
@@ -206,7 +211,14 @@ def test_offloaded_states_step_to_the_same_bits(on_ranks: OnRanks, stage: int) -
 
 
 def test_wrong_arguments_say_what_was_wanted() -> None:
-    with pytest.raises(TypeError, match=r"Replicas: group must be a .*ProcessGroup, got int"):
-        Replicas([], 3)  # type: ignore[arg-type]
+    with pytest.raises(
+        TypeError, match=r"BucketedAllReduce: group must be a .*ProcessGroup, got int"
+    ):
+        BucketedAllReduce([], 3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="shard: stage must be 1, 2 or 3, got 0"):
         shard([], None, stage=0)  # type: ignore[arg-type]
+
+
+def test_the_former_name_of_the_reducer_warns() -> None:
+    with pytest.warns(DeprecationWarning, match="Replicas is now BucketedAllReduce"):
+        assert parallel.Replicas is BucketedAllReduce

@@ -259,7 +259,7 @@ def test_bad_input_on_one_rank_raises_on_all(
     ("fault", "names"),
     [
         ("experts", "num_experts, got [8, 8, 16, 8"),
-        ("hidden", "hidden size, got [24, 24, 20, 24"),
+        ("hidden", "hidden_size, got [24, 24, 20, 24"),
         ("dtype", "dtype, got [torch.float32, torch.float32, torch.float64"),
         ("grad", "requires_grad, got [1, 1, 0, 1"),
         ("divides", "size that divides the plan's 12 experts, got 8"),

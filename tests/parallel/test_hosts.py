@@ -20,10 +20,10 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from fusedops.parallel import expert_parallel, moe_combine, moe_dispatch
+from fusedops.parallel.collective_errors import ErrorVote
 from fusedops.parallel.comm import host_groups
-from fusedops.parallel.expert import flat
-from fusedops.parallel.expert.dispatcher import groups_of
-from fusedops.parallel.expert.metadata import Verdict
+from fusedops.parallel.expert import dispatcher
+from fusedops.parallel.expert.arguments import groups_of
 
 pytestmark = pytest.mark.distributed
 OnRanks = Callable[..., list[Any]]
@@ -97,29 +97,29 @@ def test_bad_results_on_one_rank_raise_on_all(
             assert error.startswith("ValueError: moe_combine: ") and " got a" in error, error
 
 
-def _words(world: World, shape: Shape) -> list[tuple[str, bool]]:
-    """Return where the words of a verdict lie, and whether they travel over groups of the mesh."""
+def _votes(world: World, shape: Shape) -> list[tuple[str, bool]]:
+    """Return where the error votes are, and whether they are exchanged over groups of the mesh."""
     seen: list[tuple[str, bool]] = []
     mine = problem("uneven", RANKS, torch.float32).part(world.rank, RANKS)
     with _taking_nothing_from_the_host(shape) as mesh:
 
-        def told(op: str, groups: Any, *args: Any) -> Verdict:
-            verdict = Verdict(op, groups, *args)
+        def recorded(op: str, groups: Any, *args: Any) -> ErrorVote:
+            vote = ErrorVote(op, groups, *args)
             theirs = groups_of("test", mesh)
-            seen.append((verdict._sent.device.type, any(each in theirs for each in groups)))
-            return verdict
+            seen.append((vote._sent.device.type, any(each in theirs for each in groups)))
+            return vote
 
         for _ in range(2):
             rows, _, handle = moe_dispatch(mine.input, mine.plan(), mesh)
-            with mock.patch.object(flat, "Verdict", told):
+            with mock.patch.object(dispatcher, "ErrorVote", recorded):
                 moe_combine(rows, handle)
     return seen
 
 
 @over_both
-def test_the_word_never_touches_the_device(on_ranks: OnRanks, shape: Shape) -> None:
-    """It lies in the host's memory and travels beside the groups that the rows travel over."""
-    assert on_ranks(_words, shape) == [[("cpu", False)] * 2] * RANKS
+def test_the_error_vote_never_touches_the_device(on_ranks: OnRanks, shape: Shape) -> None:
+    """It is in host memory, and is exchanged over other groups than the rows."""
+    assert on_ranks(_votes, shape) == [[("cpu", False)] * 2] * RANKS
 
 
 def _one_cannot_connect(world: World, shape: Shape) -> tuple[bool, bool]:

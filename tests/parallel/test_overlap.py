@@ -19,10 +19,10 @@ from fusedops.parallel.tensor.layers import (
     ParallelGatedMLP,
     ParallelMLP,
     RowLinear,
-    enter,
-    leave,
+    from_tensor_parallel,
     local,
-    shared,
+    replicated,
+    to_tensor_parallel,
 )
 
 pytestmark = pytest.mark.distributed
@@ -51,10 +51,15 @@ class _TwoProducts(nn.Module):
         (layer,) = self.layer
         w1, b1, w2 = (local(each) for each in (layer.w1, layer.b1, layer.w2))
         hidden = linear_act(
-            enter(input, layer.group, sequence=True), w1, b1, activation=layer.activation
+            to_tensor_parallel(input, layer.group, sequence=True),
+            w1,
+            b1,
+            activation=layer.activation,
         )
-        output = leave(linear_act(hidden, w2, activation="identity"), layer.group, sequence=True)
-        return output + shared(layer.b2, layer.group, partial=True)
+        output = from_tensor_parallel(
+            linear_act(hidden, w2, activation="identity"), layer.group, sequence=True
+        )
+        return output + replicated(layer.b2, layer.group, partial_grad=True)
 
 
 def _results(world: World, ranks: int, dtype: torch.dtype) -> Any:

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 from first_gpu import protocol, stand_in
 from first_gpu.figure_list import BACKWARD, FIGURES, FORWARD, Figure
-from fusedops._core.timer import Clock, CpuClock, Plan, Timing, Variant, clock_for, measure
+from fusedops._core.timer import Clock, CpuClock, Timing, TimingPlan, Variant, clock_for, measure
 from fusedops.bench.cases import variant_of
 from fusedops.bench.contenders import Call, Contender, backend_of, reason_against
 from fusedops.bench.limits import Limit, Limits, Work, measure_limits
@@ -31,7 +31,7 @@ from fusedops.specs import BenchCase, Sample, Spec, all_specs
 
 OURS = "fusedops"
 DTYPE = torch.bfloat16
-_PLAN = Plan(least=7, most=40, seconds=0.5)
+_PLAN = TimingPlan(least=7, most=40, seconds=0.5)
 Row = dict[str, Any]
 
 

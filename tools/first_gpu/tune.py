@@ -22,7 +22,7 @@ DTYPES = ("bfloat16", "float32")
 _SECONDS = 0.3  # per size, direction and dtype
 
 
-def merge(tables: Sequence[tuning.Table]) -> tuning.Table:
+def merge(tables: Sequence[tuning.TuningTable]) -> tuning.TuningTable:
     """Return a table with the entries of all.
 
     Raises:

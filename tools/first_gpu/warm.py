@@ -56,7 +56,7 @@ def hot_calls(op: str, dtype: torch.dtype, capability: int | None = None) -> Seq
     Args:
         op: one of ``known_ops()``.
         dtype: of the data.
-        capability: only what the report has for this one of 80, 90 and 100.
+        capability: only what the report has for this one of 80, 90, 100 and 120.
     """
     from fusedops.specs import hot
 
@@ -70,7 +70,7 @@ def items(ops: Sequence[str], capability: int | None = None) -> list[str]:
         ops: some of ``known_ops()``.
         capability: of the GPU; one that the report does not have gets all configurations.
     """
-    reported = capability if capability in (80, 90, 100) else None
+    reported = capability if capability in (80, 90, 100, 120) else None
     found = []
     for kind in KINDS:
         for op, name in order.ordered(ops, DTYPES):
@@ -95,7 +95,7 @@ def compile_item(item: str, capability: int | None = None) -> None:
         sample = fresh(plain(op, dtype)[int(number)])
         fake_gpu.launch_everything(all_specs()[op].op, sample)
         return
-    reported = capability if capability in (80, 90, 100) else None
+    reported = capability if capability in (80, 90, 100, 120) else None
     call = hot_calls(op, dtype, reported)[int(number)]
     fake_gpu.launch(fake_gpu.calls_of(hot.made(call, dtype, torch.device("cpu")).run))
 

@@ -88,7 +88,7 @@ def _measure(
     import torch
 
     from fusedops._core import host
-    from fusedops._core.timer import Plan, clock_for
+    from fusedops._core.timer import TimingPlan, clock_for
     from fusedops.bench import machine
     from fusedops.bench.memory import run_case
     from fusedops.bench.results import now
@@ -107,7 +107,7 @@ def _measure(
                 def say(what: str, title: str = title) -> None:
                     progress.say(f"{title}: {what}")
 
-                plan = Plan(seconds=seconds)
+                plan = TimingPlan(seconds=seconds)
                 found, drawn = run_case(
                     family, size, getattr(torch, name), device, clock_for(device), plan, say
                 )

@@ -207,7 +207,7 @@ def _measure(
     import torch
 
     from fusedops._core import host
-    from fusedops._core.timer import Plan, clock_for
+    from fusedops._core.timer import TimingPlan, clock_for
     from fusedops.bench import machine
     from fusedops.bench.limits import measure_limits
     from fusedops.bench.models import Settings, affordable, label, patch, run_case
@@ -219,7 +219,7 @@ def _measure(
         host.tune_host(threads=torch.get_num_threads())
     dtypes = [getattr(torch, name) for name in names]
     here, clock = machine.describe(device), clock_for(device)
-    timing = Plan(3, 7, seconds / 4) if quick else Plan(seconds=seconds)
+    timing = TimingPlan(3, 7, seconds / 4) if quick else TimingPlan(seconds=seconds)
     rows: list[Row] = []
     notes: list[str] = []
     wrong: list[str] = []

@@ -321,7 +321,7 @@ def _measure(
     import torch
 
     from fusedops._core import host
-    from fusedops._core.timer import Plan, clock_for
+    from fusedops._core.timer import TimingPlan, clock_for
     from fusedops.bench import machine
     from fusedops.bench.cases import Settings, host_overhead, run_case
     from fusedops.bench.limits import measure_limits
@@ -334,7 +334,9 @@ def _measure(
     dtypes = [getattr(torch, name) for name in names]
     here = machine.describe(device)
     clock = clock_for(device)
-    timing = Plan(least=5, most=15, seconds=seconds / 4) if quick else Plan(seconds=seconds)
+    timing = (
+        TimingPlan(least=5, most=15, seconds=seconds / 4) if quick else TimingPlan(seconds=seconds)
+    )
     common = Settings(
         device=device,
         plan=timing,

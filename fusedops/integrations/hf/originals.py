@@ -43,7 +43,7 @@ _PASSIVE_MODES = (
 _EQUIVALENT = {"deepspeed.runtime.zero.linear.zero3_linear_wrap"}
 
 
-class Place(NamedTuple):
+class CodePlace(NamedTuple):
     """An attribute that somebody may replace.
 
     Attributes:
@@ -57,7 +57,7 @@ class Place(NamedTuple):
     known: Any
 
 
-Places = tuple[Place, ...]
+Places = tuple[CodePlace, ...]
 
 # What the classes are made of whose instances a fused forward may bypass.
 KNOWN: dict[type, Places] = {}
@@ -144,10 +144,10 @@ def places_of(cls: type[nn.Module], *methods: str) -> Places:
         cls: the class.
         *methods: of it that count beside ``forward``.
     """
-    places: dict[Place, None] = {}
+    places: dict[CodePlace, None] = {}
     for name in dict.fromkeys(("forward", *methods)):
         method = getattr(cls, name)
-        places[Place(cls, name, _known(method, _root(cls)))] = None
+        places[CodePlace(cls, name, _known(method, _root(cls)))] = None
         places.update(dict.fromkeys(_used(inspect.unwrap(method))))
     return tuple(places)
 
@@ -156,7 +156,10 @@ def global_function(module_name: str, name: str) -> Places:
     """Return the place of a function of a module, and those of what it is made of."""
     module = sys.modules[module_name]
     function = getattr(module, name)
-    return (Place(module, name, _known(function, _root(module))), *_used(inspect.unwrap(function)))
+    return (
+        CodePlace(module, name, _known(function, _root(module))),
+        *_used(inspect.unwrap(function)),
+    )
 
 
 def functions(*names: str) -> Places:
@@ -164,7 +167,7 @@ def functions(*names: str) -> Places:
     return tuple(_function(name) for name in names)
 
 
-def _used(function: Any) -> Iterator[Place]:
+def _used(function: Any) -> Iterator[CodePlace]:
     names = list(_names(function.__code__))
     if "functional" in names or function.__globals__.get("F") is F:
         yield from functions(*(name for name in names if inspect.isroutine(vars(F).get(name))))
@@ -172,10 +175,10 @@ def _used(function: Any) -> Iterator[Place]:
     for name in names:
         value = vars(module).get(name)
         if inspect.isclass(value) and issubclass(value, nn.Module):
-            yield Place(module, name, value)
+            yield CodePlace(module, name, value)
             yield from places_of(value)
         elif callable(value) and not inspect.isclass(value):
-            yield Place(module, name, _known(value, _root(module)))
+            yield CodePlace(module, name, _known(value, _root(module)))
 
 
 def _names(code: CodeType) -> Iterator[str]:
@@ -186,10 +189,10 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def _function(name: str) -> Place:
+def _function(name: str) -> CodePlace:
     found = _known(getattr(F, name), "torch")
     # Most of these names are built-in functions, which are known wherever they are gone.
-    return Place(F, name, getattr(torch._C._nn, name, None) if found is None else found)
+    return CodePlace(F, name, getattr(torch._C._nn, name, None) if found is None else found)
 
 
 def _known(function: Any, root: str) -> Any:

@@ -22,7 +22,7 @@ from fusedops.integrations.hf.calibration import file
 from fusedops.integrations.hf.originals import replaced
 from fusedops.integrations.hf.parents import only_read
 from fusedops.integrations.hf.report import ModuleReport, PatchReport
-from fusedops.integrations.hf.rules.rule import LEVELS, Rule, absorbed, resolution, rule_of
+from fusedops.integrations.hf.rules.rule import LEVELS, PatchRule, absorbed, resolution, rule_of
 
 _FAMILIES = (
     "bert",
@@ -250,9 +250,9 @@ def _check_model(op: str, model: Any) -> None:
         raise TypeError(f"{op}: model must be a torch.nn.Module, got {type(model).__name__}")
 
 
-def _rules() -> dict[type, Rule]:
+def _rules() -> dict[type, PatchRule]:
     """Return the rules of all classes that exist in this process, by original class."""
-    rules: dict[type, Rule] = {}
+    rules: dict[type, PatchRule] = {}
     for table, needed in _TABLES.items():
         if needed in sys.modules:
             rules.update({rule.original: rule for rule in importlib.import_module(table).RULES})
@@ -286,7 +286,7 @@ def _covered(module: nn.Module) -> bool:
     return rule is not None and type(module) is not rule.patched
 
 
-def _refusal(rule: Rule, module: nn.Module, level: str) -> str | None:
+def _refusal(rule: PatchRule, module: nn.Module, level: str) -> str | None:
     """Return why ``rule`` does not replace ``module`` at ``level``, or ``None``."""
     if level < rule.level:
         return f"from level {rule.level} on"
@@ -325,12 +325,12 @@ _ONLY_READ = "{} reads its parameters and does not call it"
 _AS_FAST = "torch's own product is as fast here"
 
 
-def _rule_for(module: nn.Module, rules: dict[type, Rule]) -> Rule | None:
+def _rule_for(module: nn.Module, rules: dict[type, PatchRule]) -> PatchRule | None:
     """Return the rule for the class of ``module``, or for one that it was derived from."""
     return next((rules[cls] for cls in type(module).__mro__ if cls in rules), None)
 
 
-def _owners(names: dict[nn.Module, str]) -> dict[str, tuple[str, Rule]]:
+def _owners(names: dict[nn.Module, str]) -> dict[str, tuple[str, PatchRule]]:
     """Return, for each module whose work a fused parent does, that parent's name and rule."""
     owners = {}
     for module, name in names.items():
@@ -342,7 +342,7 @@ def _owners(names: dict[nn.Module, str]) -> dict[str, tuple[str, Rule]]:
 
 
 def _entry_of_patched(
-    name: str, module: nn.Module, rule: Rule, owner: tuple[str, Rule] | None
+    name: str, module: nn.Module, rule: PatchRule, owner: tuple[str, PatchRule] | None
 ) -> ModuleReport:
     if owner is not None:
         return _absorbed(name, module, *owner)
@@ -360,12 +360,12 @@ def _entry_of_patched(
     return ModuleReport(name, cls, True, ", ".join(rule.ops), backend, note or "")
 
 
-def _absorbed(name: str, module: nn.Module, owner: str, rule: Rule) -> ModuleReport:
+def _absorbed(name: str, module: nn.Module, owner: str, rule: PatchRule) -> ModuleReport:
     inside = f"inside {owner}" if owner else "inside the model's own forward"
     return ModuleReport(name, type(module).__name__, True, ", ".join(rule.ops), "", inside)
 
 
-def _entry_of_refused(name: str, module: nn.Module, rule: Rule, level: str) -> ModuleReport:
+def _entry_of_refused(name: str, module: nn.Module, rule: PatchRule, level: str) -> ModuleReport:
     found = calibration.told(module)
     if found is not None:
         return ModuleReport(name, type(module).__name__, False, reason=str(found))
@@ -379,7 +379,7 @@ def _entry_of_refused(name: str, module: nn.Module, rule: Rule, level: str) -> M
     return ModuleReport(name, type(module).__name__, False, reason=reason, failed=failed)
 
 
-def _derived(rule: Rule, module: nn.Module) -> str:
+def _derived(rule: PatchRule, module: nn.Module) -> str:
     """Return why a class that was derived from one with a rule is left alone."""
     cls, base = type(module), rule.original.__name__
     # The classes that fully_shard and parametrizations make for an instance have no place in code.

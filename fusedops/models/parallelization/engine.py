@@ -24,7 +24,7 @@ from fusedops.optim.norms import clip_coefficient, scale_gradients
 
 if TYPE_CHECKING:
     from fusedops.models.parallelization.pipeline import Pipeline
-    from fusedops.parallel.data.data_parallel import DataParallel
+    from fusedops.parallel.data.grad_sync import GradientSync
     from fusedops.parallel.mesh import Mesh
 
 _NAME = "_parallelized"
@@ -65,7 +65,7 @@ class Parallelized:
     model: nn.Module
     config: ParallelConfig = field(default_factory=ParallelConfig)
     mesh: Mesh | None = None
-    data: DataParallel | None = None
+    data: GradientSync | None = None
     pipeline: Pipeline | None = None
 
     @property

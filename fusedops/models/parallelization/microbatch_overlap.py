@@ -36,10 +36,15 @@ from fusedops.models.dropout_seeds import ATTENTION, FEED_FORWARD, Draws, behind
 from fusedops.models.transformer import Layer, Places, Transformer
 from fusedops.nn import MoE
 from fusedops.ops._weight_gradients import summed
-from fusedops.parallel.expert.layer import Exchange
-from fusedops.parallel.microbatch_overlap import Phases, entering, leaving, run_interleaved
+from fusedops.parallel.expert.layer import ExpertExchange
+from fusedops.parallel.microbatch_overlap import (
+    Phases,
+    run_interleaved,
+    start_from_tensor_parallel,
+    start_to_tensor_parallel,
+)
 from fusedops.parallel.tensor.layers import ParallelGatedMLP, ParallelLayer, ParallelMLP, RowLinear
-from fusedops.parallel.tensor.replicated import Around
+from fusedops.parallel.tensor.replicated import ParameterSubstitution
 
 # Phases that the second half is behind: communication of one half then overlaps products, never a
 # norm, of the other.
@@ -230,9 +235,9 @@ def _held(modules: Sequence[nn.Module]) -> Iterator[None]:
             for part in module.modules():
                 around = _around(part)
                 if isinstance(part, ParallelLayer):
-                    stack.enter_context(part.held())
-                elif isinstance(around, Around):
-                    stack.enter_context(around.held())
+                    stack.enter_context(part.reuse_parameters())
+                elif isinstance(around, ParameterSubstitution):
+                    stack.enter_context(around.reuse_parameters())
         yield
 
 
@@ -273,7 +278,7 @@ def _attention(
         yield "norm"
         return branch_BSH
     enters = [
-        None if each is None else entering(each, row.group, sequence=row.sequence)
+        None if each is None else start_to_tensor_parallel(each, row.group, sequence=row.sequence)
         for each in (x_BSH, asking_BSH)
     ]
     yield "query, key, value"
@@ -281,7 +286,7 @@ def _attention(
     heads = part.split(given, places, asking)
     yield "attention"
     partial = row.product(part.meet(*heads, places))
-    leaves = leaving(partial, row.group, sequence=row.sequence)
+    leaves = start_from_tensor_parallel(partial, row.group, sequence=row.sequence)
     yield "norm"
     return row.biased(leaves.wait())
 
@@ -296,11 +301,11 @@ def _feed_forward(layer: Layer, x_BSH: torch.Tensor, places: Places, late: bool)
         yield "nothing"
         yield "norm"
         return branch_BSH, None
-    enters = entering(x_BSH, part.group, sequence=part.sequence)
+    enters = start_to_tensor_parallel(x_BSH, part.group, sequence=part.sequence)
     yield "feed-forward, in"
     inner = part.inner(enters.wait())
     yield "feed-forward, out"
-    leaves = leaving(part.product(inner), part.group, sequence=part.sequence)
+    leaves = start_from_tensor_parallel(part.product(inner), part.group, sequence=part.sequence)
     yield "norm"
     return part.biased(leaves.wait()), None
 
@@ -312,7 +317,7 @@ def _experts(layer: Layer, part: MoE, x_BSH: torch.Tensor, places: Places, late:
     exchange = _exchange_of(part)
     trip = None
     if exchange is not None:
-        trip = exchange.trip(_forward_of(part.experts), rows, plan)
+        trip = exchange.start(_forward_of(part.experts), rows, plan)
     meanwhile = "nothing" if part.shared_experts is None else "shared expert"
     shared_BSH, output = None, torch.empty(())
     for place in ("first", "second"):
@@ -321,13 +326,13 @@ def _experts(layer: Layer, part: MoE, x_BSH: torch.Tensor, places: Places, late:
         if not computes:
             shared_BSH = part.shared(x_BSH)
             if trip is not None:
-                trip.relay()
+                trip.second_hop()
         elif trip is not None:
             trip.compute()
         else:
             output = _forward_of(part.experts)(rows, plan)
     yield "norm"
-    output = output if trip is None else trip.come_home()
+    output = output if trip is None else trip.combine_wait()
     branch_BSH = output.view_as(x_BSH)
     branch_BSH = branch_BSH if shared_BSH is None else branch_BSH + shared_BSH
     routed = None if logits is None else Routed(logits, plan.expert_ids)
@@ -347,8 +352,8 @@ def _forward_of(experts: nn.Module) -> Callable[..., Any]:
     return partial(type(experts).forward, experts)
 
 
-def _exchange_of(part: MoE) -> Exchange | None:
+def _exchange_of(part: MoE) -> ExpertExchange | None:
     """Return how experts are reached that lie on other ranks."""
     around = _around(part.experts)
-    found = around.call if isinstance(around, Around) else None
-    return found if isinstance(found, Exchange) else None
+    found = around.call if isinstance(around, ParameterSubstitution) else None
+    return found if isinstance(found, ExpertExchange) else None

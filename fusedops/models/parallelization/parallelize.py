@@ -37,14 +37,9 @@ from fusedops.models.transformer import Transformer
 from fusedops.nn import MLP, GatedMLP, MoE
 from fusedops.parallel import context
 from fusedops.parallel.comm import collectives
-from fusedops.parallel.data.data_parallel import (
-    DataParallel,
-    Replicas,
-    by_bytes,
-    divides,
-    local_bytes,
-    shard,
-)
+from fusedops.parallel.data.ddp import BucketedAllReduce, by_bytes, local_bytes
+from fusedops.parallel.data.fsdp import divides, shard
+from fusedops.parallel.data.grad_sync import GradientSync
 from fusedops.parallel.dropout import Place
 from fusedops.parallel.expert.layer import split_experts
 from fusedops.parallel.mesh import Mesh, make_mesh
@@ -56,12 +51,21 @@ from fusedops.parallel.tensor.layers import (
     ParallelMLP,
     RowLinear,
     distribute,
-    enter,
     local,
+    to_tensor_parallel,
 )
-from fusedops.parallel.tensor.replicated import join_tokens, part_of, sum_gradients, take_tokens
+from fusedops.parallel.tensor.replicated import (
+    allreduce_gradients,
+    gather_tokens,
+    local_chunk,
+    scatter_tokens,
+)
 from fusedops.parallel.tensor.sequence import SequenceNorm
-from fusedops.parallel.tensor.vocabulary import SplitWords, VocabularyEmbedding, split_cross_entropy
+from fusedops.parallel.tensor.vocabulary import (
+    VocabParallelProjection,
+    VocabularyEmbedding,
+    vocab_parallel_cross_entropy,
+)
 
 _OP = "parallelize"
 _NORMS = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm")
@@ -134,7 +138,7 @@ def parallelize(
         memory.store_experts(model, mesh.dense.device_type if device is None else device)
     taken = set()
     for part, each in zip(parts, data, strict=True):
-        each.replicas = _replicas(part, whole - taken, config, mesh)
+        each.reducers = _replicas(part, whole - taken, config, mesh)
         taken |= {name for name, _ in part.named_parameters()}
     if not isinstance(model, Transformer) or not stages:
         return attach(model, Parallelized(model, config, mesh, data[0]))
@@ -281,7 +285,7 @@ def _split_tensors(model: Transformer, mesh: Any, config: ParallelConfig) -> Non
     if sequence:
         _split_norms(model, ("norm",), mesh)
     if sequence and model.query_positions is not None:
-        sum_gradients(model.query_positions, mesh)
+        allreduce_gradients(model.query_positions, mesh)
         model.query_positions.register_forward_pre_hook(partial(_own_places, group))
 
 
@@ -294,26 +298,26 @@ def _split_ends(model: Transformer, mesh: Any, *, sequence: bool) -> None:
     if sequence:
         for table in (embedding.positions, embedding.token_types):
             if table is not None:
-                sum_gradients(table, mesh)
+                allreduce_gradients(table, mesh)
                 table.register_forward_pre_hook(partial(_own_places, group))
         _split_norms(embedding, ("norm",), mesh)
         _split_norms(head, ("norm",), mesh)
         if head.transform is not None:
-            sum_gradients(head.transform, mesh)
+            allreduce_gradients(head.transform, mesh)
     for name in ("weight", "bias"):
         parameter = getattr(head, name)
         if parameter is not None:
             setattr(head, name, distribute(_OP, f"head.{name}", parameter, mesh, 0, uneven=True))
 
     def loss(x_BSH: torch.Tensor, weight: Any, bias: Any, labels_BS: torch.Tensor) -> torch.Tensor:
-        x_BSH = enter(x_BSH, group, sequence=sequence)
+        x_BSH = to_tensor_parallel(x_BSH, group, sequence=sequence)
         given = local(weight), labels_BS, group, local(bias)
         again = head.recompute
-        return split_cross_entropy(
+        return vocab_parallel_cross_entropy(
             x_BSH, *given, vocab_size=words, reduction="sum", recompute=again
         )
 
-    head.project, head.loss = SplitWords(group, words, sequence=sequence), loss
+    head.project, head.loss = VocabParallelProjection(group, words, sequence=sequence), loss
 
 
 def _split_norms(owner: nn.Module, names: tuple[str, ...], mesh: Any) -> None:
@@ -326,7 +330,7 @@ def _split_norms(owner: nn.Module, names: tuple[str, ...], mesh: Any) -> None:
 
 def _own_places(group: dist.ProcessGroup, module: nn.Module, args: Any) -> Any:
     """Take, for a table of positions, those of this rank's tokens: ``[..., S]`` to ``[..., s]``."""
-    return (part_of(args[0], group, -1),)
+    return (local_chunk(args[0], group, -1),)
 
 
 def _split_attention(attention: Any, mesh: Any, *, sequence: bool, overlap: bool) -> None:
@@ -346,8 +350,8 @@ def _split_attention(attention: Any, mesh: Any, *, sequence: bool, overlap: bool
     def come_in(module: nn.Module, args: Any) -> Any:
         x_BSH, places, asking_BSH = args
         if asking_BSH is not None:
-            asking_BSH = enter(asking_BSH, group, sequence=sequence)
-        return enter(x_BSH, group, sequence=sequence), places, asking_BSH
+            asking_BSH = to_tensor_parallel(asking_BSH, group, sequence=sequence)
+        return to_tensor_parallel(x_BSH, group, sequence=sequence), places, asking_BSH
 
     attention.register_forward_pre_hook(come_in)
 
@@ -357,12 +361,12 @@ def _split_tokens(layer: Any, mesh: Any, *, sequence: bool) -> None:
     moe, group = layer.feed_forward, mesh.get_group()
     for module in (moe.gate, moe.shared_experts, moe.shared_expert_gate):
         if module is not None:
-            sum_gradients(module, mesh)
+            allreduce_gradients(module, mesh)
 
     if not sequence:
-        layer.take_tokens = partial(take_tokens, group=group)
-        layer.join_tokens = partial(join_tokens, group=group)
-    layer.take_ids = partial(part_of, group=group)
+        layer.take_tokens = partial(scatter_tokens, group=group)
+        layer.join_tokens = partial(gather_tokens, group=group)
+    layer.take_ids = partial(local_chunk, group=group)
 
 
 def _place(config: ParallelConfig, mesh: Mesh) -> Place:
@@ -457,10 +461,10 @@ def _left_whole(model: nn.Module, config: ParallelConfig, mesh: Mesh) -> set[str
 
 def _divide_parameters(
     model: nn.Module, whole: set[str], config: ParallelConfig, mesh: Mesh
-) -> DataParallel:
+) -> GradientSync:
     """Divide what ``zero`` divides over the ranks that see other tokens."""
     if config.zero == 0 or config.sizes.data == 1:
-        return DataParallel()
+        return GradientSync()
     left = {each for name, each in model.named_parameters() if name in whole}
     again = config.parallel_optimizer_comm_recompute
     share = partial(shard, stage=config.zero, whole=left, gather_again=again)
@@ -470,12 +474,12 @@ def _divide_parameters(
     share([*_blocks(model, config), model], mesh.shards(config.shard_ranks))
     # Stage 1 would add up micro-batches first, before ranks that hold other experts can.
     stage = 2 if config.ep_deterministic and config.zero == 1 else config.zero
-    return DataParallel(sharded=[*experts, model], stage=stage)
+    return GradientSync(sharded=[*experts, model], stage=stage)
 
 
 def _replicas(
     model: nn.Module, whole: set[str], config: ParallelConfig, mesh: Mesh
-) -> list[Replicas]:
+) -> list[BucketedAllReduce]:
     """Sum the gradients of whole parameters over the ranks that see other tokens."""
     experts = {e for module in _expert_modules(model, config) for e in module.parameters()}
     members = {each for name, each in model.named_parameters() if name in whole}
@@ -485,7 +489,7 @@ def _replicas(
             buckets = _buckets(model, some, config)
             ordered = config.ep_deterministic and name == "expert_data"
             group = mesh.group(name)
-            found.append(Replicas(buckets, group, overlap=config.overlap, ordered=ordered))
+            found.append(BucketedAllReduce(buckets, group, overlap=config.overlap, ordered=ordered))
     return found
 
 

@@ -23,7 +23,7 @@ from fusedops.models.parallelization.stages import Stage
 from fusedops.models.transformer import Loss, Transformer
 from fusedops.optim import global_norm
 from fusedops.parallel.comm import collectives
-from fusedops.parallel.data.data_parallel import DataParallel
+from fusedops.parallel.data.grad_sync import GradientSync
 from fusedops.parallel.mesh import Mesh
 from fusedops.parallel.pipeline.driver import Driver
 from fusedops.parallel.pipeline.schedules import table
@@ -62,11 +62,11 @@ class Pipeline:
         config: ParallelConfig,
         mesh: Mesh,
         stages: Mapping[int, Stage],
-        data: Mapping[int, DataParallel],
+        data: Mapping[int, GradientSync],
     ) -> Pipeline:
         """Return the pipeline of a model that was cut."""
         for each in data.values():
-            for replicas in each.replicas:
+            for replicas in each.reducers:
                 replicas.remove()  # half of a backward passes their hooks by; the driver tells them
         order = table(config.pipeline_schedule, config.pp, config.microbatches, config.virtual)
         ends = [order.rank_of(0), order.rank_of(order.stages - 1)]

@@ -16,6 +16,7 @@ pieces. Here are no gradients; those are in ``tensor.py``.
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -104,8 +105,9 @@ class Log:
 
 
 # Logs that are open in this process, not in this thread: autograd's threads run backward nodes of
-# GPUs. Where threads are ranks (tests), each log hears its own rank.
+# GPUs. Where threads are ranks (tests), each log records its own rank.
 _LOGS: list[Log] = []
+_LOCK = threading.Lock()
 _NUMBERS = itertools.count()
 
 
@@ -113,11 +115,17 @@ _NUMBERS = itertools.count()
 def recorded() -> Iterator[Log]:
     """Record this rank's communications; gives the log, which stays readable afterwards."""
     log = Log(_rank())
-    _LOGS.append(log)
+    with _LOCK:
+        if not _LOGS:
+            collectives.listeners.append(_record_op)
+        _LOGS.append(log)
     try:
         yield log
     finally:
-        _LOGS.remove(log)
+        with _LOCK:
+            _LOGS.remove(log)
+            if not _LOGS:
+                collectives.listeners.remove(_record_op)
 
 
 @contextmanager
@@ -126,13 +134,13 @@ def computing(label: str) -> Iterator[None]:
     if not is_recorded():
         yield
         return
-    span = Span(label)
+    span = ComputeSpan(label)
     span.start()
     yield
     span.end()
 
 
-class Span:
+class ComputeSpan:
     """A computation whose start and end are marked from two places."""
 
     def __init__(self, label: str) -> None:
@@ -466,17 +474,13 @@ def _start(kind: str, label: str, sent: int, ranks: int) -> Event | None:
     return event
 
 
-def _heard(kind: str, label: str, sent: int, ranks: int) -> None:
-    """Note what an op communicates by itself; compiled code has no moment to note."""
-    if not _LOGS or ranks == 1:
+def _record_op(kind: str, label: str, sent: int, ranks: int) -> None:
+    """Record a collective of an op below this package, which has no wait of its own."""
+    started = _start(kind, label, sent, ranks) if ranks > 1 else None
+    if started is None:
         return
-    started = _start(kind, label, sent, ranks)
-    assert started is not None
     fields = kind, "end", started.number, label, 0, ranks
     _mark(Event(*fields, time.perf_counter()))
-
-
-collectives.listeners.append(_heard)
 
 
 def _mark(event: Event) -> None:

@@ -49,7 +49,7 @@ _channels: WeakKeyDictionary[dist.ProcessGroup, Channel | None] = WeakKeyDiction
 
 
 @dataclass(slots=True)
-class Call:
+class CollectiveCall:
     """A collective, for whoever asks where this process stands: torch's recorder has none of them.
 
     Attributes:
@@ -72,7 +72,7 @@ class Call:
 
 
 # The last ones of this process, the oldest first, and how often one was begun or ended.
-calls: deque[Call] = deque(maxlen=1000)
+calls: deque[CollectiveCall] = deque(maxlen=1000)
 _changes = [0]
 
 
@@ -198,7 +198,7 @@ def _started(
     tensors = given.detach(), taken.detach()
     number = _checked(channel, lambda: channel.rings.start(kind, text, *tensors, source))
     name = text.partition(" ")[0]
-    call = Call(channel.group, number + 1, name, given.shape, given.dtype, time.time_ns())
+    call = CollectiveCall(channel.group, number + 1, name, given.shape, given.dtype, time.time_ns())
     calls.append(call)
     _changes[0] += 1
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fusedops._core import backends, dtypes, philox
 from fusedops.parallel.context.layout import Range
-from fusedops.parallel.context.plan import Block, Call
+from fusedops.parallel.context.plan import AttentionBlock, AttentionCall
 
 LOG2E = 1.0 / math.log(2.0)
 
@@ -40,7 +40,7 @@ class Scores(NamedTuple):
     dropout_p: float
     seed: Tensor | None
 
-    def at(self, call: Call, rows: Tensor, columns: Tensor, length: int) -> Scores:
+    def at(self, call: AttentionCall, rows: Tensor, columns: Tensor, length: int) -> Scores:
         """Return these for a call: its seed says where the call's scores stand.
 
         Args:
@@ -158,7 +158,12 @@ def add_to(into: Tensor, rows: tuple[Range, ...], values: Tensor) -> None:
 
 
 def forward(
-    call: Call, query: Tensor, key: Tensor, value: Tensor, scores: Scores, attended: Attended
+    call: AttentionCall,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scores: Scores,
+    attended: Attended,
 ) -> None:
     """Take up the blocks of a call into ``attended``."""
     q, k, v = take(query, call.rows), take(key, call.columns), take(value, call.columns)
@@ -184,7 +189,12 @@ def forward(
 
 
 def backward(
-    call: Call, query: Tensor, key: Tensor, value: Tensor, scores: Scores, incoming: Incoming
+    call: AttentionCall,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scores: Scores,
+    incoming: Incoming,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of a call's queries, keys and values, in the order of its blocks."""
     q, k, v = take(query, call.rows), take(key, call.columns), take(value, call.columns)
@@ -195,7 +205,7 @@ def backward(
 
 
 def _backward_dense(
-    block: Block, q: Tensor, k: Tensor, v: Tensor, scores: Scores, here: Incoming
+    block: AttentionBlock, q: Tensor, k: Tensor, v: Tensor, scores: Scores, here: Incoming
 ) -> tuple[Tensor, Tensor, Tensor]:
     mask, slopes, shift = _places(block, q, scores)
     parts = here.parts if shift is None else _shifted(here.parts, shift)
@@ -215,7 +225,9 @@ def _backward_dense(
 class _Packed:
     """The blocks of a call behind one another, as ``attention_varlen`` takes them."""
 
-    def __init__(self, call: Call, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> None:
+    def __init__(
+        self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, scores: Scores
+    ) -> None:
         self.batch = q.shape[0]
         sides = zip(*((block.rows, block.columns) for block in call.blocks), strict=True)
         sizes = [tuple(stop - start for start, stop in side) for side in sides]
@@ -298,7 +310,7 @@ def _own_share(here: Incoming, output: Tensor, own: Tensor, parts: Tensor) -> tu
 
 
 def _places(
-    block: Block, query: Tensor, scores: Scores
+    block: AttentionBlock, query: Tensor, scores: Scores
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return additive mask, slopes and shift that make ALiBi of a block.
 

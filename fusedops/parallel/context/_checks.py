@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fusedops._core import checks, dtypes, philox
 from fusedops.ops import _attention_math as math
-from fusedops.parallel.context.layout import Layout, layout_of
+from fusedops.parallel.context.layout import SequenceLayout, layout_of
 
 
 class Request(NamedTuple):
@@ -22,7 +22,7 @@ class Request(NamedTuple):
     alibi_slopes: Tensor | None
     sinks: Tensor | None
     seed: Tensor | None
-    layout: Layout
+    layout: SequenceLayout
     dropout_p: float
     scale: float
     window_left: int

@@ -26,7 +26,7 @@ from fusedops._core import checks, philox
 from fusedops._core.library import define_exchange
 from fusedops.parallel.comm import collectives
 from fusedops.parallel.context._checks import Request, request
-from fusedops.parallel.context.layout import Layout, order, order_back
+from fusedops.parallel.context.layout import SequenceLayout, order, order_back
 
 
 def ulysses_attention(
@@ -183,7 +183,9 @@ def _attend(a: Request) -> tuple[Tensor, Tensor]:
     return output.unflatten(0, (batch, -1)).transpose(1, 2), lse
 
 
-def _to_heads(tensors: list[Tensor], layout: Layout, group: dist.ProcessGroup) -> list[Tensor]:
+def _to_heads(
+    tensors: list[Tensor], layout: SequenceLayout, group: dist.ProcessGroup
+) -> list[Tensor]:
     """Return ``[B, H, S / n, D]`` as ``[B, H / n, S, D]``: all tokens of this rank's heads."""
     ranks = group.size()
     if ranks == 1:
@@ -203,7 +205,7 @@ def _to_heads(tensors: list[Tensor], layout: Layout, group: dist.ProcessGroup) -
     ]
 
 
-def _to_tokens(tensor: Tensor, layout: Layout, group: dist.ProcessGroup) -> Tensor:
+def _to_tokens(tensor: Tensor, layout: SequenceLayout, group: dist.ProcessGroup) -> Tensor:
     """Return ``[B, H / n, S, D]`` as ``[B, H, S / n, D]``: all heads of this rank's tokens."""
     ranks = group.size()
     if ranks == 1:
@@ -215,7 +217,7 @@ def _to_tokens(tensor: Tensor, layout: Layout, group: dist.ProcessGroup) -> Tens
     return by_rank.permute(1, 2, 0, 3, 4).flatten(2, 3).transpose(1, 2)
 
 
-def _names(layout: Layout, group: dist.ProcessGroup) -> tuple[Any, ...]:
+def _names(layout: SequenceLayout, group: dist.ProcessGroup) -> tuple[Any, ...]:
     """Return layout and group as operators take them."""
     return layout.length, list(layout.ends), layout.balance, group.group_name
 
@@ -225,7 +227,7 @@ def _places(
     length: int, ranks: int, balance: str, ends: tuple[int, ...], back: bool, device: torch.device
 ) -> Tensor:
     """Return ``order`` or ``order_back``. Kept for the other layers: operators alone see it."""
-    return (order_back if back else order)(Layout(length, ranks, balance, ends), device)
+    return (order_back if back else order)(SequenceLayout(length, ranks, balance, ends), device)
 
 
 def _travel(

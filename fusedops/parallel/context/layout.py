@@ -30,7 +30,7 @@ BALANCES = ("zigzag", "document", "contiguous")
 Range = tuple[int, int]
 
 
-class Layout(NamedTuple):
+class SequenceLayout(NamedTuple):
     """A batch of sequences over the ranks of a group.
 
     Attributes:
@@ -79,7 +79,7 @@ def layout_of(
     balance: str,
     ends: Sequence[int] | None = None,
     rows: int = 1,
-) -> Layout:
+) -> SequenceLayout:
     """Return the layout of ``rows`` rows; raise for what cannot be cut so.
 
     Args:
@@ -95,7 +95,7 @@ def layout_of(
         checks.fail(op, "the sequence", f"of a length that {ranks} ranks divide", length)
     total = rows * length
     if ends is None:
-        return Layout(length, ranks, balance, tuple(range(0, total + 1, length or 1)))
+        return SequenceLayout(length, ranks, balance, tuple(range(0, total + 1, length or 1)))
     cuts = tuple(ends)
     if len(cuts) < 2 or cuts[0] != 0 or cuts[-1] != total:
         shown = f"{list(cuts[:1])} to {list(cuts[-1:])}"
@@ -106,11 +106,11 @@ def layout_of(
         if after > before and (after - 1) // length != before // length:
             wanted = f"such that a document begins with each row of {length} tokens"
             checks.fail(op, "cu_seqlens", wanted, f"one from {before} to {after}")
-    return Layout(length, ranks, balance, cuts)
+    return SequenceLayout(length, ranks, balance, cuts)
 
 
 @functools.lru_cache(maxsize=256)
-def ranges(layout: Layout, rank: int) -> tuple[Range, ...]:
+def ranges(layout: SequenceLayout, rank: int) -> tuple[Range, ...]:
     """Return the tokens of a rank as ranges, counted through the batch, rising."""
     total = layout.ends[-1]
     cuts: list[Range] = []
@@ -154,7 +154,7 @@ def mirrored(start: int, stop: int, ranks: int, rank: int, turn: int = 0) -> lis
     return [(first, first + low[rank]), (second, second + high[rank])]
 
 
-def order(layout: Layout, device: torch.device) -> torch.Tensor:
+def order(layout: SequenceLayout, device: torch.device) -> torch.Tensor:
     """Return the numbers of the ranks' tokens, those of rank 0 first, counted through the batch."""
     cuts = [each for rank in range(layout.ranks) for each in ranges(layout, rank)]
     starts, stops = torch.tensor(cuts, dtype=torch.int64).view(-1, 2).unbind(1)
@@ -163,13 +163,13 @@ def order(layout: Layout, device: torch.device) -> torch.Tensor:
     return (firsts + torch.arange(len(firsts))).to(device)
 
 
-def order_back(layout: Layout, device: torch.device) -> torch.Tensor:
+def order_back(layout: SequenceLayout, device: torch.device) -> torch.Tensor:
     """Return where each token of the batch stands in ``order``."""
     return torch.argsort(order(layout, device))
 
 
 @functools.lru_cache(maxsize=256)
-def places(layout: Layout, rank: int, device: torch.device) -> torch.Tensor:
+def places(layout: SequenceLayout, rank: int, device: torch.device) -> torch.Tensor:
     """Return the numbers of a rank's tokens, counted through the batch; the same for all layers.
 
     Operators alone may ask: what is kept must be real.
@@ -179,12 +179,12 @@ def places(layout: Layout, rank: int, device: torch.device) -> torch.Tensor:
 
 
 @functools.lru_cache(maxsize=256)
-def pieces(layout: Layout, rank: int) -> tuple[Piece, ...]:
+def pieces(layout: SequenceLayout, rank: int) -> tuple[Piece, ...]:
     """Return the ranges of a rank, cut where documents end."""
     return tuple(_pieces(layout, rank))
 
 
-def _pieces(layout: Layout, rank: int) -> Iterator[Piece]:
+def _pieces(layout: SequenceLayout, rank: int) -> Iterator[Piece]:
     ends, document, local = layout.ends, 0, 0
     for start, stop in ranges(layout, rank):
         while start < stop:

@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from itertools import accumulate, groupby
 from typing import NamedTuple
 
-from fusedops.parallel.context.layout import Layout, Piece, Range, joined, pieces
+from fusedops.parallel.context.layout import Piece, Range, SequenceLayout, joined, pieces
 
 
-class Pattern(NamedTuple):
+class AttentionPattern(NamedTuple):
     """Who may attend whom: query at ``i``, key at ``j`` if ``-left <= j - i <= right``.
 
     Attributes:
@@ -32,7 +32,7 @@ class Pattern(NamedTuple):
     placed: bool = False
 
 
-class Block(NamedTuple):
+class AttentionBlock(NamedTuple):
     """A rectangle of scores.
 
     Attributes:
@@ -60,10 +60,10 @@ class Block(NamedTuple):
         )
 
 
-class Call(NamedTuple):
+class AttentionCall(NamedTuple):
     """Blocks of one kind whose rows do not overlap."""
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[AttentionBlock, ...]
 
     @property
     def rows(self) -> tuple[Range, ...]:
@@ -85,7 +85,7 @@ class Step(NamedTuple):
     """
 
     columns: tuple[Range, ...]
-    calls: tuple[Call, ...]
+    calls: tuple[AttentionCall, ...]
 
     @property
     def tokens(self) -> int:
@@ -99,15 +99,15 @@ class Step(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def step(layout: Layout, pattern: Pattern, rank: int, source: int) -> Step:
+def step(layout: SequenceLayout, pattern: AttentionPattern, rank: int, source: int) -> Step:
     """Return what ``rank`` does with the keys of ``source``."""
     of_source = {
         document: list(each)
         for document, each in groupby(pieces(layout, source), lambda piece: piece.document)
     }
     bounded = pattern.placed or pattern.left >= 0 or pattern.right > 0
-    alike: list[Block] = []
-    calls: list[Call] = []
+    alike: list[AttentionBlock] = []
+    calls: list[AttentionCall] = []
     for document, each in groupby(pieces(layout, rank), lambda piece: piece.document):
         queries, keys = list(each), of_source.get(document, [])
         if not bounded:
@@ -121,13 +121,15 @@ def step(layout: Layout, pattern: Pattern, rank: int, source: int) -> Step:
                 if block.distance == 0:
                     alike.append(block)
                 else:
-                    calls.append(Call((block,)))
+                    calls.append(AttentionCall((block,)))
     if alike:
-        calls.insert(0, Call(tuple(alike)))
+        calls.insert(0, AttentionCall(tuple(alike)))
     return _compact(calls)
 
 
-def _staircase(queries: list[Piece], keys: list[Piece], right: int, here: bool) -> Iterator[Block]:
+def _staircase(
+    queries: list[Piece], keys: list[Piece], right: int, here: bool
+) -> Iterator[AttentionBlock]:
     """Yield the blocks of one document where places matter for causality alone.
 
     All its tokens lie side by side on each rank, in rising order: the keys before a query come
@@ -138,26 +140,26 @@ def _staircase(queries: list[Piece], keys: list[Piece], right: int, here: bool) 
     first = keys[0].local
     if here or right < 0:
         rows = queries[0].local, queries[-1].local + _size(queries[-1])
-        yield Block(rows, (first, keys[-1].local + _size(keys[-1])), -1, right, 0)
+        yield AttentionBlock(rows, (first, keys[-1].local + _size(keys[-1])), -1, right, 0)
         return
-    blocks: list[Block] = []
+    blocks: list[AttentionBlock] = []
     for query in queries:
         before = sum(_size(key) for key in keys if key.start < query.start)
         rows, columns = (query.local, query.local + _size(query)), (first, first + before)
         if blocks and blocks[-1].columns == columns:
             blocks[-1] = blocks[-1]._replace(rows=(blocks[-1].rows[0], rows[1]))
         elif before:
-            blocks.append(Block(rows, columns, -1, -1, 0))
+            blocks.append(AttentionBlock(rows, columns, -1, -1, 0))
     yield from blocks
 
 
-def _band(query: Piece, key: Piece, pattern: Pattern) -> Block | None:
+def _band(query: Piece, key: Piece, pattern: AttentionPattern) -> AttentionBlock | None:
     """Return the part of a rectangle that is computed, ``None`` where nothing is."""
     rows, columns, distance = _size(query), _size(key), query.start - key.start
     row = column = 0
     if distance == 0:  # the same tokens; blocks of one kind are one call
         here = (query.local, query.local + rows)
-        return Block(here, here, pattern.left, pattern.right, 0)
+        return AttentionBlock(here, here, pattern.left, pattern.right, 0)
     # Counted from the corner, column - row is in [low, high].
     low = distance - pattern.left if pattern.left >= 0 else -rows
     high = distance + pattern.right if pattern.right >= 0 else columns
@@ -169,7 +171,7 @@ def _band(query: Piece, key: Piece, pattern: Pattern) -> Block | None:
     rows, columns = min(rows, columns - low), min(columns, rows + high)
     if rows <= 0 or columns <= 0 or high < 0:
         return None
-    return Block(
+    return AttentionBlock(
         (query.local + row, query.local + row + rows),
         (key.local + column, key.local + column + columns),
         -low if -low < rows - 1 else -1,
@@ -182,7 +184,7 @@ def _size(piece: Piece) -> int:
     return piece.stop - piece.start
 
 
-def _compact(calls: list[Call]) -> Step:
+def _compact(calls: list[AttentionCall]) -> Step:
     """Return the step of these calls, with the columns that they need and no others."""
     cuts: list[Range] = []
     for start, stop in sorted(block.columns for call in calls for block in call.blocks):
@@ -195,9 +197,9 @@ def _compact(calls: list[Call]) -> Step:
     sizes = [stop - start for start, stop in columns]
     before = [0, *accumulate(sizes)]
 
-    def moved(block: Block) -> Block:
+    def moved(block: AttentionBlock) -> AttentionBlock:
         index = bisect_right(starts, block.columns[0]) - 1
         shift = before[index] - starts[index]
         return block._replace(columns=(block.columns[0] + shift, block.columns[1] + shift))
 
-    return Step(columns, tuple(Call(tuple(map(moved, call.blocks))) for call in calls))
+    return Step(columns, tuple(AttentionCall(tuple(map(moved, call.blocks))) for call in calls))

@@ -28,8 +28,8 @@ from fusedops.parallel.comm.collectives import Pending
 from fusedops.parallel.context import _blocks, _flops, plan
 from fusedops.parallel.context._blocks import Attended, Incoming, Scores, add_to, take
 from fusedops.parallel.context._checks import request
-from fusedops.parallel.context.layout import Layout, places
-from fusedops.parallel.context.plan import Call, Pattern, Step
+from fusedops.parallel.context.layout import SequenceLayout, places
+from fusedops.parallel.context.plan import AttentionCall, AttentionPattern, Step
 
 
 def ring_attention(
@@ -165,12 +165,12 @@ class _Ring:
         self.group = dist.distributed_c10d._resolve_process_group(a.group)  # type: ignore[arg-type]
         self.rank, self.ranks = self.group.rank(), self.group.size()
         batch, _, tokens, _ = a.query.shape
-        layout = Layout(tokens * self.ranks, self.ranks, a.balance, tuple(a.ends))
+        layout = SequenceLayout(tokens * self.ranks, self.ranks, a.balance, tuple(a.ends))
         self.packed = batch > 1 and not layout.whole_rows
         if batch > 1 and not self.packed:
             layout = layout._replace(ends=(0, layout.length))  # all rows alike
         self.layout = layout
-        self.pattern = Pattern(a.window_left, a.window_right, a.alibi_slopes is not None)
+        self.pattern = AttentionPattern(a.window_left, a.window_right, a.alibi_slopes is not None)
         seed = a.seed
         if seed is not None:
             seed = philox.placed_scores(seed, a.query.shape[1], layout.length)
@@ -210,7 +210,7 @@ class _Ring:
         """Return whose keys come."""
         return (self.rank - shift) % self.ranks
 
-    def calls(self, shift: int, step: Step) -> Iterator[tuple[Call, Scores]]:
+    def calls(self, shift: int, step: Step) -> Iterator[tuple[AttentionCall, Scores]]:
         """Yield the calls of a step; each drops what the whole would."""
         if self.scores.seed is None:
             yield from ((call, self.scores) for call in step.calls)
@@ -232,14 +232,14 @@ class _Ring:
         tokens = self.step(self.rank, source).tokens
         return self._exchange(parts, to, source, tokens, f"keys {shift}")
 
-    def send_home(self, shift: int, grads: Sequence[Tensor]) -> Pending:
-        """Begin to send gradients of keys and values to whom those belong."""
+    def send_gradients(self, shift: int, grads: Sequence[Tensor]) -> Pending:
+        """Start to send gradients of keys and values to the ranks that have these."""
         to, source = self.source(shift), self.target(shift)
         tokens = self.step(source, self.rank).tokens
         return self._exchange(grads, to, source, tokens, f"gradients {shift}")
 
-    def come_home(self, shift: int, pending: Pending) -> tuple[Any, tuple[Tensor, Tensor]]:
-        """Wait for gradients of keys and values here; returns of which tokens, and those."""
+    def receive_gradients(self, shift: int, pending: Pending) -> tuple[Any, tuple[Tensor, Tensor]]:
+        """Return the tokens whose gradients of keys and values arrive, and the gradients."""
         columns = self.step(self.target(shift), self.rank).columns
         return columns, self._unpacked(pending.wait())
 
@@ -338,13 +338,13 @@ def _backward(
         with collectives.computing(f"differentiate {shift}"):
             found = _step_gradients(ring, shift, step, key, value, incoming, grads[0])
         if shift == 0:
-            _take_home(grads, step.columns, found)
+            _add_gradients(grads, step.columns, found)
             continue
         if pending is not None:
-            _take_home(grads, *ring.come_home(shift - 1, pending))
-        pending = ring.send_home(shift, [each.to(key.dtype) for each in found])
+            _add_gradients(grads, *ring.receive_gradients(shift - 1, pending))
+        pending = ring.send_gradients(shift, [each.to(key.dtype) for each in found])
     if pending is not None:
-        _take_home(grads, *ring.come_home(ring.ranks - 1, pending))
+        _add_gradients(grads, *ring.receive_gradients(ring.ranks - 1, pending))
     given = (a.query, a.key, a.value)
     return (
         *(
@@ -378,7 +378,7 @@ def _step_gradients(
     return found or [key, value]  # no call: of no token
 
 
-def _take_home(grads: Sequence[Tensor], columns: Any, found: Sequence[Tensor]) -> None:
+def _add_gradients(grads: Sequence[Tensor], columns: Any, found: Sequence[Tensor]) -> None:
     for into, part in zip(grads[1:], found, strict=True):
         add_to(into, columns, part)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fusedops._core import checks
 from fusedops.parallel.context._checks import check_group, ends_of
-from fusedops.parallel.context.layout import Layout, layout_of, order, order_back
+from fusedops.parallel.context.layout import SequenceLayout, layout_of, order, order_back
 
 
 def shard_sequence(
@@ -115,7 +115,7 @@ def _layout(
     times: int,
     balance: Any,
     cu_seqlens: Any,
-) -> Layout:
+) -> SequenceLayout:
     """Return the layout of sequences ``times`` as long as the tensor has."""
     rows = 1 if dim == 0 else tensor.shape[0]
     length, ends = tensor.shape[dim] * times, ends_of(op, cu_seqlens)

@@ -1,8 +1,8 @@
-"""The exchanges of expert parallelism: tokens to the experts, and results on their way back.
+"""The all-to-alls of expert parallelism: tokens to the experts, and their results back.
 
-A hop to the experts sends packed rows in the order of a plan whose "experts" are destinations. Its
-backward sends gradients of rows and probabilities back, packed likewise, and adds them up at home
-in the order of the slots.
+``DispatchAllToAll`` sends packed rows in the order of a plan whose "experts" are destinations. Its
+backward sends the gradients of rows and probabilities back, packed likewise, and the origin sums
+them in the order of the slots. ``CombineAllToAll`` sends a result for each of these rows back.
 """
 
 from __future__ import annotations
@@ -18,110 +18,112 @@ from fusedops.ops import moe_pack, moe_unpack, moe_unpermute
 from fusedops.ops._moe_payload import PayloadLayout
 from fusedops.ops._routing_plan import RoutingPlan
 from fusedops.parallel.async_exchange import Transfer
-from fusedops.parallel.expert.metadata import TOO_MANY, Rows, Verdict
+from fusedops.parallel.collective_errors import ErrorCode, ErrorVote
+from fusedops.parallel.expert.metadata import RowCounts
 
 
 @dataclass(frozen=True)
-class Route:
-    """Which packed rows a rank sends, and where.
+class SendOrder:
+    """Which packed rows a rank sends, and in which order.
 
     Attributes:
-        order: a plan whose rows, in order, are the packed rows.
-        row_of_slot: ``[T, k]`` int32, the packed row that carries each slot; beyond the last row
-            where none does.
-        expert_ids: ``[T, k]`` int32, what is packed beside the rows.
+        plan: the plan whose rows, in order, are the packed rows.
+        row_of_slot: ``[T, k]`` int32, the packed row that carries each slot; for a slot that is not
+            sent a number beyond the last row.
+        expert_ids: ``[T, k]`` int32, packed with the rows.
         span: 0: a row carries one slot. Above 0: all slots of its token on ``span`` experts.
     """
 
-    order: RoutingPlan
+    plan: RoutingPlan
     row_of_slot: torch.Tensor
     expert_ids: torch.Tensor
     span: int = 0
 
+    @classmethod
+    def of_slots(cls, plan: RoutingPlan) -> SendOrder:
+        """Return the order of a plan whose slots each have a row."""
+        return cls(plan, plan.positions, plan.expert_ids)
+
     def layout(self, input: torch.Tensor, *, quantized: bool) -> PayloadLayout:
-        """Return the layout of its packed rows."""
-        pairs = self.order.top_k if self.span > 0 else 1
-        dtype = self.order.probs.dtype
+        """Return the layout of the packed rows."""
+        pairs = self.plan.top_k if self.span > 0 else 1
+        dtype = self.plan.probs.dtype
         return PayloadLayout(input.shape[1], input.dtype, dtype, pairs, quantized)
 
 
 @dataclass(frozen=True)
-class Bound:
-    """As many rows as a caller has room for, whatever arrives.
+class RowLimit:
+    """A fixed number of rows of a result, however many arrive.
 
     Attributes:
-        op: the function's name, for messages.
-        rows: that many; those behind what arrived are zeros with id -1.
-        groups: whose ranks must hear when more arrives on one of them.
+        op: the name of the public function, for messages.
+        rows: the number of rows; those after the rows that arrived are zeros with id -1.
+        groups: groups whose ranks must raise if more arrive on one of them.
     """
 
     op: str
     rows: int
     groups: Sequence[dist.ProcessGroup]
 
-    def check(self, arriving: int, device: torch.device) -> None:
-        """Raise on every rank when more arrives on one; only that one can know."""
-        problem = None
-        if arriving > self.rows:
-            wanted = f"at least the {arriving} rows that arrive here"
-            problem = ValueError(f"{self.op}: max_rows must be {wanted}, got {self.rows}")
-        Verdict(self.op, self.groups, problem, complaint=TOO_MANY, device=device).wait()
+    def check(self, num_arriving: int, device: torch.device) -> None:
+        """Raise on every rank if more rows arrive on one; only that rank can know."""
+        error = None
+        if num_arriving > self.rows:
+            wanted = f"at least the {num_arriving} rows that arrive here"
+            error = ValueError(f"{self.op}: max_rows must be {wanted}, got {self.rows}")
+        vote = ErrorVote(self.op, self.groups, error, code=ErrorCode.TOO_MANY_ROWS, device=device)
+        vote.wait()
 
 
-class ToExperts:
+class DispatchAllToAll:
     """The exchange of one chunk of tokens towards the experts.
 
     Args:
-        route: which rows leave.
+        order: which rows are sent.
         layout: of a packed row.
-        counted: returns how many rows go where; may wait for the ranks to agree.
+        get_counts: returns how many rows are sent and received; may wait for the metadata.
         group: the process group.
-        bound: rows of the result, or ``None`` for those that arrive.
+        limit: the number of rows of the result, or ``None`` for those that arrive.
     """
 
     def __init__(
         self,
-        route: Route,
+        order: SendOrder,
         layout: PayloadLayout,
-        counted: Callable[[], Rows],
+        get_counts: Callable[[], RowCounts],
         group: dist.ProcessGroup,
-        bound: Bound | None = None,
+        limit: RowLimit | None = None,
     ) -> None:
-        self._route, self._layout = route, layout
-        self._counted, self._group, self._bound = counted, group, bound
+        self._order, self._layout = order, layout
+        self._get_counts, self._group, self._limit = get_counts, group, limit
         self._transfer: Any = None
         self._like: Any = None
         self.ids: Any = None  # int32 [rows, pairs], once finished
 
-    @property
-    def rows(self) -> Rows:
-        """How many rows go where; known once the ranks have agreed."""
-        return self._counted()
-
     def start(self, *tensors: torch.Tensor) -> None:
-        """Pack ``input`` and ``probs`` while the notes travel, then send."""
+        """Pack ``input`` and ``probs`` while the metadata is exchanged, then send."""
         input, probs = tensors
-        order = self._route.order
+        plan = self._order.plan
         payload = moe_pack(
             input,
             probs,
-            self._route.expert_ids,
-            index=order.permutation,
-            num_rows=order.offsets[-1:],
-            span=self._route.span,
+            self._order.expert_ids,
+            index=plan.permutation,
+            num_rows=plan.offsets[-1:],
+            span=self._order.span,
             quantized=self._layout.quantized,
         )
         self._like = input.new_empty((0, input.shape[1]))
-        rows, room = self.rows, None
-        if self._bound is not None:
-            self._bound.check(sum(rows.receive), input.device)
-            room = self._bound.rows
+        counts, num_rows = self._get_counts(), None
+        if self._limit is not None:
+            self._limit.check(sum(counts.receive), input.device)
+            num_rows = self._limit.rows
         self._transfer = Transfer(
-            payload[: sum(rows.send)],
-            rows.send,
-            rows.receive,
+            payload[: sum(counts.send)],
+            counts.send,
+            counts.receive,
             self._group,
-            room,
+            num_rows,
             label="tokens to experts",
         )
 
@@ -129,9 +131,9 @@ class ToExperts:
         """Return rows ``[R, H]`` and probabilities ``[R, pairs]`` as they arrived."""
         payload, layout = self._transfer.wait(), self._layout
         self._transfer = None
-        arrived = sum(self.rows.receive)
+        arrived = sum(self._get_counts().receive)
         payload[arrived:].zero_()
-        # Copies also where there is one row, which a view would serve: results share no memory.
+        # Copies also of a single row, where a view would do: results share no memory.
         self.ids = layout.ids(payload).clone(memory_format=torch.contiguous_format)
         self.ids[arrived:] = -1
         probs = layout.probs(payload).clone(memory_format=torch.contiguous_format)
@@ -140,81 +142,94 @@ class ToExperts:
         return layout.rows(payload), probs
 
     def start_backward(self, *grads: torch.Tensor) -> None:
-        """Send the gradients of rows and probabilities home."""
-        rows = self.rows
-        grad_rows, grad_probs = (grad[: sum(rows.receive)] for grad in grads)
+        """Send the gradients of rows and probabilities to where the rows came from."""
+        counts = self._get_counts()
+        grad_rows, grad_probs = (grad[: sum(counts.receive)] for grad in grads)
         payload = moe_pack(grad_rows, grad_probs.to(self._layout.prob_dtype))
-        room = self._route.order.permutation.numel()
+        num_slots = self._order.plan.permutation.numel()
         self._transfer = Transfer(
-            payload, rows.receive, rows.send, self._group, room, label="gradients of tokens"
+            payload,
+            counts.receive,
+            counts.send,
+            self._group,
+            num_slots,
+            label="gradients of tokens",
         )
 
     def finish_backward(self) -> tuple[torch.Tensor, ...]:
         """Return the gradients of ``input`` and ``probs``."""
         payload = self._transfer.wait()
         self._transfer = None
-        route, full = self._route, self._layout
-        layout = PayloadLayout(full.hidden_size, full.dtype, full.prob_dtype, full.pairs)
-        grad_input = moe_unpermute(layout.rows(payload), route.order, weighted=False)
+        plan, sent = self._order.plan, self._layout
+        layout = PayloadLayout(sent.hidden_size, sent.dtype, sent.prob_dtype, sent.pairs)
+        grad_input = moe_unpermute(layout.rows(payload), plan, weighted=False)
         probs = layout.probs(payload)
-        row = route.row_of_slot.long()
-        pair = torch.arange(row.shape[1], device=row.device) if full.pairs > 1 else 0
-        carried = row < route.order.offsets[-1]
-        row = torch.where(carried, row, 0)
+        row = self._order.row_of_slot.long()
+        pair = torch.arange(row.shape[1], device=row.device) if sent.pairs > 1 else 0
+        is_sent = row < plan.offsets[-1]
+        row = torch.where(is_sent, row, 0)
         if probs.shape[0] == 0:
             return grad_input, probs.new_zeros(row.shape)
-        return grad_input, torch.where(carried, probs[row, pair], 0.0)
+        return grad_input, torch.where(is_sent, probs[row, pair], 0.0)
 
 
-class FromExperts:
-    """The exchange of results, row for row the way back of rows that came.
+class CombineAllToAll:
+    """The exchange of results, in the reverse direction of the rows that were dispatched.
 
     Args:
-        came: how many rows, or slots where results are sent for each, left and came.
-        room: rows of the result.
+        counts: of the dispatch: of rows, or of slots where a result is sent for each slot.
+        num_slots: rows of what returns; those after the results are undefined.
         group: the process group.
-        came_room: rows of the gradient, at least those that came; ``None`` for as many.
-        order: int32, beginning with the results to send; ``None``: the first ones, in their order.
-            With it ``came_room`` is the number of all results.
+        num_results: rows of the experts' output, at least those that are sent.
+        order: int32, begins with the results to send; ``None``: the first ones, in their order.
     """
 
     def __init__(
         self,
-        came: Rows,
-        room: int,
+        counts: RowCounts,
+        num_slots: int,
         group: dist.ProcessGroup,
-        came_room: int | None = None,
+        num_results: int,
         order: torch.Tensor | None = None,
     ) -> None:
-        self._came, self._room, self._group = came, room, group
-        self._came_room = came_room
-        self._order = None if order is None else order[: sum(came.receive)].long()
+        self._counts, self._num_slots, self._group = counts, num_slots, group
+        self._num_results = num_results
+        self._order = None if order is None else order[: sum(counts.receive)].long()
         self._transfer: Any = None
 
     def start(self, *tensors: torch.Tensor) -> None:
         """Send the results."""
-        came, (rows,) = self._came, tensors
+        counts, (rows,) = self._counts, tensors
         if self._order is None:
-            rows = rows[: sum(came.receive)]
+            rows = rows[: sum(counts.receive)]
         else:
             rows = rows.index_select(0, self._order)
         self._transfer = Transfer(
-            rows, came.receive, came.send, self._group, self._room, label="experts' results"
+            rows,
+            counts.receive,
+            counts.send,
+            self._group,
+            self._num_slots,
+            label="experts' results",
         )
 
     def finish(self) -> tuple[torch.Tensor, ...]:
-        """Return them in the order in which the rows were sent; rows behind them are garbage."""
+        """Return the results in the order in which their rows were dispatched."""
         rows = self._transfer.wait()
         self._transfer = None
         return (rows,)
 
     def start_backward(self, *grads: torch.Tensor) -> None:
-        """Send the gradients of the results to where they were computed."""
-        came = self._came
-        grad = grads[0][: sum(came.send)]
-        room = self._came_room if self._order is None else None
+        """Send the gradients of the results to the ranks that computed them."""
+        counts = self._counts
+        num_results = self._num_results if self._order is None else None
         self._transfer = Transfer(
-            grad, came.send, came.receive, self._group, room, label="gradients of results"
+            grads[0][: sum(counts.send)],
+            counts.send,
+            counts.receive,
+            self._group,
+            num_results,
+            label="gradients of results",
         )
 
     def finish_backward(self) -> tuple[torch.Tensor, ...]:
@@ -222,7 +237,7 @@ class FromExperts:
         grad = self._transfer.wait()
         self._transfer = None
         if self._order is not None:
-            results = grad.new_zeros((self._came_room, grad.shape[1]))
+            results = grad.new_zeros((self._num_results, grad.shape[1]))
             return (results.index_copy_(0, self._order, grad),)
-        grad[sum(self._came.receive) :].zero_()
+        grad[sum(self._counts.receive) :].zero_()
         return (grad,)

@@ -1,52 +1,55 @@
-"""Expert parallelism: tokens to the ranks of their experts, and the experts' results back.
+"""Expert parallelism: dispatch tokens to the ranks of their experts, and combine the results.
 
     rows, local_plan, handle = moe_dispatch(input, plan, group)
     output = moe_combine(experts(rows, local_plan), handle)
 
 Experts are sharded in order: of ``E`` experts on ``G`` ranks, rank ``r`` has ``E / G`` from ``r * E
-/ G`` on. Rows arrive ordered by rank of origin, expert and token: sorted by expert they stand as
-one process with all tokens would have them, and the sum over a token's slots is made at home, in
-the order of the slots. Hence the same bits for any number of ranks. docs/expert_parallel.md has a
-picture.
+/ G`` on. Rows arrive ordered by rank of origin, expert and token. Sorted by expert they have the
+order of one process with all tokens, and the rank of the token sums its slots in their order. Hence
+the same bits for any number of ranks. docs/expert_parallel.md has a diagram.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from fusedops._core import checks
 from fusedops.ops import RoutingPlan
+from fusedops.ops._moe_payload import PayloadLayout
 from fusedops.ops._weight_gradients import summed
-from fusedops.parallel.expert import traced
-from fusedops.parallel.expert.dispatcher import (
+from fusedops.parallel.expert.arguments import (
+    DispatchOptions,
     Group,
-    check_call,
-    check_together,
+    check_experts,
+    check_on_all,
     check_traced,
     groups_of,
-    start,
 )
-from fusedops.parallel.expert.flat import Flat, FlatReturn
-from fusedops.parallel.expert.hierarchical import Nodes, NodesReturn
+from fusedops.parallel.expert.dispatcher import (
+    EagerHop,
+    PendingCombine,
+    TokenDispatcher,
+    dispatch_start,
+)
+from fusedops.parallel.expert.operators import OperatorHop
 
 Experts = Callable[[torch.Tensor, RoutingPlan], torch.Tensor]
+_HOST = "row counts of an expert-parallel exchange are on the host"
 
 
 @dataclass(frozen=True, eq=False)
-class Dispatched:
-    """What ``moe_combine`` needs to send results back, and what the exchange counted.
+class DispatchHandle:
+    """What ``moe_combine`` needs to send results back, and the counts of the exchange.
 
-    Over a mesh of two dimensions the rows are those of the first exchange, between nodes. In a
-    compiled graph, and with ``max_rows``, the counts are int64 tensors on the CPU: scalars, and one
-    number per rank.
+    Over a mesh of two dimensions the rows are those of the exchange between nodes. In a compiled
+    graph, and with ``max_rows``, the counts are int64 tensors on the CPU: scalars, and one number
+    per rank.
 
     Attributes:
-        plan: the plan of the tokens at home.
+        plan: the routing of the tokens of this rank.
         num_dropped: slots of this rank that no expert computes.
         num_dropped_in_group: the same, summed over all ranks.
         rows_sent: packed rows for each rank of the group, or for each node.
@@ -60,7 +63,7 @@ class Dispatched:
     rows_sent: tuple[int, ...] | torch.Tensor
     rows_received: tuple[int, ...] | torch.Tensor
     row_bytes: int
-    _way: Flat | Nodes | traced.Way
+    _dispatcher: TokenDispatcher
 
 
 def moe_dispatch(
@@ -71,7 +74,7 @@ def moe_dispatch(
     reduce: str = "home",
     payload: str | None = None,
     max_rows: int | None = None,
-) -> tuple[torch.Tensor, RoutingPlan, Dispatched]:
+) -> tuple[torch.Tensor, RoutingPlan, DispatchHandle]:
     """Send each token to the ranks of its experts.
 
     Args:
@@ -80,21 +83,22 @@ def moe_dispatch(
         group: the ranks that share the experts, gloo or NCCL: a process group or a mesh of one
             dimension, whose size divides ``E``; or a mesh of two, ``[nodes, ranks of a node]``: a
             token then goes to each node once, and from there to its experts.
-        reduce: where a token's slots are summed: ``"home"``, all of them; or, over a mesh of two
-            dimensions, ``"node"``: those of a node there, so that one row per token and node
-            travels back. It is rounded to the dtype of the rows, and the result has other bits
-            than one process.
-        payload: ``"float8"`` sends rows as e4m3 with a power-of-two scale per row (gradients travel
-            in the dtype of ``input``); ``None`` sends them as they are.
-        max_rows: makes ``R`` this number, the same on every rank, whatever arrives: shapes are
-            static then. Rows behind those that arrived are zeros, and nobody's in ``local_plan``.
-            ``None`` takes what arrives. Over a mesh of two dimensions neither exchange brings a
-            rank more.
+        reduce: where a token's slots are summed: ``"home"``: all on the rank of the token; or, over
+            a mesh of two dimensions, ``"node"``: those of a node there, so that one row per token
+            and node returns. That sum is rounded to the dtype of the rows, and the result has other
+            bits than one process.
+        payload: ``"float8"`` sends rows as e4m3 with a power-of-two scale per row (gradients are
+            sent in the dtype of ``input``); ``None`` sends them unchanged.
+        max_rows: makes ``R`` this number, the same on every rank, however many rows arrive: shapes
+            are static. Rows after those that arrived are zeros, and have no expert in
+            ``local_plan``. ``None``: ``R`` is the number of rows that arrive. Over a mesh of two
+            dimensions the limit holds for both exchanges.
 
     Returns:
-        ``(rows, local_plan, handle)``: ``rows`` ``[R, H]`` of all ranks for the experts here, dtype
-        of ``input``, a strided view of what arrived; their routing over the ``E / G`` experts here,
-        one slot per row, with the probabilities; what ``moe_combine`` needs. ``R`` may be 0.
+        ``(rows, local_plan, handle)``: ``rows`` ``[R, H]`` from all ranks for the experts here,
+        dtype of ``input``, a strided view of the receive buffer; their routing over the ``E / G``
+        experts here, one slot per row, with the probabilities; the handle for ``moe_combine``.
+        ``R`` may be 0.
 
     Raises:
         ValueError: a shape, a group's size, an id or an offset does not fit, or more than
@@ -104,18 +108,17 @@ def moe_dispatch(
         RuntimeError: a rank or a link failed; within the group's timeout.
 
     Note:
-        Two collectives: the counts (a note of fixed size) and one payload of bytes in which each
-        row is followed by its probability and expert id. Backwards one: gradients of rows and
-        probabilities in one payload. The host waits for the device once, for the counts, while
-        rows are packed; with groups of NCCL alone the first call makes connections between hosts
-        as well. Over two dimensions of a mesh all of this happens twice. Differentiable once in
-        ``input`` and ``plan.probs``. ``max_rows`` costs another collective, of one number per pair
-        of ranks; over two dimensions of a mesh three.
+        Two collectives: the metadata (a message of fixed size) and one payload of bytes in which
+        each row is followed by its probability and expert id. One in the backward: gradients of
+        rows and probabilities in one payload. The host waits for the device once, for the metadata,
+        while rows are packed; with groups of NCCL alone the first call also connects the hosts.
+        Over a mesh of two dimensions all of this happens twice. Differentiable once in ``input``
+        and ``plan.probs``. ``max_rows`` costs another collective, of one number per pair of ranks;
+        over a mesh of two dimensions three.
 
-        Under ``torch.compile`` this is an operator, over two dimensions of a mesh two of them, with
+        Under ``torch.compile`` this is an operator, over a mesh of two dimensions two of them, with
         the same bits: ``R`` is a symbol, or ``max_rows``. Symbols need ``fullgraph=True`` or
-        ``torch._dynamo.config.capture_dynamic_output_shape_ops``; without, a graph ends here and
-        another begins behind.
+        ``torch._dynamo.config.capture_dynamic_output_shape_ops``; otherwise the graph breaks.
 
     Reference:
         Lepikhin et al.: GShard, arXiv:2006.16668. DeepSeek-V3, arXiv:2412.19437 (float8 dispatch).
@@ -131,15 +134,15 @@ def moe_dispatch(
         [[10.0], [20.0]]
         >>> dist.destroy_process_group()
     """
-    op = "moe_dispatch"
-    groups = groups_of(op, group)
-    if _as_operators(max_rows):
-        return _send(op, input, plan, groups, 1, reduce, payload, max_rows)
-    return _dispatch(input, plan, groups, reduce, payload)
+    groups = groups_of("moe_dispatch", group)
+    options = DispatchOptions("moe_dispatch", groups, reduce, payload, max_rows)
+    if _uses_operators(max_rows):
+        return _dispatch_by_operators(options, input, plan)
+    return _dispatch(options, input, plan)
 
 
 def moe_combine(
-    output: torch.Tensor, handle: Dispatched, *, weighted: bool = False
+    output: torch.Tensor, handle: DispatchHandle, *, weighted: bool = False
 ) -> torch.Tensor:
     """Send the experts' results back and sum them for each token.
 
@@ -147,8 +150,8 @@ def moe_combine(
 
     Args:
         output: ``[R, H]``, the result of each row of ``moe_dispatch``, in its order and dtype.
-        handle: of that call.
-        weighted: multiply by ``handle.plan.probs`` at home. ``False`` (default) where the experts
+        handle: returned by that call.
+        weighted: multiply by ``handle.plan.probs`` in the sum. ``False`` (default) if the experts
             did so already, as ``moe_mlp`` does with the probabilities of ``local_plan``.
 
     Returns:
@@ -161,14 +164,13 @@ def moe_combine(
         RuntimeError: a rank or a link failed; within the group's timeout.
 
     Note:
-        One collective for the rows and one for the word that all could send; one backwards. Over
-        two dimensions of a mesh all of this happens twice. The word passes between hosts while
-        rows travel, and no host waits for its device: over the group itself where it takes CPU
-        tensors, else (NCCL alone) over connections of gloo, which the first ``moe_dispatch`` made.
-        Where gloo cannot connect (a warning says so) a wrong ``output`` raises on its own rank
-        only, and the others wait for the timeout. Rows return to the
-        places of their slots and are summed there in float32, rounded once: the same bits for any
-        number of ranks.
+        One collective for the rows and one for the error vote; one in the backward. Over a mesh of
+        two dimensions all of this happens twice. The hosts exchange the vote while rows are sent,
+        and no host waits for its device: over the group itself if it takes CPU tensors, else (NCCL
+        alone) over gloo, which the first ``moe_dispatch`` connected. If gloo cannot connect (a
+        warning says so) a wrong ``output`` raises on its own rank only, and the others wait for the
+        timeout. Rows return to the positions of their slots and are summed there in float32,
+        rounded once: the same bits for any number of ranks.
 
     Example:
         >>> import torch, fusedops, torch.distributed as dist
@@ -181,13 +183,13 @@ def moe_combine(
         tensor([[6.]])
         >>> dist.destroy_process_group()
     """
-    if not isinstance(handle, Dispatched):
+    if not isinstance(handle, DispatchHandle):
         raise TypeError(f"moe_combine: handle must be of moe_dispatch, got {type(handle).__name__}")
     checks.flag("moe_combine", "weighted", weighted)
-    way = handle._way
-    if isinstance(way, traced.Way):
-        return way.come_home(output, weighted=weighted)
-    return _combine(output, way, weighted)
+    dispatcher = handle._dispatcher
+    if isinstance(dispatcher.hops[0], EagerHop):
+        return _combine(dispatcher, output, weighted)
+    return dispatcher.combine_start(output).wait(weighted=weighted)
 
 
 def expert_parallel(
@@ -204,8 +206,9 @@ def expert_parallel(
 ) -> torch.Tensor:
     """Dispatch, compute and combine, with exchange and computation overlapped.
 
-    The tokens are cut into ``chunks`` parts. All are sent at once; while the experts compute one
-    part, later parts arrive and earlier results travel back. Backwards the same in reverse.
+    The tokens are split into ``chunks`` parts, all of which are sent at once. While the experts
+    compute one part, later parts arrive and earlier results travel back. The backward overlaps in
+    the reverse order.
 
     Args:
         input: ``[T, H]``, as for ``moe_dispatch``.
@@ -217,7 +220,7 @@ def expert_parallel(
         weighted: as for ``moe_combine``.
         reduce: as for ``moe_dispatch``.
         payload: as for ``moe_dispatch``.
-        max_rows: as for ``moe_dispatch``; the tokens are not cut then, whatever ``chunks`` says.
+        max_rows: as for ``moe_dispatch``; the tokens are then not split, and ``chunks`` is ignored.
 
     Returns:
         ``[T, H]``, as ``moe_combine``: the same bits for any number of chunks.
@@ -228,18 +231,18 @@ def expert_parallel(
         RuntimeError: a rank or a link failed; within the group's timeout.
 
     Note:
-        One exchange of counts for all chunks, then per chunk the collectives of the two functions.
-        In a compiled graph the tokens are not cut: the operators wait inside, and nothing would
-        overlap.
+        One exchange of metadata for all chunks, then per chunk the collectives of ``moe_dispatch``
+        and ``moe_combine``. In a compiled graph the tokens are not split: the operators wait
+        inside, and nothing would overlap.
 
-        With chunks a weight gets a gradient from each. Those of half-precision weights and biases
-        that ``moe_mlp`` and ``grouped_mm`` read in ``experts`` are summed in float32 and rounded
-        once, as without chunks: only the order of that sum depends on them. It takes 4 bytes per
-        number of these weights while their backward runs. Under autocast the sum is handed to the
-        float32 weights as it is. Other operations' gradients, those of weights made anew in each
-        call (by a cast or ``torch.cat``), of compiled experts, of weights that are sharded or
-        wrapped, and inside of reentrant checkpointing within ``experts`` are added by autograd, in
-        the dtype of the weight. Differentiable once, as ``moe_dispatch``.
+        With chunks a weight gets a gradient from each. Gradients of half-precision weights and
+        biases that ``moe_mlp`` and ``grouped_mm`` read in ``experts`` are summed in float32 and
+        rounded once, as without chunks: only the order of that sum depends on ``chunks``. It takes
+        4 bytes per element of these weights while their backward runs. Under autocast the sum is
+        passed to the float32 weights without rounding. Autograd adds, in the dtype of the weight,
+        the gradients of other operations, of weights that each call creates (by a cast or
+        ``torch.cat``), of compiled experts, of sharded or wrapped weights, and those inside of
+        reentrant checkpointing within ``experts``. Differentiable once, as ``moe_dispatch``.
 
     Example:
         >>> import torch, fusedops, torch.distributed as dist
@@ -252,145 +255,124 @@ def expert_parallel(
                 [4.]])
         >>> dist.destroy_process_group()
     """
-    op = "expert_parallel"
-    groups = groups_of(op, group)
-    check_call(op, input, groups, experts, weighted)
-    if _as_operators(max_rows):
-        rows, local_plan, handle = _send(op, input, plan, groups, chunks, reduce, payload, max_rows)
+    groups = groups_of("expert_parallel", group)
+    options = DispatchOptions("expert_parallel", groups, reduce, payload, max_rows, chunks)
+    check_experts(options, input, experts, weighted)
+    if _uses_operators(max_rows):
+        rows, local_plan, handle = _dispatch_by_operators(options, input, plan)
         return moe_combine(experts(rows, local_plan), handle, weighted=weighted)
-    return _overlapped(input, plan, experts, groups, chunks, weighted, reduce, payload)
+    return _overlapped(options, input, plan, experts, weighted)
 
 
-def _as_operators(max_rows: int | None) -> bool:
-    """Whether exchanges are to be operators: a compiler is looking, or shapes are static."""
+def _uses_operators(max_rows: int | None) -> bool:
+    """Whether exchanges are operators: under a compiler, or with a static number of rows."""
     return max_rows is not None or (torch.compiler.is_compiling() and _takes_symbols())
 
 
 @torch.compiler.assume_constant_result
 def _takes_symbols() -> bool:
-    """Whether the compiler that is looking goes on where only the run tells a size."""
+    """Whether the compiler continues its graph behind a size that only the run tells."""
     context = torch._guards.TracingContext.try_get()
     mode = context.fake_mode if context is not None else None
     shapes = mode.shape_env if mode is not None else None
     return shapes is None or shapes.allow_dynamic_output_shape_ops
 
 
-def _send(
-    op: str,
-    input: torch.Tensor,
-    plan: RoutingPlan,
-    groups: list[dist.ProcessGroup],
-    chunks: int,
-    reduce: str,
-    payload: str | None,
-    max_rows: int | None,
-) -> tuple[torch.Tensor, RoutingPlan, Dispatched]:
-    check = check_traced if torch.compiler.is_compiling() else check_together
-    check(op, input, plan, groups, chunks, reduce, payload, max_rows)
-    rows, local_plan, mine, dropped, row_bytes, way = traced.send(
-        op, input, plan, groups, reduce, payload, max_rows
-    )
-    sent, received = way.counts[0], way.counts[1]
-    return rows, local_plan, Dispatched(plan, mine, dropped, sent, received, row_bytes, way)
+def _dispatch_by_operators(
+    options: DispatchOptions, input: torch.Tensor, plan: RoutingPlan
+) -> tuple[torch.Tensor, RoutingPlan, DispatchHandle]:
+    check = check_traced if torch.compiler.is_compiling() else check_on_all
+    check(options, input, plan)
+    dispatcher = TokenDispatcher(options, OperatorHop(options, input, plan))
+    return _wait_tokens(options, dispatcher, input, plan)
 
 
-@torch.compiler.disable(reason="row counts of an expert-parallel exchange live on the host")
+@torch.compiler.disable(reason=_HOST)
 def _dispatch(
-    input: torch.Tensor,
-    plan: RoutingPlan,
-    groups: list[dist.ProcessGroup],
-    reduce: str,
-    payload: str | None,
-) -> tuple[torch.Tensor, RoutingPlan, Dispatched]:
-    (way,) = start("moe_dispatch", input, plan, groups, reduce=reduce, payload=payload)
-    way.relay()
-    return _arrive(way)
+    options: DispatchOptions, input: torch.Tensor, plan: RoutingPlan
+) -> tuple[torch.Tensor, RoutingPlan, DispatchHandle]:
+    (dispatcher,) = dispatch_start(options, input, plan)
+    return _wait_tokens(options, dispatcher, input, plan)
 
 
-@torch.compiler.disable(reason="row counts of an expert-parallel exchange live on the host")
-def _combine(output: torch.Tensor, way: Flat | Nodes, weighted: bool) -> torch.Tensor:
-    return way.send_back(output).come_home(weighted=weighted)
+def _wait_tokens(
+    options: DispatchOptions, dispatcher: TokenDispatcher, input: torch.Tensor, plan: RoutingPlan
+) -> tuple[torch.Tensor, RoutingPlan, DispatchHandle]:
+    rows, local_plan = dispatcher.wait_tokens()
+    first, last = dispatcher.hops[0], dispatcher.hops[-1]
+    pairs = plan.top_k if len(options.groups) > 1 else 1
+    layout = PayloadLayout(input.shape[1], input.dtype, plan.probs.dtype, pairs, options.quantized)
+    own, total = first.num_dropped[0], last.num_dropped[1]
+    handle = DispatchHandle(plan, own, total, *first.counts, layout.stride, dispatcher)
+    return rows, local_plan, handle
 
 
-@torch.compiler.disable(reason="row counts of an expert-parallel exchange live on the host")
+@torch.compiler.disable(reason=_HOST)
+def _combine(dispatcher: TokenDispatcher, output: torch.Tensor, weighted: bool) -> torch.Tensor:
+    return dispatcher.combine_start(output).wait(weighted=weighted)
+
+
+@torch.compiler.disable(reason=_HOST)
 def _overlapped(
+    options: DispatchOptions,
     input: torch.Tensor,
     plan: RoutingPlan,
     experts: Experts,
-    groups: list[dist.ProcessGroup],
-    chunks: int,
     weighted: bool,
-    reduce: str,
-    payload: str | None,
 ) -> torch.Tensor:
-    options: dict[str, Any] = {"weighted": weighted, "reduce": reduce, "payload": payload}
-    trip = Trip(input, plan, experts, groups, chunks=chunks, **options)
-    trip.compute()
-    return trip.come_home()
+    call = StagedExpertParallel(options, input, plan, experts, weighted=weighted)
+    call.compute()
+    return call.combine_wait()
 
 
-class Trip:
+class StagedExpertParallel:
     """``expert_parallel`` in steps, between which a caller may compute something else.
 
-    The tokens are on their way when it is made. Arguments are those of ``expert_parallel``; it is
-    never part of a compiled graph.
+    The constructor starts to send the tokens. It is never part of a compiled graph.
+
+    Args:
+        options: of the call.
+        input: as for ``expert_parallel``, and so all that follow.
+        plan: as there.
+        experts: as there.
+        weighted: as there.
     """
 
     def __init__(
         self,
+        options: DispatchOptions,
         input: torch.Tensor,
         plan: RoutingPlan,
         experts: Experts,
-        group: Group | list[dist.ProcessGroup],
         *,
-        chunks: int = 1,
         weighted: bool = False,
-        reduce: str = "home",
-        payload: str | None = None,
     ) -> None:
-        op = "expert_parallel"
-        groups = group if isinstance(group, list) else groups_of(op, group)
-        options: dict[str, Any] = {"chunks": chunks, "reduce": reduce, "payload": payload}
-        self._ways = start(op, input, plan, groups, **options)
+        self._dispatchers = dispatch_start(options, input, plan)
         self._experts, self._weighted = experts, weighted
-        self._relayed = 0
-        self._returning: list[FlatReturn | NodesReturn] = []
+        self._next = 0
+        self._pending: list[PendingCombine] = []
 
-    def relay(self) -> None:
-        """Send on what has come to this node; ``compute`` does so where nobody did before."""
-        if self._relayed < len(self._ways):
-            self._ways[self._relayed].relay()
-            self._relayed += 1
+    def second_hop(self) -> None:
+        """Start the second hop of the next chunk; ``compute`` does so for all that remain."""
+        if self._next < len(self._dispatchers):
+            self._dispatchers[self._next].second_hop()
+            self._next += 1
 
     def compute(self) -> None:
-        """Let the experts here compute what has come; the results are on their way then."""
-        if not self._relayed:
-            self.relay()
-        returning, weighted = self._returning, self._weighted
-        with summed(len(self._ways) > 1):
-            for i, way in enumerate(self._ways):
-                self.relay()
-                rows, local_plan, _ = _arrive(way)
-                returning.append(way.send_back(self._experts(rows, local_plan)))
+        """Run the experts on the tokens that arrive, and start to send their results back."""
+        if self._next == 0:
+            self.second_hop()
+        pending, weighted = self._pending, self._weighted
+        with summed(len(self._dispatchers) > 1):
+            for i, dispatcher in enumerate(self._dispatchers):
+                self.second_hop()
+                output = self._experts(*dispatcher.wait_tokens())
+                pending.append(dispatcher.combine_start(output))
                 if i > 0:
-                    returning[i - 1].relay(weighted=weighted)
-        returning[-1].relay(weighted=weighted)
+                    pending[i - 1].second_hop(weighted=weighted)
+        pending[-1].second_hop(weighted=weighted)
 
-    def come_home(self) -> torch.Tensor:
+    def combine_wait(self) -> torch.Tensor:
         """Wait for the results; returns ``[T, H]``."""
-        parts = [each.come_home(weighted=self._weighted) for each in self._returning]
+        parts = [chunk.wait(weighted=self._weighted) for chunk in self._pending]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _arrive(way: Flat | Nodes) -> tuple[torch.Tensor, RoutingPlan, Dispatched]:
-    rows, local_plan = way.arrive()
-    counted = way.travel.rows
-    handle = Dispatched(
-        way.travel.departure.plan,
-        *way.num_dropped,
-        tuple(counted.send),
-        tuple(counted.receive),
-        way.travel.row_bytes,
-        way,
-    )
-    return rows, local_plan, handle

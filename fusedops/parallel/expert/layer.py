@@ -1,4 +1,4 @@
-"""The experts of a layer divided over ranks: ``nn.MoE`` as ``expert_parallel`` runs it."""
+"""The experts of a layer sharded over ranks: ``nn.MoE`` as ``expert_parallel`` runs it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from fusedops.ops.moe_sort import moe_sort
 from fusedops.parallel.comm.collectives import ordered_sum
 from fusedops.parallel.expert.api import (
     Experts,
-    Group,
-    Trip,
+    StagedExpertParallel,
     expert_parallel,
     moe_combine,
     moe_dispatch,
 )
+from fusedops.parallel.expert.arguments import DispatchOptions, Group, groups_of
 from fusedops.parallel.tensor.layers import check_type, distribute, local
-from fusedops.parallel.tensor.replicated import parameters_of, put_around, standing_in
+from fusedops.parallel.tensor.replicated import parameters_of, substitute_parameters, substituted
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -38,21 +38,23 @@ def split_experts(
     nodes: DeviceMesh | None = None,
     ordered: bool = False,
 ) -> None:
-    """Divide a layer's experts over ranks, each of which has other tokens.
+    """Shard a layer's experts over ranks, each of which has other tokens.
 
     Args:
         module: has the same parameters on every rank. Those of ``experts`` become DTensors,
             ``Shard(0)``: each rank keeps its consecutive experts. Names and ``state_dict`` stay.
         mesh: the ranks; of one dimension.
-        chunks: of the tokens, whose exchange and computation overlap.
-        nodes: the same ranks as ``[nodes, ranks of a node]``: a token then goes to each node once.
-        ordered: add what the tokens of each rank say of a weight as ``ordered_sum`` does, so that
-            its gradient has the bits that ranks with all experts get when they add theirs. Each
-            expert then computes the rows of each rank for themselves.
+        chunks: parts of the tokens whose exchange and computation overlap.
+        nodes: the same ranks as ``[nodes, ranks of a node]``: a token is then sent to each node
+            once.
+        ordered: sum the gradients that the tokens of each rank give a weight in the order of
+            ``ordered_sum``, so that the gradient has the bits that ranks with all experts get when
+            they reduce theirs. Each expert then computes the rows of each rank separately.
 
     Raises:
-        ValueError: the ranks do not divide the experts, or ``nodes`` has others; or ``ordered``
-            comes with chunks or nodes, or with weights in half precision, which round each sum.
+        ValueError: the ranks do not divide the experts, or ``nodes`` has other ranks; or
+            ``ordered`` is combined with chunks, nodes, or weights in half precision, which round
+            each sum.
         TypeError: ``module`` is no ``fusedops.nn.MoE``.
     """
     op = "split_experts"
@@ -67,14 +69,18 @@ def split_experts(
         setattr(experts, name, distribute(op, name, parameter, mesh, 0))
     group = mesh.get_group()
     if ordered:
-        experts.forward = _ByRank(experts, group)
+        experts.forward = _OrderedForward(experts, group)
         return
     over: Any = group if nodes is None else nodes
-    put_around(experts, lambda each: [_Own.apply(local(p)) for p in each], Exchange(over, chunks))
+    substitute_parameters(
+        experts,
+        lambda parameters: [_OwnTensor.apply(local(parameter)) for parameter in parameters],
+        ExpertExchange(over, chunks),
+    )
 
 
-class _Own(torch.autograd.Function):
-    """A weight that is a view of nothing: one by whose views ``summed`` knows it again."""
+class _OwnTensor(torch.autograd.Function):
+    """A weight that is no view: ``summed`` recognizes a weight by the views of it."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
@@ -86,11 +92,11 @@ class _Own(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class Exchange:
-    """Calls the experts of a layer that are divided over a group.
+class ExpertExchange:
+    """Calls the experts of a layer, sharded over a group.
 
-    Rows leave in the dtype of the experts' products, autocast's where it is enabled: that is the
-    one in which results come home.
+    Rows are sent in the dtype of the experts' products (under autocast its dtype), which is also
+    that of the results.
     """
 
     group: Group
@@ -101,14 +107,18 @@ class Exchange:
         (rows,) = lowered(input)
         return expert_parallel(rows, plan, forward, self.group, chunks=self.chunks)
 
-    def trip(self, forward: Experts, input: torch.Tensor, plan: RoutingPlan) -> Trip:
-        """Return the same in steps; the tokens are on their way."""
+    def start(
+        self, forward: Experts, input: torch.Tensor, plan: RoutingPlan
+    ) -> StagedExpertParallel:
+        """Start to send the tokens, and return the call whose steps the caller runs."""
         (rows,) = lowered(input)
-        return Trip(rows, plan, forward, self.group, chunks=self.chunks)
+        op = "expert_parallel"
+        options = DispatchOptions(op, groups_of(op, self.group), chunks=self.chunks)
+        return StagedExpertParallel(options, rows, plan, forward)
 
 
 def _check_ordered(op: str, experts: nn.Module, chunks: int, nodes: DeviceMesh | None) -> None:
-    why = "with ordered, which needs the rows of each rank apart"
+    why = "with ordered, which computes the rows of each rank separately"
     if chunks != 1:
         checks.fail(op, "chunks", f"1 {why}", chunks)
     if nodes is not None:
@@ -120,8 +130,8 @@ def _check_ordered(op: str, experts: nn.Module, chunks: int, nodes: DeviceMesh |
             )
 
 
-class _ByRank:
-    """Stands as the experts' ``forward`` and computes the rows of each rank by themselves."""
+class _OrderedForward:
+    """The ``forward`` of experts that computes the rows of each rank separately."""
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
         self._module = module
@@ -130,25 +140,26 @@ class _ByRank:
     @torch.compiler.disable(reason="how many rows each rank sent is known on the host alone")
     def __call__(self, input: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
         """Return ``[tokens, hidden_size]`` for ``[tokens, hidden_size]``."""
-        rows, arrived, handle = moe_dispatch(lowered(input)[0], plan, self._group)
+        rows, local_plan, handle = moe_dispatch(lowered(input)[0], plan, self._group)
         counts = list(handle.rows_received)
-        found = list(parameters_of(self._module))
-        copies = [_Copies.apply(local(each), len(counts)) for *_, each in found]
-        ids, probs = arrived.expert_ids.split(counts), arrived.probs.split(counts)
+        names = [(owner, name) for owner, name, _ in parameters_of(self._module)]
+        weights = [
+            _RepeatedWeight.apply(local(parameter), len(counts))
+            for *_, parameter in parameters_of(self._module)
+        ]
+        num_experts = local_plan.num_experts
+        ids, probs = local_plan.expert_ids.split(counts), local_plan.probs.split(counts)
         outputs = []
         for rank, part in enumerate(rows.split(counts)):
-            order = moe_sort(ids[rank], arrived.num_experts)
-            of_rank = RoutingPlan(ids[rank], probs[rank], *order, None, arrived.num_experts)
-            read = {
-                (owner, name): each[rank]
-                for (owner, name, _), each in zip(found, copies, strict=True)
-            }
-            with standing_in(read):
-                outputs.append(type(self._module).forward(self._module, part, of_rank))
+            order = moe_sort(ids[rank], num_experts)
+            part_plan = RoutingPlan(ids[rank], probs[rank], *order, None, num_experts)
+            of_rank = [weight[rank] for weight in weights]
+            with substituted(dict(zip(names, of_rank, strict=True))):
+                outputs.append(type(self._module).forward(self._module, part, part_plan))
         return moe_combine(torch.cat(outputs), handle)
 
 
-class _Copies(torch.autograd.Function):
+class _RepeatedWeight(torch.autograd.Function):
     """A weight several times; its gradient is the ordered sum of theirs."""
 
     @staticmethod

@@ -1,55 +1,30 @@
-"""What the ranks of a group must agree on before rows are exchanged, and how they find out.
+"""Metadata exchange: what ranks must know and agree on before they exchange rows.
 
-Each rank sends each other a note of fixed size: how many rows it will send, what it believes the
-shapes to be, and whether something is wrong with its arguments. The size depends on nothing, so
-even ranks that disagree about everything can read each other's notes, and then all raise: a rank
-that raised on its own would leave the others waiting for its rows.
+Each rank sends every other one message of fixed size: how many rows it will send, the signature of
+its call (shapes, dtype, options), and an error code. The size depends on nothing, so ranks that
+disagree about everything else can still read each other's messages, and then all of them raise.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from fusedops.parallel.collective_errors import ErrorCode, code_of, error_of
 from fusedops.parallel.comm.collectives import Pending, all_to_all
 
 MAX_CHUNKS = 8
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_COMPARED = (
-    "num_experts",
-    "hidden size",
-    "dtype",
-    "bytes per row",
-    "requires_grad",
-    "chunks",
-    "reduce",
-    "max_rows",
-)
 REDUCTIONS = ("home", "node")
-_FIRST_ROWS = 2 + len(_COMPARED)
-_LENGTH = _FIRST_ROWS + 2 * MAX_CHUNKS
-# What an ``Agreement`` and a ``Verdict`` send to each rank: int64.
-NOTE_BYTES, WORD_BYTES = 8 * _LENGTH, 8
-
-# What a note says of its sender's arguments. 0: nothing is wrong.
-BAD_TYPE, BAD_VALUE, BAD_PLAN, TOO_MANY, BETWEEN_NODES = 1, 2, 3, 4, 5
-_COMPLAINTS = {
-    BAD_TYPE: "got an argument of a wrong type",
-    BAD_VALUE: "got arguments that do not fit each other or the group",
-    BAD_PLAN: "got a plan whose expert ids or offsets are out of range",
-    TOO_MANY: "would receive more than max_rows rows",
-    BETWEEN_NODES: "heard of an error, or made one, in the exchange between nodes",
-}
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-@dataclass(frozen=True)
-class Beliefs:
-    """What must be the same on all ranks."""
+class CallSignature(NamedTuple):
+    """What must be the same on all ranks; ``max_rows`` is -1 where there is no limit."""
 
     num_experts: int
     hidden_size: int
@@ -58,44 +33,59 @@ class Beliefs:
     requires_grad: bool
     chunks: int
     reduce: str
-    max_rows: int  # -1: as many as arrive
-
-    def numbers(self) -> list[int]:
-        """Return them as integers, in the order of ``_COMPARED``."""
-        return [
-            self.num_experts,
-            self.hidden_size,
-            _DTYPES.index(self.dtype),
-            self.row_bytes,
-            int(self.requires_grad),
-            self.chunks,
-            REDUCTIONS.index(self.reduce),
-            self.max_rows,
-        ]
+    max_rows: int
 
 
-@dataclass(frozen=True)
-class Rows:
-    """How many rows go where, per rank of the group."""
+# The fields that are sent as the index of their value.
+_VALUES: dict[str, Sequence[Any]] = {"dtype": _DTYPES, "reduce": REDUCTIONS}
+# Columns of a message: error code, dropped slots, signature, rows and slots of each chunk.
+_SIGNATURE = 2
+_ROWS = _SIGNATURE + len(CallSignature._fields)
+_SLOTS = _ROWS + MAX_CHUNKS
+_COLUMNS = _SLOTS + MAX_CHUNKS
+# What a ``MetadataExchange`` sends to each rank: int64.
+METADATA_BYTES = 8 * _COLUMNS
+
+
+class RowCounts(NamedTuple):
+    """How many rows are sent to and received from each rank of the group."""
 
     send: list[int]
     receive: list[int]
 
 
-class Agreement:
-    """Notes on their way.
+@dataclass(frozen=True)
+class Metadata:
+    """The metadata of one rank.
+
+    Attributes:
+        signature: of its call.
+        rows: per chunk, int32 ``[ranks]``: rows for each rank.
+        slots: per chunk, int32 ``[ranks]``: slots that these rows carry; empty where a row carries
+            one slot.
+        dropped: int32 scalar: slots that no expert computes.
+        faults: int32 scalar: 0 where ids and offsets of the plan are in range, else 1.
+    """
+
+    signature: CallSignature
+    rows: Sequence[torch.Tensor]
+    slots: Sequence[torch.Tensor]
+    dropped: torch.Tensor
+    faults: torch.Tensor
+
+
+class MetadataExchange:
+    """An exchange of metadata, started by the constructor.
 
     Args:
-        op: the function's name, for messages.
+        op: the name of the public function, for messages.
         group: the process group.
-        device: of the notes: one that the group's backend can send.
-        problem: what is wrong with this rank's arguments, or ``None``.
-        complaint: what the others hear of it; as the type of ``problem`` says by default.
-        beliefs: ``None`` beside a problem.
-        rows: per chunk, int32 ``[ranks]``: rows for each rank.
-        slots: per chunk, the same in another unit, or empty.
-        dropped: int32, choices that nobody computes.
-        faults: int32, 0 where ids and offsets are in range.
+        device: a device from which the backend of the group can send.
+        metadata: of this rank, or the error that takes its place.
+        code: what the others are told of an error; by default the code of its type.
+
+    Attributes:
+        dropped: per rank, slots that no expert computes; known after ``wait``.
     """
 
     def __init__(
@@ -103,74 +93,89 @@ class Agreement:
         op: str,
         group: dist.ProcessGroup,
         device: torch.device,
-        *,
-        problem: Exception | None = None,
-        complaint: int | None = None,
-        beliefs: Beliefs | None = None,
-        rows: Sequence[torch.Tensor] = (),
-        slots: Sequence[torch.Tensor] = (),
-        dropped: torch.Tensor | None = None,
-        faults: torch.Tensor | None = None,
+        metadata: Metadata | Exception,
+        code: ErrorCode | None = None,
     ) -> None:
-        self._op, self._problem = op, problem
-        self._chunks = len(rows)
-        size = group.size()
-        notes = torch.zeros((size, _LENGTH), dtype=torch.int64, device=device)
-        if problem is not None:
-            notes[:, 0] = complaint or _complaint(problem)
+        self._op, self._chunks = op, 0
+        self._error: Exception | None = None
+        message = torch.zeros((group.size(), _COLUMNS), dtype=torch.int64, device=device)
+        if isinstance(metadata, Metadata):
+            self._chunks = len(metadata.rows)
+            _fill(message, metadata)
         else:
-            assert beliefs is not None and dropped is not None and faults is not None
-            notes[:, 0] = BAD_PLAN * faults
-            notes[:, 1] = dropped
-            # From pinned memory: a copy from other memory waits for all that the stream has to do.
-            pinned = device.type == "cuda"
-            numbers = torch.tensor(beliefs.numbers(), dtype=torch.int64, pin_memory=pinned)
-            notes[:, 2:_FIRST_ROWS] = numbers.to(device, non_blocking=True)
-            for i, count in enumerate(rows):
-                notes[:, _FIRST_ROWS + i] = count
-            for i, count in enumerate(slots):
-                notes[:, _FIRST_ROWS + MAX_CHUNKS + i] = count
-        self._sent, self._received = notes, torch.empty_like(notes)
-        self._arriving: Pending | None = all_to_all(
-            notes, group, out=self._received, label="expert counts"
+            self._error = metadata
+            message[:, 0] = int(code or code_of(metadata))
+        self._sent, self._received = message, torch.empty_like(message)
+        self._pending: Pending | None = all_to_all(
+            message, group, out=self._received, label="expert metadata"
         )
-        self._result: tuple[list[Rows], list[Rows]] | None = None
+        self._counts: tuple[list[RowCounts], list[RowCounts]] | None = None
         self.dropped: list[int] = []
 
-    def wait(self) -> tuple[list[Rows], list[Rows]]:
-        """Return ``(rows, slots)`` per chunk; raises on every rank when one has a problem."""
-        if self._result is None:
-            arriving, self._arriving = self._arriving, None
-            if arriving is not None:
-                arriving.wait()
+    def wait(self) -> tuple[list[RowCounts], list[RowCounts]]:
+        """Return the counts of rows and of slots per chunk; raises on every rank if one must."""
+        if self._counts is None:
+            pending, self._pending = self._pending, None
+            if pending is not None:
+                pending.wait()
             # The only wait for the device: the backends need the numbers on the host.
             sent, received = torch.stack((self._sent, self._received)).tolist()
             self._raise(sent, received)
-            self.dropped = [note[1] for note in received]
-            units = []
-            for first in (_FIRST_ROWS, _FIRST_ROWS + MAX_CHUNKS):
-                columns = range(first, first + self._chunks)
-                units.append(
-                    [Rows([n[c] for n in sent], [n[c] for n in received]) for c in columns]
-                )
-            self._result = (units[0], units[1])
-        return self._result
+            self.dropped = [message[1] for message in received]
+            rows, slots = (self._columns(first, sent, received) for first in (_ROWS, _SLOTS))
+            self._counts = rows, slots
+        return self._counts
+
+    def _columns(
+        self, first: int, sent: list[list[int]], received: list[list[int]]
+    ) -> list[RowCounts]:
+        return [
+            RowCounts([message[i] for message in sent], [message[i] for message in received])
+            for i in range(first, first + self._chunks)
+        ]
 
     def _raise(self, sent: list[list[int]], received: list[list[int]]) -> None:
-        if self._problem is not None:
-            raise self._problem
-        if sent[0][0] != 0:
+        if self._error is not None:
+            raise self._error
+        if sent[0][0] != ErrorCode.NONE:
             raise bad_plan(self._op)
-        for rank, note in enumerate(received):
-            if note[0] != 0:
-                complaint = _COMPLAINTS[note[0]]
-                raise ValueError(f"{self._op}: rank {rank} of the group {complaint}")
-        for i, name in enumerate(_COMPARED):
-            values = [note[2 + i] for note in received]
+        error = error_of(self._op, [message[0] for message in received])
+        if error is not None:
+            raise error
+        for i, name in enumerate(CallSignature._fields, _SIGNATURE):
+            values = [message[i] for message in received]
             if len(set(values)) > 1:
-                words: dict[str, Sequence[Any]] = {"dtype": _DTYPES, "reduce": REDUCTIONS}
-                shown = [words[name][value] for value in values] if name in words else values
+                shown = [_VALUES[name][value] if name in _VALUES else value for value in values]
                 raise ValueError(f"{self._op}: the ranks must agree on {name}, got {shown}")
+
+
+def _fill(message: torch.Tensor, metadata: Metadata) -> None:
+    message[:, 0] = ErrorCode.PLAN * metadata.faults
+    message[:, 1] = metadata.dropped
+    numbers = [
+        _VALUES[name].index(value) if name in _VALUES else int(value)
+        for name, value in metadata.signature._asdict().items()
+    ]
+    # From pinned memory: a copy from pageable memory waits for all work of the stream.
+    signature = torch.tensor(numbers, dtype=torch.int64, pin_memory=message.device.type == "cuda")
+    message[:, _SIGNATURE:_ROWS] = signature.to(message.device, non_blocking=True)
+    for i, count in enumerate(metadata.rows, _ROWS):
+        message[:, i] = count
+    for i, count in enumerate(metadata.slots, _SLOTS):
+        message[:, i] = count
+
+
+def send_error(
+    op: str,
+    groups: Sequence[dist.ProcessGroup],
+    device: torch.device,
+    error: Exception,
+    code: ErrorCode | None = None,
+) -> None:
+    """Send an error where the other ranks of the groups expect metadata: all of them raise."""
+    for group in groups:
+        with contextlib.suppress(TypeError, ValueError):
+            MetadataExchange(op, group, device, error, code).wait()
 
 
 def bad_plan(op: str) -> ValueError:
@@ -179,63 +184,3 @@ def bad_plan(op: str) -> ValueError:
         f"{op}: plan must have expert_ids in [0, num_experts], offsets that do not decrease,"
         " permutation and positions in [0, tokens * top_k), got others"
     )
-
-
-def _complaint(problem: Exception | None) -> int:
-    if problem is None:
-        return 0
-    return BAD_TYPE if isinstance(problem, TypeError) else BAD_VALUE
-
-
-class Verdict:
-    """Whether all ranks can do what the others wait for: one number each, on its way.
-
-    Args:
-        op: the function's name, for messages.
-        groups: one; or those within and across nodes: what was heard in the first is told in the
-            second, so that every rank of the mesh hears of every other.
-        problem: what is wrong on this rank, or ``None``.
-        complaint: what the others hear of it; as the type of ``problem`` says by default.
-        device: one that the groups' backend can send from.
-    """
-
-    def __init__(
-        self,
-        op: str,
-        groups: Sequence[dist.ProcessGroup],
-        problem: Exception | None,
-        *,
-        complaint: int | None = None,
-        device: torch.device | None = None,
-    ) -> None:
-        self._op, self._problem, self._device = op, problem, device
-        self._word = (complaint or _complaint(problem)) if problem is not None else 0
-        senders = ["rank {} of the group"]
-        if len(groups) > 1:
-            senders = ["rank {} of this node", "a rank of node {}"]
-        self._rest = list(zip(groups, senders, strict=True))
-        self._ask()
-
-    def relay(self) -> None:
-        """Wait for the first group, and begin to tell the second, if there is one."""
-        if self._rest:
-            self._hear()
-            self._ask()
-
-    def wait(self) -> None:
-        """Raise on every rank when one has a problem."""
-        self.relay()
-        self._hear()
-        if self._problem is not None:
-            raise self._problem
-
-    def _ask(self) -> None:
-        group, self._sender = self._rest.pop(0)
-        self._sent = torch.full((group.size(),), self._word, dtype=torch.int64, device=self._device)
-        self._arriving = all_to_all(self._sent, group, label="expert word")
-
-    def _hear(self) -> None:
-        for rank, code in enumerate(self._arriving.wait().tolist()):
-            if code != 0 and self._problem is None:
-                sender, self._word = self._sender.format(rank), code
-                self._problem = ValueError(f"{self._op}: {sender} {_COMPLAINTS[code]}")

@@ -1,14 +1,13 @@
 """The exchanges of expert parallelism as torch operators, for compiled graphs.
 
-A compiler sees tensors in and tensors out; whatever needs the host (counts, agreement, collectives)
-happens inside, by the code that runs eagerly. How many rows arrive is a symbol, or a bound that the
-caller gave. Counts travel from dispatch to combine as int64 tensors on the CPU, and an anchor, a
-float32 scalar, ties the two together in the graph of gradients: also a rank without rows takes part
-in every exchange.
+A compiler sees tensors in and tensors out; what needs the host (counts, metadata, collectives) runs
+inside, by the code of the eager path. The number of rows that arrive is a symbol, or ``max_rows``.
+Counts pass from dispatch to combine as int64 tensors on the CPU. An anchor, a float32 scalar,
+connects the two in the autograd graph, so that a rank without rows takes part in every exchange.
 
-An operator is one exchange over one group. It is told all groups of the way, one or those across
-and within nodes, and its level among them, because what is wrong must reach the ranks of all.
-Arguments and results of each are named once, in a tuple that its schema is made from.
+An operator is one exchange over one group. Its arguments name all groups of the dispatch, one or
+those across and within nodes, and the index of its own (``level``), because an error must reach the
+ranks of all. Arguments and results are the fields of a named tuple, from which the schema is made.
 """
 
 from __future__ import annotations
@@ -23,14 +22,19 @@ from torch import Tensor
 from fusedops._core.library import define_exchange
 from fusedops.ops import RoutingPlan
 from fusedops.ops._moe_payload import PayloadLayout
-from fusedops.parallel.async_exchange import end
-from fusedops.parallel.expert.all_to_all import FromExperts, Route, ToExperts
-from fusedops.parallel.expert.dispatcher import start
-from fusedops.parallel.expert.flat import Travel, promised
-from fusedops.parallel.expert.hierarchical import depart_within, route_to_nodes
-from fusedops.parallel.expert.metadata import Rows
+from fusedops.parallel.expert.all_to_all import CombineAllToAll, DispatchAllToAll, SendOrder
+from fusedops.parallel.expert.arguments import DispatchOptions
+from fusedops.parallel.expert.dispatcher import (
+    DispatchedRows,
+    start_chunks,
+    start_in_node,
+    vote_on_output,
+    wants_gradient,
+)
+from fusedops.parallel.expert.hierarchical import order_to_nodes, slots_by_node
+from fusedops.parallel.expert.metadata import RowCounts
 
-_WORDS = {
+_SCHEMA_TYPES = {
     Tensor: "Tensor",
     Tensor | None: "Tensor?",
     bool: "bool",
@@ -42,8 +46,8 @@ _WORDS = {
 }
 
 
-class Send(NamedTuple):
-    """What ``moe_send`` takes: rows for the ranks of their experts, or for their nodes.
+class DispatchArguments(NamedTuple):
+    """The arguments of ``moe_dispatch_rows``.
 
     Attributes:
         input: ``[T, H]``.
@@ -52,16 +56,16 @@ class Send(NamedTuple):
         permutation: ``[T * k]``.
         positions: ``[T, k]``.
         offsets: ``[num_experts]``.
-        dropped: int64 scalar on the CPU, slots dropped on the ranks that the level before this one
-            joined; ``None`` at the first level.
+        dropped: int64 scalar on the CPU, slots dropped on the ranks that the first level joined;
+            ``None`` at the first level.
         num_experts: of the group's ranks together.
         reduce: where a token's slots are summed.
-        payload: how rows travel.
-        grads: whether gradients will be asked for.
+        payload: ``"float8"`` or ``None``.
+        grads: whether autograd will ask for gradients.
         max_rows: rows of the result, or ``None`` for those that arrive.
-        op: the function's name, for messages.
-        groups: names of the groups of the whole way.
-        level: the place of this exchange's group among them.
+        op: the name of the public function, for messages.
+        groups: names of all groups of the dispatch.
+        level: the index of this exchange's group among them.
     """
 
     input: Tensor
@@ -81,18 +85,17 @@ class Send(NamedTuple):
     level: int
 
 
-class Arrived(NamedTuple):
-    """What ``moe_send`` returns.
+class DispatchResults(NamedTuple):
+    """The results of ``moe_dispatch_rows``.
 
     Attributes:
         rows: ``[R, H]``, those for this rank.
         probs: ``[R, pairs]``; a row to a node carries all slots of its token there.
-        ids: ``[R, pairs]`` int32, from 0 for the first expert here; the number of experts here
-            where nobody's.
+        ids: ``[R, pairs]`` int32, as ``DispatchedRows``.
         counts: int64 ``[4, ranks]`` on the CPU: rows for and from each rank, slots for and from
-            each, where a row may carry several.
+            each, where a row carries several.
         dropped: int64 ``[ranks]`` on the CPU, slots dropped on each.
-        anchor: of the graph of gradients.
+        anchor: of the autograd graph.
     """
 
     rows: Tensor
@@ -103,8 +106,8 @@ class Arrived(NamedTuple):
     anchor: Tensor
 
 
-class SendBackward(NamedTuple):
-    """What ``moe_send_backward`` takes: gradients of rows and probabilities, and what was saved."""
+class DispatchBackwardArguments(NamedTuple):
+    """Those of ``moe_dispatch_rows_backward``: gradients of the results, and what was saved."""
 
     grad_rows: Tensor
     grad_probs: Tensor
@@ -120,27 +123,26 @@ class SendBackward(NamedTuple):
     level: int
 
 
-class Sent(NamedTuple):
-    """What ``moe_send_backward`` returns: the gradients at home."""
+class DispatchGradients(NamedTuple):
+    """The results of ``moe_dispatch_rows_backward``."""
 
     grad_input: Tensor
-    grad_probs_home: Tensor
+    grad_input_probs: Tensor
 
 
-class Return(NamedTuple):
-    """What ``moe_return`` takes: results for where their rows came from.
+class CombineArguments(NamedTuple):
+    """The arguments of ``moe_combine_rows``.
 
     Attributes:
         output: ``[R, H]``.
-        anchor: of the exchange that brought the rows.
-        counts: of it.
+        anchor: of the dispatch.
+        counts: of the dispatch.
         like: ``[0, H]``, of the dtype and device of the rows.
-        order: int32, beginning with the result of each slot that came, where one is owed for each;
-            ``None``: one for each row.
-        room: rows of what returns.
-        max_rows: how many results the experts owe; ``None``: one for each row that arrived.
-        groups: names of the groups of the whole way.
-        level: the place of this exchange's group among them.
+        order: int32, begins with the result of each slot; ``None``: a result for each row.
+        num_slots: rows of the result.
+        max_rows: rows of the experts' output; ``None``: one for each row that arrived.
+        groups: names of all groups of the dispatch.
+        level: the index of this exchange's group among them.
     """
 
     output: Tensor
@@ -148,20 +150,20 @@ class Return(NamedTuple):
     counts: Tensor
     like: Tensor
     order: Tensor | None
-    room: int
+    num_slots: int
     max_rows: int | None
     groups: list[str]
     level: int
 
 
-class Returned(NamedTuple):
-    """What ``moe_return`` returns: results in the order in which their rows left, then garbage."""
+class CombineResults(NamedTuple):
+    """The result of ``moe_combine_rows``, in the order in which the rows were dispatched."""
 
     rows: Tensor
 
 
-class ReturnBackward(NamedTuple):
-    """What ``moe_return_backward`` takes: the gradient of what returned, and what was saved."""
+class CombineBackwardArguments(NamedTuple):
+    """Those of ``moe_combine_rows_backward``: the gradient of the result, and what was saved."""
 
     grad: Tensor
     counts: Tensor
@@ -170,8 +172,8 @@ class ReturnBackward(NamedTuple):
     group: str
 
 
-class ReturnedBackward(NamedTuple):
-    """What ``moe_return_backward`` returns."""
+class CombineGradients(NamedTuple):
+    """The results of ``moe_combine_rows_backward``."""
 
     grad_output: Tensor
     grad_anchor: Tensor
@@ -181,195 +183,296 @@ def _group(name: str) -> dist.ProcessGroup:
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
 
-def _plan(a: Send | SendBackward) -> RoutingPlan:
-    """Return the routing; counts of the experts at home are not sent, so it has none."""
+def _plan(a: DispatchArguments | DispatchBackwardArguments) -> RoutingPlan:
+    """Return the routing; without ``tokens_per_expert``, which no exchange reads."""
     order = a.permutation, a.positions, a.offsets.new_empty(0), a.offsets
     return RoutingPlan(a.expert_ids, a.probs, *order, None, a.num_experts)
 
 
-def _depart(a: Send) -> Travel:
+def _dispatch(a: DispatchArguments) -> DispatchResults:
     groups = [_group(name) for name in a.groups]
-    options: dict[str, Any] = {"reduce": a.reduce, "grads": a.grads, "max_rows": a.max_rows}
+    options = DispatchOptions(a.op, groups, a.reduce, a.payload, a.max_rows)
     if a.level == 0:
-        (way,) = start(a.op, a.input, _plan(a), groups, payload=a.payload, **options)
-        return way.travel
-    assert a.dropped is not None
-    options.update(quantized=a.payload == "float8", dropped=a.dropped.to(a.input.device))
-    return depart_within(a.op, a.input, _plan(a), groups, **options)
+        (hop,) = start_chunks(options, a.input, _plan(a), grads=a.grads)
+    else:
+        assert a.dropped is not None
+        dropped = a.dropped.to(a.input.device)
+        hop = start_in_node(options, a.input, _plan(a), dropped, grads=a.grads)
+    rows = hop.wait()
+    counts = torch.tensor([*hop.row_counts, *hop.slot_counts])
+    return DispatchResults(*rows, counts, torch.tensor(hop.dropped), hop.anchor)
 
 
-def _send(a: Send) -> Arrived:
-    travel = _depart(a)
-    rows, probs, anchor = end(travel.to, travel.ticket)
-    by_rank = travel.rows, travel.slots
-    counts = torch.tensor([each for count in by_rank for each in (count.send, count.receive)])
-    return Arrived(rows, probs, travel.ids, counts, torch.tensor(travel.agreement.dropped), anchor)
-
-
-def _send_fake(a: Send) -> Arrived:
+def _dispatch_fake(a: DispatchArguments) -> DispatchResults:
     size, hidden = _group(a.groups[a.level]).size(), a.input.shape[1]
     to_nodes = a.level < len(a.groups) - 1
     pairs = int(a.positions.shape[1]) if to_nodes else 1
-    many: Any = a.max_rows
-    if many is None:
+    num_rows: Any = a.max_rows
+    if num_rows is None:
         # Slots are int32, and fewer than 2**31 as moe_sort demands.
-        many = torch.library.get_ctx().new_dynamic_size(min=0, max=(2**31 - 1) // pairs)
+        num_rows = torch.library.get_ctx().new_dynamic_size(min=0, max=(2**31 - 1) // pairs)
     layout = PayloadLayout(hidden, a.input.dtype, a.probs.dtype, pairs, a.payload is not None)
     stride = hidden if layout.quantized else layout.stride // a.input.dtype.itemsize
-    return Arrived(
-        a.input.new_empty_strided((many, hidden), (stride, 1)),
-        a.probs.new_empty((many, pairs)),
-        a.input.new_empty((many, pairs), dtype=torch.int32),
+    return DispatchResults(
+        a.input.new_empty_strided((num_rows, hidden), (stride, 1)),
+        a.probs.new_empty((num_rows, pairs)),
+        a.input.new_empty((num_rows, pairs), dtype=torch.int32),
         torch.empty((4, size), dtype=torch.int64, device="cpu"),
         torch.empty(size, dtype=torch.int64, device="cpu"),
         a.input.new_empty((), dtype=torch.float32),
     )
 
 
-def _save_sent(ctx: Any, a: Send, results: Arrived) -> None:
+def _save_dispatch(ctx: Any, a: DispatchArguments, results: DispatchResults) -> None:
     order = a.permutation, a.positions, a.offsets
     ctx.save_for_backward(a.probs, a.expert_ids, *order, results.counts)
     ctx.constants = a.num_experts, a.groups, a.level
 
 
-def _sent_backward(ctx: Any, grads: Arrived) -> dict[str, Tensor]:
-    received = grads.rows, grads.probs, grads.anchor
-    home = Sent(*_MOE_SEND_BACKWARD(*received, *ctx.saved_tensors, *ctx.constants))
-    return {"input": home.grad_input, "probs": home.grad_probs_home}
+def _dispatch_gradients(ctx: Any, grads: DispatchResults) -> dict[str, Tensor]:
+    given = grads.rows, grads.probs, grads.anchor
+    results = _DISPATCH_BACKWARD(*given, *ctx.saved_tensors, *ctx.constants)
+    found = DispatchGradients(*results)
+    return {"input": found.grad_input, "probs": found.grad_input_probs}
 
 
-def _send_backward(a: SendBackward) -> Sent:
+def _dispatch_backward(a: DispatchBackwardArguments) -> DispatchGradients:
     group, plan = _group(a.groups[a.level]), _plan(a)
-    if a.level < len(a.groups) - 1:
-        route = route_to_nodes(plan, group.size())
-    else:
-        route = Route(plan, a.positions, a.expert_ids)
+    to_nodes = a.level < len(a.groups) - 1
+    order = order_to_nodes(plan, group.size()) if to_nodes else SendOrder.of_slots(plan)
     layout = PayloadLayout(
         a.grad_rows.shape[1], a.grad_rows.dtype, a.probs.dtype, a.grad_probs.shape[1]
     )
-    counted = Rows(*a.counts[:2].tolist())
-    exchange = ToExperts(route, layout, lambda: counted, group)
+    counts = RowCounts(*a.counts[:2].tolist())
+    exchange = DispatchAllToAll(order, layout, lambda: counts, group)
     exchange.start_backward(a.grad_rows, a.grad_probs)
-    return Sent(*exchange.finish_backward())
+    return DispatchGradients(*exchange.finish_backward())
 
 
-def _send_backward_fake(a: SendBackward) -> Sent:
+def _dispatch_backward_fake(a: DispatchBackwardArguments) -> DispatchGradients:
     grad_input = a.grad_rows.new_empty((a.positions.shape[0], a.grad_rows.shape[1]))
-    return Sent(grad_input, a.probs.new_empty(a.positions.shape))
+    return DispatchGradients(grad_input, a.probs.new_empty(a.positions.shape))
 
 
-def _came(a: Return | ReturnBackward) -> Rows:
-    return Rows(*(a.counts[:2] if a.order is None else a.counts[2:]).tolist())
+def _counts(a: CombineArguments | CombineBackwardArguments) -> RowCounts:
+    return RowCounts(*(a.counts[:2] if a.order is None else a.counts[2:]).tolist())
 
 
-def _return(a: Return) -> Returned:
-    came, output, told = _came(a), a.output, None
+def _combine(a: CombineArguments) -> CombineResults:
+    counts, output, vote = _counts(a), a.output, None
     groups = [_group(name) for name in a.groups]
-    if a.level == len(groups) - 1:  # from the experts; the other level only passes them on
-        owed = sum(came.receive) if a.max_rows is None else a.max_rows
-        output, told = promised(output, owed, a.like, groups[::-1])
-    exchange = FromExperts(came, a.room, groups[a.level], order=a.order)
+    if a.level == len(groups) - 1:  # from the experts; the other level only passes results on
+        num_rows = sum(counts.receive) if a.max_rows is None else a.max_rows
+        output, vote = vote_on_output(output, num_rows, a.like, groups[::-1])
+    exchange = CombineAllToAll(counts, a.num_slots, groups[a.level], output.shape[0], a.order)
     exchange.start(output)
-    if told is not None:
-        told.relay()  # while rows travel
+    if vote is not None:
+        vote.second_hop()  # while rows travel
     (rows,) = exchange.finish()
-    if told is not None:
-        told.wait()
-    return Returned(rows)
+    if vote is not None:
+        vote.wait()
+    return CombineResults(rows)
 
 
-def _return_fake(a: Return) -> Returned:
-    return Returned(a.like.new_empty((a.room, a.like.shape[1])))
+def _combine_fake(a: CombineArguments) -> CombineResults:
+    return CombineResults(a.like.new_empty((a.num_slots, a.like.shape[1])))
 
 
-def _save_returned(ctx: Any, a: Return, results: Returned) -> None:
+def _save_combine(ctx: Any, a: CombineArguments, results: CombineResults) -> None:
     ctx.save_for_backward(a.counts, a.order)
     ctx.constants = a.output.shape[0], a.groups[a.level]
 
 
-def _returned_backward(ctx: Any, grads: Returned) -> dict[str, Tensor]:
-    results = _MOE_RETURN_BACKWARD(grads.rows, *ctx.saved_tensors, *ctx.constants)
-    home = ReturnedBackward(*results)
-    return {"output": home.grad_output, "anchor": home.grad_anchor}
+def _combine_gradients(ctx: Any, grads: CombineResults) -> dict[str, Tensor]:
+    results = _COMBINE_BACKWARD(grads.rows, *ctx.saved_tensors, *ctx.constants)
+    found = CombineGradients(*results)
+    return {"output": found.grad_output, "anchor": found.grad_anchor}
 
 
-def _return_backward(a: ReturnBackward) -> ReturnedBackward:
-    room = a.grad.shape[0]
-    exchange = FromExperts(_came(a), room, _group(a.group), a.num_rows, a.order)
+def _combine_backward(a: CombineBackwardArguments) -> CombineGradients:
+    num_slots = a.grad.shape[0]
+    exchange = CombineAllToAll(_counts(a), num_slots, _group(a.group), a.num_rows, a.order)
     exchange.start_backward(a.grad)
     (grad_output,) = exchange.finish_backward()
-    return ReturnedBackward(grad_output, a.grad.new_zeros((), dtype=torch.float32))
+    return CombineGradients(grad_output, a.grad.new_zeros((), dtype=torch.float32))
 
 
-def _return_backward_fake(a: ReturnBackward) -> ReturnedBackward:
+def _combine_backward_fake(a: CombineBackwardArguments) -> CombineGradients:
     grad_output = a.grad.new_empty((a.num_rows, a.grad.shape[1]))
-    return ReturnedBackward(grad_output, a.grad.new_empty((), dtype=torch.float32))
+    return CombineGradients(grad_output, a.grad.new_empty((), dtype=torch.float32))
 
 
-def _exchange(
+def _define(
     name: str,
-    takes: type[Any],
-    returns: type[Any],
+    arguments: type[Any],
+    results: type[Any],
     kernel: Callable[[Any], Any],
     fake: Callable[[Any], Any],
     save: Callable[[Any, Any, Any], None] | None = None,
-    backward: Callable[[Any, Any], dict[str, Tensor]] | None = None,
+    gradients: Callable[[Any, Any], dict[str, Tensor]] | None = None,
 ) -> Callable[..., Any]:
-    """Register an op whose functions take and return named tuples.
+    """Register an operator whose functions take and return named tuples.
 
-    ``backward`` returns the gradients of the arguments that have one, by name.
+    ``gradients`` returns those of the arguments that have one, by name.
     """
 
     def plain(values: Any) -> Any:
         return values[0] if len(values) == 1 else tuple(values)
 
-    def named(results: Any) -> Any:
-        return returns(results) if len(returns._fields) == 1 else returns(*results)
+    def named(values: Any) -> Any:
+        return results(values) if len(results._fields) == 1 else results(*values)
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         assert save is not None
-        save(ctx, takes(*inputs), named(output))
+        save(ctx, arguments(*inputs), named(output))
 
-    def gradients(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        assert backward is not None
-        by_name = backward(ctx, returns(*grads))
-        return tuple(by_name.get(field) for field in takes._fields)
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        assert gradients is not None
+        by_name = gradients(ctx, results(*grads))
+        return tuple(by_name.get(field) for field in arguments._fields)
 
     schema = [
-        ", ".join(f"{_WORDS[kind]} {field}" for field, kind in get_type_hints(side).items())
-        for side in (takes, returns)
+        ", ".join(f"{_SCHEMA_TYPES[kind]} {field}" for field, kind in get_type_hints(side).items())
+        for side in (arguments, results)
     ]
     return define_exchange(
         name,
         f"({schema[0]}) -> ({schema[1]})",
-        kernel=lambda *values: plain(kernel(takes(*values))),
-        fake=lambda *values: plain(fake(takes(*values))),
+        kernel=lambda *values: plain(kernel(arguments(*values))),
+        fake=lambda *values: plain(fake(arguments(*values))),
         setup_context=None if save is None else setup_context,
-        backward=None if backward is None else gradients,
+        backward=None if gradients is None else backward,
     )
 
 
-_MOE_SEND = _exchange("moe_send", Send, Arrived, _send, _send_fake, _save_sent, _sent_backward)
-_MOE_SEND_BACKWARD = _exchange(
-    "moe_send_backward", SendBackward, Sent, _send_backward, _send_backward_fake
+_DISPATCH = _define(
+    "moe_dispatch_rows",
+    DispatchArguments,
+    DispatchResults,
+    _dispatch,
+    _dispatch_fake,
+    _save_dispatch,
+    _dispatch_gradients,
 )
-_MOE_RETURN = _exchange(
-    "moe_return", Return, Returned, _return, _return_fake, _save_returned, _returned_backward
+_DISPATCH_BACKWARD = _define(
+    "moe_dispatch_rows_backward",
+    DispatchBackwardArguments,
+    DispatchGradients,
+    _dispatch_backward,
+    _dispatch_backward_fake,
 )
-_MOE_RETURN_BACKWARD = _exchange(
-    "moe_return_backward",
-    ReturnBackward,
-    ReturnedBackward,
-    _return_backward,
-    _return_backward_fake,
+_COMBINE = _define(
+    "moe_combine_rows",
+    CombineArguments,
+    CombineResults,
+    _combine,
+    _combine_fake,
+    _save_combine,
+    _combine_gradients,
+)
+_COMBINE_BACKWARD = _define(
+    "moe_combine_rows_backward",
+    CombineBackwardArguments,
+    CombineGradients,
+    _combine_backward,
+    _combine_backward_fake,
 )
 
 
-def moe_send(arguments: Send) -> Arrived:
-    """Send rows and return those for this rank."""
-    return Arrived(*_MOE_SEND(*arguments))
+class OperatorHop:
+    """An exchange over one group as an operator, which starts and waits at once.
+
+    Args:
+        options: of the call.
+        input: ``[T, H]``.
+        plan: the routing of the tokens.
+        before: the hop between nodes, for the one within the node.
+    """
+
+    def __init__(
+        self,
+        options: DispatchOptions,
+        input: torch.Tensor,
+        plan: RoutingPlan,
+        before: OperatorHop | None = None,
+    ) -> None:
+        self.plan = plan
+        self._options = options
+        self._level = 0 if before is None else 1
+        self._names: list[str] = [group.group_name for group in options.groups]
+        group = options.groups[self._level]
+        self._rank, self._size = group.rank(), group.size()
+        self._like = input.detach()[:0]
+        arguments = DispatchArguments(
+            input=input,
+            probs=plan.probs,
+            expert_ids=plan.expert_ids,
+            permutation=plan.permutation,
+            positions=plan.positions,
+            offsets=plan.offsets,
+            dropped=None if before is None else before.num_dropped[1],
+            num_experts=plan.num_experts,
+            reduce=options.reduce,
+            payload=options.payload,
+            grads=wants_gradient(input, plan.probs),
+            max_rows=options.max_rows,
+            op=options.op,
+            groups=self._names,
+            level=self._level,
+        )
+        self._results = DispatchResults(*_DISPATCH(*arguments))
+
+    @property
+    def origin_plan(self) -> RoutingPlan:
+        """The routing by which the results that return are summed."""
+        if len(self._names) == 1:
+            return self.plan
+        if self._options.reduce == "node":
+            return order_to_nodes(self.plan, self._size).plan
+        return slots_by_node(self.plan, self._size)
+
+    @property
+    def num_experts(self) -> int:
+        """Experts for which a rank of the group receives rows."""
+        return self.plan.num_experts // self._size
+
+    @property
+    def counts(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows sent to, and received from, each rank."""
+        return self._results.counts[0], self._results.counts[1]
+
+    @property
+    def num_dropped(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Slots that no expert computes, of this rank and of the group."""
+        return self._results.dropped[self._rank], self._results.dropped.sum()
+
+    def wait(self) -> DispatchedRows:
+        """Return the rows that arrived."""
+        return DispatchedRows(self._results.rows, self._results.probs, self._results.ids)
+
+    def next(self, rows: torch.Tensor, plan: RoutingPlan) -> OperatorHop:
+        """Run the hop within the node."""
+        return OperatorHop(self._options, rows, plan, self)
+
+    def combine_start(self, output: torch.Tensor, order: torch.Tensor | None = None) -> _Rows:
+        """Send results back: one per row, or in an order one per slot."""
+        arguments = CombineArguments(
+            output=output,
+            anchor=self._results.anchor,
+            counts=self._results.counts,
+            like=self._like,
+            order=order,
+            num_slots=self.plan.permutation.shape[0],
+            max_rows=self._options.max_rows,
+            groups=self._names,
+            level=self._level,
+        )
+        return _Rows(_COMBINE(*arguments))
 
 
-def moe_return(arguments: Return) -> torch.Tensor:
-    """Send results back and return those of the rows that left here."""
-    return _MOE_RETURN(*arguments)
+class _Rows(NamedTuple):
+    rows: torch.Tensor
+
+    def wait(self) -> torch.Tensor:
+        """Return the results."""
+        return self.rows

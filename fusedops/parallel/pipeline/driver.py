@@ -36,7 +36,7 @@ from fusedops.parallel.pipeline.schedules import (
     SEND_FORWARD,
     WEIGHT,
     Action,
-    Table,
+    ScheduleTable,
 )
 
 # What a stage tells the next of what it will send: number of dims, dtype, sizes.
@@ -98,7 +98,7 @@ class Driver:
             step, by stage.
     """
 
-    table: Table
+    table: ScheduleTable
     group: dist.ProcessGroup
     stages: Mapping[int, nn.Module]
     data: Mapping[int, Reduces] = field(default_factory=dict)

@@ -7,9 +7,9 @@ drawn, timed and refused on one process.
 
 What is done to a stage and a micro-batch: ``F`` its forward, ``B`` its backward; or the backward in
 two parts, ``I`` for the gradient of its input and ``W``, any time later, for those of its weights.
-``Table.with_transfers`` puts sends and receives between them. A receive stands where its send is
-made in one order of all ranks' actions, so that ranks which follow their lists never wait in a
-circle, even where a send ends only when it is received.
+``ScheduleTable.with_transfers`` inserts sends and receives. A receive is placed where its send is
+in one order of the actions of all ranks, so that ranks that follow their lists never wait in a
+cycle, even if a send ends only when it is received.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import importlib
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -45,7 +45,7 @@ class Action(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Schedule:
+class PipelineSchedule:
     """A way to order a pipeline's work.
 
     Attributes:
@@ -60,6 +60,7 @@ class Schedule:
 
     name: str
     title: str
+    _: KW_ONLY
     virtual: int = 1
     fixed: bool = False
     splits: bool = False
@@ -68,21 +69,37 @@ class Schedule:
 
 
 SCHEDULES = {
-    each.name: each
-    for each in (
-        Schedule("gpipe", "GPipe", fixed=True),
-        Schedule("1f1b", "1F1B", fixed=True),
-        Schedule("interleaved", "interleaved 1F1B", 2, torch="Interleaved1F1B"),
-        Schedule("looped_bfs", "looped, breadth first", 2, torch="LoopedBFS"),
-        Schedule("zero_bubble", "zero bubble", splits=True, torch="InterleavedZeroBubble"),
-        Schedule("zbv", "zero bubble V", 2, True, True, True, "ZBVZeroBubble"),
-        Schedule("dualpipev", "DualPipeV", 2, True, True, True, "DualPipeV"),
+    schedule.name: schedule
+    for schedule in (
+        PipelineSchedule("gpipe", "GPipe", fixed=True),
+        PipelineSchedule("1f1b", "1F1B", fixed=True),
+        PipelineSchedule("interleaved", "interleaved 1F1B", virtual=2, torch="Interleaved1F1B"),
+        PipelineSchedule("looped_bfs", "looped, breadth first", virtual=2, torch="LoopedBFS"),
+        PipelineSchedule("zero_bubble", "zero bubble", splits=True, torch="InterleavedZeroBubble"),
+        PipelineSchedule(
+            "zbv",
+            "zero bubble V",
+            virtual=2,
+            fixed=True,
+            splits=True,
+            is_v=True,
+            torch="ZBVZeroBubble",
+        ),
+        PipelineSchedule(
+            "dualpipev",
+            "DualPipeV",
+            virtual=2,
+            fixed=True,
+            splits=True,
+            is_v=True,
+            torch="DualPipeV",
+        ),
     )
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
-class Table:
+class ScheduleTable:
     """The actions of a schedule for sizes.
 
     Attributes:
@@ -93,7 +110,7 @@ class Table:
         actions: of each rank, computations only.
     """
 
-    schedule: Schedule
+    schedule: PipelineSchedule
     ranks: int
     microbatches: int
     virtual: int
@@ -150,7 +167,7 @@ class Table:
         return _with_transfers(self, only)
 
 
-def table(name: str, ranks: int, microbatches: int, virtual: int | None = None) -> Table:
+def table(name: str, ranks: int, microbatches: int, virtual: int | None = None) -> ScheduleTable:
     """Return what each rank does in a step.
 
     Args:
@@ -176,12 +193,12 @@ def table(name: str, ranks: int, microbatches: int, virtual: int | None = None) 
         actions = [make(rank, ranks, microbatches) for rank in range(ranks)]
     else:
         actions = _of_torch(schedule.torch, ranks, microbatches, virtual)
-    return Table(schedule, ranks, microbatches, virtual, tuple(map(tuple, actions)))
+    return ScheduleTable(schedule, ranks, microbatches, virtual, tuple(map(tuple, actions)))
 
 
 def check_schedule(
     op: str, name: str, ranks: int, microbatches: int, virtual: int | None = None
-) -> Schedule:
+) -> PipelineSchedule:
     """Return a schedule; raise unless it exists for these sizes.
 
     Args:
@@ -273,7 +290,7 @@ def _flat(actions: Iterable[Any]) -> Iterable[Action]:
 
 
 def _with_transfers(
-    table: Table, actions: Iterable[Iterable[Action]]
+    table: ScheduleTable, actions: Iterable[Iterable[Action]]
 ) -> tuple[tuple[Action, ...], ...]:
     """Return the actions with sends behind what is sent and the receives at the same moment."""
     left = [deque(each) for each in actions]

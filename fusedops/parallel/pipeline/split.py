@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from fusedops._core import checks
-from fusedops.parallel.pipeline.schedules import Table
+from fusedops.parallel.pipeline.schedules import ScheduleTable
 from fusedops.parallel.pipeline.timeline import timeline
 
 # Actions that are timed to find a split; about a second.
@@ -68,7 +68,7 @@ def balanced(
 
 
 def shortest(
-    costs: Sequence[float], order: Table, *, first: float = 0.0, last: float = 0.0
+    costs: Sequence[float], order: ScheduleTable, *, first: float = 0.0, last: float = 0.0
 ) -> list[range]:
     """Return runs of layers with which a schedule's step is short.
 

@@ -20,7 +20,7 @@ from fusedops.parallel.pipeline.schedules import (
     INPUT,
     WEIGHT,
     Action,
-    Table,
+    ScheduleTable,
     table,
 )
 
@@ -37,7 +37,7 @@ _LEFT, _TOP, _ROW, _HEIGHT, _WIDTH = 58, 44, 30, 24, 860
 
 
 @dataclass(frozen=True)
-class Span:
+class ActionSpan:
     """An action and its time.
 
     Attributes:
@@ -60,7 +60,7 @@ class Timeline:
         title: of the picture.
     """
 
-    spans: tuple[tuple[Span, ...], ...]
+    spans: tuple[tuple[ActionSpan, ...], ...]
     title: str = ""
 
     @property
@@ -129,7 +129,7 @@ class Timeline:
                 yield f'<text x="{x + 17}" y="20">{name}</text>'
                 x += 84
 
-    def _row(self, y: int, spans: Sequence[Span]) -> Iterator[str]:
+    def _row(self, y: int, spans: Sequence[ActionSpan]) -> Iterator[str]:
         scale = _WIDTH / (self.end - self.begin)
         laps = sorted({each.action.stage for each in spans})
         for each in spans:
@@ -149,7 +149,7 @@ class Timeline:
 
 
 def timeline(
-    source: str | Table | Sequence[Log],
+    source: str | ScheduleTable | Sequence[Log],
     ranks: int | None = None,
     microbatches: int | None = None,
     *,
@@ -183,7 +183,7 @@ def timeline(
         >>> round(timeline("1f1b", ranks=4, microbatches=8).bubble(), 4)
         0.2727
     """
-    if isinstance(source, (str, Table)):
+    if isinstance(source, (str, ScheduleTable)):
         if isinstance(source, str):
             if ranks is None or microbatches is None:
                 checks.fail("timeline", "ranks and microbatches", "given with a schedule", None)
@@ -193,7 +193,10 @@ def timeline(
 
 
 def _computed(
-    order: Table, given: Mapping[str, float], stages: Sequence[float] | None, transfer: float
+    order: ScheduleTable,
+    given: Mapping[str, float],
+    stages: Sequence[float] | None,
+    transfer: float,
 ) -> Timeline:
     """Let each rank do what is next as soon as what it needs is there."""
     costs = {FORWARD: 1.0, INPUT: 1.0, WEIGHT: 1.0, **given}
@@ -204,7 +207,7 @@ def _computed(
     left = [deque(each) for each in order.actions]
     free = [0.0] * order.ranks
     ended: dict[Action, float] = {}
-    spans: list[list[Span]] = [[] for _ in left]
+    spans: list[list[ActionSpan]] = [[] for _ in left]
     while any(left):
         for rank, waiting in enumerate(left):
             while waiting:
@@ -219,11 +222,11 @@ def _computed(
                     far = order.rank_of(each.stage) != rank
                     begin = max(begin, ended[each] + (transfer if far else 0.0))
                 free[rank] = ended[action] = begin + costs[action.kind] * factors[action.stage]
-                spans[rank].append(Span(action, begin, free[rank]))
+                spans[rank].append(ActionSpan(action, begin, free[rank]))
     return Timeline(tuple(map(tuple, spans)), order.schedule.title)
 
 
-def _recorded(log: Log) -> tuple[Span, ...]:
+def _recorded(log: Log) -> tuple[ActionSpan, ...]:
     """Return the actions of a rank's log."""
     begun: dict[int, float] = {}
     found = []
@@ -236,7 +239,7 @@ def _recorded(log: Log) -> tuple[Span, ...]:
         else:
             stage, kind, microbatch = match.groups()
             action = Action(kind, int(stage), int(microbatch))
-            found.append(Span(action, begun[event.number], event.seconds))
+            found.append(ActionSpan(action, begun[event.number], event.seconds))
     if not found:
         checks.fail("timeline", "source", "logs of a pipeline's step", f"rank {log.rank} without")
     return tuple(found)

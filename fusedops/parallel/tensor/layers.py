@@ -1,20 +1,21 @@
 """Tensor parallelism: the four communications as autograd nodes, and the layers that use them.
 
-Between a column-parallel and a row-parallel product the features are split over the ranks. Into
-that region leads ``enter``, out of it ``leave``; around it activations are whole on every rank, or,
-with sequence parallelism, each rank has its part of the sequence:
+Between a column-parallel and a row-parallel product the features are sharded over the ranks.
+``to_tensor_parallel`` (f in Megatron-LM) leads into that region, ``from_tensor_parallel`` (g) out
+of it. Outside, activations are replicated, or, with sequence parallelism, sharded along the
+sequence:
 
     node                     forward          backward         used by
-    copy_to                  nothing          all-reduce       enter
-    reduce_from              all-reduce       nothing          leave
-    gather_from_sequence     all-gather       reduce-scatter   enter, sequence parallel
-    scatter_to_sequence      reduce-scatter   all-gather       leave, sequence parallel
+    copy_to                  nothing          all-reduce       to_tensor_parallel
+    reduce_from              all-reduce       nothing          from_tensor_parallel
+    gather_from_sequence     all-gather       reduce-scatter   to_tensor_parallel, sequence parallel
+    scatter_to_sequence      reduce-scatter   all-gather       from_tensor_parallel, seq. parallel
 
 A layer is made from a plain one by ``of``: names and ``state_dict`` keys stay, parameters become
-DTensors on the mesh, and the forward works on their local parts. Nothing here knows a model.
+DTensors on the mesh, and the forward uses their local shards. Nothing here knows a model.
 
-Shape suffixes: B batch, S sequence, s its part here, H hidden size, F hidden features, f those
-here.
+Shape suffixes: B batch, S sequence, s the sequence of this rank, H hidden size, F hidden features,
+f those of this rank.
 
 Reference: Shoeybi et al.: Megatron-LM, arXiv:1909.08053; Korthikanti et al.: Reducing Activation
 Recomputation in Large Transformer Models, arXiv:2205.05198 (sequence parallelism).
@@ -44,10 +45,10 @@ from fusedops.parallel.tensor.async_linear import (
 
 
 def copy_to(input: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return ``input``, whole on every rank, for ranks that use it each in its own way.
+    """Return the replicated ``input``; its gradient is the sum of the ranks' gradients.
 
-    Its gradient is the sum of theirs. For an activation that enters the split features, and for a
-    parameter that is whole on every rank while what it meets is not.
+    For an activation that enters the sharded features, and for a replicated parameter that is
+    applied to sharded activations.
     """
     return _CopyTo.apply(input, group) if group.size() > 1 else input
 
@@ -71,16 +72,20 @@ def scatter_to_sequence(
     return _ScatterToSequence.apply(input, group, dim) if group.size() > 1 else input
 
 
-def enter(input: torch.Tensor, group: dist.ProcessGroup, *, sequence: bool) -> torch.Tensor:
-    """Lead ``input`` into the region of split features: ``[B, S, H]``, or ``[B, s, H]`` gathered.
+def to_tensor_parallel(
+    input: torch.Tensor, group: dist.ProcessGroup, *, sequence: bool
+) -> torch.Tensor:
+    """Return ``[B, S, H]`` for sharded features, of ``[B, S, H]``, or of ``[B, s, H]`` gathered.
 
-    Layers that read one input (query, key and value) share one ``enter``, and its communication.
+    Layers that read one input (query, key and value) share one call and its communication.
     """
     return gather_from_sequence(input, group) if sequence else copy_to(input, group)
 
 
-def leave(partial: torch.Tensor, group: dist.ProcessGroup, *, sequence: bool) -> torch.Tensor:
-    """Lead the ranks' partial sums ``[B, S, H]`` out of it: ``[B, S, H]``, or ``[B, s, H]``."""
+def from_tensor_parallel(
+    partial: torch.Tensor, group: dist.ProcessGroup, *, sequence: bool
+) -> torch.Tensor:
+    """Return the sum of the ranks' ``[B, S, H]``: ``[B, S, H]``, or scattered ``[B, s, H]``."""
     return scatter_to_sequence(partial, group) if sequence else reduce_from(partial, group)
 
 
@@ -138,14 +143,14 @@ def distribute(
     *,
     uneven: bool = False,
 ) -> Any:
-    """Return a parameter that every rank has whole as a DTensor on ``mesh``.
+    """Return a replicated parameter as a DTensor on ``mesh``.
 
     Args:
         op: who asks, for messages.
         name: of the parameter, for messages.
         parameter: the same on every rank (or on the meta device), or ``None``.
         mesh: of one dim.
-        dim: what is split over the ranks; ``None``: it stays whole on each.
+        dim: the dim that is sharded over the ranks; ``None``: it stays replicated.
         uneven: whether the last rank may have less, but not nothing.
 
     Raises:
@@ -182,16 +187,18 @@ def local(parameter: Any) -> Any:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def shared(parameter: torch.Tensor, group: dist.ProcessGroup, *, partial: bool) -> torch.Tensor:
-    """Return a parameter that is whole on every rank, for the forward.
+def replicated(
+    parameter: torch.Tensor, group: dist.ProcessGroup, *, partial_grad: bool
+) -> torch.Tensor:
+    """Return a replicated parameter for the forward.
 
     Args:
         parameter: the parameter.
         group: the process group.
-        partial: whether the ranks' gradients are parts of a sum, because each meets other tokens
-            or other features with it; they are added up then. Otherwise all have the whole one.
+        partial_grad: whether the ranks' gradients are parts of a sum, because each applies it to
+            other tokens or features; they are summed then. Otherwise all ranks have the sum.
     """
-    return copy_to(local(parameter), group) if partial else local(parameter)
+    return copy_to(local(parameter), group) if partial_grad else local(parameter)
 
 
 class ParallelLayer(nn.Module):
@@ -199,15 +206,15 @@ class ParallelLayer(nn.Module):
 
     Args:
         mesh: the ranks; one dim.
-        sequence: whether activations around the layer are split along the sequence.
-        overlap: whether the layer communicates block by block beside its products: the same bits.
+        sequence: whether activations around the layer are sharded along the sequence.
+        overlap: whether communication runs in blocks that overlap the products: the same bits.
 
     Raises:
         ValueError: the mesh has more dims, or there is ``overlap`` without ``sequence``.
         TypeError: it is no mesh, or ``sequence`` or ``overlap`` no bool.
     """
 
-    _once: dict[str, Any] | None = None
+    _cache: dict[str, Any] | None = None
 
     def __init__(self, mesh: DeviceMesh, *, sequence: bool = False, overlap: bool = False) -> None:
         super().__init__()
@@ -231,29 +238,52 @@ class ParallelLayer(nn.Module):
         return self.mesh.get_group()
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """Share parameters once for all calls inside: one communication of their gradients."""
-        self._once = {}
+    def reuse_parameters(self) -> Iterator[None]:
+        """Compute ``cached`` values once for all calls inside: their gradients are reduced once."""
+        self._cache = {}
         try:
             yield
         finally:
-            self._once = None
+            self._cache = None
 
-    def once(self, name: str, make: Callable[[], Any]) -> Any:
-        """Return what ``make`` returns; inside of ``held`` what it returned the first time."""
-        if self._once is None:
+    def cached(self, name: str, make: Callable[[], Any]) -> Any:
+        """Return ``make()``; inside of ``reuse_parameters`` the result of its first call."""
+        if self._cache is None:
             return make()
-        if name not in self._once:
-            self._once[name] = make()
-        return self._once[name]
+        if name not in self._cache:
+            self._cache[name] = make()
+        return self._cache[name]
+
+    def reduce(self, partial: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Reduce the partial sums of a row-parallel product and add its bias."""
+        output = from_tensor_parallel(partial, self.group, sequence=self.sequence)
+        return self.add_bias(output, bias)
+
+    def row_parallel(
+        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Multiply by a weight whose input features are sharded, reduce, and add the bias."""
+        if self.overlap:
+            output = linear_reduce_scatter(input, local(weight), self.group)
+            return self.add_bias(output, bias)
+        return self.reduce(linear_act(input, local(weight), activation="identity"), bias)
+
+    def add_bias(self, output: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Add a replicated bias; with a sharded sequence each rank adds it to its own tokens."""
+        if bias is None:
+            return output
+        added = self.cached(
+            "bias", lambda: replicated(bias, self.group, partial_grad=self.sequence)
+        )
+        return output + added.to(output.dtype)
 
     def extra_repr(self) -> str:
-        """Return the number of ranks, and whether the sequence is split."""
+        """Return the number of ranks, and whether the sequence is sharded."""
         return f"ranks={self.mesh.size()}, sequence={self.sequence}, overlap={self.overlap}"
 
 
 class ColumnLinear(ParallelLayer):
-    """A linear layer whose outputs are split over the ranks: ``[B, S, H] -> [B, S, f]``.
+    """A linear layer whose outputs are sharded over the ranks: ``[B, S, H] -> [B, S, f]``.
 
     Made by ``ColumnLinear.of``. ``weight`` ``[F, H]`` and ``bias`` ``[F]`` are ``Shard(0)``, and an
     activation runs in the product as in ``fusedops.linear_act``.
@@ -276,17 +306,17 @@ class ColumnLinear(ParallelLayer):
         communicate: bool = True,
         heads: int | None = None,
     ) -> ColumnLinear:
-        """Return ``module`` with its outputs split.
+        """Return ``module`` with its outputs sharded.
 
         Args:
             module: has the same parameters on every rank. Hooks stay behind.
             mesh: the ranks.
-            sequence: whether the input is split along the sequence.
-            overlap: whether it is gathered block by block beside the product.
-            communicate: ``False`` where the input comes from an ``enter`` that layers share.
-            heads: how many blocks the outputs fall into that must stay whole (key and value heads).
-                Fewer than ranks: several ranks have the same head, the parameters stay whole on
-                each and their gradients are added up.
+            sequence: whether the input is sharded along the sequence.
+            overlap: whether it is gathered in blocks that overlap the product.
+            communicate: ``False`` if the input is a ``to_tensor_parallel`` that layers share.
+            heads: number of blocks of outputs that must not be divided (key and value heads). If
+                there are fewer than ranks, several ranks have the same head: the parameters stay
+                replicated and their gradients are summed.
 
         Raises:
             ValueError: ranks and outputs, or ranks and heads, do not divide.
@@ -308,30 +338,30 @@ class ColumnLinear(ParallelLayer):
         return self.train(module.training)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return this rank's outputs ``[B, S, f]`` of the whole sequence."""
-        weight, bias = self.once("parts", lambda: [self._part(self.weight), self._part(self.bias)])
+        """Return this rank's outputs ``[B, S, f]`` of the full sequence."""
+        weight, bias = self.cached("rows", lambda: [self._rows(self.weight), self._rows(self.bias)])
         if self.overlap and self.communicate:
             return all_gather_linear(input, weight, self.group, bias, activation=self.activation)
         if self.communicate:
-            input = enter(input, self.group, sequence=self.sequence)
+            input = to_tensor_parallel(input, self.group, sequence=self.sequence)
         return linear_act(input, weight, bias, activation=self.activation)
 
-    def _part(self, parameter: Any) -> Any:
+    def _rows(self, parameter: Any) -> Any:
         """Return the rows of a parameter that make this rank's outputs."""
         if parameter is None:
             return None
         if self.repeats == 1:
             return local(parameter)
-        whole = shared(parameter, self.group, partial=True)
+        all_rows = replicated(parameter, self.group, partial_grad=True)
         heads = self.mesh.size() // self.repeats
-        return whole.chunk(heads)[self.mesh.get_local_rank() // self.repeats]
+        return all_rows.chunk(heads)[self.mesh.get_local_rank() // self.repeats]
 
 
 class RowLinear(ParallelLayer):
-    """A linear layer whose inputs are split over the ranks: ``[B, S, f] -> [B, S, H]``.
+    """A linear layer whose inputs are sharded over the ranks: ``[B, S, f] -> [B, S, H]``.
 
-    Made by ``RowLinear.of``. ``weight`` ``[H, F]`` is ``Shard(1)``; ``bias`` is whole and added
-    once, after the reduction.
+    Made by ``RowLinear.of``. ``weight`` ``[H, F]`` is ``Shard(1)``; ``bias`` is replicated and
+    added once, after the reduction.
     """
 
     weight: nn.Parameter
@@ -346,13 +376,13 @@ class RowLinear(ParallelLayer):
         sequence: bool = False,
         overlap: bool = False,
     ) -> RowLinear:
-        """Return ``module`` with its inputs split.
+        """Return ``module`` with its inputs sharded.
 
         Args:
             module: has the same parameters on every rank. Hooks stay behind.
             mesh: the ranks.
-            sequence: whether the output is split along the sequence.
-            overlap: whether it is reduced block by block beside the product.
+            sequence: whether the output is sharded along the sequence.
+            overlap: whether it is reduced in blocks that overlap the product.
 
         Raises:
             ValueError: ranks do not divide the inputs, or there is an activation.
@@ -368,24 +398,24 @@ class RowLinear(ParallelLayer):
         return self.train(module.training)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return the outputs ``[B, S, H]``, or ``[B, s, H]`` with a split sequence."""
-        return _row_product(input, self.weight, self.bias, self)
+        """Return the outputs ``[B, S, H]``, or ``[B, s, H]`` with a sharded sequence."""
+        return self.row_parallel(input, self.weight, self.bias)
 
     def product(self, input: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of the sum that ``forward`` reduces."""
         return linear_act(input, local(self.weight), activation="identity")
 
     def biased(self, reduced: torch.Tensor) -> torch.Tensor:
-        """Return the output, of the reduced sum."""
-        return _biased(reduced, self.bias, self)
+        """Return the output: the reduced sum plus the bias."""
+        return self.add_bias(reduced, self.bias)
 
 
 class ParallelMLP(ParallelLayer):
-    """A feed-forward layer whose hidden features are split over the ranks.
+    """A feed-forward layer whose hidden features are sharded over the ranks.
 
     Made by ``ParallelMLP.of``; runs as one ``fusedops.mlp`` per rank, or as
-    two products where ``module`` keeps what is between them. ``w1`` ``[F, H]`` and ``b1``
-    are ``Shard(0)``, ``w2`` ``[H, F]`` is ``Shard(1)``, ``b2`` is whole.
+    two products if ``module`` saves what is between them. ``w1`` ``[F, H]`` and ``b1``
+    are ``Shard(0)``, ``w2`` ``[H, F]`` is ``Shard(1)``, ``b2`` is replicated.
     """
 
     w1: nn.Parameter
@@ -400,14 +430,15 @@ class ParallelMLP(ParallelLayer):
     def of(
         cls, module: MLP, mesh: DeviceMesh, *, sequence: bool = False, overlap: bool = False
     ) -> ParallelMLP:
-        """Return ``module`` with its hidden features split.
+        """Return ``module`` with its hidden features sharded.
 
         Args:
             module: has the same parameters on every rank. Hooks stay behind.
             mesh: the ranks.
-            sequence: whether input and output are split along the sequence.
-            overlap: whether they are communicated block by block, beside two products instead of
-                one ``fusedops.mlp``: the hidden layer is kept as well, the whole input is not.
+            sequence: whether input and output are sharded along the sequence.
+            overlap: whether they are communicated in blocks that overlap two products, which
+                replace one ``fusedops.mlp``: the hidden features are saved as well, the gathered
+                input is not.
 
         Raises:
             ValueError: ranks do not divide the hidden features, or ``module`` recomputes and
@@ -428,16 +459,16 @@ class ParallelMLP(ParallelLayer):
         return self.train(module.training)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of the shape of ``input``, split likewise."""
+        """Return a tensor of the shape and sharding of ``input``."""
         if self.overlap:
             w1, b1 = local(self.w1), local(self.b1)
             hidden = all_gather_linear(input, w1, self.group, b1, activation=self.activation)
-            return _row_product(hidden, self.w2, self.b2, self)
-        x = enter(input, self.group, sequence=self.sequence)
-        return _finish(self.product(self.inner(x)), self.b2, self)
+            return self.row_parallel(hidden, self.w2, self.b2)
+        x = to_tensor_parallel(input, self.group, sequence=self.sequence)
+        return self.reduce(self.product(self.inner(x)), self.b2)
 
     def inner(self, input: torch.Tensor) -> torch.Tensor:
-        """Return what ``product`` takes: the hidden layer, if it is kept, of the whole input."""
+        """Return the input of ``product``: hidden features, if they are saved, else ``input``."""
         if not self._in_two:
             return input
         return linear_act(input, local(self.w1), local(self.b1), activation=self.activation)
@@ -451,8 +482,8 @@ class ParallelMLP(ParallelLayer):
         return mlp(inner, w1, b1, w2, None, activation=self.activation, recompute=self.recompute)
 
     def biased(self, reduced: torch.Tensor) -> torch.Tensor:
-        """Return the output, of the reduced sum."""
-        return _biased(reduced, self.b2, self)
+        """Return the output: the reduced sum plus the bias."""
+        return self.add_bias(reduced, self.b2)
 
     @property
     def _in_two(self) -> bool:
@@ -460,7 +491,7 @@ class ParallelMLP(ParallelLayer):
 
 
 class ParallelGatedMLP(ParallelLayer):
-    """A gated feed-forward layer whose hidden features are split over the ranks.
+    """A gated feed-forward layer whose hidden features are sharded over the ranks.
 
     Made by ``ParallelGatedMLP.of``. The children ``gate_proj``, ``up_proj`` and ``down_proj`` hold
     the parameters; gate and up are one ``fusedops.linear_glu`` per rank.
@@ -475,7 +506,7 @@ class ParallelGatedMLP(ParallelLayer):
     def of(
         cls, module: GatedMLP, mesh: DeviceMesh, *, sequence: bool = False, overlap: bool = False
     ) -> ParallelGatedMLP:
-        """Return ``module`` with its hidden features split; arguments as of ``ParallelMLP.of``."""
+        """Return ``module`` with its hidden features sharded; arguments of ``ParallelMLP.of``."""
         self = cls(mesh, sequence=sequence, overlap=overlap)
         check_type(cls.__name__, module, GatedMLP)
         if overlap and module.gate_proj.bias is not None:
@@ -490,15 +521,17 @@ class ParallelGatedMLP(ParallelLayer):
         return self.train(module.training)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of the shape of ``input``, split likewise."""
+        """Return a tensor of the shape and sharding of ``input``."""
         if self.overlap:
             weights = local(self.gate_proj.weight), local(self.up_proj.weight)
             hidden = all_gather_glu(input, *weights, self.group, activation=self.activation)
             return self.down_proj(hidden)
-        return self.down_proj(self.inner(enter(input, self.group, sequence=self.sequence)))
+        return self.down_proj(
+            self.inner(to_tensor_parallel(input, self.group, sequence=self.sequence))
+        )
 
     def inner(self, input: torch.Tensor) -> torch.Tensor:
-        """Return the hidden features here, of the whole input."""
+        """Return the hidden features of this rank, of the full input."""
         gate, up = self.gate_proj, self.up_proj
         if gate.bias is None:
             weights = local(gate.weight), local(up.weight)
@@ -510,30 +543,8 @@ class ParallelGatedMLP(ParallelLayer):
         return self.down_proj.product(inner)
 
     def biased(self, reduced: torch.Tensor) -> torch.Tensor:
-        """Return the output, of the reduced sum."""
+        """Return the output: the reduced sum plus the bias."""
         return self.down_proj.biased(reduced)
-
-
-def _row_product(
-    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: ParallelLayer
-) -> torch.Tensor:
-    """Multiply by rows that are split, reduce, and add the bias."""
-    if layer.overlap:
-        return _biased(linear_reduce_scatter(input, local(weight), layer.group), bias, layer)
-    return _finish(linear_act(input, local(weight), activation="identity"), bias, layer)
-
-
-def _finish(partial: torch.Tensor, bias: torch.Tensor | None, layer: ParallelLayer) -> torch.Tensor:
-    """Reduce a row-parallel product and add its bias."""
-    return _biased(leave(partial, layer.group, sequence=layer.sequence), bias, layer)
-
-
-def _biased(output: torch.Tensor, bias: torch.Tensor | None, layer: ParallelLayer) -> torch.Tensor:
-    """Add a bias, once: where the sequence is split each rank adds it to its own tokens."""
-    if bias is None:
-        return output
-    whole = layer.once("bias", lambda: shared(bias, layer.group, partial=layer.sequence))
-    return output + whole.to(output.dtype)
 
 
 def _activation_of(op: str, module: Any) -> str:

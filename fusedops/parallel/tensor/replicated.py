@@ -1,11 +1,11 @@
-"""Modules that act on each token alone, where every rank has another part of the tokens.
+"""Replicated modules that act on each token alone, where every rank has other tokens.
 
-Tables of positions, routers: each rank has all of their parameters, meets them with its own tokens,
-and the gradients are added up (norms: ``parallel/tensor/sequence.py``). ``take_tokens`` and
-``join_tokens`` lead whole activations, which all ranks have, into such a region and out of it;
-``parallel/tensor/layers.py`` has the pair for activations that are parts of a sum.
+Position tables and routers: each rank has all of their parameters, applies them to its own tokens,
+and the gradients are summed (norms: ``sequence.py``). ``scatter_tokens`` and ``gather_tokens`` lead
+activations that all ranks have into such a region and out of it; ``layers.py`` has the pair for
+activations that are parts of a sum.
 
-Letters of shapes: B sequences, S tokens of each, s this rank's of them, H hidden size.
+Shape suffixes: B sequences, S tokens of each, s this rank's of them, H hidden size.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from torch import nn
 
 from fusedops.parallel.comm import collectives
 from fusedops.parallel.tensor.layers import distribute, local
-from fusedops.parallel.tensor.sequence import shared_together
+from fusedops.parallel.tensor.sequence import replicated_parameters
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def sum_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Let the gradients of a module's parameters be added up over ranks, in the backward.
+def allreduce_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Sum the gradients of a module's parameters over ranks, in the backward.
 
     Args:
-        module: whole on every rank, each of which calls it with other tokens. Its parameters
-            become DTensors, ``Replicate``; names, hooks and ``state_dict`` stay.
+        module: replicated; each rank calls it with other tokens. Its parameters become DTensors,
+            ``Replicate``; names, hooks and ``state_dict`` stay.
         mesh: the ranks; of one dimension.
 
     Raises:
@@ -39,62 +39,68 @@ def sum_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
     """
     group = mesh.get_group()
     for owner, name, parameter in list(parameters_of(module)):
-        setattr(owner, name, distribute("sum_gradients", name, parameter, mesh, None))
-    put_around(module, lambda each: shared_together([local(p) for p in each], group))
+        setattr(owner, name, distribute("allreduce_gradients", name, parameter, mesh, None))
+    substitute_parameters(
+        module,
+        lambda parameters: replicated_parameters([local(p) for p in parameters], group),
+    )
 
 
-StandIn = Callable[[list[torch.Tensor]], Sequence[torch.Tensor | None]]
+MakeTensors = Callable[[list[torch.Tensor]], Sequence[torch.Tensor | None]]
 
 
-def put_around(
-    module: nn.Module, stand_in: StandIn, call: Callable[..., Any] | None = None
+def substitute_parameters(
+    module: nn.Module, make: MakeTensors, call: Callable[..., Any] | None = None
 ) -> None:
-    """Let a module's forward read other tensors for its parameters.
+    """Let a module's forward read other tensors in place of its parameters.
+
+    ``torch.func.functional_call`` does not serve: it calls the module with its hooks, and this is
+    what such a call runs as ``forward``.
 
     Args:
-        module: whose forward it is.
-        stand_in: what is read for all of its parameters; called once per forward.
-        call: ``call(forward, *args, **kwargs)`` runs the module; calls it by default.
+        module: the module, whose ``forward`` is replaced.
+        make: returns the tensors for all of its parameters; called once per forward.
+        call: ``call(forward, *args, **kwargs)`` runs the module; the default calls ``forward``.
     """
-    module.forward = Around(module, stand_in, call)
+    module.forward = ParameterSubstitution(module, make, call)
 
 
-class Around:
-    """Stands as ``module.forward``; an object and no closure, so that copies have their own."""
+class ParameterSubstitution:
+    """The ``forward`` of a module with substituted parameters.
+
+    It is an object and no closure, so that a copy of the module gets its own.
+    """
 
     def __init__(
-        self,
-        module: nn.Module,
-        stand_in: StandIn,
-        call: Callable[..., Any] | None,
+        self, module: nn.Module, make: MakeTensors, call: Callable[..., Any] | None
     ) -> None:
         self.call = call
         self._module = module
-        self._stand_in = stand_in
-        self._is_held = False
+        self._make = make
+        self._is_substituted = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
-        with nullcontext() if self._is_held else self.held():
+        with nullcontext() if self._is_substituted else self.reuse_parameters():
             if self.call is not None:
                 return self.call(self.plain, *args, **kwargs)
             return self.plain(*args, **kwargs)
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """Let other tensors stand in once for all calls inside."""
-        found = list(parameters_of(self._module))
-        tensors = self._stand_in([each for *_, each in found])
-        places = [(owner, name) for owner, name, _ in found]
-        with standing_in(dict(zip(places, tensors, strict=True))):
-            self._is_held = True
+    def reuse_parameters(self) -> Iterator[None]:
+        """Substitute the parameters once for all calls inside."""
+        parameters = list(parameters_of(self._module))
+        tensors = self._make([parameter for *_, parameter in parameters])
+        names = [(owner, name) for owner, name, _ in parameters]
+        with substituted(dict(zip(names, tensors, strict=True))):
+            self._is_substituted = True
             try:
                 yield
             finally:
-                self._is_held = False
+                self._is_substituted = False
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's own forward, inside of ``held``."""
+        """Run the module's own forward, inside of ``reuse_parameters``."""
         return type(self._module).forward(self._module, *args, **kwargs)
 
 
@@ -106,55 +112,55 @@ def parameters_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parame
 
 
 @contextmanager
-def standing_in(read: Mapping[tuple[nn.Module, str], torch.Tensor | None]) -> Iterator[None]:
-    """Let attributes of modules be these tensors: an instance's own hide its parameters."""
-    for (owner, name), tensor in read.items():
+def substituted(tensors: Mapping[tuple[nn.Module, str], torch.Tensor | None]) -> Iterator[None]:
+    """Set attributes of modules to tensors; an instance attribute hides a parameter of its name."""
+    for (owner, name), tensor in tensors.items():
         owner.__dict__[name] = tensor
     try:
         yield
     finally:
-        for owner, name in read:
+        for owner, name in tensors:
             del owner.__dict__[name]
 
 
-def part_of(tensor: torch.Tensor, group: dist.ProcessGroup, dim: int = 1) -> torch.Tensor:
-    """Return this rank's part of a dimension, of a tensor that every rank has: a view."""
+def local_chunk(tensor: torch.Tensor, group: dist.ProcessGroup, dim: int = 1) -> torch.Tensor:
+    """Return this rank's chunk of a tensor that every rank has: a view."""
     return tensor.chunk(group.size(), dim)[group.rank()]
 
 
-def take_tokens(whole: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return this rank's tokens ``[B, s, H]`` of what every rank has whole ``[B, S, H]``.
+def scatter_tokens(replicated: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return this rank's tokens ``[B, s, H]`` of a tensor ``[B, S, H]`` that every rank has.
 
-    Backwards the ranks' gradients are joined, so that each has the whole one.
+    The backward gathers the ranks' gradients, so that each has all of them.
     """
-    return _Take.apply(whole, group) if group.size() > 1 else whole
+    return _ScatterTokens.apply(replicated, group) if group.size() > 1 else replicated
 
 
-def join_tokens(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return all ranks' tokens ``[B, S, H]``; every rank's gradient of them must be the whole one.
+def gather_tokens(shard: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return all ranks' tokens ``[B, S, H]``; their gradient must be the same on every rank.
 
-    Backwards each rank takes its part of it.
+    In the backward each rank takes its chunk of it.
     """
-    return _Join.apply(part, group) if group.size() > 1 else part
+    return _GatherTokens.apply(shard, group) if group.size() > 1 else shard
 
 
-class _Take(torch.autograd.Function):
+class _ScatterTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, whole: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(ctx: Any, replicated: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
-        return part_of(whole, group).contiguous()
+        return local_chunk(replicated, group).contiguous()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return join_tokens(grads[0], ctx.group), None
+        return gather_tokens(grads[0], ctx.group), None
 
 
-class _Join(torch.autograd.Function):
+class _GatherTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(ctx: Any, shard: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
-        return collectives.all_gather(part, group, dim=1, label="tokens").wait()
+        return collectives.all_gather(shard, group, dim=1, label="tokens").wait()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return take_tokens(grads[0], ctx.group), None
+        return scatter_tokens(grads[0], ctx.group), None

@@ -1,9 +1,9 @@
-"""Norms between the regions of split features, where each rank has a part of the sequence.
+"""Norms between the regions of sharded features, where the sequence is sharded over the ranks.
 
-They communicate nothing forward. Their parameters are whole on every rank and meet other tokens on
-each, so that the gradients are parts of a sum: one all-reduce per norm adds up those of weight and
-bias together. The same holds of norms of queries and keys, whose heads are split: there ``of`` is
-right without a split sequence too.
+They communicate nothing in the forward. Their parameters are replicated and applied to other tokens
+on each rank, so the gradients are parts of a sum: one all-reduce per norm sums those of weight and
+bias together. The same holds for norms of queries and keys, whose heads are sharded: for them
+``of`` is right without a sharded sequence too.
 
 Reference: Korthikanti et al.: Reducing Activation Recomputation in Large Transformer Models,
 arXiv:2205.05198.
@@ -26,21 +26,21 @@ from fusedops.parallel.comm import collectives
 from fusedops.parallel.tensor.layers import ParallelLayer, distribute, local
 
 
-def shared_together(
+def replicated_parameters(
     parameters: list[torch.Tensor | None], group: dist.ProcessGroup
 ) -> list[torch.Tensor | None]:
-    """Return parameters that are whole on every rank, for a forward on split tokens or heads.
+    """Return replicated parameters, for a forward on sharded tokens or heads.
 
     ``copy_to`` of each, with one all-reduce of all their gradients, summed in float32 at least.
     """
-    given = [each for each in parameters if each is not None]
-    if group.size() == 1 or not given:
+    present = [parameter for parameter in parameters if parameter is not None]
+    if group.size() == 1 or not present:
         return parameters
-    results = iter(_Together.apply(group, *given))
-    return [None if each is None else next(results) for each in parameters]
+    results = iter(_ReplicatedParameters.apply(group, *present))
+    return [None if parameter is None else next(results) for parameter in parameters]
 
 
-class _Together(torch.autograd.Function):
+class _ReplicatedParameters(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: dist.ProcessGroup, *parameters: torch.Tensor) -> Any:
         ctx.group = group
@@ -151,8 +151,8 @@ class SequenceNorm(ParallelLayer):
 
     def forward(self, *inputs: torch.Tensor, **options: Any) -> Any:
         """Return what the plain norm returns of this rank's tokens or heads."""
-        weight, bias = self.once("norm", self._shared)
+        weight, bias = self.cached("norm", self._replicated)
         return self.compute(self, weight, bias, *inputs, **options)
 
-    def _shared(self) -> list[torch.Tensor | None]:
-        return shared_together([local(self.weight), local(self.bias)], self.group)
+    def _replicated(self) -> list[torch.Tensor | None]:
+        return replicated_parameters([local(self.weight), local(self.bias)], self.group)

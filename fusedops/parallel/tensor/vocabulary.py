@@ -1,14 +1,15 @@
-"""A vocabulary split over ranks: its embedding, and the loss, whose logits are never gathered.
+"""Vocabulary parallelism: the embedding, and the loss, whose logits are never gathered.
 
-Each rank has some consecutive words. The embedding looks up those it has, 0 for others, and adds up
-over the ranks. The loss makes the logits of its words as ``fusedops.linear_cross_entropy`` does,
-chunk by chunk inside the product; what the ranks tell each other is two numbers per token:
+Each rank has a range of consecutive entries of the vocabulary. The embedding looks up the tokens in
+its range, 0 for others, and sums over the ranks. The loss computes the logits of its range as
+``fusedops.linear_cross_entropy`` does, chunk by chunk inside the product; the ranks exchange two
+numbers per token:
 
-    lse_r = log sum_j exp(y_j),   c_r = (1 - s) y_t [t is here] + s sum_j y_j / V   (j: words here)
+    lse_r = log sum_j exp(y_j),   c_r = (1 - s) y_t [t in range] + s sum_j y_j / V   (j: in range)
     lse = log sum_r exp(lse_r),   loss = lse - sum_r c_r + z lse^2
 
-with y the logits, V all words, t the target, s the label smoothing and z the z-loss. The backward
-needs lse and communicates nothing.
+with y the logits, V the vocabulary size, t the target, s the label smoothing and z the z-loss. The
+backward needs lse and communicates nothing.
 
 Reference: Shoeybi et al.: Megatron-LM, arXiv:1909.08053, section 3.
 """
@@ -32,22 +33,22 @@ from fusedops.parallel.tensor.layers import (
     ParallelLayer,
     check_type,
     distribute,
-    enter,
-    leave,
+    from_tensor_parallel,
     local,
+    to_tensor_parallel,
 )
 
-# Targets of the part that a rank has: of another part, or ignored.
+# Local targets that are in the range of another rank, or ignored.
 _ELSEWHERE, _IGNORED = -1, -2
 
 
-def words_of(rank: int, ranks: int, vocab_size: int) -> range:
-    """Return the words that a rank has: torch's chunks, of which the last may be shorter."""
+def vocab_range(rank: int, ranks: int, vocab_size: int) -> range:
+    """Return the range of the vocabulary of a rank: torch's chunks; the last may be shorter."""
     size = -(-vocab_size // ranks)
     return range(min(rank * size, vocab_size), min((rank + 1) * size, vocab_size))
 
 
-def split_cross_entropy(
+def vocab_parallel_cross_entropy(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     target: torch.Tensor,
@@ -63,17 +64,17 @@ def split_cross_entropy(
     chunk_size: int | None = None,
     recompute: bool | None = None,
 ) -> torch.Tensor:
-    """Compute ``fusedops.linear_cross_entropy`` with the classes split over ranks.
+    """Compute ``fusedops.linear_cross_entropy`` with the classes sharded over ranks.
 
     Args:
         hidden: ``[..., hidden_size]``, the same on every rank. Its gradient is this rank's part of
-            a sum: it comes from an ``enter`` or a ``copy_to``.
-        weight: ``[classes here, hidden_size]``, the rows ``words_of`` this rank; local.
+            a sum: it is the result of ``to_tensor_parallel`` or ``copy_to``.
+        weight: ``[local classes, hidden_size]``, the rows in ``vocab_range`` of this rank.
         target: ``[...]``, int64, the same on every rank: of all classes.
         group: the process group.
-        bias: ``[classes here]``; local.
+        bias: ``[local classes]``.
         vocab_size: number of all classes.
-        ignore_index: as there, and so all that follow.
+        ignore_index: as for ``linear_cross_entropy``, and so all that follow.
         label_smoothing: as there.
         z_loss: as there.
         softcap: as there.
@@ -93,31 +94,34 @@ def split_cross_entropy(
         Sends ``8 * tokens`` bytes to each rank in the forward, nothing in the backward, and is
         deterministic: ranks are joined in their order. Differentiable once.
     """
-    op = "split_cross_entropy"
+    op = "vocab_parallel_cross_entropy"
     checks.tensor(op, "hidden", hidden)
     math_of.check_target(op, target, "hidden", hidden)
     math_of.check_options(op, ignore_index, label_smoothing, z_loss, softcap, reduction)
     check_chunks(op, chunk_size, recompute)
-    here = words_of(group.rank(), group.size(), vocab_size)
-    wanted = (len(here), hidden.shape[-1])
-    checks.shape(op, "weight", weight, wanted, "words of this rank, features of hidden")
+    vocab = vocab_range(group.rank(), group.size(), vocab_size)
+    shape = (len(vocab), hidden.shape[-1])
+    checks.shape(op, "weight", weight, shape, "vocabulary of this rank, features of hidden")
     if checks.readable(target):
         math_of.check_range(op, target, vocab_size, ignore_index)
-    part = torch.where((target >= here.start) & (target < here.stop), target - here.start, -1)
-    part = torch.where(target == ignore_index, _IGNORED, part)
+    is_local = (target >= vocab.start) & (target < vocab.stop)
+    local_target = torch.where(is_local, target - vocab.start, _ELSEWHERE)
+    local_target = torch.where(target == ignore_index, _IGNORED, local_target)
     keep = keeps_logits(recompute, hidden, weight, bias)
     numbers = (label_smoothing, z_loss, softcap or 0.0, chunk_size or DEFAULT_CHUNK, keep)
     lower = dtypes.autocast_dtype(hidden.device)
     if lower is not None and hidden.dtype != torch.float64:
         hidden, weight = hidden.to(lower), weight.to(lower)
         bias = None if bias is None else bias.to(lower)
-    loss = _SplitCrossEntropy.apply(hidden, weight, bias, part, group, vocab_size, numbers)
+    loss = _VocabParallelCrossEntropy.apply(
+        hidden, weight, bias, local_target, group, vocab_size, numbers
+    )
     if reduction == "none":
         return loss
-    return loss.sum() if reduction == "sum" else loss.sum() / (part != _IGNORED).sum()
+    return loss.sum() if reduction == "sum" else loss.sum() / (local_target != _IGNORED).sum()
 
 
-class _SplitCrossEntropy(torch.autograd.Function):
+class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -135,8 +139,8 @@ class _SplitCrossEntropy(torch.autograd.Function):
         loss, _, lse, logits = torch.ops.fusedops.linear_cross_entropy(
             hidden, weight, target, bias, *options
         )
-        told = torch.stack((lse, lse - loss)).unsqueeze(0)
-        lses, terms = collectives.all_gather(told, group, label="loss").wait().unbind(1)
+        local_terms = torch.stack((lse, lse - loss)).unsqueeze(0)
+        lses, terms = collectives.all_gather(local_terms, group, label="loss").wait().unbind(1)
         lse = torch.logsumexp(lses, 0)
         total = lse - terms.sum(0)
         if z_loss > 0.0:
@@ -147,11 +151,10 @@ class _SplitCrossEntropy(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
-        *given, lse, logits = ctx.saved_tensors
+        hidden, weight, bias, target, lse, logits = ctx.saved_tensors
         smoothing, z_loss, softcap, chunk_size, keep = ctx.numbers
         options = (_IGNORED, smoothing, z_loss, softcap, "none", chunk_size, keep, ctx.vocab_size)
         mask = list(ctx.needs_input_grad[:3])
-        hidden, weight, bias, target = given
         results = torch.ops.fusedops.linear_cross_entropy_backward(
             grads[0], hidden, weight, target, bias, lse, logits, *options, mask
         )
@@ -159,7 +162,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
 
 
 class VocabularyEmbedding(ParallelLayer):
-    """An embedding whose words are split over the ranks.
+    """An embedding whose vocabulary is sharded over the ranks.
 
     Made by ``VocabularyEmbedding.of``. ``weight`` ``[V, H]`` is ``Shard(0)``; the ranks need not
     divide the vocabulary.
@@ -173,16 +176,16 @@ class VocabularyEmbedding(ParallelLayer):
     def of(
         cls, module: nn.Embedding, mesh: DeviceMesh, *, sequence: bool = False
     ) -> VocabularyEmbedding:
-        """Return ``module`` with its words split.
+        """Return ``module`` with its vocabulary sharded.
 
         Args:
             module: has the same parameters on every rank. Hooks stay behind. What is tied to its
                 weight is tied again by the caller: ``head.weight = embedding.weight``.
             mesh: the ranks.
-            sequence: whether the output is split along the sequence.
+            sequence: whether the output is sharded along the sequence.
 
         Raises:
-            ValueError: a rank would have no words, or ``module`` has ``max_norm``, ``sparse`` or
+            ValueError: a rank would have no rows, or ``module`` has ``max_norm``, ``sparse`` or
                 ``scale_grad_by_freq``.
             TypeError: ``module`` is no ``torch.nn.Embedding``.
         """
@@ -191,31 +194,31 @@ class VocabularyEmbedding(ParallelLayer):
         check_type(op, module, nn.Embedding)
         for option in ("max_norm", "sparse", "scale_grad_by_freq"):
             if getattr(module, option):
-                checks.fail(op, option, "off: words are split", getattr(module, option))
+                checks.fail(op, option, "off: the vocabulary is sharded", getattr(module, option))
         self.weight = distribute(op, "weight", module.weight, mesh, 0, uneven=True)
         self.vocab_size, self.padding_idx = module.num_embeddings, module.padding_idx
         return self.train(module.training)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return ``[B, S, H]`` for ``[B, S]``, the same on every rank; or ``[B, s, H]``."""
-        here = words_of(self.mesh.get_local_rank(), self.mesh.size(), self.vocab_size)
+        vocab = vocab_range(self.mesh.get_local_rank(), self.mesh.size(), self.vocab_size)
         if checks.readable(tokens) and tokens.numel():
-            least, largest = (int(each) for each in tokens.aminmax())
+            least, largest = (int(bound) for bound in tokens.aminmax())
             if least < 0 or largest >= self.vocab_size:
                 got = least if least < 0 else largest
                 checks.fail("VocabularyEmbedding", "tokens", f"in [0, {self.vocab_size})", got)
-        elsewhere = (tokens < here.start) | (tokens >= here.stop)
-        rows = (tokens - here.start).masked_fill(elsewhere, 0)
+        elsewvocab = (tokens < vocab.start) | (tokens >= vocab.stop)
+        rows = (tokens - vocab.start).masked_fill(elsewvocab, 0)
         padding = self.padding_idx
         if padding is not None:
-            padding = padding - here.start if padding in here else None
-        found = F.embedding(rows, local(self.weight), padding)
-        found = found.masked_fill(elsewhere.unsqueeze(-1), 0.0)
-        return leave(found, self.group, sequence=self.sequence)
+            padding = padding - vocab.start if padding in vocab else None
+        output = F.embedding(rows, local(self.weight), padding)
+        output = output.masked_fill(elsewvocab.unsqueeze(-1), 0.0)
+        return from_tensor_parallel(output, self.group, sequence=self.sequence)
 
 
 class VocabularyCrossEntropy(ParallelLayer):
-    """A language model's head and its loss, the vocabulary split over the ranks.
+    """A language model's head and its loss, the vocabulary sharded over the ranks.
 
     Made by ``VocabularyCrossEntropy.of``. ``weight`` ``[V, H]`` and ``bias`` ``[V]`` are
     ``Shard(0)``; the ranks need not divide the vocabulary.
@@ -230,15 +233,15 @@ class VocabularyCrossEntropy(ParallelLayer):
     def of(
         cls, module: LinearCrossEntropyLoss, mesh: DeviceMesh, *, sequence: bool = False
     ) -> VocabularyCrossEntropy:
-        """Return ``module`` with its words split.
+        """Return ``module`` with its vocabulary sharded.
 
         Args:
             module: has the same parameters on every rank. Hooks stay behind.
             mesh: the ranks.
-            sequence: whether the input is split along the sequence.
+            sequence: whether the input is sharded along the sequence.
 
         Raises:
-            ValueError: a rank would have no words.
+            ValueError: a rank would have no rows.
             TypeError: ``module`` is no ``fusedops.nn.LinearCrossEntropyLoss``.
         """
         self = cls(mesh, sequence=sequence)
@@ -247,8 +250,9 @@ class VocabularyCrossEntropy(ParallelLayer):
         self.weight = distribute(op, "weight", module.weight, mesh, 0, uneven=True)
         self.bias = distribute(op, "bias", module.bias, mesh, 0, uneven=True)
         self.vocab_size = module.vocab_size
-        names = ("ignore_index", "label_smoothing", "z_loss", "softcap", "reduction")
-        self.options = {each: getattr(module, each) for each in (*names, "chunk_size", "recompute")}
+        names = ["ignore_index", "label_smoothing", "z_loss", "softcap", "reduction"]
+        names += ["chunk_size", "recompute"]
+        self.options = {name: getattr(module, name) for name in names}
         return self.train(module.training)
 
     def forward(self, hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -256,8 +260,8 @@ class VocabularyCrossEntropy(ParallelLayer):
 
         It is float32 and the same on every rank.
         """
-        return split_cross_entropy(
-            enter(hidden, self.group, sequence=self.sequence),
+        return vocab_parallel_cross_entropy(
+            to_tensor_parallel(hidden, self.group, sequence=self.sequence),
             local(self.weight),
             target,
             self.group,
@@ -267,9 +271,9 @@ class VocabularyCrossEntropy(ParallelLayer):
         )
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the logits ``[B, S, V]``, soft-capped, whole on every rank; without gradients."""
-        hidden = enter(hidden, self.group, sequence=self.sequence)
-        logits = split_logits(
+        """Return the logits ``[B, S, V]``, soft-capped, on every rank; without gradients."""
+        hidden = to_tensor_parallel(hidden, self.group, sequence=self.sequence)
+        logits = vocab_parallel_logits(
             hidden, local(self.weight), self.group, local(self.bias), vocab_size=self.vocab_size
         )
         softcap = self.options["softcap"]
@@ -277,7 +281,7 @@ class VocabularyCrossEntropy(ParallelLayer):
 
 
 @torch.no_grad()
-def split_logits(
+def vocab_parallel_logits(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     group: dist.ProcessGroup,
@@ -285,82 +289,83 @@ def split_logits(
     *,
     vocab_size: int,
 ) -> torch.Tensor:
-    """Return the logits of all words ``[..., V]`` on every rank, as generation needs them.
+    """Return the logits of the vocabulary ``[..., V]`` on every rank, as generation needs them.
 
-    Arguments are those of ``split_cross_entropy``. Without gradients: training has the loss.
+    Arguments are those of ``vocab_parallel_cross_entropy``. Without gradients: training has the
+    loss.
     """
-    return _joined(F.linear(hidden, weight, bias), group, vocab_size)
+    return _gather_logits(F.linear(hidden, weight, bias), group, vocab_size)
 
 
-def _joined(part: torch.Tensor, group: dist.ProcessGroup, vocab_size: int) -> torch.Tensor:
-    """Return the logits of all words, of which each rank has a part."""
-    widest = len(words_of(0, group.size(), vocab_size))
-    part = F.pad(part, (0, widest - part.shape[-1]))
-    return collectives.all_gather(part, group, dim=-1, label="logits").wait()[..., :vocab_size]
+def _gather_logits(logits: torch.Tensor, group: dist.ProcessGroup, vocab_size: int) -> torch.Tensor:
+    """Return the logits of the vocabulary, of which each rank has its range."""
+    size = len(vocab_range(0, group.size(), vocab_size))
+    logits = F.pad(logits, (0, size - logits.shape[-1]))
+    return collectives.all_gather(logits, group, dim=-1, label="logits").wait()[..., :vocab_size]
 
 
-class SplitWords:
-    """How a head whose words are split over ranks makes logits; called as ``Head.project`` is.
+class VocabParallelProjection:
+    """How a head with a sharded vocabulary computes logits; called as ``Head.project`` is.
 
     Args:
         group: the process group.
-        vocab_size: number of all words.
-        sequence: whether hidden states come split along the sequence.
+        vocab_size: size of the vocabulary.
+        sequence: whether hidden states are sharded along the sequence.
 
     Attributes:
-        vocab_size: number of all words.
-        words: those of this rank.
-        widest: the most that a rank has.
+        vocab_size: size of the vocabulary.
+        vocab: the range of this rank.
+        max_local_size: the size of the largest range.
     """
 
     def __init__(
         self, group: dist.ProcessGroup, vocab_size: int, *, sequence: bool = False
     ) -> None:
         self.vocab_size = vocab_size
-        self.words = words_of(group.rank(), group.size(), vocab_size)
-        self.widest = len(words_of(0, group.size(), vocab_size))
+        self.vocab = vocab_range(group.rank(), group.size(), vocab_size)
+        self.max_local_size = len(vocab_range(0, group.size(), vocab_size))
         self._group, self._sequence = group, sequence
 
     def __call__(self, hidden: torch.Tensor, weight: Any, bias: Any) -> torch.Tensor:
-        """Return the logits of all words ``[B, S, V]``, the same on every rank."""
-        return self.joined(self.part(self.enter(hidden), weight, bias))
+        """Return the logits of the vocabulary ``[B, S, V]``, the same on every rank."""
+        return self.gather_logits(self.local_logits(self.gather_hidden(hidden), weight, bias))
 
-    def enter(self, hidden: torch.Tensor) -> torch.Tensor:
+    def gather_hidden(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the hidden states of all tokens ``[B, S, H]``."""
-        return enter(hidden, self._group, sequence=self._sequence)
+        return to_tensor_parallel(hidden, self._group, sequence=self._sequence)
 
     @torch.no_grad()
-    def part(self, hidden: torch.Tensor, weight: Any, bias: Any) -> torch.Tensor:
-        """Return the logits of this rank's words; ``hidden`` is the same on every rank."""
+    def local_logits(self, hidden: torch.Tensor, weight: Any, bias: Any) -> torch.Tensor:
+        """Return the logits of this rank's range; ``hidden`` is the same on every rank."""
         return F.linear(hidden, local(weight), local(bias))
 
     @torch.no_grad()
-    def joined(self, part: torch.Tensor) -> torch.Tensor:
-        """Return the logits of all words."""
-        return _joined(part, self._group, self.vocab_size)
+    def gather_logits(self, local_logits: torch.Tensor) -> torch.Tensor:
+        """Return the logits of the vocabulary."""
+        return _gather_logits(local_logits, self._group, self.vocab_size)
 
     @torch.no_grad()
-    def best(self, part: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the largest of the values that the words have, without gathering all of them.
+    def topk(self, values: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the largest values over the vocabulary, without gathering all of them.
 
         Args:
-            part: ``[R, words here]``.
+            values: ``[R, local vocabulary]``.
             count: how many of each row.
 
         Returns:
-            ``[R, count]``, the largest first, and the words that have them. Each rank sends ``16``
-            bytes for each of its best.
+            ``[R, count]``, the largest first, and their tokens. Each rank sends 16 bytes for each
+            of its candidates.
         """
-        some = min(count, self.widest)
-        if part.shape[-1] < some:
-            part = F.pad(part, (0, some - part.shape[-1]), value=-torch.inf)
-        values, places = largest(part, some)
-        # Numbers of words are exact in float64, and so are logits.
-        told = torch.stack((values.double(), places.double() + self.words.start), -1)
-        if len(told):
-            told = collectives.all_gather(told, self._group, dim=1, label="best words").wait()
-        values, places = largest(told[..., 0], min(count, told.shape[1]))
-        return values.to(part.dtype), told[..., 1].gather(-1, places).long()
+        dtype, candidates = values.dtype, min(count, self.max_local_size)
+        if values.shape[-1] < candidates:
+            values = F.pad(values, (0, candidates - values.shape[-1]), value=-torch.inf)
+        values, tokens = largest(values, candidates)
+        # Tokens are exact in float64, and so are logits.
+        pairs = torch.stack((values.double(), tokens.double() + self.vocab.start), -1)
+        if len(pairs):
+            pairs = collectives.all_gather(pairs, self._group, dim=1, label="top tokens").wait()
+        values, places = largest(pairs[..., 0], min(count, pairs.shape[1]))
+        return values.to(dtype), pairs[..., 1].gather(-1, places).long()
 
 
 def largest(values: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:

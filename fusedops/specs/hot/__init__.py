@@ -23,16 +23,16 @@ from typing import Any
 import torch
 
 from fusedops.specs import all_specs
-from fusedops.specs.comparison import Result, fresh, incoming
+from fusedops.specs.comparison import ComparisonResult, fresh, incoming
 from fusedops.specs.comparison import run as run_sample
 from fusedops.specs.hot import attention, elementwise, experts, lists, products, rows
-from fusedops.specs.hot.call import Case, HotCall
+from fusedops.specs.hot.call import HotCall, ReportCase
 from fusedops.specs.spec import Sample, Spec
 
-__all__ = ["Case", "HotCall", "HotSample", "calls", "cases", "made", "ops", "samples"]
+__all__ = ["ReportCase", "HotCall", "HotSample", "calls", "cases", "made", "ops", "samples"]
 
 # Kernel file -> the call that launches one of its cases.
-_CALLS: dict[str, Callable[[Case], HotCall]] = {
+_CALLS: dict[str, Callable[[ReportCase], HotCall]] = {
     **attention.CALLS,
     **elementwise.CALLS,
     **experts.CALLS,
@@ -67,7 +67,7 @@ class HotSample:
         """The op's spec; an operator over lists of tensors has none of this kind."""
         return all_specs().get(self.op)
 
-    def run(self) -> Result:
+    def run(self) -> ComparisonResult:
         """Call the op and differentiate it; the sample's tensors are used as they lie in memory.
 
         What was added to a buffer takes the place of the gradient that it is. An operator over
@@ -76,7 +76,7 @@ class HotSample:
         spec = self.spec
         if spec is None:
             found = getattr(torch.ops.fusedops, self.op)(*self.sample.args)
-            return Result([] if found is None else [found], [])
+            return ComparisonResult([] if found is None else [found], [])
         if not self.buffers:
             return run_sample(spec.op, self.sample)
         output = spec.op(*self.sample.args, **self.sample.kwargs)
@@ -88,7 +88,7 @@ class HotSample:
             place = next(i for i, each in enumerate(leaves) if each is leaf)
             assert found[place] is None, f"{name} was given, and the gradient came as well"
             found[place] = self.sample.kwargs[name].to(leaf.dtype)
-        return Result([output.detach()], found)
+        return ComparisonResult([output.detach()], found)
 
     def plain(self) -> Sample:
         """Return the same call without buffers, with new leaves: what gives the truth."""
@@ -101,15 +101,15 @@ def ops() -> list[str]:
     return sorted(_CALLS)
 
 
-def cases(op: str, capability: int | None = None) -> list[Case]:
+def cases(op: str, capability: int | None = None) -> list[ReportCase]:
     """Return the configurations of a kernel file that the static report has.
 
     Args:
         op: name of the file in ``fusedops/kernels``.
-        capability: only those of a GPU (80, 90 or 100).
+        capability: only those of a GPU (80, 90, 100 or 120).
     """
     module = importlib.import_module(f"fusedops.kernels.{op}")
-    found = (Case(each) for each in module.static_report_cases())
+    found = (ReportCase(each) for each in module.static_report_cases())
     return [case for case in found if capability is None or case.runs_on(capability)]
 
 
@@ -122,8 +122,8 @@ def calls(
         op: name of the file in ``fusedops/kernels``, one of ``ops()``.
         dtype: of the data: bfloat16 or float16 for the configurations of half precision, float32
             for those that the report has of float32.
-        capability: only what the report has for a GPU (80, 90 or 100); all by default, as a GPU
-            runs the call of another's configuration with tiles of its own.
+        capability: only what the report has for a GPU (80, 90, 100 or 120); all by default, as a
+            GPU runs the call of another's configuration with tiles of its own.
     """
     if op not in _CALLS:
         raise ValueError(f"hot samples of {op!r}: there are some for {', '.join(ops())}")

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fusedops.specs.hot.call import Case, HotCall
+from fusedops.specs.hot.call import HotCall, ReportCase
 from fusedops.specs.make import randn
 
 # Three blocks of 128 queries and of keys, and one that is not full.
@@ -17,7 +17,7 @@ _TOKENS = 400
 _BATCH, _HEADS = 2, 4
 
 
-def _dense(case: Case) -> HotCall:
+def _dense(case: ReportCase) -> HotCall:
     if case.kernel == "delta_kernel":
         size = case["VALUE_DIM"]
         return HotCall("attention", f"D{size} causal, lse", functools.partial(_lse, size))
@@ -61,7 +61,7 @@ def _dense(case: Case) -> HotCall:
     return HotCall("attention", name, make, random=drops)
 
 
-def _by_pointers(case: Case) -> bool:
+def _by_pointers(case: ReportCase) -> bool:
     """Whether a case by pointers is one that descriptors could serve on the same GPU."""
     from fusedops.kernels._attention_launch import describes
 
@@ -80,7 +80,7 @@ def _lse(size: int, device: torch.device, dtype: torch.dtype) -> Any:
     return (q, k, v), {"is_causal": True, "return_lse": True}
 
 
-def _packed(case: Case) -> HotCall:
+def _packed(case: ReportCase) -> HotCall:
     size, group = case["HEAD_DIM"], case["GROUP"]
     lengths = (_TOKENS, 16, 0, 208, 336)
 
@@ -95,7 +95,7 @@ def _packed(case: Case) -> HotCall:
     return HotCall("attention_varlen", f"D{size} of {_HEADS // group}", make)
 
 
-def _decode(case: Case) -> HotCall:
+def _decode(case: ReportCase) -> HotCall:
     merges = case.kernel == "merge_kernel"
     size = case["VALUE_DIM"]
     group = 16 if merges else case["GROUP"]
@@ -128,7 +128,7 @@ def _decode(case: Case) -> HotCall:
     )
 
 
-CALLS: dict[str, Callable[[Case], HotCall]] = {
+CALLS: dict[str, Callable[[ReportCase], HotCall]] = {
     "attention": _dense,
     "attention_varlen": _packed,
     "attention_decode": _decode,

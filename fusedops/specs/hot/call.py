@@ -13,7 +13,7 @@ Make = Callable[[torch.device, torch.dtype], Any]
 
 
 @dataclass(frozen=True)
-class Case:
+class ReportCase:
     """A configuration of the static report, as ``_launch.report_case`` describes it."""
 
     described: dict[str, Any]
@@ -37,7 +37,7 @@ class Case:
 
     def runs_on(self, capability: int) -> bool:
         """Return whether the report compiles it for a GPU."""
-        return capability in (self.described["capabilities"] or (80, 90, 100))
+        return capability in (self.described["capabilities"] or (80, 90, 100, 120))
 
     def __getitem__(self, name: str) -> Any:
         return self.described["constexprs"][name]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fusedops._core.activation import GELU_VARIANTS
-from fusedops.specs.hot.call import Case, HotCall, deep
+from fusedops.specs.hot.call import HotCall, ReportCase, deep
 from fusedops.specs.make import randn
 
 _APPROXIMATE = {activation: name for name, activation in GELU_VARIANTS.items()}
@@ -22,7 +22,7 @@ def _deep_rows(block: int, column_tiles: int) -> int:
     return 3 * block * -(-_PROGRAMS // column_tiles) + 16
 
 
-def _gelu(case: Case) -> HotCall:
+def _gelu(case: ReportCase) -> HotCall:
     approximate = _APPROXIMATE[case["ACTIVATION"]]
     count = deep(case["BLOCK"])
 
@@ -32,7 +32,7 @@ def _gelu(case: Case) -> HotCall:
     return HotCall("gelu", f"{count} {approximate}", make)
 
 
-def _bias_gelu(case: Case) -> HotCall:
+def _bias_gelu(case: ReportCase) -> HotCall:
     approximate = _APPROXIMATE[case["ACTIVATION"]]
     cols = deep(case["BLOCK_N"])
     num_rows = _deep_rows(case["BLOCK_M"], 3)
@@ -44,7 +44,7 @@ def _bias_gelu(case: Case) -> HotCall:
     return HotCall("bias_gelu", f"{num_rows}x{cols} {approximate}", make)
 
 
-def _bias_dropout_add(case: Case) -> HotCall:
+def _bias_dropout_add(case: ReportCase) -> HotCall:
     cols = deep(case["BLOCK_N"])
     num_rows = _deep_rows(case["BLOCK_M"], 3)
 
@@ -56,7 +56,7 @@ def _bias_dropout_add(case: Case) -> HotCall:
     return HotCall("bias_dropout_add", f"{num_rows}x{cols}", make, random=True)
 
 
-def _glu(op: str, case: Case) -> HotCall:
+def _glu(op: str, case: ReportCase) -> HotCall:
     cols = deep(case["BLOCK"])
     options = {"approximate": _APPROXIMATE[case["ACTIVATION"]]} if op == "geglu" else {}
 
@@ -69,7 +69,7 @@ def _glu(op: str, case: Case) -> HotCall:
     return HotCall(op, " ".join([f"48x{cols}", *options.values()]), make)
 
 
-def _rotary(case: Case) -> HotCall:
+def _rotary(case: ReportCase) -> HotCall:
     head_dim, rotary_dim = case["HEAD_DIM"], case["ROTARY_DIM"]
     interleaved = case["INTERLEAVED"]
     heads = max(32, 3 * case["BLOCK_H"])
@@ -91,7 +91,7 @@ def _rotary(case: Case) -> HotCall:
     return HotCall("rotary_embedding", f"2x{heads}x48x{head_dim} of {rotary_dim} {form}", make)
 
 
-CALLS: dict[str, Callable[[Case], HotCall]] = {
+CALLS: dict[str, Callable[[ReportCase], HotCall]] = {
     "gelu": _gelu,
     "bias_gelu": _bias_gelu,
     "bias_dropout_add": _bias_dropout_add,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fusedops.specs import _routing
-from fusedops.specs.hot.call import Case, HotCall, deep
+from fusedops.specs.hot.call import HotCall, ReportCase, deep
 from fusedops.specs.hot.products import average_rows, grouped_weight
 from fusedops.specs.make import randint, randn
 from fusedops.specs.moe_route import distinct
@@ -19,7 +19,7 @@ _HIDDEN = 2576  # three blocks of 1024 columns, the last not full
 _GROUPS = 64
 
 
-def _mlp(case: Case) -> HotCall:
+def _mlp(case: ReportCase) -> HotCall:
     gate = case.get("GATE", "halves")
     hot = case.kernel in ("expert_kernel", "product_kernel")
     average = average_rows(case) if hot else 72
@@ -61,7 +61,7 @@ def _mlp(case: Case) -> HotCall:
     return HotCall("moe_mlp", name, make)
 
 
-def _route(case: Case) -> HotCall:
+def _route(case: ReportCase) -> HotCall:
     experts, top_k = case["BLOCK_E"], case["BLOCK_K"]
     every = case.get("CHOICE") == "all" or (top_k == experts and experts > 2)
     tokens = max(_TOKENS, deep(case["BLOCK_T"]))
@@ -109,7 +109,7 @@ def _distinct_of_many(
     return logits.to(device=device, dtype=dtype).requires_grad_()
 
 
-def _router_loss(case: Case) -> HotCall:
+def _router_loss(case: ReportCase) -> HotCall:
     experts, score = case["BLOCK_E"], "sigmoid" if case["SIGMOID"] else "softmax"
     tokens = max(_TOKENS, deep(case["BLOCK_T"]))
 
@@ -122,7 +122,7 @@ def _router_loss(case: Case) -> HotCall:
     return HotCall("moe_router_loss", f"{tokens}x{experts} {score}", make)
 
 
-def _sort(case: Case) -> HotCall:
+def _sort(case: ReportCase) -> HotCall:
     # The scan walks one number a block of slots: three of its blocks, of 256 slots a number.
     tokens, top_k, experts = 2 * 1024 * 256 // 8 + 48, 8, 48
 
@@ -133,7 +133,7 @@ def _sort(case: Case) -> HotCall:
     return HotCall("moe_sort", f"{tokens}x{top_k} of {experts}", make)
 
 
-def _rows(op: str, case: Case) -> HotCall:
+def _rows(op: str, case: ReportCase) -> HotCall:
     choices = case.get("TOP_K", 2) or 16
     weighted = case.get("WEIGHTED", op == "moe_unpermute")
 
@@ -147,7 +147,7 @@ def _rows(op: str, case: Case) -> HotCall:
     return HotCall(op, f"{_TOKENS}x{choices} rows of {_HIDDEN}", make)
 
 
-def _relayout(case: Case) -> HotCall:
+def _relayout(case: ReportCase) -> HotCall:
     def make(device: torch.device, dtype: torch.dtype) -> Any:
         plan = _routing.plan(
             _TOKENS, 4, 16, device=device, dtype=dtype, pattern="dropped", grad=False
@@ -158,7 +158,7 @@ def _relayout(case: Case) -> HotCall:
     return HotCall("moe_relayout", f"{_TOKENS}x4 rows of {_HIDDEN}", make)
 
 
-def _pack(case: Case) -> HotCall:
+def _pack(case: ReportCase) -> HotCall:
     spans, quantized, choices = case["HAS_SPAN"], case["QUANTIZED"], case["BLOCK_K"]
     hidden = deep(case["BLOCK_N"])
 
@@ -176,7 +176,7 @@ def _pack(case: Case) -> HotCall:
     return HotCall("moe_pack", f"{_TOKENS}x{hidden} {what}", make)
 
 
-def _unpack(case: Case) -> HotCall:
+def _unpack(case: ReportCase) -> HotCall:
     hidden = deep(case["BLOCK_N"])
 
     def make(device: torch.device, dtype: torch.dtype) -> Any:
@@ -191,7 +191,7 @@ def _unpack(case: Case) -> HotCall:
     return HotCall("moe_unpack", f"{_TOKENS}x{hidden}", make)
 
 
-CALLS: dict[str, Callable[[Case], HotCall]] = {
+CALLS: dict[str, Callable[[ReportCase], HotCall]] = {
     "moe_mlp": _mlp,
     "moe_pack": _pack,
     "moe_permute": functools.partial(_rows, "moe_permute"),

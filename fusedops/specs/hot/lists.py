@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fusedops.specs.hot.call import Case, HotCall, deep
+from fusedops.specs.hot.call import HotCall, ReportCase, deep
 from fusedops.specs.make import randn
 
 _BIASES = 320
@@ -24,7 +24,7 @@ def _shapes(block: int) -> list[tuple[int, ...]]:
     return [(deep(block),), (48, 3 * block // 32), (block,), *[(16,)] * _BIASES]
 
 
-def _adamw(case: Case) -> HotCall:
+def _adamw(case: ReportCase) -> HotCall:
     kinds = [_DTYPES[case.types.get(f"{name}_ptr", kind)] for name, kind in _MASTER.items()]
     copies, amsgrad = bool(case.get("COPY", True)), bool(case.get("AMSGRAD"))
     draws = bool(case.get("DRAW_STATE") or case.get("DRAW_PARAM"))
@@ -63,7 +63,7 @@ def _adamw(case: Case) -> HotCall:
     return HotCall("adamw", ", ".join(filter(None, names)), make)
 
 
-def _square_sums(case: Case) -> HotCall:
+def _square_sums(case: ReportCase) -> HotCall:
     def make(device: torch.device, dtype: torch.dtype) -> Any:
         # The second kernel adds one number a block: three of its own blocks.
         many = [*_shapes(_BLOCK), (2 * _BLOCK**2 + 16,)]
@@ -73,4 +73,4 @@ def _square_sums(case: Case) -> HotCall:
     return HotCall("square_sums", "shapes", make)
 
 
-CALLS: dict[str, Callable[[Case], HotCall]] = {"adamw": _adamw, "square_sums": _square_sums}
+CALLS: dict[str, Callable[[ReportCase], HotCall]] = {"adamw": _adamw, "square_sums": _square_sums}

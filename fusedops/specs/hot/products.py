@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fusedops.specs.hot.call import Case, HotCall
+from fusedops.specs.hot.call import HotCall, ReportCase
 from fusedops.specs.make import randn
 
 # Three tiles of 128 rows, three of 256 columns, and five steps of 64 along the sums; fewer rows
@@ -18,13 +18,13 @@ _ROWS, _COLUMNS, _DEPTH = 272, 528, 272
 _GROUPS = 64  # of which the kernels' tables have 128 places
 
 
-def _rows(case: Case) -> int:
+def _rows(case: ReportCase) -> int:
     """Return how many rows take the case's tile: those below 128 are of calls of few rows."""
     block = case["BLOCK_M"]
     return block if block < 128 and not case.is_float32 else _ROWS
 
 
-def _layout(case: Case) -> str:
+def _layout(case: ReportCase) -> str:
     """Return how weights lie in memory: "along" the sums, "across" them, "apart" by pointers."""
     how = case.get("DESCRIBED", "no")
     if how != "no":
@@ -52,7 +52,7 @@ def _input(
     return made[:, :columns].requires_grad_()
 
 
-def _linear_act(case: Case) -> HotCall:
+def _linear_act(case: ReportCase) -> HotCall:
     if case.kernel == "gradient_kernel":
         return _mlp(case)
     num_rows, layout = _rows(case), _layout(case)
@@ -66,7 +66,7 @@ def _linear_act(case: Case) -> HotCall:
     return HotCall("linear_act", f"{num_rows}x{_DEPTH}x{_COLUMNS} {layout}", make)
 
 
-def _mlp(case: Case) -> HotCall:
+def _mlp(case: ReportCase) -> HotCall:
     # Eight programs for each of 132 multiprocessors share two tiles of columns.
     inner = 2 * case["BLOCK_N"] + 16
     num_rows = 3 * case["BLOCK_M"] * (8 * 132 // 3) + 16
@@ -82,7 +82,7 @@ def _mlp(case: Case) -> HotCall:
     return HotCall("mlp", f"{num_rows}x64x{inner}", make)
 
 
-def _linear_glu(case: Case) -> HotCall:
+def _linear_glu(case: ReportCase) -> HotCall:
     by_elements = case.kernel == "gradient_kernel"
     num_rows = _ROWS if by_elements else _rows(case)
     layout = "along" if by_elements else _layout(case)
@@ -96,7 +96,7 @@ def _linear_glu(case: Case) -> HotCall:
     return HotCall("linear_glu", name, make)
 
 
-def _baddbmm(case: Case) -> HotCall:
+def _baddbmm(case: ReportCase) -> HotCall:
     num_rows = _rows(case)
 
     def make(device: torch.device, dtype: torch.dtype) -> Any:
@@ -115,13 +115,13 @@ def group_sizes(average: int) -> list[int]:
     return [*large, *[max(1, (average * _GROUPS - sum(large)) // rest)] * rest]
 
 
-def average_rows(case: Case) -> int:
+def average_rows(case: ReportCase) -> int:
     """Return the rows of a group, on average, that take the case's tile."""
     block = case.get("BLOCK_M", 128)
     return block if block < 128 and not case.is_float32 else 72
 
 
-def _grouped_mm(case: Case) -> HotCall:
+def _grouped_mm(case: ReportCase) -> HotCall:
     adds = bool(case.get("ADDS"))
     average = average_rows(case) if case.kernel == "product_kernel" else 72
     # Gradients and sums of rows come with any layout; the one by pointers launches the most.
@@ -168,7 +168,7 @@ def grouped_weight(
     return new(groups, columns, rows + extra)[..., :rows].mT.requires_grad_()
 
 
-CALLS: dict[str, Callable[[Case], HotCall]] = {
+CALLS: dict[str, Callable[[ReportCase], HotCall]] = {
     "linear_act": _linear_act,
     "linear_glu": _linear_glu,
     "baddbmm": _baddbmm,

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fusedops.specs.hot.call import Case, HotCall, deep
+from fusedops.specs.hot.call import HotCall, ReportCase, deep
 from fusedops.specs.make import randint, randn
 
 # A backward over rows has two programs a multiprocessor: three rows and more for each of 132.
@@ -16,13 +16,13 @@ _ROWS = 816
 _FEW = 48
 
 
-def _row_length(case: Case) -> int:
+def _row_length(case: ReportCase) -> int:
     """Return the columns of a row: the block, or three of them where a row is walked."""
     long = "long" in case.kernel
     return 5 * 4096 + 16 if long else case["BLOCK_N"]
 
 
-def _norm(op: str, case: Case) -> HotCall:
+def _norm(op: str, case: ReportCase) -> HotCall:
     cols = _row_length(case)
 
     def make(device: torch.device, dtype: torch.dtype) -> Any:
@@ -35,7 +35,7 @@ def _norm(op: str, case: Case) -> HotCall:
     return HotCall(op, f"{_ROWS}x{cols}", make)
 
 
-def _add_norm(op: str, case: Case) -> HotCall:
+def _add_norm(op: str, case: ReportCase) -> HotCall:
     cols, drops = case["BLOCK_N"], case["DROPOUT"] != "none"
 
     def make(device: torch.device, dtype: torch.dtype) -> Any:
@@ -51,7 +51,7 @@ def _add_norm(op: str, case: Case) -> HotCall:
     return HotCall(op, name, make, random=drops)
 
 
-def _softmax(case: Case) -> HotCall:
+def _softmax(case: ReportCase) -> HotCall:
     long = "long" in case.kernel
     cols = _row_length(case)
     kind = case.get("MASK", "additive" if "mask" in case.kernel or long else "none")
@@ -75,7 +75,7 @@ def _softmax(case: Case) -> HotCall:
     return HotCall("scaled_masked_softmax", ", ".join(filter(None, parts)), make)
 
 
-def _cross_entropy(case: Case) -> HotCall:
+def _cross_entropy(case: ReportCase) -> HotCall:
     capped, smooth = bool(case.get("CAPPED")), bool(case.get("SMOOTH"))
     if case.kernel == "total_kernel":
         # Three blocks of rows whose losses are added.
@@ -113,7 +113,7 @@ def _loss(
     return HotCall(op, ", ".join(filter(None, parts)), make)
 
 
-CALLS: dict[str, Callable[[Case], HotCall]] = {
+CALLS: dict[str, Callable[[ReportCase], HotCall]] = {
     "layer_norm": functools.partial(_norm, "layer_norm"),
     "rms_norm": functools.partial(_norm, "rms_norm"),
     "add_layer_norm": functools.partial(_add_norm, "add_layer_norm"),

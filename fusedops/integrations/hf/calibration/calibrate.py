@@ -27,16 +27,16 @@ from fusedops._core.dtypes import autocast_dtype
 from fusedops._core.timer import (
     BriefClock,
     Clock,
-    Plan,
+    TimingPlan,
     Variant,
     clock_for,
     measure,
 )
 from fusedops.integrations.hf.calibration.inputs import UnknownError, inputs, width
 from fusedops.integrations.hf.calibration.replay import Recording, called
-from fusedops.integrations.hf.calibration.timing import Shares
+from fusedops.integrations.hf.calibration.timing import TimeShares
 from fusedops.integrations.hf.rules.rule import (
-    Rule,
+    PatchRule,
     absorbed,
     global_hooks,
     hooks_obstacle,
@@ -63,7 +63,7 @@ _PLACE = ("layer_idx", "layer_id", "training")
 
 
 @dataclass(frozen=True)
-class Finding:
+class CalibrationFinding:
     """What was found of one class and shape.
 
     Attributes:
@@ -94,12 +94,12 @@ class Finding:
 
 
 # Measured once per process; and what each module of a model was told, for its report.
-_FOUND: dict[str, Finding] = {}
-_NOTHING: Mapping[str, Finding] = {}
-_TOLD: weakref.WeakKeyDictionary[nn.Module, Finding] = weakref.WeakKeyDictionary()
+_FOUND: dict[str, CalibrationFinding] = {}
+_NOTHING: Mapping[str, CalibrationFinding] = {}
+_TOLD: weakref.WeakKeyDictionary[nn.Module, CalibrationFinding] = weakref.WeakKeyDictionary()
 
 
-def told(module: nn.Module) -> Finding | None:
+def told(module: nn.Module) -> CalibrationFinding | None:
     """Return what calibration found of a module, ``None`` where it was not asked."""
     return _TOLD.get(module)
 
@@ -115,7 +115,9 @@ def clear() -> None:
     _FOUND.clear()
 
 
-def calibrate(model: nn.Module, known: Mapping[str, Finding] = _NOTHING) -> dict[str, Finding]:
+def calibrate(
+    model: nn.Module, known: Mapping[str, CalibrationFinding] = _NOTHING
+) -> dict[str, CalibrationFinding]:
     """Take the patched class from each module of ``model`` whose stock forward is faster here.
 
     Args:
@@ -125,13 +127,13 @@ def calibrate(model: nn.Module, known: Mapping[str, Finding] = _NOTHING) -> dict
     Returns:
         What was found or known of its modules.
     """
-    time = Shares(BUDGET, _RUNS)
-    found: dict[str, Finding] = {}
+    time = TimeShares(BUDGET, _RUNS)
+    found: dict[str, CalibrationFinding] = {}
     seen: set[nn.Module] = set()
     while todo := _to_decide(model, seen):
         _decide(model, todo, found, {**_FOUND, **known}, time)
         seen.update(todo)
-    late = [each for each in seen if (told(each) or Finding()).for_want_of_time]
+    late = [each for each in seen if (told(each) or CalibrationFinding()).for_want_of_time]
     if late and time.left() > 0:  # what the others have left over
         _decide(model, late, found, {}, time)
     return found
@@ -150,9 +152,9 @@ def _to_decide(model: nn.Module, seen: set[nn.Module]) -> list[nn.Module]:
 def _decide(
     model: nn.Module,
     modules: list[nn.Module],
-    found: dict[str, Finding],
-    known: Mapping[str, Finding],
-    time: Shares,
+    found: dict[str, CalibrationFinding],
+    known: Mapping[str, CalibrationFinding],
+    time: TimeShares,
 ) -> None:
     """Measure what is not known of some modules, tell each, and let stock ones stay that win."""
     keys = {each: _key(each) for each in sorted(modules, key=_size)}
@@ -233,33 +235,37 @@ def _trains(module: nn.Module) -> bool:
     )
 
 
-def _measured(module: nn.Module, model: nn.Module, share: float, time: Shares) -> Finding:
+def _measured(
+    module: nn.Module, model: nn.Module, share: float, time: TimeShares
+) -> CalibrationFinding:
     """Return what is found of a module in about ``share`` seconds; whatever it raises is told."""
     if share <= 0:
-        return Finding(problem="the time for calibration was over", for_want_of_time=True)
+        return CalibrationFinding(
+            problem="the time for calibration was over", for_want_of_time=True
+        )
     rule = rule_of(module)
     assert rule is not None
     if resolution(rule.ops[0], rule.probe, module) is None:
-        return Finding(problem="torch's own kernel runs either way")
+        return CalibrationFinding(problem="torch's own kernel runs either way")
     devices = [like(module).device] if like(module).is_cuda else []
     try:
         with torch.random.fork_rng(devices):
             return _Pair(module, rule, model).compare(share, time)
     except UnknownError as error:
-        return Finding(problem=str(error))
+        return CalibrationFinding(problem=str(error))
     except Exception as error:  # whatever a module wants that was not thought of
         first = (str(error).strip().splitlines() or [""])[0]
-        return Finding(problem=f"{type(error).__name__}: {first}")
+        return CalibrationFinding(problem=f"{type(error).__name__}: {first}")
 
 
-def _obstacle(module: nn.Module) -> Finding | None:
+def _obstacle(module: nn.Module) -> CalibrationFinding | None:
     """Return why this module, whatever others of its class may, must not be run, or ``None``."""
     rule = rule_of(module)
     problem = None if rule is None else _problem(module, rule)
-    return None if problem is None else Finding(problem=problem)
+    return None if problem is None else CalibrationFinding(problem=problem)
 
 
-def _problem(module: nn.Module, rule: Rule) -> str | None:
+def _problem(module: nn.Module, rule: PatchRule) -> str | None:
     if type(module) is not rule.patched:
         return "another class lies on top of the patched one"
     if rule.aside(module) is not None:
@@ -284,15 +290,17 @@ def _drops(module: nn.Module, name: str) -> bool:
     return isinstance(child, nn.Dropout) and child.training and child.p > 0
 
 
-def _too_long(rows: int, seconds: float, take: str) -> Finding:
+def _too_long(rows: int, seconds: float, take: str) -> CalibrationFinding:
     took = f"{rows} rows {take} {1e3 * seconds:.1f} ms"
-    return Finding(problem=f"{took}, more than there was time for", for_want_of_time=True)
+    return CalibrationFinding(
+        problem=f"{took}, more than there was time for", for_want_of_time=True
+    )
 
 
 class _Pair:
     """A module as it is patched, and with the classes that it had before."""
 
-    def __init__(self, module: nn.Module, rule: Rule, model: nn.Module) -> None:
+    def __init__(self, module: nn.Module, rule: PatchRule, model: nn.Module) -> None:
         self.module, self.rule, self.model = module, rule, model
         self.trains = _trains(module)
         inside = _does_work_of(module)
@@ -308,7 +316,7 @@ class _Pair:
         self.kwargs: dict[str, Any] = {}
         self.grad: torch.Tensor | None = None
 
-    def compare(self, share: float, time: Shares) -> Finding:
+    def compare(self, share: float, time: TimeShares) -> CalibrationFinding:
         """Time both in turns, on as many rows as fit into ``share`` seconds."""
         clock = clock_for(like(self.module).device)
         affordable, size = share / time.runs, _size(self.module)
@@ -328,12 +336,12 @@ class _Pair:
             again, lost = self._measure(clock)
             speed_up = max(speed_up, again)
         where = f"{_dtype(like(self.module))}, {rows}x{width(self.module, self.model)}"
-        return Finding(speed_up, lost, where)
+        return CalibrationFinding(speed_up, lost, where)
 
     def _measure(self, clock: Clock) -> tuple[float, bool]:
         """Return time of stock divided by patched, and whether stock won in most rounds."""
         variants = [self._variant(name) for name in (_STOCK, _PATCHED)]
-        timing = measure(variants, BriefClock(clock), Plan(ROUNDS, ROUNDS, 0.0))
+        timing = measure(variants, BriefClock(clock), TimingPlan(ROUNDS, ROUNDS, 0.0))
         ratio = timing.ratio(_STOCK, _PATCHED)
         return ratio.median, ratio.q3 < 1
 

@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
-from fusedops.integrations.hf.calibration.calibrate import Finding
+from fusedops.integrations.hf.calibration.calibrate import CalibrationFinding
 
 SCHEMA = 1
 _KIND = "calibration"
 
 
-def read(path: str | os.PathLike[str]) -> dict[str, Finding]:
+def read(path: str | os.PathLike[str]) -> dict[str, CalibrationFinding]:
     """Return the findings of a file by key; none where it does not exist yet.
 
     Those of another minor version of torch are left out: its own kernels are one side of each.
@@ -46,7 +46,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Finding]:
         data = json.loads(text)
         if (data["kind"], data["schema"]) != (_KIND, SCHEMA):
             raise KeyError(f"schema {SCHEMA} of {_KIND}")
-        entries = [(each.pop("key"), Finding(**each)) for each in data["entries"]]
+        entries = [(each.pop("key"), CalibrationFinding(**each)) for each in data["entries"]]
         known = data["torch"] == _torch()
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
@@ -61,7 +61,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Finding]:
     return dict(entries) if known else {}
 
 
-def write(path: str | os.PathLike[str], found: Mapping[str, Finding]) -> None:
+def write(path: str | os.PathLike[str], found: Mapping[str, CalibrationFinding]) -> None:
     """Write findings, all or nothing: sorted, a line per entry, so that a diff can be read.
 
     Raises:
@@ -86,7 +86,7 @@ def write(path: str | os.PathLike[str], found: Mapping[str, Finding]) -> None:
         raise
 
 
-def _is_measured(finding: Finding) -> bool:
+def _is_measured(finding: CalibrationFinding) -> bool:
     speed_up = finding.speed_up
     return isinstance(speed_up, (int, float)) and speed_up > 0 and not finding.problem
 

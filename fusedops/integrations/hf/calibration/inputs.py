@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedops.integrations.hf.rules.rule import Rule, like
+from fusedops.integrations.hf.rules.rule import PatchRule, like
 
 # Arguments that are rows of the width that the module's first weight reads.
 _ROWS = frozenset({"hidden_states", "hidden_state", "input", "x", "features"})
@@ -51,7 +51,7 @@ def width(module: Any, model: nn.Module) -> int:
 
 
 def inputs(
-    module: Any, rule: Rule, model: nn.Module, rows: int
+    module: Any, rule: PatchRule, model: nn.Module, rows: int
 ) -> tuple[list[torch.Tensor], list[Any], dict[str, Any]]:
     """Return what a module's forward is called with.
 

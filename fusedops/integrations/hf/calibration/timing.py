@@ -17,7 +17,7 @@ _TELLING = 100_000
 _LEAST = 1000.0
 
 
-class Shares:
+class TimeShares:
     """The time that is left, and what is still to be measured in it.
 
     Attributes:

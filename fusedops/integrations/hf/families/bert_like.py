@@ -26,7 +26,7 @@ from fusedops.integrations.hf.rules.residual import (
     probability,
     probe_add_norm,
 )
-from fusedops.integrations.hf.rules.rule import Rule, global_hooks, runs_here, subclass
+from fusedops.integrations.hf.rules.rule import PatchRule, global_hooks, runs_here, subclass
 from fusedops.integrations.hf.rules.torch_modules import linear_obstacle
 from fusedops.ops.linear_act import linear_act
 
@@ -84,7 +84,7 @@ class _LMHead(nn.Module):
         return module.decoder(module.layer_norm(hidden_states))
 
 
-def rules(family: ModuleType, prefix: str, module_name: str) -> tuple[Rule, ...]:
+def rules(family: ModuleType, prefix: str, module_name: str) -> tuple[PatchRule, ...]:
     """Return the rules for a family's copies of BERT's modules.
 
     Args:
@@ -96,7 +96,7 @@ def rules(family: ModuleType, prefix: str, module_name: str) -> tuple[Rule, ...]
         attention_rule(getattr(family, f"{prefix}SelfAttention"), module_name, ("dropout",)),
         attention_rule(getattr(family, f"{prefix}CrossAttention"), module_name, ("dropout",)),
         *(
-            Rule(
+            PatchRule(
                 original,
                 subclass(original, _Output, module_name),
                 ("add_layer_norm",),
@@ -119,7 +119,7 @@ def rules(family: ModuleType, prefix: str, module_name: str) -> tuple[Rule, ...]
     )
 
 
-def roberta_rules(family: ModuleType, prefix: str, module_name: str) -> tuple[Rule, ...]:
+def roberta_rules(family: ModuleType, prefix: str, module_name: str) -> tuple[PatchRule, ...]:
     """Return ``rules`` and those for the masked language model's head and loss, as RoBERTa's.
 
     Args:
@@ -130,7 +130,7 @@ def roberta_rules(family: ModuleType, prefix: str, module_name: str) -> tuple[Ru
     head = getattr(family, f"{prefix}LMHead")
     return (
         *rules(family, prefix, module_name),
-        Rule(
+        PatchRule(
             head,
             subclass(head, _LMHead, module_name),
             ("linear_act",),
@@ -143,7 +143,7 @@ def roberta_rules(family: ModuleType, prefix: str, module_name: str) -> tuple[Ru
     )
 
 
-def transform_rule(original: type[nn.Module], module_name: str, activation: str) -> Rule:
+def transform_rule(original: type[nn.Module], module_name: str, activation: str) -> PatchRule:
     """Return the rule for the layer before a vocabulary projection: dense, activation, norm.
 
     Args:
@@ -156,8 +156,8 @@ def transform_rule(original: type[nn.Module], module_name: str, activation: str)
 
 def _dense_act_rule(
     original: type[nn.Module], forward: type[nn.Module], module_name: str, activation: str
-) -> Rule:
-    return Rule(
+) -> PatchRule:
+    return PatchRule(
         original,
         subclass(original, forward, module_name, activation_child=activation),
         ("linear_act",),

@@ -16,7 +16,7 @@ from fusedops.integrations.hf.rules.residual import (
     probe_add_norm,
     unknown_forward,
 )
-from fusedops.integrations.hf.rules.rule import Rule, global_hooks, runs_here
+from fusedops.integrations.hf.rules.rule import PatchRule, global_hooks, runs_here
 
 
 class CLIPEncoderLayer(modeling_clip.CLIPEncoderLayer):
@@ -50,7 +50,7 @@ CLIPMLP: type[nn.Module] = _MLP.patched
 RULES = (
     _ATTENTION,
     _MLP,
-    Rule(
+    PatchRule(
         modeling_clip.CLIPEncoderLayer,
         CLIPEncoderLayer,
         ("add_layer_norm",),

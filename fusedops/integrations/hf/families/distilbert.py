@@ -23,7 +23,7 @@ from fusedops.integrations.hf.rules.residual import (
     probe_add_norm,
     unknown_forward,
 )
-from fusedops.integrations.hf.rules.rule import Rule, global_hooks, runs_here
+from fusedops.integrations.hf.rules.rule import PatchRule, global_hooks, runs_here
 
 _NAMES = Names("lin1", "activation", "lin2")
 
@@ -85,7 +85,7 @@ DistilBertSelfAttention: type[nn.Module] = _ATTENTION.patched
 
 RULES = (
     _ATTENTION,
-    Rule(
+    PatchRule(
         modeling_distilbert.TransformerBlock,
         TransformerBlock,
         ("add_layer_norm",),
@@ -95,7 +95,7 @@ RULES = (
         absorbs=("sa_layer_norm", "output_layer_norm", "ffn.dropout"),
         note=_block_note,
     ),
-    Rule(
+    PatchRule(
         modeling_distilbert.FFN,
         FFN,
         ("mlp",),

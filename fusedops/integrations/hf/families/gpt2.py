@@ -22,7 +22,7 @@ from fusedops.integrations.hf.rules.residual import (
     probe_add_norm,
     unknown_forward,
 )
-from fusedops.integrations.hf.rules.rule import Rule, global_hooks, runs_here
+from fusedops.integrations.hf.rules.rule import PatchRule, global_hooks, runs_here
 from fusedops.integrations.hf.rules.transformers_modules import (
     activation_name,
     activation_obstacle,
@@ -134,7 +134,7 @@ def _block_note(block: Any) -> str | None:
 
 RULES = (
     _ATTENTION,
-    Rule(
+    PatchRule(
         modeling_gpt2.GPT2Block,
         GPT2Block,
         ("add_layer_norm", "bias_dropout_add"),
@@ -144,7 +144,7 @@ RULES = (
         absorbs=("ln_2", "attn.resid_dropout", "mlp.dropout"),
         note=_block_note,
     ),
-    Rule(
+    PatchRule(
         modeling_gpt2.GPT2MLP,
         GPT2MLP,
         ("mlp",),

@@ -19,7 +19,13 @@ from fusedops.integrations.hf.rules.residual import (
     unknown_forward,
     unknown_names,
 )
-from fusedops.integrations.hf.rules.rule import Rule, by_name, global_hooks, runs_here, subclass
+from fusedops.integrations.hf.rules.rule import (
+    PatchRule,
+    by_name,
+    global_hooks,
+    runs_here,
+    subclass,
+)
 
 
 class _Layer(nn.Module):
@@ -77,7 +83,7 @@ RULES = (
     feed_forward_rule(
         modeling_gpt_neox.GPTNeoXMLP, __name__, Names("dense_h_to_4h", "act", "dense_4h_to_h")
     ),
-    Rule(
+    PatchRule(
         _ORIGINAL,
         subclass(_ORIGINAL, _Layer, __name__),
         ("add_layer_norm",),

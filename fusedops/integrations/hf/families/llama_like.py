@@ -23,7 +23,7 @@ from fusedops.integrations.hf.rules.rms_norms import (
     probe_add_norm,
     rms_norm_rule,
 )
-from fusedops.integrations.hf.rules.rule import Rule, global_hooks, runs_here, subclass
+from fusedops.integrations.hf.rules.rule import PatchRule, global_hooks, runs_here, subclass
 
 
 class _Layer(nn.Module):
@@ -105,18 +105,18 @@ def layer_rule(
     module_name: str,
     obstacle: Callable[[Any], str | None] = _layer_obstacle,
     absorbs: tuple[str, ...] = ("post_attention_layernorm",),
-) -> Rule:
+) -> PatchRule:
     """Return the rule for a decoder layer, which refuses where this transformers has another.
 
     Args:
         original: the class.
         forward: a class with the fused forward.
         module_name: name of the module that will hold the patched class under the same name.
-        obstacle: as in ``Rule``.
-        absorbs: as in ``Rule``; the norm after the residual sum comes first.
+        obstacle: as in ``PatchRule``.
+        absorbs: as in ``PatchRule``; the norm after the residual sum comes first.
     """
     unknown = unknown_forward(forward, original) or unknown_names(forward, original)
-    return Rule(
+    return PatchRule(
         original,
         subclass(original, forward, module_name),
         ("add_rms_norm",),
@@ -128,8 +128,8 @@ def layer_rule(
 
 
 def rules(
-    family: ModuleType, prefix: str, module_name: str, *, norm: rms_norms.Kind = rms_norms.LLAMA
-) -> tuple[Rule, ...]:
+    family: ModuleType, prefix: str, module_name: str, *, norm: rms_norms.NormKind = rms_norms.LLAMA
+) -> tuple[PatchRule, ...]:
     """Return the rules for a family's norm, feed-forward layer, attention and decoder layer.
 
     Args:
@@ -145,8 +145,8 @@ def rules(
 
 
 def rules_inside(
-    family: ModuleType, prefix: str, module_name: str, *, norm: rms_norms.Kind = rms_norms.LLAMA
-) -> tuple[Rule, ...]:
+    family: ModuleType, prefix: str, module_name: str, *, norm: rms_norms.NormKind = rms_norms.LLAMA
+) -> tuple[PatchRule, ...]:
     """Return ``rules`` without the one for the decoder layer.
 
     Args:

@@ -12,7 +12,7 @@ RULES = moe_like.rules(
     modeling_mixtral,
     "Mixtral",
     __name__,
-    routers.Softmax,
+    routers.SoftmaxRouter,
     ("SparseMoeBlock", sparse_blocks.NoisyBlock),
     layer=llama_like.PositionsFirst,
     dense_mlp=False,

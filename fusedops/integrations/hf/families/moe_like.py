@@ -16,8 +16,8 @@ from fusedops.integrations.hf.rules.experts import experts_rule
 from fusedops.integrations.hf.rules.gated_mlp import gated_mlp_rule
 from fusedops.integrations.hf.rules.rms_norms import rms_norm_rule
 from fusedops.integrations.hf.rules.routers import Router, router_rule
-from fusedops.integrations.hf.rules.rule import Rule
-from fusedops.integrations.hf.rules.sparse_blocks import Block, block_rule
+from fusedops.integrations.hf.rules.rule import PatchRule
+from fusedops.integrations.hf.rules.sparse_blocks import SparseBlock, block_rule
 from fusedops.ops._routing_reuse import keep_routing
 
 _CHECKPOINT = "_gradient_checkpointing_func"
@@ -50,13 +50,13 @@ def rules(
     prefix: str,
     module_name: str,
     router: type[Router],
-    block: tuple[str, type[Block]],
+    block: tuple[str, type[SparseBlock]],
     *,
-    norm: rms_norms.Kind = rms_norms.LLAMA,
+    norm: rms_norms.NormKind = rms_norms.LLAMA,
     layer: type[nn.Module] = llama_like.DecoderLayer,
     dense_mlp: bool = True,
     half_tables: bool = False,
-) -> tuple[Rule, ...]:
+) -> tuple[PatchRule, ...]:
     """Return the rules for a family's norm, attention, router, experts and decoder layer.
 
     Args:

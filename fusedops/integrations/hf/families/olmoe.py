@@ -13,6 +13,6 @@ RULES = moe_like.rules(
     "Olmoe",
     __name__,
     routers.SoftmaxAsConfigured,
-    ("SparseMoeBlock", sparse_blocks.Block),
+    ("SparseMoeBlock", sparse_blocks.SparseBlock),
 )
 globals().update(by_name(RULES))

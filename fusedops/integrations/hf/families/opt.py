@@ -21,7 +21,13 @@ from fusedops.integrations.hf.rules.residual import (
     unknown_forward,
     unknown_names,
 )
-from fusedops.integrations.hf.rules.rule import Rule, by_name, global_hooks, runs_here, subclass
+from fusedops.integrations.hf.rules.rule import (
+    PatchRule,
+    by_name,
+    global_hooks,
+    runs_here,
+    subclass,
+)
 from fusedops.ops.bias_dropout_add import bias_dropout_add
 
 _NAMES = Names()
@@ -93,7 +99,7 @@ _UNKNOWN = unknown_forward(_DecoderLayer, _ORIGINAL) or unknown_names(_DecoderLa
 
 RULES = (
     attention_rule(modeling_opt.OPTAttention, __name__, eager=True),
-    Rule(
+    PatchRule(
         _ORIGINAL,
         subclass(_ORIGINAL, _DecoderLayer, __name__),
         ("mlp", "add_layer_norm", "bias_dropout_add"),

@@ -26,7 +26,7 @@ from fusedops.integrations.hf.rules.feed_forward import (
 )
 from fusedops.integrations.hf.rules.lm_heads import Arguments, head_rule
 from fusedops.integrations.hf.rules.residual import dropout_obstacle, probability, unknown_forward
-from fusedops.integrations.hf.rules.rule import Rule, global_hooks, like, runs_here
+from fusedops.integrations.hf.rules.rule import PatchRule, global_hooks, like, runs_here
 from fusedops.integrations.hf.rules.torch_modules import linear_obstacle
 from fusedops.integrations.hf.rules.transformers_modules import activation_name
 from fusedops.ops.bias_dropout_add import bias_dropout_add
@@ -224,9 +224,9 @@ T5ForConditionalGeneration: type[nn.Module] = _HEAD.patched
 RULES = (
     _ATTENTION,
     _HEAD,
-    Rule(modeling_t5.T5LayerNorm, T5LayerNorm, ("rms_norm",), "O1", _probe_norm),
+    PatchRule(modeling_t5.T5LayerNorm, T5LayerNorm, ("rms_norm",), "O1", _probe_norm),
     *(
-        Rule(
+        PatchRule(
             original,
             patched,
             ("bias_dropout_add",),
@@ -237,7 +237,7 @@ RULES = (
         )
         for original, patched in _SUBLAYERS
     ),
-    Rule(
+    PatchRule(
         modeling_t5.T5DenseActDense,
         T5DenseActDense,
         ("mlp", "linear_act"),
@@ -247,7 +247,7 @@ RULES = (
         absorbs=("wi", "act", "dropout", "wo"),
         calls=_called_by_plain,
     ),
-    Rule(
+    PatchRule(
         modeling_t5.T5DenseGatedActDense,
         T5DenseGatedActDense,
         ("linear_glu",),

@@ -18,7 +18,7 @@ from fusedops.integrations.hf.rules.residual import (
     probe_add_norm,
     unknown_forward,
 )
-from fusedops.integrations.hf.rules.rule import Rule, global_hooks, runs_here
+from fusedops.integrations.hf.rules.rule import PatchRule, global_hooks, runs_here
 from fusedops.ops.bias_dropout_add import bias_dropout_add
 
 
@@ -61,7 +61,7 @@ ViTMLP: type[nn.Module] = _MLP.patched
 RULES = (
     _ATTENTION,
     _MLP,
-    Rule(
+    PatchRule(
         modeling_vit.ViTLayer,
         ViTLayer,
         ("add_layer_norm", "bias_dropout_add"),

@@ -26,7 +26,7 @@ from fusedops.integrations.hf.rules.residual import (
     probe_add_norm,
     unknown_forward,
 )
-from fusedops.integrations.hf.rules.rule import Rule, runs_here
+from fusedops.integrations.hf.rules.rule import PatchRule, runs_here
 from fusedops.ops.bias_dropout_add import bias_dropout_add
 
 _NAMES = Names()
@@ -170,7 +170,7 @@ _MLP = ("fc1", "activation_fn", "fc2")
 RULES = (
     _ATTENTION,
     _HEAD,
-    Rule(
+    PatchRule(
         modeling_whisper.WhisperEncoderLayer,
         WhisperEncoderLayer,
         _OPS,
@@ -180,7 +180,7 @@ RULES = (
         absorbs=("final_layer_norm", *_MLP),
         calls=_called,
     ),
-    Rule(
+    PatchRule(
         modeling_whisper.WhisperDecoderLayer,
         WhisperDecoderLayer,
         _OPS,

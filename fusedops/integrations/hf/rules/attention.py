@@ -39,7 +39,7 @@ from fusedops.integrations.hf.originals import (
 )
 from fusedops.integrations.hf.rules.rotary import forward_with_rotary
 from fusedops.integrations.hf.rules.rule import (
-    Rule,
+    PatchRule,
     global_hooks,
     hooks_obstacle,
     like,
@@ -344,7 +344,7 @@ def attention_rule(
     eager: bool = False,
     rotary: bool = False,
     half_tables: bool = False,
-) -> Rule:
+) -> PatchRule:
     """Return the rule for an attention class that asks ``self.config`` for its implementation.
 
     Args:
@@ -361,7 +361,7 @@ def attention_rule(
     )
     methods = {} if forward is None else {"forward": forward}
     known = Implementations.of(original, eager=eager)
-    return Rule(
+    return PatchRule(
         original,
         subclass(original, _Attention, module_name, implementations=known, **methods),
         ("attention", "rotary_embedding") if methods else ("attention",),

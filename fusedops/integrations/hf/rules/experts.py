@@ -21,7 +21,7 @@ from transformers.integrations import moe
 from fusedops._core import dtypes
 from fusedops.integrations.hf.originals import context_obstacle, name_of
 from fusedops.integrations.hf.rules.rule import (
-    Rule,
+    PatchRule,
     bypass_obstacle,
     global_hooks,
     like,
@@ -47,7 +47,7 @@ class Gate(NamedTuple):
     interleaved: bool = False
 
 
-class Weights(NamedTuple):
+class ExpertWeights(NamedTuple):
     """The weights of all experts as the ops take them, ``[num_experts, in, out]``, and biases."""
 
     w1: torch.Tensor
@@ -169,7 +169,7 @@ def _clamped_gate(module: Any) -> Gate | None:
     return Gate("swiglu_oai", interleaved=True)
 
 
-def _weights(module: Any) -> Weights:
+def _weights(module: Any) -> ExpertWeights:
     """Return the weights as ``[num_experts, in, out]``: views, whichever way they are stored."""
     name = "gate_up_proj" if module.has_gate else "up_proj"
     w1, w2 = getattr(module, name), module.down_proj
@@ -178,7 +178,7 @@ def _weights(module: Any) -> Weights:
         b1, b2 = getattr(module, f"{name}_bias"), module.down_proj_bias
     if not module.is_transposed:
         w1, w2 = w1.transpose(1, 2), w2.transpose(1, 2)
-    return Weights(w1, w2, b1, b2)
+    return ExpertWeights(w1, w2, b1, b2)
 
 
 def _weights_obstacle(module: Any) -> str | None:
@@ -202,7 +202,7 @@ def obstacle(module: Any) -> str | None:
 class Experts(nn.Module):
     """The forward of every patched experts module."""
 
-    fused_rule: Rule
+    fused_rule: PatchRule
 
     def forward(self, *args: torch.Tensor) -> torch.Tensor:
         """Return the weighted sum of each token's experts; families name the arguments apart."""
@@ -218,14 +218,14 @@ def experts_obstacle(name: str, experts: Any) -> str | None:
     return bypass_obstacle(name, experts, (experts.fused_rule.patched,)) or obstacle(experts)
 
 
-def experts_rule(original: type[nn.Module], module_name: str) -> Rule:
+def experts_rule(original: type[nn.Module], module_name: str) -> PatchRule:
     """Return the rule for an experts class that ``use_experts_implementation`` has decorated.
 
     Args:
         original: the class.
         module_name: name of the module that will hold the patched class under the same name.
     """
-    return Rule(
+    return PatchRule(
         original,
         subclass(original, Experts, module_name),
         ("moe_mlp",),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedops.integrations.hf.rules.rule import Rule, global_hooks, like, runs_here, subclass
+from fusedops.integrations.hf.rules.rule import PatchRule, global_hooks, like, runs_here, subclass
 from fusedops.integrations.hf.rules.torch_modules import linear_obstacle
 from fusedops.integrations.hf.rules.transformers_modules import activation_name, activation_obstacle
 from fusedops.ops.linear_act import linear_act
@@ -61,13 +61,13 @@ def dense_act_obstacle(module: Any, linear: str, activation: str) -> str | None:
 
 
 def probe_feed_forward(module: Any) -> None:
-    """Call ``mlp`` on one row, as ``Rule.probe`` does."""
+    """Call ``mlp`` on one row, as ``PatchRule.probe`` does."""
     row = like(module).new_zeros(1, 2)
     mlp(row, row, None, row.t(), None, activation="gelu")
 
 
 def probe_dense_act(module: Any) -> None:
-    """Call ``linear_act`` on one row, as ``Rule.probe`` does."""
+    """Call ``linear_act`` on one row, as ``PatchRule.probe`` does."""
     row = like(module).new_zeros(1, 2)
     linear_act(row, row, activation="gelu")
 
@@ -87,7 +87,9 @@ class _FeedForward(nn.Module):
 _DEFAULT = Names()
 
 
-def feed_forward_rule(original: type[nn.Module], module_name: str, names: Names = _DEFAULT) -> Rule:
+def feed_forward_rule(
+    original: type[nn.Module], module_name: str, names: Names = _DEFAULT
+) -> PatchRule:
     """Return the rule for a class of ``second(activation(first(hidden_states)))``.
 
     Args:
@@ -95,7 +97,7 @@ def feed_forward_rule(original: type[nn.Module], module_name: str, names: Names 
         module_name: name of the module that will hold the patched class under the same name.
         names: of its children.
     """
-    return Rule(
+    return PatchRule(
         original,
         subclass(original, _FeedForward, module_name, names=names),
         ("mlp",),

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedops.integrations.hf.rules.rule import Rule, global_hooks, like, runs_here, subclass
+from fusedops.integrations.hf.rules.rule import PatchRule, global_hooks, like, runs_here, subclass
 from fusedops.integrations.hf.rules.torch_modules import linear_obstacle
 from fusedops.integrations.hf.rules.transformers_modules import activation_name, activation_obstacle
 from fusedops.ops.geglu import geglu
@@ -70,7 +70,7 @@ def _projections_obstacle(module: Any) -> str | None:
 _PROJECTIONS = ("gate_proj", "up_proj")
 
 
-def gated_mlp_rule(original: type[nn.Module], module_name: str) -> Rule:
+def gated_mlp_rule(original: type[nn.Module], module_name: str) -> PatchRule:
     """Return the rule for a family's gated feed-forward layer.
 
     Where a projection must be called, because it has a bias or an adapter took its place,
@@ -81,7 +81,7 @@ def gated_mlp_rule(original: type[nn.Module], module_name: str) -> Rule:
             ``act_fn``.
         module_name: name of the module that will hold the patched class under the same name.
     """
-    return Rule(
+    return PatchRule(
         original,
         subclass(original, _GatedMLP, module_name),
         ("linear_glu",),
@@ -129,7 +129,7 @@ def _packed_obstacle(module: Any) -> str | None:
     return reason
 
 
-def packed_gated_mlp_rule(original: type[nn.Module], module_name: str) -> Rule:
+def packed_gated_mlp_rule(original: type[nn.Module], module_name: str) -> PatchRule:
     """Return the rule for a gated feed-forward layer with one projection, as Phi-3 has it.
 
     Args:
@@ -138,7 +138,7 @@ def packed_gated_mlp_rule(original: type[nn.Module], module_name: str) -> Rule:
     """
     patched = subclass(original, _PackedGatedMLP, module_name)
     ops, absorbs = ("swiglu",), ("activation_fn",)
-    return Rule(original, patched, ops, "O1", _probe_packed, _packed_obstacle, absorbs=absorbs)
+    return PatchRule(original, patched, ops, "O1", _probe_packed, _packed_obstacle, absorbs=absorbs)
 
 
 def _probe_packed(module: Any) -> None:

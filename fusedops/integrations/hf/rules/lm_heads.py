@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fusedops.integrations.hf.rules import losses
-from fusedops.integrations.hf.rules.rule import Rule, global_hooks, subclass
+from fusedops.integrations.hf.rules.rule import PatchRule, global_hooks, subclass
 from fusedops.ops.cross_entropy import cross_entropy
 
 Arguments = dict[str, Any]
@@ -29,7 +29,7 @@ def head_rule(
     original: type[nn.Module],
     module_name: str,
     from_labels: Callable[[Any, torch.Tensor, Arguments], Arguments | None] = _same,
-) -> Rule:
+) -> PatchRule:
     """Return the rule for a model whose forward ends with a cross-entropy of its own.
 
     Args:
@@ -57,7 +57,7 @@ def head_rule(
         return output if as_dict else output.to_tuple()
 
     body = type("_Head", (nn.Module,), {"forward": forward})
-    return Rule(
+    return PatchRule(
         original,
         subclass(original, body, module_name),
         ("cross_entropy",),

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from fusedops.integrations.hf.partitioned import whole
-from fusedops.integrations.hf.rules.rule import Rule, bypass_obstacle, runs_here, subclass
+from fusedops.integrations.hf.rules.rule import PatchRule, bypass_obstacle, runs_here, subclass
 from fusedops.ops.add_rms_norm import add_rms_norm
 from fusedops.ops.rms_norm import rms_norm
 
 
 @dataclass(frozen=True)
-class Kind:
+class NormKind:
     """What a class of norm computes.
 
     Attributes:
@@ -41,18 +41,18 @@ class Kind:
         }
 
 
-LLAMA = Kind("variance_epsilon", 0.0, "hf")
-GEMMA = Kind("eps", 1.0, "torch")
-GPT_OSS = Kind("variance_epsilon", 0.0, "torch")
+LLAMA = NormKind("variance_epsilon", 0.0, "hf")
+GEMMA = NormKind("eps", 1.0, "torch")
+GPT_OSS = NormKind("variance_epsilon", 0.0, "torch")
 
 # Every class that has a rule and every patched one: those that ``add_norm`` may bypass.
-_KINDS: dict[type, Kind] = {}
+_KINDS: dict[type, NormKind] = {}
 
 
 class _RMSNorm(nn.Module):
     """The forward of every patched root-mean-square norm."""
 
-    kind: Kind
+    kind: NormKind
     weight: torch.Tensor
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -102,12 +102,12 @@ def _fits(weight: torch.Tensor, dtype: torch.dtype) -> bool:
     return dtype == weight.dtype == torch.float32
 
 
-def _as_model(normed: torch.Tensor, kind: Kind, dtype: torch.dtype) -> torch.Tensor:
+def _as_model(normed: torch.Tensor, kind: NormKind, dtype: torch.dtype) -> torch.Tensor:
     """Return the norm in the model's dtype: CUDA's autocast makes torch's kind float32."""
     return normed.to(dtype) if kind.rounding == "torch" else normed
 
 
-def rms_norm_rule(original: type[nn.Module], module_name: str, kind: Kind = LLAMA) -> Rule:
+def rms_norm_rule(original: type[nn.Module], module_name: str, kind: NormKind = LLAMA) -> PatchRule:
     """Return the rule for a family's root-mean-square norm.
 
     Args:
@@ -117,7 +117,7 @@ def rms_norm_rule(original: type[nn.Module], module_name: str, kind: Kind = LLAM
     """
     patched = subclass(original, _RMSNorm, module_name, kind=kind)
     _KINDS[original] = _KINDS[patched] = kind
-    return Rule(original, patched, ("rms_norm",), "O1", _probe_norm)
+    return PatchRule(original, patched, ("rms_norm",), "O1", _probe_norm)
 
 
 def _probe_norm(norm: Any) -> None:
@@ -126,7 +126,7 @@ def _probe_norm(norm: Any) -> None:
 
 
 def probe_add_norm(norm: Any) -> None:
-    """Call ``add_rms_norm`` on one row, as ``Rule.probe`` does."""
+    """Call ``add_rms_norm`` on one row, as ``PatchRule.probe`` does."""
     weight = whole(norm.weight)
     row = weight.new_zeros(1, *weight.shape)
     add_rms_norm(row, row, weight.shape, weight)

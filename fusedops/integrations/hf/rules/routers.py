@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fusedops.integrations.hf.rules.residual import unknown_forward, unknown_names
-from fusedops.integrations.hf.rules.rule import Rule, bypass_obstacle, runs_here, subclass
+from fusedops.integrations.hf.rules.rule import PatchRule, bypass_obstacle, runs_here, subclass
 from fusedops.ops._routing_plan import RoutingPlan
 from fusedops.ops.moe_route import moe_route
 
@@ -23,7 +23,7 @@ Routed = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 class Router(nn.Module):
     """The forward of every patched router, around the family's own ``_route``."""
 
-    fused_rule: Rule
+    fused_rule: PatchRule
 
     def forward(self, hidden_states: torch.Tensor) -> Routed:
         """Return logits ``[tokens, num_experts]``, weights and indices ``[tokens, k]``."""
@@ -44,7 +44,7 @@ class Router(nn.Module):
         return None
 
 
-class Softmax(Router):
+class SoftmaxRouter(Router):
     """Mixtral's router: the weights of the chosen add up to 1, and stay float32."""
 
     def _route(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, RoutingPlan]:
@@ -128,7 +128,7 @@ def router_obstacle(name: str, router: Any) -> str | None:
     return bypass_obstacle(name, router, (router.fused_rule.patched,))
 
 
-def router_rule(original: type[nn.Module], forward: type[Router], module_name: str) -> Rule:
+def router_rule(original: type[nn.Module], forward: type[Router], module_name: str) -> PatchRule:
     """Return the rule for a family's router, which refuses where this transformers has another.
 
     Args:
@@ -137,7 +137,7 @@ def router_rule(original: type[nn.Module], forward: type[Router], module_name: s
         module_name: name of the module that will hold the patched class under the same name.
     """
     unknown = unknown_forward(forward, original) or unknown_names(forward, original)
-    return Rule(
+    return PatchRule(
         original,
         subclass(original, forward, module_name),
         ("moe_route",),

@@ -11,7 +11,7 @@ child (a hook, an adapter, a quantised class, a parametrization, an overridden `
 be lost: the fused forward asks ``bypass_obstacle`` each time and runs the original forward then.
 
 What a rule replaces may itself be replaced by others, and a call may have an argument that the
-fused forward does not know: ``Rule`` puts these questions in front of it (``originals.py``,
+fused forward does not know: ``PatchRule`` puts these questions in front of it (``originals.py``,
 ``signatures.py``).
 """
 
@@ -55,7 +55,7 @@ def _always(module: nn.Module) -> bool:
 
 
 @dataclass(frozen=True)
-class Rule:
+class PatchRule:
     """How instances of one class are replaced.
 
     Attributes:
@@ -121,7 +121,7 @@ class Rule:
         return layer is not None
 
 
-def _asking(rule: Rule, name: str) -> Callable[..., Any]:
+def _asking(rule: PatchRule, name: str) -> Callable[..., Any]:
     """Return a method of a patched class that asks whether the fused one may serve the call.
 
     It runs the original's also on an instance that is not patched any more: accelerate and others
@@ -153,7 +153,7 @@ def _asking(rule: Rule, name: str) -> Callable[..., Any]:
     return functools.wraps(fused)(method)
 
 
-def rule_of(module: nn.Module) -> Rule | None:
+def rule_of(module: nn.Module) -> PatchRule | None:
     """Return the rule by which a module is patched, also under a class on top of the patched."""
     return getattr(type(module), "fused_rule", None)
 
@@ -184,7 +184,7 @@ def subclass(
     return type(original.__name__, (forward, original), body)
 
 
-def by_name(rules: Iterable[Rule]) -> dict[str, type[nn.Module]]:
+def by_name(rules: Iterable[PatchRule]) -> dict[str, type[nn.Module]]:
     """Return the patched classes as globals of the module that holds them: pickling looks there."""
     return {rule.patched.__name__: rule.patched for rule in rules}
 
@@ -268,7 +268,7 @@ def resolution(op: str, probe: Callable[[Any], object], module: nn.Module) -> st
 
     Args:
         op: the op's name.
-        probe: as in ``Rule``.
+        probe: as in ``PatchRule``.
         module: on whose parameters' device it would run.
     """
     device = next((each.device for each in module.parameters()), torch.device("cpu"))

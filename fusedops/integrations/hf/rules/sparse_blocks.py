@@ -16,12 +16,12 @@ from torch import nn
 from fusedops.integrations.hf.rules.experts import compute, experts_obstacle, gate_note
 from fusedops.integrations.hf.rules.residual import unknown_forward, unknown_names
 from fusedops.integrations.hf.rules.routers import router_obstacle
-from fusedops.integrations.hf.rules.rule import Rule, global_hooks, like, runs_here, subclass
+from fusedops.integrations.hf.rules.rule import PatchRule, global_hooks, like, runs_here, subclass
 from fusedops.ops._routing_plan import RoutingPlan
 from fusedops.ops.moe_route import moe_route
 
 
-class Block(nn.Module):
+class SparseBlock(nn.Module):
     """Router and experts alone, as in Qwen3-MoE and OLMoE."""
 
     router_name = "gate"
@@ -54,7 +54,7 @@ def _rows(hidden_states: torch.Tensor) -> torch.Tensor:
     return hidden_states.reshape(-1, hidden_states.shape[-1])
 
 
-class NoisyBlock(Block):
+class NoisyBlock(SparseBlock):
     """Mixtral's layer, which may scale its input by noise in training."""
 
     def _obstacle(self) -> str | None:
@@ -64,7 +64,7 @@ class NoisyBlock(Block):
         return super()._obstacle()
 
 
-class GatedSharedBlock(Block):
+class GatedSharedBlock(SparseBlock):
     """Qwen2-MoE's layer: a gate weighs the expert that every token visits."""
 
     def _finished(self, output: torch.Tensor, input: torch.Tensor, plan: RoutingPlan) -> Any:
@@ -73,7 +73,7 @@ class GatedSharedBlock(Block):
         return output + torch.sigmoid(module.shared_expert_gate(input)) * shared
 
 
-class SharedBlock(Block):
+class SharedBlock(SparseBlock):
     """DeepSeek-V3's layer: every token visits the shared experts too."""
 
     def _finished(self, output: torch.Tensor, input: torch.Tensor, plan: RoutingPlan) -> Any:
@@ -81,7 +81,7 @@ class SharedBlock(Block):
         return output + module.shared_experts(input)
 
 
-class ScoredBlock(Block):
+class ScoredBlock(SparseBlock):
     """GPT-OSS's layer, which also returns the weights."""
 
     router_name = "router"
@@ -90,7 +90,9 @@ class ScoredBlock(Block):
         return output, plan.probs.to(input.dtype)
 
 
-def block_rule(original: type[nn.Module], forward: type[Block], module_name: str) -> Rule:
+def block_rule(
+    original: type[nn.Module], forward: type[SparseBlock], module_name: str
+) -> PatchRule:
     """Return the rule for a family's sparse layer, which refuses where this transformers differs.
 
     Args:
@@ -100,7 +102,7 @@ def block_rule(original: type[nn.Module], forward: type[Block], module_name: str
     """
     children = (forward.router_name, "experts")
     unknown = unknown_forward(forward, original) or unknown_names(forward, original, children)
-    return Rule(
+    return PatchRule(
         original,
         subclass(original, forward, module_name),
         ("moe_route", "moe_mlp"),

@@ -17,7 +17,7 @@ from fusedops import nn as fused
 from fusedops.integrations.hf.originals import remember
 from fusedops.integrations.hf.partitioned import whole
 from fusedops.integrations.hf.rules.rule import (
-    Rule,
+    PatchRule,
     bypass_obstacle,
     global_hooks,
     like,
@@ -277,11 +277,13 @@ def _probe_loss(module: nn.CrossEntropyLoss) -> None:
 
 
 RULES = (
-    Rule(nn.LayerNorm, LayerNorm, ("layer_norm",), "O1", _probe_layer_norm),
-    Rule(nn.RMSNorm, RMSNorm, ("rms_norm",), "O1", _probe_rms_norm),
-    Rule(nn.GELU, GELU, ("gelu",), "O1", lambda module: gelu(torch.zeros(1), module.approximate)),
-    Rule(nn.Linear, Linear, ("linear_act",), "O2", _probe_linear, _linear_plain),
-    Rule(
+    PatchRule(nn.LayerNorm, LayerNorm, ("layer_norm",), "O1", _probe_layer_norm),
+    PatchRule(nn.RMSNorm, RMSNorm, ("rms_norm",), "O1", _probe_rms_norm),
+    PatchRule(
+        nn.GELU, GELU, ("gelu",), "O1", lambda module: gelu(torch.zeros(1), module.approximate)
+    ),
+    PatchRule(nn.Linear, Linear, ("linear_act",), "O2", _probe_linear, _linear_plain),
+    PatchRule(
         nn.Sequential,
         Sequential,
         ("linear_act", "mlp"),
@@ -291,7 +293,7 @@ RULES = (
         _sequence_applies,
         inside=_sequence_inside,
     ),
-    Rule(
+    PatchRule(
         nn.CrossEntropyLoss, CrossEntropyLoss, ("cross_entropy",), "O2", _probe_loss, _loss_obstacle
     ),
 )

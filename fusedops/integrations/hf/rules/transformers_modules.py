@@ -16,7 +16,13 @@ from transformers import activations, pytorch_utils
 from fusedops.integrations.hf.originals import remember
 from fusedops.integrations.hf.partitioned import gathers_on_access, whole
 from fusedops.integrations.hf.rules import torch_modules
-from fusedops.integrations.hf.rules.rule import Rule, bypass_obstacle, like, plain_weight, runs_here
+from fusedops.integrations.hf.rules.rule import (
+    PatchRule,
+    bypass_obstacle,
+    like,
+    plain_weight,
+    runs_here,
+)
 from fusedops.integrations.hf.rules.torch_modules import own_product
 from fusedops.ops.gelu import gelu
 from fusedops.ops.linear_act import linear_act
@@ -66,7 +72,7 @@ def _patched_gelu(name: str, original: type[nn.Module]) -> type[nn.Module]:
 
 
 _NAMES: dict[type, str] = {}
-_GELU_RULES: list[Rule] = []
+_GELU_RULES: list[PatchRule] = []
 for _name, (_, _activation) in _GELUS.items():
     _original = getattr(activations, _name, None)
     if _original is None:  # added or removed by a later transformers
@@ -74,7 +80,7 @@ for _name, (_, _activation) in _GELUS.items():
     globals()[_name] = _patched_gelu(_name, _original)
     _NAMES.update({_original: _activation, globals()[_name]: _activation})
     _GELU_RULES.append(
-        Rule(
+        PatchRule(
             _original,
             globals()[_name],
             ("gelu",),
@@ -140,6 +146,6 @@ def _probe_conv1d(module: Any) -> None:
 
 
 RULES = (
-    Rule(pytorch_utils.Conv1D, Conv1D, ("linear_act",), "O2", _probe_conv1d, _conv1d_plain),
+    PatchRule(pytorch_utils.Conv1D, Conv1D, ("linear_act",), "O2", _probe_conv1d, _conv1d_plain),
     *_GELU_RULES,
 )

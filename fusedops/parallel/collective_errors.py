@@ -1,0 +1,157 @@
+"""Errors that all ranks of a group raise together.
+
+A rank that raised alone would leave the others waiting in their next collective. Ranks therefore
+exchange whether something is wrong before they communicate, and then all of them raise.
+
+``raise_on_all`` exchanges messages as Python objects: for set-up code, where the host may wait.
+``ErrorVote`` exchanges one number per rank while other work runs: for the code of a training step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import IntEnum
+
+import torch
+import torch.distributed as dist
+
+from fusedops.parallel.comm.collectives import all_to_all
+
+# What an ``ErrorVote`` sends to each rank: an int64.
+VOTE_BYTES = 8
+
+
+@contextmanager
+def raise_on_all(
+    kinds: type[Exception] | tuple[type[Exception], ...],
+    make: Callable[[dict[int, str]], Exception],
+    group: dist.ProcessGroup | None,
+) -> Iterator[None]:
+    """Raise on every rank of a group if the block raises on one of them.
+
+    All ranks must enter it, and the block must not communicate.
+
+    Args:
+        kinds: the exceptions of the block that are exchanged; others are raised on this rank alone.
+        make: makes the exception that all ranks raise, from the messages by rank.
+        group: the ranks; ``None``: this process alone.
+    """
+    message = None
+    try:
+        yield
+    except kinds as error:
+        message = str(error)
+    if messages := gather_errors(message, group):
+        raise make(messages)
+
+
+def gather_errors(message: str | None, group: dist.ProcessGroup | None) -> dict[int, str]:
+    """Return the error messages of the ranks that have one, by rank; the same on every rank.
+
+    Args:
+        message: of this rank, or ``None``.
+        group: the ranks; ``None``: this process alone.
+    """
+    messages = [message]
+    if group is not None and group.size() > 1:
+        messages = [None] * group.size()
+        dist.all_gather_object(messages, message, group=group)
+    return {rank: text for rank, text in enumerate(messages) if text is not None}
+
+
+class ErrorCode(IntEnum):
+    """What a rank reports of its error to the others."""
+
+    NONE = 0
+    TYPE = 1
+    VALUE = 2
+    PLAN = 3
+    TOO_MANY_ROWS = 4
+    OTHER_GROUP = 5
+
+
+_REPORTS = {
+    ErrorCode.TYPE: "got an argument of a wrong type",
+    ErrorCode.VALUE: "got arguments that do not fit each other or the group",
+    ErrorCode.PLAN: "got a plan whose expert ids or offsets are out of range",
+    ErrorCode.TOO_MANY_ROWS: "would receive more than max_rows rows",
+    ErrorCode.OTHER_GROUP: "received or raised an error in the exchange between nodes",
+}
+
+
+def code_of(error: Exception | None) -> ErrorCode:
+    """Return the code of an exception by its type."""
+    if error is None:
+        return ErrorCode.NONE
+    return ErrorCode.TYPE if isinstance(error, TypeError) else ErrorCode.VALUE
+
+
+def error_of(
+    op: str, codes: Sequence[int], sender: str = "rank {} of the group"
+) -> ValueError | None:
+    """Return the error of the first rank that reports one, ``None`` if none does.
+
+    Args:
+        op: the name of the public function, for the message.
+        codes: the ``ErrorCode`` of each rank.
+        sender: names the rank in the message.
+    """
+    for rank, code in enumerate(codes):
+        if code != ErrorCode.NONE:
+            return ValueError(f"{op}: {sender.format(rank)} {_REPORTS[ErrorCode(code)]}")
+    return None
+
+
+class ErrorVote:
+    """An exchange of error codes, started by the constructor, after which all ranks raise or none.
+
+    Args:
+        op: the name of the public function, for messages.
+        groups: one group; or those within and across nodes: the result of the first is sent in the
+            second, so that every rank of the mesh learns of an error on any other.
+        error: what is wrong on this rank, or ``None``.
+        code: what is reported of ``error``; by default the code of its type.
+        device: a device from which the backend of the groups can send.
+    """
+
+    def __init__(
+        self,
+        op: str,
+        groups: Sequence[dist.ProcessGroup],
+        error: Exception | None,
+        *,
+        code: ErrorCode | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        self._op, self._error, self._device = op, error, device
+        self._code = int(code if error is not None and code is not None else code_of(error))
+        senders = ["rank {} of the group"]
+        if len(groups) > 1:
+            senders = ["rank {} of this node", "a rank of node {}"]
+        self._remaining = list(zip(groups, senders, strict=True))
+        self._send()
+
+    def second_hop(self) -> None:
+        """Wait for the first group and start the exchange over the second, if there is one."""
+        if self._remaining:
+            self._receive()
+            self._send()
+
+    def wait(self) -> None:
+        """Raise on every rank if one reports an error."""
+        self.second_hop()
+        self._receive()
+        if self._error is not None:
+            raise self._error
+
+    def _send(self) -> None:
+        group, self._sender = self._remaining.pop(0)
+        self._sent = torch.full((group.size(),), self._code, dtype=torch.int64, device=self._device)
+        self._pending = all_to_all(self._sent, group, label="error vote")
+
+    def _receive(self) -> None:
+        codes = self._pending.wait().tolist()
+        if self._error is None:
+            self._error = error_of(self._op, codes, self._sender)
+            self._code = next((code for code in codes if code), 0)

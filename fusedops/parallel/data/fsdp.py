@@ -1,0 +1,197 @@
+"""Data parallelism with sharded parameters, by torch's FSDP2.
+
+``shard`` divides parameters over ranks by *stage*, as ZeRO: 1 the states of the optimizer, 2
+gradients as well, 3 weights as well. Sums of gradients are not divided by the number of ranks: the
+caller divides the loss by the number of all tokens.
+
+All use of FSDP2's private interface is in this file: ``gather_weights``, ``release_weights`` and
+``finish_backward`` do what its hooks do, for a backward that comes in two parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from fusedops._core import checks
+from fusedops.parallel.comm import collectives
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule
+
+
+def shard(
+    blocks: Sequence[nn.Module | list[nn.Module]],
+    mesh: DeviceMesh,
+    *,
+    stage: int,
+    whole: set[nn.Parameter] | None = None,
+    gather_again: bool = True,
+) -> None:
+    """Shard the parameters of modules over the ranks, by FSDP2.
+
+    Args:
+        blocks: modules, or lists of modules, whose parameters are gathered together before the
+            forward. Inner ones first, the model last.
+        mesh: the ranks; of one dimension, or ``[replicas, ranks that shard]`` (HSDP).
+        stage: 1, 2 or 3. Stages 1 and 2 keep weights unsharded from the forward to the backward;
+            ``GradientSync`` adds that stage 1 reduces gradients once per step.
+        whole: parameters that are not sharded; their gradients are not reduced here
+            (``BucketedAllReduce`` does that).
+        gather_again: with stage 3: gather weights again in the backward, else keep them from the
+            forward on.
+
+    Raises:
+        ValueError: ``stage`` is not 1, 2 or 3.
+
+    Note:
+        Parameters become DTensors. Gradients are summed in the dtype of the parameters, in the
+        order of ``collectives.ordered_sum``; over replicas by FSDP2's own all-reduce.
+
+    Example:
+        >>> import torch, torch.distributed as dist
+        >>> from fusedops.parallel import Sizes, make_mesh, shard
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> layer = torch.nn.Linear(2, 2)
+        >>> shard([layer], make_mesh(Sizes())["data"], stage=3)
+        >>> type(layer.weight).__name__
+        'DTensor'
+        >>> dist.destroy_process_group()
+    """
+    if stage not in (1, 2, 3):
+        checks.fail("shard", "stage", "1, 2 or 3", stage)
+    from torch.distributed.fsdp import fully_shard
+
+    for block in blocks:
+        fully_shard(
+            block,
+            mesh=mesh,
+            # None: all but the model itself, whose own parameters the backward needs first.
+            reshard_after_forward=None if stage == 3 and gather_again else False,
+            shard_placement_fn=_placement_for(mesh),
+            ignored_params=whole,
+        )
+        first: FSDPModule = block[0] if isinstance(block, list) else block  # type: ignore[assignment]
+        first.set_gradient_divide_factor(1.0)
+        first.set_force_sum_reduction_for_comms(True)
+        first.set_custom_all_gather(_AllGather())  # type: ignore[arg-type]
+        first.set_custom_reduce_scatter(_ReduceScatter())  # type: ignore[arg-type]
+
+
+def divides(parameter: torch.Tensor, ranks: int) -> bool:
+    """Whether ``shard`` can shard a parameter over so many ranks.
+
+    It cannot if two meshes would shard one dim unevenly, such as a bias of 19 words on 2 ranks of
+    tensor parallelism: torch does not gather such shards.
+    """
+    shards = _shards_by_dim(parameter)
+    dim = _shard_dim(parameter, ranks)
+    return dim not in shards or parameter.shape[dim] % (shards[dim] * ranks) == 0
+
+
+def _placement_for(mesh: DeviceMesh) -> Any:
+    ranks = mesh.size(-1)
+    return lambda parameter: Shard(_shard_dim(parameter, ranks))
+
+
+def _shard_dim(parameter: torch.Tensor, ranks: int) -> int:
+    """Return the first dim that is not sharded yet and that ``ranks`` divide, else dim 0."""
+    shards = _shards_by_dim(parameter)
+    if 0 in shards:
+        for dim, size in enumerate(parameter.shape):
+            if dim not in shards and size % ranks == 0:
+                return dim
+    return 0
+
+
+def _shards_by_dim(parameter: torch.Tensor) -> dict[int, int]:
+    """Return the number of shards of each dim that is sharded."""
+    shards: dict[int, int] = {}
+    if isinstance(parameter, DTensor):
+        for size, place in zip(parameter.device_mesh.shape, parameter.placements, strict=True):
+            if isinstance(place, Shard):
+                shards[place.dim] = shards.get(place.dim, 1) * size
+    return shards
+
+
+def gather_weights(root: nn.Module) -> None:
+    """Gather all weights below a root that ``shard`` was given, as FSDP2's hooks do."""
+    for group in _parameter_groups(root):
+        group.unshard()
+        group.wait_for_unshard()
+
+
+def release_weights(root: nn.Module) -> None:
+    """Free what ``gather_weights`` gathered."""
+    for group in _parameter_groups(root):
+        group.reshard()
+
+
+def finish_backward(root: nn.Module) -> None:
+    """Do what FSDP2 does at the end of a backward: reduce gradients and wait for them."""
+    root._get_fsdp_state()._root_post_backward_final_callback()  # type: ignore[operator]
+
+
+def _parameter_groups(root: nn.Module) -> list[Any]:
+    states = root._get_fsdp_state()._state_ctx.all_states  # type: ignore[operator]
+    return [group for state in states for group in state._fsdp_param_groups]
+
+
+class _Buffers:
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Return memory for a communication."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _AllGather(_Buffers):
+    """FSDP2's all-gather, by ``collectives``."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> _Work | None:
+        label = "weights"
+        pending = collectives.all_gather(input_tensor, group, out=output_tensor, label=label)
+        if async_op:
+            return _Work(pending)
+        pending.wait()
+        return None
+
+
+class _ReduceScatter(_Buffers):
+    """FSDP2's reduce-scatter, by ``collectives``: sums in the order of ``ordered_sum``."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        assert op == dist.ReduceOp.SUM and not async_op
+        summed = collectives.reduce_scatter(input_tensor, group, label="gradients").wait()
+        output_tensor.copy_(summed.view_as(output_tensor))
+
+
+class _Work:
+    """A pending collective in the form that FSDP2 waits for."""
+
+    def __init__(self, pending: collectives.Pending) -> None:
+        self._pending = pending
+
+    def wait(self) -> bool:
+        """Wait for it."""
+        self._pending.wait()
+        return True

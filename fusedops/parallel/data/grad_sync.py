@@ -1,0 +1,80 @@
+"""Gradient synchronization of a model: which reductions run in which backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from fusedops.parallel.data import fsdp
+from fusedops.parallel.data.ddp import BucketedAllReduce
+
+
+@dataclass
+class GradientSync:
+    """What sums the gradients of a model over data-parallel ranks, and when.
+
+    Attributes:
+        reducers: of the replicated parameters.
+        sharded: modules that ``shard`` sharded, the one that contains all others last.
+        stage: of ``shard``; 0 if nothing is sharded.
+    """
+
+    reducers: list[BucketedAllReduce] = field(default_factory=list)
+    sharded: list[nn.Module] = field(default_factory=list)
+    stage: int = 0
+
+    def begin(self, *, last: bool) -> None:
+        """Prepare for the forward and backward of a micro-batch.
+
+        Before the last one, replicated parameters and stage 1 accumulate gradients and communicate
+        nothing; stages 2 and 3 reduce in each, because they keep gradients sharded. Stages 1 and 2
+        keep weights unsharded until the backward of the last one.
+
+        Args:
+            last: whether it is the last micro-batch of a step.
+        """
+        for reducer in self.reducers:
+            reducer.begin(last=last)
+        self._set(last, sync=last or self.stage > 1, reshard=last or self.stage == 3)
+
+    def begin_part(self) -> None:
+        """Prepare for a part of a backward that comes in two.
+
+        FSDP2's hooks are where gradients of inputs pass, and the gradients of weights come later:
+        during a part the hooks do nothing. All weights are gathered, because both parts read them.
+        """
+        self._set(False, sync=False, reshard=False)
+        for root in self.sharded[-1:]:
+            fsdp.gather_weights(root)
+
+    def end_part(self, *, weights: bool, last: bool) -> None:
+        """Do what FSDP2's hooks do in an undivided backward.
+
+        Args:
+            weights: whether the part computed the gradients of weights.
+            last: whether it is the last backward of the step.
+        """
+        if weights:
+            self.begin(last=last)
+        for root in self.sharded[-1:]:
+            if weights:
+                fsdp.finish_backward(root)
+            elif self.stage == 3:
+                fsdp.release_weights(root)
+
+    def _set(self, last: bool, *, sync: bool, reshard: bool) -> None:
+        for module in self.sharded:
+            module.set_is_last_backward(last)  # type: ignore[operator]
+            module.set_requires_gradient_sync(sync)  # type: ignore[operator]
+            module.set_reshard_after_backward(reshard)  # type: ignore[operator]
+
+    def start(self) -> None:
+        """Start to reduce the gradients of replicated parameters, all of which are ready."""
+        for reducer in self.reducers:
+            reducer.start()
+
+    def finish(self) -> None:
+        """Wait for the reductions of ``start``."""
+        for reducer in self.reducers:
+            reducer.finish()
