@@ -71,7 +71,8 @@ def generate(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     processes: Annotated[int, typer.Option(min=1, help="Processes on this machine.")] = 1,
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", help="Layout, such as parallel.tp=2; default: all in tp.")
+        list[str] | None,
+        typer.Option("--set", help="Layout, such as parallel.tp=2; default: all in tp."),
     ] = None,
     compare: Annotated[
         bool, typer.Option("--compare", help="Generate again without the cache, and compare.")

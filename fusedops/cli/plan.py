@@ -83,8 +83,8 @@ def plan(
 ) -> None:
     """Print which layouts of a model fit on the devices, and the memory of each part.
 
-    The command exits with 1 if nothing fits. The formulas, and how far measured peaks are from them, are in
-    docs/planning.md.
+    The command exits with 1 if nothing fits. The formulas, and how far measured peaks are from
+    them, are in docs/planning.md.
     """
     from fusedops.terminal.console import console
 

@@ -1,10 +1,10 @@
-"""Copies between device and host that run beside the computation: one small interface.
+"""Copies between device and host that overlap computation: one small interface.
 
-``CudaEngine`` is all of the offloaded optimizer that touches CUDA. ``HostEngine`` follows the same
-protocol where the "device" is host memory; tests make it late, unordered or broken.
+``CudaEngine`` contains all CUDA calls of the offloaded optimizer. ``HostEngine`` follows the same
+protocol if the "device" is host memory; tests make its copies late, unordered or broken.
 
 The protocol: ``fetch`` and ``push`` may return before anything is copied. Until ``wait`` of the
-ticket has returned, nobody reads the target, and nobody writes source or target.
+ticket has returned, the target must not be read, and neither source nor target may be written.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch
 
 
 class CopyError(RuntimeError):
-    """A copy did not happen; what its target holds is unknown."""
+    """A copy failed; the contents of its target are undefined."""
 
 
 class Ticket(Protocol):
-    """A copy that was asked for."""
+    """A requested copy."""
 
     def wait(self) -> None:
         """Return when the copy is done.
@@ -32,12 +32,12 @@ class Ticket(Protocol):
 
 
 def carry_out(copies: Iterable[Callable[[], Ticket]]) -> None:
-    """Ask for copies and return when all have ended; where one failed, raise only then.
+    """Request copies and return when all have ended; raise after that if one failed.
 
-    Others may still be writing to memory that the caller would use again after an error.
+    Otherwise other copies could still write to memory that the caller reuses after an error.
 
     Args:
-        copies: each asks an engine for a copy.
+        copies: functions, each of which requests a copy from an engine.
 
     Raises:
         CopyError: the first that failed.
@@ -58,7 +58,7 @@ def carry_out(copies: Iterable[Callable[[], Ticket]]) -> None:
 
 
 class CopyEngine(Protocol):
-    """Who copies."""
+    """Performs copies."""
 
     def ready(self) -> Any:
         """Return a mark of all that the calling thread has asked the device to compute."""
@@ -154,7 +154,7 @@ class CudaEngine:
         return _CudaTicket(event)
 
     def new_buffer(self, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return pinned memory: only from there copies run beside kernels."""
+        """Return pinned memory, which copies need to overlap kernels."""
         return torch.empty_like(like, dtype=dtype, device="cpu", pin_memory=True)
 
 

@@ -1,7 +1,7 @@
-"""AdamW whose masters and moments are in host memory, stepped while the backward still runs.
+"""AdamW with master weights and moments in host memory, which are updated during the backward.
 
-The arithmetic, the options and the states are those of ``AdamW``; here is where they are kept, when
-a step begins, and when it counts.
+The arithmetic, the options and the states are those of ``AdamW``; this file decides where they are
+stored, when a step begins, and when it takes effect.
 """
 
 from __future__ import annotations
@@ -31,50 +31,56 @@ _WORKERS = 2  # one copies while the other's bucket is stepped
 
 
 class OffloadedAdamW(AdamW):
-    """AdamW with masters and moments in host memory.
+    """AdamW with master weights and moments in host memory.
 
-    Parameters and gradients stay on their device, in any dtype. As the backward produces gradients
-    they are copied to the host, and each bucket of them is stepped there at once, beside the state
-    that it starts from. ``step`` waits for the last bucket, learns the norm, and lets the steps
-    count; where the norm asks for clipping, or a gradient or a learning rate changed since, they
-    are made again with the right numbers, and where it forbids the step they are dropped. The
-    result is that of ``overlap=False`` to the bit, and that of ``AdamW(master_weights=True)`` on
-    the same processor. With ``overlap=False`` steps are made in place, in half of the memory.
+    Parameters and gradients stay on their device, in any dtype. When the backward has produced the
+    gradients of a bucket, they are copied to the host, and the step of the bucket is computed there
+    at once, into a second copy of the state. ``step`` waits for the last bucket, computes the norm
+    and makes the new state current. If the norm requires clipping, or a gradient or a learning rate
+    has changed, the steps are recomputed with the right numbers; if the step must be skipped, they
+    are discarded. The result has the bits of ``overlap=False``, and those of
+    ``AdamW(master_weights=True)`` on the same processor. With ``overlap=False`` steps are computed
+    in place, in half of the memory.
 
     Args:
-        params: as ``AdamW``; all on one device, but for some in host memory, which are stepped
-            where they are.
+        params: as ``AdamW``; all on one device, except for parameters in host memory, which are
+            updated there.
         lr: as ``AdamW``.
         betas: as ``AdamW``.
         eps: as ``AdamW``.
         weight_decay: as ``AdamW``.
         amsgrad: as ``AdamW``.
-        overlap: step during the backward, else all in ``step``. Of plain parameters in a job of
-            several processes the gradients are final only after the backward: their steps begin
-            in ``step``, unless ``follow`` says which DDP reduces them.
-        device_fraction: how much of the parameters, by bytes and from the first on, keep their
-            states on the device: those whose gradients come last, and hide nothing.
-        bucket_bytes: parameters of about so many bytes are copied and stepped together.
-        threads: of the step queue, at most 1024; by default as many as torch uses.
-        engine: who copies; by default the device's own.
-        options: the other options of ``AdamW``; ``master_weights`` is for what stays on the device.
+        overlap: compute steps during the backward, otherwise in ``step``. In a job of several
+            processes the gradients of plain parameters are final only after the backward: their
+            steps begin in ``step``, unless ``follow`` names the DDP that reduces them.
+        device_fraction: fraction of the parameters, by bytes and from the first on, whose states
+            stay on the device: their gradients are computed last, so that their steps could not
+            overlap.
+        bucket_bytes: parameters of about this many bytes are copied and updated together.
+        threads: number of threads of the step queue, at most 1024; by default as many as torch
+            uses.
+        engine: performs the copies; by default the engine of the device.
+        options: the other options of ``AdamW``; ``master_weights`` applies to the states that stay
+            on the device.
 
     Raises:
         MemoryError: the host has less memory than this needs; nothing was allocated.
         RuntimeError: the system has no more threads.
         UnsupportedError: the compiled library is missing.
         ValueError: as ``AdamW``; or parameters are on several devices.
-        CopyError: from ``step``, a copy failed. The optimizer is as it was before; if it happened
-            on the way back some parameters may be new: ``restore`` writes them anew. With
-            ``overlap=False`` a step counts before the way back, and ``restore`` ends it.
+        CopyError: from ``step``, a copy failed. The state of the optimizer is unchanged. If a copy
+            to the device failed, some parameters may be new: ``restore`` writes all of them. With
+            ``overlap=False`` the step takes effect before these copies, and ``restore`` finishes
+            it.
 
     Note:
-        Host memory holds masters and moments twice, the state and the one that is being made: 24
-        bytes a parameter in float32, and one copy of the parameter; with ``overlap=False`` once,
-        12 bytes, and the copy, in which the gradient waits before. Between the backward and
-        ``step`` gradients may be changed in place or replaced; this is seen, and their steps are
-        made again. Writing through ``.data`` is not seen. A process that is forked from this one
-        has a copy of the optimizer, which starts threads of its own when it first needs them.
+        Host memory contains master weights and moments twice, the current state and the next one:
+        24 bytes per parameter in float32, and one copy of the parameter. With ``overlap=False`` it
+        contains them once, 12 bytes, and the copy, which is also the staging memory of the
+        gradient. Between the backward and ``step`` gradients may be changed in place or replaced;
+        this is detected, and their steps are recomputed. A change through ``.data`` is not
+        detected. A forked process has a copy of the optimizer, which starts its own threads when it
+        first needs them.
 
     Example:
         >>> import torch, fusedops.optim
