@@ -196,7 +196,7 @@ def _widest(model: TransformerConfig, layout: Layout, index: int) -> float:
         return f * (2 if one_op or model.gated or (model.activation == "gelu_new") else 1)
     k, products = model.top_k, 2 if model.gated else 1
     if fused:  # the same, and a gradient of the input for each slot
-        return k * f * (products + 1) + k * model.hidden_size * layout.tp
+        return k * (f * (products + 1) + model.hidden_size)
     return k * f * products * layout.bytes_of_experts / layout.bytes_of.activations
 
 
@@ -363,12 +363,16 @@ class _Stage:
         return found
 
     def _here(self, weights: Weights, *, shared: bool = False) -> float:
-        """Return how many of the parameters a device has; ``shared``: divided over its copies."""
+        """Return how many of the parameters a device has; ``shared``: divided over its replicas.
+
+        Tensor parallelism replicates experts, so that their replicas are on ``dp * cp * tp / ep``
+        ranks.
+        """
         tp, ep = self.layout.tp, self.layout.ep
         dense = weights.split / tp + weights.whole
-        experts = (weights.expert_split / tp + weights.expert_whole) / ep
-        if shared:
-            return dense / self.ranks + experts / (self.ranks / ep)
+        experts = weights.experts / ep
+        if shared and self.ranks > 1:
+            return dense / self.ranks + experts / (self.ranks * tp / ep)
         return dense + experts
 
     def _converted(self, weights: Weights) -> float:
@@ -376,7 +380,7 @@ class _Stage:
         here = self._here(weights)
         if self.layout.kernels == "fused":
             return here
-        return here - self._here(Weights(0, 0, weights.expert_split, weights.expert_whole))
+        return here - self._here(Weights(experts=weights.experts))
 
     def _kept(self) -> float:
         """Return what all micro-batches in flight keep."""
@@ -434,7 +438,7 @@ class _Stage:
         if layout.cp > 1:
             found += 4 * tokens * model.key_width * item / layout.tp
         if layout.ep > 1:
-            found += 2 * model.top_k * stream
+            found += 2 * model.top_k * stream / layout.tp
         if self.ranks > 1:
             found += self._sharing()
         return found

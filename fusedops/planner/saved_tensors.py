@@ -162,26 +162,29 @@ def _feed_forward(model: TransformerConfig, layout: Layout) -> Iterator[Saved]:
 
 
 def _experts(model: TransformerConfig, layout: Layout) -> Iterator[Saved]:
+    # With tensor parallelism each rank routes and computes its share of the tokens.
     item, k, h = layout.bytes_of.activations, model.top_k, model.hidden_size
     f = k * model.intermediate_size
     products = 2 if model.gated else 1
     if model.shared_size:
         yield from _feed_forward(replace(model, intermediate_size=model.shared_size), layout)
     if layout.kernels == "fused":
-        yield Saved("router logits", model.num_experts if model.router == "learned" else 0, item)
+        yield Saved(
+            "router logits", model.num_experts if model.router == "learned" else 0, item, "tp"
+        )
         # Weight, index, place and position of each slot.
-        yield Saved("routing plan", 4 * k, 4)
+        yield Saved("routing plan", 4 * k, 4, "tp")
         yield Saved("experts' pre-activation", products * f, item, "tp")
         if layout.ep > 1:
-            yield Saved("rows of other ranks' tokens", k * h, item)
+            yield Saved("rows of other ranks' tokens", k * h, item, "tp")
         return
     item = layout.bytes_of_experts
-    yield Saved("router softmax", model.num_experts, _FLOAT32)
-    yield Saved("routing indices", 3 * k, 8)
-    yield Saved("routing weights", 3 * k, _FLOAT32)
-    yield Saved("rows by expert", k * h, item, "", "norm")
+    yield Saved("router softmax", model.num_experts, _FLOAT32, "tp")
+    yield Saved("routing indices", 3 * k, 8, "tp")
+    yield Saved("routing weights", 3 * k, _FLOAT32, "tp")
+    yield Saved("rows by expert", k * h, item, "tp", "norm")
     yield Saved("experts' pre-activation", products * f, item, "tp")
     if model.gated:
         yield Saved("experts' activated gate", f, item, "tp", "activation")
     yield Saved("experts' hidden layer", f, item, "tp", "activation")
-    yield Saved("experts' output", k * h, item)
+    yield Saved("experts' output", k * h, item, "tp")

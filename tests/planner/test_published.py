@@ -98,9 +98,9 @@ def test_the_scaling_table_of_experts(
     assert abs(layers.total / 1e9 / published - 1) < 0.01
     assert layers.experts == 32 * experts * 52_441_600
 
-    copies = devices // 8
-    # Divided evenly: optimizer parallelism shares what is no expert between the copies, too.
-    layout = Layout(dp=copies, ep=copies, tp=8, zero=3, precision="float32")
+    # The source system divides every parameter evenly over all devices, experts by tensor
+    # parallelism, which replicates them here: zero 3 gives each device the same share.
+    layout = Layout(dp=devices, zero=3, precision="float32")
     # The table is of the layers: a vocabulary of one word leaves little else.
     bare = replace(model, vocab_size=1, position_tables=0, query_layer=False)
     on = estimate(bare, layout, devices=devices)
@@ -116,9 +116,6 @@ def test_the_scaling_table_of_experts(
     if devices == 8:
         assert off.weights / 2**30 == pytest.approx(28.5, rel=0.01)
         assert off.host * devices / 1e9 == pytest.approx(982, rel=0.01)  # "at least 1 TB"
-    # Without it each copy has its own attention: 1.2 % more on 32 devices.
-    copied = estimate(bare, replace(layout, zero=0, **away), devices=devices)
-    assert copied.weights / 1e9 == pytest.approx(offloaded, rel=0.02)
 
 
 @pytest.mark.parametrize(
