@@ -1,7 +1,8 @@
-"""Former names of a dataclass's fields: accepted for one release, with a warning that says more.
+"""Former names: accepted for one release, with a ``DeprecationWarning`` that has the new one.
 
 ``@renamed(old=Renamed("new", convert))`` above a dataclass lets its constructor, ``fill`` of a TOML
-table and the options of ``verify`` take the former name.
+table and the options of ``verify`` take the former name of a field. ``former_name`` is for the
+``__getattr__`` of a module that had another name for one of its classes or functions.
 """
 
 from __future__ import annotations
@@ -75,3 +76,21 @@ def present(kind: type, values: Mapping[str, Any], stacklevel: int = 3) -> dict[
             stacklevel=stacklevel,
         )
     return result
+
+
+def former_name(module: str, old: str, value: Any, stacklevel: int = 3) -> Any:
+    """Return what a former name of a module stands for, with a ``DeprecationWarning``.
+
+    Args:
+        module: its name.
+        old: the former name.
+        value: the class or function, which knows its own module and name.
+        stacklevel: whose line the warning shows.
+    """
+    warnings.warn(
+        f"{module}.{old} is now {value.__module__}.{value.__qualname__}; the former name goes with "
+        "the next release",
+        DeprecationWarning,
+        stacklevel=stacklevel,
+    )
+    return value

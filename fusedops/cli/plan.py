@@ -6,7 +6,6 @@ The estimates are those of ``fusedops.planner``; here are the command line, the 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,8 +15,9 @@ from fusedops.cli.bench import options
 from fusedops.terminal import files
 
 if TYPE_CHECKING:
-    from fusedops.planner import Layout, Plan, Transformer
-    from fusedops.planner.search import Row
+    from fusedops.models import TransformerConfig
+    from fusedops.planner import Layout, Plan
+    from fusedops.planner.search import PlannedLayout
 
 _MOST_DEVICES = 1 << 16
 # Columns of a terminal that shows every part.
@@ -98,7 +98,7 @@ def plan(
         if json_file not in ("", "-"):
             files.check_writable(json_file)
         asked = _choices(tp, pp, ep, zero, recompute, offload)
-        asked["schedule"] = _schedules(schedule)
+        asked |= {"schedule": _schedules(schedule), "virtual": virtual or None}
         shape, found = _plan(
             model,
             devices,
@@ -111,7 +111,6 @@ def plan(
             kernels=kernels,
             cp=cp,
             chunked_loss=chunked_loss,
-            pipeline_virtual=virtual or None,
         )
         if json_file == "-":
             print(json.dumps(_record(model, shape, devices, found), indent=1))
@@ -127,7 +126,7 @@ def plan(
 
 def _plan(
     name: str, devices: int, memory: str, asked: dict[str, Any], **base: Any
-) -> tuple[Transformer, Plan]:
+) -> tuple[TransformerConfig, Plan]:
     """Return the model and what was found; whatever is wrong is the user's."""
     from fusedops.planner import Layout, from_config, parse_bytes, preset
     from fusedops.planner import plan as search
@@ -143,7 +142,7 @@ def _plan(
         raise files.UserError(f"{where}{error}") from None
     try:
         size = parse_bytes(memory)
-        return shape, search(shape, devices, size, Layout(**base), **asked)
+        return shape, search(shape, devices, size, Layout.of(**base), **asked)
     except (ValueError, TypeError) as error:
         raise files.UserError(str(error)) from None
 
@@ -262,17 +261,21 @@ def _show_models(out: Any) -> None:
     print_table(out, table)
 
 
-def _show(name: str, model: Transformer, devices: int, found: Plan, rows: int, out: Any) -> None:
+def _show(
+    name: str, model: TransformerConfig, devices: int, found: Plan, rows: int, out: Any
+) -> None:
     """Print the model, the table (what fits, then the nearest of what does not) and the advice."""
     from fusedops.planner import show_bytes, show_count
     from fusedops.planner.search import CRITERION
     from fusedops.terminal.console import print_table
 
     fits, first = found.fitting, found.rows[0].layout
+    training = first.training
     out.print(
         f"[bold]{name}[/]: {show_count(model.parameters().total)} parameters, "
-        f"{first.length(model)} tokens x {first.micro_batch} x {first.microbatches} micro-batches, "
-        f"{first.precision}, {first.kernels} kernels, {devices} x {show_bytes(found.memory)}",
+        f"{first.length(model)} tokens x {training.micro_batch} x {first.parallel.microbatches} "
+        f"micro-batches, {training.precision}, {training.kernels} kernels, "
+        f"{devices} x {show_bytes(found.memory)}",
         highlight=False,
     )
     shown = [*found.rows[: min(fits, rows)], *found.rows[fits : fits + rows // 2 + 1]]
@@ -288,7 +291,7 @@ def _show(name: str, model: Transformer, devices: int, found: Plan, rows: int, o
     out.print(found.advice, style="green" if fits else "yellow", highlight=False)
 
 
-def _table(shown: list[Row], memory: int, *, narrow: bool) -> Any:
+def _table(shown: list[PlannedLayout], memory: int, *, narrow: bool) -> Any:
     from rich.table import Table
 
     table = Table(header_style="bold", padding=(0, 0) if narrow else (0, 1))
@@ -300,33 +303,34 @@ def _table(shown: list[Row], memory: int, *, narrow: bool) -> Any:
     for row in shown:
         left = row.left(memory)
         style = "green" if left >= 0 else "red"
-        offload = "+".join(row.layout.offload) or "-"
+        config = row.layout.parallel
+        offload = "+".join(config.offload) or "-"
         table.add_row(
-            *(str(getattr(row.layout, each)) for each in sizes),
+            *(str(getattr(config, size)) for size in sizes),
             _bubble(row.layout),
             row.layout.recompute.replace("none", "-"),
-            "".join(each[0] for each in row.layout.offload) or "-" if narrow else offload,
+            "".join(word[0] for word in config.offload) or "-" if narrow else offload,
             _gib(row.estimate.peak),
             f"[{style}]{_gib(left)}[/]",
             _gib(row.estimate.host) if row.estimate.host else "-",
-            *(_gib(size) for size in _parts(row, narrow=narrow).values()),
+            *(_gib(part) for part in _parts(row, narrow=narrow).values()),
         )
     return table
 
 
 def _bubble(layout: Layout) -> str:
     """Return the share of a step that a pipeline loses, and its schedule."""
-    if layout.pp == 1:
+    if layout.parallel.pp == 1:
         return "-"
-    return f"{100 * layout.bubble:.0f} {layout.pipeline_schedule}"
+    return f"{100 * layout.bubble:.0f} {layout.parallel.pipeline_schedule}"
 
 
-def _parts(row: Row, *, narrow: bool) -> dict[str, int]:
+def _parts(row: PlannedLayout, *, narrow: bool) -> dict[str, int]:
     """Return the parts of the peak; in a narrow terminal, what is static and the rest."""
     parts = row.estimate.parts
     if not narrow:
         return parts
-    static = sum(parts[each] for each in ("weights", "gradients", "states"))
+    static = sum(parts[name] for name in ("weights", "gradients", "states"))
     return {"static": static, "rest": row.estimate.peak - static}
 
 
@@ -335,7 +339,7 @@ def _gib(size: int) -> str:
     return f"{value:.2f}" if abs(value) < 100 else f"{value:.0f}"
 
 
-def _record(name: str, model: Transformer, devices: int, found: Plan) -> dict[str, Any]:
+def _record(name: str, model: TransformerConfig, devices: int, found: Plan) -> dict[str, Any]:
     """Return everything as JSON has it; bytes are whole numbers."""
     from fusedops.models.config import describe
 
@@ -352,11 +356,11 @@ def _record(name: str, model: Transformer, devices: int, found: Plan) -> dict[st
     }
 
 
-def _row_record(row: Row, memory: int) -> dict[str, Any]:
-    layout: Layout = row.layout
+def _row_record(row: PlannedLayout, memory: int) -> dict[str, Any]:
+    layout = row.layout
     return {
         "fits": row.left(memory) >= 0,
-        "layout": asdict(layout),
+        "layout": layout.options(),
         "bubble": layout.bubble,
         "bytes": row.estimate.parts,
         "peak": row.estimate.peak,

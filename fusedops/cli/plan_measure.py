@@ -108,7 +108,7 @@ def measure(
 
     hidden, layers, batch, seq_len, vocabulary = size
     model = build(family, hidden, layers, seq_len, vocabulary)
-    layout = Layout(
+    layout = Layout.of(
         micro_batch=batch,
         microbatches=microbatches,
         kernels=kernels,
@@ -116,7 +116,7 @@ def measure(
         recompute=recompute,
         offload=offload,
     )
-    found = estimate(from_config(model.config), layout)
+    estimated = estimate(from_config(model.config), layout)
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=dtype == "autocast")
     model = model.to(torch.float32 if dtype == "autocast" else getattr(torch, dtype)).train()
     if recompute == "full" and not ours:
@@ -167,7 +167,7 @@ def measure(
         peak=peak,
         before=before,
         host=host,
-        estimated=found,
+        estimated=estimated,
     )
 
 

@@ -78,7 +78,7 @@ def check(found: Measured) -> None:
     # The loss keeps the log-softmax, or the logits and a number per row.
     loss = batch * seq_len * (vocabulary * wide + (4 if found.kernels == "fused" else 0))
     model = from_config(build(found.family, hidden, layers, seq_len, vocabulary).config)
-    layout = Layout(
+    layout = Layout.of(
         micro_batch=batch,
         kernels=found.kernels,
         precision=PRECISIONS[found.dtype],
@@ -94,7 +94,7 @@ def test_the_static_bytes_are_those_of_the_tensors(family: str) -> None:
     for each in model.parameters():
         each.grad = torch.zeros_like(each)
     optimizer.step()
-    found = estimate(from_config(model.config), Layout(precision="float32"))
+    found = estimate(from_config(model.config), Layout.of(precision="float32"))
     states = [state for each in optimizer.state.values() for state in each.values()]
     assert found.weights == found.gradients == sum(each.nbytes for each in model.parameters())
     assert found.states == sum(each.nbytes for each in states if each.numel() > 1)

@@ -46,5 +46,5 @@ def _local_parameters(rank: int, sizes: dict[str, int]) -> int:
 def test_estimated_weights_are_those_that_a_rank_holds(sizes: dict[str, Any]) -> None:
     ranks = sizes.get("tp", 1) * sizes.get("dp", 1)
     held = threads.run(_local_parameters, ranks, sizes)
-    found = estimate(TINY_MIXTRAL, Layout(precision="float32", **sizes), devices=ranks)
+    found = estimate(TINY_MIXTRAL, Layout.of(precision="float32", **sizes), devices=ranks)
     assert held == [found.weights // 4] * ranks
