@@ -15,15 +15,16 @@ from __future__ import annotations
 import os
 import queue
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 
+from fusedops._core.copy_engine import CopyEngine, finish_all
 from fusedops.ops.adamw import Draw
 from fusedops.optim import _shards, _step_queue
-from fusedops.optim.copy_engine import CopyEngine, carry_out
 
 _ALIGNMENT = 64  # bytes: what is written around the cache must begin there
 _MASTERED = ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
@@ -229,8 +230,8 @@ class Workers:
 
     def _staging(self, size: int) -> torch.Tensor:
         like = torch.empty(size + _ALIGNMENT, dtype=torch.uint8, device="meta")
-        whole = self._engine.new_buffer(like, torch.uint8)
-        return whole[-whole.data_ptr() % _ALIGNMENT :][:size]
+        memory = host_like(self._engine, like, torch.uint8)
+        return memory[-memory.data_ptr() % _ALIGNMENT :][:size]
 
     def _work(self, staging: torch.Tensor) -> None:
         while (given := self._given.get()) is not None:
@@ -285,9 +286,15 @@ class Workers:
         for slot, gradient in zip(slots, gradients, strict=True):
             grad = gradient.local
             same = grad.dtype == slot.copy.dtype
-            slot.gradient = slot.copy if same else self._engine.new_buffer(slot.copy, grad.dtype)
-            copies.append(partial(self._engine.fetch, slot.gradient, grad, gradient.mark))
-        carry_out(copies)
+            slot.gradient = slot.copy if same else host_like(self._engine, slot.copy, grad.dtype)
+            copies.append(self._fetch_of(gradient, slot.gradient))
+        finish_all(self._engine, copies)
+
+    def _fetch_of(self, gradient: Gradient, target: torch.Tensor) -> Callable[[], Any]:
+        """Return what starts the copy of a gradient to the host, once it is computed."""
+        return partial(
+            self._engine.copy, gradient.local, target, to_host=True, after=(gradient.mark,)
+        )
 
     def _fetch(
         self, slots: list[Slot], gradients: list[Gradient], staging: torch.Tensor
@@ -298,11 +305,16 @@ class Workers:
             size = grad.numel() * grad.element_size()
             part = staging[begin : begin + size].view(grad.dtype)
             part = torch.as_strided(part, slot.copy.shape, slot.copy.stride())
-            copies.append(partial(self._engine.fetch, part, grad, gradient.mark))
+            copies.append(self._fetch_of(gradient, part))
             copied.append(part)
             begin += _padded(size)
-        carry_out(copies)
+        finish_all(self._engine, copies)
         return copied
+
+
+def host_like(engine: CopyEngine, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return host memory of a tensor's shape and strides that an engine copies to and from."""
+    return torch.empty_like(like, dtype=dtype, device="cpu", pin_memory=engine.pins_memory)
 
 
 def _locals(state: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -181,7 +181,11 @@ def test_a_tensor_that_is_written_to_after_it_was_saved_is_an_error() -> None:
             ValueError,
             "belong to whole modules",
         ),
-        (lambda: memory.OffloadSettings(ahead=-1), ValueError, "ahead must be at least 0"),
+        (
+            lambda: memory.OffloadSettings(prefetch_depth=-1),
+            ValueError,
+            "prefetch_depth must be at least 0",
+        ),
         (lambda: memory.OffloadSettings(timeout=0.0), ValueError, "timeout must be positive"),
         (lambda: memory.OffloadSettings(engine=3), TypeError, "engine must be a function"),
         (lambda: memory.Policy("recompute"), TypeError, "each rule must come from"),

@@ -12,7 +12,7 @@ know of nothing. On the device an expert is from when its layer knows the choice
 layer's forward, and again while the node that multiplies by it runs backward. Under autocast it is
 there in the dtype of the products alone.
 
-Copies are ``engine.py``'s: on a GPU beside what the stream computes, from pinned memory.
+Copies are ``_core/copy_engine.py``'s: on a GPU beside what the stream computes, from pinned memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 
 from fusedops._core import checks, dtypes
 from fusedops._core.checks import UnsupportedError
-from fusedops.memory.offloading.copy_engine import CopyEngine
+from fusedops._core.copy_engine import CopyEngine
 from fusedops.memory.offloading.offloader import OffloadSettings
 from fusedops.memory.offloading.pool import Pool
 from fusedops.memory.saved_tensors import check_version, mark_lasting
@@ -227,7 +227,7 @@ class ExpertStore:
                     self._engine.copy(
                         source[first * row : (first + count) * row],
                         to[begin * row : (begin + count) * row],
-                        leaves=False,
+                        to_host=False,
                     )
                 )
             self.traffic.fetched_bytes += len(chosen) * row
@@ -241,7 +241,7 @@ class ExpertStore:
         grad = grad.contiguous()
         buffer = self._pool.take(grad.nbytes)
         staged = buffer[: grad.nbytes]
-        ticket = self._engine.copy(_bytes_of(grad), staged, leaves=True)
+        ticket = self._engine.copy(_bytes_of(grad), staged, to_host=True)
         whole = _zeros_like(host)
         self._engine.finish(ticket, self._timeout)
         whole[list(chosen)] = staged.view(grad.dtype).view(grad.shape).to(whole.dtype)
