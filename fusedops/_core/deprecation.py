@@ -1,8 +1,8 @@
 """Former names: accepted for one release, with a ``DeprecationWarning`` that has the new one.
 
 ``@renamed(old=Renamed("new", convert))`` above a dataclass lets its constructor, ``fill`` of a TOML
-table and the options of ``verify`` take the former name of a field. ``former_name`` is for the
-``__getattr__`` of a module that had another name for one of its classes or functions.
+table and the options of ``verify`` take the former name of a field. ``former_names`` makes the
+``__getattr__`` of a module that had other names for its classes or functions.
 """
 
 from __future__ import annotations
@@ -78,19 +78,24 @@ def present(kind: type, values: Mapping[str, Any], stacklevel: int = 3) -> dict[
     return result
 
 
-def former_name(module: str, old: str, value: Any, stacklevel: int = 3) -> Any:
-    """Return what a former name of a module stands for, with a ``DeprecationWarning``.
+def former_names(module: str, **former: Any) -> Callable[[str], Any]:
+    """Return the ``__getattr__`` of a module that had other names for its classes or functions.
 
     Args:
         module: its name.
-        old: the former name.
-        value: the class or function, which knows its own module and name.
-        stacklevel: whose line the warning shows.
+        **former: by former name, the class or function, which knows its own module and name.
     """
-    warnings.warn(
-        f"{module}.{old} is now {value.__module__}.{value.__qualname__}; the former name goes with "
-        "the next release",
-        DeprecationWarning,
-        stacklevel=stacklevel,
-    )
-    return value
+
+    def lookup(name: str) -> Any:
+        if name not in former:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        value = former[name]
+        warnings.warn(
+            f"{module}.{name} is now {value.__module__}.{value.__qualname__}; the former name goes "
+            "with the next release",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return value
+
+    return lookup

@@ -15,14 +15,14 @@ from fusedops._core.timer import Clock, CpuClock, Timing, TimingPlan, Variant, m
 from fusedops.bench.contenders import (
     COMPILE,
     EAGER,
-    Call,
     Contender,
+    ContenderCall,
     backend_of,
     contenders,
     is_ours,
 )
-from fusedops.bench.limits import Limits, Work
-from fusedops.bench.results import DIRECTIONS, FORWARD, Row
+from fusedops.bench.limits import LeastWork, Limits
+from fusedops.bench.results import DIRECTIONS, FORWARD, BenchRow
 from fusedops.specs import BenchCase, Sample, Spec, tensors_in
 
 # Above this many elements a float64 copy of all intermediates would not fit beside the rest.
@@ -35,7 +35,7 @@ Error = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Settings:
+class CaseSettings:
     """How to measure.
 
     Attributes:
@@ -63,11 +63,11 @@ def run_case(
     spec: Spec,
     case: BenchCase,
     dtype: torch.dtype,
-    settings: Settings,
+    settings: CaseSettings,
     limits: Limits,
     clock: Clock,
     host: dict[tuple[str, str], float],
-) -> tuple[list[Row], list[str]]:
+) -> tuple[list[BenchRow], list[str]]:
     """Measure all contenders at one size.
 
     Args:
@@ -84,7 +84,7 @@ def run_case(
     """
     title = f"{spec.name} {case.label} {_short(dtype)}"
     try:
-        call = Call.of(spec, case.make(settings.device, dtype))
+        call = ContenderCall.of(spec, case.make(settings.device, dtype))
     except (RuntimeError, ValueError, LookupError) as error:
         # Too large for this machine, a dtype that eager does not have on this device, or sizes of
         # the user's own that do not fit together.
@@ -135,7 +135,7 @@ def run_case(
 
 
 def host_overhead(
-    spec: Spec, dtype: torch.dtype, settings: Settings
+    spec: Spec, dtype: torch.dtype, settings: CaseSettings
 ) -> dict[tuple[str, str], float]:
     """Return the least seconds of a call on a tiny input, per contender and direction.
 
@@ -146,7 +146,7 @@ def host_overhead(
     if sample is None:
         return {}
     try:
-        call = Call.of(spec, sample)
+        call = ContenderCall.of(spec, sample)
     except RuntimeError:
         return {}
     only = [name for name in settings.only if name != COMPILE]
@@ -171,15 +171,15 @@ def tiny_sample(spec: Spec, device: torch.device, dtype: torch.dtype) -> Sample 
     return None
 
 
-def _work(case: BenchCase, direction: str, dtype: torch.dtype, limits: Limits) -> Work:
+def _work(case: BenchCase, direction: str, dtype: torch.dtype, limits: Limits) -> LeastWork:
     """Return what a direction has to do at least."""
     forward = (case.bytes_forward(dtype), case.flops_forward)
     backward = (case.bytes_backward(dtype), case.flops_backward)
     parts = {"forward": [forward], "backward": [backward], "both": [forward, backward]}
-    return Work.of(parts[direction], _short(dtype), limits)
+    return LeastWork.of(parts[direction], _short(dtype), limits)
 
 
-def _directions(able: Sequence[Contender], call: Call) -> Sequence[str]:
+def _directions(able: Sequence[Contender], call: ContenderCall) -> Sequence[str]:
     """Return what can be measured: without eager there is nothing to compare a backward with."""
     return DIRECTIONS if able and able[0].trains and call.leaves else (FORWARD,)
 
@@ -191,7 +191,7 @@ def _row(
     direction: str,
     variant: str,
     timing: Timing,
-    work: Work,
+    work: LeastWork,
     *,
     backend: str,
     allocator: str,
@@ -200,12 +200,12 @@ def _row(
     peak: int,
     error: Error | None,
     note: str,
-) -> Row:
+) -> BenchRow:
     spread, ratio = timing.spread(variant), timing.ratio(EAGER, variant)
     against = lead(timing, variant)
     if against and not timing.trusted(against["rival"]):
         against = {}
-    return Row(
+    return BenchRow(
         op=op,
         case=case,
         dtype=_short(dtype),
@@ -246,7 +246,7 @@ def lead(timing: Timing, variant: str) -> dict[str, Any]:
 
 
 def variant_of(
-    contender: Contender, call: Call, direction: str, synced: torch.device | None = None
+    contender: Contender, call: ContenderCall, direction: str, synced: torch.device | None = None
 ) -> Variant:
     """Return what the timer runs for a contender in one direction."""
     function = contender.function
@@ -254,10 +254,10 @@ def variant_of(
     def context() -> contextlib.AbstractContextManager[Any]:
         return _synced(contender, synced)
 
-    def given() -> Call:
+    def given() -> ContenderCall:
         return call.given_to(contender)
 
-    def ran() -> tuple[Call, Any]:
+    def ran() -> tuple[ContenderCall, Any]:
         mine = given()
         return mine, mine.forward(function)
 
@@ -286,7 +286,7 @@ def _peak(variant: Variant, device: torch.device) -> int:
 
 
 def _errors(
-    spec: Spec, call: Call, able: Sequence[Contender]
+    spec: Spec, call: ContenderCall, able: Sequence[Contender]
 ) -> tuple[dict[tuple[str, str], Error], str]:
     """Return the errors per contender and direction, and why some have none.
 
@@ -312,7 +312,7 @@ def _errors(
 
 
 def _seeded(
-    contender: Contender, call: Call
+    contender: Contender, call: ContenderCall
 ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor | None, ...]]:
     """Return results and gradients of a call after a fixed seed."""
     torch.manual_seed(0)

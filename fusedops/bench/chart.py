@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fusedops.bench.results import Record, Row
+from fusedops.bench.results import BenchRecord, BenchRow
 from fusedops.bench.table import DISTURBED
 from fusedops.terminal import files
 
@@ -16,7 +16,7 @@ _PEER_COLOURS = ("#009E73", "#CC79A7", "#D55E00")
 _TITLES = {"forward": "forward", "both": "forward + backward"}
 
 
-def save(path: str | os.PathLike[str], record: Record) -> None:
+def save(path: str | os.PathLike[str], record: BenchRecord) -> None:
     """Write the picture as PNG, all or nothing.
 
     Raises:
@@ -37,7 +37,7 @@ def check_installed() -> None:
         ) from None
 
 
-def _draw(record: Record) -> Any:
+def _draw(record: BenchRecord) -> Any:
     check_installed()
     from matplotlib.figure import Figure
 
@@ -70,8 +70,8 @@ def _bars(
     axis: Any,
     labels: Sequence[tuple[str, str, str]],
     who: Sequence[str],
-    rows: dict[tuple[str, str, str, str], Row],
-    value: Callable[[Row], float],
+    rows: dict[tuple[str, str, str, str], BenchRow],
+    value: Callable[[BenchRow], float],
     text: str,
     *,
     errors: bool = False,
@@ -110,7 +110,7 @@ def _bars(
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def _shown(rows: Sequence[Row]) -> list[str]:
+def _shown(rows: Sequence[BenchRow]) -> list[str]:
     """Return the contenders in the picture: single backends only in the table."""
     names = dict.fromkeys(row.variant for row in rows if ":" not in row.variant)
     first = [name for name in ("fusedops", "compile") if name in names]
@@ -125,7 +125,7 @@ def _colour(variant: str, who: Sequence[str]) -> str:
     return _PEER_COLOURS[peers.index(variant) % len(_PEER_COLOURS)]
 
 
-def _headline(record: Record) -> str:
+def _headline(record: BenchRecord) -> str:
     machine, versions = record.machine, record.versions
     copy = record.limits["copy"]["rate"] / 1e9
     commit = record.git.get("commit", "")[:10]

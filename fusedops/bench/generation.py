@@ -27,7 +27,7 @@ _LEAST_TURNS = 5
 
 
 @dataclass(frozen=True)
-class Work:
+class GenerationWork:
     """What is generated.
 
     Attributes:
@@ -63,7 +63,7 @@ class Work:
 
 
 @dataclass
-class Row:
+class GenerationRow:
     """What a way of generating reached.
 
     Attributes:
@@ -74,7 +74,7 @@ class Row:
         same: the share of its tokens that are ours.
     """
 
-    work: Work
+    work: GenerationWork
     name: str
     seconds: list[float] = field(default_factory=list)
     ratios: list[float] = field(default_factory=list)
@@ -92,8 +92,8 @@ class Row:
 
 
 def measure(
-    work: Work, seconds: float, threads: int, told: Callable[[str], None] = print
-) -> list[Row]:
+    work: GenerationWork, seconds: float, threads: int, told: Callable[[str], None] = print
+) -> list[GenerationRow]:
     """Measure the ways of generating, in turns.
 
     Args:
@@ -108,7 +108,7 @@ def measure(
     host.tune_host(threads=threads)
     told(f"making {work.preset} in {work.dtype}")
     ways = _ways(work)
-    rows = [Row(work, name) for name in ways]
+    rows = [GenerationRow(work, name) for name in ways]
     found = {name: run() for name, run in ways.items()}
     for row in rows:
         row.same = (found[row.name] == found[OURS]).double().mean().item()
@@ -123,7 +123,7 @@ def measure(
     return rows
 
 
-def _ways(work: Work) -> dict[str, Callable[[], torch.Tensor]]:
+def _ways(work: GenerationWork) -> dict[str, Callable[[], torch.Tensor]]:
     """Return functions that generate and return the new tokens, ``[sequences, tokens]``."""
     torch.manual_seed(0)
     dtype: torch.dtype = getattr(torch, work.dtype)
@@ -155,7 +155,7 @@ def _transformers(folder: str, dtype: torch.dtype) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
 
-def _theirs(model: Any, prompts: torch.Tensor, work: Work) -> Callable[[], torch.Tensor]:
+def _theirs(model: Any, prompts: torch.Tensor, work: GenerationWork) -> Callable[[], torch.Tensor]:
     options = {"min_new_tokens": work.tokens, "max_new_tokens": work.tokens, "do_sample": False}
     whole = torch.ones_like(prompts)
 
@@ -166,6 +166,8 @@ def _theirs(model: Any, prompts: torch.Tensor, work: Work) -> Callable[[], torch
     return run
 
 
-def works(base: Work, presets: Sequence[str], dtypes: Sequence[str]) -> list[Work]:
+def works(
+    base: GenerationWork, presets: Sequence[str], dtypes: Sequence[str]
+) -> list[GenerationWork]:
     """Return what is measured: each architecture in each dtype."""
     return [replace(base, preset=each, dtype=dtype) for each in presets for dtype in dtypes]

@@ -18,7 +18,7 @@ from torch import nn
 import fusedops
 from fusedops import memory
 from fusedops._core.timer import Clock, TimingPlan, Variant, measure
-from fusedops.bench.model_zoo import Family, Size
+from fusedops.bench.model_zoo import ModelFamily, ModelSize
 from fusedops.memory.layers import lists_of
 from fusedops.memory.measurement.measure import MemoryReport, report
 
@@ -77,8 +77,8 @@ class MemoryRow:
 
 
 def run_case(
-    family: Family,
-    size: Size,
+    family: ModelFamily,
+    size: ModelSize,
     dtype: torch.dtype,
     device: torch.device,
     clock: Clock,

@@ -21,9 +21,9 @@ from fusedops._core.peak import peak_bytes
 from fusedops._core.timer import Clock, Timing, TimingPlan, Variant, measure
 from fusedops.bench.cases import lead
 from fusedops.bench.contenders import AUTOMATIC, COMPILE, EAGER, is_ours
-from fusedops.bench.limits import Limits, Work
-from fusedops.bench.model_zoo import Decoder, Family, Inputs, Size
-from fusedops.bench.results import Row
+from fusedops.bench.limits import LeastWork, Limits
+from fusedops.bench.model_zoo import GivenTokenDecoder, Inputs, ModelFamily, ModelSize
+from fusedops.bench.results import BenchRow
 from fusedops.integrations import patch
 
 TRAINING, FORWARD, DECODING = "training", "forward", "decoding"
@@ -33,7 +33,7 @@ Patch = Callable[[nn.Module], Any]
 
 
 @dataclass(frozen=True)
-class Settings:
+class ModelSettings:
     """How to measure.
 
     Attributes:
@@ -67,7 +67,7 @@ class Values:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class FamilyResult:
     """What was found of one family in one mode and dtype.
 
     Attributes:
@@ -76,13 +76,13 @@ class Outcome:
         wrong: what our model computes wrong; there is no row of ours then.
     """
 
-    rows: tuple[Row, ...] = ()
+    rows: tuple[BenchRow, ...] = ()
     notes: tuple[str, ...] = ()
     wrong: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class Contender:
+class ModelContender:
     """A model in one mode.
 
     Attributes:
@@ -100,7 +100,7 @@ class Contender:
     values: Callable[[], Values]
 
 
-def sizes(family: Family, mode: str, size: Size) -> tuple[Size, ...]:
+def sizes(family: ModelFamily, mode: str, size: ModelSize) -> tuple[ModelSize, ...]:
     """Return the sizes of a mode: decoding is measured for one sequence too, what chats are."""
     if mode != DECODING:
         return (size,)
@@ -109,7 +109,7 @@ def sizes(family: Family, mode: str, size: Size) -> tuple[Size, ...]:
     return tuple(replace(size, batch=batch) for batch in dict.fromkeys((1, size.batch)))
 
 
-def affordable(mode: str, size: Size, dtype: torch.dtype, device: torch.device) -> Size:
+def affordable(mode: str, size: ModelSize, dtype: torch.dtype, device: torch.device) -> ModelSize:
     """Return a smaller size where torch would need minutes for a step in training on a CPU.
 
     Its products for the gradients of float16 run at 1 GFLOP/s there (Zen 5, torch 2.13), and so do
@@ -123,20 +123,20 @@ def affordable(mode: str, size: Size, dtype: torch.dtype, device: torch.device) 
     return size
 
 
-def label(mode: str, size: Size) -> str:
+def label(mode: str, size: ModelSize) -> str:
     """Return what a size is called in a mode."""
     return size.label + (f"+{size.steps}" if mode == DECODING else "")
 
 
 def run_case(
-    family: Family,
+    family: ModelFamily,
     mode: str,
     dtype: torch.dtype,
-    size: Size,
-    settings: Settings,
+    size: ModelSize,
+    settings: ModelSettings,
     limits: Limits,
     clock: Clock,
-) -> Outcome:
+) -> FamilyResult:
     """Measure a family in one mode and dtype.
 
     Args:
@@ -158,10 +158,10 @@ def run_case(
         known = eager.values()
     except Exception as error:
         # Too large for this machine, a dtype that torch lacks here, a transformers without it.
-        return Outcome(notes=(f"{title}: no rows: {_line(error)}",))
+        return FamilyResult(notes=(f"{title}: no rows: {_line(error)}",))
     able, notes, wrong = [eager], [], []
     errors = {EAGER: _ulps(known, truth)}
-    ours: Contender | None = None
+    ours: ModelContender | None = None
     backend = ""
     try:
         patched = copy.deepcopy(stock)
@@ -198,7 +198,7 @@ def run_case(
         _row(family, mode, dtype, size, each.name, timing, work, settings, errors, peaks, backend)
         for each in able
     ]
-    return Outcome(tuple(rows), tuple(notes), tuple(wrong))
+    return FamilyResult(tuple(rows), tuple(notes), tuple(wrong))
 
 
 def differences(ours: Values, stock: Values, truth: Values, dtype: torch.dtype) -> tuple[str, ...]:
@@ -247,16 +247,16 @@ def _contender(
     name: str,
     model: nn.Module,
     call: Any,
-    family: Family,
+    family: ModelFamily,
     mode: str,
-    size: Size,
+    size: ModelSize,
     device: torch.device,
-) -> Contender:
+) -> ModelContender:
     """Return ``call``, the model itself or its compilation, as what the timer runs."""
     if mode == DECODING:
-        decoder = Decoder(family, model, size, device)
+        decoder = GivenTokenDecoder(family, model, size, device)
         decoder.model = call
-        return Contender(
+        return ModelContender(
             name,
             model,
             decoder.prepare,
@@ -266,14 +266,14 @@ def _contender(
     dtype = next(model.parameters()).dtype
     inputs = family.batch(size, device, dtype, labels=mode == TRAINING)
     if mode == FORWARD:
-        return Contender(
+        return ModelContender(
             name,
             model,
             lambda: None,
             lambda _: _forward(call, inputs),
             lambda: Values(_forward(call, inputs).logits),
         )
-    return Contender(
+    return ModelContender(
         name,
         model,
         lambda: model.zero_grad(set_to_none=True),
@@ -298,7 +298,7 @@ def _step(model: nn.Module, call: Any, inputs: Inputs) -> Values:
 
 
 def _truth(
-    stock: nn.Module, family: Family, mode: str, size: Size, device: torch.device
+    stock: nn.Module, family: ModelFamily, mode: str, size: ModelSize, device: torch.device
 ) -> tuple[Values, int]:
     """Return what the stock model computes in float64, and the operations of its products."""
     model: Any = copy.deepcopy(stock).double()
@@ -322,7 +322,7 @@ def _ulps(values: Values, truth: Values) -> tuple[float, float]:
     return float(error.max()), float(error.mean())
 
 
-def _peak(contender: Contender, settings: Settings) -> int | None:
+def _peak(contender: ModelContender, settings: ModelSettings) -> int | None:
     if not settings.memory:
         return None
     value = contender.prepare()
@@ -332,14 +332,14 @@ def _peak(contender: Contender, settings: Settings) -> int | None:
 
 
 def _work(
-    model: nn.Module, flops: int, mode: str, dtype: torch.dtype, size: Size, limits: Limits
-) -> Work:
+    model: nn.Module, flops: int, mode: str, dtype: torch.dtype, size: ModelSize, limits: Limits
+) -> LeastWork:
     """Return the least that a run has to do: its products, and weights to read and to write."""
     rows = size.batch * (1 if mode == DECODING else size.seq_len)
     # In training weights are read twice and their gradients written.
     passes = {TRAINING: 3, FORWARD: 1, DECODING: size.steps}[mode]
     moved = int(passes * _weight_bytes(model, rows))
-    return Work.of([(moved, flops)], _short(dtype), limits)
+    return LeastWork.of([(moved, flops)], _short(dtype), limits)
 
 
 def _weight_bytes(model: Any, rows: int) -> float:
@@ -359,21 +359,21 @@ def _weight_bytes(model: Any, rows: int) -> float:
 
 
 def _row(
-    family: Family,
+    family: ModelFamily,
     mode: str,
     dtype: torch.dtype,
-    size: Size,
+    size: ModelSize,
     name: str,
     timing: Timing,
-    work: Work,
-    settings: Settings,
+    work: LeastWork,
+    settings: ModelSettings,
     errors: dict[str, tuple[float, float]],
     peaks: dict[str, int | None],
     backend: str,
-) -> Row:
+) -> BenchRow:
     spread, ratio = timing.spread(name), timing.ratio(EAGER, name)
     against = lead(timing, name)
-    return Row(
+    return BenchRow(
         op=family.name,
         case=label(mode, size),
         dtype=_short(dtype),
@@ -402,7 +402,7 @@ def _row(
     )
 
 
-def slower(rows: Sequence[Row], ratio: float) -> tuple[list[Row], list[Row]]:
+def slower(rows: Sequence[BenchRow], ratio: float) -> tuple[list[BenchRow], list[BenchRow]]:
     """Return our rows below ``ratio`` of the fastest other, apart those that were disturbed."""
     below = [row for row in rows if row.lead is not None and row.lead < ratio]
     return [row for row in below if row.trusted], [row for row in below if not row.trusted]

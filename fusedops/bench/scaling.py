@@ -36,7 +36,7 @@ _WARM_UP = 2
 
 
 @dataclass(frozen=True)
-class Setting:
+class ScalingSetting:
     """A way of training the same model.
 
     Attributes:
@@ -56,18 +56,20 @@ class Setting:
 SETTINGS = {
     each.name: each
     for each in (
-        Setting("one process", 1, 2, {}),
-        Setting("one process, 8 parts", 1, 2, {"microbatches": 8}),
-        Setting("patched transformers", 1, 2, None),
-        Setting("dp 2", 2, 1, {"dp": 2}),
-        Setting("dp 2, zero 1", 2, 1, {"dp": 2, "zero": 1}),
-        Setting("tp 2", 2, 1, {"tp": 2}),
-        Setting("tp 2, overlap_microbatches", 2, 1, {"tp": 2, "overlap_microbatches": True}),
-        Setting("tp 2, sp", 2, 1, {"tp": 2, "sp": True}),
-        Setting("cp 2", 2, 1, {"cp": 2}),
-        Setting("pp 2", 2, 1, {"pp": 2, "microbatches": 8}),
+        ScalingSetting("one process", 1, 2, {}),
+        ScalingSetting("one process, 8 parts", 1, 2, {"microbatches": 8}),
+        ScalingSetting("patched transformers", 1, 2, None),
+        ScalingSetting("dp 2", 2, 1, {"dp": 2}),
+        ScalingSetting("dp 2, zero 1", 2, 1, {"dp": 2, "zero": 1}),
+        ScalingSetting("tp 2", 2, 1, {"tp": 2}),
+        ScalingSetting("tp 2, overlap_microbatches", 2, 1, {"tp": 2, "overlap_microbatches": True}),
+        ScalingSetting("tp 2, sp", 2, 1, {"tp": 2, "sp": True}),
+        ScalingSetting("cp 2", 2, 1, {"cp": 2}),
+        ScalingSetting("pp 2", 2, 1, {"pp": 2, "microbatches": 8}),
         *(
-            Setting(f"pp 2, {name}", 2, 1, {"pp": 2, "microbatches": 8, "pipeline_schedule": name})
+            ScalingSetting(
+                f"pp 2, {name}", 2, 1, {"pp": 2, "microbatches": 8, "pipeline_schedule": name}
+            )
             for name in ("zero_bubble", "zbv")
         ),
     )
@@ -76,7 +78,7 @@ FIRST = "one process"
 
 
 @dataclass(frozen=True)
-class Work:
+class ScalingWork:
     """What is trained.
 
     Attributes:
@@ -108,7 +110,7 @@ class Work:
 
 
 @dataclass
-class Row:
+class ScalingRow:
     """What a setting reached.
 
     Attributes:
@@ -119,7 +121,7 @@ class Row:
         tokens: of a step.
     """
 
-    setting: Setting
+    setting: ScalingSetting
     tokens: int
     seconds: list[float] = field(default_factory=list)
     ratios: list[float] = field(default_factory=list)
@@ -137,8 +139,8 @@ class Row:
 
 
 def measure(
-    work: Work, names: Sequence[str], seconds: float, told: Callable[[str], None] = print
-) -> list[Row]:
+    work: ScalingWork, names: Sequence[str], seconds: float, told: Callable[[str], None] = print
+) -> list[ScalingRow]:
     """Measure settings in turns.
 
     Args:
@@ -154,7 +156,7 @@ def measure(
         RuntimeError: a process failed; with what it said.
     """
     chosen = [SETTINGS[each] for each in dict.fromkeys((FIRST, *names))]
-    rows = [Row(each, work.sequences * work.tokens) for each in chosen]
+    rows = [ScalingRow(each, work.sequences * work.tokens) for each in chosen]
     with ExitStack() as stack:
         teams = []
         for setting in chosen:
@@ -178,7 +180,7 @@ def measure(
 class _Team:
     """The processes of a setting, waiting for a word."""
 
-    def __init__(self, setting: Setting, work: Work, store: Path) -> None:
+    def __init__(self, setting: ScalingSetting, work: ScalingWork, store: Path) -> None:
         context = multiprocessing.get_context("spawn")
         self._name = setting.name
         self._links: list[Connection] = []
@@ -218,7 +220,9 @@ class _Team:
             process.join()
 
 
-def _serve(setting: Setting, work: Work, rank: int, store: str, link: Connection) -> None:
+def _serve(
+    setting: ScalingSetting, work: ScalingWork, rank: int, store: str, link: Connection
+) -> None:
     """Train for as many steps as the other end says, again and again."""
     try:
         host.tune_host(threads=setting.threads)
@@ -242,7 +246,7 @@ def _serve(setting: Setting, work: Work, rank: int, store: str, link: Connection
         link.send((True, f"{type(error).__name__}: {error}"))
 
 
-def _step_of(setting: Setting, work: Work) -> Callable[[], float]:
+def _step_of(setting: ScalingSetting, work: ScalingWork) -> Callable[[], float]:
     """Return a function that makes a step and returns its loss."""
     config = work.config
     generator = torch.Generator().manual_seed(_SEED)

@@ -22,7 +22,7 @@ from fusedops._core.architecture import architecture
 from fusedops._core.timer import Clock, TimingPlan, Variant, clock_for, measure
 from fusedops.bench import machine
 from fusedops.bench.cases import tiny_sample
-from fusedops.bench.contenders import Call
+from fusedops.bench.contenders import ContenderCall
 from fusedops.bench.results import now
 from fusedops.specs import BenchCase, Sample, Spec
 from fusedops.terminal import files
@@ -36,7 +36,7 @@ _VERSIONS = ("torch", "triton", "fusedops", "cuda", "driver")
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredCall:
     """All contenders on one call of a registered op.
 
     Attributes:
@@ -134,9 +134,9 @@ def _measure_all(
     dtypes: Sequence[torch.dtype],
     device: torch.device,
     timing: TimingPlan,
-) -> tuple[list[Measured], list[str]]:
+) -> tuple[list[MeasuredCall], list[str]]:
     clock = clock_for(device)
-    measured: list[Measured] = []
+    measured: list[MeasuredCall] = []
     notes: list[str] = []
     work: list[tuple[Spec, str, torch.dtype, Callable[[], Sample | None]]] = []
     for name in dict.fromkeys(spec.name for spec, _ in plan):
@@ -149,7 +149,7 @@ def _measure_all(
         for spec, label, dtype, make in work:
             title = f"{spec.name} {label} {str(dtype).removeprefix('torch.')}"
             progress.say(title)
-            found: list[Measured] = []
+            found: list[MeasuredCall] = []
             why: list[str] = []
             try:
                 sample = make()
@@ -189,14 +189,14 @@ def deliver(table: tuning.TuningTable, notes: Sequence[str], path: Path) -> None
 
 def measure_case(
     spec: Spec, sample: Sample, device: torch.device, clock: Clock, plan: TimingPlan
-) -> tuple[list[Measured], list[str]]:
+) -> tuple[list[MeasuredCall], list[str]]:
     """Time the backends of an op's forward and backward against each other on one call.
 
     Returns:
         Forward and backward, where there is a choice; and notes on what could not be measured.
     """
-    call = Call.of(spec, sample)
-    found: list[Measured] = []
+    call = ContenderCall.of(spec, sample)
+    found: list[MeasuredCall] = []
     notes: list[str] = []
 
     def forward() -> Any:
@@ -222,7 +222,7 @@ def measure_case(
     return found, notes
 
 
-def choose(measured: Sequence[Measured]) -> tuning.Entry | None:
+def choose(measured: Sequence[MeasuredCall]) -> tuning.Entry | None:
     """Return the entry of one key: another backend only where it wins every time.
 
     Of sizes that share a class the one with the least gain stands in the table.
@@ -258,7 +258,7 @@ def _compare(
     device: torch.device,
     clock: Clock,
     plan: TimingPlan,
-) -> Measured | None:
+) -> MeasuredCall | None:
     """Time all that can run; ``None`` when there is no choice."""
 
     def force(backend: str, config: str | None) -> AbstractContextManager[None]:
@@ -285,7 +285,7 @@ def _compare(
         return None
     timing = measure(variants, clock, plan)
     ratios = {each.name: timing.ratio(default, each.name) for each in variants}
-    return Measured(
+    return MeasuredCall(
         key=key,
         default=default,
         median_us={each.name: timing.spread(each.name).median * 1e6 for each in variants},

@@ -57,7 +57,7 @@ class Restored:
 
 
 @dataclass(frozen=True)
-class Saved:
+class CheckpointInfo:
     """What a checkpoint says of itself.
 
     Attributes:
@@ -71,7 +71,7 @@ class Saved:
     folder: Path
 
 
-def newest(root: str | os.PathLike[str], step: int | None = None) -> Saved | None:
+def newest(root: str | os.PathLike[str], step: int | None = None) -> CheckpointInfo | None:
     """Return what the newest checkpoint says of itself, for who has no model to load it into yet.
 
     Of its files the first rank's alone is looked at; ``Checkpointer.load`` looks at all.
@@ -92,7 +92,7 @@ def newest(root: str | os.PathLike[str], step: int | None = None) -> Saved | Non
         except folders.Damaged:
             continue
         extra = _unpacked((each / _file_of(0)).read_bytes())["extra"]
-        return Saved(record["step"], extra, each)
+        return CheckpointInfo(record["step"], extra, each)
     return None
 
 
@@ -126,10 +126,10 @@ class Checkpointer:
         >>> from fusedops.checkpoint import Checkpointer
         >>> model = torch.nn.Linear(2, 2)
         >>> optimizer = torch.optim.AdamW(model.parameters())
-        >>> with Checkpointer(tempfile.mkdtemp(), model, optimizer) as keeper:
-        ...     restored = keeper.load()  # None: there is nothing yet
-        ...     folder = keeper.save(100, data={"batch": 100})
-        ...     keeper.load().data
+        >>> with Checkpointer(tempfile.mkdtemp(), model, optimizer) as checkpointer:
+        ...     restored = checkpointer.load()  # None: there is nothing yet
+        ...     folder = checkpointer.save(100, data={"batch": 100})
+        ...     checkpointer.load().data
         {'batch': 100}
     """
 
@@ -168,7 +168,7 @@ class Checkpointer:
     def add(self, **stateful: Any) -> None:
         """Also save and load these, as those given to the constructor.
 
-        For what needs the checkpointer itself: ``keeper.add(guard=Guard(keeper))``.
+        For what needs the checkpointer itself: ``checkpointer.add(guard=Guard(checkpointer))``.
 
         Args:
             **stateful: by name, what has ``state_dict`` and ``load_state_dict``.

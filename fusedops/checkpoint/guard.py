@@ -35,7 +35,7 @@ class GuardError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class GuardDecision:
     """What to do with a step.
 
     Attributes:
@@ -115,7 +115,7 @@ class Guard:
         self.checkpointer = checkpointer
         self.on_nonfinite, self.on_spike = on_nonfinite, on_spike
         self.spike, self.patience, self.max_rollbacks = spike, patience, max_rollbacks
-        self.events: list[Verdict] = []
+        self.events: list[GuardDecision] = []
         self._group = group
         self._history: dict[str, deque[float]] = {
             name: deque(maxlen=window) for name in ("loss", "gradient norm")
@@ -130,7 +130,7 @@ class Guard:
         step: int,
         loss: float | torch.Tensor,
         grad_norm: float | torch.Tensor | None = None,
-    ) -> Verdict:
+    ) -> GuardDecision:
         """Return what to do with a step, between its backward and the optimizer's step.
 
         Args:
@@ -151,7 +151,7 @@ class Guard:
                 self.checkpointer.confirm()
             for name, value in values.items():
                 self._history[name].append(value)
-            return Verdict(step, "go")
+            return GuardDecision(step, "go")
         self._bad_steps.add(step)
         self._bad_in_a_row += 1
         if self._bad_in_a_row == 1 and self.checkpointer is not None:
@@ -160,7 +160,7 @@ class Guard:
             reason = f"{reason}; {self._bad_in_a_row} bad steps in a row"
             action = "stop" if self.checkpointer is None else "rollback"
         verdict = self._rolled_back(step, reason) if action == "rollback" else None
-        verdict = verdict or Verdict(step, action, reason)
+        verdict = verdict or GuardDecision(step, action, reason)
         before = self._told()
         self.events.append(verdict)
         done = {"go": "taken all the same", "skip": "skipped", "stop": "training stops"}
@@ -240,7 +240,7 @@ class Guard:
         least = max(_LEAST_DEVIATION * abs(middle), torch.finfo(torch.float32).tiny)
         return middle, max(_NORMAL * spread, least)
 
-    def _rolled_back(self, step: int, reason: str) -> Verdict:
+    def _rolled_back(self, step: int, reason: str) -> GuardDecision:
         assert self.checkpointer is not None
         # What was saved since the first of the bad steps has the weights that they were bad with.
         last = self.checkpointer.last_step if self._last_saved is None else self._last_saved
@@ -254,7 +254,7 @@ class Guard:
                 f"step {step}: {reason}; went back to step {restored.step} {count - 1} times "
                 f"already{self._last_confirmed()}{self._told()}"
             )
-        return Verdict(step, "rollback", reason, restored)
+        return GuardDecision(step, "rollback", reason, restored)
 
     def _last_confirmed(self) -> str:
         folder = self.checkpointer and self.checkpointer.last_confirmed()

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from fusedops._core import backends
 from fusedops._core.timer import BriefClock, Clock, TimingPlan, Variant, clock_for, measure
-from fusedops.bench.contenders import AUTOMATIC, EAGER, Call, Contender, backend_of
+from fusedops.bench.contenders import AUTOMATIC, EAGER, Contender, ContenderCall, backend_of
 from fusedops.ops.linear_act import linear_act
 from fusedops.specs import BenchCase, all_specs
 from fusedops.terminal.console import print_table
@@ -183,7 +183,7 @@ def op_rate(
     spec = all_specs()[name]
     what = f"{name} {case.label}"
     try:
-        call = Call.of(spec, case.make(device, dtype))
+        call = ContenderCall.of(spec, case.make(device, dtype))
     except RuntimeError as error:
         return Rate(what, _short(dtype), problem=_line(error))
     return _rate(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from rich.console import Console
 
-    from fusedops.cli.selftest import Outcome
+    from fusedops.cli.selftest import SelftestResult
 
 # Of all self-tests on one device: a doctor must not keep the patient waiting.
 _SECONDS = 24.0
@@ -48,7 +48,7 @@ def doctor(
     _show_installed(out)
     out.print(Rule("host", align="left"))
     _show_host(out)
-    failed: list[Outcome] = []
+    failed: list[SelftestResult] = []
     wrong = env.mistakes(backends.BACKENDS)
     with backends.use_backend(None) if wrong else nullcontext():
         for each in devices:
@@ -154,7 +154,7 @@ def _show_host(out: Console) -> None:
             out.print(f"         cure: {finding.cure}")
 
 
-def _show_ops(out: Console, device: torch.device) -> list[Outcome]:
+def _show_ops(out: Console, device: torch.device) -> list[SelftestResult]:
     """Test every op; print what it runs on and whether it is right. Return those that failed."""
     from fusedops.cli.selftest import check_op
     from fusedops.specs import all_specs
@@ -195,7 +195,7 @@ def _show_speed(out: Console, device: torch.device) -> None:
     calibrate.show(out, device)
 
 
-def _show_conclusion(out: Console, failed: list[Outcome]) -> None:
+def _show_conclusion(out: Console, failed: list[SelftestResult]) -> None:
     from fusedops._core import backends
 
     if any(outcome.checks for outcome in failed):
@@ -207,7 +207,7 @@ def _show_conclusion(out: Console, failed: list[Outcome]) -> None:
         out.print(f"Backend {backends.requested()} is asked for: {cure}.", markup=False)
 
 
-def _show_outcome(out: Console, outcome: Outcome) -> None:
+def _show_outcome(out: Console, outcome: SelftestResult) -> None:
     mark = "[green]right[/]"
     if outcome.failures:
         mark = "[red]WRONG[/]" if outcome.checks else "[red]fails[/]"

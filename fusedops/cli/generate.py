@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fusedops._core import env
-from fusedops.cli.errors import say, told_once
+from fusedops.cli.errors import print_message, report_errors_once
 from fusedops.terminal import files
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def generate(
     A checkpoint of any number of processes is loaded by any other: docs/generation.md.
     """
     launched = env.launched()
-    with told_once(first=launched is None or launched[0] == 0):
+    with report_errors_once(first=launched is None or launched[0] == 0):
         files.check_environment()
         from fusedops.launch import config_table
 
@@ -115,9 +115,9 @@ def generate(
                 cache_size=cache_size,
             )
         from fusedops.generation.load import load
-        from fusedops.launch.processes import joined
+        from fusedops.launch.processes import initialize_distributed
 
-        with joined(device) as ranks:
+        with initialize_distributed(device) as ranks:
             loaded = load(
                 checkpoint,
                 ranks,
@@ -129,7 +129,7 @@ def generate(
             run = _Run(loaded, prompt, stop or [], options, first=ranks.rank == 0)
             with _as_mistakes():
                 run.fit(exact=tokens is not None)
-            run.say(f"{loaded.description}, {ranks.size} processes on {ranks.device.type}")
+            run.log(f"{loaded.description}, {ranks.size} processes on {ranks.device.type}")
             run.show(run.generate())
             if compare:
                 run.compare()
@@ -199,10 +199,10 @@ class _Run:
             self._options = replace(self._options, tokens=max(1, min(rooms)))
         check(self._model, self._prompts, self._options)
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Print a line beside the text, on the first rank."""
         if self._first:
-            say(text)
+            print_message(text)
 
     def generate(self) -> list[str]:
         """Return the texts; a single one is written as it comes."""
@@ -265,7 +265,7 @@ class _Run:
             head = f"[{name}] " if len(texts) > 1 else ""
             self._write(f"{head}{self._texts[prompt]}{text}\n")
         count = sum(len(each.tokens) for each in self._found)
-        self.say(f"{count} tokens, {count / self._seconds:,.0f} tokens/s")
+        self.log(f"{count} tokens, {count / self._seconds:,.0f} tokens/s")
 
     def compare(self) -> None:
         """Generate again without a cache, and tell whether tokens differ."""
@@ -286,7 +286,7 @@ class _Run:
             for mine, other in zip(each.tokens, others_.tokens, strict=False)
         )
         made = sum(len(each.tokens) for each in others)
-        self.say(
+        self.log(
             f"without the cache: {same} of {sum(lengths)} tokens are the same, "
             f"{made / seconds:,.0f} tokens/s"
         )

@@ -29,7 +29,7 @@ NORMS = ("layer_norm", "add_layer_norm", "rms_norm", "add_rms_norm")
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredStep:
     """One small run.
 
     Attributes:
@@ -88,7 +88,7 @@ def measure(
     microbatches: int = 1,
     ours: bool = False,
     offload: tuple[str, ...] = (),
-) -> Measured:
+) -> MeasuredStep:
     """Train a small model for a step and return what it took.
 
     Args:
@@ -157,7 +157,7 @@ def measure(
     if isinstance(optimizer, OffloadedAdamW):
         host += optimizer.host_bytes
         optimizer.close()
-    return Measured(
+    return MeasuredStep(
         family=family,
         size=size,
         kernels=kernels,

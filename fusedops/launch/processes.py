@@ -85,7 +85,7 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def joined(device: str) -> Iterator[Ranks]:
+def initialize_distributed(device: str) -> Iterator[Ranks]:
     """Join the processes that ``torchrun`` started; alone where it did not.
 
     Args:
@@ -125,7 +125,7 @@ def _check_device(device: str, kind: str, local: int, count: int) -> None:
         )
 
 
-def outlast(seconds: float) -> None:
+def set_collective_timeout(seconds: float) -> None:
     """Let every communication wait for twice as long as the watch, which says who hangs.
 
     Torch's own patience (30 minutes of gloo, 10 of NCCL) ends a run without a word of that. It is
@@ -154,7 +154,7 @@ def _store() -> dist.Store:
     return dist.PrefixStore(f"fusedops-{env.restarts()}", store)
 
 
-class Stop:
+class StopSignals:
     """Notes SIGTERM and Ctrl-C instead of dying: the loop saves and ends after its step.
 
     A second signal, later than two seconds, ends the process as ever.
@@ -165,7 +165,7 @@ class Stop:
         self._since = 0.0
         self._before: dict[int, Any] = {}
 
-    def __enter__(self) -> Stop:
+    def __enter__(self) -> StopSignals:
         for number in (signal.SIGTERM, signal.SIGINT):
             # Only the main thread may; elsewhere a run is stopped by its caller.
             with contextlib.suppress(ValueError):

@@ -17,14 +17,16 @@ from fusedops._core.checks import UnsupportedError
 from fusedops.memory import compiled, wrap
 from fusedops.memory.buffers import Buffers
 from fusedops.memory.offloading.offloader import OffloadSettings
-from fusedops.memory.policy import Policy, Rule, recomputed
+from fusedops.memory.policy import MemoryRule, Policy, recomputed
 from fusedops.memory.policy_state import PolicyState, keeps_results
 
 
 class WrappedLayer:
     """What runs around a module that a rule names."""
 
-    def __init__(self, state: PolicyState, name: str, module: nn.Module, rules: list[Rule]) -> None:
+    def __init__(
+        self, state: PolicyState, name: str, module: nn.Module, rules: list[MemoryRule]
+    ) -> None:
         self.state = state
         self.name = name
         self._module = module
@@ -188,7 +190,7 @@ def _check_patterns(policy: Policy, named: dict[str, nn.Module]) -> None:
             raise ValueError(f"apply: {rule} names no module of the model{hint}")
 
 
-def _reshard(module: nn.Module, rule: Rule) -> None:
+def _reshard(module: nn.Module, rule: MemoryRule) -> None:
     """Let FSDP2 free a region's weights after the forward, or keep them, where the rule says so."""
     again = rule.communication.parallel_optimizer_comm_recompute
     reshard = getattr(module, "set_reshard_after_forward", None)

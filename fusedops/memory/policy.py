@@ -26,7 +26,7 @@ Ops = Any  # a name, an operator of torch.ops, or several of them
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedTensorInfo:
     """What a rule may know of a tensor that is kept for the backward.
 
     Attributes:
@@ -69,14 +69,14 @@ class CommunicationOptions:
 
 
 @dataclass(frozen=True)
-class Rule:
+class MemoryRule:
     """One sentence of a policy; made by ``save``, ``recompute``, ``offload`` and ``lower``."""
 
     treatment: str
     modules: tuple[str | type[nn.Module], ...] = ()
     ops: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
-    when: Callable[[Saved], bool] | None = None
+    when: Callable[[SavedTensorInfo], bool] | None = None
     dtype: torch.dtype | None = None
     communication: CommunicationOptions = CommunicationOptions()
 
@@ -85,7 +85,7 @@ class Rule:
         """Whether it looks at single tensors, not only at the module that runs."""
         return bool(self.ops or self.outputs or self.when is not None)
 
-    def __deepcopy__(self, memo: Any) -> Rule:
+    def __deepcopy__(self, memo: Any) -> MemoryRule:
         """Return the rule: nothing of it changes, and a process group has no copy."""
         return self
 
@@ -93,7 +93,7 @@ class Rule:
         """Return whether its ``modules`` name this one; a rule without them names none."""
         return any(_names(pattern, name, module) for pattern in self.modules)
 
-    def fits(self, saved: Saved) -> bool:
+    def fits(self, saved: SavedTensorInfo) -> bool:
         """Return whether a tensor is one of those that its other words name."""
         if self.ops and saved.op not in self.ops:
             return False
@@ -117,8 +117,8 @@ def save(
     *,
     ops: Ops = (),
     outputs: str | Iterable[str] = (),
-    when: Callable[[Saved], bool] | None = None,
-) -> Rule:
+    when: Callable[[SavedTensorInfo], bool] | None = None,
+) -> MemoryRule:
     """Keep tensors as they are: inside a recomputed module, or against an earlier rule.
 
     Args:
@@ -128,7 +128,7 @@ def save(
         ops: the operators that made the tensors: names (``"mlp"``, ``"aten::mm"``) or
             ``torch.ops`` objects; by default any.
         outputs: names of results in the operators' schemas, such as ``"preactivation"``.
-        when: decides by anything else; receives a ``Saved``.
+        when: decides by anything else; receives a ``SavedTensorInfo``.
 
     Returns:
         A rule for ``Policy``.
@@ -150,12 +150,12 @@ def recompute(
     *,
     ops: Ops = (),
     outputs: str | Iterable[str] = (),
-    when: Callable[[Saved], bool] | None = None,
+    when: Callable[[SavedTensorInfo], bool] | None = None,
     mp_comm_recompute: bool = True,
     parallel_optimizer_comm_recompute: bool | None = None,
     recompute_slice_activation: bool = False,
     group: Any = None,
-) -> Rule:
+) -> MemoryRule:
     """Compute tensors again in the backward, once, instead of keeping them.
 
     With ``modules`` alone each of these is a region: its inputs are kept and its forward runs a
@@ -229,8 +229,8 @@ def offload(
     *,
     ops: Ops = (),
     outputs: str | Iterable[str] = (),
-    when: Callable[[Saved], bool] | None = None,
-) -> Rule:
+    when: Callable[[SavedTensorInfo], bool] | None = None,
+) -> MemoryRule:
     """Move tensors to host memory after the forward and back before the backward wants them.
 
     Args:
@@ -260,8 +260,8 @@ def lower(
     dtype: torch.dtype = torch.bfloat16,
     ops: Ops = (),
     outputs: str | Iterable[str] = (),
-    when: Callable[[Saved], bool] | None = None,
-) -> Rule:
+    when: Callable[[SavedTensorInfo], bool] | None = None,
+) -> MemoryRule:
     """Keep floating-point tensors in a narrower dtype. This changes the gradients.
 
     Args:
@@ -315,9 +315,9 @@ class Policy:
         Policy(recompute(modules='layers.*'), save(ops=fusedops::attention))
     """
 
-    def __init__(self, *rules: Rule) -> None:
+    def __init__(self, *rules: MemoryRule) -> None:
         for rule in rules:
-            if not isinstance(rule, Rule):
+            if not isinstance(rule, MemoryRule):
                 raise TypeError(
                     "Policy: each rule must come from save(), recompute(), offload() or lower(), "
                     f"got {checks.shown(rule)}"
@@ -341,7 +341,7 @@ class Policy:
         return any(rule.of_tensors for rule in self.rules)
 
 
-def recomputed(fitting: Sequence[Rule]) -> Rule | None:
+def recomputed(fitting: Sequence[MemoryRule]) -> MemoryRule | None:
     """Return the rule by which a tensor is computed again, of all rules that fit it, or ``None``.
 
     Asked of the rules that name a module as a whole, it tells whether the module is a region.
@@ -350,7 +350,7 @@ def recomputed(fitting: Sequence[Rule]) -> Rule | None:
     return rule if rule is not None and rule.treatment == RECOMPUTE else None
 
 
-def kept_by(fitting: Sequence[Rule]) -> Rule | None:
+def kept_by(fitting: Sequence[MemoryRule]) -> MemoryRule | None:
     """Return the rule that tells how a tensor is kept, of all rules that fit it.
 
     ``None`` where it is kept as it is.
@@ -359,7 +359,7 @@ def kept_by(fitting: Sequence[Rule]) -> Rule | None:
     return rule if rule is not None and rule.treatment != SAVE else None
 
 
-def _last(fitting: Sequence[Rule], treatments: tuple[str, ...]) -> Rule | None:
+def _last(fitting: Sequence[MemoryRule], treatments: tuple[str, ...]) -> MemoryRule | None:
     answers = [rule for rule in fitting if rule.treatment in treatments]
     single = [rule for rule in answers if rule.of_tensors]
     chosen = single or answers
@@ -371,12 +371,12 @@ def _rule(
     modules: Modules,
     ops: Ops,
     outputs: str | Iterable[str],
-    when: Callable[[Saved], bool] | None,
+    when: Callable[[SavedTensorInfo], bool] | None,
     **others: Any,
-) -> Rule:
+) -> MemoryRule:
     if when is not None and not callable(when):
         raise TypeError(f"{treatment}: when must be a function, got {checks.type_name(when)}")
-    rule = Rule(
+    rule = MemoryRule(
         treatment,
         _patterns(treatment, modules),
         tuple(_op_name(treatment, each) for each in _several(ops)),

@@ -23,9 +23,9 @@ from fusedops.memory.policy import (
     OFFLOAD,
     RECOMPUTE,
     SAVE,
+    MemoryRule,
     Policy,
-    Rule,
-    Saved,
+    SavedTensorInfo,
     kept_by,
     recomputed,
 )
@@ -64,7 +64,7 @@ class PolicyState:
         self._forget()
 
     def _forget(self) -> None:
-        self._running: list[tuple[str, frozenset[Rule]]] = []
+        self._running: list[tuple[str, frozenset[MemoryRule]]] = []
         self._regions = 0
         self._packs = False
         self._producers: ProducerTracker | None = None
@@ -88,7 +88,7 @@ class PolicyState:
         return self._offloaders
 
     @contextlib.contextmanager
-    def running(self, name: str, module: nn.Module, rules: frozenset[Rule]) -> Iterator[None]:
+    def running(self, name: str, module: nn.Module, rules: frozenset[MemoryRule]) -> Iterator[None]:
         """Take what is saved inside as saved by this module."""
         before = self._steady
         # Known by their memory: what layers read of a DTensor is neither a parameter nor a view of
@@ -131,7 +131,7 @@ class PolicyState:
     def run_region(
         self,
         call: ForwardCall,
-        rule: Rule,
+        rule: MemoryRule,
         keeps: bool,
         buffers: Buffers,
         args: tuple[Any, ...],
@@ -191,7 +191,7 @@ class PolicyState:
             )
         return self._hold(tensor, kept_by(fitting))
 
-    def _hold(self, tensor: torch.Tensor, rule: Rule | None) -> SavedTensor:
+    def _hold(self, tensor: torch.Tensor, rule: MemoryRule | None) -> SavedTensor:
         if rule is not None and rule.treatment == OFFLOAD and self._worth_moving(tensor):
             source = self._known(OFFLOAD, tensor)
             if source is None:
@@ -229,11 +229,13 @@ class PolicyState:
             for rule in self.policy.rules
         )
 
-    def _fitting(self, tensor: torch.Tensor, op: str | None, output: str | None) -> list[Rule]:
+    def _fitting(
+        self, tensor: torch.Tensor, op: str | None, output: str | None
+    ) -> list[MemoryRule]:
         """Return the rules that fit a tensor that the running module saves."""
         name = self._running[-1][0] if self._running else ""
-        running = frozenset[Rule]().union(*(rules for _, rules in self._running))
-        saved = Saved(
+        running = frozenset[MemoryRule]().union(*(rules for _, rules in self._running))
+        saved = SavedTensorInfo(
             name, op, output, tuple(tensor.shape), tensor.dtype, tensor.device, tensor.nbytes
         )
         return [

@@ -86,7 +86,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Gradient:
+class GradientSnapshot:
     """A gradient as it was when a job began.
 
     Attributes:
@@ -102,12 +102,12 @@ class Gradient:
     mark: Any
 
     @classmethod
-    def of(cls, param: Any, mark: Any) -> Gradient:
+    def of(cls, param: Any, mark: Any) -> GradientSnapshot:
         """Note the gradient that a parameter has now; may be a collective operation."""
         local = _shards.local(_shards.placed_like(param.grad, param))
         return cls(param.grad, local, _shards.version(param.grad), mark)
 
-    def written_to(self, param: Any) -> Gradient:
+    def written_to(self, param: Any) -> GradientSnapshot:
         """Return it as it is now that it was written to the parameter's ``grad``."""
         grad = param.grad
         if self.whole is not None or grad is None or grad.dtype != self.local.dtype:
@@ -124,7 +124,7 @@ class Job:
     """One run of a bucket: what it was given, and what came of it."""
 
     members: list[int]  # slots of the bucket that have a gradient
-    gradients: list[Gradient]
+    gradients: list[GradientSnapshot]
     basis: Basis
     steps: bool  # or only the sums
     sums: list[float] = field(default_factory=list)
@@ -138,7 +138,7 @@ class Bucket:
     def __init__(self, group: dict[str, Any], slots: list[Slot]) -> None:
         self.group = group
         self.slots = slots
-        self.arrived: dict[int, Gradient] = {}
+        self.arrived: dict[int, GradientSnapshot] = {}
         self.job: Job | None = None
 
     def sums(self, members: list[int]) -> list[float] | None:
@@ -281,7 +281,7 @@ class Workers:
     def _wait(self, number: int) -> list[float]:
         return self._queue.wait(number)
 
-    def _fetch_to_stay(self, slots: list[Slot], gradients: list[Gradient]) -> None:
+    def _fetch_to_stay(self, slots: list[Slot], gradients: list[GradientSnapshot]) -> None:
         copies = []
         for slot, gradient in zip(slots, gradients, strict=True):
             grad = gradient.local
@@ -290,14 +290,14 @@ class Workers:
             copies.append(self._fetch_of(gradient, slot.gradient))
         finish_all(self._engine, copies)
 
-    def _fetch_of(self, gradient: Gradient, target: torch.Tensor) -> Callable[[], Any]:
+    def _fetch_of(self, gradient: GradientSnapshot, target: torch.Tensor) -> Callable[[], Any]:
         """Return what starts the copy of a gradient to the host, once it is computed."""
         return partial(
             self._engine.copy, gradient.local, target, to_host=True, after=(gradient.mark,)
         )
 
     def _fetch(
-        self, slots: list[Slot], gradients: list[Gradient], staging: torch.Tensor
+        self, slots: list[Slot], gradients: list[GradientSnapshot], staging: torch.Tensor
     ) -> list[torch.Tensor]:
         begin, copied, copies = 0, [], []
         for slot, gradient in zip(slots, gradients, strict=True):

@@ -38,7 +38,7 @@ class Storage:
 
 
 @dataclass(frozen=True)
-class Policy:
+class OptimizerPolicy:
     """What holds for all parameters of an optimizer and is no hyperparameter of a group."""
 
     master_weights: bool
@@ -79,7 +79,7 @@ def new_policy(
     skip_non_finite: bool,
     no_decay: Sequence[str],
     seed: int,
-) -> Policy:
+) -> OptimizerPolicy:
     """Check the options of an optimizer, in the words of its user, and return them."""
     checks.flag(op, "master_weights", master_weights)
     checks.flag(op, "skip_non_finite", skip_non_finite)
@@ -95,7 +95,7 @@ def new_policy(
         raise TypeError(
             f"{op}: no_decay must be a sequence of patterns such as ('*.bias',), got {no_decay!r}"
         )
-    return Policy(
+    return OptimizerPolicy(
         master_weights,
         state_dtype,
         stochastic_rounding,

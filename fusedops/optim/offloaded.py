@@ -27,7 +27,7 @@ from fusedops._core.copy_engine import (
 from fusedops._core.host_memory import available_bytes
 from fusedops.ops.square_sums import square_sums
 from fusedops.optim import _shards, _step_queue
-from fusedops.optim._overlap import Basis, Bucket, Gradient, Job, Slot, Workers, host_like
+from fusedops.optim._overlap import Basis, Bucket, GradientSnapshot, Job, Slot, Workers, host_like
 from fusedops.optim._state import Storage, new_state
 from fusedops.optim.adamw import AdamW, Member
 from fusedops.optim.norms import total
@@ -378,7 +378,7 @@ class OffloadedAdamW(AdamW):
                 return
             if grad.layout is not torch.strided or _placed_otherwise(grad, param):
                 return
-            self._note(param, Gradient.of(param, self._engine.mark()))
+            self._note(param, GradientSnapshot.of(param, self._engine.mark()))
 
     def _reduced(self, reduced: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Note gradients that DDP will write at the end of the backward."""
@@ -392,7 +392,7 @@ class OffloadedAdamW(AdamW):
                 if param not in self._slots or grad.dtype != param.dtype:
                     continue
                 if self._is_last_pass(param):
-                    self._note(param, Gradient(None, grad, 0, mark))
+                    self._note(param, GradientSnapshot(None, grad, 0, mark))
 
     def _written(self) -> None:
         """Note that DDP has written the gradients."""
@@ -405,7 +405,7 @@ class OffloadedAdamW(AdamW):
         self._calls[param] = self._calls.get(param, 0) + 1
         return self._calls[param] == self._passes and self._slots[param][0].job is None
 
-    def _note(self, param: Any, gradient: Gradient) -> None:
+    def _note(self, param: Any, gradient: GradientSnapshot) -> None:
         bucket, index = self._slots[param]
         bucket.arrived[index] = gradient
         if len(bucket.arrived) == len(bucket.slots):
@@ -529,7 +529,7 @@ class OffloadedAdamW(AdamW):
         """Run jobs for the gradients of now and wait for them."""
         mark = self._engine.mark()
         for bucket, indices in chosen:
-            bucket.arrived = {i: Gradient.of(bucket.slots[i].param, mark) for i in indices}
+            bucket.arrived = {i: GradientSnapshot.of(bucket.slots[i].param, mark) for i in indices}
             self._begin(bucket, factor, steps=steps)
         self._finish([bucket for bucket, _ in chosen])
         for bucket, _ in chosen:

@@ -1,10 +1,6 @@
 """Planning: what a layout takes on each device, before anything runs (``docs/planning.md``)."""
 
-from __future__ import annotations
-
-from typing import Any
-
-from fusedops._core.deprecation import former_name
+from fusedops._core.deprecation import former_names
 from fusedops.models import PRESETS, TransformerConfig, preset
 from fusedops.planner.configurations import from_config
 from fusedops.planner.layout import Layout, TrainingShape, check
@@ -29,8 +25,4 @@ __all__ = [
     "show_count",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name == "Transformer":
-        return former_name(__name__, name, TransformerConfig)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = former_names(__name__, Transformer=TransformerConfig)

@@ -315,7 +315,7 @@ class _Outcome:
     why: str = ""
 
 
-Runner = Callable[..., list[trial.Verdict]]
+Runner = Callable[..., list[trial.RankComparison]]
 
 
 @contextlib.contextmanager

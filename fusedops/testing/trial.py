@@ -193,7 +193,7 @@ class Difference:
 
 
 @dataclass
-class Verdict:
+class RankComparison:
     """What one rank says.
 
     Attributes:
@@ -207,7 +207,7 @@ class Verdict:
     log: Any = None
 
 
-def on_rank(rank: int, subject: Subject, case: Case, known: Reference) -> Verdict:
+def on_rank(rank: int, subject: Subject, case: Case, known: Reference) -> RankComparison:
     """Train a case on this rank of an initialised world; compare with a single process."""
     mesh = init_device_mesh("cpu", tuple(case.mesh.values()), mesh_dim_names=tuple(case.mesh))
     model = subject.model(case)
@@ -216,7 +216,7 @@ def on_rank(rank: int, subject: Subject, case: Case, known: Reference) -> Verdic
     return compare(_steps(subject, case, parallel), known, rank, case.dtype)
 
 
-def compare(values: Values, known: Reference, rank: int, dtype: torch.dtype) -> Verdict:
+def compare(values: Values, known: Reference, rank: int, dtype: torch.dtype) -> RankComparison:
     """Return where a rank's values differ from those of a single process.
 
     Args:
@@ -253,10 +253,10 @@ def compare(values: Values, known: Reference, rank: int, dtype: torch.dtype) -> 
             wrong = f"{int((ratio > 1.0).sum())} of {truth.numel()} elements differ: "
             text = f"{wrong if index else ''}is {got:.6g}, should be {wanted:.6g}{at}"
             differences.append(Difference(*key, rank, text, float(ratio.max())))
-    return Verdict(differences, set(values))
+    return RankComparison(differences, set(values))
 
 
-def missing(known: Reference, verdicts: list[Verdict]) -> list[Difference]:
+def missing(known: Reference, verdicts: list[RankComparison]) -> list[Difference]:
     """Return what no rank compared."""
     seen = set().union(*(each.compared for each in verdicts))
     return [

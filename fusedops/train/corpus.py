@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from fusedops.launch.config_table import InputError
-from fusedops.train.config import Data
+from fusedops.train.config import DataConfig
 
 BYTES = "bytes"
 TOKENS = ".bin"
@@ -95,7 +95,7 @@ class Corpus:
     domains: tuple[Domains, Domains] | None = None
 
 
-def prepare(data: Data, cache: Path) -> None:
+def prepare(data: DataConfig, cache: Path) -> None:
     """Make the files of tokens that ``open_corpus`` maps, unless they are there already.
 
     Raises:
@@ -110,7 +110,7 @@ def prepare(data: Data, cache: Path) -> None:
                 _write_tokens(files, tokenizer, data.errors, stem)
 
 
-def open_corpus(data: Data, cache: Path) -> Corpus:
+def open_corpus(data: DataConfig, cache: Path) -> Corpus:
     """Return the corpus; text must have been prepared, in a folder that this process sees.
 
     Raises:
@@ -171,7 +171,7 @@ def check_ids(corpus: Corpus, vocab_size: int, share: int = 0, shares: int = 1) 
                 )
 
 
-def _open(data: Data, paths: Iterable[str], cache: Path) -> tuple[torch.Tensor, str, str]:
+def _open(data: DataConfig, paths: Iterable[str], cache: Path) -> tuple[torch.Tensor, str, str]:
     files = _expand(paths)
     if _are_tokens(files):
         if len(files) > 1:
@@ -205,7 +205,7 @@ def _open(data: Data, paths: Iterable[str], cache: Path) -> tuple[torch.Tensor, 
     return torch.from_file(str(path), shared=False, size=tokens, dtype=dtype), told, identity
 
 
-def _domains(data: Data, entries: Sequence[str], cache: Path) -> Domains:
+def _domains(data: DataConfig, entries: Sequence[str], cache: Path) -> Domains:
     """Return the domains of the tokens that the entries became: each entry is one."""
     files = _expand(entries)
     if _are_tokens(files):
@@ -251,7 +251,7 @@ def _are_tokens(files: list[Path]) -> bool:
     return kinds == {True}
 
 
-def _tokenizer(data: Data) -> Tokenizer:
+def _tokenizer(data: DataConfig) -> Tokenizer:
     if data.tokenizer == BYTES:
         return Tokenizer(257, 256, lambda texts: [_ids_of(each) for each in texts], BYTES)
     tokenizer, text = open_tokenizer(data.tokenizer)
@@ -280,7 +280,7 @@ def lacks_tokenizer(train: Sequence[str], tokenizer: str) -> bool:
     return tokens and tokenizer == BYTES
 
 
-def end_of(data: Data) -> int:
+def end_of(data: DataConfig) -> int:
     """Return the token that ends a text.
 
     Raises:
@@ -335,7 +335,7 @@ def _sampled(path: Path) -> str:
     return f"{CONTENT}{digest.hexdigest()}"
 
 
-def _stem(files: list[Path], tokenizer: Tokenizer, data: Data, cache: Path) -> Path:
+def _stem(files: list[Path], tokenizer: Tokenizer, data: DataConfig, cache: Path) -> Path:
     key = f"{_VERSION} {_stamp(files)} {tokenizer.identity} {data.errors}"
     return cache / f"tokens-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
 

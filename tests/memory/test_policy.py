@@ -12,7 +12,7 @@ from torch import nn
 
 from fusedops import UnsupportedError, memory
 from fusedops.memory.apply import policy_state_of
-from fusedops.memory.policy import Rule
+from fusedops.memory.policy import MemoryRule
 
 CHECKED = memory.OffloadSettings(check=True, least_bytes=1)
 
@@ -37,7 +37,7 @@ CHECKED = memory.OffloadSettings(check=True, least_bytes=1)
     ],
     ids=lambda rules: ", ".join(map(str, rules)),
 )
-def test_every_policy_gives_the_same_bits(rules: list[Rule]) -> None:
+def test_every_policy_gives_the_same_bits(rules: list[MemoryRule]) -> None:
     model = encoder(dropout=0.3)
     expected = results(model, encoder_loss)
     memory.apply(model, memory.Policy(*rules), offload_settings=CHECKED)
@@ -63,7 +63,7 @@ def test_lower_precision_changes_gradients_and_not_the_loss() -> None:
     [memory.offload("transformer.h.*"), memory.lower("transformer.h.*")],
     ids=str,
 )
-def test_what_is_not_kept_as_it_is_leaves_room(rule: Rule) -> None:
+def test_what_is_not_kept_as_it_is_leaves_room(rule: MemoryRule) -> None:
     model = gpt2()
     before = peak(model, language_loss)
     memory.apply(model, memory.Policy(rule))

@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from fusedops.cli.plan_measure import FAMILIES, PRECISIONS, Measured, build, measure
+from fusedops.cli.plan_measure import FAMILIES, PRECISIONS, MeasuredStep, build, measure
 from fusedops.planner import Layout, estimate, from_config
 from fusedops.planner.memory import kept_bytes
 
@@ -70,7 +70,7 @@ def test_so_they_are_under_autocast(family: str, kernels: str) -> None:
     assert abs(found.error) < PEAK and abs(found.error_beside) < PEAK, found
 
 
-def check(found: Measured) -> None:
+def check(found: MeasuredStep) -> None:
     hidden, layers, batch, seq_len, vocabulary = found.size
     assert abs(found.error) < PEAK and abs(found.error_beside) < PEAK, found
     item = getattr(torch, found.dtype).itemsize

@@ -19,8 +19,8 @@ from fusedops.terminal import files
 if TYPE_CHECKING:
     import torch
 
-    from fusedops.bench.model_zoo import Family, Size
-    from fusedops.bench.results import Record
+    from fusedops.bench.model_zoo import ModelFamily, ModelSize
+    from fusedops.bench.results import BenchRecord
 
 # Of our rows to the fastest other: what two runs on a quiet machine differ by is below 3 %.
 RATIO = 0.97
@@ -143,19 +143,19 @@ def models(
         raise typer.Exit(1)
 
 
-def model_size(hidden: int, layers: int, tokens: str, steps: int) -> Size:
+def model_size(hidden: int, layers: int, tokens: str, steps: int) -> ModelSize:
     """Return the size that the options ask for."""
     _check_transformers()
-    from fusedops.bench.model_zoo import Size
+    from fusedops.bench.model_zoo import ModelSize
 
     if hidden % 16:
         raise files.UserError(f"--hidden must be a multiple of 16, got {hidden}")
     if not tokens:
-        return Size(hidden, layers, steps=steps)
+        return ModelSize(hidden, layers, steps=steps)
     batch, _, seq_len = tokens.partition("x")
     if not (batch.isdigit() and seq_len.isdigit() and int(batch) and int(seq_len) > 1):
         raise files.UserError(f"--tokens must be sequences x tokens such as 4x256, got {tokens!r}")
-    return Size(hidden, layers, int(batch), int(seq_len), steps)
+    return ModelSize(hidden, layers, int(batch), int(seq_len), steps)
 
 
 def _check_transformers() -> None:
@@ -167,7 +167,9 @@ def _check_transformers() -> None:
         ) from None
 
 
-def _plan(family: str, mode: str, size: Size, quick: bool) -> list[tuple[Family, str, Size]]:
+def _plan(
+    family: str, mode: str, size: ModelSize, quick: bool
+) -> list[tuple[ModelFamily, str, ModelSize]]:
     """Return what to measure, in order."""
     from fusedops.bench.model_zoo import FAMILIES, HEADLINE
     from fusedops.bench.models import MODES, sizes
@@ -191,7 +193,7 @@ def _plan(family: str, mode: str, size: Size, quick: bool) -> list[tuple[Family,
 
 
 def _measure(
-    plan: list[tuple[Family, str, Size]],
+    plan: list[tuple[ModelFamily, str, ModelSize]],
     names: list[str],
     device: torch.device,
     *,
@@ -202,7 +204,7 @@ def _measure(
     seconds: float,
     threads: int,
     allocator: str,
-) -> tuple[Record, list[str], bool]:
+) -> tuple[BenchRecord, list[str], bool]:
     """Return what was measured, what is wrong, and whether that is all."""
     import torch
 
@@ -210,8 +212,8 @@ def _measure(
     from fusedops._core.timer import TimingPlan, clock_for
     from fusedops.bench import machine
     from fusedops.bench.limits import measure_limits
-    from fusedops.bench.models import Settings, affordable, label, patch, run_case
-    from fusedops.bench.results import Row, record_of
+    from fusedops.bench.models import ModelSettings, affordable, label, patch, run_case
+    from fusedops.bench.results import BenchRow, record_of
     from fusedops.terminal.progress import steps
 
     torch.set_num_threads(threads or host.physical_cores())
@@ -220,7 +222,7 @@ def _measure(
     dtypes = [getattr(torch, name) for name in names]
     here, clock = machine.describe(device), clock_for(device)
     timing = TimingPlan(3, 7, seconds / 4) if quick else TimingPlan(seconds=seconds)
-    rows: list[Row] = []
+    rows: list[BenchRow] = []
     notes: list[str] = []
     wrong: list[str] = []
     whole = True
@@ -239,7 +241,7 @@ def _measure(
                     def say(what: str, title: str = title) -> None:
                         progress.say(f"{title}: {what}")
 
-                    settings = Settings(
+                    settings = ModelSettings(
                         device=device,
                         plan=timing,
                         compiled=compiled,
@@ -271,7 +273,7 @@ def _measure(
 
 
 def _deliver(
-    record: Record,
+    record: BenchRecord,
     json_file: Path | None,
     csv_file: Path | None,
     svg_file: Path | None,
@@ -293,7 +295,7 @@ def _deliver(
     options.write_all(writers, out)
 
 
-def _judge(record: Record, ratio: float | None) -> bool:
+def _judge(record: BenchRecord, ratio: float | None) -> bool:
     """Print which rows are slower than asked for; return whether one is."""
     if ratio is None:
         return False

@@ -21,8 +21,8 @@ from fusedops.terminal import files
 if TYPE_CHECKING:
     import torch
 
-    from fusedops.bench.compare import Change, Verdict
-    from fusedops.bench.results import Record
+    from fusedops.bench.compare import RecordComparison, RowChange
+    from fusedops.bench.results import BenchRecord
     from fusedops.specs import BenchCase, Spec
 
 
@@ -310,7 +310,7 @@ def _measure(
     threads: int,
     allocator: str,
     json_file: Path | None,
-) -> tuple[Record, bool]:
+) -> tuple[BenchRecord, bool]:
     """Return what was measured, and whether that is all: an interrupt keeps what there is.
 
     After each size the file has all rows so far: a process that runs out of memory is not asked.
@@ -320,9 +320,9 @@ def _measure(
     from fusedops._core import host
     from fusedops._core.timer import TimingPlan, clock_for
     from fusedops.bench import machine
-    from fusedops.bench.cases import Settings, host_overhead, run_case
+    from fusedops.bench.cases import CaseSettings, host_overhead, run_case
     from fusedops.bench.limits import measure_limits
-    from fusedops.bench.results import Row, record_of, save_json
+    from fusedops.bench.results import BenchRow, record_of, save_json
     from fusedops.terminal.progress import steps
 
     torch.set_num_threads(threads or host.physical_cores())
@@ -334,7 +334,7 @@ def _measure(
     timing = (
         TimingPlan(least=5, most=15, seconds=seconds / 4) if quick else TimingPlan(seconds=seconds)
     )
-    common = Settings(
+    common = CaseSettings(
         device=device,
         plan=timing,
         compiled=compiled,
@@ -344,7 +344,7 @@ def _measure(
         cache_bytes=here["cache_bytes"],
         say=lambda what: None,
     )
-    rows: list[Row] = []
+    rows: list[BenchRow] = []
     notes: list[str] = []
     whole = True
     overhead: dict[tuple[str, torch.dtype], dict[tuple[str, str], float]] = {}
@@ -385,7 +385,7 @@ def _measure(
 
 
 def _deliver(
-    record: Record,
+    record: BenchRecord,
     json_file: Path | None,
     csv_file: Path | None,
     png_file: Path | None,
@@ -407,7 +407,7 @@ def _deliver(
     options.write_all(writers, out)
 
 
-def _show_verdict(verdict: Verdict, allowed: float) -> None:
+def _show_verdict(verdict: RecordComparison, allowed: float) -> None:
     judged = [each for each in verdict.changes if each.after.ours]
     print(f"{len(judged)} rows of fusedops compared, {100 * allowed:g}% slower allowed")
     for word, changes in (
@@ -428,7 +428,7 @@ def _show_verdict(verdict: Verdict, allowed: float) -> None:
         print("no row became slower beyond its spread")
 
 
-def _line(change: Change) -> str:
+def _line(change: RowChange) -> str:
     before, after = change.before, change.after
     return (
         f"{' '.join(after.key)}: {before.median_us:.1f} -> {after.median_us:.1f} us "

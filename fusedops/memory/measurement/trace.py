@@ -25,7 +25,7 @@ CAST = "cast"
 
 
 @dataclass
-class Block:
+class TracedBlock:
     """Some memory.
 
     Attributes:
@@ -67,7 +67,7 @@ class AllocationTrace:
     """
 
     weights: frozenset[int] = frozenset()
-    blocks: list[Block] = field(default_factory=list)
+    blocks: list[TracedBlock] = field(default_factory=list)
     events: list[AllocationEvent] = field(default_factory=list)
     layer: str = ""
     phase: str = FORWARD
@@ -85,7 +85,7 @@ class AllocationTrace:
         """
         storage = tensor.untyped_storage()
         index = len(self.blocks)
-        block = Block(storage.nbytes(), op, output, self.layer, self.phase, storage._cdata)
+        block = TracedBlock(storage.nbytes(), op, output, self.layer, self.phase, storage._cdata)
         if source is not None and source.untyped_storage()._cdata in self.weights:
             block.kind = CAST
         self.blocks.append(block)
@@ -105,9 +105,9 @@ class AllocationTrace:
             found.append(total)
         return found
 
-    def alive(self, until: int) -> list[Block]:
+    def alive(self, until: int) -> list[TracedBlock]:
         """Return the blocks that live after the event of this number."""
-        living: dict[int, Block] = {}
+        living: dict[int, TracedBlock] = {}
         for event in self.events[: until + 1]:
             if event.taken:
                 living[event.block] = self.blocks[event.block]
