@@ -46,7 +46,7 @@ class CaseSettings:
         all_backends: time the reference and the automatically chosen backend by name too.
         allocator: ``"tuned"`` or ``"system"``: what the process was set to.
         cache_bytes: size of the last cache.
-        say: told what is being done.
+        report: is called with what is being measured.
     """
 
     device: torch.device
@@ -56,7 +56,7 @@ class CaseSettings:
     all_backends: bool
     allocator: str
     cache_bytes: int
-    say: Callable[[str], None]
+    report: Callable[[str], None]
 
 
 def run_case(
@@ -91,7 +91,7 @@ def run_case(
         told = repr(error) if isinstance(error, LookupError) else str(error)
         return [], [f"{title}: no rows: {told.strip().splitlines()[0]}"]
     if settings.compiled:
-        settings.say("compiling")
+        settings.report("compiling")
     able, notes = contenders(
         spec,
         call,
@@ -101,12 +101,12 @@ def run_case(
     )
     if not able:
         return [], [f"{title}: {note}" for note in notes]
-    settings.say("errors")
+    settings.report("errors")
     errors, why_no_error = _errors(spec, call, able)
     ran = {each.name: backend_of(each, call) for each in able if each.ours}
     rows = []
     for direction in _directions(able, call):
-        settings.say(direction)
+        settings.report(direction)
         there = [each for each in able if direction == FORWARD or each.trains]
         variants = [variant_of(each, call, direction) for each in there]
         peaks = {variant.name: _peak(variant, settings.device) for variant in variants}

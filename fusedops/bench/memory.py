@@ -20,7 +20,7 @@ from fusedops import memory
 from fusedops._core.timer import Clock, TimingPlan, Variant, measure
 from fusedops.bench.model_zoo import ModelFamily, ModelSize
 from fusedops.memory.layers import lists_of
-from fusedops.memory.measurement.measure import MemoryReport, report
+from fusedops.memory.measurement.measure import MemoryReport
 
 PLAIN = "plain"
 _NORMS = ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm")
@@ -83,7 +83,7 @@ def run_case(
     device: torch.device,
     clock: Clock,
     plan: TimingPlan,
-    say: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> tuple[list[MemoryRow], dict[str, MemoryReport]]:
     """Measure one model; return a row per policy, and the reports for a picture."""
     model = family.build(size).to(device, dtype).train()
@@ -94,12 +94,12 @@ def run_case(
     reports: dict[str, MemoryReport] = {}
     results: dict[str, list[torch.Tensor]] = {}
     for name, policy in chosen.items():
-        say(f"{name}: bytes")
+        report(f"{name}: bytes")
         models[name] = copy.deepcopy(model)
         memory.apply(models[name], policy)
-        reports[name] = report(models[name], batch)
+        reports[name] = memory.report(models[name], batch)
         results[name] = _results(models[name], batch)
-    say("timing")
+    report("timing")
     variants = [Variant(name, partial(_step, each, batch)) for name, each in models.items()]
     timing = measure(variants, clock, plan)
     rows = []

@@ -43,7 +43,7 @@ class ModelSettings:
         memory: measure the peak of a run too.
         allocator: ``"tuned"`` or ``"system"``: what the process was set to.
         cache_bytes: size of the last cache.
-        say: told what is being done.
+        report: is called with what is being measured.
         patch: what is done to the model that is ours.
     """
 
@@ -53,7 +53,7 @@ class ModelSettings:
     memory: bool
     allocator: str
     cache_bytes: int
-    say: Callable[[str], None] = lambda what: None
+    report: Callable[[str], None] = lambda what: None
     patch: Patch = patch
 
 
@@ -150,10 +150,10 @@ def run_case(
     """
     title = f"{family.name} {mode} {label(mode, size)} {_short(dtype)}"
     try:
-        settings.say("building")
+        settings.report("building")
         stock = family.build(size).to(settings.device, dtype).train(mode == TRAINING)
         eager = _contender(EAGER, stock, stock, family, mode, size, settings.device)
-        settings.say("values")
+        settings.report("values")
         truth, flops = _truth(stock, family, mode, size, settings.device)
         known = eager.values()
     except Exception as error:
@@ -175,7 +175,7 @@ def run_case(
     except Exception as error:
         wrong = [f"{title}: the patched model raises {_line(error)}"]
     if settings.compiled:
-        settings.say("compiling")
+        settings.report("compiling")
         try:
             torch._dynamo.reset()
             compiled = torch.compile(stock)
@@ -187,10 +187,10 @@ def run_case(
     if ours is not None and not wrong:
         able.append(ours)
     del truth, known
-    settings.say("memory")
+    settings.report("memory")
     work = _work(stock, flops, mode, dtype, size, limits)
     peaks = {each.name: _peak(each, settings) for each in able}
-    settings.say("timing")
+    settings.report("timing")
     timing = measure(
         [Variant(each.name, each.run, each.prepare) for each in able], clock, settings.plan
     )

@@ -148,7 +148,7 @@ def _measure_all(
     with steps(len(work)) as progress:
         for spec, label, dtype, make in work:
             title = f"{spec.name} {label} {str(dtype).removeprefix('torch.')}"
-            progress.say(title)
+            progress.describe(title)
             found: list[MeasuredCall] = []
             why: list[str] = []
             try:

@@ -75,7 +75,7 @@ def show(out: Console, device: torch.device) -> None:
         rates: list[Rate] = []
         ends = time.perf_counter() + BUDGET
         for title, measured in work:
-            progress.say(title)
+            progress.describe(title)
             share = (ends - time.perf_counter()) / (len(work) - len(rates))
             rates.append(measured(share))
             progress.advance()

@@ -165,7 +165,7 @@ def _show_ops(out: Console, device: torch.device) -> list[SelftestResult]:
     with steps(len(specs)) as progress:
         start = time.perf_counter()
         for number, spec in enumerate(specs.values(), start=1):
-            progress.say(f"testing {spec.name}")
+            progress.describe(f"testing {spec.name}")
             # What the ops before it left over is its own.
             deadline = start + _SECONDS * number / len(specs)
             with warnings.catch_warnings():

@@ -218,7 +218,7 @@ def _measure(out: Any) -> None:
     rows = []
     with steps(len(work)) as progress:
         for each in work:
-            progress.say(" ".join(str(word) for word in each))
+            progress.describe(" ".join(str(word) for word in each))
             rows.append(measure(*each))
             progress.advance()
     lines = [
@@ -231,7 +231,7 @@ def _measure(out: Any) -> None:
         lines.append(
             f"| {row.family} | {hidden} x {layers}, {batch} x {seq_len}, {vocabulary} "
             f"| {row.dtype} | {row.recompute} | {row.kernels} | {row.peak / 2**20:.1f} "
-            f"| {row.error:+.1%} | {row.error_beside:+.1%} |"
+            f"| {row.error:+.1%} | {row.error_of_temporary:+.1%} |"
         )
     worst = max(abs(row.error) for row in rows)
     lines += ["", f"The largest difference of a peak is {worst:.1%}."]

@@ -62,7 +62,7 @@ class MeasuredStep:
         return self.estimated.peak / self.peak - 1
 
     @property
-    def error_beside(self) -> float:
+    def error_of_temporary(self) -> float:
         """The same of what comes to weights and states: gradients, activations, logits."""
         return (self.estimated.peak - self.before) / (self.peak - self.before) - 1
 

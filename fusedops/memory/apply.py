@@ -112,14 +112,14 @@ def apply(
     remove(model)
     named = dict(model.named_modules())
     _check_patterns(policy, named)
-    aside = {module for module in named.values() if wrap.steps_aside(module) is not None}
+    aside = {module for module in named.values() if wrap.unsupported_reason(module) is not None}
     state = PolicyState(model, policy, settings)
     for name, module in named.items():
         rules = [rule for rule in policy.rules if rule.names_module(name, module)]
         if rules or (module is model and any(not rule.modules for rule in policy.rules)):
             wrap.wrap(module, WrappedLayer(state, name, module, rules))
     for name, module in named.items():
-        reason = wrap.steps_aside(module)
+        reason = wrap.unsupported_reason(module)
         if reason is not None and module not in aside:
             remove(model)
             raise UnsupportedError(

@@ -29,8 +29,8 @@ from fusedops.memory.policy import (
     SAVE,
     MemoryRule,
     SavedTensorInfo,
-    kept_by,
     recomputed,
+    saving_rule,
 )
 from fusedops.memory.recomputation.selective import communicates
 
@@ -105,7 +105,7 @@ def _decide(
         return CheckpointPolicy.PREFER_RECOMPUTE if region else CheckpointPolicy.MUST_RECOMPUTE
     if region is None and not any(rule.treatment == SAVE for rule in fitting):
         return CheckpointPolicy.PREFER_SAVE
-    rule = kept_by(fitting)
+    rule = saving_rule(fitting)
     if rule is not None and rule.treatment == OFFLOAD:
         return CheckpointPolicy.MUST_CPU_OFFLOAD
     return CheckpointPolicy.MUST_SAVE

@@ -120,7 +120,7 @@ def placed(
     """
     places: dict[str, PlannedBlock] = {}
     named = dict(model.named_modules())
-    before = {each for each in named.values() if wrap.steps_aside(each) is not None}
+    before = {each for each in named.values() if wrap.unsupported_reason(each) is not None}
     try:
         for name, layer in names_of(model).items():
             speaks = name and (name == layer or layer in idle) and _runs(named.get(name))
@@ -129,7 +129,9 @@ def placed(
             places[name] = PlannedBlock(trace, layer)
             wrap.wrap(named[name], places[name])
             above = [named[each] for each in ("", *_outer_names(name), name)]
-            if any(wrap.steps_aside(each) is not None and each not in before for each in above):
+            if any(
+                wrap.unsupported_reason(each) is not None and each not in before for each in above
+            ):
                 wrap.unwrap(named[name])
                 del places[name]
         yield places

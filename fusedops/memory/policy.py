@@ -350,7 +350,7 @@ def recomputed(fitting: Sequence[MemoryRule]) -> MemoryRule | None:
     return rule if rule is not None and rule.treatment == RECOMPUTE else None
 
 
-def kept_by(fitting: Sequence[MemoryRule]) -> MemoryRule | None:
+def saving_rule(fitting: Sequence[MemoryRule]) -> MemoryRule | None:
     """Return the rule that tells how a tensor is kept, of all rules that fit it.
 
     ``None`` where it is kept as it is.

@@ -26,8 +26,8 @@ from fusedops.memory.policy import (
     MemoryRule,
     Policy,
     SavedTensorInfo,
-    kept_by,
     recomputed,
+    saving_rule,
 )
 from fusedops.memory.recomputation.producers import Producer, ProducerTracker, recomputed_storage
 from fusedops.memory.recomputation.region import Region
@@ -159,7 +159,7 @@ class PolicyState:
                 fitting = self._fitting(tensor, op, output)
                 if recomputed(fitting) is not None:
                     return None
-                held = self._hold(tensor, kept_by(fitting))
+                held = self._hold(tensor, saving_rule(fitting))
                 return Resident(held) if isinstance(held, torch.Tensor) else held
 
         def start(tensor: torch.Tensor) -> torch.Tensor | SavedTensor:
@@ -189,7 +189,7 @@ class PolicyState:
                 source or self._know("again", recomputed_storage(tensor, producer, self.pack)),
                 tensor,
             )
-        return self._hold(tensor, kept_by(fitting))
+        return self._hold(tensor, saving_rule(fitting))
 
     def _hold(self, tensor: torch.Tensor, rule: MemoryRule | None) -> SavedTensor:
         if rule is not None and rule.treatment == OFFLOAD and self._worth_moving(tensor):

@@ -6,7 +6,8 @@ each is made from a tensor and returns an equal one as often as it is asked.
 
 A node may run twice: a zero-bubble schedule first asks for the gradients of inputs and later for
 those of weights. What was recomputed or copied back for the first pass is kept for the second if
-and only if the node has gradients left to compute (``needed_again``): nothing is computed twice.
+and only if the node has gradients left to compute (``needed_for_recomputation``): nothing is
+computed twice.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch.utils import _pytree as pytree
 _LASTING = "_fusedops_lasting"
 
 
-def needed_again() -> bool:
+def needed_for_recomputation() -> bool:
     """Return whether the node that runs now will run again, for gradients not asked for yet.
 
     It can only where the pass keeps its graph, and it will if it leads to a node which this pass
@@ -98,7 +99,7 @@ class Rematerialized(SavedTensor):
             tensor = self._given()  # a node that unpacks twice in one run
         if tensor is None:
             tensor = self.make()
-        self._value = tensor if needed_again() else None
+        self._value = tensor if needed_for_recomputation() else None
         self._given = weakref.ref(tensor)
         return tensor
 

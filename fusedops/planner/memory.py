@@ -119,13 +119,13 @@ def estimate_unchecked(model: TransformerConfig, layout: Layout) -> Estimate:
     )
 
 
-def kept_bytes(model: TransformerConfig, layout: Layout) -> int:
+def saved_bytes(model: TransformerConfig, layout: Layout) -> int:
     """Return what one forward of the whole model keeps for its backward, without the logits.
 
     On one device of the tensor- and context-parallel ones.
     """
     tensors = [*saved_tensors.before(model, layout), *saved_tensors.after(model, layout)]
-    layers = _kept_by(model, layout, model.kinds(range(model.depth)))
+    layers = _saved_by(model, layout, model.kinds(range(model.depth)))
     return math.ceil(layers + _bytes(tensors, layout) * layout.tokens(model))
 
 
@@ -171,7 +171,7 @@ def layer_bytes(model: TransformerConfig, layout: Layout, index: int) -> float:
     return saved * tokens
 
 
-def _kept_by(model: TransformerConfig, layout: Layout, kinds: dict[int, int]) -> float:
+def _saved_by(model: TransformerConfig, layout: Layout, kinds: dict[int, int]) -> float:
     return sum(layer_bytes(model, layout, layer) * count for layer, count in kinds.items())
 
 
@@ -267,9 +267,9 @@ class _Stage:
         head = self.vocabulary if self.last else 0.0
         self.casts = (self._converted(inside) + head) * sizes.casts
         self.host = 0.0
-        self.kept = self._kept()
+        self.kept = self._saved()
         if "activations" in config.offload:
-            layers = self._kept_by_layers()
+            layers = self._saved_by_layers()
             widest = max(layer_bytes(model, layout, layer) for layer in self.kinds)
             self.kept -= max(0.0, layers - 2 * widest)  # one is used, one is on its way
             self.host += layers  # all have left when the backward begins
@@ -394,17 +394,17 @@ class _Stage:
             return converted
         return converted - self._on_device(Weights(experts=weights.experts))
 
-    def _kept(self) -> float:
+    def _saved(self) -> float:
         """Return what all micro-batches in flight keep."""
         model, layout = self.model, self.layout
         outside = saved_tensors.before(model, layout) if self.first else []
         outside = [*outside, *(saved_tensors.after(model, layout) if self.last else [])]
         kept = _bytes(outside, layout) * layout.tokens(model)
-        return self._kept_by_layers() + kept * layout.in_flight[self.index]
+        return self._saved_by_layers() + kept * layout.in_flight[self.index]
 
-    def _kept_by_layers(self) -> float:
+    def _saved_by_layers(self) -> float:
         layout = self.layout
-        return _kept_by(self.model, layout, self.kinds) * layout.in_flight[self.index]
+        return _saved_by(self.model, layout, self.kinds) * layout.in_flight[self.index]
 
     def _host_of_optimizer(self) -> float:
         """Return the bytes of ``OffloadedAdamW`` in the host's memory."""

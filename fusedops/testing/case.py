@@ -110,9 +110,9 @@ class Space:
                     options={name: self.options[name][place] for name, place in places},
                     model=self.models[model],
                 )
-                yield self.again(case, rng), rng
+                yield self.redrawn(case, rng), rng
 
-    def again(self, case: Case, rng: random.Random) -> Case:
+    def redrawn(self, case: Case, rng: random.Random) -> Case:
         """Return the case with other sizes, workload, dtype, steps, clipping and seed."""
         return dataclasses.replace(
             case,

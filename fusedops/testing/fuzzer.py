@@ -180,7 +180,7 @@ def verify(
             for _ in range(REDRAWS):
                 if outcome.kind != "refused":
                     break
-                case = space.again(case, rng)
+                case = space.redrawn(case, rng)
                 outcome = _outcome(subject, case, run)
             if outcome.kind == "refused":
                 report.refused.append((case, outcome.why))

@@ -104,12 +104,12 @@ def _measure(
             for name in names:
                 title = f"{family.name} {name}"
 
-                def say(what: str, title: str = title) -> None:
-                    progress.say(f"{title}: {what}")
+                def report(what: str, title: str = title) -> None:
+                    progress.describe(f"{title}: {what}")
 
                 plan = TimingPlan(seconds=seconds)
                 found, drawn = run_case(
-                    family, size, getattr(torch, name), device, clock_for(device), plan, say
+                    family, size, getattr(torch, name), device, clock_for(device), plan, report
                 )
                 rows += found
                 reports = reports or drawn

@@ -227,7 +227,7 @@ def _measure(
     wrong: list[str] = []
     whole = True
     with steps(1 + len(plan) * len(dtypes)) as progress, options.sigterm_interrupts():
-        progress.say("limits of this machine")
+        progress.describe("limits of this machine")
         limits = measure_limits(device, dtypes, clock)
         progress.advance()
         title = ""
@@ -238,8 +238,8 @@ def _measure(
                     short = str(each).removeprefix("torch.")
                     title = f"{family.name} {mode} {label(mode, size)} {short}"
 
-                    def say(what: str, title: str = title) -> None:
-                        progress.say(f"{title}: {what}")
+                    def report(what: str, title: str = title) -> None:
+                        progress.describe(f"{title}: {what}")
 
                     settings = ModelSettings(
                         device=device,
@@ -248,7 +248,7 @@ def _measure(
                         memory=not quick,
                         allocator=allocator,
                         cache_bytes=here["cache_bytes"],
-                        say=say,
+                        report=report,
                         patch=partial(patch, calibrate=calibrate),
                     )
                     found = run_case(family, mode, each, size, settings, limits, clock)

@@ -342,7 +342,7 @@ def _measure(
         all_backends=all_backends,
         allocator=allocator,
         cache_bytes=here["cache_bytes"],
-        say=lambda what: None,
+        report=lambda what: None,
     )
     rows: list[BenchRow] = []
     notes: list[str] = []
@@ -350,7 +350,7 @@ def _measure(
     overhead: dict[tuple[str, torch.dtype], dict[tuple[str, str], float]] = {}
     settled = {"allocator": allocator, "dtypes": names, "compile": compiled}
     with steps(1 + len(plan) * len(dtypes)) as progress, options.sigterm_interrupts():
-        progress.say("limits of this machine")
+        progress.describe("limits of this machine")
         limits = measure_limits(device, dtypes, clock)
         progress.advance()
         try:
@@ -358,12 +358,12 @@ def _measure(
                 for each in dtypes:
                     title = f"{spec.name} {case.label} {str(each).removeprefix('torch.')}"
 
-                    def say(what: str, title: str = title) -> None:
-                        progress.say(f"{title}: {what}")
+                    def report(what: str, title: str = title) -> None:
+                        progress.describe(f"{title}: {what}")
 
-                    settings = replace(common, say=say)
+                    settings = replace(common, report=report)
                     if (spec.name, each) not in overhead:
-                        say("host overhead")
+                        report("host overhead")
                         overhead[spec.name, each] = host_overhead(spec, each, settings)
                     found, why = run_case(
                         spec, case, each, settings, limits, clock, overhead[spec.name, each]

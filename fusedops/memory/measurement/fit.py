@@ -24,10 +24,10 @@ from fusedops.memory.measurement.measure import (
     checks_of,
     clear,
     measured_peak,
+    preserve_parameters,
     run_step,
     state_bytes,
     static_bytes,
-    step_kept,
 )
 from fusedops.memory.offloading.offloader import OffloadSettings
 from fusedops.memory.policy import Policy, offload, recompute, save
@@ -149,7 +149,7 @@ def fit(
     settings = state.settings if state is not None else None
     search = _Search(model, batch, loss, static_bytes(model) + state_bytes(optimizer), settings)
     try:
-        with step_kept(model):
+        with preserve_parameters(model):
             return _search(search, names, budget, _treatments(leaves))
     except BaseException:
         remove(model)

@@ -20,7 +20,7 @@ from fusedops.memory.measurement.trace import (
     CAST,
     FORWARD,
     AllocationTrace,
-    AllocationWatcher,
+    AllocationTracker,
 )
 from fusedops.optim import AdamW
 
@@ -87,8 +87,8 @@ class MemoryReport:
     @property
     def activations(self) -> int:
         """The bytes that the forward left for the backward: held when the backward begins."""
-        held = [nbytes for nbytes, _, phase in self.timeline if phase == FORWARD]
-        return held[-1] if held else 0
+        live = [nbytes for nbytes, _, phase in self.timeline if phase == FORWARD]
+        return live[-1] if live else 0
 
     @property
     def layers(self) -> dict[str, dict[str, int]]:
@@ -151,7 +151,7 @@ def report(
     loss: Loss | None = None,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> MemoryReport:
-    """Take one step forward and backward and tell what it held at its peak.
+    """Take one step forward and backward and return what it held at its peak.
 
     Args:
         model: in the mode in which it trains, with the policy that it has. Of one that FSDP2 or
@@ -184,7 +184,7 @@ def report(
     """
     checks_of("report", model, loss, optimizer)
     trace = AllocationTrace(frozenset(_memory(each) for each in model.parameters()))
-    with step_kept(model) as parameters:
+    with preserve_parameters(model) as parameters:
         with placed(model, AllocationTrace()) as places:
             run_step("report", model, batch, loss)
         idle = {name for name, place in places.items() if not place.ran}
@@ -192,7 +192,7 @@ def report(
         dynamic = measured_peak("report", model, batch, loss)
         clear(parameters)
         with placed(model, trace, idle):
-            with AllocationWatcher(trace):
+            with AllocationTracker(trace):
                 value = forward_loss("report", model, batch, loss)
                 trace.phase, trace.layer = BACKWARD, ""
                 with _autocast_left(_device(model).type):
@@ -215,14 +215,14 @@ def _dense_gradients(parameters: list[nn.Parameter]) -> list[torch.Tensor]:
 def _summary(
     model: nn.Module, trace: AllocationTrace, dynamic: int, gradients: int, states: int
 ) -> MemoryReport:
-    held = trace.held()
-    top = max(range(len(held)), key=held.__getitem__) if held else 0
-    event = trace.events[top] if held else None
+    live = trace.live_bytes()
+    top = max(range(len(live)), key=live.__getitem__) if live else 0
+    event = trace.events[top] if live else None
     grouped: dict[tuple[str, str, str | None, str], list[int]] = defaultdict(list)
     for block in trace.alive(top):
         grouped[block.layer, block.op, block.output, block.kind].append(block.nbytes)
     tensors = [Tensors(*key, count=len(sizes), nbytes=sum(sizes)) for key, sizes in grouped.items()]
-    named = held[top] if held else 0
+    named = live[top] if live else 0
     return MemoryReport(
         model=type(model).__name__,
         weights=static_bytes(model),
@@ -233,7 +233,7 @@ def _summary(
         phase=event.phase if event is not None else "forward",
         layer=event.layer if event is not None else "",
         tensors=tuple(sorted(tensors, key=lambda each: -each.nbytes)),
-        timeline=tuple((n, e.layer, e.phase) for n, e in zip(held, trace.events, strict=True)),
+        timeline=tuple((n, e.layer, e.phase) for n, e in zip(live, trace.events, strict=True)),
     )
 
 
@@ -291,7 +291,7 @@ def _device(model: nn.Module) -> torch.device:
 
 
 @contextlib.contextmanager
-def step_kept(model: nn.Module) -> Iterator[list[nn.Parameter]]:
+def preserve_parameters(model: nn.Module) -> Iterator[list[nn.Parameter]]:
     """Yield the parameters, without gradients; everything is as before afterwards."""
     parameters = [each for each in model.parameters() if each.requires_grad]
     gradients = [each.grad for each in parameters]

@@ -96,8 +96,8 @@ class AllocationTrace:
     def _let_go(self, index: int) -> None:
         self.events.append(AllocationEvent(index, False, self.layer, self.phase))
 
-    def held(self) -> list[int]:
-        """Return the bytes held after each event."""
+    def live_bytes(self) -> list[int]:
+        """Return the live bytes after each event."""
         total, found = 0, []
         for event in self.events:
             nbytes = self.blocks[event.block].nbytes
@@ -133,7 +133,7 @@ class AllocationTrace:
                 block.kind = "activation"
 
 
-class AllocationWatcher(TorchDispatchMode):
+class AllocationTracker(TorchDispatchMode):
     """Writes a trace while it is entered."""
 
     def __init__(self, trace: AllocationTrace) -> None:

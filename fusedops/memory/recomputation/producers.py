@@ -46,7 +46,7 @@ class RecordedCall:
         """Let a result of the next call go to this source as well."""
         self._sources.append(weakref.ref(source))
 
-    def again(self) -> None:
+    def recompute(self) -> None:
         """Call the operator and hand out its results."""
         assert self._arguments is not None
         args, kwargs = self._arguments.take()
@@ -95,7 +95,7 @@ class RecomputedStorage(SharedStorage):
 
     def make(self) -> torch.Tensor:
         """Call the operator."""
-        self._call.again()
+        self._call.recompute()
         assert self._value is not None
         return self._value
 

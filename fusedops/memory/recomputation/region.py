@@ -3,10 +3,11 @@
 The first run keeps the inputs and, for each tensor that autograd would have kept, a *slot*. The
 first slot that is asked for makes the forward run again; its hooks fill all slots that are still
 alive, in the order of the first run. Each slot gives its tensor away to the node that asks, or
-keeps it for that node's next run (``held.needed_again``): torch's own checkpoint fills the slots
-anew for each pass, so that a schedule which asks for the gradients of inputs and of weights in
-two passes runs every forward three times. A slot that is asked for after it gave its tensor away
-(a second backward through a graph that was kept) makes the forward run again, too.
+keeps it for that node's next run (``saved_tensors.needed_for_recomputation``): torch's own
+checkpoint fills the slots anew for each pass, so that a schedule which asks for the gradients of
+inputs and of weights in two passes runs every forward three times. A slot that is asked for
+after it gave its tensor away (a second backward through a graph that was kept) makes the forward
+run again, too.
 
 What the second run must find as the first did: the state of random number generators (our ops draw
 their counters from them), autocast, the choices of ``moe_route`` (``keep_routing``), and the
@@ -50,7 +51,7 @@ class _Slot(Rematerialized):
 
     def make(self) -> torch.Tensor:
         """Let the region run, which fills this slot."""
-        self._region.run_again()
+        self._region.recompute()
         assert self._value is not None
         return self._value
 
@@ -70,7 +71,7 @@ class ForwardState:
         self._cache = torch.is_autocast_cache_enabled()
 
     @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
+    def restored(self) -> Iterator[None]:
         """Everything as it was, and afterwards as it is."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(list(self._devices), device_type="cuda"))
@@ -139,7 +140,7 @@ class Region:
         self._slots.append(weakref.ref(slot))
         return slot
 
-    def run_again(self) -> None:
+    def recompute(self) -> None:
         """Run the module once more and fill the slots that are alive.
 
         Raises:
@@ -169,7 +170,7 @@ class Region:
             args, kwargs = self._inputs.take()
             hooks = torch.autograd.graph.saved_tensors_hooks(fill, _given)
             recall = ResultReplayer(self._results) if self._keep else contextlib.nullcontext()
-            again, written = self._forward_state.again(), self._written.rewound(self._name)
+            again, written = self._forward_state.restored(), self._written.rewound(self._name)
             with contextlib.suppress(_StopError), again, written, torch.enable_grad():
                 with hooks, recall:
                     self._call(*args, **kwargs)
