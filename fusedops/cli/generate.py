@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -78,23 +78,19 @@ def generate(
     launched = env.launched()
     with report_errors_once(first=launched is None or launched[0] == 0):
         files.check_environment()
-        from fusedops.launch import config_table
-
-        given = config_table.override({}, overrides or [])
-        if given.keys() - {"parallel"} or not isinstance(given.get("parallel", {}), dict):
-            raise files.UserError("--set must be of [parallel], such as parallel.tp=2")
-        if not prompt:
-            raise files.UserError("what is there to go on from? --prompt TEXT")
-        _check_texts("--prompt", prompt)
-        _check_texts("--stop", stop or [])
-        _check_texts("--tokenizer", [] if tokenizer is None else [tokenizer])
-        _check_texts("CHECKPOINT", [checkpoint])
-        if dtype is not None and dtype not in _DTYPES:
-            raise files.UserError(f"--dtype must be one of {', '.join(_DTYPES)}, got {dtype}")
-        if device not in _DEVICES:
-            raise files.UserError(f"--device must be one of {', '.join(_DEVICES)}, got {device}")
-        if beams > 1 and stop:
-            raise files.UserError("--stop is not known to --beams, which only tokens end")
+        request = _Request(
+            checkpoint=checkpoint,
+            prompts=prompt or [],
+            stops=stop or [],
+            tokenizer=tokenizer,
+            step=step,
+            dtype=dtype,
+            device=device,
+            parallel=_parallel_table(overrides or []),
+            fits_tokens=tokens is None,
+            compare=compare,
+        )
+        request.check(beams)
         if launched is None and processes > 1:
             from fusedops.train import launch
 
@@ -114,25 +110,91 @@ def generate(
                 length_penalty=length_penalty,
                 cache_size=cache_size,
             )
-        from fusedops.generation.load import load
-        from fusedops.launch.processes import initialize_distributed
+        _generate(request, options)
 
-        with initialize_distributed(device) as ranks:
-            loaded = load(
-                checkpoint,
-                ranks,
-                parallel=given.get("parallel"),
-                dtype=dtype,
-                tokenizer=tokenizer,
-                step=step,
-            )
-            run = _Run(loaded, prompt, stop or [], options, first=ranks.rank == 0)
-            with _as_mistakes():
-                run.fit(exact=tokens is not None)
-            run.log(f"{loaded.description}, {ranks.size} processes on {ranks.device.type}")
-            run.show(run.generate())
-            if compare:
-                run.compare()
+
+@dataclass(frozen=True)
+class _Request:
+    """What is generated from, beside the options of the generation.
+
+    Attributes:
+        checkpoint: folder of a run, or of a Hugging Face model.
+        prompts: texts to continue.
+        stops: texts that end a continuation.
+        tokenizer: ``"bytes"`` or a file; ``None``: the checkpoint's.
+        step: of the run's checkpoint; ``None``: the last.
+        dtype: of the weights; ``None``: as saved.
+        device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
+        parallel: a table of ``ParallelConfig``.
+        fits_tokens: whether fewer tokens are generated where there is no room for all.
+        compare: whether the texts are generated again without the cache.
+    """
+
+    checkpoint: str
+    prompts: list[str]
+    stops: list[str]
+    tokenizer: str | None
+    step: int | None
+    dtype: str | None
+    device: str
+    parallel: dict[str, Any] | None
+    fits_tokens: bool
+    compare: bool
+
+    def check(self, beams: int) -> None:
+        """Raise unless each value has a meaning.
+
+        Raises:
+            UserError: one has none.
+        """
+        if not self.prompts:
+            raise files.UserError("what is there to go on from? --prompt TEXT")
+        _check_texts("--prompt", self.prompts)
+        _check_texts("--stop", self.stops)
+        _check_texts("--tokenizer", [] if self.tokenizer is None else [self.tokenizer])
+        _check_texts("CHECKPOINT", [self.checkpoint])
+        for name, value, known in (
+            ("dtype", self.dtype or _DTYPES[0], _DTYPES),
+            ("device", self.device, _DEVICES),
+        ):
+            if value not in known:
+                raise files.UserError(f"--{name} must be one of {', '.join(known)}, got {value}")
+        if beams > 1 and self.stops:
+            raise files.UserError("--stop is not known to --beams, which only tokens end")
+
+
+def _parallel_table(overrides: list[str]) -> dict[str, Any] | None:
+    """Return the table ``[parallel]`` that ``--set`` gives, if it gives one."""
+    from fusedops.launch import config_table
+
+    given = config_table.override({}, overrides)
+    if given.keys() - {"parallel"} or not isinstance(given.get("parallel", {}), dict):
+        raise files.UserError("--set must be of [parallel], such as parallel.tp=2")
+    return given.get("parallel")
+
+
+def _generate(request: _Request, options: Options) -> None:
+    """Load the model, generate and print."""
+    from fusedops.generation.load import load
+    from fusedops.launch.processes import initialize_distributed
+
+    with initialize_distributed(request.device) as ranks:
+        loaded = load(
+            request.checkpoint,
+            ranks,
+            parallel=request.parallel,
+            dtype=request.dtype,
+            tokenizer=request.tokenizer,
+            step=request.step,
+        )
+        first = ranks.rank == 0
+        run = _Run(loaded, request.prompts, request.stops, options, first=first)
+        with _as_mistakes():
+            run.fit(exact=not request.fits_tokens)
+        run.log(f"{loaded.description}, {ranks.size} processes on {ranks.device.type}")
+        run.show(run.generate())
+        if request.compare:
+            run.compare()
 
 
 def _check_texts(option: str, texts: list[str]) -> None:

@@ -84,26 +84,18 @@ def plan(
     Exits with 1 when nothing fits. The formulas, and how far measured peaks are from them, stand in
     docs/planning.md.
     """
-    from fusedops.terminal.console import console
-
     with files.one_line_errors():
-        if model == "list":
-            _show_models(console())
+        if _shows_others(model, measure=measure):
             return
-        if measure:
-            _measure(console())
-            return
-        if not model:
-            raise files.UserError("--model is missing: a name (--model list) or a config.json")
         if json_file not in ("", "-"):
             files.check_writable(json_file)
-        asked = _choices(tp, pp, ep, zero, recompute, offload)
-        asked |= {"schedule": _schedules(schedule), "virtual": virtual or None}
-        shape, found = _plan(
+        choices = _choices(tp, pp, ep, zero, recompute, offload)
+        choices |= {"schedule": _schedules(schedule), "virtual": virtual or None}
+        sizes, result = _plan(
             model,
             devices,
             memory,
-            asked,
+            choices,
             micro_batch=micro_batch,
             microbatches=microbatches,
             seq_len=seq_len or None,
@@ -112,20 +104,49 @@ def plan(
             cp=cp,
             chunked_loss=chunked_loss,
         )
-        if json_file == "-":
-            print(json.dumps(_record(model, shape, devices, found), indent=1))
-        else:
-            out = console()
-            _show(model, shape, devices, found, rows, out)
-            if json_file:
-                files.write_json(Path(json_file), _record(model, shape, devices, found))
-                out.print(f"wrote {json_file}", highlight=False, soft_wrap=True)
-    if not found.fitting:
+        _deliver(model, sizes, devices, result, rows, json_file)
+    if not result.fitting:
         raise typer.Exit(1)
 
 
+def _shows_others(model: str, *, measure: bool) -> bool:
+    """Show the known models or measured peaks if that was asked for; return whether it was.
+
+    Raises:
+        UserError: neither was, and there is no model.
+    """
+    from fusedops.terminal.console import console
+
+    if model == "list":
+        _show_models(console())
+    elif measure:
+        _measure(console())
+    elif not model:
+        raise files.UserError("--model is missing: a name (--model list) or a config.json")
+    else:
+        return False
+    return True
+
+
+def _deliver(
+    name: str, model: TransformerConfig, devices: int, result: Plan, rows: int, json_file: str
+) -> None:
+    """Print the plan, as JSON or as a table, and write the file that was asked for."""
+    from fusedops.terminal.console import console
+
+    record = _record(name, model, devices, result)
+    if json_file == "-":
+        print(json.dumps(record, indent=1))
+        return
+    out = console()
+    _show(name, model, devices, result, rows, out)
+    if json_file:
+        files.write_json(Path(json_file), record)
+        out.print(f"wrote {json_file}", highlight=False, soft_wrap=True)
+
+
 def _plan(
-    name: str, devices: int, memory: str, asked: dict[str, Any], **base: Any
+    name: str, devices: int, memory: str, choices: dict[str, Any], **base: Any
 ) -> tuple[TransformerConfig, Plan]:
     """Return the model and what was found; whatever is wrong is the user's."""
     from fusedops.planner import Layout, from_config, parse_bytes, preset
@@ -142,7 +163,7 @@ def _plan(
         raise files.UserError(f"{where}{error}") from None
     try:
         size = parse_bytes(memory)
-        return shape, search(shape, devices, size, Layout.of(**base), **asked)
+        return shape, search(shape, devices, size, Layout.of(**base), **choices)
     except (ValueError, TypeError) as error:
         raise files.UserError(str(error)) from None
 

@@ -17,8 +17,6 @@ from fusedops.cli.bench import options
 from fusedops.terminal import files
 
 if TYPE_CHECKING:
-    import torch
-
     from fusedops.bench.model_zoo import ModelFamily, ModelSize
     from fusedops.bench.results import BenchRecord
 
@@ -47,10 +45,8 @@ def models(
     mode: Annotated[
         str, typer.Option(help="Comma-separated: training, forward, decoding.")
     ] = "training,forward,decoding",
-    dtype: Annotated[
-        str, typer.Option(help=f"Comma-separated: {', '.join(options.DTYPES)}; of the weights.")
-    ] = "float32,bfloat16,float16",
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    dtype: options.Dtypes = "float32,bfloat16,float16",
+    device: options.Device = "cpu",
     hidden: Annotated[int, typer.Option(min=16, help="Width; heads have 64.")] = 512,
     layers: Annotated[int, typer.Option(min=1, help="Number of layers.")] = 4,
     tokens: Annotated[
@@ -81,12 +77,8 @@ def models(
             callback=options.finite, min=0.01, max=600, help="Time per model, mode and dtype."
         ),
     ] = 8.0,
-    threads: Annotated[
-        int, typer.Option(min=0, help="CPU threads; 0: one per physical core, on all sides.")
-    ] = 0,
-    allocator: Annotated[
-        str, typer.Option(help="tuned or system: C allocator settings, on all sides.")
-    ] = "tuned",
+    threads: options.Threads = 0,
+    allocator: options.Allocator = "tuned",
     fail_if_slower: Annotated[
         float | None,
         typer.Option(
@@ -118,26 +110,16 @@ def models(
         if results is not None:
             files.make_folder(results)
             files.check_writable(results / "probe.json")
-        names = options.words(dtype, options.DTYPES, "dtype")
-        options.words(allocator, options.ALLOCATORS, "allocator")
+        conditions = options.Conditions.of(dtype, device, seconds, threads, allocator, quick=quick)
         plan = _plan(family, mode, model_size(hidden, layers, tokens, steps), quick)
-        where = options.device(device)
-        wanted = where.type != "cpu" if compiled is None else compiled
-        record, wrong, whole = _measure(
-            plan,
-            names,
-            where,
-            as_asked=bool(tokens),
-            compiled=wanted,
-            calibrate=calibrate,
-            quick=quick,
-            seconds=seconds,
-            threads=threads,
-            allocator=allocator,
+        if compiled is None:
+            compiled = conditions.device.type != "cpu"
+        record, wrong, complete = _measure(
+            plan, conditions, as_asked=bool(tokens), compiled=compiled, calibrate=calibrate
         )
         _deliver(record, json_file, csv_file, svg_file, results)
     failed = _judge(record, fail_if_slower)
-    if not whole:
+    if not complete:
         raise typer.Exit(130)  # as a shell says of an interrupted command
     if wrong or failed:
         raise typer.Exit(1)
@@ -194,21 +176,13 @@ def _plan(
 
 def _measure(
     plan: list[tuple[ModelFamily, str, ModelSize]],
-    names: list[str],
-    device: torch.device,
+    conditions: options.Conditions,
     *,
     as_asked: bool,
     compiled: bool,
     calibrate: bool,
-    quick: bool,
-    seconds: float,
-    threads: int,
-    allocator: str,
 ) -> tuple[BenchRecord, list[str], bool]:
     """Return what was measured, what is wrong, and whether that is all."""
-    import torch
-
-    from fusedops._core import host
     from fusedops._core.timer import TimingPlan, clock_for
     from fusedops.bench import machine
     from fusedops.bench.limits import measure_limits
@@ -216,16 +190,13 @@ def _measure(
     from fusedops.bench.results import BenchRow, record_of
     from fusedops.terminal.progress import steps
 
-    torch.set_num_threads(threads or host.physical_cores())
-    if allocator == "tuned":
-        host.tune_host(threads=torch.get_num_threads())
-    dtypes = [getattr(torch, name) for name in names]
+    dtypes, device, seconds = conditions.set_up(), conditions.device, conditions.seconds
     here, clock = machine.describe(device), clock_for(device)
-    timing = TimingPlan(3, 7, seconds / 4) if quick else TimingPlan(seconds=seconds)
+    timing = TimingPlan(3, 7, seconds / 4) if conditions.quick else TimingPlan(seconds=seconds)
     rows: list[BenchRow] = []
     notes: list[str] = []
     wrong: list[str] = []
-    whole = True
+    complete = True
     with steps(1 + len(plan) * len(dtypes)) as progress, options.sigterm_interrupts():
         progress.describe("limits of this machine")
         limits = measure_limits(device, dtypes, clock)
@@ -245,8 +216,8 @@ def _measure(
                         device=device,
                         plan=timing,
                         compiled=compiled,
-                        memory=not quick,
-                        allocator=allocator,
+                        memory=not conditions.quick,
+                        allocator=conditions.allocator,
                         cache_bytes=here["cache_bytes"],
                         report=report,
                         patch=partial(patch, calibrate=calibrate),
@@ -259,17 +230,17 @@ def _measure(
         except KeyboardInterrupt:
             if not rows:
                 raise
-            whole = False
+            complete = False
             notes.append(f"interrupted at {title}: what was measured before is here")
     settled = {
-        "allocator": allocator,
-        "dtypes": names,
+        "allocator": conditions.allocator,
+        "dtypes": conditions.dtypes,
         "compile": compiled,
         "patch": f"fusedops.patch(model{', calibrate=True' * calibrate})",
     }
     notes += [f"WRONG: {each}" for each in wrong]
     record = record_of(here, timing, limits, rows, notes, **settled)
-    return record, wrong, whole
+    return record, wrong, complete
 
 
 def _deliver(

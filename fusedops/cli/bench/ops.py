@@ -59,10 +59,8 @@ def run(
         typer.Argument(help="Ops, moe_layer, or moe for all of both; none: every op."),
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="All ops.")] = False,
-    dtype: Annotated[
-        str, typer.Option(help=f"Comma-separated: {', '.join(options.DTYPES)}.")
-    ] = "float32,bfloat16",
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    dtype: options.Dtypes = "float32,bfloat16",
+    device: options.Device = "cpu",
     sizes: Annotated[
         str, typer.Option(help="Comma-separated, such as 4096x1024,16x768; default: headline ones.")
     ] = "",
@@ -97,12 +95,8 @@ def run(
             callback=options.finite, min=0.01, max=600, help="Time per size, direction and dtype."
         ),
     ] = 1.5,
-    threads: Annotated[
-        int, typer.Option(min=0, help="CPU threads; 0: one per physical core, on all sides.")
-    ] = 0,
-    allocator: Annotated[
-        str, typer.Option(help="tuned or system: C allocator settings, on all sides.")
-    ] = "tuned",
+    threads: options.Threads = 0,
+    allocator: options.Allocator = "tuned",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the record.")] = None,
     csv_file: Annotated[Path | None, typer.Option("--csv", help="Write the rows.")] = None,
     png_file: Annotated[Path | None, typer.Option("--png", help="Draw the rows.")] = None,
@@ -121,18 +115,8 @@ def run(
         files.check_environment()
         if every and ops:
             raise files.UserError("name ops or say --all, not both")
-        for path in (json_file, csv_file, png_file):
-            if path is not None:
-                files.check_writable(path)
-        if results is not None:
-            files.make_folder(results)
-            files.check_writable(results / "probe.csv")
-        if png_file is not None:
-            from fusedops.bench import chart
-
-            chart.check_installed()
-        names = options.words(dtype, options.DTYPES, "dtype")
-        options.words(allocator, options.ALLOCATORS, "allocator")
+        _check_outputs(json_file, csv_file, png_file, results)
+        conditions = options.Conditions.of(dtype, device, seconds, threads, allocator, quick=quick)
         if shape and (not ops or sizes or all_sizes):
             raise files.UserError(
                 "--shape needs the names of ops, and neither --sizes nor --all-sizes"
@@ -140,22 +124,17 @@ def run(
         specs = _specs(ops or [])
         plan = _cases(specs, sizes, all_sizes, quick, shape or [])
         only = _variants(specs, variants)
-        where = options.device(device)
-        record, whole = _measure(
+        compiled = not (no_compile or quick or (only and "compile" not in only))
+        record, complete = _measure(
             plan,
-            names,
-            where,
+            conditions,
             only,
             all_backends=all_backends,
-            compiled=not (no_compile or quick or (only and "compile" not in only)),
-            quick=quick,
-            seconds=seconds,
-            threads=threads,
-            allocator=allocator,
+            compiled=compiled,
             json_file=json_file,
         )
         _deliver(record, json_file, csv_file, png_file, results)
-        if not whole:
+        if not complete:
             raise typer.Exit(130)  # as a shell says of an interrupted command
 
 
@@ -188,10 +167,8 @@ def compare(
 @app.command(epilog="docs/tuning.md tells what a table does.")
 def tune(
     ops: Annotated[str, typer.Option(help="Comma-separated ops to measure; default: all.")] = "",
-    dtype: Annotated[
-        str, typer.Option(help=f"Comma-separated: {', '.join(options.DTYPES)}.")
-    ] = "float32,bfloat16",
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    dtype: options.Dtypes = "float32,bfloat16",
+    device: options.Device = "cpu",
     out: Annotated[
         Path | None, typer.Option(help="File to write; default: ARCHITECTURE.json here.")
     ] = None,
@@ -204,10 +181,8 @@ def tune(
             callback=options.finite, min=0.01, max=600, help="Time per size, direction and dtype."
         ),
     ] = 1.5,
-    threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0: one per physical core.")] = 0,
-    allocator: Annotated[
-        str, typer.Option(help="tuned or system: C allocator settings.")
-    ] = "tuned",
+    threads: options.Threads = 0,
+    allocator: options.Allocator = "tuned",
 ) -> None:
     """Measure which backend wins per op, dtype and size on this device, and write it to a table.
 
@@ -215,26 +190,40 @@ def tune(
     """
     with files.one_line_errors():
         files.check_environment()
-        names = options.words(dtype, options.DTYPES, "dtype")
-        options.words(allocator, options.ALLOCATORS, "allocator")
+        conditions = options.Conditions.of(dtype, device, seconds, threads, allocator, quick=quick)
         from fusedops._core.architecture import architecture
         from fusedops.bench import tuner
         from fusedops.specs import all_specs
 
         specs = _specs(options.words(ops, all_specs(), "ops") if ops else [])
-        where = options.device(device)
-        path = out or Path(f"{architecture(where)}.json")
+        path = out or Path(f"{architecture(conditions.device)}.json")
         files.check_writable(path)
         table, notes = tuner.measure_table(
             _cases(specs, "", not quick, quick),
-            names,
-            where,
+            conditions.dtypes,
+            conditions.device,
             quick=quick,
             seconds=seconds,
             threads=threads,
             allocator=allocator,
         )
         tuner.deliver(table, notes, path)
+
+
+def _check_outputs(
+    json_file: Path | None, csv_file: Path | None, png_file: Path | None, results: Path | None
+) -> None:
+    """Raise before anything is measured where an output could not be written."""
+    for path in (json_file, csv_file, png_file):
+        if path is not None:
+            files.check_writable(path)
+    if results is not None:
+        files.make_folder(results)
+        files.check_writable(results / "probe.csv")
+    if png_file is not None:
+        from fusedops.bench import chart
+
+        chart.check_installed()
 
 
 def _specs(ops: list[str]) -> list[Spec]:
@@ -299,25 +288,17 @@ def _variants(specs: list[Spec], text: str) -> list[str]:
 
 def _measure(
     plan: list[tuple[Spec, BenchCase]],
-    names: list[str],
-    device: torch.device,
+    conditions: options.Conditions,
     only: list[str],
     *,
     all_backends: bool,
     compiled: bool,
-    quick: bool,
-    seconds: float,
-    threads: int,
-    allocator: str,
     json_file: Path | None,
 ) -> tuple[BenchRecord, bool]:
     """Return what was measured, and whether that is all: an interrupt keeps what there is.
 
     After each size the file has all rows so far: a process that runs out of memory is not asked.
     """
-    import torch
-
-    from fusedops._core import host
     from fusedops._core.timer import TimingPlan, clock_for
     from fusedops.bench import machine
     from fusedops.bench.cases import CaseSettings, host_overhead, run_case
@@ -325,14 +306,13 @@ def _measure(
     from fusedops.bench.results import BenchRow, record_of, save_json
     from fusedops.terminal.progress import steps
 
-    torch.set_num_threads(threads or host.physical_cores())
-    if allocator == "tuned":
-        host.tune_host(threads=torch.get_num_threads())
-    dtypes = [getattr(torch, name) for name in names]
+    dtypes, device, seconds = conditions.set_up(), conditions.device, conditions.seconds
     here = machine.describe(device)
     clock = clock_for(device)
     timing = (
-        TimingPlan(least=5, most=15, seconds=seconds / 4) if quick else TimingPlan(seconds=seconds)
+        TimingPlan(least=5, most=15, seconds=seconds / 4)
+        if conditions.quick
+        else TimingPlan(seconds=seconds)
     )
     common = CaseSettings(
         device=device,
@@ -340,15 +320,19 @@ def _measure(
         compiled=compiled,
         only=only,
         all_backends=all_backends,
-        allocator=allocator,
+        allocator=conditions.allocator,
         cache_bytes=here["cache_bytes"],
         report=lambda what: None,
     )
     rows: list[BenchRow] = []
     notes: list[str] = []
-    whole = True
+    complete = True
     overhead: dict[tuple[str, torch.dtype], dict[tuple[str, str], float]] = {}
-    settled = {"allocator": allocator, "dtypes": names, "compile": compiled}
+    settled = {
+        "allocator": conditions.allocator,
+        "dtypes": conditions.dtypes,
+        "compile": compiled,
+    }
     with steps(1 + len(plan) * len(dtypes)) as progress, options.sigterm_interrupts():
         progress.describe("limits of this machine")
         limits = measure_limits(device, dtypes, clock)
@@ -378,10 +362,10 @@ def _measure(
         except KeyboardInterrupt:
             if not rows:
                 raise
-            whole = False
+            complete = False
             notes.append(f"interrupted at {title}: what was measured before is here")
     record = record_of(here, timing, limits, rows, notes, **settled)
-    return record, whole
+    return record, complete
 
 
 def _deliver(
