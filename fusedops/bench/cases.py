@@ -103,31 +103,31 @@ def run_case(
         return [], [f"{title}: {note}" for note in notes]
     settings.report("errors")
     errors, why_no_error = _errors(spec, call, able)
-    ran = {each.name: backend_of(each, call) for each in able if each.ours}
+    ran = {contender.name: backend_of(contender, call) for contender in able if contender.ours}
     rows = []
     for direction in _directions(able, call):
         settings.report(direction)
-        there = [each for each in able if direction == FORWARD or each.trains]
-        variants = [variant_of(each, call, direction) for each in there]
+        there = [contender for contender in able if direction == FORWARD or contender.trains]
+        variants = [variant_of(contender, call, direction) for contender in there]
         peaks = {variant.name: _peak(variant, settings.device) for variant in variants}
         timing = measure(variants, clock, settings.plan)
         work = _work(case, direction, dtype, limits)
-        for each in there:
+        for contender in there:
             rows.append(
                 _row(
                     spec.name,
                     case.label,
                     dtype,
                     direction,
-                    each.name,
+                    contender.name,
                     timing,
                     work,
-                    backend=ran.get(each.name, ""),
+                    backend=ran.get(contender.name, ""),
                     allocator=settings.allocator,
                     in_cache=work.in_memory and work.bytes_moved < 2 * settings.cache_bytes,
-                    host=host.get((each.name, direction)),
-                    peak=peaks[each.name],
-                    error=errors.get((each.name, direction)),
+                    host=host.get((contender.name, direction)),
+                    peak=peaks[contender.name],
+                    error=errors.get((contender.name, direction)),
                     note=why_no_error,
                 )
             )
@@ -153,11 +153,13 @@ def host_overhead(
     able, _ = contenders(spec, call, compiled=False, only=only, all_backends=settings.all_backends)
     overhead = {}
     for direction in _directions(able, call):
-        there = [each for each in able if direction == FORWARD or each.trains]
-        variants = [variant_of(each, call, direction, synced=settings.device) for each in there]
+        there = [contender for contender in able if direction == FORWARD or contender.trains]
+        variants = [
+            variant_of(contender, call, direction, synced=settings.device) for contender in there
+        ]
         timing = measure(variants, CpuClock(), _HOST_PLAN)
-        for each in there:
-            overhead[each.name, direction] = timing.best(each.name)
+        for contender in there:
+            overhead[contender.name, direction] = timing.best(contender.name)
     return overhead
 
 
@@ -165,7 +167,7 @@ def tiny_sample(spec: Spec, device: torch.device, dtype: torch.dtype) -> Sample 
     """Return a call of the op that is all overhead: its first test sample of a tiny size."""
     for sample in spec.samples(device, dtype):
         # An empty tensor beside others only tells a dtype or a size.
-        sizes = [each.numel() for each in sample.leaves or sample.tensors if each.numel() > 0]
+        sizes = [tensor.numel() for tensor in sample.leaves or sample.tensors if tensor.numel() > 0]
         if sizes and min(sizes) > 1 and sum(sizes) < _TINY:
             return sample
     return None
@@ -239,8 +241,8 @@ def lead(timing: Timing, variant: str) -> dict[str, Any]:
     """Return the fields of a row that compare it with the fastest of those that are not ours."""
     if not is_ours(variant):
         return {}
-    others = [each for each in timing.rounds if not is_ours(each)]
-    rival = min(others, key=lambda each: timing.spread(each).median)
+    others = [name for name in timing.rounds if not is_ours(name)]
+    rival = min(others, key=lambda name: timing.spread(name).median)
     ratio = timing.ratio(rival, variant)
     return {"rival": rival, "lead": ratio.median, "lead_q1": ratio.q1, "lead_q3": ratio.q3}
 

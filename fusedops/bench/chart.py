@@ -41,7 +41,7 @@ def _draw(record: BenchRecord) -> Any:
     check_installed()
     from matplotlib.figure import Figure
 
-    directions = [each for each in _TITLES if any(row.direction == each for row in record.rows)]
+    directions = [title for title in _TITLES if any(row.direction == title for row in record.rows)]
     who = _shown(record.rows)
     labels = list(dict.fromkeys((row.op, row.case, row.dtype) for row in record.rows))
     height = 1.5 + len(directions) * (0.7 + 0.17 * len(labels) * (len(who) + 0.8))
@@ -53,7 +53,7 @@ def _draw(record: BenchRecord) -> Any:
             for row in record.rows
             if row.direction == direction
         }
-        faster = [each for each in who if each != "eager"]
+        faster = [contender for contender in who if contender != "eager"]
         _bars(line[0], labels, faster, rows, lambda row: row.speedup, "{:.2f}x", errors=True)
         _bars(line[1], labels, who, rows, lambda row: 100 * row.limit_share, "{:.0f}%")
         line[0].axvline(1.0, color="black", linewidth=1)
@@ -81,7 +81,7 @@ def _bars(
     for variant in who:
         found = []
         for at, label in enumerate(labels):
-            present = [each for each in who if (*label, each) in rows]
+            present = [contender for contender in who if (*label, contender) in rows]
             if variant in present:
                 offset = (present.index(variant) - (len(present) - 1) / 2) * thickness
                 found.append((at + offset, rows[(*label, variant)]))

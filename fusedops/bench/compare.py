@@ -109,14 +109,14 @@ def compare(
     changes = tuple(RowChange(old[key], new[key]) for key in old if key in new)
     if not changes:
         raise UserError("the two records have no row in common")
-    ours = [each for each in changes if each.after.ours and each.beyond_spread]
-    moved = [each for each in ours if abs(each.slower_by) > allowed]
-    theirs = sorted(each.slower_by for each in changes if not each.after.ours)
+    ours = [change for change in changes if change.after.ours and change.beyond_spread]
+    moved = [change for change in ours if abs(change.slower_by) > allowed]
+    theirs = sorted(change.slower_by for change in changes if not change.after.ours)
     return RecordComparison(
         changes,
-        slower=tuple(each for each in moved if each.trusted and each.slower_by > 0),
-        faster=tuple(each for each in moved if each.trusted and each.slower_by < 0),
-        doubtful=tuple(each for each in moved if not each.trusted),
+        slower=tuple(change for change in moved if change.trusted and change.slower_by > 0),
+        faster=tuple(change for change in moved if change.trusted and change.slower_by < 0),
+        doubtful=tuple(change for change in moved if not change.trusted),
         missing=tuple(key for key in old if key not in new),
         drift=theirs[len(theirs) // 2] if theirs else 0.0,
     )

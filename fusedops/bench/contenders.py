@@ -88,7 +88,7 @@ class ContenderCall:
         if not contender.overwrites:
             return self
         sample = self.sample.map(
-            lambda each: each.detach().clone().requires_grad_(each.requires_grad)
+            lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad)
         )
         return ContenderCall(
             sample, tuple(sample.leaves), tuple(grad.clone() for grad in self.grads)
@@ -170,7 +170,7 @@ def contenders(
     for name in _backends_of(call) if taken else ():
         if only or all_backends or name not in (*taken.split("+"), "torch"):
             admit(Contender(f"{AUTOMATIC}:{name}", spec.op, name))
-    kinds = {each.device.type for each in call.sample.tensors}
+    kinds = {tensor.device.type for tensor in call.sample.tensors}
     for label, peer in spec.peers().items():
         if kinds <= set(getattr(peer, "devices", kinds)):
             admit(Contender(label, peer, overwrites=getattr(peer, "overwrites", False)))
@@ -200,7 +200,7 @@ def names(spec: Spec) -> list[str]:
 
 def _backends_of(call: ContenderCall) -> tuple[str, ...]:
     """Return the backends worth timing: not Triton's interpreter on CPU tensors."""
-    on_cpu = all(each.is_cpu for each in call.sample.tensors)
+    on_cpu = all(tensor.is_cpu for tensor in call.sample.tensors)
     return ("cpp", "torch") if on_cpu else ("cuda", "triton", "torch")
 
 

@@ -132,7 +132,7 @@ def _ways(work: GenerationWork) -> dict[str, Callable[[], torch.Tensor]]:
 
     def ours() -> torch.Tensor:
         found = generate(model, prompts, tokens=work.tokens)
-        return torch.tensor([each.tokens for each in found])
+        return torch.tensor([result.tokens for result in found])
 
     from fusedops.integrations import patch
 
@@ -170,4 +170,4 @@ def works(
     base: GenerationWork, presets: Sequence[str], dtypes: Sequence[str]
 ) -> list[GenerationWork]:
     """Return what is measured: each architecture in each dtype."""
-    return [replace(base, preset=each, dtype=dtype) for each in presets for dtype in dtypes]
+    return [replace(base, preset=preset, dtype=dtype) for preset in presets for dtype in dtypes]

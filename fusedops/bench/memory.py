@@ -100,7 +100,7 @@ def run_case(
         reports[name] = memory.report(models[name], batch)
         results[name] = _results(models[name], batch)
     report("timing")
-    variants = [Variant(name, partial(_step, each, batch)) for name, each in models.items()]
+    variants = [Variant(name, partial(_step, model, batch)) for name, model in models.items()]
     timing = measure(variants, clock, plan)
     rows = []
     for name in chosen:
@@ -138,6 +138,8 @@ def _results(model: nn.Module, batch: Any) -> list[torch.Tensor]:
     model.zero_grad(set_to_none=True)
     loss = model(**batch).loss
     loss.backward()
-    found = [each.grad.clone() for each in model.parameters() if each.grad is not None]
+    found = [
+        parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None
+    ]
     model.zero_grad(set_to_none=True)
     return [loss.detach(), *found]

@@ -283,8 +283,8 @@ _EXPERTS_OF_HALF = {"num_experts": 8, "moe_intermediate_size": lambda size: _inn
 _GEMMA2 = {"query_pre_attn_scalar": 64, "sliding_window": lambda size: size.seq_len // 2}
 
 FAMILIES = {
-    each.name: each
-    for each in (
+    entry.name: entry
+    for entry in (
         _causal("gpt2", "GPT2", "LMHeadModel", **_NO_GPT2_DROPOUT),
         _encoder("bert", "Bert"),
         _gated("llama", "Llama"),

@@ -170,7 +170,7 @@ def run_case(
         before = backends.counters()
         found = ours.values()
         backend = _backends_since(before)
-        wrong = [f"{title}: {each}" for each in differences(found, known, truth, dtype)]
+        wrong = [f"{title}: {difference}" for difference in differences(found, known, truth, dtype)]
         errors[AUTOMATIC] = _ulps(found, truth)
     except Exception as error:
         wrong = [f"{title}: the patched model raises {_line(error)}"]
@@ -189,14 +189,28 @@ def run_case(
     del truth, known
     settings.report("memory")
     work = _work(stock, flops, mode, dtype, size, limits)
-    peaks = {each.name: _peak(each, settings) for each in able}
+    peaks = {contender.name: _peak(contender, settings) for contender in able}
     settings.report("timing")
     timing = measure(
-        [Variant(each.name, each.run, each.prepare) for each in able], clock, settings.plan
+        [Variant(contender.name, contender.run, contender.prepare) for contender in able],
+        clock,
+        settings.plan,
     )
     rows = [
-        _row(family, mode, dtype, size, each.name, timing, work, settings, errors, peaks, backend)
-        for each in able
+        _row(
+            family,
+            mode,
+            dtype,
+            size,
+            contender.name,
+            timing,
+            work,
+            settings,
+            errors,
+            peaks,
+            backend,
+        )
+        for contender in able
     ]
     return FamilyResult(tuple(rows), tuple(notes), tuple(wrong))
 
@@ -292,7 +306,7 @@ def _step(model: nn.Module, call: Any, inputs: Inputs) -> Values:
     output = call(**inputs)
     output.loss.backward()
     named = model.named_parameters()
-    grads = {name: each.grad for name, each in named if each.grad is not None}
+    grads = {name: module.grad for name, module in named if module.grad is not None}
     model.zero_grad(set_to_none=True)
     return Values(output.logits.detach(), output.loss.detach(), grads)
 
@@ -344,17 +358,17 @@ def _work(
 
 def _weight_bytes(model: Any, rows: int) -> float:
     """Return the bytes of weights that ``rows`` rows need: of experts those that are chosen."""
-    tables = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)}
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     head = model.get_output_embeddings()
     tables -= {id(head.weight)} if head is not None else set()
     chosen = getattr(model.config, "num_experts_per_tok", 0)
     total = 0.0
-    for each in model.parameters():
-        if id(each) in tables:
+    for parameter in model.parameters():
+        if id(parameter) in tables:
             continue
-        experts = each.dim() == 3 and chosen > 0
-        share = min(1.0, rows * chosen / each.shape[0]) if experts else 1.0
-        total += share * each.numel() * each.element_size()
+        experts = parameter.dim() == 3 and chosen > 0
+        share = min(1.0, rows * chosen / parameter.shape[0]) if experts else 1.0
+        total += share * parameter.numel() * parameter.element_size()
     return total
 
 

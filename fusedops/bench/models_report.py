@@ -118,8 +118,8 @@ def _figures(case: dict[str, BenchRow]) -> list[str | Text]:
     return [
         *times,
         *compared,
-        " ".join("-" if each is None else f"{each / 2**20:.0f}" for each in peaks),
-        " ".join(f"{each.error_mean_ulps:.2g}" for each in (case[EAGER], ours)),
+        " ".join("-" if peak is None else f"{peak / 2**20:.0f}" for peak in peaks),
+        " ".join(f"{row.error_mean_ulps:.2g}" for row in (case[EAGER], ours)),
     ]
 
 

@@ -54,8 +54,8 @@ class ScalingSetting:
 
 
 SETTINGS = {
-    each.name: each
-    for each in (
+    entry.name: entry
+    for entry in (
         ScalingSetting("one process", 1, 2, {}),
         ScalingSetting("one process, 8 parts", 1, 2, {"microbatches": 8}),
         ScalingSetting("patched transformers", 1, 2, None),
@@ -155,8 +155,8 @@ def measure(
     Raises:
         RuntimeError: a process failed; with what it said.
     """
-    chosen = [SETTINGS[each] for each in dict.fromkeys((FIRST, *names))]
-    rows = [ScalingRow(each, work.sequences * work.tokens) for each in chosen]
+    chosen = [SETTINGS[name] for name in dict.fromkeys((FIRST, *names))]
+    rows = [ScalingRow(setting, work.sequences * work.tokens) for setting in chosen]
     with ExitStack() as stack:
         teams = []
         for setting in chosen:
@@ -200,7 +200,7 @@ class _Team:
         for link in self._links:
             link.send(steps)
         answers = [self._answer(link) for link in self._links]
-        return max(each[0] for each in answers) / steps, answers[0][1]
+        return max(answer[0] for answer in answers) / steps, answers[0][1]
 
     def _answer(self, link: Connection) -> tuple[float, float]:
         if not link.poll(_PATIENCE):
@@ -263,9 +263,9 @@ def _step_of(setting: ScalingSetting, work: ScalingWork) -> Callable[[], float]:
         parallelize(model, ParallelConfig(**setting.parallel), seed=_SEED)
     run = replace(parallelized(model), config=ParallelConfig(**setting.parallel))
     optimizer = run.optimizer(lr=1e-4, max_norm=None if run.pipeline else 1.0)
-    parts = [run.rows(each).chunk(run.config.microbatches) for each in (tokens, labels)]
-    shards = [run.shard_batch(*each) for each in zip(*parts, strict=True)]
-    count = run.count(torch.stack([each.labels for each in shards if each.labels is not None]))
+    parts = [run.rows(tensor).chunk(run.config.microbatches) for tensor in (tokens, labels)]
+    shards = [run.shard_batch(*part) for part in zip(*parts, strict=True)]
+    count = run.count(torch.stack([shard.labels for shard in shards if shard.labels is not None]))
 
     def step() -> float:
         outputs = run.step(shards, count)

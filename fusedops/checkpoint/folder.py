@@ -40,7 +40,7 @@ class Damaged(Exception):
 def checkpoints(root: Path) -> list[Path]:
     """Return the folders of all checkpoints, the newest first; damaged ones are among them."""
     try:
-        found = [each for each in root.iterdir() if _NAME.fullmatch(each.name)]
+        found = [path for path in root.iterdir() if _NAME.fullmatch(path.name)]
     except (FileNotFoundError, NotADirectoryError):
         return []
     return sorted(found, key=_order, reverse=True)
@@ -67,10 +67,10 @@ def begin(root: Path, step: int) -> tuple[Path, Path]:
         OSError: it cannot be made.
     """
     root.mkdir(parents=True, exist_ok=True)
-    for each in root.iterdir():
-        if each.name.startswith((_PARTIAL, _REMOVED)):
-            shutil.rmtree(each, ignore_errors=True)
-    again = [_order(each)[1] + 1 for each in checkpoints(root) if step_of(each) == step]
+    for path in root.iterdir():
+        if path.name.startswith((_PARTIAL, _REMOVED)):
+            shutil.rmtree(path, ignore_errors=True)
+    again = [_order(folder)[1] + 1 for folder in checkpoints(root) if step_of(folder) == step]
     final = root / f"step-{step:010d}.{max(again, default=0)}"
     partial = root / f"{_PARTIAL}{final.name}"
     partial.mkdir()

@@ -174,9 +174,9 @@ class Guard:
     def report(self) -> str:
         """Return what was seen and done, a line for each step that was not like the others."""
         lines = []
-        for each in self.events:
-            went = f" to step {each.restored.step}" if each.restored else ""
-            lines.append(f"step {each.step}: {each.action}{went}: {each.reason}")
+        for event in self.events:
+            went = f" to step {event.restored.step}" if event.restored else ""
+            lines.append(f"step {event.step}: {event.action}{went}: {event.reason}")
         return "\n".join(lines) or "nothing unusual"
 
     def state_dict(self) -> dict[str, Any]:
@@ -204,7 +204,9 @@ class Guard:
         if self._group is None and not (dist.is_available() and dist.is_initialized()):
             return values
         # Ranks must not differ in what they do. NaN is more than infinity here.
-        order = [[math.isnan(each), 0.0 if math.isnan(each) else each] for each in values.values()]
+        order = [
+            [math.isnan(value), 0.0 if math.isnan(value) else value] for value in values.values()
+        ]
         found: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(found, order, group=self._group)
         worst = [max(column) for column in zip(*found, strict=True)]
@@ -236,7 +238,7 @@ class Guard:
         if len(values) < _LEAST_HISTORY:
             return None
         middle = statistics.median(values)
-        spread = statistics.median(abs(each - middle) for each in values)
+        spread = statistics.median(abs(value - middle) for value in values)
         least = max(_LEAST_DEVIATION * abs(middle), torch.finfo(torch.float32).tiny)
         return middle, max(_NORMAL * spread, least)
 

@@ -51,11 +51,11 @@ def doctor(
     failed: list[SelftestResult] = []
     wrong = env.mistakes(backends.BACKENDS)
     with backends.use_backend(None) if wrong else nullcontext():
-        for each in devices:
-            out.print(Rule(f"ops on {each.type}", align="left"))
-            failed += _show_ops(out, each)
+        for name in devices:
+            out.print(Rule(f"ops on {name.type}", align="left"))
+            failed += _show_ops(out, name)
             if calibrate:
-                _show_speed(out, each)
+                _show_speed(out, name)
     if failed:
         _show_conclusion(out, failed)
     with files.one_line_errors():
@@ -72,9 +72,9 @@ def _devices(text: str) -> list[torch.device]:
         here.append(torch.device("cuda"))
     if not text:
         return here
-    found = [each for each in here if each.type == text]
+    found = [device for device in here if device.type == text]
     if not found:
-        known = ", ".join(each.type for each in here)
+        known = ", ".join(device.type for device in here)
         raise files.UserError(f"no device {text!r} here; this torch sees: {known}")
     return found
 

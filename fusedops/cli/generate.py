@@ -232,12 +232,12 @@ class _Run:
     ) -> None:
         self._model, self._text = loaded.model, loaded.text
         self._texts, self._stops, self._first = prompts, stops, first
-        self._prompts = [loaded.text.encode(each) for each in prompts]
-        for text, each in zip(prompts, self._prompts, strict=True):
-            if not each:
+        self._prompts = [loaded.text.encode(prompt) for prompt in prompts]
+        for text, tokens in zip(prompts, self._prompts, strict=True):
+            if not tokens:
                 raise files.UserError(f"the prompt {text!r} has no token")
         words = loaded.model.config.vocab_size
-        ends = tuple(each for each in loaded.text.stop if each < words)
+        ends = tuple(token for token in loaded.text.stop if token < words)
         self._options = replace(options, stop=ends)
         self._seconds = 0.0
         self._found: list[Generated] = []
@@ -252,7 +252,7 @@ class _Run:
         from fusedops.generation.sequences import check
 
         rooms = [_TOKENS]
-        longest, config = max(len(each) for each in self._prompts), self._model.config
+        longest, config = max(len(tokens) for tokens in self._prompts), self._model.config
         if config.position_tables:
             rooms.append(config.seq_len - longest)
         if self._options.cache_size is not None:
@@ -294,8 +294,8 @@ class _Run:
         begin = time.perf_counter()
         if self._options.beams > 1:
             self._found = generate(self._model, self._prompts, self._options)
-            for words, each in zip(self._words, self._found, strict=True):
-                for token in each.tokens[: -1 if each.reason == "stop" else None]:
+            for words, result in zip(self._words, self._found, strict=True):
+                for token in result.tokens[: -1 if result.reason == "stop" else None]:
                     words.feed(token)
         else:
             until = replace(self._options, until=lambda n, made: self._words[n].feed(made[-1]))
@@ -326,14 +326,14 @@ class _Run:
             name = f"{prompt + 1}.{sample + 1}" if samples > 1 else f"{prompt + 1}"
             head = f"[{name}] " if len(texts) > 1 else ""
             self._write(f"{head}{self._texts[prompt]}{text}\n")
-        count = sum(len(each.tokens) for each in self._found)
+        count = sum(len(result.tokens) for result in self._found)
         self.log(f"{count} tokens, {count / self._seconds:,.0f} tokens/s")
 
     def compare(self) -> None:
         """Generate again without a cache, and tell whether tokens differ."""
         from fusedops.generation import generate
 
-        lengths = [len(each.tokens) for each in self._found]
+        lengths = [len(result.tokens) for result in self._found]
         again = replace(self._options, cache=False, cache_size=None)
         if again.beams == 1:
             # Strings that end a text are not looked for again: as many tokens are compared. Which
@@ -344,10 +344,10 @@ class _Run:
         seconds = time.perf_counter() - begin
         same = sum(
             mine == other
-            for each, others_ in zip(self._found, others, strict=True)
-            for mine, other in zip(each.tokens, others_.tokens, strict=False)
+            for result, others_ in zip(self._found, others, strict=True)
+            for mine, other in zip(result.tokens, others_.tokens, strict=False)
         )
-        made = sum(len(each.tokens) for each in others)
+        made = sum(len(other.tokens) for other in others)
         self.log(
             f"without the cache: {same} of {sum(lengths)} tokens are the same, "
             f"{made / seconds:,.0f} tokens/s"

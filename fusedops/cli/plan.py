@@ -238,9 +238,9 @@ def _measure(out: Any) -> None:
     work = list(cases())
     rows = []
     with steps(len(work)) as progress:
-        for each in work:
-            progress.describe(" ".join(str(word) for word in each))
-            rows.append(measure(*each))
+        for case in work:
+            progress.describe(" ".join(str(word) for word in case))
+            rows.append(measure(*case))
             progress.advance()
     lines = [
         "| model | width x layers, tokens, words | dtype | recompute | kernels | measured MiB "
@@ -269,15 +269,15 @@ def _show_models(out: Any) -> None:
     table = Table(header_style="bold")
     for name in ("model", "parameters", "layers", "hidden", "heads", "experts", "tokens"):
         table.add_column(name, justify="left" if name == "model" else "right")
-    for name, each in PRESETS.items():
+    for name, model in PRESETS.items():
         table.add_row(
             name,
-            show_count(each.parameters().total),
-            str(each.depth),
-            str(each.hidden_size),
-            str(each.num_heads),
-            str(each.num_experts or "-"),
-            str(each.seq_len),
+            show_count(model.parameters().total),
+            str(model.depth),
+            str(model.hidden_size),
+            str(model.num_heads),
+            str(model.num_experts or "-"),
+            str(model.seq_len),
         )
     print_table(out, table)
 

@@ -147,13 +147,19 @@ def measure(
 
     step()
     optimizer.zero_grad(set_to_none=True)
-    before = sum(each.nbytes for each in model.parameters())
+    before = sum(parameter.nbytes for parameter in model.parameters())
     if "optimizer" not in offload:
-        before += sum(each.nbytes for state in optimizer.state.values() for each in state.values())
+        before += sum(
+            value.nbytes for state in optimizer.state.values() for value in state.values()
+        )
     kept = _kept(model, loss)
     peak = before + peak_bytes(step, torch.device("cpu"))
     state = policy_state_of(model)
-    host = sum(each.host_bytes for each in state.offloaders.values()) if state is not None else 0
+    host = (
+        sum(offloader.host_bytes for offloader in state.offloaders.values())
+        if state is not None
+        else 0
+    )
     if isinstance(optimizer, OffloadedAdamW):
         host += optimizer.host_bytes
         optimizer.close()
@@ -192,7 +198,7 @@ def _kept(model: nn.Module, run: Any) -> int:
     """Return the bytes of all storages that autograd saves in a call, parameters apart."""
     import torch
 
-    own = {each.untyped_storage().data_ptr() for each in model.parameters()}
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     seen: dict[int, torch.Tensor] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -203,10 +209,10 @@ def _kept(model: nn.Module, run: Any) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         result = run()
-    found = sum(each.untyped_storage().nbytes() for each in seen.values())
+    nbytes = sum(saved.untyped_storage().nbytes() for saved in seen.values())
     seen.clear()  # the graph holds `pack`, and a result of its own would hold the graph
     del result
-    return found
+    return nbytes
 
 
 def build(family: str, hidden: int, layers: int, seq_len: int, vocabulary: int) -> Any:

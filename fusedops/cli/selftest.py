@@ -110,6 +110,8 @@ class _Listener(TorchDispatchMode):
         if namespace == "fusedops" and name in backends.op_names():
             # The dispatcher leaves trailing defaults out; the backends' checks want them all.
             rest = func._schema.arguments[len(args) :]
-            filled = [(kwargs or {}).get(each.name, each.default_value) for each in rest]
+            filled = [
+                (kwargs or {}).get(argument.name, argument.default_value) for argument in rest
+            ]
             self.calls.append((name, (*args, *filled), full != name))
         return func(*args, **(kwargs or {}))

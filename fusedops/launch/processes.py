@@ -62,7 +62,7 @@ class Ranks:
             yield
         except _MISTAKES as error:
             problem = str(error)
-        first = next((each for each in self.gathered(problem) if each is not None), None)
+        first = next((message for message in self.gathered(problem) if message is not None), None)
         if first is not None:
             raise InputError(first)
 
@@ -216,7 +216,7 @@ def launch(processes: int, arguments: Sequence[str], *, restarts: int = 0) -> in
     except _Stopped as stopped:
         return passing.code(stopped.codes)
     except ChildFailedError as error:
-        codes = {rank: each.exitcode for rank, each in error.failures.items()}
+        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
         # The agent ends the others by SIGTERM; who was killed otherwise could not tell by itself.
         killed = {rank: -code for rank, code in codes.items() if code < 0}
         causes = {rank: code for rank, code in killed.items() if code != signal.SIGTERM}
@@ -257,19 +257,19 @@ class _Passing:
                 child.send_signal(number)
         while alive:
             gone, alive = psutil.wait_procs(alive, timeout=1.0)
-            codes += [each.returncode or 0 for each in gone]
+            codes += [process.returncode or 0 for process in gone]
             # One that had not come as far as to note the signal leaves the others without it.
             if any(codes) and since is None:
                 since = time.monotonic()
             if since is not None and time.monotonic() - since > _GRACE_SECONDS:
-                for each in alive:
+                for process in alive:
                     with contextlib.suppress(psutil.NoSuchProcess):
-                        each.kill()
+                        process.kill()
         raise _Stopped(codes)
 
     def code(self, codes: list[int]) -> int:
         """Return the exit code of processes that were asked to stop; tell what they could not."""
-        failed = [each for each in codes if each > 0]
+        failed = [code for code in codes if code > 0]
         killed = any(codes) or not codes
         if failed or (killed and self.count > 1):
             return failed[0] if failed else 1

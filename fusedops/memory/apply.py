@@ -44,7 +44,7 @@ class WrappedLayer:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what can be pickled: not the function inside of a function."""
-        return {name: each for name, each in self.__dict__.items() if name != "contexts"}
+        return {name: value for name, value in self.__dict__.items() if name != "contexts"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -143,7 +143,7 @@ def remove(model: nn.Module) -> None:
         >>> fusedops.memory.remove(torch.nn.Linear(2, 2))
     """
     _check_model("remove", model)
-    ours = [each for each in model.modules() if _layer_of(each) is not None]
+    ours = [module for module in model.modules() if _layer_of(module) is not None]
     for name, module in model.named_modules():
         if _covered(module):
             raise UnsupportedError(
@@ -183,8 +183,8 @@ def _check_model(op: str, model: Any) -> None:
 def _check_patterns(policy: Policy, named: dict[str, nn.Module]) -> None:
     """Raise where a rule's modules name nothing in the model."""
     for rule in policy.rules:
-        if rule.modules and not any(rule.names_module(*each) for each in named.items()):
-            words = [each for each in rule.modules if isinstance(each, str)]
+        if rule.modules and not any(rule.names_module(*item) for item in named.items()):
+            words = [module for module in rule.modules if isinstance(module, str)]
             near = difflib.get_close_matches(words[0] if words else "", named, n=3, cutoff=0.4)
             hint = f"; the nearest names are {', '.join(map(repr, near))}" if near else ""
             raise ValueError(f"apply: {rule} names no module of the model{hint}")

@@ -211,12 +211,12 @@ def recompute(
             "names single tensors: give it modules alone"
         )
     for name in rule.ops:
-        if any(torch.Tag.nondeterministic_seeded in each.tags for each in _overloads(name)):
+        if any(torch.Tag.nondeterministic_seeded in overload.tags for overload in _overloads(name)):
             raise ValueError(
                 f"recompute: {name} draws random numbers, which a second call would draw anew; "
                 "recompute the module that calls it, which replays them"
             )
-        if any(updates_statistics(each) for each in _overloads(name)):
+        if any(updates_statistics(overload) for overload in _overloads(name)):
             raise ValueError(
                 f"recompute: {name} updates running statistics, which a second call would update "
                 "again; recompute the module that calls it, whose buffers are kept"
@@ -379,7 +379,7 @@ def _rule(
     rule = MemoryRule(
         treatment,
         _patterns(treatment, modules),
-        tuple(_op_name(treatment, each) for each in _several(ops)),
+        tuple(_op_name(treatment, op) for op in _several(ops)),
         _words(treatment, outputs),
         when,
         **others,
@@ -395,26 +395,26 @@ def _several(value: Any) -> tuple[Any, ...]:
 
 
 def _patterns(treatment: str, modules: Modules) -> tuple[str | type[nn.Module], ...]:
-    found = _several(modules)
-    for each in found:
-        is_class = isinstance(each, type) and issubclass(each, nn.Module)
-        if not isinstance(each, str) and not is_class:
+    patterns = _several(modules)
+    for pattern in patterns:
+        is_class = isinstance(pattern, type) and issubclass(pattern, nn.Module)
+        if not isinstance(pattern, str) and not is_class:
             raise TypeError(
                 f"{treatment}: modules must be names such as 'layers.*' or classes of modules, "
-                f"got {checks.shown(each)}"
+                f"got {checks.shown(pattern)}"
             )
-    return found
+    return patterns
 
 
 def _words(treatment: str, outputs: str | Iterable[str]) -> tuple[str, ...]:
-    found = _several(outputs)
-    for each in found:
-        if not isinstance(each, str):
+    names = _several(outputs)
+    for name in names:
+        if not isinstance(name, str):
             raise TypeError(
                 f"{treatment}: outputs must be names of an operator's results, "
-                f"got {checks.shown(each)}"
+                f"got {checks.shown(name)}"
             )
-    return found
+    return names
 
 
 def _op_name(treatment: str, op: Any) -> str:
@@ -434,7 +434,7 @@ def _op_name(treatment: str, op: Any) -> str:
         name = f"fusedops::{op}" if hasattr(torch.ops.fusedops, op) else f"aten::{op}"
     namespace, _, bare = name.partition("::")
     if not bare or not hasattr(getattr(torch.ops, namespace), bare):
-        known = {each.rpartition("::")[2]: each for each in _known_ops()}
+        known = {name.rpartition("::")[2]: name for name in _known_ops()}
         near = difflib.get_close_matches(bare or namespace, known, n=1)
         hint = f"; did you mean {known[near[0]]!r}?" if near else ""
         raise ValueError(f"{treatment}: ops names {op!r}, which is no operator{hint}")
@@ -443,8 +443,8 @@ def _op_name(treatment: str, op: Any) -> str:
 
 def _known_ops() -> list[str]:
     names = torch._C._dispatch_get_all_op_names()
-    found = {each.partition(".")[0] for each in names}
-    return sorted(each for each in found if each.startswith(("aten::", "fusedops::")))
+    found = {name.partition(".")[0] for name in names}
+    return sorted(name for name in found if name.startswith(("aten::", "fusedops::")))
 
 
 def updates_statistics(op: torch._ops.OpOverload) -> bool:
@@ -452,13 +452,13 @@ def updates_statistics(op: torch._ops.OpOverload) -> bool:
 
     Those of torch's batch norms do, in training, and their schemas do not say so.
     """
-    return any(each.name == "running_mean" for each in op._schema.arguments)
+    return any(argument.name == "running_mean" for argument in op._schema.arguments)
 
 
 def _overloads(name: str) -> list[torch._ops.OpOverload]:
     namespace, _, bare = name.partition("::")
     packet = getattr(getattr(torch.ops, namespace), bare)
-    return [getattr(packet, each) for each in packet.overloads()]
+    return [getattr(packet, overload) for overload in packet.overloads()]
 
 
 def _names(pattern: str | type[nn.Module], name: str, module: nn.Module) -> bool:

@@ -252,8 +252,8 @@ def keeps_results(policy: Policy) -> bool:
 
 def _memory_of(tensors: Iterable[Any]) -> frozenset[int]:
     """Return the names of the memory that parameters or buffers, or their shards, lie in."""
-    parts = (getattr(each, "_local_tensor", each) for each in tensors)
-    return frozenset(each.untyped_storage()._cdata for each in parts if _plain(each))
+    parts = (getattr(tensor, "_local_tensor", tensor) for tensor in tensors)
+    return frozenset(part.untyped_storage()._cdata for part in parts if _plain(part))
 
 
 def _plain(tensor: torch.Tensor) -> bool:

@@ -55,8 +55,8 @@ def lasting(tensor: torch.Tensor) -> bool:
 
 def mark_lasting(tensors: Iterable[torch.Tensor]) -> None:
     """Let tensors count as lasting: what others keep, let go and bring again."""
-    for each in tensors:
-        setattr(each, _LASTING, True)
+    for tensor in tensors:
+        setattr(tensor, _LASTING, True)
 
 
 class SavedTensor:
@@ -211,17 +211,17 @@ class Arguments:
         hold: Callable[[torch.Tensor], torch.Tensor | SavedTensor],
     ) -> None:
         self._leaves, self._structure = pytree.tree_flatten((args, kwargs))
-        tensors = {id(each): each for each in self._leaves if isinstance(each, torch.Tensor)}
-        self._held = {key: hold(each) for key, each in tensors.items()}
+        tensors = {id(leaf): leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor)}
+        self._held = {key: hold(tensor) for key, tensor in tensors.items()}
         self._leaves = [
-            self._held[id(each)] if isinstance(each, torch.Tensor) else each
-            for each in self._leaves
+            self._held[id(leaf)] if isinstance(leaf, torch.Tensor) else leaf
+            for leaf in self._leaves
         ]
 
     def take(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return positional arguments and the others."""
-        taken = {id(each): take(each) for each in self._held.values()}
-        leaves = [taken.get(id(each), each) for each in self._leaves]
+        taken = {id(tensor): take(tensor) for tensor in self._held.values()}
+        leaves = [taken.get(id(leaf), leaf) for leaf in self._leaves]
         return pytree.tree_unflatten(leaves, self._structure)
 
 

@@ -154,7 +154,9 @@ class Bucket:
         """Note that gradients which were to be written to ``grad`` have been."""
         if self.job is not None:
             gradients = zip(self.job.members, self.job.gradients, strict=True)
-            self.job.gradients = [each.written_to(self.slots[i].param) for i, each in gradients]
+            self.job.gradients = [
+                gradient.written_to(self.slots[i].param) for i, gradient in gradients
+            ]
 
     @property
     def staging_bytes(self) -> int:

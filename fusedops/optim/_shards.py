@@ -53,11 +53,13 @@ def placed_like(grad: Any, param: Any) -> Any:
 
 def summed(tensor: Any) -> Any:
     """Return a tensor of which no sum over processes is pending."""
-    if not is_dtensor(tensor) or not any(each.is_partial() for each in tensor.placements):
+    if not is_dtensor(tensor) or not any(placement.is_partial() for placement in tensor.placements):
         return tensor
     from torch.distributed.tensor import Replicate
 
-    wanted = [Replicate() if each.is_partial() else each for each in tensor.placements]
+    wanted = [
+        Replicate() if placement.is_partial() else placement for placement in tensor.placements
+    ]
     return tensor.redistribute(placements=wanted)
 
 
@@ -116,7 +118,9 @@ def sum_over_shards(sums: torch.Tensor, tensors: Sequence[Any]) -> torch.Tensor:
     layouts: dict[tuple[Any, tuple[int, ...]], list[int]] = {}
     for index, tensor in enumerate(tensors):
         if is_dtensor(tensor):
-            dims = tuple(dim for dim, each in enumerate(tensor.placements) if not _whole(each))
+            dims = tuple(
+                dim for dim, placement in enumerate(tensor.placements) if not _whole(placement)
+            )
             if dims:
                 layouts.setdefault((tensor.device_mesh, dims), []).append(index)
     for (mesh, dims), members in layouts.items():

@@ -91,7 +91,7 @@ def new_policy(
     checks.flag(op, "stochastic_rounding", stochastic_rounding)
     if max_norm is not None:
         checks.positive(op, "max_norm", max_norm)
-    if isinstance(no_decay, str) or not all(isinstance(each, str) for each in no_decay):
+    if isinstance(no_decay, str) or not all(isinstance(pattern, str) for pattern in no_decay):
         raise TypeError(
             f"{op}: no_decay must be a sequence of patterns such as ('*.bias',), got {no_decay!r}"
         )

@@ -167,7 +167,7 @@ class OffloadedAdamW(AdamW):
             for value in (*state.values(), slot.copy)
             if isinstance(value, torch.Tensor)
         ]
-        memory = {_shards.local(each).data_ptr(): _shards.local(each).nbytes for each in kept}
+        memory = {_shards.local(tensor).data_ptr(): _shards.local(tensor).nbytes for tensor in kept}
         return sum(memory.values()) + _WORKERS * self._staging_bytes()
 
     def restore(self) -> None:
@@ -545,7 +545,7 @@ class OffloadedAdamW(AdamW):
             found |= zip(params, bucket.job.sums, strict=True)
         kept = [param for *_, param in members if param not in found]
         if kept:
-            grads = [_shards.local(_shards.placed_like(each.grad, each)) for each in kept]
+            grads = [_shards.local(_shards.placed_like(param.grad, param)) for param in kept]
             found |= zip(kept, square_sums(grads).tolist(), strict=True)
         return torch.tensor([found[param] for *_, param in members], dtype=torch.float64)
 

@@ -62,9 +62,9 @@ class Case:
         """Return the code that makes this case, without what is as by default."""
         default = Case(mesh={})
         parts = [
-            f"{each.name}={getattr(self, each.name)!r}"
-            for each in dataclasses.fields(self)
-            if getattr(self, each.name) != getattr(default, each.name)
+            f"{field.name}={getattr(self, field.name)!r}"
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) != getattr(default, field.name)
         ]
         return f"Case({', '.join(parts)})"
 

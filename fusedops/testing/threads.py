@@ -119,13 +119,13 @@ class ThreadGroup(_ProcessGroup):
     def reduce(self, tensors: Tensors, opts: Any) -> dist.Work:
         """Reduce in place on one rank."""
         mine = tensors if self._mine == opts.rootRank else []
-        sizes = [each.numel() for each in tensors]
+        sizes = [tensor.numel() for tensor in tensors]
         return self._meet("reduce", tensors, mine, (_how(opts), opts.rootRank), sizes)
 
     def broadcast(self, tensors: Tensors, opts: Any) -> dist.Work:
         """Copy one rank's tensors to all."""
         given, got = (tensors, []) if self._mine == opts.rootRank else ([], tensors)
-        sizes = [each.numel() for each in tensors]
+        sizes = [tensor.numel() for tensor in tensors]
         return self._meet("broadcast", given, got, opts.rootRank, sizes)
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
@@ -161,7 +161,7 @@ class ThreadGroup(_ProcessGroup):
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> dist.Work:
         """Reduce, and give each rank one part."""
-        sizes = [each.numel() for each in inputs[0]]
+        sizes = [tensor.numel() for tensor in inputs[0]]
         return self._meet("reduce_scatter", inputs[0], outputs, _how(opts), sizes)
 
     def reduce_scatter_single(
@@ -208,7 +208,7 @@ class ThreadGroup(_ProcessGroup):
         key = (self._key, self._ranks, source, to, tag, self._count[kind, source, to, tag])
         arrow = f"from rank {self._ranks[source]} to rank {self._ranks[to]}"
         given, got = (tensors, []) if kind == "send" else ([], tensors)
-        sizes = tuple(each.numel() for each in tensors)
+        sizes = tuple(tensor.numel() for tensor in tensors)
         call = CollectiveCall(kind, given, got, None, sizes, arrow)
         # The sender is the first of the two, whatever their ranks are.
         return self._run.join(key, 2, 0 if kind == "send" else 1, call)

@@ -118,7 +118,7 @@ def data_parallel(subject: Subject, model: nn.Module, mesh: DeviceMesh) -> Paral
         rows = len(next(iter(batch.values())))
         if rows % size:
             raise ValueError(f"verify: batch_size must be a multiple of dp={size}, got {rows}")
-        share = {name: each.chunk(size)[rank] for name, each in batch.items()}
+        share = {name: tensor.chunk(size)[rank] for name, tensor in batch.items()}
         total, count, *more = subject.loss(model, share)
         count = count.clone()
         dist.all_reduce(count, group=axis.get_group())
@@ -240,7 +240,7 @@ def compare(values: Values, known: Reference, rank: int, dtype: torch.dtype) -> 
             text = f"has shape {list(value.shape)}, in a single process {list(truth.shape)}"
             differences.append(Difference(*key, rank, text, float("inf")))
             continue
-        coarser = max(single.dtype, dtype, key=lambda each: torch.finfo(each).eps)
+        coarser = max(single.dtype, dtype, key=lambda candidate: torch.finfo(candidate).eps)
         budget = dtypes.parity_budget(single, truth, coarser, scales[key[:2]])
         error = (value.double() - truth.double()).abs()
         error[value.isnan() & truth.isnan()] = 0.0
@@ -248,7 +248,10 @@ def compare(values: Values, known: Reference, rank: int, dtype: torch.dtype) -> 
         if truth.numel() and float(ratio.max()) > 1.0:
             place = int(ratio.argmax())
             got, wanted = float(value.flatten()[place]), float(truth.flatten()[place])
-            index = [int(each) for each in torch.unravel_index(torch.tensor(place), truth.shape)]
+            index = [
+                int(coordinate)
+                for coordinate in torch.unravel_index(torch.tensor(place), truth.shape)
+            ]
             at = f" at {index}" if index else ""
             wrong = f"{int((ratio > 1.0).sum())} of {truth.numel()} elements differ: "
             text = f"{wrong if index else ''}is {got:.6g}, should be {wanted:.6g}{at}"
@@ -258,7 +261,7 @@ def compare(values: Values, known: Reference, rank: int, dtype: torch.dtype) -> 
 
 def missing(known: Reference, verdicts: list[RankComparison]) -> list[Difference]:
     """Return what no rank compared."""
-    seen = set().union(*(each.compared for each in verdicts))
+    seen = set().union(*(comparison.compared for comparison in verdicts))
     return [
         Difference(*key, -1, "is on no rank", float("inf"))
         for key in known.truth

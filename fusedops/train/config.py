@@ -84,7 +84,7 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         checks.positive("optimizer", "lr", self.lr)
-        if not all(0 <= each < 1 for each in self.betas):
+        if not all(0 <= beta < 1 for beta in self.betas):
             checks.fail("optimizer", "betas", "two numbers in [0, 1)", self.betas)
         for name in ("eps", "weight_decay"):
             checks.finite("optimizer", name, getattr(self, name))

@@ -106,7 +106,7 @@ def prepare(data: DataConfig, cache: Path) -> None:
         if not _are_tokens(files):
             tokenizer = _tokenizer(data)
             stem = _stem(files, tokenizer, data, cache)
-            if not all(stem.with_suffix(each).exists() for each in (".json", TOKENS)):
+            if not all(stem.with_suffix(suffix).exists() for suffix in (".json", TOKENS)):
                 _write_tokens(files, tokenizer, data.errors, stem)
 
 
@@ -158,10 +158,10 @@ def check_ids(corpus: Corpus, vocab_size: int, share: int = 0, shares: int = 1) 
         InputError: there is one.
     """
     for name, stream in (("train", corpus.train), ("validation", corpus.validation)):
-        first, last = (len(stream) * each // shares for each in (share, share + 1))
+        first, last = (len(stream) * index // shares for index in (share, share + 1))
         for start in range(first, last, _SCAN):
             part = stream[start : min(last, start + _SCAN)].long()
-            low, high = (int(each) for each in part.aminmax())
+            low, high = (int(bound) for bound in part.aminmax())
             if low < 0 or high >= vocab_size:
                 bad = (part < 0) | (part >= vocab_size)
                 place = int(bad.int().argmax())
@@ -227,8 +227,8 @@ def _domains(data: DataConfig, entries: Sequence[str], cache: Path) -> Domains:
 def _expand(paths: Iterable[str]) -> list[Path]:
     """Return the files that are meant, without hidden ones."""
     found: dict[Path, None] = {}
-    for each in paths:
-        path = Path(each).expanduser()
+    for entry in paths:
+        path = Path(entry).expanduser()
         if path.is_dir():
             inside = [Path(name) for name in glob.glob("**", root_dir=path, recursive=True)]
             files = [path / name for name in sorted(inside) if (path / name).is_file()]
@@ -239,13 +239,13 @@ def _expand(paths: Iterable[str]) -> list[Path]:
             files = [name for name in files if name.is_file()]
         if not files:
             why = "holds no files" if path.is_dir() else "does not exist"
-            raise InputError(f"the corpus {each} {why}")
+            raise InputError(f"the corpus {entry} {why}")
         found.update(dict.fromkeys(files))
     return list(found)
 
 
 def _are_tokens(files: list[Path]) -> bool:
-    kinds = {each.suffix == TOKENS for each in files}
+    kinds = {file.suffix == TOKENS for file in files}
     if len(kinds) > 1:
         raise InputError("text and files of tokens (.bin) cannot be mixed in one corpus")
     return kinds == {True}
@@ -253,7 +253,7 @@ def _are_tokens(files: list[Path]) -> bool:
 
 def _tokenizer(data: DataConfig) -> Tokenizer:
     if data.tokenizer == BYTES:
-        return Tokenizer(257, 256, lambda texts: [_ids_of(each) for each in texts], BYTES)
+        return Tokenizer(257, 256, lambda texts: [_ids_of(text) for text in texts], BYTES)
     tokenizer, text = open_tokenizer(data.tokenizer)
     end = tokenizer.token_to_id(data.end_of_text)
     if end is None:
@@ -262,7 +262,7 @@ def _tokenizer(data: DataConfig) -> Tokenizer:
         )
 
     def encode(texts: list[str]) -> list[torch.Tensor]:
-        return [torch.tensor(each.ids) for each in tokenizer.encode_batch(texts)]
+        return [torch.tensor(encoding.ids) for encoding in tokenizer.encode_batch(texts)]
 
     digest = hashlib.sha256(text.encode()).hexdigest()
     return Tokenizer(tokenizer.get_vocab_size(), end, encode, f"{digest} {end}")
@@ -275,8 +275,8 @@ def lacks_tokenizer(train: Sequence[str], tokenizer: str) -> bool:
         train: ``data.train``; its files need not be there any more.
         tokenizer: ``data.tokenizer``.
     """
-    paths = [Path(each).expanduser() for each in train]
-    tokens = any(each.suffix == TOKENS or any(each.glob(f"**/*{TOKENS}")) for each in paths)
+    paths = [Path(entry).expanduser() for entry in train]
+    tokens = any(path.suffix == TOKENS or any(path.glob(f"**/*{TOKENS}")) for path in paths)
     return tokens and tokenizer == BYTES
 
 
@@ -320,7 +320,7 @@ def _dtype_for(vocab_size: int) -> torch.dtype:
 
 def _stamp(files: list[Path]) -> str:
     """Return what changes when a file does, without reading it."""
-    stats = [(str(each), each.stat().st_size, each.stat().st_mtime_ns) for each in files]
+    stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return hashlib.sha256(repr(stats).encode()).hexdigest()
 
 

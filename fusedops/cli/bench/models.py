@@ -164,10 +164,10 @@ def _plan(
     if quick:
         size = replace(size, steps=min(size.steps, 8))
     plan = [
-        (FAMILIES[name], each, of)
+        (FAMILIES[name], chosen_mode, of)
         for name in chosen
-        for each in modes
-        for of in sizes(FAMILIES[name], each, size)
+        for chosen_mode in modes
+        for of in sizes(FAMILIES[name], chosen_mode, size)
     ]
     if not plan:
         raise files.UserError(f"{', '.join(chosen)}: no decoder among them, nothing to measure")
@@ -203,10 +203,10 @@ def _measure(
         progress.advance()
         title = ""
         try:
-            for family, mode, wanted in plan:
-                for each in dtypes:
-                    size = wanted if as_asked else affordable(mode, wanted, each, device)
-                    short = str(each).removeprefix("torch.")
+            for family, mode, planned in plan:
+                for dtype in dtypes:
+                    size = planned if as_asked else affordable(mode, planned, dtype, device)
+                    short = str(dtype).removeprefix("torch.")
                     title = f"{family.name} {mode} {label(mode, size)} {short}"
 
                     def report(what: str, title: str = title) -> None:
@@ -222,7 +222,7 @@ def _measure(
                         report=report,
                         patch=partial(patch, calibrate=calibrate),
                     )
-                    found = run_case(family, mode, each, size, settings, limits, clock)
+                    found = run_case(family, mode, dtype, size, settings, limits, clock)
                     rows += found.rows
                     notes += found.notes
                     wrong += found.wrong
@@ -238,7 +238,7 @@ def _measure(
         "compile": compiled,
         "patch": f"fusedops.patch(model{', calibrate=True' * calibrate})",
     }
-    notes += [f"WRONG: {each}" for each in wrong]
+    notes += [f"WRONG: {error}" for error in wrong]
     record = record_of(here, timing, limits, rows, notes, **settled)
     return record, wrong, complete
 

@@ -237,7 +237,7 @@ def _specs(ops: list[str]) -> list[Spec]:
         if name in backends.op_names() and name not in known:
             raise files.UserError(f"op {name!r} has no spec: write fusedops/specs/{name}.py")
         options.check_known(name, (*known, *LAYERS, *GROUPS), "op")
-    chosen = [each for name in ops for each in members(name, known)]
+    chosen = [member for name in ops for member in members(name, known)]
     return [{**known, **LAYERS}[name] for name in dict.fromkeys(chosen or known)]
 
 
@@ -339,18 +339,18 @@ def _measure(
         progress.advance()
         try:
             for spec, case in plan:
-                for each in dtypes:
-                    title = f"{spec.name} {case.label} {str(each).removeprefix('torch.')}"
+                for dtype in dtypes:
+                    title = f"{spec.name} {case.label} {str(dtype).removeprefix('torch.')}"
 
                     def report(what: str, title: str = title) -> None:
                         progress.describe(f"{title}: {what}")
 
                     settings = replace(common, report=report)
-                    if (spec.name, each) not in overhead:
+                    if (spec.name, dtype) not in overhead:
                         report("host overhead")
-                        overhead[spec.name, each] = host_overhead(spec, each, settings)
+                        overhead[spec.name, dtype] = host_overhead(spec, dtype, settings)
                     found, why = run_case(
-                        spec, case, each, settings, limits, clock, overhead[spec.name, each]
+                        spec, case, dtype, settings, limits, clock, overhead[spec.name, dtype]
                     )
                     rows += found
                     notes += why
@@ -392,15 +392,15 @@ def _deliver(
 
 
 def _show_verdict(verdict: RecordComparison, allowed: float) -> None:
-    judged = [each for each in verdict.changes if each.after.ours]
+    judged = [change for change in verdict.changes if change.after.ours]
     print(f"{len(judged)} rows of fusedops compared, {100 * allowed:g}% slower allowed")
     for word, changes in (
         ("slower", verdict.slower),
         ("faster", verdict.faster),
         ("not judged, disturbed while measured", verdict.doubtful),
     ):
-        for each in changes:
-            print(f"{word}: {_line(each)}")
+        for change in changes:
+            print(f"{word}: {_line(change)}")
     for key in verdict.missing:
         print(f"only in the first record: {' '.join(key)}")
     if abs(verdict.drift) > 0.02:

@@ -43,7 +43,7 @@ def scaling(
         if json_file is not None:
             files.check_writable(json_file)
         sizes = tokens.split("x")
-        if len(sizes) != 2 or not all(each.isdecimal() and int(each) for each in sizes):
+        if len(sizes) != 2 or not all(size.isdecimal() and int(size) for size in sizes):
             raise files.UserError(f"--tokens must be sequences x tokens, such as 8x256: {tokens}")
         from fusedops import models
         from fusedops.bench.scaling import SETTINGS, ScalingWork, measure
@@ -53,7 +53,7 @@ def scaling(
         except ValueError as error:
             raise files.UserError(str(error)) from None
         plain = {name.replace(" ", ""): name for name in SETTINGS}
-        chosen = [plain[each] for each in _names(settings, plain)]
+        chosen = [plain[name] for name in _names(settings, plain)]
         work = ScalingWork(preset, hidden, layers, vocabulary, int(sizes[0]), int(sizes[1]))
         from fusedops.terminal.console import console
 

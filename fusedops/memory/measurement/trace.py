@@ -122,10 +122,10 @@ class AllocationTrace:
             gradients: the keys of the memory that weights' gradients are in.
         """
         turn = next(
-            (i for i, each in enumerate(self.events) if each.phase == BACKWARD), len(self.events)
+            (i for i, event in enumerate(self.events) if event.phase == BACKWARD), len(self.events)
         )
-        at_turn = {id(each) for each in self.alive(turn - 1)} if turn else set()
-        at_end = {id(each) for each in self.alive(len(self.events))}
+        at_turn = {id(block) for block in self.alive(turn - 1)} if turn else set()
+        at_end = {id(block) for block in self.alive(len(self.events))}
         for block in self.blocks:
             if id(block) in at_end and block.key in gradients:
                 block.kind = "gradient"
@@ -175,9 +175,9 @@ class PlannedBlock:
         finally:
             trace.layer = outside
         if trace.phase == FORWARD:
-            for each in pytree.tree_leaves(result):
-                if isinstance(each, torch.Tensor) and each.requires_grad and not each.is_leaf:
-                    each.register_hook(self._arrive())
+            for tensor in pytree.tree_leaves(result):
+                if isinstance(tensor, torch.Tensor) and tensor.requires_grad and not tensor.is_leaf:
+                    tensor.register_hook(self._arrive())
         return result
 
     def _arrive(self) -> Callable[[torch.Tensor], None]:

@@ -235,8 +235,8 @@ class Offloader:
                 return
             if not group.reached:
                 group.reached = True
-                for each in reversed(group.members):
-                    away = each()
+                for member in reversed(group.members):
+                    away = member()
                     if away is not None:
                         self._start(away)
             group = group.before
@@ -266,14 +266,14 @@ class Offloader:
         while self._dropped:
             buffer, tickets = self._dropped.popleft()
             self._pool.give_back(buffer, *tickets)
-        for each in self._leaving:
-            if done(each.ticket):
-                each.source = None
-        self._leaving = deque(each for each in self._leaving if each.source is not None)
-        self._coming = [each for each in self._coming if not done(each[1])]
+        for copy in self._leaving:
+            if done(copy.ticket):
+                copy.source = None
+        self._leaving = deque(copy for copy in self._leaving if copy.source is not None)
+        self._coming = [copy for copy in self._coming if not done(copy[1])]
 
     def _wait_for_room(self, module: str) -> None:
-        held = sum(each.source.nbytes for each in self._leaving if each.source is not None)
+        held = sum(copy.source.nbytes for copy in self._leaving if copy.source is not None)
         while held > self._settings.in_flight_bytes and self._leaving:
             oldest = self._leaving.popleft()
             assert oldest.source is not None

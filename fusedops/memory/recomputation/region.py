@@ -61,9 +61,9 @@ class ForwardState:
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self._cpu = torch.get_rng_state()
-        devices = {each.device for each in tensors if each.device.type == "cuda"}
-        self._devices = {each: torch.cuda.get_rng_state(each) for each in devices}
-        kinds = {"cpu", *(each.type for each in devices)}
+        devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
+        self._devices = {device: torch.cuda.get_rng_state(device) for device in devices}
+        kinds = {"cpu", *(device.type for device in devices)}
         self._autocast = [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
             for kind in sorted(kinds)
@@ -115,13 +115,13 @@ class Region:
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the module for the first time."""
-        args = tuple(_without_cache(each) for each in args)
+        args = tuple(_without_cache(value) for value in args)
         kwargs = {
-            name: False if name == "use_cache" else _without_cache(each)
-            for name, each in kwargs.items()
+            name: False if name == "use_cache" else _without_cache(value)
+            for name, value in kwargs.items()
         }
         leaves = pytree.tree_leaves((args, kwargs))
-        self._forward_state = ForwardState([each for each in leaves if _is_tensor(each)])
+        self._forward_state = ForwardState([leaf for leaf in leaves if _is_tensor(leaf)])
         self._inputs = Arguments(args, kwargs, lambda tensor: _Input(tensor, self._pack))
         keeping = (
             ResultRecorder(self._results, self._keep) if self._keep else contextlib.nullcontext()
@@ -147,7 +147,7 @@ class Region:
             RuntimeError: the second run keeps other tensors than the first.
         """
         with self._lock:
-            alive = [each() if each is not None else None for each in self._slots]
+            alive = [slot() if slot is not None else None for slot in self._slots]
             last = max(index for index, slot in enumerate(alive) if slot is not None)
             place = 0
 
@@ -215,7 +215,7 @@ def _without_cache(argument: Any) -> Any:
     A second run would append to it again. transformers' own checkpointing leaves it out, too.
     """
     classes = type(argument).__mro__
-    cached = any(each.__module__ == "transformers.cache_utils" for each in classes)
+    cached = any(cls.__module__ == "transformers.cache_utils" for cls in classes)
     return None if cached else argument
 
 
