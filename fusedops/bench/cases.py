@@ -88,8 +88,8 @@ def run_case(
     except (RuntimeError, ValueError, LookupError) as error:
         # Too large for this machine, a dtype that eager does not have on this device, or sizes of
         # the user's own that do not fit together.
-        told = repr(error) if isinstance(error, LookupError) else str(error)
-        return [], [f"{title}: no rows: {told.strip().splitlines()[0]}"]
+        message = repr(error) if isinstance(error, LookupError) else str(error)
+        return [], [f"{title}: no rows: {message.strip().splitlines()[0]}"]
     if settings.compiled:
         settings.report("compiling")
     able, notes = contenders(

@@ -101,8 +101,8 @@ def _bars(
         )
         for bar in bars:
             bar.set_edgecolor("white")
-        told = [text.format(value(row)) if row.trusted else DISTURBED for _, row in found]
-        axis.bar_label(bars, told, padding=3, fontsize=7)
+        bar_labels = [text.format(value(row)) if row.trusted else DISTURBED for _, row in found]
+        axis.bar_label(bars, bar_labels, padding=3, fontsize=7)
     axis.set_yticks(range(len(labels)), [f"{op} {case}\n{dtype}" for op, case, dtype in labels])
     axis.tick_params(labelsize=8)
     axis.set_ylim(len(labels) - 0.4, -0.6)

@@ -166,9 +166,9 @@ def contenders(
         torch._dynamo.reset()
         admit(Contender(COMPILE, torch.compile(spec.eager, dynamic=False)))
     automatic = Contender(AUTOMATIC, spec.op)
-    taken = backend_of(able[-1], call) if admit(automatic) else "none"
-    for name in _backends_of(call) if taken else ():
-        if only or all_backends or name not in (*taken.split("+"), "torch"):
+    automatic_backends = backend_of(able[-1], call) if admit(automatic) else "none"
+    for name in _backends_of(call) if automatic_backends else ():
+        if only or all_backends or name not in (*automatic_backends.split("+"), "torch"):
             admit(Contender(f"{AUTOMATIC}:{name}", spec.op, name))
     kinds = {tensor.device.type for tensor in call.sample.tensors}
     for label, peer in spec.peers().items():

@@ -1,8 +1,8 @@
 """Tokens a second of decoding, beside transformers: ``fusedops bench generate``.
 
 One architecture, one set of random weights, three ways to go on from the same prompts: our model,
-that of transformers patched, and as it is. They take turns in one process, and each is compared
-with ours turn by turn, so that what disturbs the machine disturbs all.
+that of transformers patched, and as it is. They are interleaved in one process, and each is
+compared with ours round by round, so that what disturbs the machine disturbs all.
 """
 
 from __future__ import annotations
@@ -92,21 +92,21 @@ class GenerationRow:
 
 
 def measure(
-    work: GenerationWork, seconds: float, threads: int, told: Callable[[str], None] = print
+    work: GenerationWork, seconds: float, threads: int, report: Callable[[str], None] = print
 ) -> list[GenerationRow]:
-    """Measure the ways of generating, in turns.
+    """Measure the ways of generating, interleaved.
 
     Args:
         work: what is generated.
         seconds: for each way, about.
         threads: of torch.
-        told: hears what is being done.
+        report: is called with what is being done.
 
     Returns:
         A row for each; ours is the first.
     """
     host.tune_host(threads=threads)
-    told(f"making {work.preset} in {work.dtype}")
+    report(f"making {work.preset} in {work.dtype}")
     ways = _ways(work)
     rows = [GenerationRow(work, name) for name in ways]
     found = {name: run() for name, run in ways.items()}
@@ -119,7 +119,7 @@ def measure(
             ways[row.name]()
             row.seconds.append(time.perf_counter() - begin)
             row.ratios.append(row.seconds[-1] / rows[0].seconds[-1])
-        told(f"{work.preset} in {work.dtype}: {len(rows[0].seconds)} turns")
+        report(f"{work.preset} in {work.dtype}: {len(rows[0].seconds)} rounds")
     return rows
 
 
@@ -157,10 +157,10 @@ def _transformers(folder: str, dtype: torch.dtype) -> Any:
 
 def _theirs(model: Any, prompts: torch.Tensor, work: GenerationWork) -> Callable[[], torch.Tensor]:
     options = {"min_new_tokens": work.tokens, "max_new_tokens": work.tokens, "do_sample": False}
-    whole = torch.ones_like(prompts)
+    mask = torch.ones_like(prompts)
 
     def run() -> torch.Tensor:
-        found = model.generate(prompts, attention_mask=whole, pad_token_id=0, **options)
+        found = model.generate(prompts, attention_mask=mask, pad_token_id=0, **options)
         return found[:, prompts.shape[1] :]
 
     return run

@@ -1,6 +1,6 @@
 """One model's step of training under several memory policies: what it holds, and what it takes.
 
-All variants are copies of one patched model, take turns in one process, and must give the same
+All variants are copies of one patched model, are interleaved in one process, and must give the same
 loss and gradients to the bit.
 """
 

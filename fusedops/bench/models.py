@@ -1,4 +1,4 @@
-"""Whole models: stock, compiled and patched, on the same inputs, in turns, with their values.
+"""Whole models: stock, compiled and patched, on the same inputs, interleaved, with their values.
 
 A row of ours counts only if its loss, logits and gradients are right: compared with the same model
 in float64 they may be off by twice what the stock model is off, plus rounding

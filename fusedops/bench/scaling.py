@@ -1,8 +1,8 @@
 """What two processes of one thread reach of one process of two: ``fusedops bench scaling``.
 
 A training step (forward, backward, clipping, AdamW) of one model in several settings, each in
-processes of its own that stay. The settings take turns: while one makes its steps the processes of
-the others wait for a word, and each is compared with the first one turn by turn, so that what
+processes of its own that stay. The settings are interleaved: while one makes its steps the
+processes of the others wait, and each is compared with the first one round by round, so that what
 disturbs the machine disturbs all.
 """
 
@@ -139,15 +139,15 @@ class ScalingRow:
 
 
 def measure(
-    work: ScalingWork, names: Sequence[str], seconds: float, told: Callable[[str], None] = print
+    work: ScalingWork, names: Sequence[str], seconds: float, report: Callable[[str], None] = print
 ) -> list[ScalingRow]:
-    """Measure settings in turns.
+    """Measure interleaved settings.
 
     Args:
         work: what is trained.
         names: of ``SETTINGS``; the first one measured is ``FIRST``.
         seconds: for each setting, about.
-        told: hears what is being done.
+        report: is called with what is being done.
 
     Returns:
         A row for each setting.
@@ -160,7 +160,7 @@ def measure(
     with ExitStack() as stack:
         teams = []
         for setting in chosen:
-            told(f"starting {setting.name}")
+            report(f"starting {setting.name}")
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             team = _Team(setting, work, Path(folder) / "store")
             stack.callback(team.close)
@@ -173,7 +173,7 @@ def measure(
             for team, row, count in zip(teams, rows, steps, strict=True):
                 row.seconds.append(team.run(count)[0])
                 row.ratios.append(rows[0].seconds[-1] / row.seconds[-1])
-            told(f"{len(rows[0].seconds)} turns")
+            report(f"{len(rows[0].seconds)} rounds")
     return rows
 
 

@@ -139,10 +139,10 @@ def warnings(record: BenchRecord) -> list[str]:
     """Return what the reader must know before trusting the times."""
     warnings = []
     discarded = sum(row.discarded for row in record.rows)
-    taken = discarded + sum(row.samples for row in record.rows)
+    samples = discarded + sum(row.samples for row in record.rows)
     if discarded:
         warnings.append(
-            f"{discarded} of {taken} samples were disturbed by other work and do not count"
+            f"{discarded} of {samples} samples were disturbed by other work and do not count"
         )
     limits = (record.limits["copy"], *record.limits["matmul"].values())
     if not all(limit.get("trusted", True) for limit in limits):

@@ -349,8 +349,8 @@ class Checkpointer:
                 _log.warning("checkpoint %s is passed over: %s", folder, reason)
         if not passed_over:
             return None
-        told = "; ".join(f"{path.name}: {reason}" for path, reason in passed_over)
-        raise CheckpointError(f"no checkpoint in {self.root} is good: {told}")
+        failures = "; ".join(f"{path.name}: {reason}" for path, reason in passed_over)
+        raise CheckpointError(f"no checkpoint in {self.root} is good: {failures}")
 
     def close(self) -> None:
         """Wait for what is being written, and let another process save here.

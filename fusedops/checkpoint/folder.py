@@ -89,8 +89,8 @@ def commit(partial: Path, final: Path, record: dict[str, Any]) -> None:
         OSError: the checkpoint does not exist then.
     """
     text = json.dumps(record, sort_keys=True)
-    whole = {"sha256": hashlib.sha256(text.encode()).hexdigest(), "record": record}
-    write(partial / MANIFEST, json.dumps(whole, indent=1, sort_keys=True).encode())
+    document = {"sha256": hashlib.sha256(text.encode()).hexdigest(), "record": record}
+    write(partial / MANIFEST, json.dumps(document, indent=1, sort_keys=True).encode())
     _flush_folder(partial)
     partial.rename(final)
     _flush_folder(final.parent)
@@ -119,10 +119,10 @@ def manifest(folder: Path) -> dict[str, Any]:
         Damaged: it is not there, not whole, or of a later version.
     """
     try:
-        whole = json.loads((folder / MANIFEST).read_bytes())
-        record = whole["record"]
+        document = json.loads((folder / MANIFEST).read_bytes())
+        record = document["record"]
         text = json.dumps(record, sort_keys=True)
-        same = whole["sha256"] == hashlib.sha256(text.encode()).hexdigest()
+        same = document["sha256"] == hashlib.sha256(text.encode()).hexdigest()
     except OSError as error:
         raise Damaged(f"{MANIFEST} cannot be read: {error.strerror or error}") from None
     except (ValueError, KeyError, TypeError):

@@ -161,7 +161,7 @@ class Guard:
             action = "stop" if self.checkpointer is None else "rollback"
         verdict = self._rolled_back(step, reason) if action == "rollback" else None
         verdict = verdict or GuardDecision(step, action, reason)
-        before = self._told()
+        before = self._earlier_events()
         self.events.append(verdict)
         done = {"go": "taken all the same", "skip": "skipped", "stop": "training stops"}
         restored = verdict.restored
@@ -254,7 +254,7 @@ class Guard:
         if count > self.max_rollbacks:
             raise GuardError(
                 f"step {step}: {reason}; went back to step {restored.step} {count - 1} times "
-                f"already{self._last_confirmed()}{self._told()}"
+                f"already{self._last_confirmed()}{self._earlier_events()}"
             )
         return GuardDecision(step, "rollback", reason, restored)
 
@@ -262,7 +262,7 @@ class Guard:
         folder = self.checkpointer and self.checkpointer.last_confirmed()
         return f"; the last good checkpoint is {folder}" if folder else ""
 
-    def _told(self) -> str:
+    def _earlier_events(self) -> str:
         return f"\nbefore:\n{self.report()}" if self.events else ""
 
 

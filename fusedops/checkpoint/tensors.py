@@ -257,8 +257,8 @@ def _check_groups(
     saved = [len(group) for group in groups]
     here = [len(optimizer.param_groups) for optimizer in optimizers]
     if here and saved != here:
-        told = f"groups of its optimizers {saved} for {here}"
-        raise ValueError(f"{folder} is of another model or optimizer: {told}")
+        mismatch = f"groups of its optimizers {saved} for {here}"
+        raise ValueError(f"{folder} is of another model or optimizer: {mismatch}")
 
 
 def _check_fits(
@@ -290,7 +290,7 @@ def _check_fits(
         size = getattr(there.get(name), "size", None)
         if isinstance(tensor, torch.Tensor) and size is not None and size != tensor.shape:
             other.append(f"{name} {list(size)} for {list(tensor.shape)}")
-    told = [
+    mismatches = [
         f"{what} {', '.join(names[:_SHOWN])}{' and more' if len(names) > _SHOWN else ''}"
         for what, names in (
             ("it lacks", missing),
@@ -299,8 +299,8 @@ def _check_fits(
         )
         if names
     ]
-    if told:
-        raise ValueError(f"{folder} is of another model or optimizer: {'; '.join(told)}")
+    if mismatches:
+        raise ValueError(f"{folder} is of another model or optimizer: {'; '.join(mismatches)}")
 
 
 def _parameter_of(name: str) -> str | None:

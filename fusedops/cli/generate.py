@@ -276,21 +276,21 @@ class _Run:
             Words(self._text, self._stops, self._prompts[number // samples])
             for number in range(count)
         ]
-        whole = [""] * count
+        texts = [""] * count
         alone = count == 1 and self._options.beams == 1
         if alone:
             self._write(self._texts[0])
         try:
-            return self._generate(whole, alone)
+            return self._generate(texts, alone)
         finally:
             if alone:  # also behind a text that an error ends
                 self._write("\n")
 
-    def _generate(self, whole: list[str], alone: bool) -> list[str]:
-        """Return the texts, ``whole`` so far; a single one is written as it comes."""
+    def _generate(self, texts: list[str], alone: bool) -> list[str]:
+        """Return the texts, ``texts`` so far; a single one is written as it comes."""
         from fusedops.generation import generate, stream
 
-        samples, count = self._options.samples, len(whole)
+        samples, count = self._options.samples, len(texts)
         begin = time.perf_counter()
         if self._options.beams > 1:
             self._found = generate(self._model, self._prompts, self._options)
@@ -304,15 +304,15 @@ class _Run:
             for number, token, reason in stream(self._model, self._prompts, until):
                 made[number].append(token)
                 reasons[number] = reason or ""
-                whole[number] += self._told(number, alone)
+                texts[number] += self._new_text(number, alone)
             self._found = _generated(made, reasons, samples)
         self._seconds = time.perf_counter() - begin
         for number, words in enumerate(self._words):
             words.feed(None)
-            whole[number] += self._told(number, alone)
-        return [] if alone else whole
+            texts[number] += self._new_text(number, alone)
+        return [] if alone else texts
 
-    def _told(self, number: int, alone: bool) -> str:
+    def _new_text(self, number: int, alone: bool) -> str:
         fresh = self._words[number].take()
         if alone:
             self._write(fresh)

@@ -67,9 +67,9 @@ def compared(peak: int | None, available: int | None) -> str:
     """Return the estimate and the memory in words."""
     from fusedops.planner import show_bytes
 
-    told = "no estimate" if peak is None else f"an estimated {show_bytes(peak)}"
+    needed = "no estimate" if peak is None else f"an estimated {show_bytes(peak)}"
     has = "an unknown amount" if available is None else show_bytes(available)
-    return f"a step takes {told} of memory in each process, and {has} is available"
+    return f"a step takes {needed} of memory in each process, and {has} is available"
 
 
 def out_of_memory(error: BaseException, run: Run | None) -> str | None:

@@ -221,8 +221,8 @@ def launch(processes: int, arguments: Sequence[str], *, restarts: int = 0) -> in
         killed = {rank: -code for rank, code in codes.items() if code < 0}
         causes = {rank: code for rank, code in killed.items() if code != signal.SIGTERM}
         # Where one has told its reason, those that only were ended have none.
-        told = any(code > 0 for code in codes.values())
-        for rank, code in (causes if causes or told else killed).items():
+        explained = any(code > 0 for code in codes.values())
+        for rank, code in (causes if causes or explained else killed).items():
             name = signal.Signals(code).name
             print(f"fusedops: error: process {rank} was killed: {name}", file=sys.stderr)
         return next((code for code in codes.values() if code > 0), 1)
@@ -274,6 +274,6 @@ class _Passing:
         if failed or (killed and self.count > 1):
             return failed[0] if failed else 1
         if killed:
-            told = "stopped before the first step; the same command begins again, or goes on"
-            print(f"fusedops: {told}", file=sys.stderr)
+            message = "stopped before the first step; the same command begins again, or goes on"
+            print(f"fusedops: {message}", file=sys.stderr)
         return 0

@@ -26,11 +26,11 @@ def lists_of(model: nn.Module) -> Group:
     found: Group = {}
     while group := _largest_class(named):
         found |= group
-        taken = found.keys() | {outer for name in found for outer in _outer_names(name)}
+        excluded = found.keys() | {outer for name in found for outer in _outer_names(name)}
         named = {
             name: module
             for name, module in named.items()
-            if name not in taken and not any(outer in found for outer in _outer_names(name))
+            if name not in excluded and not any(outer in found for outer in _outer_names(name))
         }
     found = found or _largest_container(model)
     return {name: module for name, module in model.named_modules() if name in found}

@@ -219,8 +219,8 @@ class PolicyState:
         return self._offloaders[device]
 
     def _worth_moving(self, tensor: torch.Tensor) -> bool:
-        whole = tensor.untyped_storage().nbytes()
-        return whole >= self.settings.least_bytes and tensor.nbytes >= _PART * whole
+        storage_bytes = tensor.untyped_storage().nbytes()
+        return storage_bytes >= self.settings.least_bytes and tensor.nbytes >= _PART * storage_bytes
 
     def _repeats(self, op: str) -> bool:
         """Return whether a rule may ask for the results of an operator to be made again."""

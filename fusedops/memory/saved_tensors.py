@@ -168,12 +168,12 @@ class SavedView(Rematerialized):
         if not self._waits:
             self._source.waiting += 1
         self._waits = False
-        whole = self._source.get()
+        base = self._source.get()
         if self._geometry is None:
-            return whole.detach()
+            return base.detach()
         size, stride, offset = self._geometry
-        empty = torch.empty(0, dtype=self._dtype, device=whole.device)
-        return empty.set_(whole.untyped_storage(), offset, size, stride)
+        empty = torch.empty(0, dtype=self._dtype, device=base.device)
+        return empty.set_(base.untyped_storage(), offset, size, stride)
 
     def __del__(self) -> None:
         if getattr(self, "_waits", False):
@@ -220,8 +220,8 @@ class Arguments:
 
     def take(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return positional arguments and the others."""
-        taken = {id(tensor): take(tensor) for tensor in self._held.values()}
-        leaves = [taken.get(id(leaf), leaf) for leaf in self._leaves]
+        values = {id(tensor): take(tensor) for tensor in self._held.values()}
+        leaves = [values.get(id(leaf), leaf) for leaf in self._leaves]
         return pytree.tree_unflatten(leaves, self._structure)
 
 

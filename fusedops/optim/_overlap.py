@@ -90,13 +90,13 @@ class GradientSnapshot:
     """A gradient as it was when a job began.
 
     Attributes:
-        whole: the parameter's ``grad``; ``None`` where this is yet to be written there.
+        grad: the parameter's ``grad``; ``None`` where this is yet to be written there.
         local: its part that is here, cut as the parameter is.
-        version: counts what was written to ``whole``.
+        version: counts what was written to ``grad``.
         mark: of the copy engine: what the device computes before.
     """
 
-    whole: Any
+    grad: Any
     local: torch.Tensor
     version: int
     mark: Any
@@ -110,13 +110,13 @@ class GradientSnapshot:
     def written_to(self, param: Any) -> GradientSnapshot:
         """Return it as it is now that it was written to the parameter's ``grad``."""
         grad = param.grad
-        if self.whole is not None or grad is None or grad.dtype != self.local.dtype:
+        if self.grad is not None or grad is None or grad.dtype != self.local.dtype:
             return self
-        return replace(self, whole=grad, version=_shards.version(grad))
+        return replace(self, grad=grad, version=_shards.version(grad))
 
     def is_that_of(self, param: Any) -> bool:
         """Whether a parameter has this gradient still, and nothing was written to it."""
-        return param.grad is self.whole and _shards.version(param.grad) == self.version
+        return param.grad is self.grad and _shards.version(param.grad) == self.version
 
 
 @dataclass

@@ -299,15 +299,15 @@ class OffloadedAdamW(AdamW):
         buckets = []
         for group in reversed(self.param_groups):
             slots: list[Slot] = []
-            taken = 0
+            nbytes = 0
             for index, param in reversed(list(enumerate(group["params"]))):
                 if param not in self._offloaded:
                     continue
                 slots.append(self._new_slot(group, index, param))
-                taken += param.numel() * param.element_size()
-                if taken >= self._bucket_bytes:
+                nbytes += param.numel() * param.element_size()
+                if nbytes >= self._bucket_bytes:
                     buckets.append(Bucket(group, slots))
-                    slots, taken = [], 0
+                    slots, nbytes = [], 0
             if slots:
                 buckets.append(Bucket(group, slots))
         return buckets

@@ -377,6 +377,6 @@ def _failure(
 
     small = shrink(case, space, fails)
     last = _outcome(subject, small, run)
-    told = last if last.kind else outcome
-    text = script.script(small, subject, ranks, told.why)
-    return Failure(small, case, told.kind, told.why, text)
+    failed = last if last.kind else outcome
+    text = script.script(small, subject, ranks, failed.why)
+    return Failure(small, case, failed.kind, failed.why, text)

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from fusedops._core import dtypes
+from fusedops._core.deprecation import Renamed, renamed
 from fusedops.testing.batches import Batch
 from fusedops.testing.case import Case
 
@@ -22,6 +23,7 @@ _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.
 REFUSALS = ("ValueError", "UnsupportedError")
 
 
+@renamed(whole=Renamed("gather"))
 @dataclass
 class Parallel:
     """A model that is ready to train on the ranks of a mesh, as ``parallelize`` returns it.
@@ -33,15 +35,15 @@ class Parallel:
         optimizer: ``None``: the one of the comparison, over the parameters of ``model``.
         clip: takes the largest norm, clips, and returns the norm of all gradients as it was;
             ``None``: ``torch.nn.utils.clip_grad_norm_``.
-        whole: takes a parameter's name and what this rank has of it or of its gradient, and returns
-            the whole; ``None``: a DTensor is gathered, and a tensor is the whole.
+        gather: takes a parameter's name and what this rank has of it or of its gradient, and
+            returns the full tensor; ``None``: DTensors are gathered, and other tensors are full.
     """
 
     model: nn.Module
     forward_backward: Callable[[Batch], torch.Tensor]
     optimizer: torch.optim.Optimizer | None = None
     clip: Callable[[float], torch.Tensor] | None = None
-    whole: Callable[[str, torch.Tensor], torch.Tensor] | None = None
+    gather: Callable[[str, torch.Tensor], torch.Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -132,28 +134,28 @@ def data_parallel(subject: Subject, model: nn.Module, mesh: DeviceMesh) -> Paral
 
 
 def _steps(subject: Subject, case: Case, parallel: Parallel) -> Values:
-    """Train, and return every loss, gradient, norm and, at the end, weight; all of them whole."""
+    """Train; return every loss, gradient and norm, and the last weights, all of them gathered."""
     torch.manual_seed(case.seed)
     model, values = parallel.model, {}
     optimizer = parallel.optimizer or subject.optimizer(model.parameters())
-    whole = parallel.whole or _whole
+    gather = parallel.gather or _full_tensor
     for step in range(case.steps):
         optimizer.zero_grad()
         loss = parallel.forward_backward(subject.batch(case, case.generator(step)))
         values["loss", step, ""] = loss.detach().clone()
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
-                values["gradient", step, _plain(name)] = whole(name, parameter.grad).clone()
+                values["gradient", step, _plain(name)] = gather(name, parameter.grad).clone()
         if case.max_norm is not None:
             norm = (
                 parallel.clip(case.max_norm)
                 if parallel.clip
                 else nn.utils.clip_grad_norm_(model.parameters(), case.max_norm)
             )
-            values["norm", step, ""] = _whole("", norm).detach().clone()
+            values["norm", step, ""] = _full_tensor("", norm).detach().clone()
         optimizer.step()
     for name, parameter in model.named_parameters():
-        values["weight", case.steps, _plain(name)] = whole(name, parameter.detach()).clone()
+        values["weight", case.steps, _plain(name)] = gather(name, parameter.detach()).clone()
     return values
 
 
@@ -163,7 +165,7 @@ def _plain(name: str) -> str:
     return name
 
 
-def _whole(name: str, given: torch.Tensor) -> torch.Tensor:
+def _full_tensor(name: str, given: torch.Tensor) -> torch.Tensor:
     return given.full_tensor() if isinstance(given, DTensor) else given
 
 
@@ -232,8 +234,8 @@ def compare(values: Values, known: Reference, rank: int, dtype: torch.dtype) -> 
         scales[kind, step] = max(scales.get((kind, step), 0.0), largest)
     for key, value in values.items():
         if key not in known.truth:
-            told = Difference(*key, rank, "is not there in a single process", float("inf"))
-            differences.append(told)
+            difference = Difference(*key, rank, "is not there in a single process", float("inf"))
+            differences.append(difference)
             continue
         truth, single = known.truth[key], known.single[key]
         if value.shape != truth.shape:

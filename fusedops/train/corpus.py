@@ -116,7 +116,7 @@ def open_corpus(data: DataConfig, cache: Path) -> Corpus:
     Raises:
         InputError: what it is made of is not there, or too short.
     """
-    train, told, identity = _open(data, data.train, cache)
+    train, description, identity = _open(data, data.train, cache)
     domains = None
     if data.domains:
         first = _domains(data, data.train, cache)
@@ -148,7 +148,7 @@ def open_corpus(data: DataConfig, cache: Path) -> Corpus:
         )
     tokenizer = None if given else _tokenizer(data)
     size, end = (None, None) if tokenizer is None else (tokenizer.size, tokenizer.end)
-    return Corpus(train, validation, size, end, told, identity, domains)
+    return Corpus(train, validation, size, end, description, identity, domains)
 
 
 def check_ids(corpus: Corpus, vocab_size: int, share: int = 0, shares: int = 1) -> None:
@@ -177,7 +177,7 @@ def _open(data: DataConfig, paths: Iterable[str], cache: Path) -> tuple[torch.Te
         if len(files) > 1:
             raise InputError(f"one file of tokens must be given, got {len(files)}: {files[0]} ...")
         dtype, path = _DTYPES[data.token_dtype], files[0]
-        told, identity = str(path), _sampled(path)
+        description, identity = str(path), _sampled(path)
     else:
         tokenizer = _tokenizer(data)
         path = _stem(files, tokenizer, data, cache)
@@ -191,7 +191,7 @@ def _open(data: DataConfig, paths: Iterable[str], cache: Path) -> tuple[torch.Te
                 f"the tokens in {cache} are not there or not whole: all processes must see that "
                 "folder; remove it to have them made anew"
             ) from None
-        told = f"{record['files']} files, {record['bytes'] / 1e6:.1f} MB"
+        description = f"{record['files']} files, {record['bytes'] / 1e6:.1f} MB"
         identity = record["identity"]
         if size != record["tokens"] * dtype.itemsize:
             raise InputError(f"{path} is not whole; remove it to have it made anew")
@@ -202,7 +202,7 @@ def _open(data: DataConfig, paths: Iterable[str], cache: Path) -> tuple[torch.Te
             f"({str(dtype).removeprefix('torch.')}), got {path.stat().st_size} bytes"
         )
     # Private: mapped, and never written.
-    return torch.from_file(str(path), shared=False, size=tokens, dtype=dtype), told, identity
+    return torch.from_file(str(path), shared=False, size=tokens, dtype=dtype), description, identity
 
 
 def _domains(data: DataConfig, entries: Sequence[str], cache: Path) -> Domains:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from fusedops import planner
 from fusedops.models import ParallelConfig, TransformerConfig
 from fusedops.planner import (
     Layout,
@@ -381,8 +380,6 @@ def test_former_options_of_a_layout_are_accepted_with_a_warning() -> None:
         TrainingShape(micro_batch=4, recompute_scores=True, optimizer_overlap=False),
     )
     assert former.recompute == "scores+norm" and Layout.of(**former.options()) == former
-    with pytest.warns(DeprecationWarning, match="Transformer is now .*TransformerConfig"):
-        assert planner.Transformer is TransformerConfig
 
 
 def test_experts_in_host_memory_are_refused() -> None:

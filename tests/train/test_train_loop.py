@@ -318,7 +318,7 @@ def test_metrics_without_room_wait_for_it(tmp_path: Path, caplog: pytest.LogCapt
     assert "metrics.jsonl: File too large; training goes on" in told
 
 
-def test_communications_outlast_the_watch() -> None:
+def test_collectives_wait_for_longer_than_the_watchdog() -> None:
     with processes.initialize_distributed("cpu"):
         world: Any = torch.distributed.group.WORLD
         options = world._get_backend(torch.device("cpu")).options
@@ -328,3 +328,10 @@ def test_communications_outlast_the_watch() -> None:
         assert options._timeout == timedelta(hours=4)
         processes.set_collective_timeout(0.0)
         assert options._timeout >= timedelta(days=365)
+
+
+def test_the_former_name_of_the_callback_is_accepted_with_a_warning(tmp_path: Path) -> None:
+    watching = Watching()
+    with pytest.warns(DeprecationWarning, match="watcher is now callback"):
+        train(config(tmp_path, steps=1), watcher=watching)
+    assert [record["step"] for record in watching.records] == [1]

@@ -40,7 +40,7 @@ def memory(
 ) -> None:
     """Measure a step of training under memory policies: bytes, and time against the plain step.
 
-    All variants are copies of one patched model and take turns. A policy that changes a bit of the
+    All variants are copies of one patched model, interleaved. A policy that changes a bit of the
     loss or of a gradient is named, and makes the command exit with 1: docs/memory.md.
     """
     with files.one_line_errors():

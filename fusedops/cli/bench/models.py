@@ -97,7 +97,7 @@ def models(
         typer.Option(help="Write FOLDER/<device>/models-<family>-<dtype>.json."),
     ] = None,
 ) -> None:
-    """Measure whole models: stock, torch.compile of it, and patched, in turns, in one process.
+    """Measure whole models: stock, torch.compile of it, and patched, interleaved in one process.
 
     Values are compared first, with float64: a row of ours that is wrong has no time, is named, and
     makes the command exit with 1. Weights are random, nothing is downloaded: docs/bench_models.md.

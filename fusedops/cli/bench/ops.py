@@ -108,8 +108,8 @@ def run(
     """Measure ops against eager torch, torch.compile and installed peers.
 
     Forward, backward and both; time, rate, share of this machine's measured limit, host overhead,
-    peak memory and error against float64. Variants take turns, medians count, disturbed samples
-    do not: bench/README.md has the protocol.
+    peak memory and error against float64. Variants are interleaved, medians count, disturbed
+    samples do not: bench/README.md has the protocol.
     """
     with files.one_line_errors():
         files.check_environment()

@@ -50,10 +50,10 @@ class TracedBlock:
 
 @dataclass(frozen=True)
 class AllocationEvent:
-    """Memory that was taken (``block`` positive bytes) or let go."""
+    """Memory that was allocated or freed."""
 
     block: int
-    taken: bool
+    allocated: bool
     layer: str
     phase: str
 
@@ -101,7 +101,7 @@ class AllocationTrace:
         total, found = 0, []
         for event in self.events:
             nbytes = self.blocks[event.block].nbytes
-            total += nbytes if event.taken else -nbytes
+            total += nbytes if event.allocated else -nbytes
             found.append(total)
         return found
 
@@ -109,7 +109,7 @@ class AllocationTrace:
         """Return the blocks that live after the event of this number."""
         living: dict[int, TracedBlock] = {}
         for event in self.events[: until + 1]:
-            if event.taken:
+            if event.allocated:
                 living[event.block] = self.blocks[event.block]
             else:
                 living.pop(event.block, None)

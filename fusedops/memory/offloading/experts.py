@@ -242,12 +242,12 @@ class ExpertStore:
         buffer = self._pool.take(grad.nbytes)
         staged = buffer[: grad.nbytes]
         ticket = self._engine.copy(_bytes_of(grad), staged, to_host=True)
-        whole = _zeros_like(host)
+        full = _zeros_like(host)
         self._engine.finish(ticket, self._timeout)
-        whole[list(chosen)] = staged.view(grad.dtype).view(grad.shape).to(whole.dtype)
+        full[list(chosen)] = staged.view(grad.dtype).view(grad.shape).to(full.dtype)
         self._pool.give_back(buffer, ticket)
         self.traffic.returned_bytes += grad.nbytes
-        return whole
+        return full
 
 
 class _Loan:

@@ -100,8 +100,8 @@ class ResultRecorder(TorchDispatchMode):
         held = {place: self._keep(tensor, op, name) for tensor, name, place in new}
         if any(held.values()) and len(new) == len(pytree.tree_leaves(result)):
             # One result that is kept keeps the call, and so the others.
-            whole = {place: held[place] or Resident(tensor) for tensor, _, place in new}
-            self._results.add(key, result, whole)
+            results = {place: held[place] or Resident(tensor) for tensor, _, place in new}
+            self._results.add(key, result, results)
         return result
 
 
