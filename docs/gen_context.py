@@ -14,13 +14,13 @@ import torch
 
 from fusedops.parallel.context import plan
 from fusedops.parallel.context.layout import SequenceLayout, layout_of, order
-from fusedops.parallel.context.plan import AttentionPattern
+from fusedops.parallel.context.plan import ContextPattern
 
 PICTURE = Path(__file__).resolve().parent / "context_parallel.svg"
 COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2")
 RANKS, LENGTH, CELL, LEFT, TOP, GAP = len(COLOURS), 16, 13, 24, 92, 44
 SIDE = LENGTH * CELL
-CAUSAL = AttentionPattern(-1, 0)
+CAUSAL = ContextPattern(-1, 0)
 PANELS = (
     ("contiguous", "one document", None),
     ("zigzag", "one document", None),

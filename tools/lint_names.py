@@ -35,7 +35,6 @@ BANNED = {
     "found": "the name of the result",
     "held": "saved, live",
     "home": "combine",
-    "hop": "AllToAll",
     "joined": "gathered, merged",
     "keeper": "checkpointer, PolicyState",
     "maker": "producer",
@@ -58,10 +57,10 @@ BANNED = {
     "whole": "unsharded, replicated",
 }
 
-# Folders of the package whose names are not yet those of the field.
-EXEMPT_FOLDERS = ("generation", "integrations", "kernels", "models", "parallel")
-# Classes with the same name as one outside of EXEMPT_FOLDERS.
-SHARED_NAMES = ("CrossEntropyLoss", "LayerNorm", "Layout", "MLP", "RMSNorm", "Rule", "Softmax")
+# Folders whose names are not those of the field yet.
+EXEMPT_FOLDERS = ("models",)
+# Subclasses carry the name of the class that they replace.
+SHARED_NAMES = ("CrossEntropyLoss", "LayerNorm", "MLP", "RMSNorm")
 
 
 class Name(NamedTuple):

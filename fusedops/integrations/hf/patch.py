@@ -132,7 +132,7 @@ def patch(
             f"patch: calibrate must be True, False or the path of a .json file, got {calibrate!r}"
         )
     before = {module: type(module) for module in model.modules()}
-    taken = [owner for _, owner in _loss_owners(model) if _losses().is_taken(owner)]
+    taken = [owner for _, owner in _loss_owners(model) if _losses().is_replaced(owner)]
     try:
         report = _patched(model, level)
         if strict and (report.failed or not report.replaced):
@@ -346,9 +346,9 @@ def _entry_of_patched(
 ) -> ModuleReport:
     if owner is not None:
         return _absorbed(name, module, *owner)
-    aside = rule.aside(module)
+    aside = rule.bypass_reason(module)
     note = f"steps aside now: {aside}" if aside is not None else rule.note(module)
-    found = calibration.told(module)
+    found = calibration.finding_of(module)
     if found is not None:
         note = f"{note}; {found}" if note else str(found)
     if _covered(module):
@@ -366,7 +366,7 @@ def _absorbed(name: str, module: nn.Module, owner: str, rule: PatchRule) -> Modu
 
 
 def _entry_of_refused(name: str, module: nn.Module, rule: PatchRule, level: str) -> ModuleReport:
-    found = calibration.told(module)
+    found = calibration.finding_of(module)
     if found is not None:
         return ModuleReport(name, type(module).__name__, False, reason=str(found))
     if level == "-":
@@ -394,7 +394,7 @@ def _derived(rule: PatchRule, module: nn.Module) -> str:
 def _entry_of_loss(name: str, owner: Any, level: str) -> ModuleReport:
     losses = _losses()
     name, cls = f"{name}.loss_function".removeprefix("."), losses.title(owner)
-    if losses.is_taken(owner):
+    if losses.is_replaced(owner):
         backend = resolution(losses.OP, losses.probe, owner)
         return ModuleReport(name, cls, True, losses.OP, backend or "", losses.note(owner))
     reason = losses.obstacle(owner)
