@@ -1,10 +1,10 @@
-"""Fused transformer kernels as torch operators, and one line that puts them into a model.
+"""Fused transformer kernels as torch operators, and ``patch``, which uses them in a model.
 
     import fusedops
     print(fusedops.patch(model))
 
-Importing never fails for want of Triton, a compiler, transformers or a GPU: what is absent only
-narrows the choice of backends (``fusedops doctor`` tells).
+The import does not need Triton, a compiler, transformers or a GPU: fewer backends are available
+without them (``fusedops doctor`` lists them).
 """
 
 from __future__ import annotations

@@ -133,9 +133,9 @@ def use_backend(name: str | None) -> Iterator[None]:
         UnsupportedError: from an op inside the block that the backend cannot run, with the reason.
 
     Note:
-        The request holds for the process, not for the thread: the backward of CUDA tensors runs
-        in threads of its own. Where blocks overlap, in threads or tasks, the one that was entered
-        last of those still open counts; after the last one nothing remains of any.
+        The request holds for the process, not for the thread: the backward of CUDA tensors runs in
+        other threads. If blocks overlap, in threads or tasks, the request of the block that was
+        entered last and is still open applies; after all blocks no request remains.
 
     Example:
         >>> import torch, fusedops
@@ -161,8 +161,8 @@ def resolve(name: str, *args: Any, backward: bool = False) -> Resolution:
 
     Raises:
         ValueError: if there is no op of this name, or a variable of the environment, such as
-            ``FUSEDOPS_BACKEND``, has a value that means nothing.
-        UnsupportedError: if a backend is requested that cannot run them.
+            ``FUSEDOPS_BACKEND``, has an invalid value.
+        UnsupportedError: if the requested backend cannot run them.
     """
     if _mistake is not None:
         raise ValueError(_mistake)

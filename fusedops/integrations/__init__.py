@@ -1,4 +1,4 @@
-"""What puts the fused ops into other people's models and trainers."""
+"""Integration of the fused ops with existing models, trainers and exporters."""
 
 from fusedops.integrations.decompositions import decompositions
 from fusedops.integrations.hf.patch import (

@@ -1,11 +1,11 @@
-"""The fused operators in plain torch ones: for programs that run where fusedops is not.
+"""The fused operators as torch operators, for programs that run without fusedops.
 
     program = torch.export.export(model, args, dynamic_shapes=shapes)
     program = program.run_decompositions(fusedops.decompositions())
 
-Each op becomes its reference, the specification in torch operations. Where torch has an operator
-for the whole, which a compiler or another runtime knows (LayerNorm, RMSNorm, attention), that takes
-its place, and the experts, whose reference reads the numbers of rows, take their rows by expert.
+Each op becomes its reference in torch operations. If torch has an operator for the complete op,
+which compilers and other runtimes know (LayerNorm, RMSNorm, attention), that operator is used.
+Experts, whose reference reads the numbers of rows, become one product per expert.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ def decompositions() -> Decompositions:
     """Return a table for ``torch.export.ExportedProgram.run_decompositions``.
 
     Returns:
-        Operator -> what computes the same of torch operators alone, for the forward of every op.
-        Results are within each op's error budget; the order of sums is another.
+        Operator -> a function of torch operators that computes the same, for the forward of every
+        op. Results are within each op's error budget; the order of sums differs.
 
     Note:
-        A graph for inference, made under ``torch.no_grad()``, is what this is for: backward
-        operators are not in the table. ``attention_decode`` and ``attention_varlen`` read lengths
-        on the way, which an exported program cannot: they are left as they are, with ``moe_pack``
-        and ``moe_unpack``, bytes of an exchange between processes.
+        The table is for inference graphs, exported under ``torch.no_grad()``: it has no backward
+        operators. ``attention_decode`` and ``attention_varlen`` are not decomposed, because they
+        read lengths while they run, and neither are ``moe_pack`` and ``moe_unpack``, which belong
+        to exchanges between processes.
 
     Example:
         >>> import torch, fusedops

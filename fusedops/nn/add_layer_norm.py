@@ -23,8 +23,8 @@ class AddLayerNorm(nn.LayerNorm):
         eps: added to the variance.
         elementwise_affine: whether there is a weight (and a bias).
         bias: whether there is a bias; only read with ``elementwise_affine``.
-        device: of the parameters.
-        dtype: of the parameters.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
         dropout_p: probability with which an element of ``input`` is dropped in training.
 
     Raises:
@@ -64,7 +64,7 @@ class AddLayerNorm(nn.LayerNorm):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``(normed, summed)``, each of the shape of ``residual``.
 
-        ``seed`` is what dropout draws from; by default two numbers of torch's generator.
+        ``seed`` is the seed of the dropout mask; by default two numbers from torch's generator.
         """
         return add_layer_norm(
             input,

@@ -21,8 +21,8 @@ class AddRMSNorm(RMSNorm):
         normalized_shape: sizes of the trailing dimensions, or the size of the last one.
         eps: added to the mean square; ``None``: as ``fusedops.rms_norm``.
         elementwise_affine: whether there is a weight.
-        device: of the weight.
-        dtype: of the weight.
+        device: device of the weight.
+        dtype: dtype of the weight.
         weight_offset: added to the weight, which starts at ``1 - weight_offset``; 1 for Gemma.
         rounding: ``"torch"`` or ``"hf"``, see ``fusedops.rms_norm``.
         dropout_p: probability with which an element of ``input`` is dropped in training.
@@ -70,7 +70,7 @@ class AddRMSNorm(RMSNorm):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``(normed, summed)``, each of the shape of ``residual``.
 
-        ``seed`` is what dropout draws from; by default two numbers of torch's generator.
+        ``seed`` is the seed of the dropout mask; by default two numbers from torch's generator.
         """
         return add_rms_norm(
             input,

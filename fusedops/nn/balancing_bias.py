@@ -1,4 +1,4 @@
-"""BalancingBias: the bias of loss-free balancing, and the counts that change it."""
+"""BalancingBias: the bias of loss-free balancing, and the counts that update it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from fusedops.ops._routing_reuse import recomputing
 
 
 class BalancingBias(torch.nn.Module):
-    """The bias of a router that balances without a loss, changed once per optimizer step.
+    """The bias of a router for loss-free balancing, updated once per optimizer step.
 
-    Give ``bias`` to ``moe_route``, ``count`` every plan, and call ``step`` beside the optimizer:
+    Pass ``bias`` to ``moe_route``, ``count`` every plan, and call ``step`` after that of the
+    optimizer:
 
         plan = fusedops.moe_route(logits, k, score="sigmoid", bias=balancing.bias)
         balancing.count(plan)
@@ -26,16 +27,16 @@ class BalancingBias(torch.nn.Module):
         optimizer.step()
         balancing.step()
 
-    Counts add up over the micro-batches of a step. A plan that is made again by a recomputation
-    inside the backward pass is not counted again.
+    Counts add up over the micro-batches of a step. A plan that a recomputation in the backward
+    creates again is not counted again.
 
     Args:
         num_experts: ``E``.
-        rate: the step of the bias.
+        rate: size of an update of the bias.
         centered: as in ``update_balancing_bias``.
-        group: a process group whose ranks step together: give it the ranks that see other data.
-        own_bias: whether it has a bias; else ``step`` is given one.
-        device: of the buffers.
+        group: a process group over which counts are summed: the data-parallel ranks.
+        own_bias: whether the module has a bias; otherwise pass one to ``step``.
+        device: device of the buffers.
 
     Attributes:
         bias: ``[E]`` float32 buffer, in the state dict; ``None`` without ``own_bias``.
@@ -46,9 +47,8 @@ class BalancingBias(torch.nn.Module):
             number of experts.
 
     Note:
-        Choices are counted before anything is dropped: what an expert is asked to do, not what its
-        capacity leaves. In evaluation mode nothing is counted. A compiled function that is
-        recomputed counts twice (it cannot know): call ``count`` outside of it.
+        Choices are counted before any are dropped by the capacity. In evaluation mode nothing is
+        counted. A compiled function that is recomputed counts twice: call ``count`` outside of it.
 
     Reference:
         Wang et al.: Auxiliary-Loss-Free Load Balancing, arXiv:2408.15664.
@@ -91,7 +91,7 @@ class BalancingBias(torch.nn.Module):
 
     @torch.no_grad()
     def count(self, plan: RoutingPlan) -> None:
-        """Add the choices of a plan, unless it is made by a recomputation."""
+        """Add the choices of a plan, unless a recomputation created it."""
         check_plan("BalancingBias.count", plan)
         if not self.training or recomputing():
             return
@@ -109,10 +109,10 @@ class BalancingBias(torch.nn.Module):
 
     @torch.no_grad()
     def step(self, bias: torch.Tensor | None = None) -> BalancingBias:
-        """Change the bias by what was counted, and begin to count anew.
+        """Update the bias by the counts, and reset the counts.
 
         Args:
-            bias: ``[E]``, another bias to change instead, such as ``e_score_correction_bias`` of
+            bias: ``[E]``, another bias to update instead, such as ``e_score_correction_bias`` of
                 ``nn.MoE``'s gate.
         """
         moved = self.bias if bias is None else bias
@@ -134,5 +134,5 @@ class BalancingBias(torch.nn.Module):
         return self
 
     def extra_repr(self) -> str:
-        """Return what stands in the brackets of ``repr``."""
+        """Return the arguments shown by ``repr``."""
         return f"{self.tokens_per_expert.numel()}, rate={self.rate}"

@@ -1,4 +1,4 @@
-"""``CrossEntropyLoss``: torch's loss module with the fused op where the op offers what is asked."""
+"""``CrossEntropyLoss``: torch's loss module, fused if the op supports the arguments."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         ignore_index: rows with this target have loss 0 and gradient 0 and do not count.
         reduce: deprecated in torch.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
-        label_smoothing: share of the target that is spread over all classes.
+        label_smoothing: fraction of the target that is distributed over all classes.
         z_loss: weight of ``lse^2``, which torch does not offer.
         softcap: bound of the logits' absolute value, which torch does not offer.
 
     Raises:
-        ValueError: an option is out of range, or ``z_loss`` or ``softcap`` meets what only torch's
-            loss can do.
+        ValueError: an option is out of range, or ``z_loss`` or ``softcap`` is combined with an
+            option that only torch's loss supports.
 
     Note:
         Numerics and backends of the fused path are those of ``fusedops.cross_entropy``.

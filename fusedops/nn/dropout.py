@@ -1,4 +1,4 @@
-"""``Dropout``: torch's module, whose mask is drawn by a counter and never stored."""
+"""``Dropout``: torch's module, with a mask that is drawn by a counter and never stored."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class Dropout(nn.Module):
         TypeError: ``p`` is no float.
 
     Note:
-        As of ``fusedops.bias_dropout_add``; the numbers are not those of ``torch.nn.Dropout``.
+        Numerics are those of ``fusedops.bias_dropout_add``; the random numbers differ from those of
+        ``torch.nn.Dropout``.
 
     Example:
         >>> import torch, fusedops
@@ -36,7 +37,7 @@ class Dropout(nn.Module):
     def forward(self, input: torch.Tensor, *, seed: torch.Tensor | None = None) -> torch.Tensor:
         """Return ``input`` with elements dropped in training, else ``input``.
 
-        ``seed`` is what dropout draws from; by default two numbers of torch's generator.
+        ``seed`` is the seed of the dropout mask; by default two numbers from torch's generator.
         """
         checks.tensor("Dropout", "input", input)
         if seed is not None:

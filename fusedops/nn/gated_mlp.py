@@ -23,11 +23,11 @@ class GatedMLP(nn.Module):
 
     Args:
         hidden_size: size of the input's and the output's last dimension.
-        intermediate_size: size between the products.
+        intermediate_size: size of the hidden layer.
         activation: a name of ``fusedops.linear_glu``.
         bias: whether the three projections have a bias; the gate is then no longer fused.
-        device: of the parameters.
-        dtype: of the parameters.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
 
     Raises:
         ValueError: ``activation`` is unknown.
@@ -77,7 +77,7 @@ class GatedMLP(nn.Module):
         return self.down_proj(self.gate_proj(input) * self.up_proj(input))
 
     def extra_repr(self) -> str:
-        """Return sizes and activation; the projections print themselves."""
+        """Return sizes and activation; ``repr`` shows the projections separately."""
         return (
             f"hidden_size={self.hidden_size}, intermediate_size={self.intermediate_size}, "
             f"activation={self.activation!r}"

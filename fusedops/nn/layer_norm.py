@@ -23,14 +23,14 @@ class LayerNorm(nn.LayerNorm):
         eps: added to the variance.
         elementwise_affine: whether there is a weight (and a bias).
         bias: whether there is a bias; only read with ``elementwise_affine``.
-        device: of the parameters.
-        dtype: of the parameters.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
 
     Raises:
         ValueError: a size is negative, or the forward's input does not end in
             ``normalized_shape``.
-        TypeError: an argument has another type than said, or the forward's input is no floating
-            tensor of the parameters' dtype.
+        TypeError: an argument has a wrong type, or the forward's input is no floating tensor of the
+            parameters' dtype.
 
     Note:
         Numerics and backends are those of ``fusedops.layer_norm``.

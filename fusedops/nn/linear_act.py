@@ -1,4 +1,4 @@
-"""``LinearAct``: a linear layer and the activation after it, without a pass over memory between."""
+"""``LinearAct``: a linear layer and the activation after it, as one op."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class LinearAct(nn.Module):
     ``y = activation(x @ weight.T + bias)``
 
     Positional constructor arguments, parameters, ``state_dict`` keys and initialisation are those
-    of ``torch.nn.Linear``. It is not a subclass of it: what replaces every ``nn.Linear`` by
+    of ``torch.nn.Linear``. It is not a subclass, because code that replaces every ``nn.Linear`` by
     another linear layer (adapters, quantisation) would silently lose the activation.
 
     Args:
         in_features: size of the input's last dimension.
         out_features: size of the output's last dimension.
         bias: whether there is a bias.
-        device: of the parameters.
-        dtype: of the parameters.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
         activation: a name of ``fusedops.linear_act``.
 
     Raises:
@@ -89,7 +89,7 @@ class LinearAct(nn.Module):
 def reset_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     """Draw weight and bias uniformly within ``1 / sqrt(in_features)``, as ``torch.nn.Linear``.
 
-    The same calls in the same order: with the same seed the same values.
+    It makes the same calls in the same order, so that the same seed gives the same values.
     """
     nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
     if bias is not None:

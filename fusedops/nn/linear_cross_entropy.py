@@ -18,32 +18,33 @@ class LinearCrossEntropyLoss(nn.Module):
 
     ``cross_entropy(hidden @ weight.T + bias, target)``
 
-    The module owns the head's weight, so that what shards parameters by module (FSDP2's
-    ``fully_shard``) gathers it for this module's forward and backward, and nobody touches it from
-    outside. Parameters, ``state_dict`` keys and initialisation are those of ``torch.nn.Linear``;
-    tie it by ``loss.weight = embedding.weight``.
+    The module owns the head's weight, so that FSDP2's ``fully_shard`` and similar code gathers it
+    for this module's forward and backward, and no other module reads it. Parameters, ``state_dict``
+    keys and initialisation are those of ``torch.nn.Linear``; tie it by ``loss.weight =
+    embedding.weight``.
 
     Args:
         hidden_size: size of the input's last dimension.
         vocab_size: number of classes.
         bias: whether there is a bias.
-        device: of the parameters.
-        dtype: of the parameters.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
         ignore_index: rows with this target have loss 0 and gradient 0 and do not count.
-        label_smoothing: share of the target that is spread over all classes.
+        label_smoothing: fraction of the target that is distributed over all classes.
         z_loss: weight of ``lse^2``, which keeps the logits from drifting.
         softcap: bound of the logits' absolute value, or ``None``.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
-        chunk_size: classes whose logits are in memory at a time, ``None`` for the op's default.
-        recompute: make the logits again in the backward, as for ``linear_cross_entropy``.
+        chunk_size: number of classes whose logits are in memory at a time; ``None``: the op's
+            default.
+        recompute: recompute the logits in the backward, as in ``linear_cross_entropy``.
 
     Raises:
         ValueError: an option is out of range.
 
     Note:
-        Numerics and backends are those of ``fusedops.linear_cross_entropy``. The mean is that of
-        the rows given: data-parallel ranks with different counts of ignored rows average their
-        means, as with torch's loss. Under FSDP2 tell it of the second entry point:
+        Numerics and backends are those of ``fusedops.linear_cross_entropy``. The mean is over the
+        rows of the call: data-parallel ranks with different numbers of ignored rows average their
+        means, as with torch's loss. Under FSDP2 register the second entry point:
         ``torch.distributed.fsdp.register_fsdp_forward_method(loss, "logits")``.
 
     Example:

@@ -26,13 +26,14 @@ class MLP(nn.Module):
         hidden_features: size between the two products.
         out_features: size of the output's last dimension; ``in_features`` if not given.
         bias: whether the two products have a bias.
-        device: of the parameters.
-        dtype: of the parameters.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
         activation: a name of ``fusedops.mlp``.
-        recompute: keep only the input for the backward and compute the rest again.
-        keep_hidden: keep what enters the second product as well, ``[..., hidden_features]`` beside
-            its pre-activation: the backward does not apply the activation again, which took a tenth
-            of forward and backward of 1024 x 256 (gelu, hidden 1024, one thread of Zen 4).
+        recompute: save only the input for the backward, and recompute the rest.
+        keep_hidden: also save the input of the second product, ``[..., hidden_features]``, in
+            addition to the pre-activation: the backward then does not recompute the activation,
+            which took a tenth of the time of forward and backward of 1024 x 256 (gelu, hidden 1024,
+            one thread of Zen 4).
 
     Raises:
         ValueError: ``activation`` is unknown, or ``recompute`` and ``keep_hidden`` are both set.
@@ -106,7 +107,7 @@ class MLP(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """Return sizes, bias, activation and what is kept."""
+        """Return sizes, bias, activation and what is saved."""
         return (
             f"in_features={self.in_features}, hidden_features={self.hidden_features}, "
             f"out_features={self.out_features}, bias={self.b1 is not None}, "

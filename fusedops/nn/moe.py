@@ -1,7 +1,7 @@
-"""``MoE``: a mixture of experts, as the sparse layers of Hugging Face's families are.
+"""``MoE``: a mixture of experts with the structure of the sparse layers of Hugging Face's families.
 
 A router chooses ``top_k`` experts for each token (``fusedops.moe_route``), the experts compute
-(``fusedops.moe_mlp``), and experts that every token visits may stand beside them.
+(``fusedops.moe_mlp``), and shared experts, which every token uses, are optional.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ from fusedops.ops.moe_route import check_options, moe_route
 
 
 class MoE(nn.Module):
-    """Send each token through ``top_k`` of ``num_experts`` feed-forward layers.
+    """Apply ``top_k`` of ``num_experts`` feed-forward layers to each token.
 
-    ``y = sum over chosen e of p[e] * (act(x @ gate[e]) * (x @ up[e])) @ down[e]``, and the shared
-    experts' output: of ``nn.GatedMLP``, or of ``nn.MLP`` where experts have no gate.
+    ``y = sum over chosen e of p[e] * (act(x @ gate[e]) * (x @ up[e])) @ down[e]``, plus the output
+    of the shared experts: an ``nn.GatedMLP``, or an ``nn.MLP`` if experts have no gate.
 
     The ``state_dict`` is that of Hugging Face's layers: ``gate.weight`` ``[num_experts,
     hidden_size]``, ``experts.gate_up_proj`` ``[num_experts, 2 * intermediate_size, hidden_size]``,
     ``experts.down_proj`` ``[num_experts, hidden_size, intermediate_size]``, and
-    ``shared_experts.*``. Their other names (``router.*``, ``shared_expert.*``) are read as well.
+    ``shared_experts.*``. Keys with their other names (``router.*``, ``shared_expert.*``) are loaded
+    as well.
 
-    | Hugging Face | arguments beside the sizes |
+    | Hugging Face | arguments in addition to the sizes |
     |---|---|
     | Mixtral | |
     | Qwen2-MoE | ``normalize=norm_topk_prob, shared_intermediate_size=..., shared_gate=True`` |
@@ -50,47 +51,51 @@ class MoE(nn.Module):
 
     Args:
         hidden_size: size of the input's and the output's last dimension.
-        intermediate_size: of each expert.
+        intermediate_size: hidden size of each expert.
         num_experts: number of experts to choose from.
         top_k: number of experts for each token.
         activation: a name of ``fusedops.moe_mlp``.
-        gated: whether an expert has gate and up projection; else ``experts.up_proj`` alone.
-        interleaved: whether columns of gate and up take turns; else the gate's come first.
+        gated: whether an expert has gate and up projections; otherwise it has only
+            ``experts.up_proj``.
+        interleaved: whether columns of gate and up alternate; otherwise those of the gate are
+            first.
         bias: whether the experts' projections have biases (``experts.gate_up_proj_bias`` ...).
-        router_bias: whether the router's has one.
-        transposed: whether weights lie as ``[num_experts, in, out]``.
-        score: ``"softmax"`` or ``"sigmoid"``, as all of the following in ``fusedops.moe_route``.
+        router_bias: whether the router's projection has a bias.
+        transposed: whether weights are stored as ``[num_experts, in, out]``.
+        score: ``"softmax"`` or ``"sigmoid"``; this and the following as in ``fusedops.moe_route``.
         normalize: whether the weights of a token's experts add up to 1.
         softmax_after: softmax over the chosen logits only.
-        num_groups: groups of experts of which a token chooses some, ``None`` for no groups.
+        num_groups: number of groups of experts, ``None`` for no groups.
         topk_groups: number of groups that a token may choose from.
         group_score: ``"max"`` or ``"top2_sum"``.
         scaling: factor of the weights.
-        correction_bias: whether the choice (not the weights) adds the buffer
-            ``gate.e_score_correction_bias``, which balances without a loss.
-        capacity_factor: of the rows that an expert takes, ``None`` for all that come.
-        drop_policy: which rows are dropped beyond it: ``"position"``, ``"probability"`` ...
+        correction_bias: whether the buffer ``gate.e_score_correction_bias`` is added for the choice
+            (not in the weights), for loss-free balancing.
+        capacity_factor: limits the rows of an expert; ``None`` for no limit.
+        drop_policy: which rows beyond the limit are dropped: ``"position"``, ``"probability"`` ...
         expert_choice: experts choose tokens.
         jitter: width of the noise on the logits in training.
-        router: whether there is one; without it every call is given a plan, such as that of
+        router: whether the module has a router; without it every call needs a plan, such as that of
             ``fusedops.hash_route``.
         router_dtype: dtype of the router's product; ``None``: the input's.
-        shared_intermediate_size: size of the expert that every token visits, ``None`` for none;
-            several are one of their sizes together. Activation, gate and bias are the experts'.
-        shared_gate: whether a sigmoid of the token weighs it (``shared_expert_gate.weight``).
-        recompute: keep only the input and the plan for the backward, which then makes the first
-            product again, as ``fusedops.moe_mlp`` does.
-        device: of the parameters.
-        dtype: of the parameters.
+        shared_intermediate_size: hidden size of the shared expert, ``None`` for none; for several
+            shared experts the sum of their sizes. Activation, gate and bias are those of the
+            experts.
+        shared_gate: whether a sigmoid of the token multiplies its output
+            (``shared_expert_gate.weight``).
+        recompute: save only the input and the plan for the backward, which then recomputes the
+            first product, as in ``fusedops.moe_mlp``.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
 
     Raises:
         ValueError: an argument is out of range, or two do not fit together.
 
     Note:
         Numerics, determinism and backends are those of ``fusedops.moe_route`` and
-        ``fusedops.moe_mlp``. The choice is made once: a plan from ``route`` can be given to
-        ``forward``; ``gate(input)`` returns the logits beside it, for the balancing losses.
-        ``experts(rows, plan)`` is what ``fusedops.parallel.expert_parallel`` takes.
+        ``fusedops.moe_mlp``. A plan from ``route`` can be passed to ``forward``, so that the choice
+        is made once; ``gate(input)`` returns the logits, for the balancing losses. ``experts`` is
+        the function of rows and plan that ``fusedops.parallel.expert_parallel`` takes.
 
     Example:
         >>> import torch, fusedops
@@ -222,7 +227,7 @@ class MoE(nn.Module):
             The plan of the flattened tokens, as ``fusedops.moe_route`` makes it.
 
         Raises:
-            ValueError: there is no router, or the last dimension is another.
+            ValueError: there is no router, or the last dimension does not fit.
             TypeError: ``input`` is no tensor.
         """
         self._check("MoE.route", input)
@@ -235,13 +240,13 @@ class MoE(nn.Module):
 
         Args:
             input: ``[..., hidden_size]``.
-            plan: choices made elsewhere; ``None`` asks the router.
+            plan: routing plan to use; ``None`` calls the router.
 
         Returns:
             ``[..., hidden_size]``.
 
         Raises:
-            ValueError: the last dimension of ``input`` is another, or ``plan`` does not fit.
+            ValueError: the last dimension of ``input`` or ``plan`` does not fit.
             TypeError: ``input`` is no tensor, or ``plan`` no plan.
         """
         self._check("MoE", input)
@@ -260,7 +265,7 @@ class MoE(nn.Module):
             checks.fail(op, "input", wanted, list(input.shape))
 
     def shared(self, input: torch.Tensor) -> torch.Tensor | None:
-        """Return what the expert that every token visits adds, ``None`` where there is none."""
+        """Return the output of the shared expert, ``None`` if there is none."""
         if self.shared_experts is None:
             return None
         shared = self.shared_experts(input)

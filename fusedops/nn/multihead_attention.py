@@ -1,4 +1,4 @@
-"""``MultiheadAttention``: torch's module, whose attention and projections are the fused ops."""
+"""``MultiheadAttention``: torch's module with fused attention and projections."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from fusedops.ops.linear_act import linear_act
 
 
 class MultiheadAttention(nn.MultiheadAttention):
-    """Attend with several heads: ``torch.nn.MultiheadAttention``, arguments and state_dict alike.
+    """Attend with several heads; arguments and state_dict of ``torch.nn.MultiheadAttention``.
 
-    ``need_weights=False`` runs on the fused ops. Weights exist only where scores are whole in
-    memory: with ``need_weights=True`` (torch's default) torch's own forward runs, as it does with
-    ``add_bias_kv``, ``add_zero_attn`` and nested tensors.
+    ``need_weights=False`` runs on the fused ops. With ``need_weights=True`` (torch's default),
+    which needs all scores in memory, torch's own forward runs, as it does with ``add_bias_kv``,
+    ``add_zero_attn`` and nested tensors.
 
     Args:
         embed_dim: size of queries and of the output.
@@ -30,16 +30,17 @@ class MultiheadAttention(nn.MultiheadAttention):
         kdim: size of the keys, ``embed_dim`` by default.
         vdim: size of the values, ``embed_dim`` by default.
         batch_first: whether inputs are ``[N, L, E]`` rather than ``[L, N, E]``.
-        device: of the parameters.
-        dtype: of the parameters.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
 
     Raises:
         ValueError: a shape does not fit.
         AssertionError: ``num_heads`` does not divide ``embed_dim``, as torch's.
 
     Note:
-        A query that may attend nothing gets the output projection's bias, where torch's eager
-        forward with weights gives NaN. Numerics and backends are those of ``fusedops.attention``.
+        The output of a query without any allowed key is the output projection's bias, where torch's
+        eager forward with weights gives NaN. Numerics and backends are those of
+        ``fusedops.attention``.
 
     Reference:
         Vaswani et al.: Attention Is All You Need, arXiv:1706.03762.
@@ -92,7 +93,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         if not first:
             tensors = [each.transpose(0, 1) for each in tensors]
         q, k, v = (self._heads(each) for each in self._project(tensors, same, shared))
-        mask = joined_mask(None if is_causal else attn_mask, key_padding_mask, q, k)
+        mask = merged_mask(None if is_causal else attn_mask, key_padding_mask, q, k)
         dropout_p = self.dropout if self.training else 0.0
         output = attention(q, k, v, mask, dropout_p, is_causal).transpose(1, 2).flatten(2)
         output = linear_act(output, self.out_proj.weight, self.out_proj.bias, activation="identity")
@@ -157,7 +158,7 @@ def check_inputs(module: str, tensors: dict[str, Any], masks: dict[str, Any], **
             checks.index_tensor(module, name, value, dtypes=known)
 
 
-def joined_mask(
+def merged_mask(
     attn_mask: torch.Tensor | None,
     key_padding_mask: torch.Tensor | None,
     query: torch.Tensor,

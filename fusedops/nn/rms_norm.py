@@ -16,14 +16,14 @@ class RMSNorm(nn.RMSNorm):
     ``y = x / sqrt(E[x^2] + eps) * (weight + weight_offset)``
 
     Constructor arguments, parameters, ``state_dict`` keys and initialisation are those of
-    ``torch.nn.RMSNorm``, of which it is a subclass; what it adds is keyword-only.
+    ``torch.nn.RMSNorm``, of which it is a subclass; additional arguments are keyword-only.
 
     Args:
         normalized_shape: sizes of the trailing dimensions, or the size of the last one.
         eps: added to the mean square; ``None``: as ``fusedops.rms_norm``.
         elementwise_affine: whether there is a weight.
-        device: of the weight.
-        dtype: of the weight.
+        device: device of the weight.
+        dtype: dtype of the weight.
         weight_offset: added to the weight, which starts at ``1 - weight_offset``; 1 for Gemma.
         rounding: ``"torch"`` or ``"hf"``, see ``fusedops.rms_norm``.
 
@@ -82,6 +82,6 @@ class RMSNorm(nn.RMSNorm):
         )
 
     def extra_repr(self) -> str:
-        """Return torch's line and what this module adds."""
+        """Return torch's line and the additional arguments."""
         extras = f"weight_offset={self.weight_offset}, rounding={self.rounding!r}"
         return f"{super().extra_repr()}, {extras}"

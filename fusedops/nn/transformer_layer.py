@@ -1,7 +1,7 @@
 """``TransformerEncoderLayer`` and ``TransformerDecoderLayer``: torch's layers on the fused ops.
 
-Where a branch ends and the next norm begins, dropout, residual sum and norm are one pass
-(``add_layer_norm``); the feed-forward layer is one op (``mlp``) unless a dropout acts inside it.
+Dropout, residual sum and the norm that follows are one pass (``add_layer_norm``); the feed-forward
+layer is one op (``mlp``) unless a dropout acts inside it.
 """
 
 from __future__ import annotations
@@ -94,23 +94,23 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
     Args:
         d_model: size of the residual stream.
         nhead: number of heads; divides ``d_model``.
-        dim_feedforward: size between the feed-forward layer's products.
+        dim_feedforward: size of the feed-forward layer's hidden layer.
         dropout: probability with which attention weights, hidden values and branches are dropped.
         activation: ``"relu"``, ``"gelu"`` or a callable; unknown callables run unfused.
         layer_norm_eps: added to the variance.
         batch_first: whether inputs are ``[N, L, E]`` rather than ``[L, N, E]``.
         norm_first: normalise before each branch instead of after the residual sum.
         bias: whether products and norms have biases.
-        device: of the parameters.
-        dtype: of the parameters.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
 
     Raises:
         RuntimeError: ``activation`` is another string, as torch's.
         ValueError: a shape does not fit.
 
     Note:
-        Nested tensors take torch's own forward. Numerics and backends are those of the ops;
-        dropout draws other numbers than torch's.
+        Nested tensors run torch's own forward. Numerics and backends are those of the ops; dropout
+        draws other random numbers than torch.
 
     Reference:
         Vaswani et al.: Attention Is All You Need, arXiv:1706.03762; Xiong et al. (``norm_first``),
@@ -135,7 +135,7 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
         src_key_padding_mask: torch.Tensor | None = None,
         is_causal: bool = False,
     ) -> torch.Tensor:
-        """Return the layer's output, the shape of ``src``; masks as torch's."""
+        """Return the layer's output, with the shape of ``src``; masks as in torch."""
         check_inputs(
             "TransformerEncoderLayer",
             {"src": src},
@@ -173,15 +173,15 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
     Args:
         d_model: size of the residual stream.
         nhead: number of heads; divides ``d_model``.
-        dim_feedforward: size between the feed-forward layer's products.
+        dim_feedforward: size of the feed-forward layer's hidden layer.
         dropout: probability with which attention weights, hidden values and branches are dropped.
         activation: ``"relu"``, ``"gelu"`` or a callable; unknown callables run unfused.
         layer_norm_eps: added to the variance.
         batch_first: whether inputs are ``[N, L, E]`` rather than ``[L, N, E]``.
         norm_first: normalise before each branch instead of after the residual sum.
         bias: whether products and norms have biases.
-        device: of the parameters.
-        dtype: of the parameters.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
 
     Raises:
         RuntimeError: ``activation`` is another string, as torch's.
@@ -216,7 +216,7 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
         tgt_is_causal: bool = False,
         memory_is_causal: bool = False,
     ) -> torch.Tensor:
-        """Return the layer's output, the shape of ``tgt``; masks as torch's."""
+        """Return the layer's output, with the shape of ``tgt``; masks as in torch."""
         masks = {
             "tgt_mask": tgt_mask,
             "memory_mask": memory_mask,

@@ -1,4 +1,4 @@
-"""The step of loss-free balancing: what changes a router's bias between optimizer steps."""
+"""Loss-free balancing: the update of a router's bias between optimizer steps."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def update_balancing_bias(
     ``bias += rate * sign(mean(tokens) - tokens)``
 
     Args:
-        bias: ``[E]`` floating, what ``moe_route`` takes as ``bias``.
-        tokens_per_expert: ``[E]``, the choices of a whole optimizer step (not of a micro-batch).
-        rate: the step, at least 0.
-        centered: subtract the mean of the step, so that the mean of the bias stays where it is.
-        group: a process group: counts are summed over its ranks first, and all ranks make the
-            same step.
+        bias: ``[E]`` floating, the ``bias`` of ``moe_route``.
+        tokens_per_expert: ``[E]``, the choices of an optimizer step (not of a micro-batch).
+        rate: size of the update, at least 0.
+        centered: subtract the mean of the update, so that the mean of the bias does not change.
+        group: a process group: counts are summed over its ranks first, and all ranks make the same
+            update.
 
     Returns:
         ``bias``.
@@ -46,7 +46,7 @@ def update_balancing_bias(
         TypeError: an argument is no tensor, or its dtype does not fit.
 
     Note:
-        Nothing waits for the device. ``nn.BalancingBias`` counts and calls this.
+        The host does not wait for the device. ``nn.BalancingBias`` counts and calls this.
 
     Reference:
         Wang et al.: Auxiliary-Loss-Free Load Balancing, arXiv:2408.15664.

@@ -1,7 +1,7 @@
-"""RoutingPlan: which expert computes which token, and where its row stands.
+"""RoutingPlan: which expert computes which token, and in which row.
 
-A plan is made once per layer and step, by ``moe_route`` or from choices made elsewhere, and then
-only read: permuting, computing, combining and every recomputation use the same one. Rows are
+A plan is created once per layer and step, by ``moe_route`` or ``RoutingPlan.from_choices``, and is
+not modified: permutation, experts, combination and every recomputation use the same plan. Rows are
 token-major: sorted by expert, within one expert by token, then by choice; docs/moe.md has a picture
 of this and the other layouts.
 """
@@ -23,19 +23,19 @@ from fusedops.ops.moe_sort import check_choices, check_ids, moe_sort
 class RoutingPlan:
     """The choices of a router and the order of the rows that follow from them.
 
-    ``T`` tokens choose ``k`` experts each of ``E``; choice ``j`` of token ``t`` is slot
-    ``t * k + j``. Immutable, and a pytree of its tensors: it goes through ``torch.compile``,
-    checkpointing and ``tree_map`` (``tree_map(lambda t: t.to(device), plan)``). Nothing here waits
-    for the device. The constructor believes what it is given; ``from_choices`` checks.
+    ``T`` tokens choose ``k`` experts each of ``E``; choice ``j`` of token ``t`` is slot ``t * k +
+    j``. A plan is immutable, and a pytree of its tensors: ``torch.compile``, checkpointing and
+    ``tree_map`` accept it (``tree_map(lambda t: t.to(device), plan)``). No method waits for the
+    device. The constructor does not check its arguments; ``from_choices`` does.
 
     Args:
-        expert_ids: ``[T, k]`` int32; ``E`` is nobody's (dropped).
+        expert_ids: ``[T, k]`` int32; ``E``: no expert (dropped).
         probs: ``[T, k]`` float32 (float64 for float64), differentiable; 0 where dropped.
         permutation: ``[T * k]`` int32, the slot of each row. Rows are sorted by expert and, within
-            one expert, by slot; dropped slots come last, behind ``offsets[-1]``, in order: always a
-            true permutation.
-        positions: ``[T, k]`` int32, its inverse: the row of each slot, at least ``offsets[-1]``
-            where dropped.
+            one expert, by slot; dropped slots are last, from ``offsets[-1]`` on, in order, so that
+            it is always a permutation.
+        positions: ``[T, k]`` int32, its inverse: the row of each slot, at least ``offsets[-1]`` for
+            dropped slots.
         tokens_per_expert: ``[E]`` int32, kept slots.
         offsets: ``[E]`` int32, the end of each expert's rows, as torch's ``grouped_mm`` takes them;
             the first ``offsets[-1]`` rows are real.
@@ -76,7 +76,7 @@ class RoutingPlan:
 
     @property
     def num_dropped(self) -> torch.Tensor:
-        """How many slots no expert computes: one int32, on the plan's device."""
+        """The number of slots without an expert: one int32, on the plan's device."""
         return self.positions.numel() - self.offsets[-1]
 
     @staticmethod
@@ -87,20 +87,21 @@ class RoutingPlan:
         *,
         kept: torch.Tensor | None = None,
     ) -> RoutingPlan:
-        """Make a plan from choices made elsewhere.
+        """Create a plan from given choices.
 
         Args:
-            expert_ids: ``[T, k]`` int32 or int64; ``num_experts`` is nobody's.
+            expert_ids: ``[T, k]`` int32 or int64; ``num_experts``: no expert.
             probs: ``[T, k]`` floating, the weight of each choice; may require a gradient.
             num_experts: ``E``.
             kept: ``[T, k]`` bool; other slots are dropped. Default: all are kept.
 
         Returns:
-            The plan. ``kept`` is set: without looking nobody knows whether ids are ``num_experts``.
+            The plan. ``kept`` is set, because ids may be ``num_experts``, which only their values
+            show.
 
         Raises:
-            ValueError: a shape or device does not fit, or (CPU) an id is no expert; on CUDA such a
-                slot is dropped (looking would wait for the device).
+            ValueError: a shape or device does not fit, or (CPU) an id is not an expert; on CUDA
+                such a slot is dropped, because a check would wait for the device.
             TypeError: an argument is no tensor, or its dtype does not fit.
         """
         op = "RoutingPlan.from_choices"
@@ -119,7 +120,7 @@ class RoutingPlan:
         """Return the plan with other weights.
 
         Args:
-            probs: ``[T, k]`` floating; where a slot is dropped the value is not used.
+            probs: ``[T, k]`` floating; values of dropped slots are not used.
 
         Raises:
             ValueError: the shape or device does not fit.

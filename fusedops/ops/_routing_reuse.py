@@ -1,15 +1,15 @@
-"""The same experts in a recomputation as in the first pass.
+"""Identical choices of experts in a recomputation and in the first pass.
 
-Activation checkpointing runs the forward twice. A product that is one bit different the second time
+Activation checkpointing runs the forward twice. A product that differs in one bit the second time
 (another kernel, another batch split, a reduction in another order) may flip a close choice: the
-gradient then belongs to a routing that the loss never saw, and shapes that follow the counts may
-not even fit. Two ways out, both explicit:
+gradient then belongs to a routing that the loss did not use, and shapes that depend on the counts
+may not fit. Two functions prevent this:
 
-* ``keep_routing(function)`` wraps what is given to ``torch.utils.checkpoint``: its first call
-  records the ids that each ``moe_route`` chose, every later one takes them again and computes only
-  the weights anew. For ``use_reentrant`` True and False, in eager mode.
+* ``keep_routing(function)`` wraps the function for ``torch.utils.checkpoint``: its first call
+  records the ids that each ``moe_route`` chose, and later calls reuse them and compute only the
+  weights. For ``use_reentrant`` True and False, in eager mode.
 * ``routing_contexts`` is a ``context_fn`` for ``use_reentrant=False``: selective checkpointing that
-  saves the outputs of ``moe_route`` (``top_k`` ids and weights per token). Compiles.
+  saves the outputs of ``moe_route`` (``top_k`` ids and weights per token). It compiles.
 """
 
 from __future__ import annotations
@@ -56,31 +56,32 @@ _RUNNING: contextvars.ContextVar[tuple[_Memory, ...]] = contextvars.ContextVar(
 
 
 def keep_routing(function: Callable[..., _Result]) -> Callable[..., _Result]:
-    """Make every later call of the returned function route as its first one did.
+    """Return a function whose later calls reuse the routing of its first call.
 
-    Wrap what is given to a checkpoint, once per call of the checkpoint:
+    Wrap the function of a checkpoint, once per call of the checkpoint:
 
         ``checkpoint(keep_routing(layer), x, use_reentrant=False)``
 
     The first call records the expert ids (and drop masks) of each ``moe_route`` inside; the
-    recomputation takes them, in the same order, and computes only the weights from its logits. So
-    the weights and their gradient are those of a routing that cannot flip.
+    recomputation uses them, in the same order, and computes only the weights from its logits. The
+    weights and their gradient therefore belong to the same routing.
 
     Args:
         function: a layer, or any function that calls ``moe_route``, the same number of times in
             each run.
 
     Returns:
-        A function of the same arguments. It keeps ``top_k`` int32 per token and layer, as long as
-        it lives; the checkpoint drops it with the graph.
+        A function of the same arguments. It stores ``top_k`` int32 per token and layer; the
+        checkpoint frees it with the graph.
 
     Raises:
         TypeError: ``function`` cannot be called.
-        RuntimeError: when it runs: a recomputation routes more often, or other numbers of tokens,
-            than the first run did.
+        RuntimeError: from the returned function: a recomputation calls ``moe_route`` more often, or
+            with other numbers of tokens, than the first run.
 
     Note:
-        Nests. Under ``torch.compile`` it changes nothing: there use ``routing_contexts``.
+        Calls may be nested. Under ``torch.compile`` it has no effect: use ``routing_contexts``
+        there.
 
     Example:
         >>> import torch, fusedops
@@ -106,17 +107,17 @@ def keep_routing(function: Callable[..., _Result]) -> Callable[..., _Result]:
 
 
 def routing_contexts(policy: Callable[..., Any] | None = None) -> Any:
-    """Return the two contexts of a selective checkpoint that keeps the routing.
+    """Return the two contexts of a selective checkpoint that saves the routing.
 
         ``checkpoint(layer, x, use_reentrant=False, context_fn=routing_contexts)``
 
     Args:
-        policy: a policy function of ``create_selective_checkpoint_contexts`` that decides about
-            all other operators; by default they are recomputed. Give it with
+        policy: a policy function of ``create_selective_checkpoint_contexts`` that decides about all
+            other operators; by default they are recomputed. Pass it with
             ``functools.partial(routing_contexts, policy)``.
 
     Returns:
-        What ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` returns.
+        The result of ``torch.utils.checkpoint.create_selective_checkpoint_contexts``.
 
     Raises:
         TypeError: ``policy`` cannot be called.

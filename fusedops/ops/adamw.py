@@ -8,11 +8,11 @@ For each parameter p with gradient grad and moments m and v, at step t:
     p = p - lr (weight_decay p + m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps))
     copy = p in the copy's dtype
 
-Kernels: ``csrc/cpu/adamw.*``, ``kernels/adamw.py``; here are the call, the specification and the
-registration. ``fusedops.optim`` is what users call, and it checks the arguments.
+Kernels: ``csrc/cpu/optimizer/adamw.*``, ``kernels/adamw.py``. This file has the call, the
+specification and the registration. Users call ``fusedops.optim``, which checks the arguments.
 
-An op of another kind than the others: it returns nothing, writes to what it is given, and takes
-lists, because a launch per tensor would cost more than the step of a bias.
+This op differs from the others: it returns nothing, writes to its arguments, and takes lists,
+because a launch per tensor would cost more than the step of a bias.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _LOW = 0xFFFFFFFF
 
 @dataclass(frozen=True)
 class Draw:
-    """What decides the random bits of one parameter's stochastic rounding.
+    """The position of a parameter's elements in the random numbers of stochastic rounding.
 
     Attributes:
-        key: of Philox; the offset is the step's number.
-        base: number of the first element in the whole parameter, in row-major order.
-        run: how many elements follow each other there.
-        pitch: how far it is from the start of one run to that of the next.
+        key: the key of Philox; the offset is the number of the step.
+        base: index of the first element in the unsharded parameter, in row-major order.
+        run: how many elements are adjacent there.
+        pitch: distance from the start of one run to the start of the next.
     """
 
     key: int
@@ -52,15 +52,15 @@ class TensorLists:
     All tensors of a parameter have its shape and its strides, without gaps.
 
     Attributes:
-        params: float32, bfloat16, float16, or float64 beside nothing else.
+        params: float32, bfloat16, float16, or float64 if all are.
         grads: read only.
         exp_avgs: first moments.
         exp_avg_sqs: second moments.
         max_exp_avg_sqs: their largest values, for amsgrad.
-        copies: what receives ``params`` rounded to its own dtype.
-        steps: number of steps that were made, one element each; counted up.
-        draws: with them float32 becomes bfloat16, in states and params, by stochastic rounding.
-        weight_decays: one for each.
+        copies: tensors that receive ``params``, rounded to their own dtype.
+        steps: number of steps so far, one element each; the op increments it.
+        draws: if given, states and params in bfloat16 are rounded stochastically.
+        weight_decays: one number per parameter.
     """
 
     params: list[torch.Tensor] = field(default_factory=list)
@@ -89,18 +89,18 @@ def adamw(
 
     Args:
         batch: the tensors, all on one device.
-        lr: learning rate; or one element on that device, which the host does not read on a GPU.
-        betas: of the two moments.
+        lr: learning rate; a tensor of one element on that device is not read by the host on a GPU.
+        betas: decay rates of the two moments.
         eps: added to the denominator.
-        maximize: go up instead of down.
+        maximize: maximize the loss instead of minimizing it.
         bias_correction: divide the moments by ``1 - beta^t``.
-        grad_factor: one element; gradients are multiplied by it as they are read.
-        found_inf: one element; unless it is 0 nothing is written, not even ``steps``.
+        grad_factor: one element; gradients are multiplied by it when they are read.
+        found_inf: one element; if it is not 0, nothing is written, not even ``steps``.
 
     Note:
         Arithmetic is float32 (float64 for float64); each result is rounded once. Every element is
-        computed alone: the same bits for any threads, batches and shards. Backends: cpp, triton,
-        torch.
+        computed independently: the bits do not depend on threads, batches and shards. Backends:
+        cpp, triton, torch.
 
     Reference:
         Loshchilov, Hutter: Decoupled Weight Decay Regularization, arXiv:1711.05101.
@@ -147,7 +147,7 @@ class RepeatedBatch:
     made once.
 
     Args:
-        batch: just stepped by ``adamw``; no tensor of it is kept alive.
+        batch: the batch that ``adamw`` has just updated; no reference to its tensors is stored.
     """
 
     def __init__(self, batch: TensorLists) -> None:

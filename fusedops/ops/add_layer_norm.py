@@ -3,8 +3,8 @@
     summed = residual + dropout(input)
     normed = layer_norm(summed) * weight + bias
 
-``summed`` is rounded to its dtype before it is normalised, so that the pair is that of the eager
-chain. Kernels: ``csrc/cpu/norm.*``, ``csrc/cuda/add_norm.*``,
+``summed`` is rounded to its dtype before it is normalised, so that both results are those of the
+eager operations. Kernels: ``csrc/cpu/norm/norm.*``, ``csrc/cuda/add_norm.*``,
 ``kernels/add_layer_norm.py``; the dropout mask is that of ``_core/philox.py``.
 """
 
@@ -29,7 +29,7 @@ from fusedops.ops._norm_math import (
     rows,
     sum_rows,
 )
-from fusedops.ops._residual import wanted_gradients
+from fusedops.ops._residual import needed_gradients
 
 
 def add_layer_norm(
@@ -52,14 +52,15 @@ def add_layer_norm(
         input: ``[..., *normalized_shape]``, any floating dtype, any strides.
         residual: the shape of ``input``, any floating dtype.
         normalized_shape: sizes of the trailing dimensions.
-        weight: ``normalized_shape``, dtype of the sum (or float32 beside a half-precision one).
+        weight: ``normalized_shape``, dtype of the sum (float32 is also accepted if that is a
+            half-precision dtype).
         bias: as ``weight``.
         eps: added to the variance.
-        dropout_p: probability with which an element of ``input`` is dropped; kept ones are scaled
-            by ``1 / (1 - dropout_p)``, dropped ones are 0 also where they are not finite.
+        dropout_p: probability with which an element of ``input`` is dropped; the others are scaled
+            by ``1 / (1 - dropout_p)``. Dropped elements are 0 even if they were NaN or infinite.
         training: ``False`` turns dropout off.
-        seed: what dropout draws from, int64 ``[2]``; by default two numbers of torch's generator.
-            More for a part of a larger tensor (``_core/philox.py``).
+        seed: int64 ``[2]``, the seed of the dropout mask; by default two numbers from torch's
+            generator. A shard of a larger tensor needs more numbers (``_core/philox.py``).
 
     Returns:
         ``(normed, summed)``, the shape of ``input``, contiguous, both of the dtype that
@@ -71,7 +72,7 @@ def add_layer_norm(
 
     Note:
         Arithmetic is float32 (float64 for float64); each output is rounded once, and ``normed`` is
-        that of the rounded sum. A row's result does not depend on the other rows; parameter
+        computed from the rounded sum. A row's result does not depend on the other rows; parameter
         gradients are summed in a fixed order: the same bits for any number of threads. The dropout
         mask is drawn by a counter from a seed of torch's generator and never stored: the same in
         forward, backward, recomputation and on every backend. Saves ``summed``, ``weight``, two
@@ -176,7 +177,7 @@ def _backward_reference(
 ) -> tuple[torch.Tensor | None, ...]:
     # `summed` is an output, but not a constant: autograd knows how it depends on the inputs.
     accumulation = dtypes.statistics_dtype(summed.dtype)
-    wanted = wanted_gradients(grad_normed, summed.dtype, dropout_p, input_dtype, output_mask)
+    wanted = needed_gradients(grad_normed, summed.dtype, dropout_p, input_dtype, output_mask)
     total = torch.zeros_like(summed, dtype=accumulation)
     grad_input = grad_residual = grad_weight = grad_bias = None
     if grad_normed is not None:
@@ -212,7 +213,7 @@ def _backward_fake(
     input_dtype: torch.dtype,
     output_mask: Sequence[bool],
 ) -> tuple[torch.Tensor | None, ...]:
-    wanted = wanted_gradients(grad_normed, summed.dtype, dropout_p, input_dtype, output_mask)
+    wanted = needed_gradients(grad_normed, summed.dtype, dropout_p, input_dtype, output_mask)
     parameter = summed.dtype if weight is None else weight.dtype
     return (
         summed.new_empty(summed.shape, dtype=input_dtype) if wanted[0] else None,
@@ -256,7 +257,7 @@ def _shard_backward(
 ) -> list[tuple[list[Placement], list[Placement]]]:
     """With rows sharded, each rank has a part of the sums that are the parameter gradients."""
     dtype = summed.tensor_meta.dtype
-    wanted = wanted_gradients(grad_normed, dtype, dropout_p, input_dtype, output_mask)
+    wanted = needed_gradients(grad_normed, dtype, dropout_p, input_dtype, output_mask)
     rules = []
     for word in counted_row_placements(summed, normalized_shape, seed):
         part = REPLICATE if word == REPLICATE else PARTIAL

@@ -3,8 +3,8 @@
     score = softcap(query . key * scale) - slope * |j - i| + mask
     output = dropout(softmax(score)) . value
 
-The scores are never whole in memory: kernels keep a running maximum and sum per row (online
-softmax), and save the row's log-sum-exp for the backward. Kernels: ``csrc/cpu/attention*``,
+The scores are never materialised: kernels keep a running maximum and sum per row (online softmax),
+and save the row's log-sum-exp for the backward. Kernels: ``csrc/cpu/attention/attention*``,
 ``kernels/attention.py``; the formulae are in ``_attention_math.py``.
 """
 
@@ -43,9 +43,9 @@ def attention(
 
     The arguments of ``torch.nn.functional.scaled_dot_product_attention``, and more. Query ``i`` may
     attend key ``j`` if the mask, ``is_causal`` (``j <= i``: aligned to the upper left, as torch's)
-    and ``window`` (``-left <= j - i <= right``) all allow it. A query that may attend nothing gets
-    0, and its gradients are 0. ``attention_varlen`` and ``attention_decode`` align to the lower
-    right instead.
+    and ``window`` (``-left <= j - i <= right``) all allow it. The output of a query without any
+    allowed key is 0, and so are its gradients. ``attention_varlen`` and ``attention_decode`` align
+    to the lower right instead.
 
     Args:
         query: ``[..., H, Sq, D]`` (or ``[Sq, D]``), any floating dtype, any strides.
@@ -57,19 +57,22 @@ def attention(
             the dtype of the sums (below ``log(2)`` times the least: also bfloat16's, not
             float16's) forbid as minus infinity does: a row that some model's mask fills with them
             gives 0, where torch gives the mean of all values.
-        dropout_p: probability with which a weight is dropped (also when it is only evaluated: pass
-            0.0 then, as with torch).
+        dropout_p: probability with which a weight is dropped (also in evaluation: pass 0.0 there,
+            as with torch).
         is_causal: forbid ``j > i``. May be combined with a mask.
         scale: factor of the scores, ``D ** -0.5`` by default.
         enable_gqa: let ``Hkv`` be a divisor of ``H``: query head ``h`` reads key head
             ``h // (H // Hkv)``.
-        window: ``(left, right)`` keys beside the query's own; -1 is unbounded.
+        window: ``(left, right)``: numbers of keys on both sides of the query's own position; -1 is
+            unbounded.
         softcap: bound of the scores: ``softcap * tanh(score / softcap)``, before mask and slopes.
         alibi_slopes: ``[H]`` or ``[B, H]``: adds ``-slope * |j - i|``. Not differentiable.
-        sinks: ``[H]``: one more score in each row's denominator, of a key without value.
+        sinks: ``[H]``: a score that is added to each row's denominator, as of a key without a
+            value.
         return_lse: also return the log-sum-exp of each row.
-        seed: what dropout draws from, int64 ``[2]``; by default two numbers of torch's generator.
-            ``[5]`` or ``[5 + Sq + Sk]`` for a part of a larger tensor (``_core/philox.py``).
+        seed: int64 ``[2]``, the seed of the dropout mask; by default two numbers from torch's
+            generator. ``[5]`` or ``[5 + Sq + Sk]`` for a shard of a larger tensor
+            (``_core/philox.py``).
 
     Returns:
         ``[..., H, Sq, Dv]`` of query's dtype, laid out in memory as ``[..., Sq, H, Dv]`` like
@@ -85,21 +88,20 @@ def attention(
     Note:
         Scores, softmax and sums are float32 (float64 for float64); the probabilities enter the
         second product in query's dtype. Saves the inputs, the output, one number per row and, in
-        half precision, what the output's rounding took: without it the gradients' error would be
+        half precision, the rounding error of the output: without it the gradients' error would be
         several times that of eager attention. In float32 and float64, and with an additive mask, a
-        row's maximum and sum are saved apart as well: gradients are right however large the scores
-        are, and whatever the mask adds to a whole row. Elsewhere the weights that the backward
-        makes again are off by about 1e-7 times the row's largest score, all of a row alike, which
-        half precision shows from 1e4 on. The gradient of an additive mask needs the
-        scores' gradient whole, O(Sq Sk), for the time of the backward. Deterministic: the same bits
-        for any number of threads; a single query takes a path of its own, that of decoding. Dropout
-        draws by a counter at ``((b * H + h) * Sq + i) * Sk + j``. NaN and infinities give what the
-        formula gives, with a log-sum-exp of NaN beside a score of inf; what a key or value holds
-        that a query may not attend reaches it, as 0 times NaN, or does not: blocks of such keys are
-        skipped, as torch's kernels do. A dropped weight is 0, also of NaN. Backends: cpp, triton,
-        torch.
-        Under autocast query, key and value are cast, as torch does; mask, slopes and sinks keep
-        their dtype.
+        row's maximum and sum are saved separately as well: gradients are right however large the
+        scores are, and whatever the mask adds to a complete row. In other cases all weights of a
+        row that the backward recomputes have a relative error of about 1e-7 times the row's largest
+        score, which is visible in half precision from 1e4 on. For the gradient of an additive mask
+        the backward allocates the gradient of all scores, O(Sq Sk). Deterministic: the same bits
+        for any number of threads; a single query uses the kernel of decoding. Dropout draws by a
+        counter at ``((b * H + h) * Sq + i) * Sk + j``. NaN and infinities give the result of the
+        formula; the log-sum-exp is NaN if a score is inf. NaN in a key or value that a query may
+        not attend may or may not reach the query (as 0 times NaN), because blocks of such keys are
+        skipped, as in torch's kernels. A dropped weight is 0 even if it was NaN. Backends: cpp,
+        triton, torch. Under autocast query, key and value are cast, as torch does; mask, slopes and
+        sinks keep their dtype.
 
     Reference:
         Vaswani et al.: Attention Is All You Need, arXiv:1706.03762; Dao: FlashAttention-2,
@@ -160,7 +162,7 @@ def attention(
 def merge_attention(
     output: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Join attention over two sets of keys into attention over both.
+    """Merge attention over two sets of keys into attention over both.
 
     ``lse' = log(exp(lse) + exp(other_lse))``; each output is weighted by ``exp(lse - lse')``.
 

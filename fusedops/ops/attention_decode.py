@@ -1,8 +1,9 @@
 """Attention of the newest tokens over a cache of keys and values: the step of generation.
 
-Each sequence of the batch has its own length in the cache; what lies behind it is not read. The
+Each sequence of the batch has its own length in the cache; entries after it are not read. The
 formulae are those of ``attention`` (``_attention_math.py``), aligned to the lower right. Kernels:
-``csrc/cpu/attention*`` and ``kernels/attention_decode.py``. No gradient: generation has none.
+``csrc/cpu/attention/attention*`` and ``kernels/attention_decode.py``. The op has no gradient,
+because generation needs none.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ def attention_decode(
         window: ``(left, right)``; ``right`` must be -1 or 0, there are no later keys.
         softcap: bound of the scores: ``softcap * tanh(score / softcap)``.
         alibi_slopes: ``[H]`` or ``[B, H]``: adds ``-slope * |distance|``.
-        sinks: ``[H]``: one more score in each row's denominator, of a key without value.
+        sinks: ``[H]``: a score that is added to each row's denominator, as of a key without a
+            value.
         return_lse: also return the log-sum-exp of each row.
 
     Returns:
@@ -61,10 +63,10 @@ def attention_decode(
         UnsupportedError: a gradient is asked for; call it under ``torch.no_grad()``.
 
     Note:
-        Reads each key and value once, whatever the number of query heads that share them, and none
-        behind the length: the cache may hold anything there. Float32 scores and sums; NaN and
+        Reads each key and value once, whatever the number of query heads that share them. Entries
+        after the length are not read and may have any value. Float32 scores and sums; NaN and
         infinities as in ``attention``; deterministic. Backends: cpp, triton, torch. Under autocast
-        all are cast.
+        all floating arguments are cast.
 
     Reference:
         Shazeer: Fast Transformer Decoding, arXiv:1911.02150.

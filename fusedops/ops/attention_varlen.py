@@ -1,8 +1,8 @@
-"""Attention over packed sequences: no padding is stored, none is computed.
+"""Attention over packed sequences, which neither stores nor computes padding.
 
-The sequences of a batch lie behind one another in ``[tokens, heads, head size]``; ``cu_seqlens``
-says where each ends. Kernels: ``csrc/cpu/attention*`` and ``kernels/attention_varlen.py``; the
-formulae are those of ``attention`` (``_attention_math.py``), aligned to the lower right.
+The sequences of a batch are concatenated in ``[tokens, heads, head size]``; ``cu_seqlens`` contains
+their boundaries. Kernels: ``csrc/cpu/attention/attention*`` and ``kernels/attention_varlen.py``;
+the formulae are those of ``attention`` (``_attention_math.py``), aligned to the lower right.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def attention_varlen(
     Sequence ``n`` has the queries ``cu_seqlens_q[n] .. cu_seqlens_q[n + 1]`` and the keys
     ``cu_seqlens_k[n] .. cu_seqlens_k[n + 1]``. The last query is aligned with the last key (the
     lower right corner, as in flash-attention): with ``Sq`` queries and ``Sk`` keys, ``is_causal``
-    lets query ``i`` attend ``j <= i + Sk - Sq``, and ``window`` counts from there. A query that may
-    attend nothing gets 0.
+    lets query ``i`` attend ``j <= i + Sk - Sq``, and ``window`` counts from there. The output of a
+    query without any allowed key is 0.
 
     Args:
         query: ``[tokens_q, H, D]``, any floating dtype, any strides.
@@ -55,15 +55,18 @@ def attention_varlen(
         max_seqlen_q: at least the longest sequence of queries, in tokens, below ``2 ** 31``.
         max_seqlen_k: at least the longest sequence of keys, in tokens, below ``2 ** 31``.
         dropout_p: probability with which a weight is dropped.
-        is_causal: forbid keys after the query's place.
+        is_causal: forbid keys after the query's position.
         scale: factor of the scores, ``D ** -0.5`` by default.
-        window: ``(left, right)`` keys beside the query's place; -1 is unbounded.
+        window: ``(left, right)``: numbers of keys on both sides of the query's position; -1 is
+            unbounded.
         softcap: bound of the scores: ``softcap * tanh(score / softcap)``.
         alibi_slopes: ``[H]`` or ``[sequences, H]``: adds ``-slope * |distance|``.
-        sinks: ``[H]``: one more score in each row's denominator, of a key without value.
+        sinks: ``[H]``: a score that is added to each row's denominator, as of a key without a
+            value.
         return_lse: also return the log-sum-exp of each row.
-        seed: what dropout draws from, int64 ``[2]``; by default two numbers of torch's generator.
-            ``[5 + tokens_q + tokens_k]`` for a part of a larger tensor (``_core/philox.py``).
+        seed: int64 ``[2]``, the seed of the dropout mask; by default two numbers from torch's
+            generator. ``[5 + tokens_q + tokens_k]`` for a shard of a larger tensor
+            (``_core/philox.py``).
 
     Returns:
         ``[tokens_q, H, Dv]`` of query's dtype, contiguous; with ``return_lse`` also the log-sum-exp
@@ -71,15 +74,15 @@ def attention_varlen(
 
     Raises:
         ValueError: a shape, device or option does not fit; ``cu_seqlens`` are not monotone, do not
-            end at the number of tokens, or exceed ``max_seqlen`` (on a GPU, where a look at the
-            values would stop the host, these trip an assertion on the device).
+            end at the number of tokens, or exceed ``max_seqlen`` (on a GPU, where reading the
+            values would block the host, a device-side assertion fails).
         TypeError: an argument is no tensor, or its dtype does not fit.
 
     Note:
-        Numerics, saved tensors, determinism and what is not finite are those of ``attention``; no
-        sequence sees what is in another. Dropout draws by a
-        counter at ``(h * tokens_q + t) * max_seqlen_k + j``. Backends: cpp, triton, torch. Under
-        autocast query, key and value are cast.
+        Numerics, saved tensors, determinism and non-finite values are those of ``attention``; no
+        value of one sequence reaches another. Dropout draws by a counter at ``(h * tokens_q + t) *
+        max_seqlen_k + j``. Backends: cpp, triton, torch. Under autocast query, key and value are
+        cast.
 
     Reference:
         Dao: FlashAttention-2, arXiv:2307.08691.

@@ -3,9 +3,9 @@
     y = beta * input + alpha * (batch1 @ batch2)
 
 The addend may have any shape that broadcasts to the result (a bias row, ALiBi slopes ``[H, 1, S]``)
-and is never materialised; its gradient is summed over the broadcast dimensions. Kernels:
-``csrc/cpu/baddbmm.*`` and ``csrc/cpu/gemm.*``, ``kernels/baddbmm.py``; here are the public
-function, the specification and the registration.
+and is never expanded in memory; its gradient is summed over the broadcast dimensions. Kernels:
+``csrc/cpu/product/baddbmm.*`` and ``csrc/cpu/gemm/gemm.*``, ``kernels/baddbmm.py``. This file has
+the public function, the specification and the registration.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def baddbmm(
         Products accumulate in float32 (float64 for float64), scale and addend act on the sums, and
         the result is rounded once. So is the gradient of a broadcast operand, which is summed in
         float32. On the CPU an element depends on its row, its column and its addend alone, and no
-        result on the number of threads. Saves ``batch1`` and ``batch2``; the addend is not kept.
+        result on the number of threads. Saves ``batch1`` and ``batch2``; the addend is not saved.
         Backends: cpp, triton, torch. Under autocast all tensors are cast, as torch does for
         baddbmm.
 

@@ -1,9 +1,9 @@
-"""Bias, dropout and residual sum in one pass: what ends each sublayer of a transformer.
+"""Bias, dropout and residual sum in one pass, as at the end of each sublayer of a transformer.
 
     output = residual + dropout(input + bias)
 
-Kernels: ``csrc/cpu/bias_dropout_add.*``, ``kernels/bias_dropout_add.py``; the dropout mask is that
-of ``_core/philox.py``. The gradient of ``residual`` is the incoming gradient itself.
+Kernels: ``csrc/cpu/elementwise/bias_dropout_add.*``, ``kernels/bias_dropout_add.py``; the dropout
+mask is that of ``_core/philox.py``. The gradient of ``residual`` is the incoming gradient itself.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ def bias_dropout_add(
         input: ``[..., hidden_size]``, any floating dtype, any strides.
         bias: ``[hidden_size]`` or ``None``, any floating dtype.
         residual: the shape of ``input``, any floating dtype.
-        p: probability with which an element is dropped; kept ones are scaled by ``1 / (1 - p)``,
-            dropped ones are 0 also where they are not finite (torch's are 0 times what they were).
+        p: probability with which an element is dropped; the others are scaled by ``1 / (1 - p)``.
+            Dropped elements are 0 even if they were NaN or infinite (in torch they are 0 times
+            their value).
         training: ``False`` turns dropout off.
-        seed: what dropout draws from, int64 ``[2]``; by default two numbers of torch's generator.
-            More for a part of a larger tensor (``_core/philox.py``).
+        seed: int64 ``[2]``, the seed of the dropout mask; by default two numbers from torch's
+            generator. A shard of a larger tensor needs more numbers (``_core/philox.py``).
 
     Returns:
-        The shape of ``input``, contiguous, of the dtype that the sum has in torch.
+        The shape of ``input``, contiguous, in the dtype of the sum in torch.
 
     Raises:
         ValueError: a shape or device does not fit, or ``p`` is outside [0, 1].

@@ -1,10 +1,10 @@
-"""Bias and GELU in one pass: what stands between the two linear layers of a transformer's MLP.
+"""Bias and GELU in one pass, as between the two linear layers of a transformer's MLP.
 
     y = gelu(x + bias)
 
-with the three variants of ``ops/gelu.py``. Kernels: ``csrc/cpu/bias_gelu.*``,
-``csrc/cuda/bias_gelu.*``, ``kernels/bias_gelu.py``; here are the public function, the specification
-and the registration.
+with the three variants of ``ops/gelu.py``. Kernels: ``csrc/cpu/elementwise/bias_gelu.*``,
+``csrc/cuda/bias_gelu.*``, ``kernels/bias_gelu.py``. This file has the public function, the
+specification and the registration.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def bias_gelu(input: torch.Tensor, bias: torch.Tensor, approximate: str = "none"
 
     Args:
         input: ``[..., columns]``, any floating dtype, any strides.
-        bias: ``[columns]``, dtype of ``input`` (or float32 beside a half-precision one).
+        bias: ``[columns]``, dtype of ``input`` (float32 is also accepted if that is a
+            half-precision dtype).
         approximate: ``"none"`` (erf), ``"tanh"`` or ``"fast"`` (``x * sigmoid(1.702 x)``): see
             ``fusedops.gelu``.
 

@@ -1,10 +1,11 @@
-"""Cross-entropy of logits and class indices: the softmax is never in memory.
+"""Cross-entropy of logits and class indices, without the softmax in memory.
 
     loss = log sum_j exp(y_j) - y_target,   y = logits, or softcap * tanh(logits / softcap)
 
-with label smoothing and z-loss. The forward reads the logits once and keeps one number per row;
-the backward reads them once and writes their gradient once. Kernels: ``csrc/cpu/cross_entropy.*``,
-``kernels/cross_entropy.py``; here are the public function, the specification and the registration.
+with label smoothing and z-loss. The forward reads the logits once and keeps one number per row; the
+backward reads them once and writes their gradient once. Kernels: ``csrc/cpu/loss/cross_entropy.*``,
+``kernels/cross_entropy.py``. This file has the public function, the specification and the
+registration.
 """
 
 from __future__ import annotations
@@ -41,10 +42,11 @@ def cross_entropy(
     Args:
         logits: ``[..., num_classes]``, any floating dtype, any strides. They are only read. Up to
             two dimensions this is ``torch.nn.functional.cross_entropy``'s layout; with more, torch
-            wants the classes in dimension 1, here they are always last, as a model makes them.
+            expects the classes in dimension 1; here they are always last, as in the output of a
+            model.
         target: ``[...]``, int64: class indices in ``[0, num_classes)``, or ``ignore_index``.
         ignore_index: rows with this target have loss 0 and gradient 0 and do not count.
-        label_smoothing: share of the target that is spread over all classes, in [0, 1].
+        label_smoothing: fraction of the target that is distributed over all classes, in [0, 1].
         z_loss: weight of ``lse^2``, which keeps the logits from drifting.
         softcap: bound of the logits' absolute value, or ``None``.
         reduction: ``"mean"`` over the rows that are not ignored (NaN when all are, as torch gives),
@@ -57,18 +59,18 @@ def cross_entropy(
         One number, or ``[...]`` for ``"none"``, in ``dtype``.
 
     Raises:
-        ValueError: a shape, device or option does not fit, or (CPU) a target is no class; on CUDA,
-            where looking would wait for the device, the loss and the gradient of such a row are
-            NaN.
+        ValueError: a shape, device or option does not fit, or (CPU) a target is not a class. On
+            CUDA, where a check would wait for the device, the loss and the gradient of such a row
+            are NaN.
         TypeError: an argument is no tensor, or its dtype does not fit.
 
     Note:
         Arithmetic is float32 (float64 for float64), sums of exponentials and of losses are float64
-        on the CPU; a loss is rounded once. A row's result does not depend on the other rows, and
-        no result on the number of threads. Saves ``logits``, ``target``, one number per row and a
-        count; the backward computes the softmax again and writes a new tensor. Twice
-        differentiable. Rows may be sharded, classes may not (the vocabulary is replicated). The
-        logits of an ignored row may hold anything: its gradient is 0, where torch's is NaN.
+        on the CPU; a loss is rounded once. A row's result does not depend on the other rows, and no
+        result on the number of threads. Saves ``logits``, ``target``, one number per row and a
+        count; the backward recomputes the softmax and writes a new tensor. Twice differentiable.
+        Rows may be sharded, classes may not (the vocabulary is replicated). The logits of an
+        ignored row may have any value: its gradient is 0, where torch's may be NaN.
         Backends: cpp, triton, torch. Under autocast the logits keep their dtype.
 
     Reference:

@@ -2,8 +2,8 @@
 
     y = gelu(gate) * up
 
-with the three variants of ``ops/gelu.py``. Kernels: ``csrc/cpu/glu.*`` and ``kernels/_glu.py``,
-which ``swiglu`` shares; the formulae are in ``ops/_glu_math.py``.
+with the three variants of ``ops/gelu.py``. Kernels: ``csrc/cpu/elementwise/glu.*`` and
+``kernels/_glu.py``, which ``swiglu`` shares; the formulae are in ``ops/_glu_math.py``.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def geglu(gate: torch.Tensor, up: torch.Tensor, approximate: str = "none") -> to
 
     Note:
         Arithmetic is float32 (float64 for float64); the result is rounded once, where eager torch
-        also rounds ``gelu(gate)``. Nothing finite overflows. Saves ``gate`` and ``up`` only.
-        Backends: cpp, triton, torch. Autocast leaves it alone.
+        also rounds ``gelu(gate)``. Finite inputs do not overflow. Saves ``gate`` and ``up`` only.
+        Backends: cpp, triton, torch. Autocast does not change the call.
 
     Reference:
         Shazeer: GLU Variants Improve Transformer, arXiv:2002.05202.

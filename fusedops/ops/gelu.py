@@ -1,12 +1,12 @@
-"""GELU: each element times the share of the normal law below it.
+"""GELU: each element times the probability that a normal variable is below it.
 
     y = x * Phi(x)                                             approximate="none"
     y = x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x^3)))      approximate="tanh"
     y = x * sigmoid(1.702 x)                                   approximate="fast"
 
 The first two are ``torch.nn.functional.gelu``, the third is FastGelu. Kernels:
-``csrc/cpu/gelu.*``, ``csrc/cuda/gelu.*``, ``kernels/gelu.py``; here are the public function, the
-specification and the registration.
+``csrc/cpu/elementwise/gelu.*``, ``csrc/cuda/gelu.*``, ``kernels/gelu.py``. This file has the public
+function, the specification and the registration.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from fusedops._core.sharding import REPLICATE, Placement
 def gelu(input: torch.Tensor, approximate: str = "none") -> torch.Tensor:
     """Apply the Gaussian error linear unit to each element.
 
-    ``y = x * Phi(x)``, Phi the distribution function of the normal law, or an approximation of it.
+    ``y = x * Phi(x)``, where Phi is the distribution function of the normal distribution, or an
+    approximation.
 
     Args:
         input: any shape, any floating dtype, any strides.
@@ -42,10 +43,10 @@ def gelu(input: torch.Tensor, approximate: str = "none") -> torch.Tensor:
         TypeError: ``input`` is no tensor of a floating dtype.
 
     Note:
-        Arithmetic is float32 (float64 for float64); the result is rounded once. Nothing finite
-        overflows; infinities give what they give in torch: inf at inf, NaN at -inf, and a
-        derivative of NaN. Saves ``input`` only. Backends: cpp, cuda, triton, torch. Autocast
-        leaves it alone, as torch's.
+        Arithmetic is float32 (float64 for float64); the result is rounded once. Finite inputs do
+        not overflow. Infinities give torch's results: inf at inf, NaN at -inf, and a derivative of
+        NaN. Saves ``input`` only. Backends: cpp, cuda, triton, torch. Autocast does not change the
+        call, as for torch's function.
 
     Reference:
         Hendrycks, Gimpel: Gaussian Error Linear Units, arXiv:1606.08415.

@@ -1,11 +1,12 @@
-"""Matrix products of groups of rows, each with a weight of its own: the experts of a MoE layer.
+"""Matrix products of groups of rows, each with its own weight: the experts of a MoE layer.
 
     y[r] = act(x[r] W[g] + b[g])   for the rows r of group g
 
-with the convention of ``torch.nn.functional.grouped_mm``: rows are sorted by group and ``offsets``
-says where each group ends. Rows after the last group are zeros, forward and backward, and are
-never read. Kernels: ``csrc/cpu/grouped_mm.*`` and ``csrc/cpu/gemm.*``, ``kernels/grouped_mm.py``;
-here are the public function, the specification and the registration.
+with the convention of ``torch.nn.functional.grouped_mm``: rows are sorted by group, and ``offsets``
+contains the end of each group. Rows after the last group are zeros, forward and backward, and are
+never read. Kernels: ``csrc/cpu/product/grouped_mm.*`` and ``csrc/cpu/gemm/gemm.*``,
+``kernels/grouped_mm.py``. This file has the public function, the specification and the
+registration.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def grouped_mm(
         weight: ``[groups, K, N]``, dtype of ``input``, any sizes and strides: the transposed view
             of a weight ``[groups, N, K]`` is not copied.
         offsets: ``[groups]`` int32, where each group ends (inclusive sums of the group sizes).
-            Groups may be empty. Rows from ``offsets[-1]`` on belong to nobody.
+            Groups may be empty. Rows from ``offsets[-1]`` on belong to no group.
         bias: ``[groups, N]``, dtype of ``input``.
         activation: as for ``linear_act``.
         grad_weight_into: a float32 tensor (float64 for float64) of the shape of ``weight``, dense
@@ -60,18 +61,19 @@ def grouped_mm(
 
     Raises:
         ValueError: a shape or device does not fit, ``activation`` is unknown, or (on the CPU, where
-            their values can be seen without waiting) ``offsets`` decrease or exceed the rows.
+            the values can be read without waiting) ``offsets`` decrease or exceed the rows.
         TypeError: an argument is no tensor, or its dtype does not fit.
 
     Note:
         Products accumulate in float32 (float64 for float64), also over the rows of a weight
         gradient; bias and activation act on the sums, which are rounded once. An empty group has a
-        zero weight gradient; rows of nobody are never read, also of the incoming gradient, and get
-        a zero gradient. Nothing waits for a GPU: offsets that decrease or are too large there lead
-        to unspecified values, never to memory outside of the tensors. On the CPU a row's
-        result depends on the row and its weight alone. Saves ``input``, the parameters and, with
-        an activation, the pre-activation. Backends: cpp, triton, torch. Under autocast all
-        floating arguments are cast. With ``grad_weight_into`` differentiable once.
+        zero weight gradient; rows of no group are never read, neither in the input nor in the
+        incoming gradient, and get a zero gradient. The host does not wait for a GPU: there, offsets
+        that decrease or are too large give unspecified values, but no access outside of the
+        tensors. On the CPU a row's result depends on the row and its weight alone. Saves ``input``,
+        the parameters and, with an activation, the pre-activation. Backends: cpp, triton, torch.
+        Under autocast all floating arguments are cast. With ``grad_weight_into`` the op is
+        differentiable once.
 
     Reference:
         Gale, Narayanan, Young, Zaharia: MegaBlocks, arXiv:2211.15841.

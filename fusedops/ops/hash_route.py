@@ -1,9 +1,10 @@
-"""Hash routing: experts that follow from the token alone; nothing is learned, nothing is drawn.
+"""Hash routing: the experts depend on the token only; nothing is learned or random.
 
-With domains it has two levels, as random routed experts have: the domain of a token says which
-experts may have it, its id which of them does.
+With domains it has two levels, as random routed experts have: the domain of a token selects a set
+of experts, and its id selects one of them.
 
-No kernel: a few integer operations on a vector of token ids, then the counting sort.
+It has no kernel: it is a few integer operations on a vector of token ids, followed by the counting
+sort.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def hash_route(
     domains: torch.Tensor | None = None,
     domain_experts: Sequence[int] | None = None,
 ) -> RoutingPlan:
-    """Route each token by its id: by a table, or by a hash; or by its domain, then its id.
+    """Route each token by its id (by a table or a hash), or by its domain and its id.
 
     Args:
         token_ids: ``[T]`` int32 or int64; any integers for the hash, rows of ``table`` otherwise.
@@ -53,8 +54,8 @@ def hash_route(
 
     Note:
         The hash is the finalizer of SplitMix64, the same on every device: its upper and lower
-        halves give the first expert and the distance to the next. Ids that are equal are routed
-        alike, always.
+        halves give the first expert and the distance to the next. Equal ids always have the same
+        experts.
 
     Reference:
         Roller et al.: Hash Layers For Large Sparse Models, arXiv:2106.04426. Ren et al.:

@@ -3,8 +3,9 @@
     y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias
 
 over the last dimensions, as ``torch.nn.functional.layer_norm``. Statistics are float32 (float64 for
-float64 input) and two-pass. Kernels: ``csrc/cpu/norm.*``, ``csrc/cuda/norm.*``,
-``kernels/layer_norm.py``; here are the public function, the specification and the registration.
+float64 input) and two-pass. Kernels: ``csrc/cpu/norm/norm.*``, ``csrc/cuda/norm.*``,
+``kernels/layer_norm.py``. This file has the public function, the specification and the
+registration.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ def layer_norm(
     Args:
         input: ``[..., *normalized_shape]``, any floating dtype, any strides.
         normalized_shape: sizes of the trailing dimensions.
-        weight: ``normalized_shape``, dtype of ``input`` (or float32 beside a half-precision one).
+        weight: ``normalized_shape``, dtype of ``input`` (float32 is also accepted if that is a
+            half-precision dtype).
         bias: as ``weight``.
         eps: added to the variance.
 

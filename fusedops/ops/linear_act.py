@@ -1,10 +1,10 @@
-"""A linear layer and its activation in one product: the activation costs no pass over memory.
+"""A linear layer and its activation in one kernel: the activation costs no pass over memory.
 
     z = x W^T + b,   y = act(z)
 
-with ``torch.nn.functional.linear``'s weight ``[out, in]``. Kernels: ``csrc/cpu/linear_act.*`` and
-``csrc/cpu/gemm.*``, ``kernels/linear_act.py``; here are the public function, the specification and
-the registration.
+with ``torch.nn.functional.linear``'s weight ``[out, in]``. Kernels:
+``csrc/cpu/product/linear_act.*`` and ``csrc/cpu/gemm/gemm.*``, ``kernels/linear_act.py``. This file
+has the public function, the specification and the registration.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def linear_act(
     Args:
         input: ``[..., in_features]``, any floating dtype, any strides.
         weight: ``[out_features, in_features]``, dtype of ``input``; may be a transposed view (a
-            ``Conv1D`` weight), nothing is copied.
+            ``Conv1D`` weight), which is not copied.
         bias: ``[out_features]``, dtype of ``input``.
         activation: ``"fast_gelu"`` (``x * sigmoid(1.702 x)``), ``"gelu"`` (erf), ``"gelu_tanh"``,
             ``"silu"``, ``"relu"``, ``"relu2"`` or ``"identity"``.
@@ -49,12 +49,12 @@ def linear_act(
         TypeError: an argument is no tensor, or its dtype does not fit.
 
     Note:
-        Products accumulate in float32 (float64 for float64); the bias and the activation act on
-        the sums, which are rounded once. On the CPU a row's result does not depend on the other
-        rows, nor any result on the number of threads. Saves ``input``, the parameters and the
-        pre-activation (none for ``"identity"``, none where no gradient is wanted). The weight's
-        gradient is laid out in memory as the weight is. Backends: cpp, triton, torch. Under
-        autocast all arguments are cast, as torch does for linear.
+        Products accumulate in float32 (float64 for float64); the bias and the activation act on the
+        sums, which are rounded once. On the CPU a row's result does not depend on the other rows,
+        nor any result on the number of threads. Saves ``input``, the parameters and the
+        pre-activation (not for ``"identity"``, and not if no gradient is required). The weight's
+        gradient has the memory layout of the weight. Backends: cpp, triton, torch. Under autocast
+        all arguments are cast, as torch does for linear.
 
     Reference:
         Hendrycks, Gimpel: Gaussian Error Linear Units, arXiv:1606.08415.
@@ -100,8 +100,8 @@ def check_parameter(op: str, name: str, value: Any, input: torch.Tensor) -> None
 def wants_gradient(*tensors: torch.Tensor | None) -> bool:
     """Return whether a graph is being recorded through one of ``tensors``.
 
-    Not while ``torch.jit.trace`` runs, whose graph serves both ways: with a gradient in view and,
-    as its own check runs it, without. What is not kept a backward makes again.
+    Not while ``torch.jit.trace`` runs, whose graph is used both with gradients and, in its own
+    check, without. The backward recomputes tensors that are not saved.
     """
     if is_traced():
         return False
@@ -163,9 +163,9 @@ def preactivation_of(
     bias: torch.Tensor | None,
     kept: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the kept pre-activation, or make it again.
+    """Return the saved pre-activation, or recompute it.
 
-    Under a second derivative it is always made again: it is then a function of the inputs.
+    For a second derivative it is always recomputed, as a function of the inputs.
     """
     if torch.is_grad_enabled() or kept.numel() == 0:
         return F.linear(input, weight, bias)

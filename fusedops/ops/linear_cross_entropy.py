@@ -1,21 +1,22 @@
-"""A language model's head and its cross-entropy: large logits are never whole in memory.
+"""A language model's head and its cross-entropy, without large logits in memory.
 
     z = h W^T + b,   y = z, or softcap * tanh(z / softcap),   loss = log sum_j exp(y_j) - y_target
 
-The logits are made for ``chunk_size`` classes at a time, for all rows. Chunks of classes, not of
-rows: the gradient of a class's weight is then whole in its chunk, summed in float32 inside one
-matrix product and rounded once; what accumulates over chunks is the gradient of ``hidden``, in a
-float32 buffer of its size. Chunks of rows would accumulate ``[num_classes, hidden_size]`` in
-float32, read and written once a chunk, or (as others did, and diverged) in low precision.
+The logits are computed for ``chunk_size`` classes at a time, for all rows. The chunks are of
+classes and not of rows, because the gradient of a class's weight is then complete within its chunk,
+summed in float32 inside one matrix product and rounded once; what accumulates over chunks is the
+gradient of ``hidden``, in a float32 buffer of its size. Chunks of rows would accumulate
+``[num_classes, hidden_size]`` in float32, read and written once a chunk, or (as others did, and
+diverged) in low precision.
 
-The forward keeps one number per row. The backward makes the logits again, chunk by chunk: one
-product more than a loss on whole logits, no gradient before somebody asks for it, and any incoming
-gradient. Where time is scarcer than memory the logits are kept instead: those that take no more of
-it than the weight, on the CPU those of up to 512 MiB, or as ``recompute`` says. Kernels:
-``csrc/cpu/linear_cross_entropy.*``, ``kernels/linear_cross_entropy.py``.
+The forward saves one number per row. The backward recomputes the logits, chunk by chunk. This is
+one product more than a loss on complete logits; gradients are computed only if they are requested,
+for any incoming gradient. The logits are saved instead if they take no more memory than the weight,
+on the CPU if they take up to 512 MiB, or as ``recompute`` requests. Kernels:
+``csrc/cpu/loss/linear_cross_entropy.*``, ``kernels/linear_cross_entropy.py``.
 
-The registered op also takes a part of the classes, ``all_classes`` being the number of all: see
-``_cross_entropy_math.py`` and ``parallel/tensor/vocabulary.py``.
+The registered op also accepts a shard of the classes, where ``all_classes`` is the number of all
+classes: see ``_cross_entropy_math.py`` and ``parallel/tensor/vocabulary.py``.
 """
 
 from __future__ import annotations
@@ -67,40 +68,39 @@ def linear_cross_entropy(
         bias: ``[num_classes]``, dtype of ``hidden``.
         ignore_index: rows with this target have loss 0 and gradient 0 and do not count. On the CPU
             nothing is computed for them.
-        label_smoothing: share of the target that is spread over all classes, in [0, 1].
+        label_smoothing: fraction of the target that is distributed over all classes, in [0, 1].
         z_loss: weight of ``lse^2``, ``lse`` being the log-sum-exp of a row's logits.
         softcap: bound of the logits' absolute value, or ``None``.
         reduction: ``"mean"`` over the rows that are not ignored (NaN when all are, as torch gives),
             ``"sum"``, or ``"none"``.
-        chunk_size: classes whose logits are in memory at a time, ``None`` for 4096.
-        recompute: ``True``: the backward makes the logits again; ``False``: they are kept for it in
-            float32, all of them; ``None``: they are kept where they take no more memory than
-            ``weight``, on the CPU where they take up to 512 MiB.
+        chunk_size: number of classes whose logits are in memory at a time; ``None``: 4096.
+        recompute: ``True``: the backward recomputes the logits; ``False``: all of them are saved in
+            float32; ``None``: they are saved if they take no more memory than ``weight``, on the
+            CPU if they take up to 512 MiB.
 
     Returns:
         One number, or ``[...]`` for ``"none"``; dtype of ``hidden``, under autocast float32.
 
     Raises:
-        ValueError: a shape, device or option does not fit, or (CPU) a target is no class; on CUDA
-            the loss of such a row, and every gradient that it reaches, are NaN.
+        ValueError: a shape, device or option does not fit, or (CPU) a target is not a class. On
+            CUDA the loss of such a row, and every gradient that depends on it, are NaN.
         TypeError: an argument is no tensor, or its dtype does not fit.
 
     Note:
-        Products accumulate in float32 (float64 for float64) and the logits stay in that dtype; what
-        is rounded to the dtype of ``hidden`` is the gradient of the logits, as an operand of two
-        products, and each result, once. A row's loss and gradient do not depend on the other rows
-        on the CPU, nor any result on the number of threads; with either ``recompute`` the results
-        are the same bits there. Memory beside the arguments and their gradients, when the logits
-        are not kept: ``rows * chunk_size`` float32 logits, and in the backward of half precision
-        ``hidden`` once in float32. It is then four products where a loss on whole logits takes
-        three.
-        Measured forward and backward at 2048 x 768 and 50257 classes with ``recompute=True``,
-        beyond the arguments: 197 MiB in float32 (153 are the gradients) where ``F.linear`` and
-        ``F.cross_entropy`` take 1188, 105 and 589 in bfloat16. Twice differentiable, through whole
-        logits. Rows may be sharded, classes may not. Ignored rows of ``hidden`` may hold anything
-        (on Triton, where all rows are multiplied, NaN among them reaches the gradient of
-        ``weight``). Backends: cpp, triton, torch. Under autocast all arguments are cast, as torch
-        does for linear.
+        Products accumulate in float32 (float64 for float64) and the logits stay in that dtype; the
+        gradient of the logits, as an operand of two products, and each result are rounded once to
+        the dtype of ``hidden``. A row's loss and gradient do not depend on the other rows on the
+        CPU, nor any result on the number of threads; with either ``recompute`` the results are the
+        same bits there. If the logits are not saved, memory in addition to the arguments and their
+        gradients is ``rows * chunk_size`` float32 logits, and in the backward of half precision a
+        float32 copy of ``hidden``. The op then computes four products, where a loss on complete
+        logits computes three. Measured forward and backward at 2048 x 768 and 50257 classes with
+        ``recompute=True``, beyond the arguments: 197 MiB in float32 (153 are the gradients) where
+        ``F.linear`` and ``F.cross_entropy`` take 1188, 105 and 589 in bfloat16. The op is twice
+        differentiable, by complete logits. Rows may be sharded, classes may not. Ignored rows of
+        ``hidden`` may have any value (on Triton, where all rows are multiplied, NaN among them
+        reaches the gradient of ``weight``). Backends: cpp, triton, torch. Under autocast all
+        arguments are cast, as torch does for linear.
 
     Reference:
         Wijmans et al.: Cut Your Losses in Large-Vocabulary Language Models, arXiv:2411.09009; Hsu

@@ -1,10 +1,11 @@
-"""A gated linear unit, both products in one: activation and product cost no pass over memory.
+"""A gated linear unit with both products in one kernel: the gate costs no pass over memory.
 
     gate = x Wg^T,   up = x Wu^T,   y = act(gate) * up
 
 with ``torch.nn.functional.linear``'s weights ``[out, in]``; with ``"silu"`` it is the first half of
-Llama's feed-forward layer (SwiGLU). Kernels: ``csrc/cpu/linear_glu.*`` and ``csrc/cpu/gemm.*``,
-``kernels/linear_glu.py``; here are the public function, the specification and the registration.
+Llama's feed-forward layer (SwiGLU). Kernels: ``csrc/cpu/product/linear_glu.*`` and
+``csrc/cpu/gemm/gemm.*``, ``kernels/linear_glu.py``. This file has the public function, the
+specification and the registration.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def linear_glu(
     Args:
         input: ``[..., in_features]``, any floating dtype, any strides.
         gate_weight: ``[out_features, in_features]``, dtype of ``input``; may be a transposed view,
-            nothing is copied.
+            which is not copied.
         up_weight: ``[out_features, in_features]``, the same.
         activation: ``"silu"`` (SwiGLU), ``"gelu"`` (erf) or ``"gelu_tanh"`` (GeGLU),
             ``"fast_gelu"`` (``x * sigmoid(1.702 x)``), ``"relu"`` (ReGLU), ``"relu2"`` or
@@ -58,11 +59,11 @@ def linear_glu(
 
     Note:
         Products accumulate in float32 (float64 for float64); activation and product act on the
-        sums, and the result is rounded once. On the CPU a row's result does not depend on the
-        other rows, nor any result on the number of threads; there the gradient of ``input``, a sum
-        of two products, is rounded once as well. Saves ``input``, the weights and the two
-        pre-activations (none where no gradient is wanted). Backends: cpp, triton, torch. Under
-        autocast all arguments are cast, as torch does for linear.
+        sums, and the result is rounded once. On the CPU a row's result does not depend on the other
+        rows, nor any result on the number of threads; there the gradient of ``input``, a sum of two
+        products, is rounded once as well. Saves ``input``, the weights and the two pre-activations
+        (not if no gradient is required). Backends: cpp, triton, torch. Under autocast all arguments
+        are cast, as torch does for linear.
 
     Reference:
         Shazeer: GLU Variants Improve Transformer, arXiv:2002.05202.

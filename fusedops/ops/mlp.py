@@ -2,10 +2,10 @@
 
     z = x W1^T + b1,   h = act(z),   y = h W2^T + b2
 
-Of the hidden layer only ``z`` is kept for the backward, or with ``recompute=True`` nothing: the
-backward then makes ``z`` again, 7 matrix products in all, where a checkpoint around the block
-takes 8. Kernels: those of ``linear_act`` (``csrc/cpu/product/mlp.cpp``, ``kernels/mlp.py``); here
-are the public function, the specification and the registration.
+Of the hidden layer only ``z`` is saved for the backward. With ``recompute=True`` nothing is saved:
+the backward recomputes ``z``, with 7 matrix products in total, where a checkpoint around the block
+needs 8. Kernels: those of ``linear_act`` (``csrc/cpu/product/mlp.cpp``, ``kernels/mlp.py``). This
+file has the public function, the specification and the registration.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def mlp(
         w2: ``[out_features, hidden_features]``; may be a transposed view.
         b2: ``[out_features]``, or ``None``.
         activation: as for ``linear_act``.
-        recompute: keep nothing but the input and the parameters for the backward, which then
-            computes one matrix product more.
+        recompute: save only the input and the parameters for the backward, which then computes one
+            more matrix product.
 
     Returns:
         ``[..., out_features]``, dtype of ``input``, contiguous.
@@ -67,7 +67,7 @@ def mlp(
     Note:
         Accumulates in float32 (float64 for float64); the hidden layer is rounded to the dtype of
         ``input`` between the products, as in eager torch. Saves ``input``, the parameters and the
-        pre-activation ``z`` (not the hidden layer, which the backward makes from ``z``). With
+        pre-activation ``z`` (not the hidden layer, which the backward computes from ``z``). With
         ``recompute`` the results are the same bits on the CPU. Backends: cpp, triton, torch. Under
         autocast all arguments are cast, as torch does for linear.
 

@@ -3,10 +3,10 @@
     z[r] = x[token(r)] W1[e] + b1[e],   h[r] = p[r] act(gate(z[r])) * up(z[r])
     y[t] = sum over the rows r of token t of (h[r] W2[e] + p[r] b2[e])
 
-No permuted copy of the input is made or kept: tokens are gathered inside of the first product. The
-backward needs the input, the plan and ``z``, which it can also make again. Kernels:
-``csrc/cpu/moe_mlp.*`` on ``csrc/cpu/gemm.*``, ``kernels/moe_mlp.py``; here are the public function,
-the specification and the registration.
+The input is never copied in permuted order: the first product gathers the tokens itself. The
+backward needs the input, the plan and ``z``, which it can also recompute. Kernels:
+``csrc/cpu/moe/moe_mlp.*`` on ``csrc/cpu/gemm/gemm.*``, ``kernels/moe_mlp.py``. This file has the
+public function, the specification and the registration.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def moe_mlp(
     recompute: bool = True,
     grad_weights_into: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Apply each token's experts and sum what they give, weighted by the router.
+    """Apply each token's experts and sum their outputs, weighted by the router.
 
     ``y[t] = sum_j p[t, j] * (act(x[t] W1g[e] + b1g[e]) * (x[t] W1u[e] + b1u[e]) W2[e] + b2[e])``
     over the kept slots ``j`` of token ``t``, where ``e`` is the expert of the slot.
@@ -72,17 +72,18 @@ def moe_mlp(
         gated: whether ``w1`` makes a gate and a factor, else ``h = act(z)``.
         interleaved: columns of ``w1`` are ``gate 0, up 0, gate 1, ...`` (GPT-OSS), else the gates
             come first (the field's ``gate_up_proj``).
-        recompute: keep nothing but the input and the plan for the backward, which then makes the
-            first product again; the results are the same bits on the CPU. ``False``: the
-            pre-activation is kept as well, ``tokens * top_k * 2 * inner`` numbers (``inner`` if not
-            ``gated``) of ``input``'s dtype, which is faster; no permuted copy of the input is kept
-            either way.
+        recompute: save only the input and the plan for the backward, which then recomputes the
+            first product; on the CPU the results have the same bits. ``False``: the pre-activation
+            is saved as well, ``tokens * top_k * 2 * inner`` numbers (``inner`` if not ``gated``) of
+            ``input``'s dtype, which is faster. The input is not copied in permuted order in either
+            case.
         grad_weights_into: float32 tensors (float64 for float64) of the shapes of ``w1`` and ``w2``,
             each dense or a transposed view. The backward then adds the weights' gradients to them,
             unrounded, and the weights themselves get none.
 
     Returns:
-        ``[tokens, hidden_out]``, dtype of ``input``, contiguous. A token without a kept slot: 0.
+        ``[tokens, hidden_out]``, dtype of ``input``, contiguous. The result of a token without a
+        kept slot is 0.
 
     Raises:
         ValueError: a shape or device does not fit, ``activation`` is unknown, or (CPU) the plan's
@@ -91,13 +92,13 @@ def moe_mlp(
 
     Note:
         Products accumulate in float32 (float64 for float64); activation, gate and probability act
-        on the sums, and the hidden layer is rounded once. So is ``z``, kept or made again, before
-        the backward reads it: the gradient of ``probs``, though wide, is as exact as that. The sum
-        over a token's slots is float32 in the order of the slots: that of ``moe_unpermute``, the
-        same bits for any number of threads. Gradients to ``input``, ``plan.probs``, weights and
-        biases; the weights' are laid out as the weights are. Twice differentiable, with
-        ``grad_weights_into`` once. Backends: cpp, triton, torch. Under autocast all but the
-        probabilities are cast.
+        on the sums, and the hidden layer is rounded once. ``z``, saved or recomputed, is rounded
+        too before the backward reads it, which limits the accuracy of the gradient of ``probs``.
+        The sum over a token's slots is float32 in the order of the slots: that of
+        ``moe_unpermute``, the same bits for any number of threads. Gradients to ``input``,
+        ``plan.probs``, weights and biases; those of the weights have the weights' memory layout.
+        The op is twice differentiable, with ``grad_weights_into`` once. Backends: cpp, triton,
+        torch. Under autocast all but the probabilities are cast.
 
     Reference:
         Shazeer et al.: Outrageously Large Neural Networks, arXiv:1701.06538; Tan et al.:

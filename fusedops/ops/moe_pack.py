@@ -1,8 +1,8 @@
-"""moe_pack: rows, probabilities and expert ids into one payload of bytes, in the order of a plan.
+"""moe_pack: packs rows, probabilities and expert ids into one payload of bytes, ordered by a plan.
 
-What an all-to-all sends is then one contiguous tensor whose rows for each destination are
-neighbours. ``_moe_payload.py`` has the layout, ``fusedops.parallel`` the exchange; kernels:
-``csrc/cpu/moe_pack.*`` and ``kernels/moe_pack.py``.
+An all-to-all then sends one contiguous tensor, in which the rows for each destination are adjacent.
+``_moe_payload.py`` defines the layout and ``fusedops.parallel`` the exchange. Kernels:
+``csrc/cpu/moe/moe_pack.*`` and ``kernels/moe_pack.py``.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ def moe_pack(
         expert_ids: ``[T, k]`` int32; ``None`` writes -1.
         index: ``[R]`` int32: the slot ``token * k + choice`` of each row, in any order; a plan's
             ``permutation``.
-        num_rows: one int32: rows from there on are zeros, and their ``index`` is not read; the last
-            of a plan's ``offsets``. Default: all rows are real.
-        span: 0 packs the slot that ``index`` names. Above 0 all ``k`` slots of the token are packed
+        num_rows: one int32: rows from this index on are zeros, and their ``index`` is not read;
+            usually the last of a plan's ``offsets``. Default: no such rows.
+        span: 0 packs only the slot of ``index``. Above 0 all ``k`` slots of the token are packed,
             and those whose ``expert_ids // span`` is not that of the named slot get id -1 and
-            probability 0: what a node of ``span`` experts needs to know of a token.
-        quantized: rows travel as float8 (e4m3) with a float32 scale per row.
+            probability 0: the information that a node of ``span`` experts needs about a token.
+        quantized: rows are sent as float8 (e4m3) with a float32 scale per row.
 
     Returns:
         ``[R, stride]`` uint8; ``fusedops/ops/_moe_payload.py`` has the layout and reads it.
 
     Raises:
-        ValueError: a shape, a device or (CPU) an index does not fit; on CUDA, where looking would
-            wait for the device, a row with a wrong index is zeros.
+        ValueError: a shape, a device or (CPU) an index does not fit; on CUDA, where a check would
+            wait for the device, a row with an invalid index is zeros.
         TypeError: an argument is no tensor, or its dtype does not fit.
 
     Note:
         One pass: each row is read and written once (twice read when quantized). A float8 scale is a
-        power of two, so bytes are equal on all backends. No gradient of its own: the exchange in
-        ``fusedops.parallel`` sends gradients back in the same layout. Backends: cpp, triton, torch.
+        power of two, so bytes are equal on all backends. The op has no gradient: the exchange in
+        ``fusedops.parallel`` sends gradients in the same layout. Backends: cpp, triton, torch.
 
     Example:
         >>> import torch, fusedops

@@ -1,9 +1,9 @@
-"""moe_permute: each token's row to its experts, sorted by expert.
+"""moe_permute: copies each token's row to its experts, sorted by expert.
 
     output[plan.positions[t, j]] = input[t]
 
-Kernels: ``csrc/cpu/moe_rows.*`` and ``kernels/_moe_rows.py``, which ``moe_unpermute`` shares: the
-backward of each is the other.
+Kernels: ``csrc/cpu/moe/moe_rows.*`` and ``kernels/_moe_rows.py``, which ``moe_unpermute`` shares:
+the backward of each is the other.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from fusedops.ops._routing_plan import RoutingPlan
 
 
 def moe_permute(input: torch.Tensor, plan: RoutingPlan) -> torch.Tensor:
-    """Copy each token's row to the places where its experts expect it.
+    """Copy each token's row to the rows of its experts.
 
     ``output[r] = input[plan.permutation[r] // top_k]`` for the rows ``r < plan.offsets[-1]``, and
-    zeros behind. Rows are token-major: sorted by expert, within an expert by token
+    zeros after them. Rows are token-major: sorted by expert, within an expert by token
     (``moe_relayout`` makes other layouts of them).
 
     Args:
-        input: ``[tokens, hidden]``, any floating dtype; rows may be apart.
+        input: ``[tokens, hidden]``, any floating dtype; the stride between rows is arbitrary.
         plan: of the same tokens.
 
     Returns:
-        ``[tokens * top_k, hidden]``, dtype of ``input``, contiguous: expert ``e`` finds its rows in
+        ``[tokens * top_k, hidden]``, dtype of ``input``, contiguous: the rows of expert ``e`` are
         ``output[offsets[e - 1] : offsets[e]]``.
 
     Raises:
-        ValueError: plan and input do not fit; (CPU) a position of the plan is no row.
+        ValueError: plan and input do not fit; (CPU) a position of the plan is not a row.
         TypeError: an argument is no tensor or no plan, or its dtype does not fit.
 
     Note:
         Copies bits. The gradient of a token is the sum of its kept rows' gradients, in slot order,
         in float32 (float64 for float64), rounded once; gradients of dropped rows are not read.
         Reads a token once, writes its ``top_k`` rows. Saves index tensors only; twice
-        differentiable. Columns may be sharded. Backends: cpp, triton, torch. Autocast leaves it
-        alone.
+        differentiable. Columns may be sharded. Backends: cpp, triton, torch. Autocast does not
+        change the call.
 
     Reference:
         Gale et al.: MegaBlocks, arXiv:2211.15841.

@@ -1,9 +1,9 @@
-"""moe_relayout: rows of experts from one layout to another.
+"""moe_relayout: converts the rows of experts from one layout to another.
 
 ``token_major`` and ``k_major`` are ``[tokens * top_k, hidden]``, sorted by expert; within an expert
-the first goes by token, then choice, the second by choice, then token. ``capacity`` is
+the first is ordered by token, then choice, the second by choice, then token. ``capacity`` is
 ``[num_experts, capacity, hidden]``, padded with zeros: the layout of batched products. docs/moe.md
-has a picture. All are made from one another by a gather: kernels in ``csrc/cpu/moe_rows.*`` and
+has a picture. Each conversion is a gather. Kernels: ``csrc/cpu/moe/moe_rows.*`` and
 ``kernels/moe_relayout.py``.
 """
 
@@ -32,15 +32,15 @@ def moe_relayout(
     *,
     capacity: int | None = None,
 ) -> torch.Tensor:
-    """Move the experts' rows from one layout to another.
+    """Convert the experts' rows from one layout to another.
 
     With ``begin[e] = offsets[e - 1]`` and ``count = tokens_per_expert``:
 
     * ``"token_major"``, the layout of ``moe_permute``: row ``begin[e] + i`` is the ``i``-th slot of
       expert ``e`` by ``(token, choice)``;
     * ``"k_major"``: the same rows, by ``(choice, token)``: all first choices, then all second ones;
-    * ``"capacity"``: ``[e, i]`` is row ``begin[e] + i`` of ``"token_major"`` where
-      ``i < count[e]``, zeros behind.
+    * ``"capacity"``: ``[e, i]`` is row ``begin[e] + i`` of ``"token_major"`` where ``i <
+      count[e]``, zeros after them.
 
     Args:
         input: ``[tokens * top_k, hidden]`` or, in the layout ``"capacity"``,
@@ -49,21 +49,21 @@ def moe_relayout(
         source: the layout of ``input``.
         target: the layout of the result.
         capacity: rows per expert, ``plan.capacity`` by default. Static: shapes never depend on the
-            routing. Rows beyond it are left out: back in another layout they are zeros.
+            routing. Rows beyond it are dropped: they are zeros after a conversion to another
+            layout.
 
     Returns:
-        The rows in the layout ``target``, dtype of ``input``, contiguous. Rows that stand for
-        nothing, behind ``offsets[-1]`` or an expert's count, are zeros in the result and are not
-        read in ``input``.
+        The rows in the layout ``target``, dtype of ``input``, contiguous. Padding rows, after
+        ``offsets[-1]`` or an expert's count, are zeros in the result and are not read in ``input``.
 
     Raises:
-        ValueError: plan and input do not fit, a layout is none, or the capacity is missing.
+        ValueError: plan and input do not fit, a layout is unknown, or the capacity is missing.
         TypeError: an argument is no tensor or no plan, or its dtype does not fit.
 
     Note:
-        Copies bits, reads and writes each row once; no host sync. The gradient is the move back.
-        Saves index tensors only; twice differentiable. Columns may be sharded. Backends: cpp,
-        triton, torch. Autocast leaves it alone.
+        Copies bits, reads and writes each row once; no host sync. The gradient is the inverse
+        conversion. Saves index tensors only; twice differentiable. Columns may be sharded.
+        Backends: cpp, triton, torch. Autocast does not change the call.
 
     Reference:
         Lepikhin et al.: GShard, arXiv:2006.16668 (capacity).

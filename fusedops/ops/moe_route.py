@@ -1,9 +1,9 @@
-"""moe_route: which experts compute a token, and with which weight; a RoutingPlan.
+"""moe_route: chooses the experts and weights of each token, as a RoutingPlan.
 
-One operator takes the logits to ids, weights and the mask of what a capacity keeps; the counting
-sort ``moe_sort`` then orders the rows. Kernels: ``csrc/cpu/moe_route.*`` and
-``kernels/moe_route.py``; the specification is in ``_route_math.py``; what makes a recomputation
-choose as the first pass did is in ``_routing_reuse.py``.
+One operator computes ids, weights and the mask of slots within the capacity from the logits; the
+counting sort ``moe_sort`` then orders the rows. Kernels: ``csrc/cpu/moe/moe_route.*`` and
+``kernels/moe_route.py``; the specification is in ``_route_math.py``; ``_routing_reuse.py`` makes a
+recomputation choose the experts of the first pass.
 """
 
 from __future__ import annotations
@@ -53,33 +53,33 @@ def moe_route(
 
     Args:
         logits: ``[T, E]``, any floating dtype, any strides.
-        top_k: experts of a token; 1 is Switch. In ``expert_choice`` the experts of a token on
-            average.
+        top_k: number of experts of a token (1: Switch); with ``expert_choice`` the average number.
         score: ``"softmax"`` (over all experts) or ``"sigmoid"``.
-        normalize: divide the weights of the chosen by their sum. Of a softmax that is the softmax
-            over the chosen.
-        bias: ``[E]`` floating, added to the scores for the choice alone: it is in no weight and
-            has no gradient (loss-free balancing, see ``update_balancing_bias``).
-        num_groups: cut the experts into so many groups of neighbours (it must divide ``E``) and
-            choose inside the best ``topk_groups`` of them only.
-        topk_groups: required beside ``num_groups``.
-        group_score: what ranks a group: its ``"max"``, or ``"top2_sum"``, the sum of its two best.
+        normalize: divide the weights of the chosen experts by their sum. For a softmax this is the
+            softmax over the chosen experts.
+        bias: ``[E]`` floating, added to the scores for the choice only: it does not change weights
+            and has no gradient (loss-free balancing, see ``update_balancing_bias``).
+        num_groups: divide the experts into this number of groups of adjacent experts (it must
+            divide ``E``), and choose only from the best ``topk_groups`` groups.
+        topk_groups: number of groups; required with ``num_groups``.
+        group_score: the score of a group: its ``"max"``, or ``"top2_sum"``, the sum of its two
+            largest scores.
         scaling: factor of the weights.
         capacity_factor: at most ``C = ceil(top_k * T * capacity_factor / E)`` slots of an expert
             are kept (``moe_capacity``); ``None`` drops nothing.
-        drop_policy: which slots stay: ``"position"``, the first tokens, every token's first choice
-            before any second one; ``"probability"``, those of highest weight; ``"rounds"``, as
-            ``"position"``, but a token whose choice was dropped chooses the same expert again, in
-            vain: only *kept* choices are masked between rounds, as in PanGu's router.
+        drop_policy: which slots are kept: ``"position"``: the first tokens, all first choices
+            before second ones; ``"probability"``: those with the largest weight; ``"rounds"``: as
+            ``"position"``, but a token whose choice was dropped chooses the same expert again
+            without effect: only *kept* choices are masked between rounds, as in PanGu's router.
         jitter: multiply each logit by a random factor of ``[1 - jitter, 1 + jitter)``.
-        softmax_after: softmax over the chosen logits (GPT-OSS): ``normalize`` by its other name.
-        expert_choice: each expert takes the ``C`` tokens of highest score instead (``k`` is ``E``:
-            slot ``e`` of a token belongs to expert ``e``, ``kept`` tells whether it was taken).
-            ``capacity_factor`` is 1 by default.
+        softmax_after: softmax over the chosen logits (GPT-OSS); the same as ``normalize``.
+        expert_choice: each expert chooses the ``C`` tokens with the highest scores instead (``k``
+            is ``E``: slot ``e`` of a token belongs to expert ``e``, ``kept`` says whether it was
+            chosen). ``capacity_factor`` is 1 by default.
 
     Returns:
         The plan, with ``probs`` in float32 (float64 for float64), 0 where dropped; ``kept`` is
-        ``None`` where nothing can be dropped, and ``capacity`` is ``C``.
+        ``None`` if nothing can be dropped, and ``capacity`` is ``C``.
 
     Raises:
         ValueError: a shape, device or option does not fit; ``top_k`` is above the experts.
@@ -88,13 +88,13 @@ def moe_route(
     Note:
         Ties go to the lower expert index (between tokens: to the earlier one) on every backend and
         instruction set. Softmax and sigmoid rise with the logit: without a bias (or a sum of two
-        scores) the logits themselves are compared. NaN logits are taken for -inf: such an expert
-        comes last, with weight and gradient 0, and a row of them goes to experts ``0 .. top_k - 1``
-        with weights 0. +inf is taken for the largest finite number. Arithmetic is float32 (float64
-        for float64). Nothing waits for the device, and shapes depend on shapes alone. Saves the
+        scores) the logits themselves are compared. NaN logits count as -inf: such an expert is
+        last, with weight and gradient 0, and a row of NaN is routed to experts ``0 .. top_k - 1``
+        with weights 0. +inf counts as the largest finite number. Arithmetic is float32 (float64 for
+        float64). The host does not wait for the device, and shapes depend only on shapes. Saves the
         logits and the ids. Jitter is drawn by a counter: the same on every backend and in the
-        backward. Under ``keep_routing`` a recomputation takes the ids of the first pass.
-        Backends: cpp, triton, torch. Autocast leaves it alone.
+        backward. Under ``keep_routing`` a recomputation uses the ids of the first pass.
+        Backends: cpp, triton, torch. Autocast does not change the call.
 
     Reference:
         Fedus et al.: Switch Transformers, arXiv:2101.03961; Lepikhin et al.: GShard,
@@ -143,15 +143,15 @@ def moe_route(
 
 
 def moe_capacity(top_k: int, num_tokens: int, capacity_factor: float, num_experts: int) -> int:
-    """Return how many slots an expert keeps.
+    """Return the number of slots that an expert keeps.
 
     ``C = ceil(top_k * num_tokens * capacity_factor / num_experts)``
 
     Args:
         top_k: experts of a token.
         num_tokens: tokens that are routed together.
-        capacity_factor: 1.0 has just room for balanced routing. Taken to nine decimals, as it is
-            written: ``1 * 100 * 1.1 / 10`` is 11, not the 12 that its binary rounding gives.
+        capacity_factor: 1.0 is sufficient for balanced routing. It is rounded to nine decimals: ``1
+            * 100 * 1.1 / 10`` is 11, not the 12 that its binary rounding gives.
         num_experts: experts.
 
     Returns:

@@ -1,11 +1,11 @@
-"""The losses of a router: load balance and z-loss, in one pass over the logits.
+"""The losses of a router, load balance and z-loss, in one pass over the logits.
 
     loss = sum_t m_t (sum_e w[s(t), e] p[t, e] + z lse_t^2)
 
 with p the scores of a token (they sum to 1), lse the log-sum-exp of its logits, m the mask. All
-forms of the balance loss are this with other weights ``w``, which hold the counts of the choices:
-constants. No probabilities are stored. Kernels: ``csrc/cpu/moe_router_loss.*`` and
-``kernels/moe_router_loss.py``.
+forms of the balance loss differ only in the weights ``w``, which are computed from the counts of
+the choices and are constants. No probabilities are stored. Kernels:
+``csrc/cpu/moe/moe_router_loss.*`` and ``kernels/moe_router_loss.py``.
 """
 
 from __future__ import annotations
@@ -40,27 +40,28 @@ def moe_router_loss(
 
     ``balance loss = E sum_e f_e P_e`` and ``z-loss = mean_t logsumexp(logits_t)^2``
 
-    where ``f_e`` is the share of the choices that expert ``e`` has, before anything is dropped, and
-    ``P_e`` the mean over the tokens of its score. Uniform routing gives a balance loss of 1.
+    where ``f_e`` is the fraction of the choices that select expert ``e``, before any are dropped,
+    and ``P_e`` is the mean of its score over the tokens. Uniform routing gives a balance loss of 1.
 
     Args:
         logits: ``[T, E]``, any floating dtype, any strides.
         choices: the plan that ``moe_route`` made of them, or its ``expert_ids`` ``[T, k]``, int32
-            or int64 (``E`` is nobody's); may be left out where ``balance`` is 0.
+            or int64 (``E``: no expert); not needed if ``balance`` is 0.
         balance: coefficient of the balance loss.
         z: coefficient of the z-loss.
-        form: ``"switch"``: ``f`` is a share of the ``k T`` choices. ``"squared"``: of the ``T``
-            tokens, so that the loss is ``k`` times as large: ``E^2 mean_e(mean_t onehot mean_t p)``
-            as PanGu's router has it (uniform top-1 gives 1.0), and transformers'
+        form: ``"switch"``: ``f`` is a fraction of the ``k T`` choices. ``"squared"``: a fraction of
+            the ``T`` tokens, so that the loss is ``k`` times as large: ``E^2 mean_e(mean_t onehot
+            mean_t p)`` as PanGu's router has it (uniform top-1 gives 1.0), and transformers'
             ``load_balancing_loss_func``.
         score: ``"softmax"``, or ``"sigmoid"``, divided by its sum (DeepSeek-V3).
-        num_sequences: the tokens are so many sequences of equal length, each balanced for itself;
-            the loss is their mean. It must divide ``T``.
-        mask: ``[T]`` bool; other tokens (padding) count nowhere, whatever
-            their logits hold.
-        group: a process group: ``f`` is taken over the tokens of all its ranks, by one all-reduce
-            of ``E + 1`` integers. The mean of the result over the ranks is then the loss of the
-            whole batch, and the mean of gradients over ranks, as DDP takes it, its gradient.
+        num_sequences: number of sequences of equal length among the tokens, each with its own
+            balance loss; the result is their mean. It must divide ``T``.
+        mask: ``[T]`` bool; tokens with ``False`` (padding) have no effect, whatever their logits
+            are.
+        group: a process group: ``f`` is computed over the tokens of all its ranks, by one
+            all-reduce of ``E + 1`` integers. The mean of the result over the ranks is then the loss
+            of the whole batch, and the mean of the gradients over ranks, as in DDP, is its
+            gradient.
 
     Returns:
         A scalar, float32 (float64 for float64).
@@ -70,10 +71,10 @@ def moe_router_loss(
         TypeError: an argument is no tensor or number, or its dtype does not fit.
 
     Note:
-        The gradient is the closed form, for the logits alone: counts are constants. Saves the
-        logits and the weights ``[num_sequences, E]``. Float32 arithmetic; sums in a fixed order.
-        Nothing waits for the device. NaN stays NaN. Backends: cpp, triton, torch. Autocast leaves
-        it alone.
+        The gradient is computed in closed form, for the logits only: counts are constants. Saves
+        the logits and the weights ``[num_sequences, E]``. Float32 arithmetic; sums in a fixed
+        order. The host does not wait for the device. NaN stays NaN. Backends: cpp, triton, torch.
+        Autocast does not change the call.
 
     Reference:
         Fedus et al.: Switch Transformers, arXiv:2101.03961; Zoph et al.: ST-MoE, arXiv:2202.08906;

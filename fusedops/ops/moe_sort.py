@@ -1,8 +1,8 @@
 """moe_sort: a stable counting sort of the experts' choices, on every backend without a host sync.
 
 The slots ``token * top_k + choice`` are sorted by expert; within one expert they keep their order
-(token-major). What nobody computes, a dropped slot or a sentinel, comes last, also in order. A
-stable sort has one result: no backend, thread count or chunk size shows in it. Kernels:
+(token-major). Slots without an expert, dropped ones or sentinels, are last, also in order. A stable
+sort has a unique result, which does not depend on backend, thread count or chunk size. Kernels:
 ``csrc/cpu/moe/moe_sort.cpp`` and ``kernels/moe_sort.py``.
 """
 
@@ -27,37 +27,38 @@ def moe_sort(
     """Sort the slots of a routing by expert.
 
     ``permutation = argsort([expert_ids[t, j] if kept[t, j] else num_experts], stable=True)`` over
-    the slots ``t * top_k + j``, and ``positions`` is its inverse. For ``expert_ids``
-    ``[[1, 0], [1, 2], [0, 1]]`` the rows are slots ``1 4 | 0 2 5 | 3``: experts 0, 1, 2, and in
-    each the tokens rise.
+    the slots ``t * top_k + j``, and ``positions`` is its inverse. For ``expert_ids`` ``[[1, 0], [1,
+    2], [0, 1]]`` the rows are slots ``1 4 | 0 2 5 | 3``: experts 0, 1, 2, and within each the
+    tokens in order.
 
     Args:
         expert_ids: ``[tokens, top_k]`` int32 or int64, any strides; an id equal to ``num_experts``
-            is nobody's (the sentinel of expert parallelism): its slot is dropped.
+            belongs to no expert (the sentinel of expert parallelism): its slot is dropped.
         num_experts: at least 1.
-        kept: ``[tokens, top_k]`` bool; slots that are not kept are dropped. Default: all are.
+        kept: ``[tokens, top_k]`` bool; slots that are not kept are dropped. Default: all are kept.
 
     Returns:
         ``(permutation, positions, tokens_per_expert, offsets)``, int32:
 
         * ``permutation`` ``[tokens * top_k]``: the slot of each row. Always a true permutation:
-          dropped slots stand behind ``offsets[-1]``, in order.
-        * ``positions`` ``[tokens, top_k]``: the row of each slot, at least ``offsets[-1]`` where
-          dropped.
+          dropped slots are at the end, from ``offsets[-1]`` on, in order.
+        * ``positions`` ``[tokens, top_k]``: the row of each slot, at least ``offsets[-1]`` for
+          dropped slots.
         * ``tokens_per_expert`` ``[num_experts]``: kept slots.
         * ``offsets`` ``[num_experts]``: the end of each expert's rows, as torch's ``grouped_mm``
           takes them.
 
     Raises:
         ValueError: a shape or device does not fit, or (CPU) an id is below 0 or above
-            ``num_experts``; on CUDA, where looking would wait for the device, such a slot is
+            ``num_experts``; on CUDA, where a check would wait for the device, such a slot is
             dropped.
         TypeError: an argument is no tensor, or its dtype does not fit.
 
     Note:
         A counting sort: two passes over the ids, ``O(tokens * top_k + num_experts)`` on the CPU,
-        parallel; three launches on a GPU. Shapes depend on shapes alone. Backends: cpp, triton,
-        torch. No gradient: all is integer. Autocast leaves it alone.
+        parallel; three launches on a GPU. Shapes depend only on shapes. Backends: cpp, triton,
+        torch. The op has no gradient, because all tensors are integers. Autocast does not change
+        the call.
 
     Example:
         >>> import torch, fusedops

@@ -1,7 +1,7 @@
-"""moe_unpack: the float8 rows of a payload of ``moe_pack`` back in a wide dtype.
+"""moe_unpack: converts the float8 rows of a payload of ``moe_pack`` to a wider dtype.
 
 Rows that are not quantized are read in place (``PayloadLayout.rows``) and need no op. Kernels:
-``csrc/cpu/moe_pack.*`` and ``kernels/moe_unpack.py``.
+``csrc/cpu/moe/moe_pack.*`` and ``kernels/moe_unpack.py``.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def moe_unpack(payload: torch.Tensor, probs: torch.Tensor, like: torch.Tensor) -
 
     Args:
         payload: ``[R, stride]`` uint8, of ``moe_pack(..., quantized=True)``.
-        probs: ``[R, pairs]``: of the number and dtype of the probabilities in a row.
-        like: ``[..., H]``, of the dtype and hidden size of the rows; its values are not read.
+        probs: ``[R, pairs]``: with the number and dtype of the probabilities in a row.
+        like: ``[..., H]``, with the dtype and hidden size of the rows; its values are not read.
 
     Returns:
         ``[R, H]`` in the dtype of ``like``.
@@ -35,7 +35,7 @@ def moe_unpack(payload: torch.Tensor, probs: torch.Tensor, like: torch.Tensor) -
 
     Note:
         Exact: scales are powers of two and e4m3 has four significant bits. Backends: cpp, triton,
-        torch. No gradient of its own, as ``moe_pack``.
+        torch. The op has no gradient, as ``moe_pack``.
 
     Example:
         >>> import torch, fusedops

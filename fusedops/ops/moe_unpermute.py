@@ -1,8 +1,8 @@
-"""moe_unpermute: the experts' rows back to their tokens, weighted and summed.
+"""moe_unpermute: returns the experts' rows to their tokens, weighted and summed.
 
     output[t] = sum_j probs[t, j] * input[plan.positions[t, j]]
 
-Kernels: ``csrc/cpu/moe_rows.*`` and ``kernels/_moe_rows.py``, which ``moe_permute`` shares.
+Kernels: ``csrc/cpu/moe/moe_rows.*`` and ``kernels/_moe_rows.py``, which ``moe_permute`` shares.
 """
 
 from __future__ import annotations
@@ -27,26 +27,27 @@ def moe_unpermute(input: torch.Tensor, plan: RoutingPlan, *, weighted: bool = Tr
 
     Args:
         input: ``[tokens * top_k, hidden]``, the experts' results in the order of ``moe_permute``;
-            any floating dtype; rows may be apart. Rows behind ``plan.offsets[-1]`` are not read:
-            they may be uninitialised.
-        plan: the one that permuted.
-        weighted: multiply by ``plan.probs``; ``False`` where the experts did so already.
+            any floating dtype; the stride between rows is arbitrary. Rows from ``plan.offsets[-1]``
+            on are not read and may be uninitialised.
+        plan: the plan that permuted the rows.
+        weighted: multiply by ``plan.probs``; ``False`` if the experts have done so already.
 
     Returns:
-        ``[tokens, hidden]``, dtype of ``input``, contiguous. A token without a kept slot gets 0.
+        ``[tokens, hidden]``, dtype of ``input``, contiguous. The result of a token without a kept
+        slot is 0.
 
     Raises:
-        ValueError: plan and input do not fit; (CPU) a position of the plan is no row.
+        ValueError: plan and input do not fit; (CPU) a position of the plan is not a row.
         TypeError: an argument is no tensor or no plan, or its dtype does not fit.
 
     Note:
-        Products and sums are float32 (float64 for float64), rounded once. The order of the sum is
-        that of the slots, wherever the rows were computed: the same bits for any number of expert
+        Products and sums are float32 (float64 for float64), rounded once. Rows are summed in the
+        order of the slots, wherever they were computed: the same bits for any number of expert
         parallel ranks and threads. Gradients: ``probs * grad`` into the kept rows, zeros into the
         others; to ``plan.probs`` the product of row and gradient, 0 where dropped. Saves ``input``
         only if ``plan.probs`` requires a gradient, else index tensors; twice differentiable.
         Columns may be sharded; partial sums (of tensor-parallel experts) stay partial. Backends:
-        cpp, triton, torch. Autocast leaves it alone.
+        cpp, triton, torch. Autocast does not change the call.
 
     Reference:
         Gale et al.: MegaBlocks, arXiv:2211.15841.

@@ -2,9 +2,9 @@
 
     y = x / sqrt(mean(x^2) + eps) * (weight + weight_offset)
 
-over the last dimensions, as ``torch.nn.functional.rms_norm``. How models round it is an argument,
-because users see it in half precision. Kernels: ``csrc/cpu/norm.*``, ``csrc/cuda/norm.*``,
-``kernels/rms_norm.py``; here are the public function, the specification and the registration.
+over the last dimensions, as ``torch.nn.functional.rms_norm``. The rounding is an argument, because
+models differ in it in half precision. Kernels: ``csrc/cpu/norm/norm.*``, ``csrc/cuda/norm.*``,
+``kernels/rms_norm.py``. This file has the public function, the specification and the registration.
 """
 
 from __future__ import annotations
@@ -51,17 +51,18 @@ def rms_norm(
     Args:
         input: ``[..., *normalized_shape]``, any floating dtype, any strides.
         normalized_shape: sizes of the trailing dimensions.
-        weight: ``normalized_shape``, dtype of ``input`` (or float32 beside a half-precision one).
+        weight: ``normalized_shape``, dtype of ``input`` (float32 is also accepted if that is a
+            half-precision dtype).
         eps: added to the mean square; ``None`` is, as in torch, the ``eps`` of float32 (of float64
             for float64).
-        weight_offset: added to the weight, in float32; 1 where a model keeps ``weight - 1``
-            (Gemma). An absent weight has none.
+        weight_offset: added to the weight, in float32; 1 if a model stores ``weight - 1`` (Gemma).
+            It does not apply without a weight.
         rounding: ``"torch"`` rounds once, at the end (also Gemma's); ``"hf"`` rounds the normalised
             row to the dtype of ``input`` and then multiplies (Llama, Qwen, Mistral; T5 where weight
             and input have one dtype). The two differ in half precision only.
 
     Returns:
-        Shape and dtype of ``input``, contiguous. With ``"hf"`` and a float32 weight beside a
+        Shape and dtype of ``input``, contiguous. With ``"hf"`` and a float32 weight and a
         half-precision input the dtype is float32, to which torch promotes their product.
 
     Raises:
@@ -69,14 +70,14 @@ def rms_norm(
         TypeError: an argument is no tensor or number, or its dtype does not fit.
 
     Note:
-        Arithmetic is float32 (float64 for float64). On the CPU, of a contiguous input, the result
-        is bit for bit that of ``torch.nn.functional.rms_norm``, or with ``"hf"`` that of
-        ``LlamaRMSNorm``: rounding for rounding, and squares are summed in torch's order. Two cases
-        differ in the last place: one single row of 32768 elements or more, whose sum torch cuts
-        by the number of threads; and results below 1.2e-38, which the bfloat16 kernels take for
-        zero. On a GPU the order of roundings is the same, that of the sum is not. A row's result
-        does not depend on the other rows; the weight's gradient is summed in a fixed order: the
-        same bits for any number of threads. Saves ``input``, ``weight`` and one number per row.
+        Arithmetic is float32 (float64 for float64). On the CPU, for a contiguous input, the result
+        has the bits of ``torch.nn.functional.rms_norm``, or with ``"hf"`` those of
+        ``LlamaRMSNorm``: the roundings are the same, and squares are summed in torch's order. Two
+        cases differ in the last place: a single row of 32768 elements or more, whose sum torch
+        divides by the number of threads; and results below 1.2e-38, which the bfloat16 kernels
+        treat as zero. On a GPU the roundings are the same, the order of the sum is not. A row's
+        result does not depend on the other rows; the weight's gradient is summed in a fixed order:
+        the same bits for any number of threads. Saves ``input``, ``weight`` and one number per row.
         Backends: cpp, cuda, triton, torch. Under autocast on CUDA, ``"torch"`` computes in float32
         as torch's does and ``"hf"`` keeps the dtypes as the models do; unchanged on the CPU.
 

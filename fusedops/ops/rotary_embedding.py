@@ -1,11 +1,11 @@
-"""Rotary position embedding: pairs of elements of each head turn by an angle of the position.
+"""Rotary position embedding: rotates pairs of elements of each head by an angle of the position.
 
     y = x * cos + turn(x) * sin,   turn(x) = (-x2, x1) for the pair (x1, x2)
 
 ``turn`` is ``rotate_half`` of Llama and GPT-NeoX, or ``rotate_every_two`` of GPT-J. Kernels:
-``csrc/cpu/rotary_embedding.*``, ``csrc/cuda/rotary_embedding.*``, ``kernels/rotary_embedding.py``.
-The backward is the transposed map, with a true table of cosines and sines the rotation by the
-negative angle, and the kernels are the same.
+``csrc/cpu/attention/rotary_embedding.*``, ``csrc/cuda/rotary_embedding.*``,
+``kernels/rotary_embedding.py``. The backward is the transposed map, which for a table of cosines
+and sines is the rotation by the negative angle, and uses the same kernels.
 """
 
 from __future__ import annotations
@@ -30,21 +30,22 @@ def rotary_embedding(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotate the heads of query and key by the angles of their positions.
 
-    ``y[j] = x[j] * cos[j] - x[j'] * sin[j]`` and ``y[j'] = x[j'] * cos[j'] + x[j] * sin[j']``
-    for each pair ``(j, j')`` of the first ``rotary_dim`` elements of a head; the others pass.
+    ``y[j] = x[j] * cos[j] - x[j'] * sin[j]`` and ``y[j'] = x[j'] * cos[j'] + x[j] * sin[j']`` for
+    each pair ``(j, j')`` of the first ``rotary_dim`` elements of a head; the others are copied.
 
     Args:
         query: ``[batch, num_heads, seq_len, head_dim]``, any floating dtype, any strides: usually
             a transposed view of ``[batch, seq_len, num_heads, head_dim]``, which is not copied.
         key: ``[batch, num_key_heads, seq_len, head_dim]``, dtype of ``query``.
         cos: ``[batch, seq_len, rotary_dim]``, ``[1, seq_len, rotary_dim]`` or ``[seq_len,
-            rotary_dim]`` with an even ``rotary_dim <= head_dim``, dtype of ``query`` (or float32
-            beside a half-precision one). As Hugging Face's models pass it: an angle stands at both
-            elements of its pair. A table ``t`` of ``rotary_dim / 2`` angles is first made whole, by
-            ``torch.cat((t, t), -1)``, or ``t.repeat_interleave(2, -1)`` with ``interleaved``.
+            rotary_dim]`` with an even ``rotary_dim <= head_dim``, dtype of ``query`` (float32 is
+            also accepted if that is a half-precision dtype). As in Hugging Face's models, an angle
+            is stored for both elements of its pair. Expand a table ``t`` of ``rotary_dim / 2``
+            angles first, by ``torch.cat((t, t), -1)``, or ``t.repeat_interleave(2, -1)`` with
+            ``interleaved``.
         sin: as ``cos``.
-        interleaved: pairs are neighbours ``(2i, 2i + 1)``, as in GPT-J; else they are
-            ``(i, i + rotary_dim / 2)``, as in GPT-NeoX and Llama.
+        interleaved: pairs are ``(2i, 2i + 1)``, as in GPT-J; otherwise they are ``(i, i +
+            rotary_dim / 2)``, as in GPT-NeoX and Llama.
 
     Returns:
         The rotated query and key: shapes and dtypes of ``query`` and ``key``, and their strides
@@ -57,11 +58,11 @@ def rotary_embedding(
             ``"torch"`` is requested.
 
     Note:
-        Arithmetic is float32 (float64 for float64); the result is rounded once, where the chain of
-        eager torch rounds three times. Saves ``cos`` and ``sin`` only. Gradients of ``cos`` and
-        ``sin``, which need query and key to be kept, come from the eager reference: where one of
-        them requires a gradient the call runs on that. Backends: cpp, cuda, triton, torch.
-        Autocast leaves it alone.
+        Arithmetic is float32 (float64 for float64); the result is rounded once, where eager torch
+        rounds three times. Saves ``cos`` and ``sin`` only. Gradients of ``cos`` and ``sin``, which
+        need query and key to be saved, are computed by the eager reference: if one of them requires
+        a gradient, the call runs on the reference. Backends: cpp, cuda, triton, torch. Autocast
+        does not change the call.
 
     Reference:
         Su et al.: RoFormer: Enhanced Transformer with Rotary Position Embedding, arXiv:2104.09864.

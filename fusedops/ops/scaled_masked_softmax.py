@@ -1,10 +1,10 @@
-"""Scale, mask and softmax in one pass: what turns attention scores into probabilities.
+"""Scale, mask and softmax in one pass, from attention scores to probabilities.
 
     y = softmax(scale * x + mask)
 
-over the last dimension, and 0 for a row in which nothing is left. Kernels:
-``csrc/cpu/scaled_masked_softmax.*``, ``kernels/scaled_masked_softmax.py``; here are the public
-function, the specification and the registration.
+over the last dimension, and 0 for a row in which all elements are masked. Kernels:
+``csrc/cpu/attention/scaled_masked_softmax.*``, ``kernels/scaled_masked_softmax.py``. This file has
+the public function, the specification and the registration.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def scaled_masked_softmax(
         input: ``[..., queries, keys]``, any floating dtype, any strides.
         mask: any shape that broadcasts to that of ``input``, and is never expanded in memory.
             Boolean: ``True`` keeps an element, as in ``scaled_dot_product_attention`` (Megatron's
-            masks say the opposite). Floating: added to the scaled input; dtype of ``input`` (or
-            float32 beside a half-precision one).
+            masks mean the opposite). Floating: added to the scaled input; dtype of ``input``
+            (float32 is also accepted if that is a half-precision dtype).
         scale: factor of ``input``.
         is_causal: query ``i`` sees keys ``0 .. i``, as in ``scaled_dot_product_attention``: aligned
-            to the upper left where there are more keys than queries. May stand beside a mask.
+            to the upper left where there are more keys than queries. May be combined with a mask.
 
     Returns:
         Shape and dtype of ``input``, contiguous. A row whose elements are all masked (or ``-inf``)
@@ -49,12 +49,12 @@ def scaled_masked_softmax(
 
     Note:
         Arithmetic is float32 (float64 for float64); the result is rounded once. Only ``False`` and
-        ``-inf`` mask: a row filled with the least finite number, as in some models' masks, is a
-        row of equal scores. A row's result does not depend on the other rows; the gradient of an
-        additive mask is summed over what it was broadcast to in a fixed order: the same bits for
-        any number of threads. Saves the result, whose rounding is then in the gradients (of
-        a float32 mask too), and the mask that was given. Backends: cpp, triton, torch. Autocast
-        leaves it alone.
+        ``-inf`` mask: a row filled with the least finite number, as in some models' masks, is a row
+        of equal scores. A row's result does not depend on the other rows; the gradient of an
+        additive mask is summed over the broadcast dimensions in a fixed order: the same bits for
+        any number of threads. Saves the rounded result, from which the gradients (also of a float32
+        mask) are computed, and the mask. Backends: cpp, triton, torch. Autocast does not change the
+        call.
 
     Reference:
         Milakov, Gimelshein: Online normalizer calculation for softmax, arXiv:1805.02867.

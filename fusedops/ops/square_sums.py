@@ -1,10 +1,10 @@
-"""The sum of the squares of each of many tensors: what a norm over a whole model is made of.
+"""The sum of squares of each of many tensors, for norms over all parameters of a model.
 
     sums[i] = sum over tensor i of x^2
 
-in float64, whose range holds the square of every float32: a sum is inf or NaN if and only if an
-element is. Kernels: ``csrc/cpu/adamw.*``, ``kernels/square_sums.py``. Norms are made of it in
-``fusedops.optim``; across processes these sums are what is added.
+in float64, whose range includes the square of every float32: a sum is inf or NaN if and only if an
+element is. Kernels: ``csrc/cpu/optimizer/adamw.*``, ``kernels/square_sums.py``. ``fusedops.optim``
+computes norms from these sums, and adds them across processes.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def square_sums(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         float64 ``[len(inputs)]``, on their device.
 
     Note:
-        Each tensor is cut into pieces by its own size and the pieces' sums are added in order: the
-        same bits for any number of threads, and whatever other tensors there are. Backends: cpp,
-        triton, torch.
+        Each tensor is divided into pieces by its own size, and the sums of the pieces are added in
+        order: the bits do not depend on the number of threads or on the other tensors. Backends:
+        cpp, triton, torch.
 
     Example:
         >>> import torch
@@ -46,7 +46,7 @@ class RepeatedSums:
     Whoever calls this knows that the tensors are of the same form.
 
     Args:
-        inputs: of the first call, contiguous; none is kept alive.
+        inputs: tensors of the first call, contiguous; no reference to them is stored.
     """
 
     def __init__(self, inputs: Sequence[torch.Tensor]) -> None:

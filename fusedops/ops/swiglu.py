@@ -2,8 +2,8 @@
 
     y = silu(gate) * up,   silu(x) = x * sigmoid(x)
 
-Kernels: ``csrc/cpu/glu.*`` and ``kernels/_glu.py``, which ``geglu`` shares; the formulae are in
-``ops/_glu_math.py``.
+Kernels: ``csrc/cpu/elementwise/glu.*`` and ``kernels/_glu.py``, which ``geglu`` shares; the
+formulae are in ``ops/_glu_math.py``.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
     Note:
         Arithmetic is float32 (float64 for float64); the result is rounded once, where eager torch
-        also rounds ``silu(gate)``. Nothing finite overflows. Saves ``gate`` and ``up`` only.
-        Backends: cpp, triton, torch. Autocast leaves it alone.
+        also rounds ``silu(gate)``. Finite inputs do not overflow. Saves ``gate`` and ``up`` only.
+        Backends: cpp, triton, torch. Autocast does not change the call.
 
     Reference:
         Shazeer: GLU Variants Improve Transformer, arXiv:2002.05202.

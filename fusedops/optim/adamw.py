@@ -1,6 +1,7 @@
-"""AdamW in one pass over any mix of dtypes, in the place of ``torch.optim.AdamW``.
+"""AdamW in one pass over any mixture of dtypes, a replacement of ``torch.optim.AdamW``.
 
-Here are the options, the states and what a step is given; the arithmetic is ``ops/adamw.py``.
+This file has the options, the states and the arguments of a step; the arithmetic is in
+``ops/adamw.py``.
 """
 
 from __future__ import annotations
@@ -38,52 +39,53 @@ GroupBatch = tuple[dict[str, Any], list[int], Collected]
 class AdamW(torch.optim.AdamW):
     """AdamW with decoupled weight decay, one pass over memory for all parameters.
 
-    The arguments of ``torch.optim.AdamW`` mean what they mean there; parameter groups, closures,
-    schedulers, ``GradScaler`` and ``state_dict`` (both ways) work as there. With those alone the
-    dtypes are torch's too: moments have the dtype of their parameter.
+    The arguments of ``torch.optim.AdamW`` have the same meaning; parameter groups, closures,
+    schedulers, ``GradScaler`` and ``state_dict`` (in both directions) work too. With only these
+    arguments the dtypes are also torch's: moments have the dtype of their parameter.
 
     Args:
         params: parameters, named parameters, or groups of either.
         lr: learning rate, a float or a tensor of one element.
-        betas: of the moments.
+        betas: decay rates of the moments.
         eps: added to the denominator.
-        weight_decay: decoupled: ``lr * weight_decay * p`` is subtracted.
+        weight_decay: decoupled decay: ``lr * weight_decay * p`` is subtracted.
         amsgrad: divide by the largest second moment so far.
-        maximize: go up.
+        maximize: maximize the loss instead of minimizing it.
         foreach: accepted; there is one implementation.
         capturable: allow a step in a CUDA graph, after at least one outside of it. ``lr`` may then
-            be a tensor on the parameters' device, which a step reads where it is: replays obey
-            what is written to it. All other numbers of the groups, and a float ``lr``, are
-            constants of a graph. The optimizer must live as long as its graphs.
+            be a tensor on the parameters' device: replays read its current value. All other numbers
+            of the groups, and a float ``lr``, are constants of a graph. The optimizer must live as
+            long as its graphs.
         differentiable: must be False.
         fused: accepted; there is one implementation.
-        bias_correction: False leaves the moments as they are: early steps are larger, the first by
-            ``(1 - beta1) / sqrt(1 - beta2)``. An entry of groups too.
-        master_weights: keep and step a float32 copy of every bfloat16 and float16 parameter, with
-            float32 moments; the parameter receives it rounded.
-        state_dtype: of the moments: ``torch.bfloat16`` halves them.
-        stochastic_rounding: round what is kept in bfloat16 (moments, and parameters without a
-            float32 copy) up or down at random, without bias. On with ``state_dtype=torch.bfloat16``
-            unless it is False.
-        max_norm: clip gradients to this global norm inside the step; ``.grad`` stays as it is.
-        skip_non_finite: make no step where the norm of the gradients is inf or NaN.
+        bias_correction: False omits the bias correction: early steps are larger, the first by ``(1
+            - beta1) / sqrt(1 - beta2)``. Groups may override it.
+        master_weights: store and update a float32 copy of every bfloat16 and float16 parameter,
+            with float32 moments; the parameter is the rounded copy.
+        state_dtype: dtype of the moments; ``torch.bfloat16`` halves their memory.
+        stochastic_rounding: round values stored in bfloat16 (moments, and parameters without a
+            float32 copy) up or down at random, without bias. It is on with
+            ``state_dtype=torch.bfloat16`` unless it is False.
+        max_norm: clip gradients to this global norm inside the step; ``.grad`` does not change.
+        skip_non_finite: skip the step if the norm of the gradients is inf or NaN.
         no_decay: patterns (``"*.bias"``, ``"*norm*"``) of names whose parameters do not decay.
             Needs named parameters.
-        seed: of the stochastic rounding.
+        seed: seed of the stochastic rounding.
 
     Attributes:
-        grad_norm: norm of the gradients of the last step, before clipping; ``None`` unless
-            ``max_norm`` or ``skip_non_finite`` asked for it.
+        grad_norm: norm of the gradients of the last step, before clipping; ``None`` without
+            ``max_norm`` and ``skip_non_finite``.
 
     Raises:
-        ValueError: a value is out of range, or ``no_decay`` comes without names.
-        TypeError: a parameter is no dense floating tensor, or an option has a wrong type.
+        ValueError: a value is out of range, or ``no_decay`` is used without names.
+        TypeError: a parameter is not a dense floating tensor, or an option has a wrong type.
         UnsupportedError: ``differentiable``; from ``step``, a sparse gradient.
 
     Note:
-        Every element is computed alone, in float32 (float64 for float64): the result depends
-        neither on threads, shards nor groups. Stochastic rounding draws by name and by the
-        element's number in the whole parameter; parameters without names share their numbers.
+        Every element is computed independently, in float32 (float64 for float64): the result
+        depends neither on threads, shards nor groups. Stochastic rounding draws by name and by the
+        element's index in the unsharded parameter; parameters without names share their random
+        numbers.
 
     Example:
         >>> import torch, fusedops.optim
@@ -168,7 +170,7 @@ class AdamW(torch.optim.AdamW):
         """Add a group of parameters, as torch does.
 
         Raises:
-            TypeError: a parameter is no dense floating tensor.
+            TypeError: a parameter is not a dense floating tensor.
             ValueError: ``no_decay`` is in use and the parameters have no names.
         """
         op = type(self).__name__
@@ -350,7 +352,7 @@ class AdamW(torch.optim.AdamW):
         # Where steps differ, as those of experts without tokens do, only one of some tries again.
         if self._made_in_vain < 2 or self._looked % 16 == 0:
             groups = {id(group): index for index, group in enumerate(self.param_groups)}
-            numbered = [(groups[id(group)], places, each) for group, places, each in batches]
+            numbered = [(groups[id(group)], places, batch) for group, places, batch in batches]
             has_norm = self.policy.max_norm is not None or self.policy.skip_non_finite
             self._repeated = RepeatedStep.after(self, grads, numbered, has_norm=has_norm)
 
@@ -385,7 +387,7 @@ class AdamW(torch.optim.AdamW):
             where = f"lr as a float or on {device}"
             self._require(not (_is_tensor(lr) and self._is_captured()), where)
             lr = float(lr)
-        on_gpu = any(_is_tensor(each) and each.is_cuda for each in betas)
+        on_gpu = any(_is_tensor(beta) and beta.is_cuda for beta in betas)
         self._require(not (on_gpu and self._is_captured()), "betas as floats")
         return {
             "lr": lr,
@@ -445,7 +447,9 @@ class AdamW(torch.optim.AdamW):
 
     def _decay(self, group: dict[str, Any], index: int) -> float:
         patterns = self.policy.no_decay
-        if patterns and any(fnmatch.fnmatchcase(_name(group, index), each) for each in patterns):
+        if patterns and any(
+            fnmatch.fnmatchcase(_name(group, index), pattern) for pattern in patterns
+        ):
             return 0.0
         return float(group["weight_decay"])
 

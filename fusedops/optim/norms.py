@@ -19,21 +19,21 @@ def global_norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """Return the 2-norm of all elements of all tensors.
 
     Args:
-        tensors: floating tensors, of any shapes, dtypes and devices; of a DTensor the whole
-            counts, and each process of its mesh must call this.
+        tensors: floating tensors, of any shapes, dtypes and devices; a DTensor counts with all its
+            shards, and each process of its mesh must call this.
 
     Returns:
         float64, no dimensions, on the device of the first tensor. inf or NaN if and only if an
         element is (of float64 elements also where the sum of squares exceeds its range).
 
     Raises:
-        TypeError: something is no dense floating tensor.
+        TypeError: an element is not a dense floating tensor.
 
     Note:
         Sums are float64, in an order that depends on each tensor's own size: the same bits for any
         number of threads. On the CPU the sums of the tensors are added without rounding, so that
-        their order does not show either. The parts of a DTensor are summed where they are: other
-        shards may give a neighbouring float64. Does not wait for a GPU.
+        their order has no effect either. The shards of a DTensor are summed locally: another
+        sharding may change the last bit of the float64. The function does not wait for a GPU.
 
     Example:
         >>> import torch, fusedops.optim
@@ -41,20 +41,20 @@ def global_norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
         tensor(5., dtype=torch.float64)
     """
     every = list(tensors)
-    for each in every:
-        checks.tensor("global_norm", "each of tensors", each)
+    for tensor in every:
+        checks.tensor("global_norm", "each of tensors", tensor)
     if not every:
         return torch.zeros((), dtype=torch.float64)
     with torch.no_grad():
-        every = [_shards.summed(each) for each in every]
+        every = [_shards.summed(tensor) for tensor in every]
         by_device: dict[torch.device, list[torch.Tensor]] = {}
-        for each in every:
-            by_device.setdefault(each.device, []).append(each)
+        for tensor in every:
+            by_device.setdefault(tensor.device, []).append(tensor)
         totals = []
         for members in by_device.values():
-            sums = square_sums([_shards.local(each) for each in members])
+            sums = square_sums([_shards.local(member) for member in members])
             totals.append(total(sums, members))
-        return _added(torch.stack([each.to(totals[0].device) for each in totals])).sqrt()
+        return _added(torch.stack([total.to(totals[0].device) for total in totals])).sqrt()
 
 
 def norm_from(sums: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -81,22 +81,22 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale gradients in place so that their norm is at most ``max_norm``.
 
-    As ``torch.nn.utils.clip_grad_norm_``, in one pass where nothing has to be scaled on the CPU.
-    ``AdamW(max_norm=...)`` does the same inside its step, without a pass that writes.
+    Like ``torch.nn.utils.clip_grad_norm_``; on the CPU it needs one pass if no scaling is
+    necessary. ``AdamW(max_norm=...)`` does the same inside its step, without a pass that writes.
 
     Args:
-        parameters: those with a gradient count; DTensors as in ``global_norm``.
-        max_norm: the largest norm that stays.
-        norm_type: 2; the fused sums have no other.
-        error_if_nonfinite: raise where the norm is inf or NaN.
-        foreach: torch's choice of an implementation; nothing here.
+        parameters: parameters without a gradient are ignored; DTensors as in ``global_norm``.
+        max_norm: largest norm that is not scaled.
+        norm_type: must be 2.
+        error_if_nonfinite: raise if the norm is inf or NaN.
+        foreach: accepted, without effect.
 
     Returns:
         The norm before clipping, as ``global_norm`` gives it.
 
     Raises:
         ValueError: ``norm_type`` is not 2.
-        RuntimeError: the norm is not finite and ``error_if_nonfinite``; gradients are as before.
+        RuntimeError: the norm is not finite and ``error_if_nonfinite``; gradients are unchanged.
 
     Example:
         >>> import torch, fusedops.optim
@@ -113,7 +113,7 @@ def clip_grad_norm_(
         )
     checks.number("clip_grad_norm_", "max_norm", max_norm)
     every = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    grads = [each.grad for each in every if each.grad is not None]
+    grads = [parameter.grad for parameter in every if parameter.grad is not None]
     norm = global_norm(grads)
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(

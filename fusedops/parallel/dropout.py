@@ -128,11 +128,11 @@ class Place:
         first = self.sequence_part * tokens
         if self.context_parts == 1:
             return [(first, first + tokens)]
-        from fusedops.parallel.context.layout import joined, mirrored
+        from fusedops.parallel.context.layout import merged, mirrored
 
         length = tokens * self.sequence_parts * self.context_parts
         found, before = [], 0
-        for start, stop in joined(mirrored(0, length, self.context_parts, self.context_part)):
+        for start, stop in merged(mirrored(0, length, self.context_parts, self.context_part)):
             low = start + max(0, first - before)
             high = min(stop, start + first + tokens - before)
             if low < high:

@@ -412,8 +412,8 @@ def test_whatever_wins_the_model_trains_the_same(
         lost = CalibrationFinding(0.5, True, "float32, 1024x32")
         monkeypatch.setattr(calibrate, "_measured", lambda *_: lost)
     report = fusedops.patch(patched, calibrate=True)
-    told = map(calibrate.told, patched.modules())
-    asked = [finding for finding in told if finding is not None]
+    findings = map(calibrate.finding_of, patched.modules())
+    asked = [finding for finding in findings if finding is not None]
     assert asked and sum(each.speed_up is not None for each in asked) > len(asked) / 2
     if choice == "all stock":
         kept = {each.reason for each in report.kept if "stock kept" in each.reason}

@@ -30,7 +30,7 @@ from fusedops.parallel import (
 )
 from fusedops.parallel.comm import collectives
 from fusedops.parallel.context import plan
-from fusedops.parallel.context.plan import AttentionPattern
+from fusedops.parallel.context.plan import ContextPattern
 from fusedops.testing import threads
 
 pytestmark = pytest.mark.distributed
@@ -147,7 +147,7 @@ def _logged(world: World) -> tuple[Any, ...]:
     }
     with collectives.recorded() as other:
         in_shards(ulysses_attention, world.group(4), case, torch.float32)
-    return ring, log.beside(), other.bytes(), other.counts()
+    return ring, log.overlapped(), other.bytes(), other.counts()
 
 
 def test_bytes_are_those_of_the_plan_and_travel_beside_the_computation(on_ranks: OnRanks) -> None:
@@ -157,7 +157,7 @@ def test_bytes_are_those_of_the_plan_and_travel_beside_the_computation(on_ranks:
     logged = on_ranks(_logged)[:4]
     for rank, (ring, beside, exchanged, counts) in enumerate(logged):
         others = [other for other in range(4) if other != rank]
-        causal = AttentionPattern(-1, 0)
+        causal = ContextPattern(-1, 0)
         keys = [plan.step(layout, causal, other, rank).tokens * token for other in others]
         back = [plan.step(layout, causal, rank, other).tokens * token for other in others]
         assert ring == {"keys": 2 * sum(keys), "gradients": sum(back)}  # keys again in the backward

@@ -19,7 +19,7 @@ from fusedops.parallel.context.layout import (
     pieces,
     ranges,
 )
-from fusedops.parallel.context.plan import AttentionPattern
+from fusedops.parallel.context.plan import ContextPattern
 
 RANKS = (1, 2, 3, 4)
 # Lengths that leave remainders in all cuts, and documents shorter than the number of ranks.
@@ -33,12 +33,12 @@ ODD = {
 ALL = {name: case for name, case in (CASES | ODD).items() if case.length % 12 == 0}
 
 
-def _pattern(case: Case, placed: bool) -> AttentionPattern:
+def _pattern(case: Case, placed: bool) -> ContextPattern:
     left, right = case.options.get("window", (-1, -1))
-    return AttentionPattern(left, 0 if case.options.get("is_causal") else right, placed)
+    return ContextPattern(left, 0 if case.options.get("is_causal") else right, placed)
 
 
-def _wanted(case: Case, pattern: AttentionPattern) -> torch.Tensor:
+def _wanted(case: Case, pattern: ContextPattern) -> torch.Tensor:
     """Return which scores the attention of a batch has, ``[B * S, B * S]``."""
     place = torch.arange(case.length)
     distance = place - place.unsqueeze(1)
@@ -50,7 +50,7 @@ def _wanted(case: Case, pattern: AttentionPattern) -> torch.Tensor:
     return torch.block_diag(*(allowed(case)[:, 0] & inside))
 
 
-def _covered(layout: SequenceLayout, pattern: AttentionPattern) -> torch.Tensor:
+def _covered(layout: SequenceLayout, pattern: ContextPattern) -> torch.Tensor:
     """Return how often each score is computed."""
     total, share = layout.ends[-1], layout.ends[-1] // layout.ranks
     places = order(layout, torch.device("cpu")).view(layout.ranks, share)
@@ -106,7 +106,7 @@ def test_each_token_is_on_one_rank(name: str) -> None:
 def test_zigzag_gives_all_ranks_the_same_work() -> None:
     def work(layout: SequenceLayout) -> list[int]:
         ranks = range(layout.ranks)
-        causal = AttentionPattern(-1, 0)
+        causal = ContextPattern(-1, 0)
         return [sum(plan.step(layout, causal, r, s).scores for s in ranks) for r in ranks]
 
     whole = 64 * 65 // 2
@@ -122,19 +122,19 @@ def test_only_keys_that_are_needed_travel() -> None:
     """A causal zigzag sends three quarters of all; a window and documents send less."""
 
     def sent(
-        pattern: AttentionPattern, balance: str = "zigzag", ends: tuple[int, ...] | None = None
+        pattern: ContextPattern, balance: str = "zigzag", ends: tuple[int, ...] | None = None
     ) -> int:
         layout, ranks = layout_of("test", 64, 4, balance, ends), range(4)
         pairs = [(r, s) for r in ranks for s in ranks if r != s]
         return sum(plan.step(layout, pattern, *pair).tokens for pair in pairs)
 
     everything = 4 * 3 * 16
-    assert sent(AttentionPattern(-1, -1)) == everything
-    assert sent(AttentionPattern(-1, 0)) == everything * 3 // 4
-    assert sent(AttentionPattern(-1, 0), "contiguous") == everything // 2
-    assert sent(AttentionPattern(5, 0), "contiguous") == 3 * 5
-    assert sent(AttentionPattern(-1, 0), "contiguous", (0, 16, 32, 48, 64)) == 0
-    assert sent(AttentionPattern(-1, 0), "contiguous", (0, 20, 64)) == 16 + 2 * 12 + 16
+    assert sent(ContextPattern(-1, -1)) == everything
+    assert sent(ContextPattern(-1, 0)) == everything * 3 // 4
+    assert sent(ContextPattern(-1, 0), "contiguous") == everything // 2
+    assert sent(ContextPattern(5, 0), "contiguous") == 3 * 5
+    assert sent(ContextPattern(-1, 0), "contiguous", (0, 16, 32, 48, 64)) == 0
+    assert sent(ContextPattern(-1, 0), "contiguous", (0, 20, 64)) == 16 + 2 * 12 + 16
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_what_cannot_be_cut_is_refused(arguments: tuple, words: str) -> None:
 
 def test_an_empty_sequence_has_no_steps() -> None:
     layout = layout_of("test", 0, 4, "zigzag")
-    assert ranges(layout, 1) == () and plan.step(layout, AttentionPattern(-1, 0), 1, 0).calls == ()
+    assert ranges(layout, 1) == () and plan.step(layout, ContextPattern(-1, 0), 1, 0).calls == ()
     assert math.prod(order(layout, torch.device("cpu")).shape) == 0
 
 

@@ -134,7 +134,7 @@ def test_communication_of_one_half_runs_beside_products_of_the_other(case: str) 
 def test_without_overlap_nothing_runs_beside_communication() -> None:
     """The test above can fail."""
     for log in threads.run(_recorded, 2, "tiny-gpt2", {"tp": 2})[0]:
-        assert not log.beside() and log.counts()["all_reduce"] >= 2 * LAYERS
+        assert not log.overlapped() and log.counts()["all_reduce"] >= 2 * LAYERS
 
 
 def _both(rank: int, name: str, values: dict[str, Any]) -> None:

@@ -84,7 +84,7 @@ def _results(world: World, ranks: int, dtype: torch.dtype) -> Any:
             assert torch.equal(value, expected[key]), f"{name}: {key} has other bits"
         again = (ranks - 1) * mine.numel() * mine.element_size() if name != "row" else 0
         assert blocks.bytes() == log.bytes() + again, name
-        found[name] = blocks.beside()
+        found[name] = blocks.overlapped()
     return found
 
 

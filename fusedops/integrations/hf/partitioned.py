@@ -18,7 +18,7 @@ _ENGINE = "deepspeed.runtime.zero."
 _HOOKS = (_ENGINE, "deepspeed.utils.nvtx")  # the latter wraps hooks to mark them in profiles
 
 
-def whole(parameter: torch.Tensor) -> torch.Tensor:
+def gathered(parameter: torch.Tensor) -> torch.Tensor:
     """Return a parameter for probes: an empty one of its full shape where only a part is here."""
     shape = getattr(parameter, "ds_shape", parameter.shape)
     return parameter if shape == parameter.shape else parameter.new_empty(shape)

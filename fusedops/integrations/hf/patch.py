@@ -70,49 +70,48 @@ def patch(
     strict: bool = False,
     calibrate: bool | str | os.PathLike[str] = False,
 ) -> PatchReport:
-    """Let a model's modules run on the fused ops, and tell what was done.
+    """Replace a model's modules by fused ones, and return a report.
 
-    Parameters, buffers, names, hooks and ``state_dict`` stay as they are, and other models of the
-    process too. Patching again with another level changes the level.
+    Parameters, buffers, names, hooks and ``state_dict`` do not change, and neither do other models
+    in the process. A second call with another level changes the level.
 
     Args:
-        model: any module. Hugging Face's families that have a table in ``families/`` are known as
-            such, torch's ``LayerNorm``, ``RMSNorm``, ``GELU``, ``Linear`` and ``Sequential`` by
-            type.
-        level: ``"O0"`` nothing; ``"O1"`` norms and element-wise ops; ``"O2"`` also matrix
-            products with what follows them, and losses; ``"O3"`` as ``"O2"`` (nothing that
-            changes rounding is there yet).
-        strict: raise where a module has a rule but cannot be replaced, or if none has a rule.
+        model: any module. Hugging Face's families with a table in ``families/`` are recognized, and
+            torch's ``LayerNorm``, ``RMSNorm``, ``GELU``, ``Linear`` and ``Sequential`` in any
+            model.
+        level: ``"O0"`` nothing; ``"O1"`` norms and element-wise ops; ``"O2"`` also matrix products
+            with what follows them, and losses; ``"O3"`` the same as ``"O2"`` today.
+        strict: raise if a module has a rule but cannot be replaced, or if no module has a rule.
         calibrate: measure each class and shape of module here, patched and stock, in the model's
-            dtype (under autocast where it is on now), and leave the stock one where it is faster.
-            Takes at most about two seconds
-            for a model: rows are as many as there is time for, and what there is no time for
-            stays patched. What was measured is known for the rest of the process; the path of a
-            file keeps it: what is in the file is not measured again, the rest is added to it.
+            dtype (under autocast if it is active), and keep the stock one if it is faster. This
+            takes at most about two seconds for a model: the number of rows is limited by the time,
+            and modules without time stay patched. Results are reused in the process. The path of a
+            file stores them: entries of the file are not measured again, and new results are added
+            to it.
 
     Returns:
-        A report with an entry per module, and one per loss of a transformers model. ``print`` it
-        for a table.
+        A report with an entry per module, and one per loss of a transformers model; ``print`` shows
+        it as a table.
 
     Raises:
-        TypeError: ``model`` is no module, ``strict`` no bool, or ``calibrate`` no bool or path.
-        ValueError: ``level`` is unknown, or ``calibrate`` names a file of something else, or one
-            that does not end in ``.json``.
+        TypeError: ``model`` is not a module, ``strict`` not a bool, or ``calibrate`` not a bool or
+            path.
+        ValueError: ``level`` is unknown, or the file of ``calibrate`` has other contents or does
+            not end in ``.json``.
         OSError: that file cannot be read or written, or its folder does not exist.
         UnsupportedError: ``strict`` and something could not be replaced; the model is untouched.
 
     Note:
-        Patch after loading adapters and before ``fully_shard``. A fused module whose children get
-        hooks or adapters later, or of whose original another library replaces a function, runs its
-        original forward from then on; ``describe`` shows it.
-        What compares exact classes (``torch.ao.quantization``) does not know the patched ones and
-        leaves them as they are, with a warning: ``unpatch`` first.
-        Calibration chooses by the clock of this machine. Each choice computes what patching or
-        the stock model computes, but two machines, or two processes on one, may run different
-        kernels for a module and round differently. With a file all processes on a machine choose
-        alike; who needs the same bits on all machines does not calibrate. It makes random inputs
-        for single modules and never runs the model; a module that it cannot run is reported as
-        not measured.
+        Patch after loading adapters and before ``fully_shard``. If the children of a fused module
+        get hooks or adapters later, or another library replaces a function of its original, the
+        module runs its original forward from then on; ``describe`` shows it. Libraries that compare
+        exact classes (``torch.ao.quantization``) do not recognize patched classes and skip them
+        with a warning: call ``unpatch`` first. Calibration chooses by the clock of this machine.
+        Each choice computes the same function, but two machines, or two processes on one machine,
+        may run different kernels for a module and round differently. With a file all processes on a
+        machine choose alike; if you need the same bits on all machines, do not calibrate.
+        Calibration runs single modules on random inputs and never the model; a module that cannot
+        be run is reported as not measured.
 
     Example:
         >>> import torch, fusedops
@@ -133,7 +132,7 @@ def patch(
             f"patch: calibrate must be True, False or the path of a .json file, got {calibrate!r}"
         )
     before = {module: type(module) for module in model.modules()}
-    taken = [owner for _, owner in _loss_owners(model) if _losses().is_taken(owner)]
+    taken = [owner for _, owner in _loss_owners(model) if _losses().is_replaced(owner)]
     try:
         report = _patched(model, level)
         if strict and (report.failed or not report.replaced):
@@ -175,17 +174,17 @@ def _patched(model: nn.Module, level: str) -> PatchReport:
 
 
 def unpatch(model: nn.Module) -> None:
-    """Take all fused ops out of a model: it computes what it did before, to the bit.
+    """Restore a model: it computes the same bits as before ``patch``.
 
-    A model that is not patched stays as it is.
+    A model that is not patched does not change.
 
     Args:
         model: the model, or a part of one.
 
     Raises:
-        TypeError: ``model`` is no module.
-        UnsupportedError: something else (a parametrization, ``fully_shard``) has put its own
-            class on top of a patched one; nothing is changed then.
+        TypeError: ``model`` is not a module.
+        UnsupportedError: something else (a parametrization, ``fully_shard``) has derived its own
+            class from a patched one; the model is then unchanged.
     """
     _check_model("unpatch", model)
     covered = [
@@ -202,7 +201,7 @@ def unpatch(model: nn.Module) -> None:
 
 
 def describe(model: nn.Module) -> PatchReport:
-    """Return the report of a model as it stands now: hooks and adapters may have come later.
+    """Return the report of a model in its current state: hooks and adapters may have been added.
 
     Args:
         model: patched or not.
@@ -211,20 +210,20 @@ def describe(model: nn.Module) -> PatchReport:
         As ``patch``; ``level`` is ``"-"``.
 
     Raises:
-        TypeError: ``model`` is no module.
+        TypeError: ``model`` is not a module.
     """
     _check_model("describe", model)
     return _report(model, "-")
 
 
 def register_attention() -> None:
-    """Let transformers know ``attn_implementation="fusedops"``, for models that are not patched.
+    """Register ``attn_implementation="fusedops"`` in transformers, for unpatched models.
 
     ``from_pretrained(..., attn_implementation="fusedops")`` and
-    ``model.set_attn_implementation("fusedops")`` then run the attention of any family that asks
-    transformers' registry on the fused op: masks, caches and grouped heads as with ``sdpa``, and
+    ``model.set_attn_implementation("fusedops")`` then run the attention of any family that uses
+    transformers' registry on the fused ops: masks, caches and grouped heads as with ``sdpa``, and
     the soft-cap (Gemma 2) and sinks (GPT-OSS) that ``sdpa`` lacks. Attention weights are not
-    recorded. Nothing else of the model changes; ``patch`` does not need it.
+    recorded. Nothing else in the model changes; ``patch`` does not need this call.
 
     Raises:
         ImportError: transformers is not installed.
@@ -233,12 +232,12 @@ def register_attention() -> None:
 
 
 def register_experts() -> None:
-    """Let transformers know ``experts_implementation="fusedops"``, for models that are not patched.
+    """Register ``experts_implementation="fusedops"`` in transformers, for unpatched models.
 
     ``from_pretrained(..., experts_implementation="fusedops")`` and
-    ``model.set_experts_implementation("fusedops")`` then run the experts of any family that asks
-    transformers' registry on the fused ops, under its expert parallelism as well. Nothing else of
-    the model changes; ``patch`` does not need it.
+    ``model.set_experts_implementation("fusedops")`` then run the experts of any family that uses
+    transformers' registry on the fused ops, under its expert parallelism as well. Nothing else in
+    the model changes; ``patch`` does not need this call.
 
     Raises:
         ImportError: transformers is not installed.
@@ -347,9 +346,9 @@ def _entry_of_patched(
 ) -> ModuleReport:
     if owner is not None:
         return _absorbed(name, module, *owner)
-    aside = rule.aside(module)
+    aside = rule.bypass_reason(module)
     note = f"steps aside now: {aside}" if aside is not None else rule.note(module)
-    found = calibration.told(module)
+    found = calibration.finding_of(module)
     if found is not None:
         note = f"{note}; {found}" if note else str(found)
     if _covered(module):
@@ -367,7 +366,7 @@ def _absorbed(name: str, module: nn.Module, owner: str, rule: PatchRule) -> Modu
 
 
 def _entry_of_refused(name: str, module: nn.Module, rule: PatchRule, level: str) -> ModuleReport:
-    found = calibration.told(module)
+    found = calibration.finding_of(module)
     if found is not None:
         return ModuleReport(name, type(module).__name__, False, reason=str(found))
     if level == "-":
@@ -395,7 +394,7 @@ def _derived(rule: PatchRule, module: nn.Module) -> str:
 def _entry_of_loss(name: str, owner: Any, level: str) -> ModuleReport:
     losses = _losses()
     name, cls = f"{name}.loss_function".removeprefix("."), losses.title(owner)
-    if losses.is_taken(owner):
+    if losses.is_replaced(owner):
         backend = resolution(losses.OP, losses.probe, owner)
         return ModuleReport(name, cls, True, losses.OP, backend or "", losses.note(owner))
     reason = losses.obstacle(owner)

@@ -1,4 +1,4 @@
-"""``PatchReport``: what was replaced, by which op, on which backend, and why the rest was not."""
+"""``PatchReport``: the replaced modules with op and backend, and the reasons of the others."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ class ModuleReport:
     Attributes:
         name: qualified name in the model, ``""`` for the model itself.
         cls: name of its class.
-        replaced: whether a fused op does its work, its own or that of ``part_of``.
-        op: the op or ops, comma separated; ``""`` where none.
-        backend: what would run with the parameters where they are now; ``""`` where not replaced.
-        reason: why it was not replaced, or what a reader should know about the replacement.
+        replaced: whether a fused op does its work, either its own op or that of its parent.
+        op: the op or ops, comma separated; ``""`` if none.
+        backend: the backend that would run on the current device of the parameters; ``""`` if not
+            replaced.
+        reason: why it was not replaced, or a note about the replacement.
         failed: whether a rule exists for its class but this instance does not allow it.
     """
 
@@ -32,11 +33,11 @@ class ModuleReport:
 
 @dataclass(frozen=True)
 class PatchReport:
-    """What ``fusedops.patch`` did to a model. ``print`` it for a table.
+    """The result of ``fusedops.patch``; ``print`` shows it as a table.
 
     Attributes:
         model: name of the model's class.
-        level: the level that was asked for.
+        level: the requested level.
         modules: one entry per module that computes something, in the model's order.
 
     Example:
@@ -57,12 +58,12 @@ class PatchReport:
 
     @property
     def kept(self) -> tuple[ModuleReport, ...]:
-        """The modules that stay as they were, each with its reason."""
+        """The modules that were not replaced, each with its reason."""
         return tuple(each for each in self.modules if not each.replaced)
 
     @property
     def failed(self) -> tuple[ModuleReport, ...]:
-        """Those of ``kept`` for which a rule exists: what ``strict=True`` refuses."""
+        """The modules of ``kept`` that have a rule: ``strict=True`` raises for them."""
         return tuple(each for each in self.modules if each.failed)
 
     @property
@@ -72,7 +73,7 @@ class PatchReport:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many modules each op, or combination of ops, serves."""
+        """The number of modules per op or combination of ops."""
         return dict(Counter(each.op for each in self.replaced))
 
     def __getitem__(self, name: str) -> ModuleReport:

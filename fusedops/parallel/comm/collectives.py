@@ -88,7 +88,7 @@ class Log:
         """Return the bytes that this rank sent, of one kind or of all."""
         return sum(each.bytes for each in self.calls if kind in (None, each.kind))
 
-    def beside(self) -> list[tuple[str, str]]:
+    def overlapped(self) -> list[tuple[str, str]]:
         """Return the labels of communications and of the computations that lie wholly in them."""
         place = {(each.number, each.phase): at for at, each in enumerate(self.events)}
         starts = [each for each in self.events if each.phase == "start"]

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fusedops._core import backends, dtypes, philox
 from fusedops.parallel.context.layout import Range
-from fusedops.parallel.context.plan import AttentionBlock, AttentionCall
+from fusedops.parallel.context.plan import AttentionBlock, ContextCall
 
 LOG2E = 1.0 / math.log(2.0)
 
@@ -40,7 +40,7 @@ class Scores(NamedTuple):
     dropout_p: float
     seed: Tensor | None
 
-    def at(self, call: AttentionCall, rows: Tensor, columns: Tensor, length: int) -> Scores:
+    def at(self, call: ContextCall, rows: Tensor, columns: Tensor, length: int) -> Scores:
         """Return these for a call: its seed says where the call's scores stand.
 
         Args:
@@ -77,7 +77,7 @@ class Incoming(NamedTuple):
         return self.parts.sum(-1) / LOG2E
 
     @property
-    def whole(self) -> Tensor:
+    def unrounded(self) -> Tensor:
         """The output in the dtype of statistics, as it was before it was rounded."""
         wide = self.output.to(self.parts.dtype)
         return wide + self.remainder if self.remainder.numel() else wide
@@ -158,7 +158,7 @@ def add_to(into: Tensor, rows: tuple[Range, ...], values: Tensor) -> None:
 
 
 def forward(
-    call: AttentionCall,
+    call: ContextCall,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -189,7 +189,7 @@ def forward(
 
 
 def backward(
-    call: AttentionCall,
+    call: ContextCall,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -225,9 +225,7 @@ def _backward_dense(
 class _Packed:
     """The blocks of a call behind one another, as ``attention_varlen`` takes them."""
 
-    def __init__(
-        self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, scores: Scores
-    ) -> None:
+    def __init__(self, call: ContextCall, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> None:
         self.batch = q.shape[0]
         sides = zip(*((block.rows, block.columns) for block in call.blocks), strict=True)
         sizes = [tuple(stop - start for start, stop in side) for side in sides]
@@ -303,7 +301,7 @@ def _own_share(here: Incoming, output: Tensor, own: Tensor, parts: Tensor) -> tu
     seen = parts[..., 0] > -torch.inf
     weight = torch.exp2(torch.where(seen, own.sum(-1) - parts.sum(-1), -torch.inf))
     grad = here.grad_output.to(weight.dtype)
-    grad_lse = (grad * (output.to(weight.dtype) - here.whole)).sum(-1)
+    grad_lse = (grad * (output.to(weight.dtype) - here.unrounded)).sum(-1)
     if here.grad_lse is not None:
         grad_lse = grad_lse + here.grad_lse
     return (grad * weight.unsqueeze(-1)).to(output.dtype), grad_lse * weight

@@ -64,7 +64,7 @@ def request(
     left, right, cap, factor = math.check_options(
         op, query, heads, rows, window, softcap, alibi_slopes, sinks, scale
     )
-    if alibi_slopes is not None and alibi_slopes.dim() == 2 and not layout.whole_rows:
+    if alibi_slopes is not None and alibi_slopes.dim() == 2 and not layout.complete_rows:
         raise checks.UnsupportedError(
             f"{op}: alibi_slopes must be [{heads}] beside cu_seqlens, got a line per row"
         )

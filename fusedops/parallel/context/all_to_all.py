@@ -158,7 +158,7 @@ def _heads_of(seed: Tensor, a: Request, rank: int, ranks: int) -> Tensor:
     seed = philox.placed_scores(seed, heads, length)
     first = seed[2:3] + rank * (heads // ranks) * seed[4:]
     seed = torch.cat((seed[:2], first, seed[3:]))
-    if a.layout.whole_rows:
+    if a.layout.complete_rows:
         return seed
     tokens = torch.arange(a.layout.ends[-1], device=seed.device)
     return philox.at_tokens(seed, tokens, tokens, length)
@@ -169,7 +169,7 @@ def _attend(a: Request) -> tuple[Tensor, Tensor]:
     options = (a.alibi_slopes, a.sinks, a.seed)
     numbers = (a.dropout_p, a.scale, a.window_left, a.window_right, a.softcap, a.keep_remainder)
     inputs = (a.query, a.key, a.value)
-    if a.layout.whole_rows:
+    if a.layout.complete_rows:
         output, lse, *_ = torch.ops.fusedops.attention(*inputs, None, *options, *numbers)
         return output, lse
     batch, device = a.query.shape[0], a.query.device

@@ -51,7 +51,7 @@ class SequenceLayout(NamedTuple):
         return self.length // self.ranks
 
     @property
-    def whole_rows(self) -> bool:
+    def complete_rows(self) -> bool:
         """Whether each row is one document."""
         return self.ends == tuple(range(0, self.ends[-1] + 1, self.length or 1))
 
@@ -125,10 +125,10 @@ def ranges(layout: SequenceLayout, rank: int) -> tuple[Range, ...]:
                 cuts += mirrored(row, row + layout.length, layout.ranks, rank)
             else:
                 cuts.append((row + rank * layout.share, row + (rank + 1) * layout.share))
-    return joined(cuts)
+    return merged(cuts)
 
 
-def joined(cuts: Sequence[Range]) -> tuple[Range, ...]:
+def merged(cuts: Sequence[Range]) -> tuple[Range, ...]:
     """Return ranges without empty ones, those that follow each other joined."""
     found: list[Range] = []
     for start, stop in cuts:

@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from itertools import accumulate, groupby
 from typing import NamedTuple
 
-from fusedops.parallel.context.layout import Piece, Range, SequenceLayout, joined, pieces
+from fusedops.parallel.context.layout import Piece, Range, SequenceLayout, merged, pieces
 
 
-class AttentionPattern(NamedTuple):
+class ContextPattern(NamedTuple):
     """Who may attend whom: query at ``i``, key at ``j`` if ``-left <= j - i <= right``.
 
     Attributes:
@@ -60,7 +60,7 @@ class AttentionBlock(NamedTuple):
         )
 
 
-class AttentionCall(NamedTuple):
+class ContextCall(NamedTuple):
     """Blocks of one kind whose rows do not overlap."""
 
     blocks: tuple[AttentionBlock, ...]
@@ -68,12 +68,12 @@ class AttentionCall(NamedTuple):
     @property
     def rows(self) -> tuple[Range, ...]:
         """The rows of the blocks one after another; neighbours are one range."""
-        return joined(tuple(block.rows for block in self.blocks))
+        return merged(tuple(block.rows for block in self.blocks))
 
     @property
     def columns(self) -> tuple[Range, ...]:
         """The columns of the blocks one after another; neighbours are one range."""
-        return joined(tuple(block.columns for block in self.blocks))
+        return merged(tuple(block.columns for block in self.blocks))
 
 
 class Step(NamedTuple):
@@ -85,7 +85,7 @@ class Step(NamedTuple):
     """
 
     columns: tuple[Range, ...]
-    calls: tuple[AttentionCall, ...]
+    calls: tuple[ContextCall, ...]
 
     @property
     def tokens(self) -> int:
@@ -99,7 +99,7 @@ class Step(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def step(layout: SequenceLayout, pattern: AttentionPattern, rank: int, source: int) -> Step:
+def step(layout: SequenceLayout, pattern: ContextPattern, rank: int, source: int) -> Step:
     """Return what ``rank`` does with the keys of ``source``."""
     of_source = {
         document: list(each)
@@ -107,7 +107,7 @@ def step(layout: SequenceLayout, pattern: AttentionPattern, rank: int, source: i
     }
     bounded = pattern.placed or pattern.left >= 0 or pattern.right > 0
     alike: list[AttentionBlock] = []
-    calls: list[AttentionCall] = []
+    calls: list[ContextCall] = []
     for document, each in groupby(pieces(layout, rank), lambda piece: piece.document):
         queries, keys = list(each), of_source.get(document, [])
         if not bounded:
@@ -121,9 +121,9 @@ def step(layout: SequenceLayout, pattern: AttentionPattern, rank: int, source: i
                 if block.distance == 0:
                     alike.append(block)
                 else:
-                    calls.append(AttentionCall((block,)))
+                    calls.append(ContextCall((block,)))
     if alike:
-        calls.insert(0, AttentionCall(tuple(alike)))
+        calls.insert(0, ContextCall(tuple(alike)))
     return _compact(calls)
 
 
@@ -153,7 +153,7 @@ def _staircase(
     yield from blocks
 
 
-def _band(query: Piece, key: Piece, pattern: AttentionPattern) -> AttentionBlock | None:
+def _band(query: Piece, key: Piece, pattern: ContextPattern) -> AttentionBlock | None:
     """Return the part of a rectangle that is computed, ``None`` where nothing is."""
     rows, columns, distance = _size(query), _size(key), query.start - key.start
     row = column = 0
@@ -184,7 +184,7 @@ def _size(piece: Piece) -> int:
     return piece.stop - piece.start
 
 
-def _compact(calls: list[AttentionCall]) -> Step:
+def _compact(calls: list[ContextCall]) -> Step:
     """Return the step of these calls, with the columns that they need and no others."""
     cuts: list[Range] = []
     for start, stop in sorted(block.columns for call in calls for block in call.blocks):
@@ -192,7 +192,7 @@ def _compact(calls: list[AttentionCall]) -> Step:
             cuts[-1] = (cuts[-1][0], max(stop, cuts[-1][1]))
         else:
             cuts.append((start, stop))
-    columns = joined(cuts)
+    columns = merged(cuts)
     starts = [start for start, _ in columns]
     sizes = [stop - start for start, stop in columns]
     before = [0, *accumulate(sizes)]
@@ -202,4 +202,4 @@ def _compact(calls: list[AttentionCall]) -> Step:
         shift = before[index] - starts[index]
         return block._replace(columns=(block.columns[0] + shift, block.columns[1] + shift))
 
-    return Step(columns, tuple(AttentionCall(tuple(map(moved, call.blocks))) for call in calls))
+    return Step(columns, tuple(ContextCall(tuple(map(moved, call.blocks))) for call in calls))

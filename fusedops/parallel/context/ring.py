@@ -29,7 +29,7 @@ from fusedops.parallel.context import _blocks, _flops, plan
 from fusedops.parallel.context._blocks import Attended, Incoming, Scores, add_to, take
 from fusedops.parallel.context._checks import request
 from fusedops.parallel.context.layout import SequenceLayout, places
-from fusedops.parallel.context.plan import AttentionCall, AttentionPattern, Step
+from fusedops.parallel.context.plan import ContextCall, ContextPattern, Step
 
 
 def ring_attention(
@@ -166,11 +166,11 @@ class _Ring:
         self.rank, self.ranks = self.group.rank(), self.group.size()
         batch, _, tokens, _ = a.query.shape
         layout = SequenceLayout(tokens * self.ranks, self.ranks, a.balance, tuple(a.ends))
-        self.packed = batch > 1 and not layout.whole_rows
+        self.packed = batch > 1 and not layout.complete_rows
         if batch > 1 and not self.packed:
             layout = layout._replace(ends=(0, layout.length))  # all rows alike
         self.layout = layout
-        self.pattern = AttentionPattern(a.window_left, a.window_right, a.alibi_slopes is not None)
+        self.pattern = ContextPattern(a.window_left, a.window_right, a.alibi_slopes is not None)
         seed = a.seed
         if seed is not None:
             seed = philox.placed_scores(seed, a.query.shape[1], layout.length)
@@ -210,7 +210,7 @@ class _Ring:
         """Return whose keys come."""
         return (self.rank - shift) % self.ranks
 
-    def calls(self, shift: int, step: Step) -> Iterator[tuple[AttentionCall, Scores]]:
+    def calls(self, shift: int, step: Step) -> Iterator[tuple[ContextCall, Scores]]:
         """Yield the calls of a step; each drops what the whole would."""
         if self.scores.seed is None:
             yield from ((call, self.scores) for call in step.calls)
@@ -387,7 +387,7 @@ def _sinks_gradient(sinks: Tensor | None, rows: Incoming) -> Tensor:
     """Return the gradient ``-sum(exp(sink - lse) * delta)`` from the rows here."""
     if sinks is None:
         return rows.parts.new_zeros(0)
-    delta = (rows.whole * rows.grad_output).sum(-1)
+    delta = (rows.unrounded * rows.grad_output).sum(-1)
     if rows.grad_lse is not None:
         delta = delta - rows.grad_lse
     weights = torch.exp(sinks[:, None] - rows.lse)

@@ -99,7 +99,7 @@ _NOTHING: Mapping[str, CalibrationFinding] = {}
 _TOLD: weakref.WeakKeyDictionary[nn.Module, CalibrationFinding] = weakref.WeakKeyDictionary()
 
 
-def told(module: nn.Module) -> CalibrationFinding | None:
+def finding_of(module: nn.Module) -> CalibrationFinding | None:
     """Return what calibration found of a module, ``None`` where it was not asked."""
     return _TOLD.get(module)
 
@@ -133,7 +133,7 @@ def calibrate(
     while todo := _to_decide(model, seen):
         _decide(model, todo, found, {**_FOUND, **known}, time)
         seen.update(todo)
-    late = [each for each in seen if (told(each) or CalibrationFinding()).for_want_of_time]
+    late = [each for each in seen if (finding_of(each) or CalibrationFinding()).for_want_of_time]
     if late and time.left() > 0:  # what the others have left over
         _decide(model, late, found, {}, time)
     return found
@@ -268,7 +268,7 @@ def _obstacle(module: nn.Module) -> CalibrationFinding | None:
 def _problem(module: nn.Module, rule: PatchRule) -> str | None:
     if type(module) is not rule.patched:
         return "another class lies on top of the patched one"
-    if rule.aside(module) is not None:
+    if rule.bypass_reason(module) is not None:
         return "it steps aside"
     parameters = list(module.parameters())
     if any(each.is_meta for each in parameters):

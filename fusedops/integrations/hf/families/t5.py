@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers.models.t5 import modeling_t5
 
-from fusedops.integrations.hf.partitioned import whole
+from fusedops.integrations.hf.partitioned import gathered
 from fusedops.integrations.hf.rules.attention import attention_rule
 from fusedops.integrations.hf.rules.feed_forward import (
     Names,
@@ -194,7 +194,7 @@ _UNKNOWN_SUBLAYER = next(
 
 
 def _probe_norm(norm: Any) -> None:
-    weight = whole(norm.weight)
+    weight = gathered(norm.weight)
     rms_norm(weight.new_zeros(1, *weight.shape), weight.shape, weight)
 
 

@@ -55,7 +55,7 @@ def causal_lm_loss(
         **kwargs: not looked at.
     """
     wanted: Any = labels if shift_labels is None else shift_labels
-    if not served(logits, wanted) or aside(causal_lm_loss) is not None:
+    if not served(logits, wanted) or bypass_reason(causal_lm_loss) is not None:
         return loss_utils.LOSS_MAPPING["ForCausalLM"](
             logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs
         )
@@ -82,7 +82,7 @@ def masked_lm_loss(
         ignore_index: label of what does not count.
         **kwargs: not looked at.
     """
-    if not served(logits, labels) or aside(masked_lm_loss) is not None:
+    if not served(logits, labels) or bypass_reason(masked_lm_loss) is not None:
         return loss_utils.LOSS_MAPPING["ForMaskedLM"](
             logits, labels, vocab_size, num_items_in_batch, ignore_index, **kwargs
         )
@@ -128,7 +128,7 @@ _TASKS = {causal_lm_loss: "ForCausalLM", masked_lm_loss: "ForMaskedLM"}
 _PLACES = global_function(loss_utils.__name__, "fixed_cross_entropy")
 
 
-def aside(loss: Any) -> str | None:
+def bypass_reason(loss: Any) -> str | None:
     """Return why one of our losses leaves the work to transformers' now, or ``None``."""
     return _replaced(loss) or context_obstacle()
 
@@ -160,7 +160,7 @@ def owners(model: nn.Module) -> Iterator[tuple[str, Any]]:
                 yield name, module
 
 
-def is_taken(owner: Any) -> bool:
+def is_replaced(owner: Any) -> bool:
     """Return whether the loss of ``owner`` is one of ours."""
     return _stock(_set_loss(owner)) is not None
 
@@ -201,7 +201,7 @@ def restore(owner: Any) -> None:
 
 def note(owner: Any) -> str:
     """Return what a reader of the report should know about the loss taken from ``owner``."""
-    reason = aside(_set_loss(owner))
+    reason = bypass_reason(_set_loss(owner))
     return NOTE if reason is None else f"steps aside now: {reason}"
 
 

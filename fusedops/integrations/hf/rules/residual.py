@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fusedops.integrations.hf.originals import remember
-from fusedops.integrations.hf.partitioned import whole
+from fusedops.integrations.hf.partitioned import gathered
 from fusedops.integrations.hf.rules.rule import bypass_obstacle
 from fusedops.integrations.hf.rules.torch_modules import LayerNorm
 from fusedops.ops.add_layer_norm import add_layer_norm
@@ -59,7 +59,7 @@ def probability(dropout: Any) -> float:
 
 def probe_add_norm(norm: Any) -> None:
     """Call ``add_layer_norm`` on one row, as ``Rule.probe`` does."""
-    weight = whole(norm.weight)
+    weight = gathered(norm.weight)
     row = weight.new_zeros((1, *norm.normalized_shape))
     add_layer_norm(row, row, norm.normalized_shape, weight)
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedops.integrations.hf.partitioned import whole
+from fusedops.integrations.hf.partitioned import gathered
 from fusedops.integrations.hf.rules.rule import PatchRule, bypass_obstacle, runs_here, subclass
 from fusedops.ops.add_rms_norm import add_rms_norm
 from fusedops.ops.rms_norm import rms_norm
@@ -121,12 +121,12 @@ def rms_norm_rule(original: type[nn.Module], module_name: str, kind: NormKind = 
 
 
 def _probe_norm(norm: Any) -> None:
-    weight = whole(norm.weight)
+    weight = gathered(norm.weight)
     rms_norm(weight.new_zeros(1, *weight.shape), weight.shape, weight)
 
 
 def probe_add_norm(norm: Any) -> None:
     """Call ``add_rms_norm`` on one row, as ``PatchRule.probe`` does."""
-    weight = whole(norm.weight)
+    weight = gathered(norm.weight)
     row = weight.new_zeros(1, *weight.shape)
     add_rms_norm(row, row, weight.shape, weight)

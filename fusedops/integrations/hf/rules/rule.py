@@ -107,7 +107,7 @@ class PatchRule:
         if own:
             super(patched, patched).__init_subclass__()
 
-    def aside(self, module: nn.Module) -> str | None:
+    def bypass_reason(self, module: nn.Module) -> str | None:
         """Return why a patched instance runs its original forward now, or ``None``."""
         if "forward" in module.__dict__ and not self.runs_inside(module.forward):
             return "its forward is overridden on the instance"
@@ -161,7 +161,7 @@ def rule_of(module: nn.Module) -> PatchRule | None:
 def absorbed(module: nn.Module) -> set[str]:
     """Return the names of the children whose work the fused forward of ``module`` does now."""
     rule = rule_of(module)
-    if rule is None or rule.aside(module) is not None:
+    if rule is None or rule.bypass_reason(module) is not None:
         return set()
     return (set(rule.absorbs) - set(rule.calls(module))).union(rule.inside(module))
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from fusedops import nn as fused
 from fusedops.integrations.hf.originals import remember
-from fusedops.integrations.hf.partitioned import whole
+from fusedops.integrations.hf.partitioned import gathered
 from fusedops.integrations.hf.rules.rule import (
     PatchRule,
     bypass_obstacle,
@@ -246,18 +246,18 @@ def _linear_plain(module: nn.Linear) -> str | None:
 
 def _probe_layer_norm(module: nn.LayerNorm) -> None:
     shape = module.normalized_shape
-    weight = None if module.weight is None else whole(module.weight)
+    weight = None if module.weight is None else gathered(module.weight)
     layer_norm(like(module).new_zeros((1, *shape)), shape, weight, None, module.eps)
 
 
 def _probe_rms_norm(module: nn.RMSNorm) -> None:
     shape = module.normalized_shape
-    weight = None if module.weight is None else whole(module.weight)
+    weight = None if module.weight is None else gathered(module.weight)
     rms_norm(like(module).new_zeros((1, *shape)), shape, weight, module.eps)
 
 
 def _probe_linear(module: nn.Linear) -> None:
-    weight = whole(module.weight)
+    weight = gathered(module.weight)
     rows = like(module).new_zeros(16, module.in_features)
     if plain_weight(weight) and own_product(rows):
         linear_act(rows, weight, None, activation="identity")

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import activations, pytorch_utils
 
 from fusedops.integrations.hf.originals import remember
-from fusedops.integrations.hf.partitioned import gathers_on_access, whole
+from fusedops.integrations.hf.partitioned import gathered, gathers_on_access
 from fusedops.integrations.hf.rules import torch_modules
 from fusedops.integrations.hf.rules.rule import (
     PatchRule,
@@ -139,7 +139,7 @@ def _conv1d_plain(module: Any) -> str | None:
 
 
 def _probe_conv1d(module: Any) -> None:
-    weight = whole(module.weight)
+    weight = gathered(module.weight)
     rows = like(module).new_zeros(16, weight.shape[0])
     if plain_weight(weight) and own_product(rows):
         linear_act(rows, weight.t(), None, activation="identity")
